@@ -81,18 +81,18 @@ SHAPES = {
 @contextmanager
 def ignoring_forms() -> Iterator[None]:
     """Attention without windows, soft caps and sinks."""
-    from penstock_learner.model import attention
+    from penstock_learner.model.attention import packed_attention
 
-    kept = attention.attend
+    kept = packed_attention.attend
 
     def plain(q: Any, k: Any, v: Any, packing: Any, form: Any) -> Any:
         return kept(q, k, v, packing, replace(form, window=None, softcap=None, sinks=None))
 
-    attention.attend = plain
+    packed_attention.attend = plain
     try:
         yield
     finally:
-        attention.attend = kept
+        packed_attention.attend = kept
 
 
 def bench_shape(name: str, compiled: bool) -> Results:
@@ -139,9 +139,9 @@ def attention_alone(shape: FormShape, device: Any, results: Results) -> None:
     import numpy as np
     import torch
 
-    from penstock_learner.model import attention_kernels as kernels
-    from penstock_learner.model.attention_kernels import ScoreForm
-    from penstock_learner.model.packed_layout import Packing
+    from penstock_learner.model.attention import kernels
+    from penstock_learner.model.attention.kernels import ScoreForm
+    from penstock_learner.model.attention.packed_layout import Packing
 
     packing = Packing.of(np.array(LENGTHS[:4], dtype=np.int64), device)
     sizes = shape.settings

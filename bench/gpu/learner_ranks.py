@@ -31,12 +31,12 @@ from penstock.config.learner import LearnerConfig
 from penstock.ports import free_port
 from penstock_learner.batches.partition import partition, unpermute
 from penstock_learner.batches.sequence_batch import SequenceBatch
-from penstock_learner.model import attention
 from penstock_learner.model.adapter import add_adapter
 from penstock_learner.model.architectures import path_of
+from penstock_learner.model.attention import packed_attention
+from penstock_learner.model.attention.sequence_parallel import make_sequence_parallel
 from penstock_learner.model.causal_lm import CausalLM
 from penstock_learner.model.precision import DTYPES
-from penstock_learner.model.sequence_parallel import make_sequence_parallel
 from penstock_learner.model.sharding import prepare_for_training
 from penstock_learner.model.torch_settings import set_up_torch
 from penstock_learner.optim.optimizer import make_optimizer
@@ -100,7 +100,7 @@ class TrainingRank:
         os.environ["NCCL_IB_DISABLE"] = "1"
         os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # this process may not have children
         set_up_torch(1, compiles=True)
-        attention.register()
+        packed_attention.register()
 
     def is_ready(self) -> bool:
         """Answer once the imports are done, before the deadline of a case runs."""
@@ -149,7 +149,7 @@ def learner_of(settings: dict[str, Any]) -> LearnerConfig:
 def make_trainable(learner: LearnerConfig) -> tuple[CausalLM, Any]:
     """The same model on every rank, sharded, with its optimizer."""
     place = torch.device("cpu") if learner.cpu_offload else DEVICE
-    lm = make_model(SHAPE, torch.float32, DEVICE, attention.NAME).to(place)
+    lm = make_model(SHAPE, torch.float32, DEVICE, packed_attention.NAME).to(place)
     model = CausalLM(lm, learner.logprob_chunk_tokens, path_of(lm.config), compiled=learner.compile)
     if learner.lora is not None:
         torch.manual_seed(1)

@@ -31,8 +31,8 @@ from penstock.config.loading import validate
 from penstock.weights.deadline import Deadline
 from penstock_learner.batches.partition import partition
 from penstock_learner.batches.sequence_batch import SequenceBatch
-from penstock_learner.model import attention
 from penstock_learner.model.architectures import path_of
+from penstock_learner.model.attention import packed_attention
 from penstock_learner.model.backbone import decoder_layers
 from penstock_learner.model.causal_lm import CausalLM, open_model
 from penstock_learner.model.loading.weights import read_weights
@@ -62,7 +62,7 @@ def main() -> None:
         timeout=timedelta(seconds=300),
     )
     dist.all_reduce(torch.ones(1, device=device))
-    attention.register()
+    packed_attention.register()
     RankBench(job, rank, device).run()
     dist.destroy_process_group()
 
@@ -138,7 +138,7 @@ class RankBench:
         else:
             from transformers import AutoModelForCausalLM
 
-            lm: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attention.NAME)
+            lm: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=packed_attention.NAME)
             self.model = CausalLM(lm, chunk, path_of(lm.config))
             self.model.to(self.device)
         learner = self.config.learner

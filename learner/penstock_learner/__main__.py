@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 async def serve(config: RunConfig) -> None:
     """Start Ray, place the roles and train. Stops everything that it started before it returns."""
-    from penstock_learner.roles.ray_environment import prepare_environment
+    from penstock_learner.roles.actors.ray_environment import prepare_environment
 
     prepare_environment(config)
     from prometheus_client import CollectorRegistry
@@ -80,10 +80,10 @@ async def serve(config: RunConfig) -> None:
     from penstock_learner.loggers.opening import check_loggers
     from penstock_learner.loop.controller import LearnerController
     from penstock_learner.metrics import LearnerMetrics
-    from penstock_learner.roles.placement import place_roles
-    from penstock_learner.roles.ray_cluster import ray_cluster, remove_abandoned_folders
-    from penstock_learner.roles.ray_watch import run_while_ray_lives
-    from penstock_learner.roles.role_group import run_with_ranks
+    from penstock_learner.roles.actors.placement import place_roles
+    from penstock_learner.roles.actors.ray_cluster import ray_cluster, remove_abandoned_folders
+    from penstock_learner.roles.actors.ray_watch import run_while_ray_lives
+    from penstock_learner.roles.actors.role_group import run_with_ranks
 
     learner = config.learner
     check_loggers(learner.loggers)

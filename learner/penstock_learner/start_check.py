@@ -66,7 +66,7 @@ def _check_gpus(config: RunConfig) -> None:
     if not config.learner.ray_address and num_gpus(config.learner.placement, roles):
         import torch
 
-        from penstock_learner.roles.placement import check_gpus
+        from penstock_learner.roles.actors.placement import check_gpus
 
         check_gpus(config.learner, roles, torch.cuda.device_count())
 

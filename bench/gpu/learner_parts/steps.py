@@ -16,8 +16,8 @@ from learner_parts.models import Setting, Shape
 from penstock.config.learner import LearnerConfig
 from penstock_learner.batches.partition import partition
 from penstock_learner.batches.sequence_batch import SequenceBatch
-from penstock_learner.model import attention
 from penstock_learner.model.architectures import path_of
+from penstock_learner.model.attention import packed_attention
 from penstock_learner.model.causal_lm import CausalLM
 from penstock_learner.model.precision import DTYPES
 from penstock_learner.model.sharding import prepare_for_training
@@ -125,7 +125,7 @@ class Ours:
     """The learner's own step: FSDP2 with one rank, packed sequences, chunked log-probs, the PPO loss."""
 
     def __init__(self, shape: Shape, device: torch.device, masters: str, setting: Setting, compiled: bool) -> None:
-        attention.register()
+        packed_attention.register()
         self.learner = LearnerConfig.model_validate(
             {
                 "lr": LR,
@@ -138,7 +138,7 @@ class Ours:
                 "algorithm": {"correction": {"mode": "bypass"}, "kl": {"placement": "none"}},
             }
         )
-        lm = make_model(shape, DTYPES[masters], device, attention.NAME)
+        lm = make_model(shape, DTYPES[masters], device, packed_attention.NAME)
         path = path_of(lm.config)
         assert path.is_packed
         self.model = CausalLM(lm, self.learner.logprob_chunk_tokens, path, compiled=compiled)

@@ -21,8 +21,8 @@ from penstock_learner.checkpoints.ledger import Ledger
 from penstock_learner.crash_points import crash_point
 from penstock_learner.file_checksums import FileRecord
 from penstock_learner.metrics import LearnerMetrics
-from penstock_learner.roles.role_actors import SAVE_LANE
-from penstock_learner.roles.role_group import RoleGroup, gather_all
+from penstock_learner.roles.actors.role_actors import SAVE_LANE
+from penstock_learner.roles.actors.role_group import RoleGroup, gather_all
 
 
 class CheckpointWriter:

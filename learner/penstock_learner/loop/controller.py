@@ -58,10 +58,10 @@ from penstock_learner.loop.term import Term, begin_term
 from penstock_learner.loop.training_step import TrainingStep
 from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.publication.policy_publication import PolicyPublication
+from penstock_learner.roles.actors.role_actors import LANES
+from penstock_learner.roles.actors.role_group import RoleGroup, gather_all
+from penstock_learner.roles.actors.role_recovery import RoleRecovery
 from penstock_learner.roles.prefix_sharing import prefix_sharing_roles
-from penstock_learner.roles.role_actors import LANES
-from penstock_learner.roles.role_group import RoleGroup, gather_all
-from penstock_learner.roles.role_recovery import RoleRecovery
 from penstock_learner.roles.trained import trained_roles
 from penstock_learner.steps.skipped_updates import SkippedSteps
 

@@ -51,7 +51,7 @@ from penstock_learner.loop.step_records import StepRecords
 from penstock_learner.loop.term import Term
 from penstock_learner.loop.training_step import TrainingStep
 from penstock_learner.publication.policy_publication import PolicyPublication
-from penstock_learner.roles.role_group import RoleGroup
+from penstock_learner.roles.actors.role_group import RoleGroup
 
 logger = logging.getLogger(__name__)
 SMALL_VOCABULARY = 256

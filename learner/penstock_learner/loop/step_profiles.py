@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
 from penstock.config.run import RunConfig
+from penstock_learner.roles.actors.role_group import RoleGroup, gather_all
 from penstock_learner.roles.profiling import profiles_folder
-from penstock_learner.roles.role_group import RoleGroup, gather_all
 
 
 class StepProfiles:

@@ -18,7 +18,7 @@ from penstock_learner.loop.step_metrics import mean_rewards
 from penstock_learner.loop.term import Term
 from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.model.utilisation import RankUsage, mfu, peak_flops
-from penstock_learner.roles.role_group import RoleGroup
+from penstock_learner.roles.actors.role_group import RoleGroup
 
 logger = logging.getLogger(__name__)
 USAGE_EVERY_S = 5.0

@@ -20,8 +20,8 @@ from penstock_learner.batches.sequence_batch import SequenceBatch, batch_of
 from penstock_learner.loop.roll_back import RollBack
 from penstock_learner.loop.step_metrics import batch_metrics, reward_part_means, sample_metrics
 from penstock_learner.metrics import LearnerMetrics
-from penstock_learner.roles.role_group import RoleGroup
-from penstock_learner.roles.role_recovery import RoleRecovery
+from penstock_learner.roles.actors.role_group import RoleGroup
+from penstock_learner.roles.actors.role_recovery import RoleRecovery
 from penstock_learner.steps.context import AheadBatch, BatchContext, StepContext
 from penstock_learner.steps.program import load_program
 from penstock_learner.steps.rehearsal import rehearse

@@ -18,8 +18,8 @@ from typing import Any
 from torch import Tensor
 
 from penstock.errors import ConfigError, first_line_of
+from penstock_learner.model.attention.soft_cap import soft_cap
 from penstock_learner.model.rotary import depends_on_length
-from penstock_learner.model.soft_cap import soft_cap
 
 _PACKED_TYPES = """
     afmoe apertus arcee aria_text bitnet cohere cohere2 cohere2_moe cwm deepseek_v2 deepseek_v3 diffllama dots1

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from penstock.errors import ConfigError
 from penstock_learner.batches.prefix_tree import PrefixTree
 from penstock_learner.batches.sequence_batch import SequenceBatch
-from penstock_learner.model.attention import prepare_masks
+from penstock_learner.model.attention.packed_attention import prepare_masks
+from penstock_learner.model.attention.packed_layout import Packing
+from penstock_learner.model.attention.sequence_parallel import SequenceParallel
 from penstock_learner.model.device_copies import to_device
-from penstock_learner.model.packed_layout import Packing
-from penstock_learner.model.sequence_parallel import SequenceParallel
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError, first_line_of
-from penstock_learner.model import attention
 from penstock_learner.model.architectures import ModelPath, logit_form_of, path_of, require_text_decoder
+from penstock_learner.model.attention import packed_attention
+from penstock_learner.model.attention.sequence_parallel import SequenceParallel
 from penstock_learner.model.backbone import ModelInputs, hidden_states, padded_inputs
 from penstock_learner.model.loading.weights import FolderModel, UnreadWeights, open_lm, read_weights
 from penstock_learner.model.log_prob_head import log_probs_and_entropy, log_probs_of_logits
 from penstock_learner.model.rotary import embed_each_sequence
 from penstock_learner.model.routers import RouterWatch
-from penstock_learner.model.sequence_parallel import SequenceParallel
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class CausalLM(FolderModel):
         self.entropy_has_gradient = False
         """Whether a loss uses the entropy. Its gradient costs a little time and memory."""
         if path.is_packed:
-            attention.mark_layers(lm)
+            packed_attention.mark_layers(lm)
 
     def forward(self, inputs: ModelInputs, *, padded: bool = False) -> tuple[Tensor, Tensor]:
         """Log-prob [T], with gradient, and entropy [T] of every response token.
@@ -136,14 +136,14 @@ def open_on_path(
         raise ConfigError(f"{key} {folder} is not a model folder (no config.json); give a Hugging Face checkpoint")
     from transformers import AutoConfig
 
-    attention.register()
+    packed_attention.register()
     settings: dict[str, Any] = {"dtype": dtype}
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, **of_config)
         require_text_decoder(config, folder, key)
         path = path_of(config)
         if path.is_packed:
-            settings["attn_implementation"] = attention.NAME
+            settings["attn_implementation"] = packed_attention.NAME
         lm, unread = open_lm(kind, folder, config, key, new_head=new_head, **settings)
     except (ValueError, KeyError, TypeError, AttributeError, ImportError, NotImplementedError, OSError) as error:
         first_line = first_line_of(error)

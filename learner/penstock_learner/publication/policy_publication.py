@@ -34,7 +34,7 @@ from penstock_learner.agreement.quarantine import NUM_PROBES, ServerQuarantine
 from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.publication.followers import Followers
 from penstock_learner.publication.snapshots import VersionSnapshots
-from penstock_learner.roles.role_group import RoleGroup
+from penstock_learner.roles.actors.role_group import RoleGroup
 from penstock_learner.weights.push_report import PushReport
 from penstock_learner.weights.senders.sender import PushTarget
 

@@ -11,7 +11,7 @@ from penstock.config.run import RunConfig
 from penstock.disk_space import is_disk_full, measure_disk
 from penstock.errors import DiskFull, PenstockError
 from penstock.store.policies import PolicyRegistry
-from penstock_learner.roles.role_group import RoleGroup
+from penstock_learner.roles.actors.role_group import RoleGroup
 
 
 class VersionSnapshots:

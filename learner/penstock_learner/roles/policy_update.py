@@ -32,11 +32,11 @@ from penstock_learner.algorithms.losses import LossInputs, LossStatistics, polic
 from penstock_learner.algorithms.segments import apply_mask
 from penstock_learner.batches.partition import RankShard
 from penstock_learner.batches.sequence_batch import SequenceBatch
+from penstock_learner.model.attention.sequence_parallel import SequenceParallel
 from penstock_learner.model.backbone import ModelInputs
 from penstock_learner.model.causal_lm import CausalLM
 from penstock_learner.model.device_copies import required_to_device, to_device
 from penstock_learner.model.routers import Balance
-from penstock_learner.model.sequence_parallel import SequenceParallel
 from penstock_learner.optim.adamw import ScaledAdamW
 from penstock_learner.optim.optimizer import apply_gradients
 from penstock_learner.roles.prefix_sharing import shares_prefixes

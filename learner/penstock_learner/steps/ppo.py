@@ -10,7 +10,7 @@ The entries of a column run at the same time.
 from __future__ import annotations
 
 from penstock_learner.batches.sequence_batch import SequenceBatch
-from penstock_learner.roles.role_group import gather_all
+from penstock_learner.roles.actors.role_group import gather_all
 from penstock_learner.steps.advantages import with_advantages
 from penstock_learner.steps.context import StepContext
 from penstock_learner.steps.roles import Roles, gather_fields

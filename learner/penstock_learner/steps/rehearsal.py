@@ -14,7 +14,7 @@ import numpy as np
 
 from penstock.config.learner import LearnerConfig
 from penstock_learner.batches.sequence_batch import SequenceBatch
-from penstock_learner.roles.role_group import RoleGroup, gather_all
+from penstock_learner.roles.actors.role_group import RoleGroup, gather_all
 from penstock_learner.steps.advantages import denominators_of
 from penstock_learner.steps.roles import RoleAccess
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from penstock.errors import ConfigError
-from penstock_learner.model import attention_kernels, causal_lm
+from penstock_learner.model import causal_lm
 from penstock_learner.model.architectures import (
     LogitForm,
     path_of,
@@ -17,6 +17,7 @@ from penstock_learner.model.architectures import (
     require_parallel,
     require_text_decoder,
 )
+from penstock_learner.model.attention import kernels
 from penstock_learner.model.backbone import ModelInputs
 from penstock_learner.model.causal_lm import load_model
 from penstock_learner.model.scalar_model import load_scalar_model
@@ -67,9 +68,9 @@ def _drop(monkeypatch: pytest.MonkeyPatch, **dropped: object) -> None:
     """Make attention ignore a part of the scores' form."""
     from dataclasses import replace
 
-    kept = attention_kernels.attend
+    kept = kernels.attend
     monkeypatch.setattr(
-        "penstock_learner.model.attention.attend",
+        "penstock_learner.model.attention.packed_attention.attend",
         lambda q, k, v, packing, form: kept(q, k, v, packing, replace(form, **dropped)),
     )
 

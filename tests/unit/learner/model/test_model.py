@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from groups import make_group
 from penstock.errors import ConfigError
 from penstock_learner.batches.sequence_batch import SequenceBatch, batch_of
-from penstock_learner.model import attention
 from penstock_learner.model.architectures import path_of
+from penstock_learner.model.attention import packed_attention
 from penstock_learner.model.backbone import ModelInputs
 from penstock_learner.model.causal_lm import CausalLM, load_model
 from tiny_model import make_tiny_qwen2
@@ -150,8 +150,8 @@ def _num_programs(model_type: str, num_layers: int) -> int:
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, sliding_window=4, use_sliding_window=True,
         layer_types=["sliding_attention", "full_attention"] * (num_layers // 2),
     )  # fmt: skip
-    attention.register()
-    lm = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
+    packed_attention.register()
+    lm = AutoModelForCausalLM.from_config(config, attn_implementation=packed_attention.NAME)
     model = CausalLM(lm, 64, path_of(config))
     torch._dynamo.reset()
     for layer in lm.model.layers:

@@ -13,10 +13,10 @@ from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError
 from penstock.config.loading import validate
 from penstock.config.run import RunConfig
 from penstock.errors import Fenced, ProcessDied, RoleDied, Unavailable
-from penstock_learner.roles import role_actors
+from penstock_learner.roles.actors import role_actors
+from penstock_learner.roles.actors.role_actors import RoleActors
+from penstock_learner.roles.actors.role_group import RoleGroup, run_with_ranks
 from penstock_learner.roles.rank import Rank
-from penstock_learner.roles.role_actors import RoleActors
-from penstock_learner.roles.role_group import RoleGroup, run_with_ranks
 
 NUM_RANKS = 2
 

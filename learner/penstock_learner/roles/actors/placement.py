@@ -17,8 +17,8 @@ from penstock.config.gpu_bundles import active_resource_groups, bundles, num_gpu
 from penstock.config.learner import LearnerConfig, RoleConfig
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, DeadlineExceeded
-from penstock_learner.roles.role_actors import RoleActors
-from penstock_learner.roles.role_group import RoleGroup
+from penstock_learner.roles.actors.role_actors import RoleActors
+from penstock_learner.roles.actors.role_group import RoleGroup
 
 
 def num_cpus(learner: LearnerConfig, roles: Mapping[str, RoleConfig]) -> int:

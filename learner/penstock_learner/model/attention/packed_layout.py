@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock_learner.batches.prefix_tree import PrefixTree
+from penstock_learner.model.attention.path_layout import Paths
+from penstock_learner.model.attention.sequence_parallel import SequenceParallel
 from penstock_learner.model.device_copies import to_device
-from penstock_learner.model.path_layout import Paths
-from penstock_learner.model.sequence_parallel import SequenceParallel
 
 _BLOCK_TOKENS = 512
 """On a GPU the width of a padded block is a multiple of this."""

@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from penstock_learner.model.packed_layout import Packing, from_block, to_block
-from penstock_learner.model.soft_cap import soft_cap
+from penstock_learner.model.attention.packed_layout import Packing, from_block, to_block
+from penstock_learner.model.attention.soft_cap import soft_cap
 
 _FASTEST_FIRST = [
     SDPBackend.CUDNN_ATTENTION,

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock_learner.batches.prefix_tree import PrefixTree
+from penstock_learner.model.attention.prefix_kernels import DensePart
 from penstock_learner.model.device_copies import to_device
-from penstock_learner.model.prefix_kernels import DensePart
 
 _KEY_BLOCK = 512
 """Dense parts have a multiple of this many keys, so that cuDNN meets few shapes."""

@@ -15,10 +15,10 @@ import ray
 from penstock.config.learner import RoleConfig
 from penstock.config.run import RunConfig
 from penstock.errors import RayDied, Unavailable
-from penstock_learner.roles.placement import num_cpus
+from penstock_learner.roles.actors.placement import num_cpus
+from penstock_learner.roles.actors.ray_watch import kill_own_processes
+from penstock_learner.roles.actors.role_actors import namespace_of
 from penstock_learner.roles.profiling import profiles_folder, write_ray_timeline
-from penstock_learner.roles.ray_watch import kill_own_processes
-from penstock_learner.roles.role_actors import namespace_of
 
 OBJECT_STORE_BYTES = 256 * 2**20
 FOLDER_PREFIX = "penstock-ray-"

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock_learner.model.attention_kernels import ScoreForm, attend, block_mask
-from penstock_learner.model.packed_layout import Packing
-from penstock_learner.model.path_attention import attend_paths
+from penstock_learner.model.attention.kernels import ScoreForm, attend, block_mask
+from penstock_learner.model.attention.packed_layout import Packing
+from penstock_learner.model.attention.path_attention import attend_paths
 
 NAME = "penstock_packed"
 _UNSUPPORTED = ("position_bias", "indices", "block_indices", "head_mask")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock_learner.model.attention_kernels import (
+from penstock_learner.model.attention.kernels import (
     ScoreForm,
     attend_block,
     flexible,
@@ -13,9 +13,9 @@ from penstock_learner.model.attention_kernels import (
     score_block,
     varlen,
 )
-from penstock_learner.model.packed_layout import Packing
-from penstock_learner.model.path_layout import Paths
-from penstock_learner.model.prefix_kernels import prefix_attention
+from penstock_learner.model.attention.packed_layout import Packing
+from penstock_learner.model.attention.path_layout import Paths
+from penstock_learner.model.attention.prefix_kernels import prefix_attention
 
 _CUDNN_HEAD_DIM = 128
 

@@ -7,7 +7,7 @@ from collections import Counter
 
 from penstock.errors import ProcessDied, RoleDied
 from penstock_learner.metrics import LearnerMetrics
-from penstock_learner.roles.role_group import RoleGroup
+from penstock_learner.roles.actors.role_group import RoleGroup
 
 logger = logging.getLogger(__name__)
 

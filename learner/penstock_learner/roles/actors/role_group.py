@@ -13,8 +13,8 @@ from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError, RayTas
 
 from penstock.cancellation import end_task
 from penstock.errors import Fenced, PenstockError, ProcessDied, RoleDied
+from penstock_learner.roles.actors.role_actors import BEAT_LANE, LANES, RoleActors
 from penstock_learner.roles.dispatch import Dispatch
-from penstock_learner.roles.role_actors import BEAT_LANE, LANES, RoleActors
 
 logger = logging.getLogger(__name__)
 OTHER_ERRORS_S = 5.0

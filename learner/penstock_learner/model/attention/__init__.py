@@ -1,0 +1,1 @@
+"""Attention over packed sequences and over prefix trees: layouts, kernels, and the split of heads over ranks."""

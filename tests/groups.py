@@ -48,3 +48,8 @@ def made_by(prompt_id: int, *versions: int) -> Group:
         spans = zip([0, *ends[:-1]], ends, versions, strict=True)
         trajectories.append(replace(trajectory, segments=tuple(VersionSegment(*span) for span in spans)))
     return replace(group, trajectories=tuple(trajectories))
+
+
+def groups_of(*data_sources: str) -> list[Group]:
+    """A group of each of these data sources, with prompt ids from 1."""
+    return [replace(make_group(number), data_source=source) for number, source in enumerate(data_sources, start=1)]

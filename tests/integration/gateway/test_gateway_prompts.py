@@ -1,23 +1,17 @@
-"""Prompts, results, groups and datasets through REST and through gRPC: the same answers, the same refusals."""
+"""Prompts, results, groups and samples through REST and through gRPC: the same answers, the same refusals."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
-import json
-import resource
 import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import grpc
-import pyarrow
 import pytest
 import redis.asyncio as redis
-from pyarrow import parquet
 
 from gateway_calls import assert_problem, both, post_prompts, read_events, rest, stubs, submit
 from gateways import PROMPT, RUN, Gateway, group_of, run_config, running
@@ -28,14 +22,11 @@ from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.token_text import TokenText
 from penstock.trajectory import Prompt, Sampling
 from penstock.v1 import (
-    datasets_pb2,
-    datasets_pb2_grpc,
     groups_pb2,
     groups_pb2_grpc,
     prompts_pb2,
     prompts_pb2_grpc,
 )
-from penstock_services.gateway.bodies import plain_fields
 from penstock_services.gateway.prompts import bodies as prompt_bodies
 from penstock_services.gateway.prompts import groups as group_reading
 from penstock_services.gateway.prompts import samples as sample_bodies
@@ -145,23 +136,6 @@ async def test_what_is_trained_cannot_be_cancelled(gateway: Gateway, queue: Redi
     assert (await queue.stat()).conservation_error == 0
 
 
-async def test_a_stream_of_submissions_is_answered_one_by_one(gateway: Gateway) -> None:
-    prompts, *_ = stubs(gateway)
-    body = prompts_pb2.Prompt()
-    prompt_bodies.PromptBody.model_validate(PROMPT).fill(body)
-
-    async def requests() -> AsyncIterator[prompts_pb2.SubmitPromptsRequest]:
-        for key, count in (("a", 1), ("b", 2), ("a", 1), ("c", 0)):
-            yield prompts_pb2.SubmitPromptsRequest(idempotency_key=key, prompts=[body] * count)
-
-    answers = []
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        async for answer in prompts.StreamPrompts(requests()):
-            answers.append((list(answer.prompt_ids), answer.replayed))
-    assert answers == [([1], False), ([2, 3], False), ([1], True)]
-    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
-
-
 async def test_results_are_resumed_by_cursor(gateway: Gateway, queue: RedisReplayQueue) -> None:
     prompts, groups, *_ = stubs(gateway)
     await submit(gateway, *[PROMPT] * 3)
@@ -240,66 +214,12 @@ async def test_tokens_come_with_text(gateway: Gateway, queue: RedisReplayQueue) 
     assert (answer["trajectories"][0]["text"], answer["trajectories"][0]["tokens"]) == ("ok!", ["o", "k", "!"])
 
 
-async def test_a_dataset_is_uploaded_and_submitted_once(gateway: Gateway, queue: RedisReplayQueue) -> None:
-    datasets: Any = datasets_pb2_grpc.DatasetServiceStub(gateway.channel)
-    rows = [{"prompt": f"{i}+{i}=", "data_source": "sums", "reward_model": {"ground_truth": 2 * i}} for i in range(600)]
-    content, path = "\n".join(map(json.dumps, rows)).encode(), f"{RUN}/datasets/sums"
-    headers = {"Content-Type": "application/x-ndjson"}
-    to_json = plain_fields
-    upload = datasets_pb2.UploadDatasetRequest(name="sums", format="jsonl", content=content)
-    kept = await both(gateway, "PUT", path, datasets.UploadDataset(upload), to_json, content=content, headers=headers)
-    assert (kept["num_prompts"], kept["num_submitted"], kept["num_bytes"]) == (600, 0, len(content))
-    submit_request = datasets_pb2.SubmitDatasetRequest(
-        name="sums", num_samples=2, sampling=prompts_pb2.Sampling(temperature=1, top_p=1, max_tokens=8)
-    )
-    body = {"num_samples": 2, "sampling": {"max_tokens": 8}}
-    done = await both(gateway, "POST", f"{path}:submit", datasets.SubmitDataset(submit_request), to_json, json=body)
-    assert done["num_submitted"] == 600 and (await queue.stat()).pending_prompts == 600
-    got = datasets.GetDataset(datasets_pb2.GetDatasetRequest(name="sums"))
-    assert await both(gateway, "GET", path, got, to_json) == done
-    record = await rest(gateway, "GET", f"{RUN}/prompts/600")
-    assert (record["prompt"]["ground_truth"], record["prompt"]["num_samples"]) == (1198, 2)
-
-    for name, sent, kind, status, field in (
-        ("sums", b'{"prompt": "x"}', "application/x-ndjson", 409, ""),
-        ("wrong", b'{"prompt": 3}', "application/x-ndjson", 400, "content"),
-        ("wrong", b"no parquet", "application/vnd.apache.parquet", 400, "content"),
-        ("wrong", b"", "text/csv", 400, "content-type"),
-        (".hidden", content, "application/x-ndjson", 400, "name"),
-    ):
-        answer = await gateway.rest.put(f"{RUN}/datasets/{name}", content=sent, headers={"Content-Type": kind})
-        assert (answer.status_code, answer.json()["field"]) == (status, field), answer.text
-    assert [path.name for path in (gateway.config.folder / "datasets").iterdir()] == ["sums.jsonl"]
-
-
 @pytest.fixture
 async def gateway_without_tokenizer(
     redis_process: Any, redis_client: redis.Redis, tmp_path: Path
 ) -> AsyncIterator[Gateway]:
     async with running(run_config(redis_process.url, tmp_path)) as started:
         yield started
-
-
-async def test_a_small_file_that_decodes_to_much_is_refused(gateway: Gateway) -> None:
-    """Each of 4,000 rows repeats one text of 200 kB, so a file of some kilobytes decodes to 800 MB."""
-    repeated = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 4000, pyarrow.int32()), ["x" * 200_000])
-    file = io.BytesIO()
-    parquet.write_table(pyarrow.table({"prompt": repeated}), file, compression="zstd")
-    assert len(file.getvalue()) < 100_000
-    headers = {"Content-Type": "application/vnd.apache.parquet"}
-    before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    answer = await gateway.rest.put(f"{RUN}/datasets/bomb", content=file.getvalue(), headers=headers)
-    assert_problem(answer, 400, "INVALID_INPUT", "content")
-    assert "decodes to more than 268435456 bytes; split it" in answer.json()["detail"]
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb < 300_000
-    lines = b'{"prompt": "a"}\n' * 100_001
-    answer = await gateway.rest.put(
-        f"{RUN}/datasets/many", content=lines, headers={"Content-Type": "application/x-ndjson"}
-    )
-    assert_problem(answer, 400, "INVALID_INPUT", "content")
-    for name in ("bomb", "many"):
-        assert (await gateway.rest.get(f"{RUN}/datasets/{name}")).status_code == 404
-    assert list((gateway.config.folder / "datasets").iterdir()) == []
 
 
 async def test_rest_and_grpc_give_the_same_answers(gateway_without_tokenizer: Gateway, queue: RedisReplayQueue) -> None:
@@ -376,20 +296,6 @@ async def test_groups_are_made_json_beside_the_event_loop(
     assert names == {"json", "text", "decode"} and threading.current_thread() not in threads
 
 
-async def test_repeating_a_submission_changes_nothing(gateway: Gateway, queue: RedisReplayQueue) -> None:
-    first = (await post_prompts(gateway, PROMPT, idempotency_key="k")).json()
-    body = {"prompts": [PROMPT]}
-    again = await gateway.rest.post(f"{RUN}/prompts", json=body, headers={"Idempotency-Key": "k"})
-    assert again.json() == first | {"replayed": True, "num_replayed": 1}
-    assert (await queue.stat()).pending_prompts == 1
-    assert_problem(
-        await post_prompts(gateway, PROMPT, PROMPT, idempotency_key="k"), 400, "INVALID_INPUT", "idempotency_key"
-    )
-    body |= {"idempotency_key": "other"}
-    differing = await gateway.rest.post(f"{RUN}/prompts", json=body, headers={"Idempotency-Key": "k"})
-    assert_problem(differing, 400, "INVALID_INPUT", "idempotency_key")
-
-
 async def test_trained_samples_are_listed_by_page_by_reward_and_by_filter(gateway: Gateway) -> None:
     _, groups, _, _ = stubs(gateway)
     assert await rest(gateway, "GET", f"{RUN}/samples") == {"samples": [], "next_page_token": ""}
@@ -438,40 +344,3 @@ async def test_trained_samples_are_listed_by_page_by_reward_and_by_filter(gatewa
         page = await client.samples("WORST", page_size=1)
         assert (page.samples[0].response, page.samples[0].reward) == ("no idea", -1.0)
         assert (await client.samples(min_step=2, max_step=2)).samples[0].ground_truth == {"answer": [5]}
-
-
-async def test_a_key_for_each_prompt_submits_it_once_whatever_it_comes_with(gateway: Gateway) -> None:
-    prompts, _, _, _ = stubs(gateway)
-
-    async def submitted(*keys: str) -> Any:
-        body = {"prompts": [PROMPT] * len(keys), "prompt_keys": list(keys)}
-        return await rest(gateway, "POST", f"{RUN}/prompts", json=body)
-
-    assert await submitted("a", "b", "c") == {"prompt_ids": [1, 2, 3], "replayed": False, "num_replayed": 0}
-    assert await submitted("b") == {"prompt_ids": [2], "replayed": True, "num_replayed": 1}
-    assert await submitted("c", "d") == {"prompt_ids": [3, 4], "replayed": False, "num_replayed": 1}
-    message = prompts_pb2.Prompt(token_ids=b"\1\0\0\0", num_samples=1)
-    answer = await prompts.SubmitPrompts(prompts_pb2.SubmitPromptsRequest(prompts=[message], prompt_keys=["d"]))
-    assert (list(answer.prompt_ids), answer.num_replayed) == ([4], 1)
-    for wrong, field in (
-        ({"prompt_keys": ["x", "y"]}, "prompt_keys"),
-        ({"prompt_keys": [""]}, "prompt_keys[0]"),
-        ({"prompt_keys": ["x"], "idempotency_key": "k"}, "prompt_keys"),
-        ({"prompt_keys": ["x", "y", "x"], "prompts": [PROMPT] * 3}, "prompt_keys[2]"),
-    ):
-        refused = await gateway.rest.post(f"{RUN}/prompts", json={"prompts": [PROMPT]} | wrong)
-        assert_problem(refused, 400, "INVALID_INPUT", field)
-
-
-async def test_a_prompt_key_that_was_the_key_of_a_request_of_several_prompts_is_refused(
-    gateway: Gateway, queue: RedisReplayQueue
-) -> None:
-    await rest(gateway, "POST", f"{RUN}/prompts", json={"prompts": [PROMPT] * 2, "idempotency_key": "pair"})
-    body = {"prompts": [PROMPT] * 2, "prompt_keys": ["new", "pair"]}
-    refused = await gateway.rest.post(f"{RUN}/prompts", json=body)
-    assert_problem(refused, 400, "INVALID_INPUT", "prompt_keys[1]")
-    assert "a request of 2 prompts" in refused.text
-    assert (await queue.stat()).pending_prompts == 2, "all prompts of a request are accepted, or none"
-    body = {"prompts": [PROMPT] * 2, "prompt_keys": ["new", "other"]}
-    answer = await rest(gateway, "POST", f"{RUN}/prompts", json=body)
-    assert (answer["prompt_ids"], answer["num_replayed"]) == ([3, 4], 0)

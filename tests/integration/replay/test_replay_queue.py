@@ -9,9 +9,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.errors import Fenced
-from penstock.replay.evaluations import KEPT_EVALUATION_S
 from penstock.replay.queue_types import FeedPosition
-from penstock.replay.redis_queue import RedisReplayQueue
 from replay_backends import (  # noqa: F401 the fixtures
     MakeQueue,
     ReplayQueue,
@@ -331,89 +329,6 @@ async def test_the_learner_of_the_current_term_says_that_the_run_has_finished(ma
         await older.finish(3)
     await queue.finish(0)
     assert (await queue.stat()).finished_step == 0
-
-
-async def test_evaluations_are_scored_and_never_queued(queue: ReplayQueue) -> None:
-    await queue.create_evaluation("heldout", [b"q1", b"q2"])
-    assert (await queue.create_evaluation("heldout", [b"other"])).num_prompts == 2
-    first, second = await queue.lease("s", 5)
-    await queue.record_evaluation("heldout", first, [1.0, 0.0], 3, 4)
-    await queue.record_evaluation("heldout", first, [1.0, 1.0], 3, 4)
-    await queue.give_back("s", second)
-    [second] = await queue.lease("s", 5)
-    await queue.record_evaluation("heldout", second, [1.0, 1.0], 4, 5)
-    evaluation = await queue.get_evaluation("heldout")
-    assert (evaluation.num_finished, evaluation.score) == (2, 0.75)
-    assert (evaluation.policy_version_min, evaluation.policy_version_max) == (3, 5)
-    assert (evaluation.num_samples, evaluation.pass_at) == (4, {1: 0.75, 2: 1.0})
-    stat = await queue.stat()
-    assert (stat.admitted, stat.in_flight) == (0, 0)
-
-
-async def test_an_evaluation_has_the_scores_of_each_data_source(queue: ReplayQueue) -> None:
-    await queue.create_evaluation("heldout", [b"q1", b"q2", b"q3"])
-    first, second, third = await queue.lease("s", 5)
-    await queue.record_evaluation("heldout", first, [1.0, 0.0], 0, 0, "math", ["4", "5"])
-    await queue.record_evaluation("heldout", second, [1.0, 1.0], 0, 0, "math", ["7", "7"])
-    await queue.record_evaluation("heldout", third, [0.5, 0.5], 0, 0, "judged", accuracies=[1.0, 0.0])
-    by_source = (await queue.get_evaluation("heldout")).by_source
-    assert by_source["judged"] == {
-        "mean@2": 0.5, "best@2/mean": 0.5, "acc/mean@2": 0.5, "acc/best@2/mean": 0.75,
-    }  # fmt: skip
-    assert by_source["math"].keys() == {"mean@2", "best@2/mean", "maj@2/mean"}
-    assert (by_source["math"]["mean@2"], by_source["math"]["best@2/mean"]) == (0.75, 0.875)
-
-
-async def test_groups_of_an_evaluation_are_kept_while_there_is_room_until_they_are_forgotten(
-    make_queue: MakeQueue,
-) -> None:
-    queue = make_queue(capacity_bytes=2**20)
-    await queue.create_evaluation("heldout-1", [b"q"] * 4)
-    first, second, third, fourth = await queue.lease("s", 5)
-    for lease, group in ((first, b"a\x00b"), (second, b""), (third, b"x" * 2**18), (third, b"twice")):
-        await queue.record_evaluation("heldout-1", lease, [1.0], 0, 0, kept_group=group)
-    await queue.give_back("s", fourth, "bad", is_final=True)
-    kept = await queue.kept_groups("heldout-1")
-    assert (kept.prompt_ids, kept.num_left_out) == ((first.prompt_id,), 1)
-    assert await queue.fetch_kept("heldout-1", [third.prompt_id, first.prompt_id]) == [b"a\x00b"]
-    assert await queue.fetch_kept("heldout-1", []) == []
-    if isinstance(queue, RedisReplayQueue):
-        assert 0 < await queue.client.ttl(queue.keys.evaluation_groups("heldout-1")) <= KEPT_EVALUATION_S
-    await queue.forget_kept("heldout-1")
-    assert (await queue.kept_groups("heldout-1")).prompt_ids == ()
-    assert (await queue.kept_groups("unknown-1")).prompt_ids == ()
-
-
-async def test_scores_are_kept_by_name_and_number(queue: ReplayQueue) -> None:
-    await queue.record_scores(10, {"openai/gsm8k/reward/mean@8": 0.25})
-    await queue.record_scores(20, {"openai/gsm8k/reward/mean@8": 0.5, "aime/reward/mean@8": 0.0})
-    assert await queue.evaluation_scores() == {"openai/gsm8k/reward/mean@8": 0.5, "aime/reward/mean@8": 0.0}
-    assert await queue.evaluation_history() == {
-        "openai/gsm8k/reward/mean@8-10": 0.25, "openai/gsm8k/reward/mean@8-20": 0.5, "aime/reward/mean@8-20": 0.0,
-    }  # fmt: skip
-
-
-async def test_held_out_prompts_and_training_share_the_places_of_a_server(queue: ReplayQueue) -> None:
-    await submit(queue, 2)
-    await queue.create_evaluation("heldout", [b"q"] * 4)
-    leased = [lease.payload for lease in await queue.lease("s", 2)]
-    assert sorted(leased) == sorted([b"q", leased[1]]) and leased[1] != b"q", "one of each"
-    [third] = await queue.lease("s", 1)
-    [fourth] = await queue.lease("s", 1)
-    assert sorted([third.payload == b"q", fourth.payload == b"q"]) == [False, True], "and in turns, place by place"
-    assert [lease.payload for lease in await queue.lease("s", 5)] == [b"q"] * 2, "nothing to train: all are held out"
-
-
-async def test_the_newest_score_of_a_benchmark_is_kept(queue: ReplayQueue) -> None:
-    for evaluation_id, rewards in (("math-10", [1.0, 0.0]), ("math-20", [1.0, 1.0]), ("other", [0.0])):
-        await queue.create_evaluation(evaluation_id, [b"q"])
-        [lease] = await queue.lease("s", 5)
-        await queue.record_evaluation(evaluation_id, lease, rewards, 0, 0)
-    await queue.create_evaluation("math-30", [b"q1", b"q2"])
-    lease, _ = await queue.lease("s", 5)
-    await queue.record_evaluation("math-30", lease, [0.0], 0, 0)
-    assert await queue.evaluation_scores() == {"math": 1.0, "other": 0.0}, "one that is not finished has no score"
-    assert await queue.evaluation_history() == {"math-10": 0.5, "math-20": 1.0}
 
 
 async def test_ages_are_of_what_is_next_in_line(queue: ReplayQueue) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from groups import make_group
+from groups import groups_of, make_group
 from local_roles import make_step
 from penstock.codec import encode_group
 from penstock.config.learner import RewardModelConfig
@@ -28,10 +28,6 @@ from replay_backends import queue_with
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 CONFIG = RewardModelConfig(path=Path("rm"), coefficient=0.5)
-
-
-def groups_of(*sources: str) -> list[Group]:
-    return [replace(make_group(number), data_source=source) for number, source in enumerate(sources, start=1)]
 
 
 async def validated(queue: MemoryReplayQueue, evaluation_id: str, groups: Sequence[Group]) -> None:

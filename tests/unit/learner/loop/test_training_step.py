@@ -7,7 +7,7 @@ import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,28 +15,20 @@ import torch
 from prometheus_client import CollectorRegistry
 from transformers import AutoModelForCausalLM
 
-from groups import made_by, make_group
+from groups import groups_of, made_by, make_group
 from local_roles import make_step
 from penstock.config.algorithms import AdvantageConfig, AlgorithmConfig, KLConfig
-from penstock.config.learner import LearnerConfig
 from penstock.errors import ConfigError, TrainingDiverged
-from penstock.trajectory import Group, TokenReward, VersionSegment
-from penstock_learner.batches.partition import partition
-from penstock_learner.batches.sequence_batch import SequenceBatch, batch_of
+from penstock_learner.batches.sequence_batch import batch_of
 from penstock_learner.loop.roll_back import RollBack
 from penstock_learner.loop.step_metrics import mean_rewards, overhead_metrics, reward_part_means
 from penstock_learner.metrics import MAX_REWARD_PARTS, LearnerMetrics
-from penstock_learner.steps.advantages import denominators_of, with_advantages
-from penstock_learner.steps.context import AheadBatch, StepContext
+from penstock_learner.steps.advantages import with_advantages
 from penstock_learner.steps.skipped_updates import SkippedSteps
 from tests.scripted_engine import make_tokenizer_folder, spelled
 from tiny_model import make_tiny_qwen2
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-
-
-def groups_of(*data_sources: str) -> list[Group]:
-    return [replace(make_group(number), data_source=source) for number, source in enumerate(data_sources, start=1)]
 
 
 async def test_all_forwards_run_at_the_same_time_and_so_do_the_updates(tiny_models: dict[str, Path]) -> None:
@@ -220,74 +212,6 @@ async def test_staleness_is_in_steps_through_a_roll_back(tiny_models: dict[str, 
     assert metrics["staleness_max"] == 2 and 1 < metrics["staleness_mean"] < 2
 
 
-def train_by_parts(models: dict[str, Path], batch: SequenceBatch, parts: list[list[int]], **learner: Any) -> Any:
-    """The policy after one update on each of the parts, made without `TrainingStep`."""
-    policy: Any = make_step(models, **learner).roles["policy"]
-    for part in parts:
-        chosen = batch.select(part)
-        denominators = denominators_of(chosen, policy.rank.config.learner.algorithm.loss)
-        (shard,) = partition(chosen, 1, 10**6)
-        policy.rank.update(shard, denominators, 1, 0, 0.0)
-    return policy.rank
-
-
-async def test_a_batch_is_trained_in_parts_against_the_policy_of_its_start(tiny_models: dict[str, Path]) -> None:
-    """Two passes over three parts. The first update trains the policy that gave the log-probs. After it the ratios
-    differ from 1 and clipping has an effect."""
-    learner: dict[str, Any] = {"lr": 1e-2, "algorithm": {"loss": {"clip_low": 0.01, "clip_high": 0.01}}}
-    groups = groups_of("a", "b", "c")
-    step = make_step(tiny_models, **learner, minibatches_per_step=3, epochs_per_step=2)
-    metrics = await step.run(groups, 1, 0, 0.0)
-    assert step.recomputed is not None
-    batch = with_advantages(replace(batch_of(groups), old_log_probs=step.recomputed), step.config.algorithm, 0.0)
-    expected = train_by_parts(tiny_models, batch, [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]] * 2, **learner)
-    trained: Any = step.roles["policy"]
-    for name, weight in expected.model.named_parameters():
-        assert torch.equal(weight, trained.rank.model.get_parameter(name)), name
-    assert metrics["clip_ratio_low"] + metrics["clip_ratio_high"] > 0.1 and metrics["approx_kl"] != 0
-    assert metrics["num_sequences"] == 12
-    whole = await make_step(tiny_models, **learner).run(groups, 1, 0, 0.0)
-    assert whole["clip_ratio_low"] == whole["clip_ratio_high"] == 0
-    assert metrics["logprob_mismatch"] != whole["logprob_mismatch"], "of the first part, under the weights of the start"
-
-
-async def test_a_single_update_computes_the_proximal_policy_itself(tiny_models: dict[str, Path]) -> None:
-    """Without a pass of its own, the weights and the numbers are those of a step that has one."""
-    learner: dict[str, Any] = {"lr": 1e-2, "algorithm": {"correction": {"cap": 0.3}}}
-    groups = groups_of("a", "b")
-    step = make_step(tiny_models, **learner)
-    policy: Any = step.roles["policy"]
-    (whole,) = partition(batch_of(groups), 1, 10**6)
-    before = policy.rank.log_probs(whole)
-    policy.rank.log_probs = None  # a call would fail
-    metrics = await step.run(groups, 1, 0, 0.0)
-    assert step.recomputed is not None
-    np.testing.assert_allclose(step.recomputed, before, atol=1e-6)
-    given = with_advantages(replace(batch_of(groups), old_log_probs=before), step.config.algorithm, 0.0)
-    expected = train_by_parts(tiny_models, given, [list(range(8))], **learner)
-    for name, weight in expected.model.named_parameters():
-        torch.testing.assert_close(policy.rank.model.get_parameter(name), weight, atol=1e-6, rtol=1e-5)
-    assert metrics["approx_kl"] == 0 and metrics["importance_weight_max"] == pytest.approx(0.3)
-
-
-@pytest.mark.parametrize(
-    ("changed", "recomputes"),
-    [
-        ({}, False),
-        ({"minibatches_per_step": 2}, True),
-        ({"epochs_per_step": 2}, True),
-        ({"algorithm": {"kl": {"placement": "reward"}}}, True),
-        ({"minibatches_per_step": 2, "algorithm": {"correction": {"mode": "bypass"}}}, False),
-        ({"minibatches_per_step": 2, "algorithm": {"correction": {"proximal": "interpolated"}}}, False),
-    ],
-)
-def test_the_proximal_policy_has_a_pass_of_its_own_where_the_weights_change_in_between(
-    changed: dict[str, Any], recomputes: bool
-) -> None:
-    context: Any = StepContext(LearnerConfig.model_validate(changed), [], 1, 0, 0.0, cast(Any, None))
-    assert context.recomputes_log_probs == recomputes
-
-
 async def test_samples_that_are_left_out_or_reordered_have_no_log_probs_to_show(tiny_models: dict[str, Path]) -> None:
     shuffled = make_step(tiny_models, shuffle_minibatches=True)
     await shuffled.run(groups_of("a", "b"), 1, 0, 0.0)
@@ -296,19 +220,6 @@ async def test_samples_that_are_left_out_or_reordered_have_no_log_probs_to_show(
     with_greedy = make_step(tiny_models)
     await with_greedy.run([replace(group, trajectories=(*group.trajectories[1:], greedy))], 1, 0, 0.0)
     assert shuffled.recomputed is None and with_greedy.recomputed is None
-
-
-async def test_the_critic_learns_in_parts_beside_the_policy(tiny_models: dict[str, Path]) -> None:
-    """Policy and critic make four updates each, in step with each other. Values are clipped around the first ones."""
-    learner: dict[str, Any] = {
-        "algorithm": {"advantage": {"name": "gae"}, "value_loss": {"clip": 1e-4}}, "critic": {"lr": 1e-2},
-        "minibatches_per_step": 4,
-    }  # fmt: skip
-    groups = groups_of("a", "b")
-    metrics = await make_step(tiny_models, {"update": asyncio.Barrier(2)}, **learner).run(groups, 1, 0, 0.0)
-    assert metrics["critic_clip_ratio"] > 0
-    whole = await make_step(tiny_models, **learner | {"minibatches_per_step": 1}).run(groups, 1, 0, 0.0)
-    assert whole["critic_clip_ratio"] == 0
 
 
 async def test_an_entropy_bonus_raises_the_entropy(tiny_models: dict[str, Path]) -> None:
@@ -363,90 +274,6 @@ async def test_the_policy_begins_in_the_step_that_verl_begins_in(tiny_models: di
     assert (await begun.run(groups_of("a"), 1, 0, 0.0))["lr"] == begun.config.lr
     optimizer: Any = begun.roles["policy"]
     assert optimizer.rank.optimizer.state, "the policy was updated in step 1"
-
-
-async def test_minibatches_are_neighbours_in_the_order_of_the_batch(tiny_models: dict[str, Path]) -> None:
-    """Three parts, two epochs: the parts of the batch in order, and then the same parts again."""
-    step = make_step(
-        tiny_models, minibatches_per_step=3, epochs_per_step=2, algorithm={"correction": {"mode": "bypass"}}
-    )
-    policy: Any = step.roles["policy"]
-    trained: list[list[int]] = []
-    update = policy.rank.update
-
-    def recorded(part: Any, *arguments: Any) -> Any:
-        (micro,) = part.micro_batches
-        trained.append(micro.group_ids.tolist())
-        return update(part, *arguments)
-
-    policy.rank.update = recorded
-    groups = groups_of("a", "b", "c")
-    await step.run(groups, 1, 0, 0.0)
-    assert trained == [[group.prompt_id] * len(group.trajectories) for group in groups] * 2
-
-
-def test_shuffled_minibatches_have_each_sample_once_per_epoch_and_follow_from_the_seed() -> None:
-    batch = batch_of(groups_of("a", "b", "c"))
-    samples = batch.with_sequence_fields(number=np.arange(batch.num_sequences))
-
-    def parts(step: int = 1, seed: int = 42) -> list[list[int]]:
-        config = LearnerConfig(minibatches_per_step=3, epochs_per_step=2, shuffle_minibatches=True, shuffle_seed=seed)
-        context: Any = StepContext(config, [], step, 0, 0.0, AheadBatch(asyncio.Future()))
-        return [part["number"].tolist() for part in context.minibatches(samples)]
-
-    async def all_parts() -> None:
-        first = parts()
-        assert len(first) == 6 and first == parts()
-        for epoch in (first[:3], first[3:]):
-            assert sorted(sum(epoch, [])) == list(range(batch.num_sequences))
-        assert first[:3] != first[3:] and first != parts(step=2) and first != parts(seed=1)
-        assert sum(first[:3], []) != list(range(batch.num_sequences))
-
-    asyncio.run(all_parts())
-
-
-def two_turns() -> Group:
-    """Two samples with two turns of two tokens each and one token of a tool in between. The first turn of the first
-    sample has a reward of its own."""
-    group = make_group(1, num_samples=2)
-    (first, second) = (
-        replace(
-            sample, token_ids=np.arange(5, dtype=np.int32), loss_mask=np.array([1, 1, 0, 1, 1], np.uint8),
-            log_probs=np.zeros(5, np.float32), segments=(VersionSegment(0, 5, 0),), reward=reward,
-        )
-        for sample, reward in zip(group.trajectories, (1.5, 1.0), strict=True)
-    )  # fmt: skip
-    return replace(group, trajectories=(replace(first, token_rewards=(TokenReward(1, 0.5),)), second))
-
-
-def test_the_reward_of_a_turn_is_credited_to_its_turn() -> None:
-    batch = batch_of([two_turns()])
-    batch = replace(batch, values=np.zeros(10, np.float32))
-    gae = with_advantages(batch, AlgorithmConfig(advantage=AdvantageConfig(name="gae")), 0.0)
-    assert gae.returns is not None
-    assert gae.returns.tolist() == [1.5, 1.5, 0, 1, 1, 1, 1, 0, 1, 1], "the second turn has no part in the first's"
-    discounted = AlgorithmConfig(advantage=AdvantageConfig(name="reinforce_plus_plus", gamma=0.5))
-    returns = with_advantages(batch, discounted, 0.0).returns
-    assert returns is not None and returns[:5].tolist() == [0.375, 0.75, 0, 0.5, 1]
-    grpo = AlgorithmConfig(advantage=AdvantageConfig(name="grpo"))
-    summed = with_advantages(replace(batch, token_rewards=None), grpo, 0.0).advantages
-    np.testing.assert_allclose(with_advantages(batch, grpo, 0.0).advantages, summed, atol=1e-6)
-
-
-def test_rewards_of_tokens_that_are_not_trained_go_to_the_last_token() -> None:
-    group = two_turns()
-    moved = replace(group.trajectories[0], token_rewards=(TokenReward(2, 0.5),))
-    batch = batch_of([replace(group, trajectories=(moved, group.trajectories[1]))])
-    batch = replace(batch, values=np.zeros(10, np.float32))
-    returns = with_advantages(batch, AlgorithmConfig(advantage=AdvantageConfig(name="gae")), 0.0).returns
-    assert returns is not None and returns[:5].tolist() == [1.5, 1.5, 0, 1.5, 1.5]
-
-
-async def test_a_reward_model_that_replaces_rewards_replaces_those_of_turns(tiny_models: dict[str, Path]) -> None:
-    for combine, kept in (("replace", 0.0), ("add", 0.5)):
-        step = make_step(tiny_models, reward_model={"path": str(tiny_models["scalar"]), "combine": combine})
-        batch = await step.ahead([two_turns()])
-        assert batch.token_rewards is not None and batch.token_rewards.sum() == kept
 
 
 @pytest.mark.parametrize(

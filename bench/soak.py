@@ -328,7 +328,7 @@ def make_parts(folder: Path) -> tuple[RunConfig, dict[str, Part]]:
         penstock("learner", "penstock_learner", stop_timeout_s=60),
         penstock("rollout-0", "penstock_rollout", "--server-id", "rollout-0"),
         penstock("rollout-1", "penstock_rollout", "--server-id", "rollout-1"),
-        penstock("feed", "penstock.cli.feed"),
+        penstock("feed", "penstock.cli.commands.feed"),
     ]
     return config, {part.name: part for part in parts}
 

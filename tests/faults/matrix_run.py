@@ -155,7 +155,7 @@ class MatrixRun:
         """Start `feed`, `gateway`, `learner`, or rollout servers by any other name."""
         for name in names:
             module = {
-                "feed": "penstock.cli.feed",
+                "feed": "penstock.cli.commands.feed",
                 "learner": "penstock_learner",
                 "gateway": "penstock_services.gateway",
             }

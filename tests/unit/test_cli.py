@@ -19,7 +19,7 @@ import pytest
 from rich.console import Console
 
 from penstock.cli import main as cli
-from penstock.cli import policies, top
+from penstock.cli.commands import policies, top
 from penstock.cli.connection import only_gateway
 from penstock.client import SyncPenstockClient
 from penstock.client.responses import Policy, QueueStat, Run, Server

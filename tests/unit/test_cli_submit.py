@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from penstock.cli import main as cli
-from penstock.cli.submit import prompt_key, submit_all
+from penstock.cli.commands.submit import prompt_key, submit_all
 from penstock.client import SyncPenstockClient
 from penstock.errors import Unavailable
 from penstock.trajectory import Prompt, Sampling

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.cli.status import alarms
+from penstock.cli.commands.status import alarms
 from penstock.client.responses import QueueStat, Run
 from penstock.config.loading import validate
 from penstock.sparkline import sparkline

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.cli.submit import submitted_line
+from penstock.cli.commands.submit import submitted_line
 from penstock.replay.queue_types import QueueStat
 from penstock.run_state import (
     PROCESS_START_S,

@@ -237,7 +237,7 @@ def make_parts(folder: Path, settings: dict[str, str]) -> tuple[RunConfig, dict[
         *(penstock(server, "penstock_rollout", "--server-id", server) for server in SERVERS),
         Part("ray", ray, environment),
         penstock("learner", "penstock_learner", stop_timeout_s=60),
-        penstock("feed", "penstock.cli.feed"),
+        penstock("feed", "penstock.cli.commands.feed"),
     ]
     return config, {part.name: part for part in parts}
 

@@ -106,7 +106,7 @@ class LocalRun:
         if self._learner is None:
             self._start_slow_workers()
         if self.config.dataset.file is not None or self.config.dataset.validation.file is not None:
-            self._start_process(FEED, "penstock.cli.feed", "--watch")
+            self._start_process(FEED, "penstock.cli.commands.feed", "--watch")
         if self.config.launcher.max_runs:
             self._start_process("launcher", "penstock_services.local.launcher", stop_timeout_s=LAUNCHER_STOP_S)
 

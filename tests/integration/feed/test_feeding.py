@@ -55,7 +55,7 @@ def start_feed(config: RunConfig) -> subprocess.Popen[str]:
     config.folder.mkdir(parents=True, exist_ok=True)
     path = config.folder / "config.yaml"
     path.write_text(dump_config(config))
-    command = [sys.executable, "-m", "penstock.cli.feed", "--config", str(path)]
+    command = [sys.executable, "-m", "penstock.cli.commands.feed", "--config", str(path)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from conftest import RedisProcess
 from fleet_runs import EXAMPLE, FleetRun, Part, fleet_config
-from penstock.cli.feed import TERMINATED
+from penstock.cli.commands.feed import TERMINATED
 from penstock.client.address import GatewayAddress
 from penstock.config.dataset import DatasetConfig
 from penstock.store.policies import PolicyRegistry
@@ -202,7 +202,7 @@ def test_a_validation_is_of_one_version_while_the_other_server_trains(
         return [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
 
     with FleetRun(config, redis_process.url) as run:
-        feed = run._start("feed", "penstock.cli.feed")
+        feed = run._start("feed", "penstock.cli.commands.feed")
         for server_id in ("a", "b"):
             run.start_server(server_id, "--rollout.engine.name", "torch")
         run.start_learner()

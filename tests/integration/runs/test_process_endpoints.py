@@ -31,7 +31,7 @@ def test_feed_and_launcher_answer_probes(tmp_path: Path, redis_process: RedisPro
     config_file = tmp_path / "config.yaml"
     config_file.write_text(dump_config(config))
     for name, module, section in (
-        ("feed", "penstock.cli.feed", "dataset"),
+        ("feed", "penstock.cli.commands.feed", "dataset"),
         ("launcher", "penstock_services.local.launcher", "launcher"),
     ):
         port = free_port()

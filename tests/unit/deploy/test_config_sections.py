@@ -14,7 +14,7 @@ ENTRIES: dict[str, tuple[Name, ...]] = {
     "gateway": (("penstock_services.gateway.__main__", "main"),),
     "rollout": (("penstock_rollout.__main__", "main"),),
     "learner": (("penstock_learner.__main__", "main"),),
-    "feed": (("penstock.cli.feed", "main"),),
+    "feed": (("penstock.cli.commands.feed", "main"),),
 }
 CHECKS = (("penstock_rollout.start_check", "check"), ("penstock_learner.start_check", "check"))
 """What `--check` reads is no reason for a restart."""

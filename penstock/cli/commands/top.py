@@ -102,7 +102,7 @@ def draw(now: Look) -> Any:
     from rich.console import Group
     from rich.text import Text
 
-    from penstock.cli.status import alarms, headline, queue_numbers, server_table, step_numbers, verdicts
+    from penstock.cli.commands.status import alarms, headline, queue_numbers, server_table, step_numbers, verdicts
     from penstock.sparkline import sparkline
 
     run = now.run

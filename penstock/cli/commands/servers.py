@@ -45,7 +45,7 @@ def _print(servers: Sequence[Server]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from penstock.cli.status import paused_servers, quarantined_servers
+    from penstock.cli.commands.status import paused_servers, quarantined_servers
 
     console = Console()
     if not servers:

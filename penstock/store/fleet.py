@@ -5,6 +5,7 @@ Redis holds one record per server. These are the states, and who moves a server 
     JOINING ──(server: engine is up)──► STALE ──(server: loaded the current version)──► READY
     READY   ──(publisher: announced)──► LOADING ──(publisher: committed)──► READY
     any     ──(publisher: missed a deadline or failed)──► EVICTED ──(server: sees it, reloads)──► STALE
+    READY, LOADING ──(server: behind the published version, or held at another)──► STALE
 
 A server that ends leaves. One that died stays, with its last heartbeat, until the learner forgets it.
 """
@@ -68,6 +69,8 @@ class Reported:
     """None once the server was removed, EVICTED when it must reload."""
     held_version: int | None
     """The version that the whole run is held at, or else the one that this server is pinned to."""
+    current_version: int = 0
+    """The version that was published last; 0, the model folder, before the first."""
 
 
 class Fleet:
@@ -87,7 +90,11 @@ class Fleet:
         del fields["state"], fields["heartbeat_age_ms"]
         answer = read_record(await self._call("report_server", record.server_id, json.dumps(fields)))
         state, held = answer["state"], answer["held_version"]
-        return Reported(cast("ServerState", state.decode()) if state else None, int(held) if held else None)
+        return Reported(
+            cast("ServerState", state.decode()) if state else None,
+            int(held) if held else None,
+            int(answer["current_version"] or 0),
+        )
 
     async def set_state(self, server_id: str, state: ServerState, term: int | None = None) -> None:
         """Move a server to a state. A publisher gives its term: the call raises Fenced and changes nothing once a newer

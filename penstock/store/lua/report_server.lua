@@ -1,5 +1,5 @@
 -- ARGV: server, its record (a JSON object). Stores the record with the time of this heartbeat. Returns the server's
--- state, or nothing once it has none, and the version that the run, or else the server, is held at.
+-- state, or nothing once it has none, the version that the run, or else the server, is held at, and the current version.
 run_when_full()
 local heartbeat = string.format(', "heartbeat_ms": %.0f}', now_ms())
 local VERSION = '"policy_version": (%-?%d+)'
@@ -7,4 +7,5 @@ local before = redis.call('HGET', SERVERS, ARGV[1])
 redis.call('HSET', SERVERS, ARGV[1], string.sub(ARGV[2], 1, -2) .. heartbeat)
 if not before or string.match(before, VERSION) ~= string.match(ARGV[2], VERSION) then note_fleet_change() end
 local held = redis.call('HGET', COUNTERS, 'held_version') or redis.call('HGET', POLICY_PINS, ARGV[1])
-return {'state', redis.call('HGET', SERVER_STATES, ARGV[1]), 'held_version', held}
+local current = redis.call('HGET', COUNTERS, 'policy_version')
+return {'state', redis.call('HGET', SERVER_STATES, ARGV[1]), 'held_version', held, 'current_version', current}

@@ -3,11 +3,14 @@
 States that the server itself changes (`penstock/store/fleet.py` has all of them):
 
     JOINING, EVICTED ──► STALE ──(serves the wanted version)──► READY
-    READY, LOADING ──(held at another version, or just released from one)──► STALE
+    READY, LOADING ──(held at another version, or behind the published one)──► STALE
 
 The wanted version is the version that the run or this server is held at, or else the current one of the registry. A
 STALE server gets it from the next push. If the config allows snapshots, the server loads it from there without waiting
 for a push.
+
+A version is published after its push, so every member of that push has it by then. A serving server that is behind was
+left out: it was released from an older version, or became READY while the push ran without it.
 """
 
 from __future__ import annotations
@@ -123,11 +126,8 @@ class FleetMembership:
     async def _next_state(self, reported: Reported) -> ServerState:
         """Make the state changes that the module's docstring draws. Returns the new state."""
         state = reported.state or "JOINING"
-        was_held = self.held_version is not None
         self.held_version = held = reported.held_version
-        if state in ("JOINING", "EVICTED") or (
-            state in SERVING_STATES and await self._serves_wrong_version(held, was_held)
-        ):
+        if state in ("JOINING", "EVICTED") or (state in SERVING_STATES and self._serves_wrong_version(reported)):
             state = await self._move("STALE")
         if state == "STALE":
             wanted = await self._wanted(held)
@@ -136,11 +136,12 @@ class FleetMembership:
                 state = await self._move("READY")
         return state
 
-    async def _serves_wrong_version(self, held: int | None, was_held: bool) -> bool:
-        """Whether a serving server has to load another version by itself. Other servers are updated by pushes."""
-        if held is not None:
-            return self.engine.policy_version != held
-        return was_held and self.engine.policy_version != (await self._wanted(None)).policy_version
+    def _serves_wrong_version(self, reported: Reported) -> bool:
+        """Whether a serving server is not at the version it is held at, or was left out of the last push. It may be
+        ahead of the published version: a push commits before its version is published."""
+        if reported.held_version is not None:
+            return self.engine.policy_version != reported.held_version
+        return self.engine.policy_version < reported.current_version
 
     async def _wanted(self, held: int | None) -> policies_pb2.Policy:
         """The held version, or else the run's current one. Before the first publication it is 0, the model folder."""

@@ -61,6 +61,16 @@ async def test_a_report_answers_with_the_version_that_the_run_or_the_server_is_h
     assert await fleet.report(server) == Reported("JOINING", 0)
 
 
+async def test_a_report_answers_with_the_version_that_was_published_last(
+    redis_client: redis.Redis, queue: RedisReplayQueue
+) -> None:
+    fleet, server = Fleet(redis_client, "test"), ServerRecord("a", "127.0.0.1:1", "torch")
+    assert (await fleet.report(server)).current_version == 0
+    await queue.take_term(0)
+    await queue.publish(7, 1, b"")
+    assert (await fleet.report(server)).current_version == 7
+
+
 async def test_many_servers_move_in_one_call_and_those_that_left_do_not(
     redis_client: redis.Redis, queue: RedisReplayQueue
 ) -> None:

@@ -66,7 +66,7 @@ class Server:
 
     async def report(self, recorded: ServerState | None) -> ServerState:
         held = self.registry.pinned if self.registry.held is None else self.registry.held
-        return await self.membership._next_state(Reported(recorded, held))
+        return await self.membership._next_state(Reported(recorded, held, self.registry.current or 0))
 
 
 async def test_a_server_joins_with_the_model_folder_before_anything_is_published(
@@ -102,6 +102,37 @@ async def test_a_held_server_loads_its_version_and_the_current_one_when_released
     setattr(server.registry, order, None)
     assert await server.report("READY") == "STALE", "the next push brings the current version"
     assert await server.report("STALE") == "STALE"
+
+
+async def test_a_server_that_became_ready_beside_a_push_without_it_catches_up(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The push of version 4 begins while the server is EVICTED, and ends after the server has found itself at the
+    current version, 3, and before its move to READY is stored."""
+    server = Server(monkeypatch, tmp_path)
+    server.registry.current = server.engine.policy_version = 3
+    set_state = server.registry.set_state
+
+    async def published_meanwhile(server_id: str, state: ServerState) -> None:
+        if state == "READY":
+            server.registry.current = 4
+        await set_state(server_id, state)
+
+    monkeypatch.setattr(server.registry, "set_state", published_meanwhile)
+    assert await server.report("EVICTED") == "READY"
+    assert await server.report("READY") == "STALE", "the learner sends the current version to STALE servers"
+    server.engine.policy_version = 4
+    assert await server.report("STALE") == "READY"
+
+
+@pytest.mark.parametrize("state", ["READY", "LOADING"])
+async def test_a_server_that_is_ahead_of_the_published_version_goes_on_serving(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, state: ServerState
+) -> None:
+    """A push commits before its version is published."""
+    server = Server(monkeypatch, tmp_path)
+    server.registry.current, server.engine.policy_version = 3, 4
+    assert await server.report(state) == state and server.registry.moves == []
 
 
 async def test_a_snapshot_is_not_loaded_during_a_push_and_a_refused_one_not_again(

@@ -126,8 +126,11 @@ class FleetMembership:
     async def _next_state(self, reported: Reported) -> ServerState:
         """Make the state changes that the module's docstring draws. Returns the new state."""
         state = reported.state or "JOINING"
+        was_held = self.held_version is not None
         self.held_version = held = reported.held_version
-        if state in ("JOINING", "EVICTED") or (state in SERVING_STATES and self._serves_wrong_version(reported)):
+        if state in ("JOINING", "EVICTED") or (
+            state in SERVING_STATES and self._serves_wrong_version(reported, was_held)
+        ):
             state = await self._move("STALE")
         if state == "STALE":
             wanted = await self._wanted(held)
@@ -136,11 +139,14 @@ class FleetMembership:
                 state = await self._move("READY")
         return state
 
-    def _serves_wrong_version(self, reported: Reported) -> bool:
-        """Whether a serving server is not at the version it is held at, or was left out of the last push. It may be
-        ahead of the published version: a push commits before its version is published."""
+    def _serves_wrong_version(self, reported: Reported, was_held: bool) -> bool:
+        """Whether a serving server is not at the version it is held at, was just released from another one than the
+        published, or was left out of the last push. It may be ahead of the published version: a push commits before
+        its version is published."""
         if reported.held_version is not None:
             return self.engine.policy_version != reported.held_version
+        if was_held:
+            return self.engine.policy_version != reported.current_version
         return self.engine.policy_version < reported.current_version
 
     async def _wanted(self, held: int | None) -> policies_pb2.Policy:

@@ -45,8 +45,9 @@ class Core:
 
     def _rpc(self, method: str, timeout: float, args: tuple[Any, ...] = ()) -> list[Any]:
         if method == "penstock_mismatch":
-            assert args == (6, ["sum"])
+            assert (timeout, args) == (60, (6, ["sum"]))
             return self.mismatches
+        assert timeout == 600
         self.done.append(method)
         if self.commit_error:
             raise self.commit_error
@@ -87,7 +88,7 @@ def flip(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     ours = "penstock_rollout.engines.vllm.core_flip"
     monkeypatch.delitem(sys.modules, ours, raising=False)
     importlib.import_module(ours).install()
-    yield lambda core: core.penstock_flip(6, ["sum"], "6.1", False, 10.0)
+    yield lambda core: core.penstock_flip(6, ["sum"], "6.1", False)
     del Core.penstock_flip  # type: ignore[attr-defined]
     sys.modules.pop(ours, None)
 

@@ -11,6 +11,8 @@ from penstock.errors import Unavailable
 CONTROL_TIMEOUT_S = 60.0
 """Timeout of a call to EngineCore, which answers between two decode steps."""
 LOAD_TIMEOUT_S = 600.0
+FLIP_TIMEOUT_S = LOAD_TIMEOUT_S + 2 * CONTROL_TIMEOUT_S
+"""Timeout of a flip inside EngineCore: the calls to verify and to load the stage, and the steps in between."""
 
 _T = TypeVar("_T")
 
@@ -38,9 +40,8 @@ class CoreCalls:
         self, policy_version: int, bucket_checksums: list[str], salt: str, *, clear_cache: bool
     ) -> tuple[str, float, list[tuple[float, float]]]:
         """Verify the stage, pause, load it and resume, all inside EngineCore: see core_flip.py."""
-        arguments = (policy_version, bucket_checksums, salt, clear_cache, LOAD_TIMEOUT_S)
-        call = self._core.call_utility_async("penstock_flip", *arguments)
-        mismatch, paused_s, timings = await answer_of(call, CONTROL_TIMEOUT_S + LOAD_TIMEOUT_S)
+        call = self._core.call_utility_async("penstock_flip", policy_version, bucket_checksums, salt, clear_cache)
+        mismatch, paused_s, timings = await answer_of(call, FLIP_TIMEOUT_S)
         return mismatch, paused_s, timings
 
 

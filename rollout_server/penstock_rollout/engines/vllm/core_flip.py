@@ -19,6 +19,7 @@ from typing import Any
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequestType
 from vllm.v1.engine.core import EngineCoreProc
 
+from penstock_rollout.engines.vllm.core_calls import CONTROL_TIMEOUT_S, LOAD_TIMEOUT_S
 from penstock_rollout.engines.vllm.stamps import VERSION_MARK
 
 Flipped = tuple[str, float, list[tuple[float, float]]]
@@ -31,20 +32,20 @@ def install() -> None:
 
 
 def flip(
-    core: Any, policy_version: int, bucket_checksums: list[str], salt: str, clear_cache: bool, timeout_s: float
+    core: Any, policy_version: int, bucket_checksums: list[str], salt: str, clear_cache: bool
 ) -> Flipped | Future[Flipped]:
-    """Load the staged version on all workers between two steps. `timeout_s` is for each call to the workers.
+    """Load the staged version on all workers between two steps.
 
     `salt` is that of requests which the server submits under the new version. The pause is counted from here: steps in
     flight are finished, and no other begins."""
     workers = core.model_executor
-    mismatches = workers.collective_rpc("penstock_mismatch", timeout_s, (policy_version, bucket_checksums))
+    mismatches = workers.collective_rpc("penstock_mismatch", CONTROL_TIMEOUT_S, (policy_version, bucket_checksums))
     if found := next(filter(None, mismatches), ""):
         return found, 0.0, []
     started = time.monotonic()
 
     def load() -> Flipped:
-        timings = workers.collective_rpc("penstock_commit", timeout_s)
+        timings = workers.collective_rpc("penstock_commit", LOAD_TIMEOUT_S)
         if hasattr(core, "set_weight_version"):  # vLLM 0.32 and newer
             core.set_weight_version(str(policy_version))
         mark = EngineCoreOutput(f"{VERSION_MARK}{policy_version}", [])

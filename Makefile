@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 VENV ?= $(or $(PENSTOCK_VENV),.venv)
 PYTHON_SOURCES := penstock rollout_server learner services tests bench examples docs helm deploy
-BENCHES := codec replay weights checkpoints loading rollout gateway agents metrics durable spread scale simulate
+BENCHES := codec replay weights vllm_flip checkpoints loading rollout gateway agents metrics durable spread scale simulate
 export PENSTOCK_VENV := $(VENV)
 .DEFAULT_GOAL := help
 
@@ -15,7 +15,7 @@ demo: setup  ## train a tiny model on this machine, start to finish (ARGS="--lea
 	@$(VENV)/bin/penstock demo $(ARGS)
 
 # These tests start vLLM, which forks from the test process. That process must not have threads yet.
-FORKING_TESTS := $(addprefix tests/integration/engines/,test_engine_conformance.py test_engine_load.py test_constrained_output.py)
+FORKING_TESTS := $(addprefix tests/integration/engines/,test_engine_conformance.py test_engine_load.py test_constrained_output.py test_vllm_flips.py)
 
 IGNORED := $(addprefix --ignore=,$(FORKING_TESTS))
 PYTEST_BESIDE := $(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(IGNORED)

@@ -26,6 +26,9 @@ BENCHES = {
     "replay": ("The replay queue", "make bench-replay", "groups, compared with `redis-benchmark` and two other queues"),
     "codec": ("Encoding of groups", "make bench-codec", "compared with JSON"),
     "weights": ("The weight push, CPU", "make bench-weights", "compared with a memory copy, a TCP stream and a load"),
+    "vllm_flip": (
+        "The flip of a version, CPU", "make bench-vllm_flip", "one call to EngineCore, compared with a call per stage",
+    ),
     "weights_gpu": ("The weight push, GPU", "bench/gpu/weights.py", "compared with a broadcast, a copy and a load"),
     "delta_push": (
         "Deltas", "bench/gpu/delta_push.py", "pushes of a 7B model after a step, compared with pushes of all its bytes",

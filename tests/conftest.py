@@ -31,7 +31,7 @@ settings.load_profile("same")
 
 
 pytest_plugins = ("faults.matrix_fixtures", "faults.matrix_results", "protocol_fixtures", "talking_fixtures")
-STARTS_VLLM = ("test_engine_conformance.py", "test_engine_load.py", "test_constrained_output.py")
+STARTS_VLLM = ("test_engine_conformance.py", "test_engine_load.py", "test_constrained_output.py", "test_vllm_flips.py")
 SLOW_FILES = (
     "test_learner_crashes.py",
     "test_learner_run.py",
@@ -60,7 +60,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def place(item: pytest.Item) -> tuple[bool, bool, int]:
         name = item.path.name
         slow = SLOW_FILES.index(name) if name in SLOW_FILES else len(SLOW_FILES)
-        return name not in STARTS_VLLM, name in STARTS_VLLM and "vllm" not in item.name, slow
+        return name not in STARTS_VLLM, name in STARTS_VLLM and "vllm" not in item.nodeid, slow
 
     items.sort(key=place)
 

@@ -236,10 +236,11 @@ async def start_engine(
     """Start an engine of the given kind on the model that `write_model` writes to the folder.
 
     `vllm-own-stamps` does not use vLLM's own version stamps, which releases before 0.32 do not have.
-    `vllm-compared-stamps` uses both. `vllm-parallel` has two workers."""
+    `vllm-compared-stamps` uses both. `vllm-by-calls` flips versions by several calls, `vllm-compared-stamps-by-calls`
+    does both. `vllm-parallel` has two workers."""
     if kind != "torch" and importlib.util.find_spec("vllm") is None:
         pytest.skip("vllm is not installed")
-    if kind.endswith("-stamps") and not vllm_stamps.reports_versions():
+    if "-stamps" in kind and not vllm_stamps.reports_versions():
         pytest.skip("this vllm does not say which version made a token")
     write_model(folder)
     name: Any = kind.partition("-")[0]
@@ -251,7 +252,9 @@ async def start_engine(
     with pytest.MonkeyPatch.context() as patch:
         if kind == "vllm-own-stamps":
             patch.setattr(vllm_stamps, "reports_versions", lambda: False)
-        if kind == "vllm-compared-stamps":
+        if kind.startswith("vllm-compared-stamps"):
             patch.setattr(vllm_engine, "create_stamps", ComparedStamps)
+        if kind.endswith("-by-calls"):
+            patch.setattr(vllm_engine, "flips_in_one_call", lambda arguments, llm: False)
         await engine.start(policy_version=5)
     return Served(engine, load_model(folder))

@@ -1,11 +1,13 @@
 """The vLLM engine: AsyncLLM in this process, EngineCore in a child process, weights staged by a worker extension.
 
 How a version flips: a thread of the worker receives and hashes the new weights while decoding goes on. Then the
-scheduler is paused, the weights are loaded, the version is set, and the scheduler is resumed. The version stamps of
-tokens (stamps.py) are exact because the version changes only while no step is in flight.
+scheduler is paused, the weights are loaded, the version is set, and the scheduler is resumed. EngineCore does that in
+one call (core_flip.py). Where it has no such method, the server makes a call for each. The version stamps of tokens
+(stamps.py) are exact because the version changes only while no step is in flight.
 
 Prefix-cache entries are salted with the load under which a request was submitted. A request without a token at the
-time of a flip is submitted again. So a request that starts under one load never finds KV of another.
+time of a flip gets the salt of the new load (scheduler.py), or is submitted again where the server makes the calls. So
+a request that starts under one load never finds KV of another.
 """
 
 from __future__ import annotations
@@ -13,11 +15,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Collection
+from collections.abc import AsyncGenerator, AsyncIterator, Collection
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -31,32 +33,32 @@ from penstock_rollout.engines.engine import CommitReport, EngineStats, GenerateR
 from penstock_rollout.engines.generating_time import GeneratingTime
 from penstock_rollout.engines.manifest_check import check_manifest
 from penstock_rollout.engines.model_folder import stop_token_ids
+from penstock_rollout.engines.vllm.core_calls import LOAD_TIMEOUT_S, CoreCalls, answer_of
 from penstock_rollout.engines.vllm.sampling import sampling_params
 from penstock_rollout.engines.vllm.stamps import VersionStamps, create_stamps
 from penstock_rollout.engines.vllm.standby import Standby
-from penstock_rollout.engines.vllm.start import SchedulerLoad, create_llm, engine_arguments
+from penstock_rollout.engines.vllm.start import SchedulerLoad, create_llm, engine_arguments, flips_in_one_call
 from penstock_rollout.weights.stage import kept_version_of
 
 logger = logging.getLogger(__name__)
 
-CONTROL_TIMEOUT_S = 60.0
-"""Timeout of a call to EngineCore, which answers between two decode steps."""
-LOAD_TIMEOUT_S = 600.0
 STAGE_POLL_S = 0.005
-"""How often the stage of a worker is polled. A call must not block the worker, which decodes between calls."""
+LONGEST_STAGE_POLL_S = 0.1
+STAGE_POLL_SHARE = 0.1
+"""How often the stage of a worker is polled: after this share of the time since the first poll, within the bounds. A
+call must not block the worker, which decodes between calls, and several workers answer it at the end of a step only."""
 STOP_TIMEOUT_S = 10.0
 
 _FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 
-_T = TypeVar("_T")
+_Timings = tuple[float, list[tuple[float, float]]]
+"""Seconds of the pause; receive_s and load_s of each worker."""
 
 
 @dataclass
 class _Running:
     """A request from its submission to its end."""
 
-    version: int
-    """The version under which it was submitted."""
     superseded: bool = False
     """It was aborted before its first token and will be submitted again under a newer version."""
 
@@ -97,6 +99,8 @@ class VllmEngine:
         self._devices: tuple[str, ...] = ()
         self._broken = "it was not started"
         self._llm: Any = None
+        self._calls: CoreCalls
+        self._flips_in_one_call = False
         self._stamps: VersionStamps
         self._stop_ids: list[int] = []
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -122,9 +126,11 @@ class VllmEngine:
         self._shapes = tensor_shapes(self._model_path)
         self._llm = await asyncio.to_thread(create_llm, self._arguments, self._load, self._standby)
         self._stamps = create_stamps(self._llm)
-        await self._core(self._llm.get_supported_tasks())
-        await self._core(self._stamps.set_version(policy_version))
-        self._devices = tuple(await self._rpc("penstock_device"))
+        self._calls = CoreCalls(self._llm)
+        self._flips_in_one_call = flips_in_one_call(self._arguments, self._llm)
+        await answer_of(self._llm.get_supported_tasks())
+        await answer_of(self._stamps.set_version(policy_version))
+        self._devices = tuple(await self._calls.rpc("penstock_device"))
         self._policy_version = policy_version
         self._broken = ""
 
@@ -132,7 +138,7 @@ class VllmEngine:
         await self.check_health()
         if request.request_id in self._running:
             raise InvalidInput("request_id", f"{request.request_id!r} is running already")
-        running = self._running[request.request_id] = _Running(self._policy_version)
+        running = self._running[request.request_id] = _Running()
         self._generating.begin()
         try:
             while True:
@@ -142,7 +148,6 @@ class VllmEngine:
                 if not running.superseded:
                     return
                 running.superseded = False
-                running.version = self._policy_version
         finally:
             del self._running[request.request_id]
             self._generating.end()
@@ -151,12 +156,13 @@ class VllmEngine:
     async def _submit(self, request: GenerateRequest, running: _Running) -> AsyncGenerator[TokenChunk]:
         """Submit the request to vLLM once. Yields nothing if the request is superseded.
 
-        vLLM knows the request before the first await, so a commit finds every request that it must supersede."""
+        vLLM's front end knows the request before the first await, so a flip by several calls finds every request that
+        it must supersede."""
         from vllm.exceptions import VLLMValidationError
         from vllm.inputs.engine import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-        salt = f"{running.version}.{self._num_loads}"
+        salt = _salt(self._policy_version, self._num_loads)
         prompt = tokens_input(list(request.prompt_token_ids), cache_salt=salt)
         params = sampling_params(request, self._stop_ids)
         num_tokens = 0
@@ -195,13 +201,13 @@ class VllmEngine:
     async def interrupt(self, request_ids: Collection[str]) -> None:
         running = [request_id for request_id in request_ids if request_id in self._running]
         if running:
-            await self._core(self._llm.abort(running))
+            await answer_of(self._llm.abort(running))
 
     async def stage_weights(self, announcement: weights_pb2.AnnounceRequest) -> None:
         check_manifest(announcement.manifest, self._shapes)
         async with self._control:  # not during a flip, which loads whatever is staged
             self._retained_version = None  # the stage takes the buckets of the version before
-            await self._rpc("penstock_stage", announcement.SerializeToString())
+            await self._calls.rpc("penstock_stage", announcement.SerializeToString())
             self._staged, self._kept_next = announcement.manifest, kept_version_of(announcement)
 
     async def commit_weights(self, policy_version: int, bucket_checksums: list[str], timeout_s: float) -> CommitReport:
@@ -223,14 +229,16 @@ class VllmEngine:
 
     async def _received(self, policy_version: int) -> None:
         """Wait until every worker has received the version."""
+        started = time.monotonic()
         while True:
-            states = await self._rpc("penstock_poll", policy_version)
+            states = await self._calls.rpc("penstock_poll", policy_version)
             for phase, failure in states:
                 if phase == "failed":
                     raise WeightPushFailed(failure)
             if all(phase == "received" for phase, _ in states):
                 return
-            await asyncio.sleep(STAGE_POLL_S)
+            wait_s = STAGE_POLL_SHARE * (time.monotonic() - started)
+            await asyncio.sleep(min(max(wait_s, STAGE_POLL_S), LONGEST_STAGE_POLL_S))
 
     async def _flip(self, staged: weights_pb2.WeightManifest, bucket_checksums: list[str]) -> CommitReport:
         """Verify the stage and load it. No other stage can replace it meanwhile.
@@ -238,27 +246,18 @@ class VllmEngine:
         This runs to its end even if the caller is cancelled. If the load fails, the state of the weights is unknown, so
         the engine stops serving for good."""
         policy_version = staged.policy_version
+        flip = self._flip_inside if self._flips_in_one_call else self._flip_by_calls
         async with self._control:
-            mismatches = await self._rpc("penstock_mismatch", policy_version, bucket_checksums)
-            if found := next(filter(None, mismatches), ""):
-                raise WeightPushFailed(found)
-            self._staged = None
-            started = time.monotonic()
             in_flight = len(self._running)
             try:
-                core = self._llm.engine_core
-                await self._core(core.pause_scheduler_async(mode="keep", clear_cache=not self._config.keep_kv_cache))
-                timings = await self._rpc("penstock_commit", timeout_s=LOAD_TIMEOUT_S)
-                await self._core(self._stamps.set_version(policy_version))
-                self._policy_version, self._weights_digest = policy_version, weights_digest(bucket_checksums)
-                self._num_loads += 1
-                self._retained_version = self._kept_next
-                await self._supersede_unstarted()
-                await self._core(core.resume_scheduler_async())
+                paused_s, timings = await flip(policy_version, bucket_checksums)
+            except WeightPushFailed:  # the stage does not verify, and nothing was paused
+                raise
             except Exception as error:
+                self._staged = None
                 await self._break(f"loading version {policy_version} failed: {error}")
                 raise WeightPushFailed(f"{self._broken}; restart the rollout server") from error
-            paused_s = time.monotonic() - started
+            self._staged = None
         return CommitReport(
             receive_s=max(receive_s for receive_s, _ in timings),
             load_s=max(load_s for _, load_s in timings),
@@ -266,23 +265,55 @@ class VllmEngine:
             running_requests=in_flight,
         )
 
+    async def _flip_inside(self, policy_version: int, bucket_checksums: list[str]) -> _Timings:
+        """Flip the version by one call to EngineCore, which also counts the pause."""
+        mismatch, paused_s, timings = await self._calls.flip(
+            policy_version,
+            bucket_checksums,
+            _salt(policy_version, self._num_loads + 1),
+            clear_cache=not self._config.keep_kv_cache,
+        )
+        if mismatch:
+            raise WeightPushFailed(mismatch)
+        self._has_loaded(policy_version, bucket_checksums)
+        return paused_s, timings
+
+    async def _flip_by_calls(self, policy_version: int, bucket_checksums: list[str]) -> _Timings:
+        """Flip the version by a call for each stage. Decoding stops while they go back and forth."""
+        mismatches = await self._calls.rpc("penstock_mismatch", policy_version, bucket_checksums)
+        if found := next(filter(None, mismatches), ""):
+            raise WeightPushFailed(found)
+        started = time.monotonic()
+        await self._calls.pause(clear_cache=not self._config.keep_kv_cache)
+        timings = await self._calls.rpc("penstock_commit", timeout_s=LOAD_TIMEOUT_S)
+        await answer_of(self._stamps.set_version(policy_version))
+        self._has_loaded(policy_version, bucket_checksums)
+        await self._supersede_unstarted()
+        await self._calls.resume()
+        return time.monotonic() - started, timings
+
+    def _has_loaded(self, policy_version: int, bucket_checksums: list[str]) -> None:
+        self._policy_version, self._weights_digest = policy_version, weights_digest(bucket_checksums)
+        self._num_loads += 1
+        self._retained_version = self._kept_next
+
     async def _supersede_unstarted(self) -> None:
         """Abort the requests without a token; `generate` submits them again under the new version."""
         unstarted = [request_id for request_id in self._running if not self._stamps.has_token(request_id)]
         for request_id in unstarted:
             self._running[request_id].superseded = True
         if unstarted:
-            await self._core(self._llm.abort(unstarted))
+            await answer_of(self._llm.abort(unstarted))
 
     async def _break(self, why: str) -> None:
         logger.error("the vLLM engine stops serving: %s", why)
         self._broken = why
-        await self._core(self._llm.abort(list(self._running)))
+        await answer_of(self._llm.abort(list(self._running)))
 
     async def abort_weights(self) -> None:
         async with self._control:
             self._staged = None
-            await self._rpc("penstock_abort")
+            await self._calls.rpc("penstock_abort")
 
     def stats(self) -> EngineStats:
         waiting = min(self._load.waiting_requests, len(self._running))
@@ -307,28 +338,16 @@ class VllmEngine:
         self._broken = "it was stopped"
         llm, self._llm = self._llm, None
         with suppress(Unavailable):
-            await self._core(llm.abort(list(self._running)))
+            await answer_of(llm.abort(list(self._running)))
         if llm.output_handler is not None:
             llm.output_handler.cancel()
         await asyncio.to_thread(llm.shutdown, timeout=STOP_TIMEOUT_S)
         llm.shutdown = lambda: None  # its finalizer calls it again, which fails while the interpreter exits
 
-    async def _rpc(self, method: str, *args: Any, timeout_s: float = CONTROL_TIMEOUT_S) -> list[Any]:
-        """Call a method of every worker. Returns the results in rank order."""
-        result = await self._core(self._llm.collective_rpc(method, timeout=timeout_s, args=args), timeout_s)
-        return list(result)
 
-    async def _core(self, call: Awaitable[_T], timeout_s: float = CONTROL_TIMEOUT_S) -> _T:
-        """Await a call to EngineCore. Raises Unavailable if it is dead or does not answer in time."""
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await call
-        except TimeoutError as error:
-            raise Unavailable(f"vLLM's EngineCore did not answer within {timeout_s:g} s") from error
-        except EngineDeadError as error:
-            raise Unavailable("vLLM's EngineCore has died; restart the rollout server") from error
+def _salt(policy_version: int, num_loads: int) -> str:
+    """The salt of prefix-cache entries of requests that are submitted under this load."""
+    return f"{policy_version}.{num_loads}"
 
 
 def _small_ids(experts: Any) -> Any:

@@ -1,13 +1,18 @@
-"""vLLM's scheduler, which sends the tokens of a request in chunks. It runs inside EngineCore.
+"""vLLM's scheduler, with two additions. It runs inside EngineCore.
 
-vLLM sends every token of every request to the front end by itself. With hundreds of requests of a small model, packing
-and unpacking them takes longer than the model. So a request says how many tokens it wants at once. EngineCore keeps its
-tokens until so many are there, the request has ended, or the scheduler is paused. When a pause is answered, every token
-has left: the version stamps (stamps.py) stay exact. Tokens that are kept when a request is aborted are lost.
+Chunks: vLLM sends every token of every request to the front end by itself. With hundreds of requests of a small model,
+packing and unpacking them takes longer than the model. So a request says how many tokens it wants at once. EngineCore
+keeps its tokens until so many are there, the request has ended, or the scheduler is paused. When a pause is answered,
+every token has left: the version stamps (stamps.py) stay exact. Tokens that are kept of an aborted request are lost.
+
+Salts: the server salts the prefix-cache entries of a request with the load under which it submits the request. If
+weights are loaded before its first token, the request gets the salt of that load, and nothing that was computed for it
+before is used.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +22,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.request import RequestStatus
 
 from penstock_rollout.engines.vllm.start import CHUNK_TOKENS
 
@@ -82,11 +88,49 @@ class ChunkedOutputs:
         return bool(super().has_requests() or (is_paused and self._kept))  # type: ignore[misc]
 
 
-class ChunkedScheduler(ChunkedOutputs, Scheduler):  # type: ignore[misc]
+class SaltedRequests:
+    """Mixed into a scheduler class of vLLM. A request never finds KV of another load than the one it starts under."""
+
+    requests: dict[str, Any]
+    running: list[Any]
+    prev_step_scheduled_req_ids: set[str]
+    _preempt_request: Any
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._salt: str | None = None
+
+    def begin_load(self, salt: str) -> None:
+        """Let the requests without a token start under the weights that were just loaded, whose salt this is.
+
+        Call it while the scheduler is paused and no step is in flight."""
+        self._salt = salt
+        unstarted = [request for request in self.requests.values() if request.num_output_tokens == 0]
+        for request in reversed(unstarted):  # vLLM puts each one at the front of its queue
+            if request.status == RequestStatus.RUNNING:  # a part of its prompt was computed with the old weights
+                self.running.remove(request)
+                self._preempt_request(request, time.monotonic())
+                self.prev_step_scheduled_req_ids.discard(request.request_id)
+            _set_salt(request, salt)
+
+    def add_request(self, request: Any) -> None:
+        if self._salt is not None and request.cache_salt != self._salt:
+            _set_salt(request, self._salt)  # it was submitted before the server heard of the load
+        super().add_request(request)  # type: ignore[misc]
+
+
+def _set_salt(request: Any, salt: str) -> None:
+    """The hashes of all blocks depend on the salt, because each one depends on the one before."""
+    request.cache_salt = salt
+    request.block_hashes.clear()
+    request.update_block_hashes()
+
+
+class ChunkedScheduler(ChunkedOutputs, SaltedRequests, Scheduler):  # type: ignore[misc]
     """For synchronous scheduling."""
 
 
-class ChunkedAsyncScheduler(ChunkedOutputs, AsyncScheduler):  # type: ignore[misc]
+class ChunkedAsyncScheduler(ChunkedOutputs, SaltedRequests, AsyncScheduler):  # type: ignore[misc]
     """For asynchronous scheduling, vLLM's default."""
 
 

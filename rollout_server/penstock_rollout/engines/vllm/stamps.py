@@ -3,9 +3,11 @@
 vLLM 0.32 and newer report it: EngineCore labels the outputs of every step, and the front end keeps the spans of a
 request. Older versions do not, so Penstock stamps EngineCore's outputs as they arrive in this process.
 
-These stamps are exact. EngineCore answers a pause when no step is in flight, and the answer follows the tokens on the
-same socket. So when the answer is here, every token of the old version has arrived, even if vLLM's output handler has
-not processed it yet. No token of the new version exists before the scheduler is resumed.
+These stamps are exact. When EngineCore flips a version (core_flip.py), it sends a mark: after the last token of the old
+version and before the first of the new one, on the same socket. Where the server flips it by several calls, EngineCore
+answers the pause when no step is in flight, and the answer follows the tokens on the same socket. So when the answer is
+here, every token of the old version has arrived, even if vLLM's output handler has not processed it yet. No token of
+the new version exists before the scheduler is resumed.
 """
 
 from __future__ import annotations
@@ -18,12 +20,18 @@ from typing import Any, Protocol
 
 from penstock.trajectory import VersionSegment
 
+VERSION_MARK = "penstock-version-"
+"""An output of EngineCore whose request id is this and a version marks where the tokens of that version begin. vLLM's
+output handler ignores it, because there is no such request."""
+
 
 class VersionStamps(Protocol):
     """Tracks requests by the id under which they were submitted, from `begin` to `end`."""
 
     async def set_version(self, policy_version: int) -> None:
-        """Set the version of all tokens from now on. Call it before the first request, or while nothing decodes."""
+        """Set the version of all tokens from now on. Call it before the first request, or while nothing decodes.
+
+        A flip inside EngineCore (core_flip.py) sets it without this call."""
         ...
 
     def begin(self, request_id: str) -> None:
@@ -125,6 +133,8 @@ class OwnStamps:
             return
         for output in arrived.outputs:
             state = self._states.get(output.request_id)  # None if the request was aborted or submitted again
+            if state is None and output.request_id.startswith(VERSION_MARK):
+                self._policy_version = int(output.request_id.removeprefix(VERSION_MARK))
             stamped = self._requests.get(state.external_req_id) if state is not None else None
             if stamped is not None and output.new_token_ids:
                 stamped.add(len(output.new_token_ids), self._policy_version)

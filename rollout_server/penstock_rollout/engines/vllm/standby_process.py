@@ -20,6 +20,7 @@ from penstock_rollout.engines.vllm.start import is_cpu_build, prepare_environmen
 _MODULES = (
     "vllm.v1.engine.core",
     "penstock_rollout.engines.vllm.worker",
+    "penstock_rollout.engines.vllm.core_flip",
     "penstock_rollout.engines.vllm.scheduler",
 )
 _WORKERS = {

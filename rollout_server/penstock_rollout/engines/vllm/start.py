@@ -157,6 +157,20 @@ def create_llm(arguments: dict[str, Any], load: SchedulerLoad, standby: Standby 
         ) from error
 
 
+def flips_in_one_call(arguments: dict[str, Any], llm: Any) -> bool:
+    """Return whether EngineCore has the method that flips a version (core_flip.py), and all that the method needs.
+
+    `rollout.engine.extra` may replace our executor or scheduler, add a store of KV outside vLLM, or ask for several
+    EngineCores, which would have to pause together."""
+    config = llm.vllm_config
+    return bool(
+        str(arguments["distributed_executor_backend"]).startswith(_WORKER)
+        and str(config.scheduler_config.scheduler_cls).startswith(_SCHEDULER)
+        and config.kv_transfer_config is None
+        and config.parallel_config.data_parallel_size == 1
+    )
+
+
 def _first_sentence(error: Exception) -> str:
     """Return the first sentence of a vLLM error, which may be a page long."""
     text = str(error.errors()[0]["msg"]) if isinstance(error, ValidationError) else str(error)

@@ -128,6 +128,9 @@ def _pack_tied_head(model: Any, hf_config: Any) -> None:
 
 def prepare_process() -> None:
     """Prepare EngineCore's process. vLLM creates the executor first, and then the scheduler."""
+    from penstock_rollout.engines.vllm import core_flip  # here: workers in processes of their own need no EngineCore
+
+    core_flip.install()
     logging.getLogger(SCHEDULER_LOGGER).setLevel(logging.ERROR)
     die_with_parent()
 

@@ -1,4 +1,5 @@
-"""Tests that EngineCore sends the tokens of a vLLM request in chunks, in order, and none later than a pause.
+"""Tests that EngineCore sends the tokens of a vLLM request in chunks, in order, and none later than a pause, and that a
+request without a token gets the salt of new weights.
 
 vLLM is not installed here: its scheduler is a stand-in that returns what the test says."""
 
@@ -40,12 +41,40 @@ class LogProbs(NamedTuple):
     sampled_token_ranks: np.ndarray
 
 
+@dataclass
+class Request:
+    """A request whose hashes say from which salt they were computed."""
+
+    request_id: str
+    cache_salt: str
+    num_output_tokens: int = 0
+    status: str = "waiting"
+    block_hashes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.update_block_hashes()
+
+    def update_block_hashes(self) -> None:
+        self.block_hashes += [f"{self.cache_salt}/{index}" for index in range(len(self.block_hashes), 2)]
+
+
 class StandIn:
     """What Penstock uses of vLLM's scheduler."""
 
     def __init__(self) -> None:
         self.requests: dict[str, Any] = {}
+        self.running: list[Any] = []
+        self.waiting: list[str] = []
+        self.prev_step_scheduled_req_ids: set[str] = set()
         self.pause_state = UNPAUSED
+
+    def add_request(self, request: Any) -> None:
+        self.requests[request.request_id] = request
+
+    def _preempt_request(self, request: Any, timestamp: float) -> None:
+        assert request not in self.running
+        request.status = "preempted"
+        self.waiting.insert(0, request.request_id)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: list[Output]) -> dict[int, Message]:
         return {0: Message(list(model_runner_output))} if model_runner_output else {}
@@ -66,6 +95,7 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         "vllm.v1.core.sched.async_scheduler": {"AsyncScheduler": StandIn},
         "vllm.v1.core.sched.interface": {"PauseState": SimpleNamespace(UNPAUSED=UNPAUSED)},
         "vllm.v1.engine": {"EngineCoreOutput": Output, "EngineCoreOutputs": Message},
+        "vllm.v1.request": {"RequestStatus": SimpleNamespace(RUNNING="running")},
     }  # fmt: skip
     for name, values in contents.items():
         module = ModuleType(name)
@@ -141,3 +171,33 @@ def test_tokens_of_an_aborted_request_are_dropped(scheduler: Any) -> None:
     del scheduler.requests["a"]
     scheduler.pause_state = PAUSED
     assert step(scheduler) == []
+
+
+def test_requests_without_a_token_start_under_the_load_and_others_keep_their_salt(scheduler: Any) -> None:
+    scheduler.requests.clear()
+    kept = Request("kept", "5.0", num_output_tokens=3, status="running")
+    waiting = Request("waiting", "5.0")
+    begun = [Request(f"begun-{index}", "5.0", status="running") for index in range(2)]
+    for request in (kept, waiting, *begun):
+        scheduler.add_request(request)
+    scheduler.running = [begun[0], kept, begun[1]]
+    scheduler.prev_step_scheduled_req_ids = {"kept", "begun-0", "begun-1"}
+    scheduler.begin_load("6.1")
+    assert scheduler.running == [kept]
+    assert scheduler.prev_step_scheduled_req_ids == {"kept"}
+    assert scheduler.waiting == ["begun-0", "begun-1"]  # in the order in which they came
+    assert kept.block_hashes == ["5.0/0", "5.0/1"]
+    for request in (waiting, *begun):
+        assert (request.cache_salt, request.block_hashes) == ("6.1", ["6.1/0", "6.1/1"])
+
+
+def test_a_request_that_was_sent_before_the_server_heard_of_a_load_gets_its_salt(scheduler: Any) -> None:
+    early, late, now = Request("early", "5.0"), Request("late", "5.0"), Request("now", "6.1")
+    scheduler.add_request(early)
+    assert early.cache_salt == "5.0"
+    early.num_output_tokens = 1
+    del scheduler.requests["a"], scheduler.requests["b"]
+    scheduler.begin_load("6.1")
+    scheduler.add_request(late)
+    scheduler.add_request(now)
+    assert [request.block_hashes[0] for request in (early, late, now)] == ["5.0/0", "6.1/0", "6.1/0"]

@@ -1,0 +1,120 @@
+"""Tests of the flip inside vLLM's EngineCore that the conformance suite cannot ask of every engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.config.rollout import EngineConfig
+from penstock.errors import Unavailable, WeightPushFailed
+from penstock.trajectory import Sampling
+from penstock_rollout.engines.vllm.engine import VllmEngine
+from tests.served_engines import (
+    LONG,
+    MAX_MODEL_LEN,
+    Publisher,
+    Push,
+    Served,
+    assert_log_probs,
+    hold_decoding,
+    load_model,
+    write_qwen2,
+)
+from tests.tiny_model import VOCAB_SIZE
+
+pytest.importorskip("vllm")
+
+pytestmark = [
+    pytest.mark.asyncio,
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning"),
+]
+
+PROMPT = tuple(2 + index % (VOCAB_SIZE - 2) for index in range(480))
+FEW = Sampling(max_tokens=8)
+
+
+@asynccontextmanager
+async def serving(folder: Path, **extra: Any) -> AsyncIterator[tuple[Served, VllmEngine]]:
+    write_qwen2(folder)
+    config = EngineConfig(name="vllm", max_model_len=MAX_MODEL_LEN, max_num_seqs=8, extra=extra)
+    engine = VllmEngine(config, folder, "float32", seed=0)
+    await engine.start(policy_version=5)
+    try:
+        yield Served(engine, load_model(folder)), engine
+    finally:
+        await engine.stop()
+
+
+async def test_requests_without_a_token_use_nothing_of_the_old_weights(tmp_path: Path) -> None:
+    """Neither the part of their prompt that was computed, nor cached prefixes if they arrive late with the old salt."""
+    async with serving(tmp_path, enable_chunked_prefill=True, max_num_batched_tokens=8) as (served, engine):
+        assert engine._flips_in_one_call
+        begun = asyncio.ensure_future(served.answer(PROMPT, FEW))
+        async with asyncio.timeout(20):
+            while engine.stats().kv_cache_usage == 0:
+                await asyncio.sleep(0.001)
+        await hold_decoding(engine)
+        assert not begun.done()
+        salt = (engine._policy_version, engine._num_loads)
+        version = await served.update(served.next_model())
+        answer = await begun
+        assert set(answer.versions) == {version}
+        assert_log_probs(served.model, answer)
+
+        await served.answer(PROMPT[::-1], FEW)
+        old = engine._policy_version, engine._num_loads
+        version = await served.update(served.next_model())
+        new, (engine._policy_version, engine._num_loads) = (engine._policy_version, engine._num_loads), old
+        assert salt < old < new
+        late = asyncio.ensure_future(served.answer(PROMPT[::-1], FEW))
+        await asyncio.sleep(0)
+        engine._policy_version, engine._num_loads = new
+        assert set((await late).versions) == {version}
+        assert_log_probs(served.model, await late)
+
+
+async def test_a_load_that_fails_ends_all_requests_and_stops_serving(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from penstock_rollout.engines.vllm.worker import WeightStaging
+
+    def fail(worker: Any) -> None:
+        raise RuntimeError("no memory is left")
+
+    monkeypatch.setattr(WeightStaging, "penstock_commit", fail)  # EngineCore is forked from this process
+    async with serving(tmp_path) as (served, engine):
+        streams = [served.chunks((3, 4, 2 + index), LONG) for index in range(4)]
+        await asyncio.gather(*(anext(stream) for stream in streams))
+        rests = [asyncio.ensure_future(_last_reason(stream)) for stream in streams]
+        push = Push.of(served.next_model(), 6)
+        publisher = Publisher(push)
+        await engine.stage_weights(publisher.announcement())
+        publisher.start()
+        with pytest.raises(WeightPushFailed, match="no memory is left; restart the rollout server"):
+            await engine.commit_weights(6, push.checksums, timeout_s=20)
+        async with asyncio.timeout(20):
+            assert set(await asyncio.gather(*rests)) == {"aborted"}
+        assert engine.policy_version == 5
+        with pytest.raises(Unavailable, match="loading version 6 failed"):
+            await engine.check_health()
+        with pytest.raises(Unavailable):
+            await served.answer((3,), LONG)
+
+
+async def _last_reason(chunks: AsyncIterator[Any]) -> str | None:
+    reason = None
+    async for chunk in chunks:
+        reason = chunk.finish_reason
+    return reason
+
+
+async def test_an_engine_with_another_executor_is_flipped_by_calls(tmp_path: Path) -> None:
+    executor = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+    async with serving(tmp_path, distributed_executor_backend=executor) as (served, engine):
+        assert not engine._flips_in_one_call
+        await served.check_serves(await served.update(served.next_model()))

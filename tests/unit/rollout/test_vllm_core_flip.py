@@ -1,0 +1,158 @@
+"""Tests of the flip inside EngineCore: its order, and what happens if the stage is wrong or the load fails.
+
+vLLM is not installed here: EngineCore is a stand-in that notes what is done to it."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from penstock_rollout.engines.vllm.stamps import OwnStamps
+
+TIMINGS = [(0.5, 0.01), (0.6, 0.02)]
+
+
+@dataclass
+class Output:
+    request_id: str
+    new_token_ids: list[int]
+
+
+@dataclass
+class Message:
+    outputs: list[Output]
+
+
+class Core:
+    """What the flip uses of EngineCore, with two workers."""
+
+    def __init__(self, pause: Future[None] | None) -> None:
+        self.done: list[Any] = []
+        self.mismatches = ["", ""]
+        self.commit_error: Exception | None = None
+        self.pause = pause
+        self.model_executor = SimpleNamespace(collective_rpc=self._rpc)
+        self.scheduler = SimpleNamespace(begin_load=lambda salt: self.done.append(("begin", salt)))
+        self.output_queue = SimpleNamespace(put_nowait=lambda item: self.done.append(("send", item[1].outputs)))
+        self.input_queue = SimpleNamespace(put_nowait=lambda item: self.done.append(item[0]))
+
+    def _rpc(self, method: str, timeout: float, args: tuple[Any, ...] = ()) -> list[Any]:
+        if method == "penstock_mismatch":
+            assert (timeout, args) == (60, (6, ["sum"]))
+            return self.mismatches
+        assert timeout == 600
+        self.done.append(method)
+        if self.commit_error:
+            raise self.commit_error
+        return TIMINGS
+
+    def pause_scheduler(self, mode: str, clear_cache: bool) -> Future[None] | None:
+        self.done.append(("pause", mode, clear_cache))
+        return self.pause
+
+    def set_weight_version(self, version: str) -> None:
+        self.done.append(("version", version))
+
+    def resume_scheduler(self) -> None:
+        self.done.append("resume")
+
+
+PAUSE = ("pause", "keep", False)
+LOADED = [
+    "penstock_commit", ("version", "6"), ("send", [Output("penstock-version-6", [])]), ("begin", "6.1"), "resume",
+    "wake",
+]  # fmt: skip
+
+
+@pytest.fixture
+def flip(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    contents: dict[str, dict[str, Any]] = {
+        "vllm": {}, "vllm.v1": {},
+        "vllm.v1.engine": {
+            "EngineCoreOutput": Output, "EngineCoreOutputs": Message,
+            "EngineCoreRequestType": SimpleNamespace(WAKEUP="wake"),
+        },
+        "vllm.v1.engine.core": {"EngineCoreProc": Core},
+    }  # fmt: skip
+    for name, values in contents.items():
+        module = ModuleType(name)
+        vars(module).update(values)
+        monkeypatch.setitem(sys.modules, name, module)
+    ours = "penstock_rollout.engines.vllm.core_flip"
+    monkeypatch.delitem(sys.modules, ours, raising=False)
+    importlib.import_module(ours).install()
+    yield lambda core: core.penstock_flip(6, ["sum"], "6.1", False)
+    del Core.penstock_flip  # type: ignore[attr-defined]
+    sys.modules.pop(ours, None)
+
+
+def test_an_idle_engine_flips_at_once(flip: Any) -> None:
+    core = Core(pause=None)
+    mismatch, paused_s, timings = flip(core)
+    assert (mismatch, timings) == ("", TIMINGS)
+    assert paused_s >= 0
+    assert core.done == [PAUSE, *LOADED]
+
+
+def test_a_busy_engine_flips_when_no_step_is_in_flight(flip: Any) -> None:
+    core = Core(pause=Future())
+    flipped = flip(core)
+    assert core.done == [PAUSE]
+    assert not flipped.done()
+    assert core.pause is not None
+    core.pause.set_result(None)
+    assert flipped.result(0)[2] == TIMINGS
+    assert core.done == [PAUSE, *LOADED]
+
+
+def test_a_stage_that_does_not_verify_pauses_nothing(flip: Any) -> None:
+    core = Core(pause=None)
+    core.mismatches = ["", "bucket 1 is corrupt"]
+    assert flip(core) == ("bucket 1 is corrupt", 0.0, [])
+    assert core.done == []
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_a_load_that_fails_fails_the_call_and_stays_paused(flip: Any, is_busy: bool) -> None:
+    core = Core(pause=Future() if is_busy else None)
+    core.commit_error = RuntimeError("out of memory")
+    with pytest.raises(RuntimeError, match="out of memory"):
+        flipped = flip(core)
+        assert core.pause is not None
+        core.pause.set_result(None)
+        flipped.result(0)
+    assert core.done == [PAUSE, "penstock_commit"]
+
+
+def test_a_pause_that_fails_fails_the_call_and_loads_nothing(flip: Any) -> None:
+    core = Core(pause=Future())
+    flipped = flip(core)
+    assert core.pause is not None
+    core.pause.set_exception(RuntimeError("the cache was not cleared"))
+    with pytest.raises(RuntimeError, match="was not cleared"):
+        flipped.result(0)
+    assert core.done == [PAUSE]
+
+
+async def test_own_stamps_change_at_the_mark_even_if_nobody_has_read_the_answer() -> None:
+    """Tokens of both versions arrive before the server gets to run."""
+    resources = SimpleNamespace(output_queue_task=None)
+    processor = SimpleNamespace(request_states={"internal": SimpleNamespace(external_req_id="a")})
+    llm: Any = SimpleNamespace(engine_core=SimpleNamespace(resources=resources), output_processor=processor)
+    stamps = OwnStamps(llm)
+    await stamps.set_version(5)
+    stamps.begin("a")
+    for output in (
+        Output("internal", [1, 2]), Output("penstock-version-6", []), Output("internal", [3]),
+        Output("of an aborted request", [4]),
+    ):  # fmt: skip
+        llm.engine_core.outputs_queue.put_nowait(Message([output]))
+    segments = stamps.segments("a", None, 0, 3)
+    assert [(each.start, each.end, each.policy_version) for each in segments] == [(0, 2, 5), (2, 3, 6)]

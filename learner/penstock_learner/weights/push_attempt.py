@@ -5,7 +5,7 @@
                  └───── a member failed ────┴──► abort: nobody has committed, and the publisher may try again
 
 No member or publisher enters a collective before every member has answered the announcement. Every call and every
-collective has a deadline.
+collective has a deadline. Sending, hashing and the commit share one: each gets what is left of it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class PushAttempt:
     sender: Sender
     calls: MemberCalls
     timeout_s: float
-    """Deadline of the transfer, and of the commit after it."""
+    """Deadline from the first bucket to the last commit."""
     report: PushReport
     """The attempt adds its durations, and after a commit its results."""
 
@@ -54,14 +54,15 @@ class PushAttempt:
         try:
             with self.report.timed("announce"):
                 outcome = self._announce(self._open())
+            deadline = Deadline(self.timeout_s, "the push")
             if outcome.is_success:
                 with self.report.timed("transfer"):
-                    outcome = self._send()
+                    outcome = self._send(deadline)
             if not outcome.is_success:
                 self._abandon(outcome)
                 return outcome
             with self.report.timed("commit"):
-                failed = self._commit()
+                failed = self._commit(deadline)
             self.sender.close(failed=bool(failed))
             if failed:
                 self._abort([m for m in self.members if m.server_id in failed], "it did not commit in time")
@@ -77,7 +78,8 @@ class PushAttempt:
 
     def _open(self) -> str:
         """Prepare the transfer. Returns the rendezvous, by which the members find the publisher."""
-        return self.sender.open(self.shipment, self.members, self._deadline("opening the transfer"))
+        deadline = Deadline(self.timeout_s, "opening the transfer")
+        return self.sender.open(self.shipment, self.members, deadline)
 
     def _announce(self, rendezvous: str) -> AttemptOutcome:
         """Ask every member to get ready, and wait for all answers."""
@@ -93,27 +95,31 @@ class PushAttempt:
         answers, failed = self.calls.announce(self.members, requests)
         return AttemptOutcome(failed, any(answer.needs_full for answer in answers.values()))
 
-    def _send(self) -> AttemptOutcome:
+    def _send(self, deadline: Deadline) -> AttemptOutcome:
         """Transfer the buckets.
 
         If the transfer breaks, it is not known which member broke it. The members that do not answer an abort count as
         failed. If all answer, all leave the push, and are served as late joiners afterwards."""
         try:
-            self.sender.send(self.shipment, self.members, self._deadline("sending weights"))
+            self.sender.send(self.shipment, self.members, deadline)
         except WeightPushFailed as error:
             self.sender.close(failed=True)
             silent = self._abort(self.members, "the transfer broke")
             return AttemptOutcome(silent or {member.server_id: f"transfer: {error}" for member in self.members})
         return AttemptOutcome()
 
-    def _commit(self) -> dict[str, str]:
-        """Tell every member to verify, load and serve the version. Returns the members that failed."""
+    def _commit(self, deadline: Deadline) -> dict[str, str]:
+        """Tell every member to verify, load and serve the version. Returns the members that failed.
+
+        Raises WeightPushFailed, and no member is told to commit, if no time is left."""
         manifest = self.shipment.manifest
+        checksums = self.shipment.staged.checksums(deadline)
+        deadline.check()
         request = weights_pb2.CommitRequest(
             policy_version=manifest.policy_version,
             term=manifest.term,
-            bucket_checksums=self.shipment.staged.checksums(self._deadline("hashing")),
-            deadline_s=self.timeout_s,
+            bucket_checksums=checksums,
+            deadline_s=deadline.remaining_s,
         )
         responses, failed = self.calls.commit(self.members, request)
         report = self.report
@@ -148,6 +154,3 @@ class PushAttempt:
         if silent:
             self.shipment.staged.memory.is_reusable = False
         return silent
-
-    def _deadline(self, activity: str) -> Deadline:
-        return Deadline(self.timeout_s, activity)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -169,3 +172,64 @@ def test_a_broadcast_that_a_silent_peer_stalls_is_broken_from_either_end(rank: i
     assert work.is_completed()
     with pytest.raises(RuntimeError):
         work.wait()
+
+
+def failure_of(sender: GlooSender, shipment: Shipment, members: list[PushTarget], deadline: Deadline) -> str:
+    """Send, and return why that failed, after the group is gone."""
+    try:
+        sender.send(shipment, members, deadline)
+    except WeightPushFailed as error:
+        return str(error)
+    return ""
+
+
+def test_a_meeting_ends_at_the_deadline_of_the_push() -> None:
+    """Gloo gives each worker the whole time. Here one joins after half of it, then the next one, and so on."""
+    timeout_s, num_workers = 0.4, 20
+    staged, _ = stage_version(torch.float32, "F32")
+    members = [PushTarget(f"member-{number}", "") for number in range(num_workers)]
+    sender, shipment = GlooSender(HOST, num_workers), Shipment(staged.manifest, staged)
+    address, prefix, _ = sender.open(shipment, members, Deadline(DEADLINE_S, "opening")).split("/")
+    joined, has_ended = [], threading.Event()
+
+    def join(rank: int) -> None:
+        timeout = timedelta(seconds=10 * timeout_s)
+        with contextlib.suppress(RuntimeError):  # the others do not come
+            store = TCPStore(HOST, int(address.rpartition(":")[2]), is_master=False, timeout=timeout)
+            joined.append(rank)
+            ProcessGroupGloo(PrefixStore(f"{prefix}/all", store), rank, num_workers + 1, timeout)
+
+    def join_one_by_one() -> None:
+        for rank in range(1, num_workers + 1):
+            if has_ended.wait(timeout_s / 2):
+                return
+            threading.Thread(target=join, args=(rank,), daemon=True).start()
+
+    threading.Thread(target=join_one_by_one, daemon=True).start()
+    failure = failure_of(sender, shipment, members, Deadline(timeout_s, "sending"))
+    has_ended.set()
+    assert len(joined) < num_workers
+    assert "sending took longer than 0.4 s" in failure
+
+
+class SlowShipment(Shipment):
+    """Its first bucket comes when almost no time is left."""
+
+    def wires(self, deadline: Deadline) -> Iterator[torch.Tensor]:
+        deadline._ends_at = time.monotonic() + 0.5
+        yield from super().wires(deadline)
+
+
+def test_broadcasts_that_stall_end_at_the_deadline_of_the_push() -> None:
+    """The group was formed with more time than is left. Its destructor waits for its broadcasts."""
+    staged, _ = stage_version(torch.float32, "F32")
+    sender, members, shipment = GlooSender(HOST, 8), [PushTarget("member", "")], SlowShipment(staged.manifest, staged)
+    address, prefix, _ = sender.open(shipment, members, Deadline(DEADLINE_S, "opening")).split("/")
+    timeout = timedelta(seconds=DEADLINE_S)
+    store = TCPStore(HOST, int(address.rpartition(":")[2]), is_master=False, timeout=timeout)
+    with ThreadPoolExecutor(2) as threads:
+        joining = threads.submit(ProcessGroupGloo, PrefixStore(f"{prefix}/all", store), 1, 2, timeout)
+        sending = threads.submit(failure_of, sender, shipment, members, Deadline(DEADLINE_S, "sending"))
+        silent = joining.result(DEADLINE_S)
+        assert "the broadcast broke" in sending.result(DEADLINE_S / 2)
+        del silent

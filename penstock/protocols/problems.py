@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.errors import PenstockError, PromptTooLong, RateLimited, Unauthenticated
+from penstock.errors import PenstockError, PromptTooLong, QueueFull, RateLimited, Unauthenticated
 from penstock.protocols.conversation import Json
 
 _OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
@@ -16,6 +16,16 @@ _ANTHROPIC_TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
     429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
 }  # fmt: skip
+
+RETRY_REASONS = frozenset({RateLimited.reason, QueueFull.reason})
+"""Reasons below 500 that pass by themselves."""
+
+
+def retry_advice(error: PenstockError) -> dict[str, str]:
+    """A header that keeps OpenAI's and Anthropic's clients from making the same call again, where that cannot help.
+    By themselves they also repeat a 409, which a session that is closed answers for ever."""
+    is_final = error.http_status < 500 and error.reason not in RETRY_REASONS
+    return {"x-should-retry": "false"} if is_final else {}
 
 
 def openai_error(error: PenstockError) -> Json:

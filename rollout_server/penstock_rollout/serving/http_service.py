@@ -42,7 +42,7 @@ from penstock.protocols.anthropic import CountBody, MessagesBody, MessagesExchan
 from penstock.protocols.bodies import SamplingBody
 from penstock.protocols.chat import ChatBody, ChatExchange
 from penstock.protocols.completions import CompletionBody, CompletionExchange
-from penstock.protocols.problems import anthropic_fields, openai_error
+from penstock.protocols.problems import anthropic_fields, openai_error, retry_advice
 from penstock.protocols.responses import ResponsesBody, ResponsesExchange
 from penstock_rollout.serving.generate_service import GenerateService
 
@@ -167,7 +167,7 @@ class HttpService:
 
 
 def _problem(path: str, error: PenstockError) -> Response:
-    headers = {"Retry-After": "1"} if error.http_status == 503 else {}
+    headers = {"Retry-After": "1"} if error.http_status == 503 else retry_advice(error)
     if path.startswith(ANTHROPIC_PATH):
         return JSONResponse(anthropic_fields(error.http_status, str(error)), error.http_status, headers=headers)
     return JSONResponse({"error": openai_error(error)}, error.http_status, headers=headers)

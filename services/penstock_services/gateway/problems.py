@@ -24,7 +24,7 @@ from penstock.errors import (
     Unauthenticated,
     Unavailable,
 )
-from penstock.protocols.problems import anthropic_fields, openai_fields
+from penstock.protocols.problems import anthropic_fields, openai_fields, retry_advice
 
 ANTHROPIC_PATH = "/v1/messages"
 RETRY_AFTER_S = 1
@@ -71,7 +71,9 @@ def _fields(status: int, reason: str, detail: str, field: str) -> dict[str, Any]
 
 def from_error(error: PenstockError, **members: str) -> JSONResponse:
     """The problem of an error. `members` are further members of the document."""
-    headers = {"WWW-Authenticate": "Bearer"} if isinstance(error, Unauthenticated) else {}
+    headers = retry_advice(error)
+    if isinstance(error, Unauthenticated):
+        headers["WWW-Authenticate"] = "Bearer"
     if (wait_s := retry_after_s(error)) is not None:
         headers["Retry-After"] = str(wait_s)
     return problem(error.http_status, error.reason, str(error), getattr(error, "field", ""), headers, **members)
@@ -84,7 +86,8 @@ def answer_to(path: str, error: PenstockError) -> JSONResponse:
         return response
     fields = anthropic_fields(error.http_status, str(error))
     further = {"reason": error.reason, "field": getattr(error, "field", "")}
-    headers = {name: value for name, value in response.headers.items() if name in ("retry-after", "www-authenticate")}
+    kept = ("retry-after", "www-authenticate", "x-should-retry")
+    headers = {name: value for name, value in response.headers.items() if name in kept}
     return JSONResponse(fields | further, error.http_status, headers=headers)
 
 

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import openai
+import pytest
 import redis.asyncio as redis
 
 from gateways import run_config, running
@@ -132,3 +134,22 @@ async def test_several_choices_are_paths_and_the_one_that_is_used_goes_on(
             (number,) if number != used else (used, 3) for number in range(3)
         )
         assert sum(path.num_trained_tokens for path in session.paths) == sum(map(len, answers)) + len(DONE)
+
+
+async def test_the_official_clients_do_not_repeat_a_call_of_a_session_that_is_closed(
+    redis_process: Any, redis_client: redis.Redis, tmp_path: Path
+) -> None:
+    """Both repeat a 409 twice by themselves, after seconds, and send the number of the try with each."""
+    async with answering(redis_process.url, redis_client, tmp_path, DONE) as (_, asked, client):
+        await asked.chat.completions.create(model="test", messages=ASKED)
+        await client.reward_session("s", 1.0)
+        with pytest.raises(openai.ConflictError, match="already has its reward") as refused:
+            await asked.with_options(max_retries=1).chat.completions.create(model="test", messages=ASKED)
+        assert refused.value.request.headers["x-stainless-retry-count"] == "0"
+        base_url = str(asked.base_url).removesuffix("/v1/")
+        async with anthropic.AsyncAnthropic(
+            base_url=base_url, api_key=asked.api_key, max_retries=1, default_headers=HEADERS
+        ) as other:
+            with pytest.raises(anthropic.ConflictError, match="already has its reward") as also_refused:
+                await other.messages.create(model="test", max_tokens=4, messages=ASKED)
+        assert also_refused.value.request.headers["x-stainless-retry-count"] == "0"

@@ -175,7 +175,9 @@ TAIL = """
   for which decoding stops.
 - **staleness**: mean number of versions between the policy that sampled a token and the policy that trains on it.
 
-`standalone` computes the reference's log-probs on its own GPUs, in parallel with the proximal policy's.
+`standalone` computes the reference's log-probs on its own GPUs. A step of these plans has a single update, so the
+policy has no forward pass beside it: the update's own pass gives the proximal policy's log-probs. `penstock plan --gpus
+--config` counts that pass where `minibatches_per_step`, `epochs_per_step` or a KL penalty in the reward need it.
 `split-collocate` saves those GPUs, but each step is longer by the reference's forward pass. If the reference's weights
 leave too little memory on the policy's GPUs, split-collocate needs more GPUs and is then the larger placement.
 

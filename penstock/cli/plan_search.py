@@ -79,7 +79,8 @@ def task_of(config: RunConfig, gpu: Gpu, defaults: Workload, given: Mapping[str,
     shapes = {role: find_shape(_path(config, role)) for role in _ROLES if _is_needed(config, role)}
     workload = replace(
         defaults, **numbers, longest_tokens=engine.max_model_len, setup=setup, epochs_per_step=learner.epochs_per_step,
-        gpu_memory_utilization=engine.gpu_memory_utilization, has_reference="reference" in shapes,
+        recomputes_log_probs=learner.recomputes_log_probs, gpu_memory_utilization=engine.gpu_memory_utilization,
+        has_reference="reference" in shapes,
         has_critic="critic" in shapes, has_reward_model="reward_model" in shapes,
     )  # fmt: skip
     return Task(shapes, gpu, workload)

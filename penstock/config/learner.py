@@ -326,6 +326,15 @@ class LearnerConfig(Config):
         return {name: role for name, role in roles.items() if role is not None} | self.roles
 
     @property
+    def recomputes_log_probs(self) -> bool:
+        """Whether a step computes the policy's own log-probs of the batch before its first update.
+
+        If the step has a single update, its own forward pass gives them. Only a KL penalty in the reward needs them
+        before."""
+        is_once = self.minibatches_per_step * self.epochs_per_step == 1
+        return self.algorithm.correction.recomputes and (not is_once or self.algorithm.kl.in_reward)
+
+    @property
     def policy_is_reference(self) -> bool:
         """Whether the policy, with its adapter switched off, is the model that the KL penalty compares with."""
         return self.algorithm.kl.placement != "none" and self.lora is not None and self.reference.path is None

@@ -63,7 +63,10 @@ def train_s(gpu: Gpu, groups: Sequence[Sequence[RoleWork]], workload: Workload, 
     """Seconds of the critical path of a step: all forward passes in parallel, then both updates. Roles of one group
     share GPUs and take turns."""
     update = workload.epochs_per_step * (6 + 2 * setup.recomputed)
-    forwards = max(sum(2 * role.active_parameters / role.num_ranks for role in group) for group in groups)
+    forwards = max(
+        sum(2 * workload.num_forwards(role.role) * role.active_parameters / role.num_ranks for role in group)
+        for group in groups
+    )
     updates = max(
         sum(update * role.active_parameters / role.num_ranks for role in group if role.is_trained) for group in groups
     )
@@ -71,17 +74,17 @@ def train_s(gpu: Gpu, groups: Sequence[Sequence[RoleWork]], workload: Workload, 
 
 
 def exchange_s(model: ModelShape, gpu: Gpu, num_ranks: int, sequence_parallel: int, workload: Workload) -> float:
-    """Seconds in which Ulysses exchanges queries, keys, values and outputs: in the forward pass of the log-probs, and
-    in the forward pass, the recomputation and the backward pass of the update."""
+    """Seconds in which Ulysses exchanges queries, keys, values and outputs of the policy: in the forward pass of the
+    log-probs, if there is one, and in the forward pass, the recomputation and the backward pass of the update."""
     if sequence_parallel == 1:
         return 0.0
-    passes = 1 + 3 * workload.epochs_per_step
+    passes = workload.num_forwards("policy") + 3 * workload.epochs_per_step
     num_bytes = 2.0 * passes * model.num_layers * model.attention_size * workload.tokens_per_step / num_ranks
     return num_bytes * (1 - 1 / sequence_parallel) / (gpu.link_rate * hardware.LINK_EFFICIENCY)
 
 
-def offload_s(model: ModelShape, num_ranks: int, workload: Workload, setup: Setup) -> float:
-    """Seconds that `cpu_offload` adds: a rank's weights are copied to the GPU for each pass of a micro-batch and its
+def offload_s(role: str, model: ModelShape, num_ranks: int, workload: Workload, setup: Setup) -> float:
+    """Seconds that `cpu_offload` adds to a trained role: a rank's weights are copied to the GPU for each pass of a micro-batch and its
     gradients back, and the host updates the weights."""
     if not setup.cpu_offload:
         return 0.0
@@ -89,7 +92,7 @@ def offload_s(model: ModelShape, num_ranks: int, workload: Workload, setup: Setu
     num_micro_batches = max(1, math.ceil(tokens / setup.micro_batch_tokens))
     trained = adapter_parameters(model, setup.lora_rank) if setup.lora_rank else model.num_parameters
     part, size, epochs = 1 / num_ranks, setup.master_bytes, workload.epochs_per_step
-    down = (1 + 3 * epochs) * size * model.num_parameters * part
+    down = (workload.num_forwards(role) + 3 * epochs) * size * model.num_parameters * part
     copied = num_micro_batches * (down + epochs * size * trained * part)
     # AdamW reads weight, gradient and both moments, and writes all but the gradient.
     return copied / hardware.HOST_LINK_RATE + epochs * 7 * size * trained * part / hardware.HOST_MEMORY_RATE

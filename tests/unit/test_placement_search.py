@@ -163,7 +163,7 @@ def _learner(
     tokens = tokens_of_a_rank(micro, task.workload.longest_sequence, parallel, "policy")
     setup = replace(setup, micro_batch_tokens=tokens)
     offload = max(
-        offload_s(task.shapes[role.role], role.num_ranks, task.workload, setup)  # type: ignore[index]
+        offload_s(role.role, task.shapes[role.role], role.num_ranks, task.workload, setup)  # type: ignore[index]
         for group in work
         for role in group
         if role.is_trained
@@ -310,3 +310,27 @@ def test_a_sequence_longer_than_a_micro_batch_needs_memory_that_ulysses_shares()
     assert tokens("policy") == tokens("reference") == 32768
     shared = {"policy": {"num_ranks": 4}, "sequence_parallel": 4, "micro_batch_tokens": 4096}
     assert tokens("policy", **shared) == 8192 and tokens("reference", **shared) == 32768
+
+
+@pytest.mark.parametrize(
+    ("changed", "has_pass"),
+    [({}, False), ({"minibatches_per_step": 2}, True), ({"algorithm": {"kl": {"placement": "reward"}}}, True)],
+)
+def test_the_policys_own_forward_pass_is_counted_where_a_step_makes_one(
+    changed: dict[str, Any], has_pass: bool
+) -> None:
+    config = validate({"model": {"path": "Qwen/Qwen2.5-7B"}, "learner": changed}, "test")
+    workload = task_of(config, GPUS["h200"], Workload(), {}).workload
+    assert workload.recomputes_log_probs == has_pass
+    model, setup = KNOWN["7b"], Setup(cpu_offload=True)
+    work = [[RoleWork("policy", 8, 10**9), RoleWork("reference", 8, 10**9)]]
+    once = replace(workload, recomputes_log_probs=False)
+    forward = train_s(GPUS["h200"], [[RoleWork("reference", 8, 10**9)]], workload, Setup())
+    assert train_s(GPUS["h200"], work, workload, setup) - train_s(GPUS["h200"], work, once, setup) == pytest.approx(
+        forward if has_pass else 0
+    )
+    for role, is_longer in (("policy", has_pass), ("critic", False)):
+        longer = offload_s(role, model, 8, workload, setup) > offload_s(role, model, 8, once, setup)
+        assert longer == is_longer
+    seconds = [exchange_s(model, GPUS["h200"], 8, 2, each) for each in (workload, once)]
+    assert seconds[0] == pytest.approx(seconds[1] * (4 / 3 if has_pass else 1))

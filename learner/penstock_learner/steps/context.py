@@ -64,12 +64,8 @@ class StepContext(BatchContext):
 
     @property
     def recomputes_log_probs(self) -> bool:
-        """Whether the correction needs the policy's own log-probs of the batch, before the first update.
-
-        If the step has a single update, its own forward pass gives them. Only a KL penalty in the reward needs them
-        before."""
-        is_once = self.config.minibatches_per_step * self.config.epochs_per_step == 1
-        return self.algorithm.correction.recomputes and (not is_once or self.algorithm.kl.in_reward)
+        """Whether the correction needs the policy's own log-probs of the batch, before the first update."""
+        return self.config.recomputes_log_probs
 
     def minibatches(self, batch: SequenceBatch) -> list[SequenceBatch]:
         """The parts of the batch in the order in which they are trained: all parts, once for each epoch.

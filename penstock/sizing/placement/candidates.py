@@ -257,7 +257,7 @@ class Learners:
         if "reference" in task.shapes and task.reference_is_policy:
             work[0].append(RoleWork("reference", policy_ranks, task.policy.active_parameters))
         trained = [(role, count) for group in groups for role, count in group if role in ("policy", "critic")]
-        offload = max(offload_s(task.shapes[role], count, task.workload, setup) for role, count in trained)
+        offload = max(offload_s(role, task.shapes[role], count, task.workload, setup) for role, count in trained)
         exchange = exchange_s(task.policy, task.gpu, policy_ranks, parallel, task.workload)
         return train_s(task.gpu, work, task.workload, setup) + offload + exchange
 

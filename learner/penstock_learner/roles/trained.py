@@ -10,6 +10,17 @@ def trained_roles(config: LearnerConfig) -> list[str]:
     return [name for name in config.needed_roles if _is_trained(config, name)]
 
 
+def trains_as_policy(config: LearnerConfig, name: str) -> bool:
+    """Whether the role is the policy, or has a worker class of the user's that is derived from the policy's."""
+    own = config.roles.get(name)
+    if own is None or not own.is_own_class:
+        return name == "policy"
+    from penstock_learner.roles.policy import PolicyWorker
+    from penstock_learner.roles.workers import worker_of
+
+    return issubclass(worker_of(config, name), PolicyWorker)
+
+
 def _is_trained(config: LearnerConfig, name: str) -> bool:
     own = config.roles.get(name)
     if own is None:

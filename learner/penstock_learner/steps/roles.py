@@ -23,6 +23,7 @@ from penstock_learner.batches.partition import RankShard, partition, unpermute, 
 from penstock_learner.batches.sequence_batch import SequenceBatch
 from penstock_learner.roles.role_group import RoleGroup, gather_all
 from penstock_learner.roles.role_recovery import RoleRecovery
+from penstock_learner.roles.trained import trains_as_policy
 
 
 @dataclass(frozen=True)
@@ -153,12 +154,13 @@ class Role:
         return update
 
     def _require_proximal(self, method: str, batch: SequenceBatch) -> None:
-        """Raise ConfigError if a later update of the policy lacks the log-probs from before the first one, which
-        computes its own."""
+        """Raise ConfigError if a later update of the policy, or of a role that trains as it does, lacks the log-probs
+        from before the first one, which computes its own."""
         is_later = any(update.role == self.name for update in self._calls.updates)
         is_beside = self._calls.running.count(f"{self.name}.{method}") > 1
-        recomputes = self.name == "policy" and self._access.config.algorithm.correction.recomputes
-        if recomputes and batch.old_log_probs is None and (is_later or is_beside):
+        config = self._access.config
+        is_missing = config.algorithm.correction.recomputes and batch.old_log_probs is None
+        if is_missing and (is_later or is_beside) and trains_as_policy(config, self.name):
             raise ConfigError(
                 f"{self.name}.{method} was called more than once in a step, with a batch without old_log_probs; "
                 f"compute them by {self.name}.log_probs before the first update"

@@ -195,6 +195,30 @@ async def test_a_step_that_is_wrong_ends_with_one_line(
         await make_step(tiny_models, gates, step=own).run(GROUPS, 1, 0, 0.0)
 
 
+async def test_a_second_policy_is_refused_a_later_update_without_log_probs_too(
+    tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Its later update would take the log-probs of the weights that the first one has changed."""
+    own = write(
+        tmp_path,
+        f"""
+from penstock_learner.roles.policy import PolicyWorker
+
+class Second(PolicyWorker):
+    role = "second"
+
+async def step(batch, roles, context):
+    batch = await context.ahead()
+    {ADVANTAGES}for _ in range(2):
+        await update_policy(roles.second, [batch], context)
+    return batch, {{}}
+""",
+    )
+    step = make_step(tiny_models, step=own, roles={"second": {"worker": own.replace(":step", ":Second")}})
+    with pytest.raises(ConfigError, match=r"second\.update was called more than once in a step.*by second\.log_probs"):
+        await step.run(GROUPS, 1, 0, 0.0)
+
+
 def asyncio_barrier(parties: int) -> Any:
     import asyncio
 

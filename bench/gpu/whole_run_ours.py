@@ -33,7 +33,8 @@ STEPS_BEYOND = 2
 """Steps after the last one that counts, so that the server still answers for its metrics when that one has ended."""
 KV_CACHE_BYTES = 16 * 2**30
 PHASES = ("wait_s", "forward_s", "update_s", "gather_s")
-STOP_S = 30.0
+STOP_S = 10.0
+"""Seconds in which a run must end. Less than whole_run.END_S, after which the part itself is killed."""
 POLL_S = 0.05
 
 

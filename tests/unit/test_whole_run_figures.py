@@ -281,3 +281,14 @@ def test_the_first_errors_of_verls_log_are_printed_with_its_end(
     print_end(tmp_path / "verl.log")
     printed = capsys.readouterr().err.splitlines()
     assert lines[0] in printed and "line 99" in printed and "line 40" in printed and "line 39" not in printed
+
+
+@pytest.mark.usefixtures("bench_modules")
+@pytest.mark.parametrize("peer", ["whole_run_ours", "whole_run_verl"])
+def test_a_run_is_stopped_before_its_part_is_killed(peer: str) -> None:
+    """Otherwise the part's numbers are lost with it."""
+    import importlib
+
+    import whole_run
+
+    assert importlib.import_module(peer).STOP_S < whole_run.END_S

@@ -139,8 +139,8 @@ class DatasetConfig(SamplingConfig):
     metrics_host: str = "127.0.0.1"
     """Address that /metrics and the probes of `penstock feed` listen on."""
     metrics_port: int = Field(default=0, ge=0, le=65535)
-    """Port of /metrics and the probes of `penstock feed`. 0: take a free port and write it to `feed.json` in the run's
-    folder."""
+    """Port of /metrics and the probes of `penstock feed`. 0: take a free port and write it to `feed-NAME.json` in the
+    run's folder, where NAME is the dataset's."""
     max_buried_share: float | None = Field(default=0.5, gt=0, le=1)
     """Share of prompts that are dead-lettered for one reason, such as `prompt_too_long`, at which the run pauses. At
     least 32 prompts must have that reason. None: the run never pauses for that."""

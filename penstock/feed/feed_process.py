@@ -31,8 +31,13 @@ from penstock.store.run_control import RunControl
 from penstock.tracing import open_tracing
 
 FEED = "feed"
-"""Name of the process, of its log and of its file in the run's folder."""
+"""Name of the process and of its log."""
 LAST_CALL_S = 10.0
+
+
+def feed_file(config: RunConfig) -> str:
+    """Name of the feed's files in the run's folder. Each dataset has its own: a run may have several feeds."""
+    return f"{FEED}-{config.dataset.name}"
 
 
 def check_fed(config: RunConfig) -> None:
@@ -94,7 +99,7 @@ def _only_feed(config: RunConfig) -> Iterator[None]:
     """Raise Conflict if another process feeds the same dataset to the run. The lock ends with its process."""
     name = config.dataset.name
     config.folder.mkdir(parents=True, exist_ok=True)
-    with (config.folder / f"{FEED}-{name}.lock").open("a+") as file:
+    with (config.folder / f"{feed_file(config)}.lock").open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -121,14 +126,14 @@ def _version_hold(config: RunConfig, client: redis.Redis) -> VersionHold:
 
 
 def _say_plan(config: RunConfig, epoch_prompts: int, before: Before, port: int) -> Callable[[], None]:
-    """Say what the run will do, and write it to `feed.json`, which `penstock up` reads. Returns what removes the port
-    from that file, because a feed that has ended does not answer there."""
+    """Say what the run will do, and write it to `feed-DATASET.json`, which `penstock up` reads. Returns what removes
+    the port from that file, because a feed that has ended does not answer there."""
     if epoch_prompts == 0 and not config.dataset.validation.only:
         return lambda: None
     plan = plan_line(config, epoch_prompts, before)
     print(plan, flush=True)
-    write_endpoint(config.folder, FEED, plan=plan, host=config.dataset.metrics_host, metrics_port=port)
-    return partial(write_endpoint, config.folder, FEED, plan=plan)
+    write_endpoint(config.folder, feed_file(config), plan=plan, host=config.dataset.metrics_host, metrics_port=port)
+    return partial(write_endpoint, config.folder, feed_file(config), plan=plan)
 
 
 async def _validate(validator: Validator, heartbeats: Heartbeats) -> None:

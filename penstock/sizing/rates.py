@@ -84,8 +84,8 @@ def exchange_s(model: ModelShape, gpu: Gpu, num_ranks: int, sequence_parallel: i
 
 
 def offload_s(role: str, model: ModelShape, num_ranks: int, workload: Workload, setup: Setup) -> float:
-    """Seconds that `cpu_offload` adds to a trained role: a rank's weights are copied to the GPU for each pass of a micro-batch and its
-    gradients back, and the host updates the weights."""
+    """Seconds that `cpu_offload` adds to a trained role: a rank's weights are copied to the GPU for each pass of a
+    micro-batch and its gradients back, and the host updates the weights."""
     if not setup.cpu_offload:
         return 0.0
     tokens = workload.tokens_per_step / num_ranks

@@ -20,7 +20,7 @@ from penstock.client.responses import Server
 from penstock.config.loading import dump_config, load_config
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, DeadlineExceeded, PenstockError
-from penstock.feed.feed_process import FEED
+from penstock.feed.feed_process import FEED, feed_file
 from penstock.gpus import visible_gpus
 from penstock.ports import free_port, wait_for_port
 from penstock.private_files import close_to_others
@@ -78,7 +78,7 @@ class LocalRun:
             ClusterKey.of(self.config).make_if_missing()
             self._start_redis()
             self._write_config()
-            for name in (GATEWAY, FEED):
+            for name in (GATEWAY, feed_file(self.config)):
                 (self.folder / f"{name}.json").unlink(missing_ok=True)
             gateway = self._start_process(GATEWAY, "penstock_services.gateway")
             await self._record_start()
@@ -168,7 +168,8 @@ class LocalRun:
 
     def _was_ready(self, child: Child) -> bool:
         """Whether a process has written its address. A rollout server does so once its engine is up."""
-        endpoint = self.folder / f"{child.name}.json"
+        name = feed_file(self.config) if child.name == FEED else child.name
+        endpoint = self.folder / f"{name}.json"
         return endpoint.exists() and endpoint.stat().st_mtime >= child.started_at
 
     async def _record_start(self) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from penstock.client.responses import Run
 from penstock.config.run import RunConfig
 from penstock.errors import DeadlineExceeded, InvalidInput, NotFound, ProcessDied
-from penstock.feed.feed_process import FEED
+from penstock.feed.feed_process import feed_file
 from penstock.feed.validation import evaluation_id, read_results, result_line, validated_steps
 from penstock_services.local.announcements import PAUSED_STATES, buried_everything
 from penstock_services.local.display import SHOWN_METRICS, History, LineDisplay
@@ -110,7 +110,7 @@ def _progress(status: Run) -> tuple[Run, History]:
 
 def _say_plan(run: LocalRun, display: LineDisplay) -> bool:
     """Say the plan that the feed has made. Returns whether there is one yet."""
-    file = run.folder / f"{FEED}.json"
+    file = run.folder / f"{feed_file(run.config)}.json"
     if not file.exists():
         return False
     display.say(json.loads(file.read_text())["plan"])

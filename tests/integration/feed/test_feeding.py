@@ -454,3 +454,24 @@ def test_what_the_command_refuses(tmp_path: Path, redis_process: RedisProcess) -
         process = start_feed(make_config(tmp_path, redis_process.url, **change))
         _, error = process.communicate(timeout=60)
         assert process.returncode == 2 and message in error and error.count("\n") == 1
+
+
+async def test_feeds_of_two_datasets_keep_their_plans_and_addresses(
+    tmp_path: Path, redis_process: RedisProcess, queue: RedisReplayQueue
+) -> None:
+    """The first is still there when the second one begins and ends."""
+    first = make_config(tmp_path, redis_process.url, name="first", validation={"file": str(tmp_path / "train.jsonl")})
+    second = make_config(tmp_path, redis_process.url, name="second", epochs=1)
+    feeding = asyncio.create_task(feed_run(first))
+    try:
+        async with asyncio.timeout(60):
+            while not list(first.folder.glob("feed*.json")):
+                await asyncio.sleep(0.01)
+            await feed_run(second)
+        files = sorted(first.folder.glob("feed*.json"))
+        assert [file.name for file in files] == ["feed-first.json", "feed-second.json"]
+        announced, ended = (json.loads(file.read_text()) for file in files)
+        assert announced["metrics_port"] > 0 and "metrics_port" not in ended
+        assert announced["plan"] != ended["plan"]
+    finally:
+        await end_task(feeding)

@@ -43,5 +43,5 @@ def test_feed_and_launcher_answer_probes(tmp_path: Path, redis_process: RedisPro
         finally:
             process.terminate()
             process.wait(30)
-    announced = json.loads((config.folder / "feed.json").read_text())
+    announced = json.loads((config.folder / "feed-train.json").read_text())
     assert "metrics_port" not in announced and announced["plan"], "a feed that has ended does not listen"

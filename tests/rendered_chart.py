@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import fcntl
 import functools
+import hashlib
 import os
 import shutil
 import subprocess
@@ -32,6 +34,9 @@ OPTIONS = (
     "--set=config.dataset.file=/data/train.parquet,storage.data.existingClaim=my-data",
 )
 """Turns on every option that is off by default."""
+SHARED_FOLDER = "PENSTOCK_TEST_SHARED_FOLDER"
+"""Variable with the folder in which the processes of a test run share what they have rendered. Unset in a run with one
+process."""
 Manifest = dict[str, Any]
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """The loader in C is ten times as fast."""
@@ -60,14 +65,38 @@ def run_helm(command: str, *arguments: str, values: str | None = "standalone") -
 
 def render(*arguments: str, values: str | None = "standalone", anew: bool = False) -> list[Manifest]:
     """Manifests of the chart. The same arguments are rendered only once, unless `anew`."""
-    return _rendered.__wrapped__(arguments, values) if anew else copy.deepcopy(_rendered(arguments, values))
+    return _loaded(_text(arguments, values)) if anew else copy.deepcopy(_rendered(arguments, values))
 
 
 @functools.cache
 def _rendered(arguments: tuple[str, ...], values: str | None) -> list[Manifest]:
+    folder = os.environ.get(SHARED_FOLDER)
+    return _loaded(_shared_text(Path(folder), arguments, values) if folder else _text(arguments, values))
+
+
+def _loaded(text: str) -> list[Manifest]:
+    return [manifest for manifest in yaml.load_all(text, Loader=LOADER) if manifest]  # noqa: S506  (it is safe)
+
+
+def _shared_text(folder: Path, arguments: tuple[str, ...], values: str | None) -> str:
+    """The text that the first process of this test run has rendered. Others wait for it: a call takes seconds where
+    helm is emulated."""
+    if any(argument.startswith("--values") for argument in arguments):
+        return _text(arguments, values)  # a file of the test, which may change
+    file = folder / f"chart-{hashlib.sha256(repr((arguments, values)).encode()).hexdigest()}"
+    with file.with_suffix(".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # at most as long as the other's call of helm, which has a deadline
+        if not file.exists():
+            partial = file.with_suffix(".partial")
+            partial.write_text(_text(arguments, values))
+            partial.rename(file)
+        return file.read_text()
+
+
+def _text(arguments: tuple[str, ...], values: str | None) -> str:
     result = run_helm("template", *arguments, values=values)
     assert result.returncode == 0, result.stderr
-    return [manifest for manifest in yaml.load_all(result.stdout, Loader=LOADER) if manifest]  # noqa: S506  (it is safe)
+    return result.stdout
 
 
 def refusal(*arguments: str) -> str:

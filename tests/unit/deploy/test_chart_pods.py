@@ -22,6 +22,11 @@ from rendered_chart import (
 )  # fmt: skip
 
 pytestmark = needs_helm
+CHANGED = (
+    "--set=config.rollout.start_timeout_s=3600,rollout.drainSeconds=120,learner.driver.stopSeconds=400,"
+    "learner.protectFromEviction=true,gateway.replicas=2,networkPolicy.enabled=false"
+)
+"""Options of several tests that do not touch each other, so that each file of values is rendered once for all."""
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -152,7 +157,7 @@ def test_only_learner_and_gateway_reach_the_internal_port() -> None:
 
 @pytest.mark.parametrize("values", VALUES)
 def test_a_rollout_server_gets_its_start_budget_and_time_to_drain(values: str) -> None:
-    manifests = render("--set=config.rollout.start_timeout_s=3600,rollout.drainSeconds=120", values=values)
+    manifests = render(CHANGED, values=values)
     spec = one(manifests, "StatefulSet", "rollout")["spec"]["template"]["spec"]
     probe = spec["containers"][0]["startupProbe"]
     assert probe["periodSeconds"] * probe["failureThreshold"] > 3600
@@ -177,7 +182,7 @@ def test_what_serves_has_probes(values: str) -> None:
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_the_ray_pods_stay_until_the_learner_has_written_its_checkpoint(placement: str) -> None:
-    manifests = render("--set=learner.driver.stopSeconds=400", values=placement)
+    manifests = render(CHANGED, values=placement)
     driver = one(manifests, "Job", "-learner-")["spec"]["template"]["spec"]
     assert driver["terminationGracePeriodSeconds"] == 400
     for name, template in pod_templates(manifests):
@@ -188,7 +193,7 @@ def test_the_ray_pods_stay_until_the_learner_has_written_its_checkpoint(placemen
 
 @pytest.mark.parametrize("values", VALUES)
 def test_evictions_are_bounded(values: str) -> None:
-    manifests = render("--set=learner.protectFromEviction=true,gateway.replicas=2", values=values)
+    manifests = render(CHANGED, values=values)
     budgets = {
         m["metadata"]["name"].removeprefix("test-penstock-"): m["spec"]
         for m in of_kind(manifests, "PodDisruptionBudget")
@@ -228,7 +233,7 @@ def test_every_pod_has_a_network_policy(values: str) -> None:
     for name, template in pod_templates(manifests):
         labels = template["metadata"]["labels"]
         assert [policy for policy in policies if _selects(policy["spec"]["podSelector"], labels)], name
-    assert not of_kind(render("--set=networkPolicy.enabled=false", values=values), "NetworkPolicy")
+    assert not of_kind(render(CHANGED, values=values), "NetworkPolicy")
 
 
 def _selects(selector: Manifest, labels: dict[str, str]) -> bool:

@@ -5,12 +5,16 @@
 
 Each run trains examples/arithmetic with `max_staleness` 0 (synchronous), 1, 2, 4 or 8, with the correction
 (`decoupled`) and without it (`none`), on the same prompts and seeds. The rollout server has one core and the learner
-another. The batches are the demo's, and twelve groups are generated at once. On two ARM cores a batch then takes 0.46 s
-to generate and 0.19 s to train, so overlap can give 1.4 × at most. All variants of a seed run after one another, in
-reverse order for every other seed. The learner keeps its weights every few steps; they are scored on held-out sums when
-the run is over, so scoring takes no time of the run. The time to 0.9 is interpolated between two scores.
+another. Overlap gives nothing if one of them has nothing to do, so the batch is chosen such that generating and
+training it take about the same CPU time: two of the demo's batches (64 prompts of 8 samples), trained with two updates
+of 32 prompts each, as PPO does. A sample gives as much training as in the demo, but for the second update the policy
+has moved, so a step also computes the log-probs of the proximal policy, and a version is published half as often. With
+`--updates 1`, the demo's own batches, a batch takes more time to generate than to train. Twelve groups are generated at
+once. All variants of a seed run after one another, in reverse order for every other seed. The learner keeps its weights
+every few steps; they are scored on held-out sums when the run is over, so scoring takes no time of the run. The time to
+0.9 is interpolated between two scores.
 
-A run takes 90 to 140 s on two quiet cores, all nine of a seed about 17 minutes. Every finished run is kept in
+A run takes 70 to 120 s on two quiet cores, all nine of a seed about 15 minutes. Every finished run is kept in
 results/async_sync.jsonl, and the figures are those of all runs there; `--fresh` begins anew. `--merge FILES` adds runs
 that other machines or other cores of this one have kept, and judges all of them. With `--untimed`, for a machine that
 is busy with other things, only the scores of a run count, not its times.
@@ -49,7 +53,7 @@ def variants_of(arguments: argparse.Namespace, seed: int) -> list[Variant]:
     """The runs of a seed. Without staleness there is nothing to correct."""
     shared = {
         "seed": seed, "num_steps": arguments.steps, "engine": arguments.engine, "lr": arguments.lr,
-        "snapshot_every": arguments.score_every,
+        "snapshot_every": arguments.score_every, "updates_per_step": arguments.updates,
     }  # fmt: skip
     corrections = {"yes": (True,), "no": (False,), "both": (True, False)}[arguments.correction]
     return [
@@ -167,8 +171,9 @@ def main() -> int:
     parser.add_argument("--seeds", type=numbers, default=[1, 2], help="with commas")
     parser.add_argument("--staleness", type=numbers, default=[0, 1, 2, 4, 8], help="max_staleness, with commas")
     parser.add_argument("--correction", choices=["yes", "no", "both"], default="both")
-    parser.add_argument("--steps", type=int, default=90)
-    parser.add_argument("--score-every", type=int, default=10, help="steps between two scores")
+    parser.add_argument("--steps", type=int, default=45)
+    parser.add_argument("--updates", type=int, default=2, help="updates of a step, with 32 groups each")
+    parser.add_argument("--score-every", type=int, default=5, help="steps between two scores")
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--engine", default="torch", choices=["torch", "vllm"])
     parser.add_argument(
@@ -200,11 +205,12 @@ def _keep(kept: Path, rows: Sequence[Row]) -> bool:
 
 
 def comparable(others: Sequence[Row], row: Row) -> list[Row]:
-    """The runs of `others` with as many steps, the same engine and learning rate as `row`, and `row`."""
+    """The runs of `others` with as many steps and updates, the same engine and learning rate as `row`, and `row`."""
     free = ("max_staleness", "is_corrected", "seed")
 
     def settings(entry: Row) -> dict[str, Any]:
-        return {name: value for name, value in entry["variant"].items() if name not in free}
+        variant = asdict(Variant(**entry["variant"]))
+        return {name: value for name, value in variant.items() if name not in free}
 
     return [*(other for other in others if settings(other) == settings(row)), row]
 
@@ -215,7 +221,7 @@ def _kept_rows(path: Path) -> list[dict[str, Any]]:
 
 def _is_same(one: Row, other: Row) -> bool:
     """Whether one is a repetition of the other, which it replaces."""
-    return bool(one["variant"] == other["variant"])
+    return Variant(**one["variant"]) == Variant(**other["variant"])
 
 
 if __name__ == "__main__":

@@ -33,6 +33,8 @@ DEMO = ROOT / "examples" / "arithmetic" / "demo.yaml"
 START_S, TRAIN_S = 180.0, 300.0
 POLL_S = 0.2
 SUBMIT_BATCH = 256
+GROUPS_PER_UPDATE = 32
+"""The demo's `groups_per_step`, whose step is one update."""
 GROUPS_AT_ONCE = 12
 """With fewer, a batch takes longer to generate; with more, the engine of a synchronous run gains more than that of an
 asynchronous one, whose groups start one by one."""
@@ -49,6 +51,8 @@ class Variant:
     engine: str
     lr: float
     snapshot_every: int
+    updates_per_step: int = 1
+    """A step takes GROUPS_PER_UPDATE groups for each of its updates."""
 
     @property
     def name(self) -> str:
@@ -75,12 +79,14 @@ def config_of(variant: Variant, folder: Path, serving: Serving = Serving()) -> R
         "run_dir": str(folder),
         "seed": variant.seed,
         "replay.max_staleness": variant.max_staleness,
+        "replay.groups_per_step": GROUPS_PER_UPDATE * variant.updates_per_step,
         "rollout.engine.name": variant.engine,
         "rollout.max_concurrent_groups": serving.groups_at_once,
         "rollout.reward.function_batch": serving.scores_by_prompt,
         "rollout.reward.num_processes": serving.reward_processes,
         "learner.policy.num_ranks": 1,
         "learner.num_steps": variant.num_steps,
+        "learner.minibatches_per_step": variant.updates_per_step,
         "learner.lr": variant.lr,
         "learner.algorithm.kl.placement": "none",
         "learner.algorithm.correction.mode": "decoupled" if variant.is_corrected else "none",

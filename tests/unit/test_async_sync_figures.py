@@ -71,7 +71,7 @@ def test_variants_are_valid_configurations_that_differ_as_their_names_say(bench:
     from async_sync_parts.run import config_of
 
     arguments = argparse.Namespace(
-        steps=5, engine="torch", lr=1e-4, score_every=1, correction="both", staleness=[0, 4]
+        steps=5, engine="torch", lr=1e-4, score_every=1, correction="both", staleness=[0, 4], updates=2
     )  # fmt: skip
     variants = bench.variants_of(arguments, seed=3)
     assert [variant.name for variant in variants] == [
@@ -80,6 +80,7 @@ def test_variants_are_valid_configurations_that_differ_as_their_names_say(bench:
     configs = [config_of(variant, tmp_path) for variant in variants]
     assert [config.replay.max_staleness for config in configs] == [0, 4, 4]
     assert [config.learner.algorithm.correction.mode for config in configs] == ["decoupled", "decoupled", "none"]
+    assert all(config.replay.groups_per_step == 64 and config.learner.minibatches_per_step == 2 for config in configs)
     assert all(config.seed == 3 and config.learner.needed_roles.keys() == {"policy"} for config in configs)
 
 
@@ -87,7 +88,11 @@ def test_runs_with_other_settings_are_not_compared(bench: ModuleType) -> None:
     long, short = row(0, 1, 1, [(0, 0.4), (10, 0.95)]), row(0, 1, 1, [(0, 0.4), (10, 0.95)])
     short["variant"]["num_steps"] = 5
     other = row(4, 2, 1, [(0, 0.4), (10, 0.95)], is_corrected=False)
-    assert bench.comparable([short, other], long) == [other, long]
+    twice = row(4, 2, 1, [(0, 0.4), (10, 0.95)])
+    twice["variant"]["updates_per_step"] = 2
+    assert bench.comparable([short, twice, other], long) == [other, long]
+    long["variant"]["updates_per_step"] = 1
+    assert bench.comparable([short, twice, other], long) == [other, long], "kept runs that do not say it have one"
 
 
 def test_runs_of_other_machines_are_added_and_replace_those_of_the_same_settings(
@@ -110,7 +115,8 @@ def test_the_comparison_with_trl_generates_a_batch_at_once_and_scores_it_as_the_
         plain, compared = run.config_of(variant, tmp_path), run.config_of(variant, tmp_path, trl_demo.SERVING)
         scores = reward.compute_score(["a"] * 3, ["12", "12<eos>", "13"], ["12"] * 3, [{}] * 3)
     assert scores == [1.0, 1.0, 0.0]
-    assert compared.rollout.max_concurrent_groups == compared.replay.groups_per_step
+    assert compared.rollout.max_concurrent_groups == compared.replay.groups_per_step == 32
+    assert compared.learner.minibatches_per_step == 1
     assert compared.rollout.reward.function_batch and compared.rollout.reward.function_file == Path(reward.__file__)
     assert not plain.rollout.reward.function_batch and plain.learner == compared.learner
 

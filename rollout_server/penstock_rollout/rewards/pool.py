@@ -12,8 +12,10 @@ import signal
 import struct
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
+
+from penstock_rollout.rewards.pace import RewardPace
 
 logger = logging.getLogger(__name__)
 PREPARE_TIMEOUT_S = 120.0
@@ -22,6 +24,8 @@ TERMINATE_S = 1.0
 """How long a process may take to end its programs after SIGTERM."""
 KILL_S = 10.0
 """How long the kernel may take to end a process after SIGKILL."""
+TOGETHER_TIMEOUT_S = 3.0
+"""Upper bound on the deadline of samples that are scored together, which is hundreds of times what they should take."""
 MAX_ANSWER_BYTES = 2**26
 DIED = "worker_died"
 
@@ -68,7 +72,7 @@ class RewardProcess:
         return str(answer.get("description", ""))
 
     async def compute(self, settings: str, arguments: Json, timeout_s: float) -> Json:
-        """The answer of the worker: `score`, `parts` and perhaps `pred`, or `samples` with these."""
+        """The worker's answer: to `samples`, `answers` in the same order, to a batch, `samples` with scores."""
         return await self._answer({"reward": settings, **arguments}, timeout_s)
 
     async def call(self, settings: str, arguments: Json, timeout_s: float) -> Json:
@@ -131,6 +135,7 @@ class RewardPool:
         self._idle: list[RewardProcess] = []
         self._ending: set[asyncio.Task[None]] = set()
         self._logged = {""}
+        self._pace = RewardPace()
 
     async def prepare(self, settings: str) -> None:
         """Build a reward in one process, to check that it can be built."""
@@ -138,9 +143,40 @@ class RewardPool:
             process = await self._take()
             self._log_once(await self._guard(process, process.prepare(settings)))
 
+    async def compute_each(self, settings: str, samples: Sequence[Json], timeout_s: float) -> list[Json | RewardFailed]:
+        """Compute the reward of each sample, which is `score`, `parts` and perhaps `pred`, or its failure.
+
+        Samples with a fast reward go to a process together. If that message fails, each is scored again alone, under
+        the rules of `compute`, so that no sample fails because of another."""
+        parts = self._pace.parts(settings, samples)
+        computed = await asyncio.gather(*(self._compute_part(settings, part, timeout_s) for part in parts))
+        return [answer for answers in computed for answer in answers]
+
+    async def _compute_part(
+        self, settings: str, samples: Sequence[Json], timeout_s: float
+    ) -> list[Json | RewardFailed]:
+        if len(samples) == 1:
+            try:
+                answer = await self.compute(settings, {"samples": list(samples)}, timeout_s)
+            except RewardFailed as error:
+                return [error]
+        else:
+            try:
+                async with self._free:
+                    answer = await self._compute(
+                        settings, {"samples": list(samples)}, min(timeout_s, TOGETHER_TIMEOUT_S)
+                    )
+            except RewardFailed as error:
+                logger.info("%d samples failed together (%s); each is scored alone", len(samples), error)
+                self._pace.forget(settings)
+                alone = (self._compute_part(settings, [sample], timeout_s) for sample in samples)
+                return [answer for (answer,) in await asyncio.gather(*alone)]
+        self._pace.note(settings, answer["seconds"], len(samples))
+        return [_failure(one) if "error" in one else one for one in answer["answers"]]
+
     async def compute(self, settings: str, arguments: Json, timeout_s: float) -> Json:
-        """Compute one reward, or those of a batch. The deadline starts when a process is free, and again if that
-        process has died. A second death is a failure. Cancelling the caller ends the process."""
+        """Compute one message, with single samples or a batch. The deadline starts when a process is free, and again if
+        that process has died. A second death is a failure. Cancelling the caller ends the process."""
         async with self._free:
             try:
                 return await self._compute(settings, arguments, timeout_s)

@@ -66,15 +66,16 @@ class Scorer:
                 scored = await self._score_batch(reward, data_source, responses, ground_truth, extra_infos, prompt)
             else:
                 shared = {"data_source": data_source, "ground_truth": ground_truth}
-                scored = await asyncio.gather(
-                    *(
-                        self._score_one(
-                            reward, {**shared, "solution_str": response, "extra_info": info},
-                            f"sample {index} of {prompt}",
-                        )
-                        for index, (response, info) in enumerate(zip(responses, extra_infos, strict=True))
-                    )
-                )  # fmt: skip
+                samples = [
+                    {**shared, "solution_str": response, "extra_info": info}
+                    for response, info in zip(responses, extra_infos, strict=True)
+                ]
+                scored = [
+                    self._failed(reward, answer, f"sample {index} of {prompt}", data_source)
+                    if isinstance(answer, RewardFailed)
+                    else answer
+                    for index, answer in enumerate(await self._score_each(reward, samples))
+                ]
         finally:
             self.num_scoring -= 1
         self.metrics.reward_seconds.observe(time.monotonic() - started)
@@ -85,16 +86,20 @@ class Scorer:
         for remote in self._remotes.values():
             await remote.close()
 
-    async def _score_one(self, reward: Reward, arguments: Json, sample: str) -> SampleScore:
+    async def _score_each(self, reward: Reward, samples: list[Json]) -> Sequence[SampleScore | RewardFailed]:
         if isinstance(reward, RewardModelReward):
-            return SampleScore(0.0, {})
+            return [SampleScore(0.0, {})] * len(samples)
         timeout_s = self.choice.timeout_s(reward)
+        if isinstance(reward, RemoteReward):
+            return await asyncio.gather(*(self._score_remotely(reward, sample, timeout_s) for sample in samples))
+        answers = await self._pool.compute_each(self.choice.settings_json(reward), samples, timeout_s)
+        return [answer if isinstance(answer, RewardFailed) else _sample_score(answer) for answer in answers]
+
+    async def _score_remotely(self, reward: RemoteReward, sample: Json, timeout_s: float) -> SampleScore | RewardFailed:
         try:
-            if isinstance(reward, RemoteReward):
-                return await self._remote(reward).compute(arguments, timeout_s)
-            return _sample_score(await self._pool.compute(self.choice.settings_json(reward), arguments, timeout_s))
+            return await self._remote(reward).compute(sample, timeout_s)
         except RewardFailed as error:
-            return self._failed(reward, error, sample, arguments["data_source"])
+            return error
 
     async def _score_batch(
         self, reward: FunctionReward, data_source: str, responses: list[str], ground_truth: Any,

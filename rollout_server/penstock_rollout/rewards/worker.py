@@ -5,12 +5,13 @@ multiprocessing's pipes are not used, because they carry pickles, and reading a 
 chose. The output of a reward function goes to standard error, and its standard input is empty. `settings` is JSON text.
 
     {"prepare": settings}                                                   {} or {"description": "for the log"}
-    {"reward": settings, "data_source": ..., "solution_str": ...,           {"score": 1.0, "parts": {...}}
-     "ground_truth": ..., "extra_info": ...}                                 with "pred" and "placed" if it says them
+    {"reward": settings, "samples": [{"data_source": ...,                   {"answers": [{"score": 1.0, "parts": {...}},
+     "solution_str": ..., "ground_truth": ..., "extra_info": ...}, ...]}     ...], "seconds": 0.01}, with "pred" and
+                                                                             "placed" if it says them
     {"reward": settings, "data_sources": [...], "solution_strs": [...],     {"samples": [{"score": ...}, ...]}
      "ground_truths": [...], "extra_infos": [...]}
     {"call": settings, "arguments": {...}}                                  {"result": ...}, for tools
-                                                    if any of them fails:       {"error": "what happened",
+                                          if one of them, or a sample, fails:   {"error": "what happened",
                                                                              "traceback": "...", "place": "..."}
 """
 
@@ -24,7 +25,9 @@ import os
 import signal
 import struct
 import sys
+import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -75,16 +78,33 @@ def _answer(request: dict[str, Any], functions: dict[str, RewardFunction]) -> di
             return {"description": description} if description else {}
         if "call" in request:
             return {"result": functions[settings](**request["arguments"])}
-        is_batch = BATCH_ARGUMENTS[0] in request
-        names = BATCH_ARGUMENTS if is_batch else ARGUMENTS
-        result = functions[settings](**{name: request[name] for name in names})
-        if inspect.iscoroutine(result):
-            result = asyncio.run(result)
-        return _samples(result, len(request["solution_strs"])) if is_batch else _sample(result)
-    except WrongScore as error:
-        return {"error": str(error), "traceback": "", "place": type(error).__name__}
+        if "samples" in request:
+            started = time.perf_counter()
+            answers = [_scored(functions[settings], sample) for sample in request["samples"]]
+            return {"answers": answers, "seconds": time.perf_counter() - started}
+        results = _call(functions[settings], BATCH_ARGUMENTS, request)
+        return _samples(results, len(request["solution_strs"]))
     except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"} | _origin(error)
+        return _failed(error)
+
+
+def _scored(function: RewardFunction, sample: dict[str, Any]) -> dict[str, Any]:
+    """The score of one sample, or why it has none. The next sample has its own."""
+    try:
+        return _sample(_call(function, ARGUMENTS, sample))
+    except Exception as error:
+        return _failed(error)
+
+
+def _call(function: RewardFunction, names: Sequence[str], given: dict[str, Any]) -> Any:
+    result = function(**{name: given[name] for name in names})
+    return asyncio.run(result) if inspect.iscoroutine(result) else result
+
+
+def _failed(error: Exception) -> dict[str, Any]:
+    if isinstance(error, WrongScore):
+        return {"error": str(error), "traceback": "", "place": type(error).__name__}
+    return {"error": f"{type(error).__name__}: {error}"} | _origin(error)
 
 
 def _sample(result: Any) -> dict[str, Any]:

@@ -96,6 +96,7 @@ def swapped(solution_str, ground_truth, scale, *, extra_info=None, data_source=N
 '''
 
 TIMEOUT_S = 60.0
+SAMPLES_TOGETHER = range(4)
 MakeScorer = Callable[..., Awaitable[Scorer]]
 
 
@@ -214,6 +215,37 @@ async def test_a_sample_whose_process_died_is_scored_once_more(make_scorer: Make
         (0.0, {"score": 0.0, "length": float(len(f"die-once {died}")), "index": 3.0})
     ]
     assert died.exists() and errors(scorer) == {}
+
+
+async def test_samples_with_a_fast_reward_go_to_a_process_together(make_scorer: MakeScorer) -> None:
+    scorer = await make_scorer(num_processes=2)
+    assert len(set(await _pids(scorer, 8))) == 2, "nothing is known of the reward yet, so both processes are used"
+    async with asyncio.timeout(TIMEOUT_S):
+        while len(set(await _pids(scorer, 8))) > 1:  # until the mean is below the bound, on a busy machine too
+            pass
+    await score(scorer, *["sleep 0.2"] * 8)
+    assert len(set(await _pids(scorer, 8))) == 2, "a slow reward is computed in all processes at the same time"
+
+
+@pytest.mark.parametrize(("verb", "kind"), [("die", "worker_died"), ("hang", "timeout"), ("raise oops", "exception")])
+async def test_a_sample_that_fails_leaves_those_beside_it_alone(make_scorer: MakeScorer, verb: str, kind: str) -> None:
+    scorer = await make_scorer(num_processes=1, timeout_s=2.0)
+    await _score_until_fast(scorer)
+    rewards = [reward for reward, _ in await score(scorer, "7", verb, "7", "8")]
+    assert rewards == [1.0, 0.0, 1.0, 0.0]
+    assert errors(scorer) == {kind: 1}
+
+
+async def _score_until_fast(scorer: Scorer) -> None:
+    """Score samples until four of them go together."""
+    settings = scorer.choice.settings_json(scorer.choice.reward_for("any"))
+    async with asyncio.timeout(TIMEOUT_S):
+        while len(scorer._pool._pace.parts(settings, SAMPLES_TOGETHER)) > 1:
+            await score(scorer, "7")
+
+
+async def _pids(scorer: Scorer, num_samples: int) -> list[float]:
+    return [parts["pid"] for _, parts in await score(scorer, *["pid"] * num_samples)]
 
 
 async def test_users_are_told_of_failures_once_per_place_with_the_traceback(

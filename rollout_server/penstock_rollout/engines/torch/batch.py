@@ -20,6 +20,7 @@ from penstock.trajectory import ExpertIds, FinishReason, VersionSegment
 from penstock_rollout.engines.engine import GenerateRequest, TokenChunk
 from penstock_rollout.engines.torch.constrained_output import RowConstraint
 from penstock_rollout.engines.torch.expert_recorder import ExpertRecorder
+from penstock_rollout.engines.torch.small_products import SmallProducts
 
 
 @dataclass(eq=False)
@@ -78,6 +79,7 @@ class DecodeBatch:
         self._max_model_len = max_model_len
         self._device = next(model.parameters()).device
         self._generator = torch.Generator(self._device).manual_seed(seed)
+        self._products = SmallProducts(model)
         self._cache: Any = None
 
     @property
@@ -102,13 +104,14 @@ class DecodeBatch:
         longest = max(len(row.tokens) for row in self.rows)
         lengths = torch.tensor([len(row.tokens) for row in self.rows], device=self._device)
         columns = torch.arange(longest, device=self._device)
-        output = self._model(
-            input_ids=torch.tensor([[row.tokens[-1]] for row in self.rows], device=self._device),
-            position_ids=(lengths - 1)[:, None],
-            attention_mask=(columns[None, :] >= longest - lengths[:, None]).long(),
-            past_key_values=self._cache,
-            use_cache=True,
-        )
+        with self._products.passing(len(self.rows)):
+            output = self._model(
+                input_ids=torch.tensor([[row.tokens[-1]] for row in self.rows], device=self._device),
+                position_ids=(lengths - 1)[:, None],
+                attention_mask=(columns[None, :] >= longest - lengths[:, None]).long(),
+                past_key_values=self._cache,
+                use_cache=True,
+            )
         if self._recorder is not None:
             for row, experts in zip(self.rows, self._recorder.take(len(self.rows)), strict=True):
                 row.experts.append(experts)
@@ -131,7 +134,8 @@ class DecodeBatch:
         places: dict[tuple[int, ...], int] = {}  # of every prompt, which the samples of a group have in common
         of_rows = [places.setdefault(tuple(row.tokens), len(places)) for row in rows]
         ids = torch.tensor(list(places), device=self._device)
-        output = self._model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        with self._products.passing(ids.numel()):
+            output = self._model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         if self._recorder is not None:
             experts = self._recorder.take(len(places))
             for row, place in zip(rows, of_rows, strict=True):

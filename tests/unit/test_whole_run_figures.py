@@ -282,11 +282,11 @@ def test_the_first_errors_of_verls_log_are_printed_with_its_end(
 
 
 @pytest.mark.usefixtures("bench_modules")
-@pytest.mark.parametrize("peer", ["whole_run_ours", "whole_run_verl"])
+@pytest.mark.parametrize("peer", ["ours", "verl_runs"])
 def test_a_run_is_stopped_before_its_part_is_killed(peer: str) -> None:
     """Otherwise the part's numbers are lost with it."""
     import importlib
 
     import whole_run
 
-    assert importlib.import_module(peer).STOP_S < whole_run.END_S
+    assert importlib.import_module(f"whole_run_parts.{peer}").STOP_S < whole_run.END_S

@@ -66,7 +66,7 @@ proto: setup-dev  ## regenerate penstock/v1 from proto/
 
 bench: $(addprefix bench-,$(BENCHES))  ## every benchmark that runs on a CPU (or one: bench-codec)
 
-bench-async: setup-dev  ## asynchronous against synchronous training (35 minutes; ARGS="--seeds 1 --staleness 0,2")
+bench-async: setup-dev  ## asynchronous against synchronous training (25 minutes; ARGS="--seeds 1 --staleness 0,2")
 	$(VENV)/bin/python bench/async_sync.py $(ARGS)
 
 bench-%: setup-dev

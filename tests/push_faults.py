@@ -92,9 +92,9 @@ def inject(fault: Fault) -> None:
     _inject_into_groups(fault)
     commit = PushAttempt._commit
 
-    def faulty_commit(self: PushAttempt) -> dict[str, str]:
+    def faulty_commit(self: PushAttempt, deadline: Deadline) -> dict[str, str]:
         fault.at("commit")
-        return commit(self)
+        return commit(self, deadline)
 
     PushAttempt._commit = faulty_commit  # type: ignore[method-assign]
 

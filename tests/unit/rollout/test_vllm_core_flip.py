@@ -4,17 +4,16 @@ vLLM is not installed here: EngineCore is a stand-in that notes what is done to 
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from penstock_rollout.engines.vllm.stamps import OwnStamps
+from vllm_stand_ins import imported_beside
 
 TIMINGS = [(0.5, 0.01), (0.6, 0.02)]
 
@@ -81,16 +80,10 @@ def flip(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         },
         "vllm.v1.engine.core": {"EngineCoreProc": Core},
     }  # fmt: skip
-    for name, values in contents.items():
-        module = ModuleType(name)
-        vars(module).update(values)
-        monkeypatch.setitem(sys.modules, name, module)
-    ours = "penstock_rollout.engines.vllm.core_flip"
-    monkeypatch.delitem(sys.modules, ours, raising=False)
-    importlib.import_module(ours).install()
-    yield lambda core: core.penstock_flip(6, ["sum"], "6.1", False)
-    del Core.penstock_flip  # type: ignore[attr-defined]
-    sys.modules.pop(ours, None)
+    with imported_beside(monkeypatch, "penstock_rollout.engines.vllm.core_flip", contents) as module:
+        module.install()
+        yield lambda core: core.penstock_flip(6, ["sum"], "6.1", False)
+        del Core.penstock_flip  # type: ignore[attr-defined]
 
 
 def test_an_idle_engine_flips_at_once(flip: Any) -> None:

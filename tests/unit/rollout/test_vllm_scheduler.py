@@ -5,15 +5,15 @@ vLLM is not installed here: its scheduler is a stand-in that returns what the te
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+
+from vllm_stand_ins import imported_beside
 
 SIZE = 4
 UNPAUSED, PAUSED = "unpaused", "paused"
@@ -97,19 +97,12 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         "vllm.v1.engine": {"EngineCoreOutput": Output, "EngineCoreOutputs": Message},
         "vllm.v1.request": {"RequestStatus": SimpleNamespace(RUNNING="running")},
     }  # fmt: skip
-    for name, values in contents.items():
-        module = ModuleType(name)
-        vars(module).update(values)
-        monkeypatch.setitem(sys.modules, name, module)
-    ours = "penstock_rollout.engines.vllm.scheduler"
-    monkeypatch.delitem(sys.modules, ours, raising=False)
-    module = importlib.import_module(ours)
-    found = module.ChunkedAsyncScheduler()
-    for request_id, wanted in (("a", {module.CHUNK_TOKENS: SIZE}), ("b", None)):
-        parameters = SimpleNamespace(extra_args=wanted)
-        found.requests[request_id] = SimpleNamespace(sampling_params=parameters, client_index=0)
-    yield found
-    sys.modules.pop(ours, None)
+    with imported_beside(monkeypatch, "penstock_rollout.engines.vllm.scheduler", contents) as module:
+        found = module.ChunkedAsyncScheduler()
+        for request_id, wanted in (("a", {module.CHUNK_TOKENS: SIZE}), ("b", None)):
+            parameters = SimpleNamespace(extra_args=wanted)
+            found.requests[request_id] = SimpleNamespace(sampling_params=parameters, client_index=0)
+        yield found
 
 
 def output(request_id: str, *tokens: int, **settings: Any) -> Output:

@@ -58,8 +58,16 @@ BENCHES = {
         "The whole loop", "bench/gpu/loop.py", "two vLLM servers and all roles on one GPU, with and without faults",
     ),
     "whole_run": (
-        "Whole runs", "bench/gpu/whole_run.py", "GRPO on one GPU, compared with TRL's GRPOTrainer with vLLM",
+        "Whole runs",
+        "bench/gpu/whole_run.py",
+        "GRPO on one GPU, compared with TRL's GRPOTrainer and with verl, both with vLLM",
     ),
+    "group_speculation": (
+        "Drafts from siblings, CPU",
+        "bench/group_speculation.py",
+        "the trained demo model, compared with no drafts; tried and not kept ([engines.md](engines.md))",
+    ),
+    "group_speculation_gpu": ("Drafts from siblings, GPU", "bench/group_speculation.py --device cuda", "the same"),
     "cold_start": (
         "Starting a run", "bench/gpu/cold_start.py", "`penstock up` to the first step, with kept and with empty caches",
     ),
@@ -102,6 +110,8 @@ BENCHES = {
 FIGURES = {
     "async_sync": "",
     "delta_push": "",
+    "group_speculation": "",
+    "group_speculation_gpu": "",
     "learner_ranks": "",
     "loop_gpu": "",
     "sglang_gpu": "",

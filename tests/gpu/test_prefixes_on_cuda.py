@@ -35,12 +35,18 @@ def _results(model: CausalLM, shared: bool, batch: SequenceBatch) -> tuple[torch
 def test_long_prefixes_in_dense_parts_give_the_same(is_equal: bool, tmp_path: Path) -> None:
     """Prompts that are no multiple of a block, with forks; and prompts and responses of 1,024 tokens."""
     tiny_model("llama", head_dim=64, hidden_size=256, num_hidden_layers=2).save_pretrained(tmp_path)
-    model = load_model(tmp_path, torch.bfloat16, chunk_tokens=512).to(DEVICE)
-    exact = load_model(tmp_path, torch.float32, chunk_tokens=512).to(DEVICE)
     batch = equal_batch(1024) if is_equal else forked_batch(scale=70)
     flash = ModelInputs.of(batch, DEVICE, shared=True).packing.paths.flash  # type: ignore[union-attr]
     assert flash is not None and int((flash.dense[:, 1] > 0).sum()) == 2 and flash.equal == 1024 * is_equal
+    _assert_as_near_to_float32(tmp_path, batch, chunk_tokens=512, at_most=1.2)
+
+
+def _assert_as_near_to_float32(folder: Path, batch: SequenceBatch, *, chunk_tokens: int, at_most: float) -> None:
+    """In bfloat16, sharing is as near to float32 as not sharing is, within a factor. Both round, and a token of a
+    mixture of experts may be rounded to another expert, so the two are not compared with each other."""
+    exact = load_model(folder, torch.float32, chunk_tokens=chunk_tokens).to(DEVICE)
     wanted, wanted_gradient = _results(exact, False, batch)
+    model = load_model(folder, torch.bfloat16, chunk_tokens=chunk_tokens).to(DEVICE)
     errors = []
     for shared in (False, True):
         found, gradient = _results(model, shared, batch)
@@ -48,7 +54,7 @@ def test_long_prefixes_in_dense_parts_give_the_same(is_equal: bool, tmp_path: Pa
         errors.append((float((found - wanted).abs().mean()), float(of_gradient)))
     print(errors, float(torch.linalg.vector_norm(wanted_gradient)))
     (alone, alone_gradient), (shared_error, shared_gradient) = errors
-    assert shared_error < 1.2 * alone and shared_gradient < 1.2 * alone_gradient, errors
+    assert shared_error < at_most * alone and shared_gradient < at_most * alone_gradient, errors
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -57,10 +63,12 @@ def test_shared_prefixes_give_the_same_log_probs_and_gradients(kind: str, dtype:
     batch = forked_batch(scale=4)
     sizes = {} if kind == "deepseek_v3" else {"head_dim": 32, "hidden_size": 128, "num_hidden_layers": 2}
     tiny_model(kind, **sizes).save_pretrained(tmp_path)
+    if dtype == torch.bfloat16:
+        _assert_as_near_to_float32(tmp_path, batch, chunk_tokens=64, at_most=1.5)
+        return
     model = load_model(tmp_path, dtype, chunk_tokens=64).to(DEVICE)
     alone, alone_gradient = _results(model, False, batch)
     shared, shared_gradient = _results(model, True, batch)
-    nats, relative = (1e-4, 1e-3) if dtype == torch.float32 else (0.1, 0.1)
-    assert float((alone - shared).abs().max()) < nats
+    assert float((alone - shared).abs().max()) < 1e-4
     difference = torch.linalg.vector_norm(alone_gradient - shared_gradient)
-    assert float(difference / torch.linalg.vector_norm(alone_gradient)) < relative
+    assert float(difference / torch.linalg.vector_norm(alone_gradient)) < 1e-3

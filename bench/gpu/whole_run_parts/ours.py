@@ -125,7 +125,9 @@ def _watch(process: subprocess.Popen[bytes], steps: StepLog, run: Path, until: f
             if len(counted) > 1:
                 (first, before), (last, after) = counted[0], counted[-1]
                 steps.generated_rate = (after.samples - before.samples) * task.response_tokens / (last - first)
-                steps.server_idle_share = 1 - (after.decoding_s - before.decoding_s) / (last - first)
+                steps.server_paused_share = (after.paused_s - before.paused_s) / (last - first)
+                generating_share = (after.generating_s - before.generating_s) / (last - first)
+                steps.server_idle_share = 1 - generating_share + steps.server_paused_share
             steps.learner_times.append(LearnerTimes(**{name: row[name] for name in LEARNER_TIMES}))
             phases = {name.removesuffix("_s"): row[name] for name in PHASES}
             steps.staleness.append(row["staleness_mean"])
@@ -148,8 +150,9 @@ class ServerCounts:
     """What a rollout server has counted since its start."""
 
     samples: float
-    decoding_s: float
-    """Time in which the engine had a request and was not paused for new weights."""
+    generating_s: float
+    """Time in which the engine had a request. Pauses are part of it."""
+    paused_s: float
 
 
 def _server_counts(run: Path) -> ServerCounts:
@@ -161,7 +164,8 @@ def _server_counts(run: Path) -> ServerCounts:
             totals[sample.name] += sample.value
     return ServerCounts(
         totals["penstock_trajectories_produced_total"],
-        totals["penstock_rollout_generating_seconds_total"] - totals["penstock_rollout_paused_seconds_total"],
+        totals["penstock_rollout_generating_seconds_total"],
+        totals["penstock_rollout_paused_seconds_total"],
     )
 
 

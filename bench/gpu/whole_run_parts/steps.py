@@ -16,6 +16,7 @@ OVERHEAD = "share of the learner's working time outside forward, backward and op
 OVERHEAD_GOAL = 0.10
 SERVER_IDLE = "share of the server's time in which it did not generate"
 SERVER_IDLE_GOAL = 0.05
+SERVER_PAUSED = "share of the server's time in which it was paused for new weights"
 JUDGED_SHARES = {"0.5b": {SERVER_IDLE: SERVER_IDLE_GOAL}, "1.5b": {OVERHEAD: OVERHEAD_GOAL}}
 """The share that is judged with each model. With 0.5B generation bounds the run. With 1.5B training does, and the
 server has to wait at the limit of staleness; the share of its time is only reported."""
@@ -56,6 +57,8 @@ class StepLog:
     learner_times: list[LearnerTimes] = field(default_factory=list)
     server_idle_share: float | None = None
     """Share of the measured steps in which the engine had no request, or was paused for new weights."""
+    server_paused_share: float | None = None
+    """The second part of it."""
 
     def add(self, at: float, tokens: float, phases: dict[str, float]) -> None:
         """Record that a step over `tokens` response tokens ended at `at`. `phases` are seconds of its parts."""
@@ -107,7 +110,8 @@ class StepLog:
 
     def shares(self) -> dict[str, float]:
         """How the time of the measured steps was spent, for a contender that reports it."""
-        shares = {} if self.server_idle_share is None else {SERVER_IDLE: self.server_idle_share}
+        found = {SERVER_IDLE: self.server_idle_share, SERVER_PAUSED: self.server_paused_share}
+        shares = {name: share for name, share in found.items() if share is not None}
         times = self.learner_times[self.task.num_warm :]
         if times:
             wall_s = sum(each.between_s + each.step_s for each in times)

@@ -7,6 +7,7 @@ has verl's default. The settings are those of a user who knows verl and has one 
 - Log-probs and entropies come from fused kernels. flash-attn has no wheel on PyPI, and without it verl's plain path
   computes the log-prob of one token at a time.
 - Attention is PyTorch's own (`sdpa`) on padded rows. All sequences have the same length, so nothing is padded.
+- Its trainer looks for finished samples every 2 s, which no setting changes, so generation takes a multiple of that.
 - The trainer's log-probs correct for vLLM's (`rollout_is=token`), as in the other contenders.
 
 verl is best installed in an environment of its own. Hydra needs an older antlr4 than math-verify, and with TRL 1 in

@@ -113,6 +113,33 @@ async def _last_reason(chunks: AsyncIterator[Any]) -> str | None:
     return reason
 
 
+async def test_versions_after_the_first_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU vLLM multiplies with packed weights. Here it does not, as on a GPU."""
+    from vllm.model_executor.layers import utils
+
+    from penstock_rollout.engines.vllm import copies, worker
+    from tests.vllm_models import leave_unpacked
+
+    monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", leave_unpacked)
+    monkeypatch.setattr(worker, "COPYING_DEVICES", ("cpu",))
+    load, copied = copies.Copies.load, tmp_path / "copied"
+
+    def loaded(self: copies.Copies, tensors: copies.NamedTensors) -> None:
+        load(self, tensors)
+        with copied.open("a") as file:
+            file.write("1")
+
+    monkeypatch.setattr(copies.Copies, "load", loaded)
+    async with serving(tmp_path / "model") as (served, engine):
+        for num_copied in range(3):
+            chunks = served.chunks((3, 4, 5), LONG)
+            await anext(chunks)
+            version = await served.update(served.next_model())
+            await chunks.aclose()
+            await served.check_serves(version)
+            assert (copied.read_text() if copied.exists() else "") == num_copied * "1"
+
+
 async def test_an_engine_with_another_executor_is_flipped_by_calls(tmp_path: Path) -> None:
     executor = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
     async with serving(tmp_path, distributed_executor_backend=executor) as (served, engine):

@@ -20,10 +20,15 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from penstock.v1 import weights_pb2
+from penstock_rollout.engines.vllm.copies import Copies, NamedTensors, NotPlain, learn
 from penstock_rollout.weights.device_name import device_uuid
 from penstock_rollout.weights.stage import WeightStage
 
+logger = logging.getLogger(__name__)
+
 PARENT_POLL_S = 0.5
+COPYING_DEVICES = ("cuda",)
+"""Where vLLM multiplies with the parameters themselves. On a CPU it multiplies with packed copies of them."""
 RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
 """This logger warns at every reload about layers without weights of their own: rotary embeddings and tied heads."""
 SCHEDULER_LOGGER = "vllm.config.scheduler"
@@ -42,6 +47,8 @@ class WeightStaging:
     rank: int
     _penstock_stage: WeightStage | None
     _penstock_loaded: WeightStage
+    _penstock_copies: Copies | None
+    """Set at the first load. None if every version needs vLLM's loader."""
 
     def penstock_stage(self, announcement: bytes) -> None:
         """Start to receive the version of a serialized AnnounceRequest. Drops an earlier stage."""
@@ -80,21 +87,33 @@ class WeightStaging:
         stage = self._penstock_current()
         assert stage is not None
         started = time.monotonic()
-        logging.getLogger(RELOAD_LOGGER).setLevel(logging.ERROR)
-        model = self.model_runner.get_model()
-        if self.device.type == "cpu":
-            _forget_expert_kernels(model)
-        with set_current_vllm_config(self.vllm_config):  # needed where a layer is quantized again
-            initialize_layerwise_reload(model)
-            model.load_weights(stage.tensors())
-            finalize_layerwise_reload(model, self.model_config)
-        if self.device.type == "cpu":
-            _pack_tied_head(model, self.model_config.hf_text_config)
-        elif self.device.type == "cuda":
+        tensors = list(stage.tensors())
+        copies = getattr(self, "_penstock_copies", None)
+        if copies is not None and copies.fit(tensors):
+            copies.load(tensors)
+        else:
+            self._penstock_reload(tensors)
+        if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._penstock_stage = None
         self._penstock_loaded = stage
         return stage.receive_s, time.monotonic() - started
+
+    def _penstock_reload(self, tensors: NamedTensors) -> None:
+        """Load the tensors as vLLM does. The first time, learn whether later versions can simply be copied."""
+        logging.getLogger(RELOAD_LOGGER).setLevel(logging.ERROR)
+        model = self.model_runner.get_model()
+        is_cpu = self.device.type == "cpu"
+        with set_current_vllm_config(self.vllm_config):  # needed where a layer is quantized again
+            if is_cpu:
+                _forget_expert_kernels(model)
+            initialize_layerwise_reload(model)
+            model.load_weights(iter(tensors))
+            finalize_layerwise_reload(model, self.model_config)
+            if is_cpu:
+                _pack_tied_head(model, self.model_config.hf_text_config)
+            if self.device.type in COPYING_DEVICES and not hasattr(self, "_penstock_copies"):
+                self._penstock_copies = _learned_copies(model, tensors)
 
     def penstock_abort(self) -> None:
         stage = self._penstock_current()
@@ -104,6 +123,17 @@ class WeightStaging:
 
     def _penstock_current(self) -> WeightStage | None:
         return getattr(self, "_penstock_stage", None)
+
+
+def _learned_copies(model: Any, tensors: NamedTensors) -> Copies | None:
+    """Whatever goes wrong here, vLLM's loader has just loaded the version and can load the next."""
+    try:
+        return learn(model, tensors)
+    except NotPlain as reason:
+        logger.info("vLLM's loader loads every version: %s", reason)
+    except Exception as error:
+        logger.warning("vLLM's loader loads every version, because learning its copies failed: %r", error)
+    return None
 
 
 def _forget_expert_kernels(model: Any) -> None:

@@ -1,0 +1,190 @@
+"""Tests of loading by copies: what is learned from a loader, and which loaders and models are refused.
+
+vLLM is not installed here. Models are torch's, with loaders as vLLM's layers have them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_stand_ins import imported_beside
+
+HIDDEN, VOCAB, PADDED, RANK, NUM_RANKS = 8, 10, 16, 1, 2
+SHAPES = {"embed": (VOCAB, HIDDEN), "q": (6, HIDDEN), "k": (2, HIDDEN), "down": (HIDDEN, 12), "norm": (HIDDEN,)}
+
+
+class Plain:
+    """A method of layers whose weights stay as they are."""
+
+
+class Attention(torch.nn.Module):
+    def __init__(self, sinks: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.impl = SimpleNamespace(sinks=sinks)
+        self.kv_cache = torch.zeros(4)
+        self.scale = torch.tensor(1.0)
+
+    def process_weights_after_loading(self, dtype: torch.dtype) -> None:
+        pass
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full(shape, -1.0), requires_grad=False)
+        self.quant_method: Any = Plain()
+
+
+class Model(torch.nn.Module):
+    """Rank 1 of 2: an embedding with padding, queries and keys in one matrix, and half the columns of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.qk, self.down, self.norm = Layer(PADDED, HIDDEN), Layer(8, HIDDEN), Layer(HIDDEN, 6), Layer(8)
+        self.head = self.embed
+        self.attention = Attention()
+        self.change: Callable[[torch.Tensor], torch.Tensor] = lambda weight: weight
+        self.also: Callable[[], object] = lambda: None
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, weight in ((name, self.change(weight)) for name, weight in weights):
+            if name == "embed":
+                self.embed.weight[:VOCAB].data.copy_(weight)
+                self.embed.weight[VOCAB:].data.fill_(0)
+            elif name == "q":
+                self.qk.weight.data.narrow(0, 0, 6).copy_(weight)
+            elif name == "k":
+                self.qk.weight.data.narrow(0, 6, 2).copy_(weight)
+            elif name == "down":
+                self.down.weight.data.copy_(weight.narrow(1, RANK * 6, 6))
+            elif name == "norm":
+                self.norm.weight.data.copy_(weight)
+        self.also()
+
+
+def version(seed: int, dtype: torch.dtype = torch.float32) -> list[tuple[str, torch.Tensor]]:
+    """Tensors that are views into one bucket, as a stage has them."""
+    bucket = torch.randn(sum(torch.Size(shape).numel() for shape in SHAPES.values()), dtype=dtype).mul_(seed)
+    pieces = bucket.split([torch.Size(shape).numel() for shape in SHAPES.values()])
+    return [(name, piece.reshape(shape)) for (name, shape), piece in zip(SHAPES.items(), pieces, strict=True)]
+
+
+def values_of(model: Model) -> dict[str, torch.Tensor]:
+    return {name: parameter.clone() for name, parameter in model.named_parameters()}
+
+
+def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert torch.equal(found[name], value), name
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    layers = "vllm.model_executor.layers"
+    contents = {
+        "vllm": {}, "vllm.model_executor": {}, layers: {}, f"{layers}.attention": {"Attention": Attention},
+        f"{layers}.linear": {"UnquantizedLinearMethod": Plain},
+        f"{layers}.vocab_parallel_embedding": {"UnquantizedEmbeddingMethod": Plain},
+    }  # fmt: skip
+    with imported_beside(monkeypatch, "penstock_rollout.engines.vllm.copies", contents) as module:
+        yield module
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_copies_load_what_the_loader_loads(copies: Any, dtype: torch.dtype) -> None:
+    model, first, second = Model().to(dtype), version(1, dtype), version(2, dtype)
+    model.load_weights(second)
+    wanted = values_of(model)
+    model.load_weights(first)
+    loaded = values_of(model)
+    learned = copies.learn(model, first)
+    assert_equal(values_of(model), loaded)  # learning writes nothing
+    assert learned.fit(second)
+    learned.load(second)
+    assert_equal(values_of(model), wanted)
+
+
+def test_copies_cast_as_the_loader_does(copies: Any) -> None:
+    model, first, second = Model().to(torch.bfloat16), version(1), version(2)
+    model.load_weights(first)
+    learned = copies.learn(model, first)
+    learned.load(second)
+    found = values_of(model)
+    model.load_weights(second)
+    assert_equal(found, values_of(model))
+
+
+def test_views_of_tensors_are_copied(copies: Any) -> None:
+    """A loader may transpose: the memory is that of the stage."""
+    model, first, second = Model(), version(1), version(2)
+    model.change = lambda weight: weight.reshape(-1, 2).t().t().reshape(weight.shape)
+    model.load_weights(first)
+    learned = copies.learn(model, first)
+    learned.load(second)
+    found = values_of(model)
+    model.load_weights(second)
+    assert_equal(found, values_of(model))
+
+
+def test_other_tensors_do_not_fit(copies: Any) -> None:
+    model, first = Model(), version(1)
+    model.load_weights(first)
+    learned = copies.learn(model, first)
+    assert not learned.fit(first[:-1])
+    assert not learned.fit(version(1, torch.bfloat16))
+    assert not learned.fit([(name + "_", tensor) for name, tensor in first])
+    assert not learned.fit([(name, tensor.reshape(-1)) for name, tensor in first])
+
+
+def _repack(model: Model) -> None:
+    model.qk.weight.data = model.qk.weight.data.flip(0)
+
+
+def _skip_keys(model: Model) -> None:
+    load = model.load_weights
+    model.load_weights = lambda weights: load((name, w) for name, w in weights if name != "k")  # type: ignore[method-assign]
+
+
+def _load_keys_twice(model: Model) -> None:
+    load = model.load_weights
+    model.load_weights = lambda weights: load(  # type: ignore[method-assign]
+        (each, w) for name, w in weights for each in ([name, name] if name == "k" else [name])
+    )
+
+
+REFUSED: dict[str, tuple[Callable[[Model], object], str]] = {
+    "values that are kept in another order": (_repack, "vLLM keeps other values of q"),
+    "a part that is not loaded": (_skip_keys, "leaves out a part of qk.weight"),
+    "a part that is loaded twice": (_load_keys_twice, "leaves out a part of qk.weight, or writes it twice"),
+    "values that are computed": (lambda model: setattr(model, "change", lambda w: w * 2), "computes what it copies"),
+    "an operation that writes": (
+        lambda model: setattr(model, "also", lambda: model.norm.weight.data.add_(1)), "its loader calls aten.add_",
+    ),
+    "another method": (lambda model: setattr(model.qk, "quant_method", object()), "qk has the method object"),
+    "a copy of weights": (lambda model: setattr(model.qk, "packed", torch.ones(4)), "qk.packed is neither"),
+    "sinks": (lambda model: setattr(model, "attention", Attention(torch.ones(2))), "attention has sinks"),
+    "a layer that prepares its weights": (
+        lambda model: setattr(model.qk, "process_weights_after_loading", lambda dtype: None), "prepares its weights",
+    ),
+    "a parameter that no tensor has": (
+        lambda model: model.register_parameter("more", torch.nn.Parameter(torch.ones(2))), "leaves out a part of more",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_models_with_more_to_load_are_refused(copies: Any, what: str) -> None:
+    """The model stays as it was."""
+    model, tensors = Model(), version(1)
+    model.load_weights(tensors)
+    change, why = REFUSED[what]
+    change(model)
+    before = values_of(model)
+    with pytest.raises(copies.NotPlain, match=why):
+        copies.learn(model, tensors)
+    assert_equal(values_of(model), before)

@@ -1,0 +1,84 @@
+"""Loads versions into vLLM's models by its own loader and by learned copies, and prints whether both give the same.
+
+    python tests/vllm_models.py FOLDER...
+
+On a CPU vLLM packs weights, which no GPU does. Here they are left as they are, so that the models are those of a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from vllm.config import set_current_vllm_config
+from vllm.distributed import init_distributed_environment, initialize_model_parallel
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers import utils
+from vllm.model_executor.model_loader import get_model
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from penstock_rollout.engines.vllm.copies import NotPlain, learn
+
+
+def leave_unpacked(layer: Any, remove_weight: bool) -> None:
+    layer.cpu_linear = torch.nn.functional.linear
+
+
+def next_version(tensors: dict[str, torch.Tensor], seed: int) -> list[tuple[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [(name, torch.randn(each.shape, generator=generator).to(each.dtype)) for name, each in tensors.items()]
+
+
+def reload(model: Any, config: Any, tensors: list[tuple[str, torch.Tensor]]) -> None:
+    initialize_layerwise_reload(model)
+    model.load_weights(iter(tensors))
+    finalize_layerwise_reload(model, config.model_config)
+
+
+def state_of(model: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+
+
+def compare(folder: str) -> str:
+    """Return `equal`, why copies were refused, or which tensors differ."""
+    arguments = EngineArgs(folder, dtype="float32", max_model_len=64, enforce_eager=True, skip_tokenizer_init=True)
+    config = arguments.create_engine_config()
+    with set_current_vllm_config(config):
+        model = get_model(vllm_config=config)
+        saved = load_file(f"{folder}/model.safetensors")
+        first, second = next_version(saved, 1), next_version(saved, 2)
+        reload(model, config, second)
+        wanted = state_of(model)
+        reload(model, config, first)
+        try:
+            copies = learn(model, first)
+        except NotPlain as reason:
+            return f"refused: {reason}"
+        copies.load(second)
+        found = state_of(model)
+    wrong = [name for name, value in wanted.items() if not torch.equal(found[name], value)]
+    return f"differ: {', '.join(wrong)}" if wrong else "equal"
+
+
+def main() -> None:
+    utils.dispatch_cpu_unquantized_gemm = leave_unpacked
+    torch.accelerator.empty_cache = lambda: None  # the loader calls it, and there is none
+    init_file = tempfile.mktemp()
+    config = EngineArgs(sys.argv[1], dtype="float32", skip_tokenizer_init=True).create_engine_config()
+    with set_current_vllm_config(config):
+        init_distributed_environment(1, 0, f"file://{init_file}", 0, "gloo")
+        initialize_model_parallel()
+    for folder in sys.argv[1:]:
+        try:
+            said = compare(folder)
+        except Exception as error:
+            said = f"failed: {error!r}"
+        print(json.dumps([folder, said]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

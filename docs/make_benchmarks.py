@@ -60,9 +60,9 @@ BENCHES = {
     "whole_run": (
         "Whole runs",
         "bench/gpu/whole_run.py",
-        "GRPO on one GPU, compared with TRL's GRPOTrainer and with verl, both with vLLM. They generate and train in turns; "
-        "ours does both at once, sends the tokens of a step in chunks from EngineCore, computes the prompt of a group once "
-        "in training, and takes the log-probs of the policy from the pass of the update",
+        "GRPO on one GPU, compared with TRL's GRPOTrainer and with verl, both with vLLM. They generate and train in "
+        "turns; ours does both at once, sends the tokens of a step in chunks from EngineCore, computes the prompt of a "
+        "group once in training, and takes the log-probs of the policy from the pass of the update",
     ),
     "group_speculation": (
         "Drafts from siblings, CPU",

@@ -30,7 +30,7 @@ from penstock.config.loading import dump_config
 from penstock.config.run import ModelConfig, RunConfig
 from penstock.config.service import GatewayConfig, GatewayLimits, RedisConfig, SessionLimits
 from penstock.config.weights import WeightsConfig
-from penstock.ports import free_port, wait_for_port
+from penstock.machine.ports import free_port, wait_for_port
 from penstock.store.redis_client import connect
 from penstock.trajectory import VersionSegment
 from penstock_rollout.engines.engine import GenerateRequest, TokenChunk

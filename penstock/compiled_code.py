@@ -14,7 +14,7 @@ import os
 
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError
-from penstock.private_files import close_to_others
+from penstock.machine.private_files import close_to_others
 
 VARIABLES = {
     "VLLM_CACHE_ROOT": "vllm",

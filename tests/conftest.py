@@ -13,7 +13,7 @@ import redis.asyncio as redis
 from hypothesis import settings
 
 from penstock.config.service import RedisConfig, ReplayConfig
-from penstock.ports import free_port, wait_for_port
+from penstock.machine.ports import free_port, wait_for_port
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.redis_client import connect
 from penstock_services.local.private_redis import find_redis_server, write_config

@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 import yaml
 
-from penstock.ports import free_port
+from penstock.machine.ports import free_port
 
 PROGRAMS = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubectl")
 TOKEN = "admin-of-the-test"

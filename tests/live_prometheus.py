@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector as Metrics
 
 from demo_process import ROOT
-from penstock.ports import free_port, wait_for_port
+from penstock.machine.ports import free_port, wait_for_port
 from waiting import until
 
 Ask = Callable[[str], list[dict[str, Any]]]

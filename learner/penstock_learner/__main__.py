@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from penstock.compiled_code import keep_compiled_code
     from penstock.config.loading import load_config
     from penstock.hub import with_local_models
-    from penstock.private_files import keep_files_private
+    from penstock.machine.private_files import keep_files_private
     from penstock.start_checks import make_run_folder
     from penstock.weights.cluster_key import ClusterKey
 

@@ -11,11 +11,11 @@ import sys
 from penstock.config.gpu_bundles import num_gpus
 from penstock.config.rewards import CodeReward
 from penstock.config.run import RunConfig
-from penstock.disk_space import folder_bytes, measure_disk
 from penstock.doctor.finding import Finding, Level
 from penstock.doctor.stopped import is_stopped
-from penstock.gpus import gpu_names, nvidia_smi
-from penstock.ports import port_is_free
+from penstock.machine.disk_space import folder_bytes, measure_disk
+from penstock.machine.gpus import gpu_names, nvidia_smi
+from penstock.machine.ports import port_is_free
 
 CONNECT_TIMEOUT_S = 2.0
 MIN_FREE_BYTES = 5 * 2**30

@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 from redis.exceptions import AuthenticationError, NoPermissionError, RedisError, ResponseError
 
 from penstock.config.run import RunConfig
-from penstock.disk_space import measure_disk
 from penstock.doctor.finding import Finding
+from penstock.machine.disk_space import measure_disk
 from penstock.store.redis_client import RedisClient
 
 MIN_REDIS = (6, 2)

@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from penstock.compiled_code import keep_compiled_code
     from penstock.config.loading import load_config
     from penstock.hub import with_local_model
-    from penstock.private_files import keep_files_private
+    from penstock.machine.private_files import keep_files_private
     from penstock.start_checks import make_run_folder
 
     try:

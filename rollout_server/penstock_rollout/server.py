@@ -30,8 +30,8 @@ from penstock.cancellation import end_task
 from penstock.config.run import RunConfig
 from penstock.errors import PenstockError, Unavailable, described, first_error
 from penstock.key_files import SINGLE_KEY_NAME, KeyFile
+from penstock.machine.ports import is_loopback, keep_collectives_on_loopback
 from penstock.metrics import write_endpoint
-from penstock.ports import is_loopback, keep_collectives_on_loopback
 from penstock.process_endpoint import ProcessEndpoint, Readiness
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet

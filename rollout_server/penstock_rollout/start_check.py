@@ -11,7 +11,7 @@ from penstock.config.agents import AgentsConfig
 from penstock.config.run import RunConfig
 from penstock.config.tools import SearchTool
 from penstock.errors import ConfigError
-from penstock.ports import is_loopback
+from penstock.machine.ports import is_loopback
 from penstock.start_checks import (
     check_agent_packages,
     check_chat_template,

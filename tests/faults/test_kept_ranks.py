@@ -18,7 +18,7 @@ import pytest
 
 from conftest import RedisProcess
 from learner_runs import fill_queue, make_config, outcome, ranks_of, run_learner
-from penstock.ports import free_port, wait_for_port
+from penstock.machine.ports import free_port, wait_for_port
 
 KILLED = -9
 

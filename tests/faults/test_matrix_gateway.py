@@ -16,7 +16,7 @@ from faults.proxy import ProxyThread
 from faults.test_matrix_network import make_faults
 from penstock.api_keys import read_own_key
 from penstock.client import SyncPenstockClient
-from penstock.ports import free_port, wait_for_port
+from penstock.machine.ports import free_port, wait_for_port
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.trajectory import Prompt
 

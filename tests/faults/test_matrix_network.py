@@ -15,7 +15,7 @@ from faults.matrix_fixtures import MakeRun
 from faults.matrix_run import FaultFree, MatrixRun
 from faults.proxy import ProxyThread
 from faults.steady_server import STORE_FILE, STORE_VIA
-from penstock.ports import free_port
+from penstock.machine.ports import free_port
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 AREA = "network"

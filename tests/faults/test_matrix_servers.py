@@ -11,7 +11,7 @@ import redis
 from faults.matrix_fixtures import MakeRun
 from faults.matrix_run import FaultFree, MatrixRun
 from faults.proxy import ProxyThread
-from penstock.ports import free_port
+from penstock.machine.ports import free_port
 from penstock.store.fleet import SERVING_STATES
 from penstock.store.keys import RunKeys
 

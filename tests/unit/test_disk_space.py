@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from penstock import disk_space
-from penstock.disk_space import DiskWatch, is_disk_full, measure_disk
 from penstock.errors import ProcessDied
+from penstock.machine import disk_space
+from penstock.machine.disk_space import DiskWatch, is_disk_full, measure_disk
 from penstock.metrics import DiskGauges
 
 Usage = namedtuple("Usage", "total used free")

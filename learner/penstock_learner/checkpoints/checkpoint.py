@@ -17,8 +17,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from penstock.disk_space import is_disk_full, measure_disk
 from penstock.errors import CheckpointDamaged, ConfigError, DiskFull, Fenced
+from penstock.machine.disk_space import is_disk_full, measure_disk
 from penstock.records import read_known_fields
 from penstock.replay.queue_types import GoneBack
 from penstock_learner.checkpoints.flushing import flush

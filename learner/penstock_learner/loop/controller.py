@@ -21,8 +21,8 @@ from pathlib import Path
 from penstock.cancellation import end_task
 from penstock.client.responses import LAST_VALIDATION
 from penstock.config.run import RunConfig
-from penstock.disk_space import DiskWatch, folder_bytes
 from penstock.errors import RoleDied
+from penstock.machine.disk_space import DiskWatch, folder_bytes
 from penstock.process_endpoint import Readiness
 from penstock.replay.contract import GroupConsumer
 from penstock.replay.recomputed import RecomputedLogProbs

@@ -8,8 +8,8 @@ from collections.abc import Collection
 from pathlib import Path
 
 from penstock.config.run import RunConfig
-from penstock.disk_space import is_disk_full, measure_disk
 from penstock.errors import DiskFull, PenstockError
+from penstock.machine.disk_space import is_disk_full, measure_disk
 from penstock.store.policies import PolicyRegistry
 from penstock_learner.roles.actors.role_group import RoleGroup
 

@@ -19,7 +19,7 @@ from penstock.compiled_code import keep_compiled_code
 from penstock.config.run import RunConfig
 from penstock.errors import Fenced
 from penstock.logs import setup_logging
-from penstock.private_files import keep_files_private
+from penstock.machine.private_files import keep_files_private
 from penstock_learner.crash_points import crash_point
 from penstock_learner.model.precision import DTYPES
 from penstock_learner.model.torch_settings import set_up_torch

@@ -16,7 +16,7 @@ import torch
 
 from penstock.config.run import RunConfig
 from penstock.errors import TrainingDiverged
-from penstock.open_files import raise_file_limit
+from penstock.machine.open_files import raise_file_limit
 from penstock.weights.checksums import weights_digest
 from penstock.weights.cuda import libraries
 from penstock.weights.cuda.nccl_group import version_mismatch

@@ -134,7 +134,7 @@ def _run_name(file: Path) -> str:
 
 
 def _num_gpus_here() -> int:
-    from penstock.gpus import visible_gpus
+    from penstock.machine.gpus import visible_gpus
 
     return len(visible_gpus())
 

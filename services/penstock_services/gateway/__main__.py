@@ -11,7 +11,7 @@ from pathlib import Path
 from penstock.cli.overrides import parse_with_overrides
 from penstock.cli.parser import Parser
 from penstock.errors import PenstockError
-from penstock.open_files import raise_file_limit
+from penstock.machine.open_files import raise_file_limit
 
 COLLECTED_OBJECTS = 50_000
 
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(path: Path, overrides: Sequence[str], check_only: bool) -> int:
     from penstock.config.loading import load_config
     from penstock.logs import setup_logging
-    from penstock.private_files import keep_files_private
+    from penstock.machine.private_files import keep_files_private
     from penstock_services.gateway.server import check, serve
 
     config = load_config(path, overrides)

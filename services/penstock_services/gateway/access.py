@@ -12,7 +12,7 @@ from penstock.api_keys import OWN_KEY_FILE, ROLES, ApiKey, Role, find_key, make_
 from penstock.config.service import GatewayConfig
 from penstock.errors import ConfigError, PermissionDenied, RateLimited, Unauthenticated
 from penstock.key_files import KeyFile, key_files_of
-from penstock.ports import is_loopback
+from penstock.machine.ports import is_loopback
 
 
 @dataclass(frozen=True)

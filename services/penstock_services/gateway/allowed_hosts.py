@@ -6,7 +6,7 @@ import ipaddress
 from urllib.parse import urlsplit
 
 from penstock.config.service import GatewayConfig
-from penstock.ports import is_loopback
+from penstock.machine.ports import is_loopback
 
 ANY = "*"
 

@@ -26,8 +26,8 @@ from prometheus_client import CollectorRegistry
 
 from penstock.config.run import RunConfig
 from penstock.config.service import GatewayConfig
-from penstock.disk_space import DiskWatch
 from penstock.errors import ConfigError, Unavailable
+from penstock.machine.disk_space import DiskWatch
 from penstock.metrics import write_endpoint
 from penstock.start_checks import check_redis
 from penstock.store.leaving import Leaving

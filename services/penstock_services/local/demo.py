@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     import time
 
     from penstock.config.loading import load_config
-    from penstock.private_files import keep_files_private
+    from penstock.machine.private_files import keep_files_private
     from penstock_services.local.training_demo import demo
 
     config = load_config(arguments.config or _default_config(), overrides)

@@ -25,8 +25,8 @@ from penstock.config.run import RunConfig
 from penstock.config.service import GatewayConfig, LauncherConfig
 from penstock.errors import ConfigError, PenstockError, QueueFull, Unavailable
 from penstock.logs import setup_logging
+from penstock.machine.private_files import keep_files_private
 from penstock.metrics import write_endpoint
-from penstock.private_files import keep_files_private
 from penstock.process_endpoint import Readiness, process_endpoint
 from penstock.start_checks import check_redis, check_run_folder, make_run_folder
 from penstock.store.created_runs import CreatedRun, CreatedRuns

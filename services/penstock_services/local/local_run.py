@@ -21,9 +21,9 @@ from penstock.config.loading import dump_config, load_config
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, DeadlineExceeded, PenstockError
 from penstock.feed.feed_process import FEED, feed_file
-from penstock.gpus import visible_gpus
-from penstock.ports import free_port, wait_for_port
-from penstock.private_files import close_to_others
+from penstock.machine.gpus import visible_gpus
+from penstock.machine.ports import free_port, wait_for_port
+from penstock.machine.private_files import close_to_others
 from penstock.restarting import write_restarting
 from penstock.run_state import PROCESS_STARTED
 from penstock.store.notices import Event, Notices

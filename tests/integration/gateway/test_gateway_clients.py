@@ -30,7 +30,7 @@ from penstock.errors import (
     NotFound,
     PermissionDenied,
 )
-from penstock.ports import free_port
+from penstock.machine.ports import free_port
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.trajectory import Prompt

@@ -19,7 +19,7 @@ from gateways import PROMPT, RUN, Gateway, run_config, running
 from penstock.client import PenstockClient
 from penstock.config.run import RunConfig
 from penstock.errors import Unavailable
-from penstock.ports import free_port
+from penstock.machine.ports import free_port
 from penstock.v1 import (
     runs_pb2,
     runs_pb2_grpc,

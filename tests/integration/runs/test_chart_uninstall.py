@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from penstock.ports import free_port, wait_for_port
+from penstock.machine.ports import free_port, wait_for_port
 from penstock_services.local.private_redis import find_redis_server
 from rendered_chart import needs_helm, one, render
 from rendered_pod import FILES, PodFolder, processes

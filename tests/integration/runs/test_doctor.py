@@ -21,7 +21,7 @@ from penstock.config.run import RunConfig
 from penstock.config.service import RedisConfig
 from penstock.doctor import Finding, examine
 from penstock.doctor.machine import check_gpus, check_ports
-from penstock.ports import free_port
+from penstock.machine.ports import free_port
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.heartbeats import Heartbeats

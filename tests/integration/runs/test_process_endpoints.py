@@ -10,7 +10,7 @@ from pathlib import Path
 from conftest import RedisProcess
 from fleet_runs import fleet_config
 from penstock.config.loading import dump_config
-from penstock.ports import free_port
+from penstock.machine.ports import free_port
 from probes import probe
 from waiting import until
 

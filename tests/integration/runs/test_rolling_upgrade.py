@@ -11,7 +11,7 @@ import pytest
 
 from conftest import RedisProcess
 from fleet_runs import FleetRun, Part, fleet_config
-from penstock.ports import free_port
+from penstock.machine.ports import free_port
 from probes import SeenStates, probe
 
 TORCH = "--rollout.engine.name=torch"

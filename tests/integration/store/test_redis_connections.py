@@ -17,7 +17,7 @@ from redis.asyncio import Redis
 from conftest import RedisProcess
 from penstock.config.service import RedisConfig, ReplayConfig
 from penstock.errors import ConfigError, Unavailable
-from penstock.ports import free_port, wait_for_port
+from penstock.machine.ports import free_port, wait_for_port
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.policies import PolicyRegistry

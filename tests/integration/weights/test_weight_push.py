@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from engine_member import HOST, config_of, greedy_log_probs, member
 from penstock.config.run import RunConfig
 from penstock.errors import Unavailable
-from penstock.ports import free_port
+from penstock.machine.ports import free_port
 from penstock.v1 import weights_pb2, weights_pb2_grpc
 from penstock.weights.cluster_key import ClusterKey
 from penstock.weights.deadline import Deadline

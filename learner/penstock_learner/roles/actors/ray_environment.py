@@ -6,7 +6,7 @@ import os
 import secrets
 
 from penstock.config.run import RunConfig
-from penstock.ports import is_loopback, keep_collectives_on_loopback
+from penstock.machine.ports import is_loopback, keep_collectives_on_loopback
 
 
 def prepare_environment(config: RunConfig) -> None:

@@ -20,8 +20,8 @@ from learner_ranks import make_rank, with_model
 from penstock.config.learner import CheckpointConfig
 from penstock.config.loading import validate
 from penstock.config.service import ReplayConfig
-from penstock.disk_space import folder_bytes
 from penstock.errors import CheckpointDamaged, ConfigError, DiskFull, ProcessDied, TrainingDiverged
+from penstock.machine.disk_space import folder_bytes
 from penstock.replay.in_memory.store import MemoryStore
 from penstock.replay.memory_queue import MemoryReplayQueue
 from penstock_learner.checkpoints.checkpoint import TRAINER_FILE, CheckpointStore, TrainerState

@@ -54,14 +54,20 @@ def compare(folder: str) -> str:
         reload(model, config, second)
         wanted = state_of(model)
         reload(model, config, first)
+        before = state_of(model)
         try:
             copies = learn(model, first)
         except NotPlain as reason:
-            return f"refused: {reason}"
+            return differences(before, state_of(model)) or f"refused: {reason}"
+        if changed := differences(before, state_of(model)):
+            return changed
         copies.load(second)
-        found = state_of(model)
-    wrong = [name for name, value in wanted.items() if not torch.equal(found[name], value)]
-    return f"differ: {', '.join(wrong)}" if wrong else "equal"
+        return differences(wanted, state_of(model)) or "equal"
+
+
+def differences(wanted: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> str:
+    names = [name for name, value in wanted.items() if not torch.equal(found[name], value)]
+    return f"differ: {', '.join(names)}" if names else ""
 
 
 def main() -> None:

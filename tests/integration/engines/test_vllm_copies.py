@@ -30,7 +30,8 @@ MORE = [
     "qwen3",
     "starcoder2",
 ]
-REFUSED = ["falcon_mamba"]
+REFUSED = ["falcon_mamba", "phi"]
+"""The loader of the second makes a parameter anew in every load."""
 TIMEOUT_S = 60
 """For each model. vLLM looks at every architecture in another process first."""
 

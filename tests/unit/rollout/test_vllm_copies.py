@@ -77,6 +77,13 @@ def values_of(model: Model) -> dict[str, torch.Tensor]:
     return {name: parameter.clone() for name, parameter in model.named_parameters()}
 
 
+def objects_of(model: Model) -> list[tuple[str, int, int, list[str]]]:
+    """Which tensors the layers have, where their memory is, and which attributes there are."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    attributes = [sorted(vars(module)) for module in model.modules()]
+    return [(name, id(tensor), tensor.data_ptr(), sum(attributes, [])) for name, tensor in named]
+
+
 def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
@@ -139,6 +146,20 @@ def test_other_tensors_do_not_fit(copies: Any) -> None:
     assert not learned.fit(version(1, torch.bfloat16))
     assert not learned.fit([(name + "_", tensor) for name, tensor in first])
     assert not learned.fit([(name, tensor.reshape(-1)) for name, tensor in first])
+    assert not learned.fit([(name, tensor.t().contiguous().t()) for name, tensor in first])
+
+
+def test_tensors_of_several_types_are_loaded(copies: Any) -> None:
+    def mixed(seed: int) -> list[tuple[str, torch.Tensor]]:
+        return [(name, tensor.bfloat16() if name == "norm" else tensor) for name, tensor in version(seed)]
+
+    model, first, second = Model(), mixed(1), mixed(2)
+    model.qk.to(torch.bfloat16)
+    model.load_weights(first)
+    copies.learn(model, first).load(second)
+    found = values_of(model)
+    model.load_weights(second)
+    assert_equal(found, values_of(model))
 
 
 def _repack(model: Model) -> None:
@@ -157,17 +178,42 @@ def _load_keys_twice(model: Model) -> None:
     )
 
 
+def _also(what: Callable[[Model], object]) -> Callable[[Model], object]:
+    """The loader also does this."""
+    return lambda model: setattr(model, "also", lambda: what(model))
+
+
+def _parameter(*shape: int) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.empty(shape), requires_grad=False)
+
+
+def _fill_from_value(model: Model) -> None:
+    model.norm.register_buffer("largest", torch.zeros(1))
+    model.also = lambda: model.norm.largest.fill_(float(model.norm.weight.max()))
+
+
+def _add_variants(model: Model) -> None:
+    variants = [SimpleNamespace(sinks=None), SimpleNamespace(sinks=torch.ones(2))]
+    model.attention.impl = SimpleNamespace(get_impl_variants=lambda: variants)
+
+
 REFUSED: dict[str, tuple[Callable[[Model], object], str]] = {
     "values that are kept in another order": (_repack, "vLLM keeps other values of q"),
     "a part that is not loaded": (_skip_keys, "leaves out a part of qk.weight"),
-    "a part that is loaded twice": (_load_keys_twice, "leaves out a part of qk.weight, or writes it twice"),
-    "values that are computed": (lambda model: setattr(model, "change", lambda w: w * 2), "computes what it copies"),
-    "an operation that writes": (
-        lambda model: setattr(model, "also", lambda: model.norm.weight.data.add_(1)), "its loader calls aten.add_",
+    "a part that is loaded twice": (_load_keys_twice, "writes to the same memory twice"),
+    "a new parameter": (_also(lambda model: setattr(model.norm, "weight", _parameter(8))), "replaces something"),
+    "a new attribute": (_also(lambda model: setattr(model.norm, "note", 1)), "replaces something"),
+    "other memory": (_also(lambda model: setattr(model.norm.weight, "data", torch.ones(8))), "replaces something"),
+    "values that are read": (
+        lambda model: setattr(model, "change", lambda w: w if w.flatten()[0].item() else w), "reads values",
     ),
+    "a buffer that is filled with a value of the version": (_fill_from_value, "reads values"),
+    "values that are computed": (lambda model: setattr(model, "change", lambda w: w * 2), "computes what it copies"),
+    "an operation that writes": (_also(lambda model: model.norm.weight.data.add_(1)), "its loader calls aten.add_"),
     "another method": (lambda model: setattr(model.qk, "quant_method", object()), "qk has the method object"),
     "a copy of weights": (lambda model: setattr(model.qk, "packed", torch.ones(4)), "qk.packed is neither"),
     "sinks": (lambda model: setattr(model, "attention", Attention(torch.ones(2))), "attention has sinks"),
+    "sinks of one of several kernels": (_add_variants, "attention has sinks"),
     "a layer that prepares its weights": (
         lambda model: setattr(model.qk, "process_weights_after_loading", lambda dtype: None), "prepares its weights",
     ),
@@ -184,7 +230,8 @@ def test_models_with_more_to_load_are_refused(copies: Any, what: str) -> None:
     model.load_weights(tensors)
     change, why = REFUSED[what]
     change(model)
-    before = values_of(model)
+    before, objects = values_of(model), objects_of(model)
     with pytest.raises(copies.NotPlain, match=why):
         copies.learn(model, tensors)
     assert_equal(values_of(model), before)
+    assert objects_of(model) == objects

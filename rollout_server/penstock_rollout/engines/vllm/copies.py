@@ -4,7 +4,8 @@ vLLM's reload prepares every layer for weights that have to be repacked or quant
 each tensor. Decoding stands still meanwhile. Most models keep their weights as they arrive, and need one copy for each
 tensor. `learn` finds out where to, after vLLM's own reload of the same version, and proves four things or refuses:
 
-- The loader only copies parts of staged tensors into parameters, and fills padding with a number.
+- The loader only copies parts of staged tensors into parameters, and fills padding with a number. It reads no values,
+  and replaces nothing of a layer.
 - These copies reach every element of every parameter, and none twice.
 - Each part has the values that the reload left there.
 - No layer has anything else that is made from weights: no quantization, no experts, no latent attention.
@@ -13,8 +14,10 @@ tensor. `learn` finds out where to, after vLLM's own reload of the same version,
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +28,12 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
 NamedTensors = Sequence[tuple[str, torch.Tensor]]
-Kind = tuple[str, torch.dtype, torch.Size]
+Kind = tuple[str, torch.dtype, torch.Size, tuple[int, ...]]
 
 PLAIN_METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
+READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.is_nonzero.default)
+"""With these, values get into Python: a later version has others."""
 COMPARED_ELEMENTS = 16 * 2**20
 """Elements that are compared at once. The comparison needs as many bytes."""
 
@@ -66,11 +71,19 @@ class Copies:
 
     @torch.no_grad()
     def load(self, tensors: NamedTensors) -> None:
-        torch._foreach_copy_([part.target for part in self._parts], [part.source(tensors) for part in self._parts])
+        """Copies of one form are one call, which PyTorch makes few kernels of."""
+        forms: dict[tuple[Any, ...], tuple[list[torch.Tensor], list[torch.Tensor]]] = defaultdict(lambda: ([], []))
+        for part in self._parts:
+            target, source = part.target, part.source(tensors)
+            form = target.dtype, source.dtype, source.device, target.stride() == source.stride()
+            forms[form][0].append(target)
+            forms[form][1].append(source)
+        for targets, sources in forms.values():
+            torch._foreach_copy_(targets, sources)
 
 
 def kinds_of(tensors: NamedTensors) -> list[Kind]:
-    return [(name, tensor.dtype, tensor.shape) for name, tensor in tensors]
+    return [(name, tensor.dtype, tensor.shape, tensor.stride()) for name, tensor in tensors]
 
 
 def learn(model: Any, tensors: NamedTensors) -> Copies:
@@ -78,7 +91,7 @@ def learn(model: Any, tensors: NamedTensors) -> Copies:
 
     Raises NotPlain if there is more to do, and changes nothing of the model in any case."""
     refuse_other_weights(model)
-    with torch.no_grad(), _Recorder() as recorder:
+    with torch.no_grad(), _unchanged(model), _Recorder() as recorder:
         model.load_weights(iter(tensors))
     parts = list(_parts_of(recorder.copies, tensors))
     _refuse_gaps(model, [part.target for part in parts], recorder.fills)
@@ -94,7 +107,7 @@ def refuse_other_weights(model: Any) -> None:
         method = getattr(module, "quant_method", None)
         if method is not None and not isinstance(method, PLAIN_METHODS):
             raise NotPlain(f"{name} has the method {type(method).__name__}")
-        if isinstance(module, Attention) and getattr(module.impl, "sinks", None) is not None:
+        if isinstance(module, Attention) and _has_sinks(module.impl):
             raise NotPlain(f"{name} has sinks")
         if hasattr(module, "process_weights_after_loading") and not isinstance(module, Attention):
             raise NotPlain(f"{name} ({type(module).__name__}) prepares its weights")
@@ -103,8 +116,41 @@ def refuse_other_weights(model: Any) -> None:
                 raise NotPlain(f"{name}.{attribute} is neither a parameter nor a buffer")
 
 
+def _has_sinks(implementation: Any) -> bool:
+    """Whether attention has sinks, of which some kernels keep a copy. An implementation may consist of several."""
+    variants = getattr(implementation, "get_impl_variants", None)
+    each: Iterable[Any] = variants() if variants is not None else (implementation,)
+    return any(getattr(one, name, None) is not None for one in each for name in ("sinks", "_sinks_source"))
+
+
+@contextmanager
+def _unchanged(model: Any) -> Iterator[None]:
+    """Undo and refuse what a loader does besides writing to tensors: new parameters, other memory, other attributes."""
+    memory = [(tensor, tensor.data, tensor.data_ptr()) for tensor in [*model.parameters(), *model.buffers()]]
+    attributes = [
+        (kept, dict(kept))
+        for module in model.modules()
+        for kept in (vars(module), module._parameters, module._buffers, module._modules)
+    ]
+    is_changed = False
+    try:
+        yield
+    finally:
+        for tensor, data, begin in memory:
+            if tensor.data_ptr() != begin or tensor.dtype != data.dtype or tensor.stride() != data.stride():
+                tensor.data, is_changed = data, True
+        for kept, before in attributes:
+            if kept.keys() != before.keys() or any(kept[name] is not value for name, value in before.items()):
+                kept.clear()
+                kept.update(before)
+                is_changed = True
+    if is_changed:
+        raise NotPlain("its loader replaces something of a layer")
+
+
 class _Recorder(TorchDispatchMode):
-    """Records the copies and fills of a loader, and does not execute them. Other operations that write are refused."""
+    """Records the copies and fills of a loader, and does not execute them. Other operations that write
+    are refused, and those that read values."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -118,6 +164,8 @@ class _Recorder(TorchDispatchMode):
         if func in FILLS:
             self.fills.append(args[0])
             return args[0]
+        if func in READS:
+            raise NotPlain("its loader reads values")
         if func._schema.is_mutable:
             raise NotPlain(f"its loader calls {func}")
         return func(*args, **(kwargs or {}))
@@ -140,7 +188,7 @@ def _parts_of(copies: Iterable[tuple[torch.Tensor, torch.Tensor]], tensors: Name
 
 
 def _refuse_gaps(model: Any, copied: list[torch.Tensor], filled: list[torch.Tensor]) -> None:
-    """Refuse copies that leave an element of a parameter out, or write one twice."""
+    """Refuse copies that leave an element of a parameter out, or write one of any tensor twice."""
     written: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for target in [*copied, *filled]:
         if not target.is_contiguous():
@@ -148,12 +196,16 @@ def _refuse_gaps(model: Any, copied: list[torch.Tensor], filled: list[torch.Tens
         if target.numel():
             begin = target.data_ptr()
             written[_memory_of(target)].append((begin, begin + target.nbytes))
+    for pieces in written.values():
+        pieces.sort()
+        if any(begin < end for (_, end), (begin, _) in itertools.pairwise(pieces)):
+            raise NotPlain("its loader writes to the same memory twice")
     for name, parameter in model.named_parameters():
         begin = parameter.data_ptr()
-        borders = [begin, *(border for piece in sorted(written[_memory_of(parameter)]) for border in piece)]
+        borders = [begin, *(border for piece in written[_memory_of(parameter)] for border in piece)]
         borders.append(begin + parameter.nbytes)
         if not parameter.is_contiguous() or borders[::2] != borders[1::2]:
-            raise NotPlain(f"its loader leaves out a part of {name}, or writes it twice")
+            raise NotPlain(f"its loader leaves out a part of {name}")
 
 
 def _memory_of(tensor: torch.Tensor) -> int:

@@ -49,7 +49,8 @@ def test_no_child_outlives_a_killed_supervisor_and_the_store_ends_last(tmp_path:
         supervisor.kill()
         supervisor.wait(30)
     until(lambda: not [process for process in left if is_alive(process)], "the end of all processes")
-    assert (tmp_path / "order").read_text().split() == ["worker", "store"]
+    ended = (tmp_path / "order").read_text().split()  # a child may be told twice, by the kernel and by that process
+    assert list(dict.fromkeys(ended)) == ["worker", "store"]
 
 
 @pytest.mark.fault_row(

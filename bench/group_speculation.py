@@ -16,7 +16,8 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ import pyarrow.parquet as pq
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-from harness import Bar, Measurement, ratios, report
+from harness import Bar, Measurement, alternate, ratios, report
 
 NUM_SAMPLES, MAX_TOKENS = 8, 8
 SUFFIX_TOKENS = (3, 2, 1)
@@ -210,19 +211,19 @@ def main() -> int:
 def compare(model: Any, stop_id: int, prompts: list[list[int]], max_rows: int) -> tuple[list[Measurement], Bar]:
     """Decode the same samples in all modes, in turn. Returns the figures of each, and the share of samples that drafts
     left as they were."""
-    speeds = {mode: Measurement(f"{max_rows} rows, {mode}: tokens a second", "tokens/s") for mode in MODES}
     counts: dict[str, Counts] = {}
     samples: dict[str, list[list[int]]] = {}
-    for round_index in range(1 + NUM_ROUNDS):
-        for mode in MODES:
-            groups = make_groups(prompts, model.config.vocab_size)
-            decoder = Decoder(model, stop_id, groups, max_rows, mode)
-            decoder.run()
-            samples[mode], counts[mode] = [row.response for group in groups for row in group], decoder.counts
-            if round_index > 0:
-                speeds[mode].rates.append(decoder.counts.num_tokens / decoder.counts.seconds)
+
+    def decode(mode: str) -> float:
+        groups = make_groups(prompts, model.config.vocab_size)
+        decoder = Decoder(model, stop_id, groups, max_rows, mode)
+        decoder.run()
+        samples[mode], counts[mode] = [row.response for group in groups for row in group], decoder.counts
+        return decoder.counts.num_tokens / decoder.counts.seconds
+
+    speeds = alternate({mode: partial(decode, mode) for mode in MODES}, NUM_ROUNDS, "tokens/s")
     plain, *drafted = MODES
-    found = [*speeds.values()]
+    found = [replace(each, name=f"{max_rows} rows, {mode}: tokens a second") for mode, each in speeds.items()]
     for mode in drafted:
         label, made = f"{max_rows} rows, {mode}", counts[mode]
         found += [

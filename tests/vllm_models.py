@@ -19,9 +19,9 @@ from vllm.distributed import init_distributed_environment, initialize_model_para
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers import utils
 from vllm.model_executor.model_loader import get_model
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from penstock_rollout.engines.vllm.copies import NotPlain, learn
+from penstock_rollout.engines.vllm.worker import reload
 
 
 def leave_unpacked(layer: Any, remove_weight: bool) -> None:
@@ -31,12 +31,6 @@ def leave_unpacked(layer: Any, remove_weight: bool) -> None:
 def next_version(tensors: dict[str, torch.Tensor], seed: int) -> list[tuple[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     return [(name, torch.randn(each.shape, generator=generator).to(each.dtype)) for name, each in tensors.items()]
-
-
-def reload(model: Any, config: Any, tensors: list[tuple[str, torch.Tensor]]) -> None:
-    initialize_layerwise_reload(model)
-    model.load_weights(iter(tensors))
-    finalize_layerwise_reload(model, config.model_config)
 
 
 def state_of(model: Any) -> dict[str, torch.Tensor]:
@@ -51,9 +45,9 @@ def compare(folder: str) -> str:
         model = get_model(vllm_config=config)
         saved = load_file(f"{folder}/model.safetensors")
         first, second = next_version(saved, 1), next_version(saved, 2)
-        reload(model, config, second)
+        reload(model, config.model_config, second)
         wanted = state_of(model)
-        reload(model, config, first)
+        reload(model, config.model_config, first)
         before = state_of(model)
         try:
             copies = learn(model, first)
@@ -73,10 +67,9 @@ def differences(wanted: dict[str, torch.Tensor], found: dict[str, torch.Tensor])
 def main() -> None:
     utils.dispatch_cpu_unquantized_gemm = leave_unpacked
     torch.accelerator.empty_cache = lambda: None  # the loader calls it, and there is none
-    init_file = tempfile.mktemp()
     config = EngineArgs(sys.argv[1], dtype="float32", skip_tokenizer_init=True).create_engine_config()
-    with set_current_vllm_config(config):
-        init_distributed_environment(1, 0, f"file://{init_file}", 0, "gloo")
+    with tempfile.TemporaryDirectory() as meeting, set_current_vllm_config(config):
+        init_distributed_environment(1, 0, f"file://{meeting}/ranks", 0, "gloo")
         initialize_model_parallel()
     for folder in sys.argv[1:]:
         try:

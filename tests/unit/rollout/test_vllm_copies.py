@@ -15,6 +15,7 @@ from vllm_stand_ins import imported_beside
 
 HIDDEN, VOCAB, PADDED, RANK, NUM_RANKS = 8, 10, 16, 1, 2
 SHAPES = {"embed": (VOCAB, HIDDEN), "q": (6, HIDDEN), "k": (2, HIDDEN), "down": (HIDDEN, 12), "norm": (HIDDEN,)}
+Tensors = list[tuple[str, torch.Tensor]]
 
 
 class Plain:
@@ -66,7 +67,7 @@ class Model(torch.nn.Module):
         self.also()
 
 
-def version(seed: int, dtype: torch.dtype = torch.float32) -> list[tuple[str, torch.Tensor]]:
+def version(seed: int, dtype: torch.dtype = torch.float32) -> Tensors:
     """Tensors that are views into one bucket, as a stage has them."""
     bucket = torch.randn(sum(torch.Size(shape).numel() for shape in SHAPES.values()), dtype=dtype).mul_(seed)
     pieces = bucket.split([torch.Size(shape).numel() for shape in SHAPES.values()])
@@ -90,6 +91,19 @@ def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
         assert torch.equal(found[name], value), name
 
 
+def check_copies(copies: Any, model: Model, first: Tensors, second: Tensors) -> None:
+    """Copies that are learned from the first version load the second as the loader does."""
+    model.load_weights(second)
+    wanted = values_of(model)
+    model.load_weights(first)
+    loaded = values_of(model)
+    learned = copies.learn(model, first)
+    assert_equal(values_of(model), loaded)  # learning writes nothing
+    assert learned.fit(second)
+    learned.load(second)
+    assert_equal(values_of(model), wanted)
+
+
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     layers = "vllm.model_executor.layers"
@@ -104,38 +118,22 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_copies_load_what_the_loader_loads(copies: Any, dtype: torch.dtype) -> None:
-    model, first, second = Model().to(dtype), version(1, dtype), version(2, dtype)
-    model.load_weights(second)
-    wanted = values_of(model)
-    model.load_weights(first)
-    loaded = values_of(model)
-    learned = copies.learn(model, first)
-    assert_equal(values_of(model), loaded)  # learning writes nothing
-    assert learned.fit(second)
-    learned.load(second)
-    assert_equal(values_of(model), wanted)
+    check_copies(copies, Model().to(dtype), version(1, dtype), version(2, dtype))
 
 
 def test_copies_cast_as_the_loader_does(copies: Any) -> None:
-    model, first, second = Model().to(torch.bfloat16), version(1), version(2)
-    model.load_weights(first)
-    learned = copies.learn(model, first)
-    learned.load(second)
-    found = values_of(model)
-    model.load_weights(second)
-    assert_equal(found, values_of(model))
+    check_copies(copies, Model().to(torch.bfloat16), version(1), version(2))
 
 
 def test_views_of_tensors_are_copied(copies: Any) -> None:
     """A loader may transpose: the memory is that of the stage."""
-    model, first, second = Model(), version(1), version(2)
-    model.change = lambda weight: weight.reshape(-1, 2).t().t().reshape(weight.shape)
-    model.load_weights(first)
-    learned = copies.learn(model, first)
-    learned.load(second)
-    found = values_of(model)
-    model.load_weights(second)
-    assert_equal(found, values_of(model))
+
+    def transposed(seed: int) -> Tensors:
+        return [(name, tensor.t().contiguous() if name == "down" else tensor) for name, tensor in version(seed)]
+
+    model = Model()
+    model.change = lambda weight: weight.t() if weight.shape == SHAPES["down"][::-1] else weight
+    check_copies(copies, model, transposed(1), transposed(2))
 
 
 def test_other_tensors_do_not_fit(copies: Any) -> None:
@@ -150,16 +148,12 @@ def test_other_tensors_do_not_fit(copies: Any) -> None:
 
 
 def test_tensors_of_several_types_are_loaded(copies: Any) -> None:
-    def mixed(seed: int) -> list[tuple[str, torch.Tensor]]:
+    def mixed(seed: int) -> Tensors:
         return [(name, tensor.bfloat16() if name == "norm" else tensor) for name, tensor in version(seed)]
 
-    model, first, second = Model(), mixed(1), mixed(2)
+    model = Model()
     model.qk.to(torch.bfloat16)
-    model.load_weights(first)
-    copies.learn(model, first).load(second)
-    found = values_of(model)
-    model.load_weights(second)
-    assert_equal(found, values_of(model))
+    check_copies(copies, model, mixed(1), mixed(2))
 
 
 def _repack(model: Model) -> None:

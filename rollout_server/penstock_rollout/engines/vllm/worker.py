@@ -107,9 +107,7 @@ class WeightStaging:
         with set_current_vllm_config(self.vllm_config):  # needed where a layer is quantized again
             if is_cpu:
                 _forget_expert_kernels(model)
-            initialize_layerwise_reload(model)
-            model.load_weights(iter(tensors))
-            finalize_layerwise_reload(model, self.model_config)
+            reload(model, self.model_config, tensors)
             if is_cpu:
                 _pack_tied_head(model, self.model_config.hf_text_config)
             if self.device.type in COPYING_DEVICES and not hasattr(self, "_penstock_copies"):
@@ -123,6 +121,13 @@ class WeightStaging:
 
     def _penstock_current(self) -> WeightStage | None:
         return getattr(self, "_penstock_stage", None)
+
+
+def reload(model: Any, model_config: Any, tensors: NamedTensors) -> None:
+    """Load the tensors into a model that serves, by vLLM's own loader."""
+    initialize_layerwise_reload(model)
+    model.load_weights(iter(tensors))
+    finalize_layerwise_reload(model, model_config)
 
 
 def _learned_copies(model: Any, tensors: NamedTensors) -> Copies | None:

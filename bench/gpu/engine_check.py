@@ -3,10 +3,11 @@
     PYTHONPATH=.:rollout_server:bench python bench/gpu/engine_check.py --engine vllm
 
 It needs a GPU, torch, transformers and the engine, but neither Redis nor Ray. A random model with the shape of
-Qwen2-0.5B is served in bf16, once with the KV cache kept through an update and once with it recomputed. The reference
-is a float32 forward pass over the same bf16 weights. Errors are judged relative to the error of transformers' own bf16
-forward pass. `--tiny` uses a small model and also runs on a CPU. SGLang's wheels are built for CUDA, so on a CPU SGLang
-needs SGLANG_USE_CPU_ENGINE=1, a libcuda.so.1 to link to, and these flags:
+Qwen2-0.5B is served in bf16, once with the KV cache kept through updates and once with it recomputed. There are two
+updates, because an engine may load later versions in another way than the first: vLLM's worker copies them on a GPU.
+The reference is a float32 forward pass over the same bf16 weights. Errors are judged relative to the error of
+transformers' own bf16 forward pass. `--tiny` uses a small model and also runs on a CPU. SGLang's wheels are built for
+CUDA, so on a CPU SGLang needs SGLANG_USE_CPU_ENGINE=1, a libcuda.so.1 to link to, and these flags:
 
     --engine sglang --tiny --extra '{"device": "cpu", "attention_backend": "torch_native", "max_total_tokens": 65536,
         "enable_deterministic_inference": false}'
@@ -34,20 +35,26 @@ from penstock.v1 import weights_pb2
 from penstock.weights.checksums import XXH3_PIECES, host_checksum
 from penstock.weights.manifest import TensorShape, allocate_buckets, build_manifest
 from penstock.weights.snapshot import write_snapshot
-from penstock_rollout.engines.engine import CommitReport, Engine, GenerateRequest, TokenChunk
+from penstock_rollout.engines.engine import Engine, GenerateRequest, TokenChunk
 from penstock_rollout.engines.factory import create_engine
 from penstock_rollout.engines.sglang.start import honours_seeds
 from tests.engine_answers import Answer
 
 STARTED = time.monotonic()
-DEADLINE_S = 285.0
+DEADLINE_S = 400.0
 NUM_REQUESTS = 64
 BUCKET_BYTES = 256 << 20
-OLD, NEW = 3, 4
+OLD, NEW, NEWEST = 3, 4, 5
 MIN_DIFFERENCE = 6
 """A token shows its version if its log-probs under the two versions differ by more than this many mean errors."""
 SHARPER = 3.0
 """The new version's logits are this many times larger. Then most tokens show their version, even in 8 bits."""
+LESS_SHARP = 1.5
+"""The same of the newest version."""
+SECOND = "second update: "
+
+Update = tuple[weights_pb2.AnnounceRequest, list[str]]
+"""An announcement and its checksums."""
 
 
 def say(text: str) -> None:
@@ -147,35 +154,39 @@ class Errors:
         return f"{len(self.ours)} tokens: mean {self.mean:.5f}, max {max(self.ours):.4f} ({theirs})"
 
 
-def make_policies(size: Size, folder: Path, device: str) -> tuple[Policy, Policy]:
-    """Write two versions whose log-probs differ clearly to `folder/old` and `folder/new`."""
+def make_policies(size: Size, folder: Path, device: str) -> list[Policy]:
+    """Write versions whose log-probs differ clearly to `folder/old`, `folder/new` and `folder/newest`. They differ in
+    every tensor."""
     import torch
     from transformers import Qwen2ForCausalLM
 
     torch.manual_seed(0)
     with torch.device(device):
-        old, new = Qwen2ForCausalLM(size.config()), Qwen2ForCausalLM(size.config())
+        models = {name: Qwen2ForCausalLM(size.config()) for name in ("old", "new", "newest")}
     with torch.no_grad():
-        for name, parameter in new.named_parameters():
-            base = old.get_parameter(name)
-            if parameter.dim() == 1:
+        for name, base in models["old"].named_parameters():
+            if base.dim() == 1:
                 base.add_(torch.randn_like(base), alpha=0.05)
-                parameter.copy_(base + 0.05 * torch.randn_like(base))
-            else:
-                parameter.mul_(0.5).add_(base)
-        new.model.norm.weight.mul_(SHARPER)
-    for name, model in (("old", old), ("new", new)):
+            for later in (models["new"], models["newest"]):
+                parameter = later.get_parameter(name)
+                if base.dim() == 1:
+                    parameter.copy_(base + 0.05 * torch.randn_like(base))
+                else:
+                    parameter.mul_(0.5).add_(base)
+        models["new"].model.norm.weight.mul_(SHARPER)
+        models["newest"].model.norm.weight.mul_(LESS_SHARP)
+    for name, model in models.items():
         model.bfloat16().save_pretrained(folder / name)
-    return Policy.load(folder / "old", device), Policy.load(folder / "new", device)
+    return [Policy.load(folder / name, device) for name in models]
 
 
-def write_update(policy: Policy, folder: Path) -> tuple[weights_pb2.AnnounceRequest, list[str]]:
+def write_update(policy: Policy, version: int, folder: Path) -> Update:
     import numpy as np
     import torch
 
     weights = {name: tensor.detach().cpu() for name, tensor in policy.bf16.named_parameters()}
     shapes = [TensorShape(name, "BF16", tuple(tensor.shape)) for name, tensor in weights.items()]
-    manifest = build_manifest("engine-check", NEW, 1, shapes, BUCKET_BYTES)
+    manifest = build_manifest("engine-check", version, 1, shapes, BUCKET_BYTES)
     buckets = allocate_buckets(manifest)
     for spec in manifest.tensors:
         raw = weights[spec.name].contiguous().view(torch.uint8).numpy().reshape(-1)
@@ -224,16 +235,15 @@ class Client:
 class Check:
     """One engine from start to stop."""
 
-    def __init__(self, mode: str, arguments: argparse.Namespace, size: Size, old: Policy, new: Policy) -> None:
+    def __init__(self, mode: str, arguments: argparse.Namespace, size: Size, policies: list[Policy]) -> None:
         self.mode = mode
         self.measurements: list[Measurement] = []
         self.bars: list[Bar] = []
         self._arguments = arguments
         self._size = size
-        self._old = old
-        self._new = new
+        self._old, self._new, self._newest = policies
 
-    async def run(self, model: Path, announcement: weights_pb2.AnnounceRequest, checksums: list[str]) -> None:
+    async def run(self, model: Path, first: Update, second: Update) -> None:
         config = EngineConfig(
             name=self._arguments.engine,
             max_model_len=1024,
@@ -252,8 +262,10 @@ class Check:
         self._say("the engine is ready")
         try:
             before = await self._before(client)
-            await self._through(engine, client, announcement, checksums, before)
-            await self._after(client, before)
+            self._judge_update(await self._update(engine, client, first), before)
+            await self._after(client, self._new, NEW, before)
+            await self._update(engine, client, second, SECOND)
+            await self._after(client, self._newest, NEWEST, before, SECOND)
         finally:
             await engine.stop()
             self._say("stopped")
@@ -272,28 +284,28 @@ class Check:
             self._bar("log-prob error / error of transformers in bf16", errors.ratio, 2, True)
         return errors
 
-    async def _through(
-        self,
-        engine: Engine,
-        client: Client,
-        announcement: weights_pb2.AnnounceRequest,
-        checksums: list[str],
-        before: Errors,
-    ) -> None:
+    async def _update(self, engine: Engine, client: Client, update: Update, which: str = "") -> list[Answer]:
+        """Update while requests decode. Returns their answers."""
+        announcement, checksums = update
         decoding = asyncio.Event()
         running = asyncio.ensure_future(client.answers(self._size.long, decoding))
         await asyncio.wait_for(decoding.wait(), 60)
         self._say(f"{NUM_REQUESTS} requests decode; updating")
         await engine.stage_weights(announcement)
-        commit = await engine.commit_weights(NEW, checksums, timeout_s=60)
-        self._report_commit(commit)
+        commit = await engine.commit_weights(announcement.manifest.policy_version, checksums, timeout_s=60)
+        self._measure(f"{which}receiving beside decoding", "ms", 1000 * commit.receive_s)
+        self._measure(f"{which}loading", "ms", 1000 * commit.load_s)
+        self._measure(f"{which}paused", "ms", 1000 * commit.paused_s)
         answers = await running
+        disordered = sum(list(answer.versions) != sorted(answer.versions) for answer in answers)
+        self._bar(f"{which}answers whose versions go back", disordered, 0, True)
+        return answers
+
+    def _judge_update(self, answers: list[Answer], before: Errors) -> None:
         spanning = [answer for answer in answers if 0 < num_old(answer) < len(answer.versions)]
         gaps = [answer.arrivals[num_old(answer)] - answer.arrivals[num_old(answer) - 1] for answer in spanning]
         self._measure("longest gap between two tokens at the flip", "ms", 1000 * max(gaps, default=0.0))
         self._bar("requests that ran through the update", len(spanning), NUM_REQUESTS / 2)
-        disordered = sum(list(answer.versions) != sorted(answer.versions) for answer in answers)
-        self._bar("answers whose versions go back", disordered, 0, True)
         if not spanning:
             return
         old, new = Errors(), Errors()
@@ -326,19 +338,14 @@ class Check:
                     wrong += bool(abs(found - stamped[index]) > abs(found - other[index]))
         return judged, wrong
 
-    async def _after(self, client: Client, before: Errors) -> None:
+    async def _after(self, client: Client, policy: Policy, version: int, before: Errors, which: str = "") -> None:
         answers = await client.answers(self._size.short)
-        self._bar("tokens after the update not stamped new", sum(_stamped_other(answers, NEW)), 0, True)
+        self._bar(f"{which}tokens after the update not stamped new", sum(_stamped_other(answers, version)), 0, True)
         errors = Errors()
         for answer in answers:
-            errors.add(self._new, answer, 0, len(answer.token_ids))
-        self._say(f"log-probs after the update, {errors}")
-        self._bar("error after the update / error before", errors.ratio / before.ratio, 1.5, True)
-
-    def _report_commit(self, commit: CommitReport) -> None:
-        self._measure("receiving beside decoding", "ms", 1000 * commit.receive_s)
-        self._measure("loading", "ms", 1000 * commit.load_s)
-        self._measure("paused", "ms", 1000 * commit.paused_s)
+            errors.add(policy, answer, 0, len(answer.token_ids))
+        self._say(f"{which}log-probs after the update, {errors}")
+        self._bar(f"{which}error after the update / error before", errors.ratio / before.ratio, 1.5, True)
 
     def _say(self, text: str) -> None:
         say(f"{self.mode}: {text}")
@@ -361,13 +368,13 @@ async def check_all(arguments: argparse.Namespace, folder: Path, checks: list[Ch
     device = "cuda" if torch.cuda.is_available() else "cpu"
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     size = TINY if arguments.tiny else Size()
-    say(f"making two versions of the model on {name}")
-    old, new = make_policies(size, folder, device)
-    announcement, checksums = write_update(new, folder / "update")
-    say(f"{sum(bucket.num_bytes for bucket in announcement.manifest.buckets) / 1e6:,.0f} MB of weights are written")
+    say(f"making three versions of the model on {name}")
+    policies = make_policies(size, folder, device)
+    first, second = (write_update(policies[i], OLD + i, folder / f"update-{i}") for i in (1, 2))
+    say(f"{sum(bucket.num_bytes for bucket in first[0].manifest.buckets) / 1e6:,.0f} MB of weights are written, twice")
     for mode in arguments.modes.split(","):
-        checks.append(Check(mode, arguments, size, old, new))
-        await checks[-1].run(folder / "old", announcement, checksums)
+        checks.append(Check(mode, arguments, size, policies))
+        await checks[-1].run(folder / "old", first, second)
 
 
 def engine_version(name: str) -> str:

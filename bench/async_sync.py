@@ -169,7 +169,7 @@ def numbers(text: str) -> list[int]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seeds", type=numbers, default=[1, 2], help="with commas")
+    parser.add_argument("--seeds", type=numbers, default=[1, 2, 3], help="with commas")
     parser.add_argument("--staleness", type=numbers, default=[0, 1, 2, 4, 8], help="max_staleness, with commas")
     parser.add_argument("--correction", choices=["yes", "no", "both"], default="both")
     parser.add_argument("--steps", type=int, default=45)

@@ -317,9 +317,10 @@ class PolicyPublication:
         return has_failed or is_held or server.server_id in self._catching_up
 
     def _push_timeout_s(self, num_servers: int) -> float:
-        """Upper bound on a push. Each server can fail, and the push then starts again without it."""
+        """Upper bound on a push. Each server can fail, and the push then starts again without it. An attempt is an
+        announcement, the sending, which may include encoding a delta, and an abort."""
         weights = self.config.weights
-        return (weights.ready_timeout_s + 2 * weights.push_timeout_s) * (num_servers + 1)
+        return 2 * (weights.ready_timeout_s + weights.push_timeout_s) * (num_servers + 1)
 
     @property
     def _newest(self) -> int | None:

@@ -173,7 +173,8 @@ async def run(scale: Scale, arguments: argparse.Namespace) -> tuple[list[Measure
     found: list[Measurement] = []
     for label, rounds in samples.items():
         found += measurements(rounds, label, sizes[label], scale.baseline, scale.slower)
-    bars = fleet_bars(found, min(sizes, key=sizes.__getitem__), max(sizes, key=sizes.__getitem__))
+    *smaller, largest = sorted(sizes, key=sizes.__getitem__)
+    bars = [bar for small in smaller for bar in fleet_bars(found, small, largest)]
     middle = arguments.servers[len(arguments.servers) // 2]
     [with_few] = [each for each in found if each.name == f"{middle:,} servers: Redis, CPU of a group"]
     for count in more:

@@ -31,7 +31,9 @@ BENCHES = {
     ),
     "weights_gpu": ("The weight push, GPU", "bench/gpu/weights.py", "compared with a broadcast, a copy and a load"),
     "delta_push": (
-        "Deltas", "bench/gpu/delta_push.py", "pushes of a 7B model after a step, compared with pushes of all its bytes",
+        "Deltas", "bench/gpu/delta_push.py", 
+        "pushes of a 7B model after a step, compared with pushes of all its bytes. The member keeps the weights on a "
+        "GPU and loads them, but does not decode: its pause is that of the load alone",
     ),
     "agents": ("Sessions of agents", "make bench-agents", "with and without a session, 2,000 sessions, prefix caches"),
     "checkpoints": ("Checkpoints", "make bench-checkpoints", "the cost of checksums and of checks for finite numbers"),
@@ -40,7 +42,8 @@ BENCHES = {
     "rollout": ("Generation, CPU", "make bench-rollout", "a rollout server and bare vLLM, 64 concurrent requests"),
     "rollout_gpu": ("Generation, GPU", "bench/gpu/rollout.py", "the same, 512 concurrent requests"),
     "engine_check_bf16": (
-        "vLLM on a GPU", "bench/gpu/engine_check.py", "log-probs and version stamps across updates, in bf16",
+        "vLLM on a GPU", "bench/gpu/engine_check.py", "log-probs and version stamps across updates, in bf16. "
+        "The figures of `keep` and of `recompute` are of two runs; in that of `recompute` there was one update",
     ),
     "engine_check_fp8": ("vLLM in FP8", "bench/gpu/engine_check.py --quantization fp8", "the same"),
     "engine_check_sglang_bf16": ("SGLang on a GPU", "bench/gpu/engine_check.py --engine sglang", "the same"),
@@ -49,7 +52,9 @@ BENCHES = {
     ),
     "constrained_check_gpu": ("Constrained output, GPU", "bench/gpu/constrained_check.py", "the same"),
     "sglang_gpu": ("SGLang", "bench/gpu/sglang_speed.py", "compared with bare SGLang, 256 requests at once"),
-    "prefixes": ("Shared prefixes in training", "bench/gpu/prefixes.py", "compared with the same step without sharing"),
+    "prefixes": ("Shared prefixes in training", "bench/gpu/prefixes.py", "compared with the same step without "
+        "sharing. At 128 + 1,024 tokens a micro-batch has 8 sequences with sharing, and 12 or 13 without, which is a "
+        "part of the lower memory"),
     "learner": ("The training step", "bench/gpu/learner.py", "compared with plain Hugging Face and TRL's GRPO loss"),
     "learner_ranks": (
         "Training on several ranks", "bench/gpu/learner_ranks.py", "FSDP2 ranks on one GPU, compared with one rank",
@@ -96,7 +101,14 @@ BENCHES = {
     ),
     "gateway": ("The gateway", "make bench-gateway", "submissions, compared with bare FastAPI and grpc.aio servers"),
     "soak": ("The soak", "make soak", "a run of an hour whose parts are killed every 30 s on average"),
-    "scale": ("Scale", "make bench-scale", "costs of a group and of a server, 1,000 simulated servers and 10"),
+    "scale": (
+        "Scale",
+        "make bench-scale",
+        "costs of a group and of a server, with 1,000 simulated servers, and with 100 and 10. The first thing to break "
+        "was the meeting of a push by gloo, whose connections grow with the square of the servers; relays moved it "
+        "([weight-push.md](weight-push.md)). Next is Redis, which has one core: with 1,000 servers it takes about "
+        "1,200 groups a second. One process of the gateway takes 700 submissions a second, and more processes more",
+    ),
     "metrics": ("Metrics", "make bench-metrics", "their cost"),
     "durable": ("Saved tokens", "make bench-durable", "what a killed server costs, and what saving costs"),
     "spread": ("Groups on two servers", "make bench-spread", "compared with a server that keeps its groups to itself"),
@@ -124,6 +136,17 @@ FIGURES = {
     "simulate": ("speedup: ", "verl's own times"),
     "cold_start": "",
     "whole_run": "",
+    "learner": ("1.5b: plain, MFU", "1.5b: plain, nominal", "1.5b: ours, bfloat16", "1.5b: TRL"),
+    "scale": (
+        "10 servers: admission",
+        "10 servers: membership",
+        "100 servers: admission",
+        "100 servers: membership",
+        "1,000 servers: admission",
+        "1,000 servers: membership",
+        "1,000 servers: submission",
+        "1,000 servers: generate",
+    ),
     "weights_gpu": ("host: ", "ranks: "),
 }
 """Figures without a goal that are shown too, by file and the beginnings of their names."""

@@ -11,12 +11,13 @@ ours takes them from the pass of the update.
 
 Each part is a process with a deadline of its own. Parts with a variant in their name can be added: `ours-mps-0.5b`
 turns on CUDA's multi-process service, `ours-bypass-0.5b` leaves the correction out, `ours-sync-0.5b` generates and
-trains in turns (`max_staleness` 0), `trl-rows32-0.5b` trains 32 sequences at a time, `trl-recomputed-0.5b` recomputes
-activations; those of verl are listed in whole_run_parts/verl_runs.py. The bars compare our plain part with the best of
-each peer. What overlap gives is a synchronous step over a plain one; its ideal is what it would be if the longer of
-generation and training took the whole step. It needs vLLM, Ray, Redis, what penstock needs, and TRL and datasets for
-the parts of TRL. The parts of verl (`verl-0.5b,verl-1.5b`) need an environment with verl and without TRL.
-`--engine torch` with the parts `ours-tiny,trl-tiny` tries the script without a GPU.
+trains in turns (`max_staleness` 0), `ours-wide-0.5b` decodes three steps' samples at once instead of two,
+`trl-rows32-0.5b` trains 32 sequences at a time, `trl-recomputed-0.5b` recomputes activations; those of verl are listed
+in whole_run_parts/verl_runs.py. The bars compare our plain part with the best of each peer. What overlap gives is the
+rate of tokens over that of the synchronous part; its ideal is what it would be if the longer of generation and
+training, each as long as in the synchronous part, took the whole step. It needs vLLM, Ray, Redis, what penstock needs,
+and TRL and datasets for the parts of TRL. The parts of verl (`verl-0.5b,verl-1.5b`) need an environment with verl and
+without TRL. `--engine torch` with the parts `ours-tiny,trl-tiny` tries the script without a GPU.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from harness import Bar, Measurement, report
 from learner_parts.models import SHAPES
 from measuring.parts import earlier_results, run_parts
 from measuring.results import Results, say
+from whole_run_parts.steps import RATE
 from whole_run_parts.task import Task
 
 NAME = "whole_run"
@@ -90,7 +92,8 @@ def _ours(
 
     correction = "bypass" if "bypass" in variants else "decoupled"
     staleness = 0 if SYNC in variants else MAX_STALENESS
-    settings = settings_of(task, model, folder, engine, correction, MICRO_BATCH_TOKENS, staleness)
+    at_once = 3 if "wide" in variants else 2
+    settings = settings_of(task, model, folder, engine, correction, MICRO_BATCH_TOKENS, staleness, at_once)
     return run_ours(task, settings, folder, started_at, until, with_mps="mps" in variants)
 
 
@@ -128,8 +131,6 @@ def _task_of(arguments: argparse.Namespace, model: str) -> Task:
 def compare() -> bool:
     """Add the ratios to each peer, of the models that both have run, to the saved results. Returns whether every bar is
     met. A peer is represented by its fastest variant."""
-    from whole_run_parts.steps import RATE
-
     ratios = {who: f"ours / {peer}" for who, peer in PEERS.items()}
     results = earlier_results(NAME, [*ratios.values(), OVERLAP])
     results.measurements += overlap(results.measurements)
@@ -152,17 +153,19 @@ def overlap(measurements: Sequence[Measurement]) -> list[Measurement]:
     medians = {each.name: each.median for each in measurements}
     figures = []
     for model in SHAPES:
-        plain, sync, wait = (
+        rate, sync_rate, step, wait = (
             medians.get(f"ours-{name}")
-            for name in (f"{model}: step", f"{SYNC}-{model}: step", f"{SYNC}-{model}: step: wait")
-        )
-        if plain is None or sync is None or wait is None:
+            for name in (
+                f"{model}: {RATE}", f"{SYNC}-{model}: {RATE}", f"{SYNC}-{model}: step", f"{SYNC}-{model}: step: wait",
+            )
+        )  # fmt: skip
+        if rate is None or sync_rate is None or step is None or wait is None:
             continue
-        ideal = sync / max(wait, sync - wait)
+        gain, ideal = rate / sync_rate, step / max(wait, step - wait)
         figures += [
-            Measurement(f"{OVERLAP}: {model}, synchronous step / step", "×", [sync / plain]),
+            Measurement(f"{OVERLAP}: {model}, response tokens / those of synchronous training", "×", [gain]),
             Measurement(f"{OVERLAP}: {model}, ideal", "×", [ideal]),
-            Measurement(f"{OVERLAP}: {model}, of its ideal", "", [sync / plain / ideal]),
+            Measurement(f"{OVERLAP}: {model}, of its ideal", "", [gain / ideal]),
         ]
     return figures
 

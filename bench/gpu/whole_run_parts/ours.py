@@ -46,11 +46,11 @@ def settings_of(
     correction: str,
     micro_batch_tokens: int,
     max_staleness: int = MAX_STALENESS,
+    steps_at_once: int = 2,
 ) -> dict[str, Any]:
-    """A run as a user would configure it for one GPU. Twice as many samples as a step has are decoded at once: the
-    groups of the next steps are generated beside those of this one."""
+    """A run as a user would configure it for one GPU. The samples of several steps are decoded at once: the groups of
+    the next steps are generated beside those of this one."""
     is_gpu = engine == "vllm"
-    at_once = 2 * task.num_sequences
     return {
         "run": "whole-run",
         "run_dir": str(folder / "runs"),
@@ -63,9 +63,9 @@ def settings_of(
         "replay": {"groups_per_step": task.num_prompts, "max_staleness": max_staleness},
         "rollout": {
             "num_servers": 1,
-            "max_concurrent_groups": 2 * task.num_prompts,
+            "max_concurrent_groups": steps_at_once * task.num_prompts,
             "engine": {
-                "name": engine, "max_model_len": task.max_tokens, "max_num_seqs": at_once,
+                "name": engine, "max_model_len": task.max_tokens, "max_num_seqs": steps_at_once * task.num_sequences,
                 "gpu_memory_utilization": 0.4,
                 "extra": {"kv_cache_memory_bytes": KV_CACHE_BYTES} if is_gpu else {},
             },

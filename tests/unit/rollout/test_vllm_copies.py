@@ -147,6 +147,27 @@ def test_other_tensors_do_not_fit(copies: Any) -> None:
     assert not learned.fit([(name, tensor.t().contiguous().t()) for name, tensor in first])
 
 
+def _move(model: Model) -> None:
+    model.norm.weight.data = model.norm.weight.data.clone()
+
+
+def _replace(model: Model) -> None:
+    model.norm.weight = torch.nn.Parameter(model.norm.weight.clone(), requires_grad=False)
+
+
+def _remove(model: Model) -> None:
+    del model.norm.weight
+
+
+@pytest.mark.parametrize("change", [_move, _replace, _remove])
+def test_a_model_whose_parameters_are_elsewhere_does_not_fit(copies: Any, change: Callable[[Model], None]) -> None:
+    model, first = Model(), version(1)
+    model.load_weights(first)
+    learned = copies.learn(model, first)
+    change(model)
+    assert not learned.fit(first)
+
+
 def test_tensors_of_several_types_are_loaded(copies: Any) -> None:
     def mixed(seed: int) -> Tensors:
         return [(name, tensor.bfloat16() if name == "norm" else tensor) for name, tensor in version(seed)]
@@ -206,6 +227,7 @@ REFUSED: dict[str, tuple[Callable[[Model], object], str]] = {
     "an operation that writes": (_also(lambda model: model.norm.weight.data.add_(1)), "its loader calls aten.add_"),
     "another method": (lambda model: setattr(model.qk, "quant_method", object()), "qk has the method object"),
     "a copy of weights": (lambda model: setattr(model.qk, "packed", torch.ones(4)), "qk.packed is neither"),
+    "a list of copies": (lambda model: setattr(model.qk, "packed", {"a": [torch.ones(4)]}), "qk.packed is neither"),
     "sinks": (lambda model: setattr(model, "attention", Attention(torch.ones(2))), "attention has sinks"),
     "sinks of one of several kernels": (_add_variants, "attention has sinks"),
     "a layer that prepares its weights": (

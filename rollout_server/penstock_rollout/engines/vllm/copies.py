@@ -29,11 +29,15 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 
 NamedTensors = Sequence[tuple[str, torch.Tensor]]
 Kind = tuple[str, torch.dtype, torch.Size, tuple[int, ...]]
+Place = tuple[dict[str, Any], str, int]
+"""The parameters of a layer, the name of one, and where its memory begins."""
 
 PLAIN_METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
 READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.is_nonzero.default)
 """With these, values get into Python: a later version has others."""
+KNOWN_TENSORS = ("_parameters", "_buffers", "_modules", "kv_cache")
+"""Attributes of a layer whose tensors are its parameters and buffers, or not made from weights."""
 COMPARED_ELEMENTS = 16 * 2**20
 """Elements that are compared at once. The comparison needs as many bytes."""
 
@@ -60,14 +64,16 @@ class Part:
 
 class Copies:
     """All parts of a version. `load` does what vLLM's loader does, for every version whose tensors are of the same
-    kinds."""
+    kinds, as long as the parameters of the model stay where they are."""
 
-    def __init__(self, kinds: list[Kind], parts: list[Part]) -> None:
+    def __init__(self, kinds: list[Kind], parts: list[Part], places: list[Place]) -> None:
         self._kinds = kinds
         self._parts = parts
+        self._places = places
 
     def fit(self, tensors: NamedTensors) -> bool:
-        return kinds_of(tensors) == self._kinds
+        is_in_place = all(kept.get(name) is not None and kept[name].data_ptr() == at for kept, name, at in self._places)
+        return is_in_place and kinds_of(tensors) == self._kinds
 
     @torch.no_grad()
     def load(self, tensors: NamedTensors) -> None:
@@ -98,7 +104,7 @@ def learn(model: Any, tensors: NamedTensors) -> Copies:
     for part in parts:
         if _differ(part.target, part.source(tensors)):
             raise NotPlain(f"vLLM keeps other values of {tensors[part.index][0]}")
-    return Copies(kinds_of(tensors), parts)
+    return Copies(kinds_of(tensors), parts, list(_places_of(model)))
 
 
 def refuse_other_weights(model: Any) -> None:
@@ -112,8 +118,24 @@ def refuse_other_weights(model: Any) -> None:
         if hasattr(module, "process_weights_after_loading") and not isinstance(module, Attention):
             raise NotPlain(f"{name} ({type(module).__name__}) prepares its weights")
         for attribute, value in vars(module).items():
-            if isinstance(value, torch.Tensor) and value.numel() > 1 and attribute != "kv_cache":
+            if attribute not in KNOWN_TENSORS and any(tensor.numel() > 1 for tensor in _tensors_in(value)):
                 raise NotPlain(f"{name}.{attribute} is neither a parameter nor a buffer")
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensor, or those in a container."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple | set | dict):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(one)
+
+
+def _places_of(model: Any) -> Iterator[Place]:
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield module._parameters, name, parameter.data_ptr()
 
 
 def _has_sinks(implementation: Any) -> bool:

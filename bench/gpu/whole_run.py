@@ -12,6 +12,7 @@ ours takes them from the pass of the update.
 Each part is a process with a deadline of its own. Parts with a variant in their name can be added: `ours-mps-0.5b`
 turns on CUDA's multi-process service, `ours-bypass-0.5b` leaves the correction out, `ours-sync-0.5b` generates and
 trains in turns (`max_staleness` 0), `ours-wide-0.5b` decodes three steps' samples at once instead of two,
+`ours-pair-0.5b` has two servers on the GPU, which need less of a core each than one server that decodes everything,
 `trl-rows32-0.5b` trains 32 sequences at a time, `trl-recomputed-0.5b` recomputes activations; those of verl are listed
 in whole_run_parts/verl_runs.py. The bars compare our plain part with the best of each peer. What overlap gives is the
 rate of tokens over that of the synchronous part; its ideal is what it would be if the longer of generation and
@@ -31,6 +32,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from harness import Bar, Measurement, report
@@ -88,12 +90,17 @@ def model_folder(name: str) -> Path:
 def _ours(
     task: Task, model: Path, folder: Path, engine: str, started_at: float, until: float, variants: list[str]
 ) -> Results:
-    from whole_run_parts.ours import MAX_STALENESS, run_ours, settings_of
+    from whole_run_parts.ours import Fleet, run_ours, settings_of
 
     correction = "bypass" if "bypass" in variants else "decoupled"
-    staleness = 0 if SYNC in variants else MAX_STALENESS
-    at_once = 3 if "wide" in variants else 2
-    settings = settings_of(task, model, folder, engine, correction, MICRO_BATCH_TOKENS, staleness, at_once)
+    fleet = Fleet()
+    if SYNC in variants:
+        fleet = replace(fleet, max_staleness=0)
+    if "wide" in variants:
+        fleet = replace(fleet, steps_at_once=3)
+    if "pair" in variants:
+        fleet = replace(fleet, num_servers=2)
+    settings = settings_of(task, model, folder, engine, correction, MICRO_BATCH_TOKENS, fleet)
     return run_ours(task, settings, folder, started_at, until, with_mps="mps" in variants)
 
 

@@ -28,7 +28,6 @@ from whole_run_parts.task import DATA_SOURCE, Task, write_prompts
 
 HERE = Path(__file__).parent
 UP = "import sys; from penstock.cli.main import main; sys.exit(main(sys.argv[1:]))"
-MAX_STALENESS = 2
 STEPS_BEYOND = 2
 """Steps after the last one that counts, so that the server still answers for its metrics when that one has ended."""
 KV_CACHE_BYTES = 16 * 2**30
@@ -38,6 +37,17 @@ STOP_S = 10.0
 POLL_S = 0.05
 
 
+@dataclass(frozen=True)
+class Fleet:
+    """The servers of a run, and how far ahead of the learner they may be."""
+
+    max_staleness: int = 2
+    steps_at_once: int = 2
+    """Steps whose samples are decoded at once: the groups of the next steps are generated beside those of this one."""
+    num_servers: int = 1
+    """They share the GPU, and divide the samples."""
+
+
 def settings_of(
     task: Task,
     model: Path,
@@ -45,12 +55,11 @@ def settings_of(
     engine: str,
     correction: str,
     micro_batch_tokens: int,
-    max_staleness: int = MAX_STALENESS,
-    steps_at_once: int = 2,
+    fleet: Fleet = Fleet(),  # noqa: B008  # frozen
 ) -> dict[str, Any]:
-    """A run as a user would configure it for one GPU. The samples of several steps are decoded at once: the groups of
-    the next steps are generated beside those of this one."""
+    """A run as a user would configure it for one GPU."""
     is_gpu = engine == "vllm"
+    prompts_at_once = fleet.steps_at_once * task.num_prompts // fleet.num_servers
     return {
         "run": "whole-run",
         "run_dir": str(folder / "runs"),
@@ -60,12 +69,12 @@ def settings_of(
             "file": str(folder / "prompts.jsonl"), "epochs": 0, "num_samples": task.num_samples,
             "max_tokens": task.response_tokens, "ignore_eos": True, "data_source": DATA_SOURCE,
         },
-        "replay": {"groups_per_step": task.num_prompts, "max_staleness": max_staleness},
+        "replay": {"groups_per_step": task.num_prompts, "max_staleness": fleet.max_staleness},
         "rollout": {
-            "num_servers": 1,
-            "max_concurrent_groups": steps_at_once * task.num_prompts,
+            "num_servers": fleet.num_servers,
+            "max_concurrent_groups": prompts_at_once,
             "engine": {
-                "name": engine, "max_model_len": task.max_tokens, "max_num_seqs": steps_at_once * task.num_sequences,
+                "name": engine, "max_model_len": task.max_tokens, "max_num_seqs": prompts_at_once * task.num_samples,
                 "gpu_memory_utilization": 0.4,
                 "extra": {"kv_cache_memory_bytes": KV_CACHE_BYTES} if is_gpu else {},
             },
@@ -105,7 +114,7 @@ def run_ours(
         command = [sys.executable, "-c", UP, "up", str(config)]
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | environment)
         try:
-            _watch(process, steps, folder / "runs" / "whole-run", until)
+            _watch(process, steps, folder / "runs" / "whole-run", settings["rollout"]["num_servers"], until)
         finally:
             stop(process)
             _say_transport(folder)
@@ -114,19 +123,20 @@ def run_ours(
     return steps.finish()
 
 
-def _watch(process: subprocess.Popen[bytes], steps: StepLog, run: Path, until: float) -> None:
+def _watch(process: subprocess.Popen[bytes], steps: StepLog, run: Path, num_servers: int, until: float) -> None:
     """Record each step as soon as it is in metrics.jsonl."""
     task = steps.task
     counted: list[tuple[float, ServerCounts]] = []
     while len(steps.tokens) < task.num_steps and time.time() < until:
         for row in step_rows(run)[len(steps.tokens) : task.num_steps]:
             if len(steps.tokens) + 1 >= task.num_warm:
-                counted.append((time.time(), _server_counts(run)))
+                counted.append((time.time(), _counts_of_servers(run, num_servers)))
             if len(counted) > 1:
                 (first, before), (last, after) = counted[0], counted[-1]
                 steps.generated_rate = (after.samples - before.samples) * task.response_tokens / (last - first)
-                steps.server_paused_share = (after.paused_s - before.paused_s) / (last - first)
-                generating_share = (after.generating_s - before.generating_s) / (last - first)
+                servers_s = num_servers * (last - first)
+                steps.server_paused_share = (after.paused_s - before.paused_s) / servers_s
+                generating_share = (after.generating_s - before.generating_s) / servers_s
                 steps.server_idle_share = 1 - generating_share + steps.server_paused_share
             steps.learner_times.append(LearnerTimes(**{name: row[name] for name in LEARNER_TIMES}))
             phases = {name.removesuffix("_s"): row[name] for name in PHASES}
@@ -147,21 +157,22 @@ def step_rows(run: Path) -> list[dict[str, float]]:
 
 @dataclass(frozen=True)
 class ServerCounts:
-    """What a rollout server has counted since its start."""
+    """What the rollout servers have counted since their start, together."""
 
     samples: float
     generating_s: float
-    """Time in which the engine had a request. Pauses are part of it."""
+    """Time in which an engine had a request. Pauses are part of it."""
     paused_s: float
 
 
-def _server_counts(run: Path) -> ServerCounts:
-    port = json.loads((run / "rollout-0.json").read_text())["metrics_port"]
-    text = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=5).text
+def _counts_of_servers(run: Path, num_servers: int) -> ServerCounts:
     totals: dict[str, float] = defaultdict(float)
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            totals[sample.name] += sample.value
+    for index in range(num_servers):
+        port = json.loads((run / f"rollout-{index}.json").read_text())["metrics_port"]
+        text = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=5).text
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                totals[sample.name] += sample.value
     return ServerCounts(
         totals["penstock_trajectories_produced_total"],
         totals["penstock_rollout_generating_seconds_total"],

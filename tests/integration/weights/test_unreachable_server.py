@@ -66,6 +66,8 @@ async def report(fleet: Fleet, target: PushTarget, engine: Engine, publication: 
             await fleet.set_state(target.server_id, "STALE")
         elif state == "STALE" and engine.policy_version == (publication.current or 0):
             await fleet.set_state(target.server_id, "READY")
+        elif state == "READY" and engine.policy_version < (publication.current or 0):
+            await fleet.set_state(target.server_id, "STALE")  # it became READY while a push ran without it
         await asyncio.sleep(0.05)
 
 

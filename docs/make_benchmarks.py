@@ -70,8 +70,8 @@ BENCHES = {
         "group once in training, and takes the log-probs of the policy from the pass of the update. TRL and verl-0.5b "
         "ran beside ours in an earlier session on a machine of the same kind, in which ours / TRL was 2.23 and 2.54, "
         "and ours / verl 4.78; verl-1.5b, our synchronous run and our figures are of one session. verl made 12 steps "
-        "in its time, because it takes five minutes to start. With 1.5B our learner waits for its one server for 11 % of "
-        "the time, which is in its share of the whole time and not in that of its working time",
+        "in its time, because it takes five minutes to start. With 1.5B our learner waits for its one server for "
+        "11 % of the time, which is in its share of the whole time and not in that of its working time",
     ),
     "group_speculation": (
         "Drafts from siblings, CPU",

@@ -56,6 +56,8 @@ NUM_MEASURED = 10
 """Steps after those in which the queue fills."""
 NUM_PROCESSES = 2
 MAX_SAMPLES_AT_ONCE = 512
+FEW, MANY, CONTEXT = 64, 512, 256
+"""Requests of the two measurements of a decoding step, and tokens of their context."""
 FIT_GOAL = 0.1
 
 
@@ -126,11 +128,11 @@ class Decoding:
     @classmethod
     def fitted(cls) -> Decoding:
         """The two parts by the two measurements with the smallest model, whose memory traffic is small."""
-        few, many = FITTED_STEPS
-        times = [measured_s() - memory_s(KNOWN[model], size, context) for model, size, context, measured_s in
-                 FITTED_STEPS]  # fmt: skip
-        per_sample_s = (times[1] - times[0]) / (many[1] - few[1])
-        return cls(times[0] - few[1] * per_sample_s, per_sample_s)
+        model = KNOWN["0.5b"]
+        few_s = gap_s("0.5b") - memory_s(model, FEW, CONTEXT)
+        many_s = MANY / figure("rollout_gpu", "rollout server") - memory_s(model, MANY, CONTEXT)
+        per_sample_s = (many_s - few_s) / (MANY - FEW)
+        return cls(few_s - FEW * per_sample_s, per_sample_s)
 
     @classmethod
     def by_memory(cls) -> Decoding:
@@ -147,11 +149,9 @@ def memory_s(model: ModelShape, num_running: int, context: float) -> float:
     return read / (GPU.memory_rate * hardware.DECODE_EFFICIENCY)
 
 
-FITTED_STEPS = (
-    ("0.5b", 64, 256, lambda: figure("weights_gpu", "vllm-0.5b: usual gap between tokens") / 1e3),
-    ("0.5b", 512, 256, lambda: 512 / figure("rollout_gpu", "rollout server")),
-)
-"""Model, requests, tokens of context, and the measured seconds of a decoding step."""
+def gap_s(model: str) -> float:
+    """Measured seconds of a decoding step of FEW requests."""
+    return figure("weights_gpu", f"vllm-{model}: usual gap between tokens") / 1e3
 
 
 def fleet_of(setting: Setting, num_generating: int, num_training: int, max_staleness: int) -> TokenFleet:
@@ -285,9 +285,8 @@ def check_limits() -> list[Bar]:
 
 def check_fit() -> Bar:
     """How far the decoding step of a larger model is from what was measured. It is not among the fitted ones."""
-    measured_s = figure("weights_gpu", "vllm-7b: usual gap between tokens") / 1e3
-    error = abs(Decoding.fitted().step_s(KNOWN["7b"], 64, 256) / measured_s - 1)
-    return Bar("decoding step of 7B, 64 requests: error of the fit", error, FIT_GOAL, at_most=True)
+    error = abs(Decoding.fitted().step_s(KNOWN["7b"], FEW, CONTEXT) / gap_s("7b") - 1)
+    return Bar(f"decoding step of 7B, {FEW} requests: error of the fit", error, FIT_GOAL, at_most=True)
 
 
 def variants_of(setting: Setting) -> dict[str, Setting]:

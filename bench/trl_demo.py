@@ -30,7 +30,6 @@ NAME = "trl_demo"
 TRL_RUN = Path(__file__).parent / "trl_demo_parts" / "run.py"
 MAX_STALENESS = 2
 SERVING = Serving(
-    groups_at_once=32,
     reward_file=Path(__file__).parent / "trl_demo_parts" / "reward.py",
     scores_by_prompt=True,
     reward_processes=1,

@@ -35,8 +35,6 @@ POLL_S = 0.2
 SUBMIT_BATCH = 256
 GROUPS_PER_UPDATE = 32
 """The demo's `groups_per_step`, whose step is one update."""
-GROUPS_AT_ONCE = 64
-"""A whole batch of two updates. With fewer, a batch takes longer to generate, in a synchronous run too."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +60,8 @@ class Variant:
 
 @dataclass(frozen=True)
 class Serving:
-    """What a rollout server does at once, and how it scores samples."""
+    """How a rollout server scores samples."""
 
-    groups_at_once: int = GROUPS_AT_ONCE
     reward_file: Path = ROOT / "examples" / "arithmetic" / "reward.py"
     scores_by_prompt: bool = False
     """The file has a `compute_score` that takes all samples of a prompt."""
@@ -72,15 +69,17 @@ class Serving:
 
 
 def config_of(variant: Variant, folder: Path, serving: Serving = Serving()) -> RunConfig:  # noqa: B008  # frozen
-    """The demo with one learner rank, and without a reference model, which would need a core of its own."""
+    """The demo with one learner rank, and without a reference model, which would need a core of its own. A batch is
+    generated at once: with fewer groups it takes longer, in a synchronous run too."""
+    batch = GROUPS_PER_UPDATE * variant.updates_per_step
     settings = {
         "run": "async-sync",
         "run_dir": str(folder),
         "seed": variant.seed,
         "replay.max_staleness": variant.max_staleness,
-        "replay.groups_per_step": GROUPS_PER_UPDATE * variant.updates_per_step,
+        "replay.groups_per_step": batch,
         "rollout.engine.name": variant.engine,
-        "rollout.max_concurrent_groups": serving.groups_at_once,
+        "rollout.max_concurrent_groups": batch,
         "rollout.reward.function_batch": serving.scores_by_prompt,
         "rollout.reward.num_processes": serving.reward_processes,
         "learner.policy.num_ranks": 1,

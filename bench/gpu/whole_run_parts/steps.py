@@ -130,7 +130,8 @@ class StepLog:
         goals = JUDGED_SHARES.get(self.task.model, {}) if self.is_judged else {}
         if self.num_measured > 1:
             shares = self.shares()
-            for name in (name for name in goals if name in shares):
-                results.bar(name, shares[name], goals[name], at_most=True)
+            for name, goal in goals.items():
+                if name in shares:
+                    results.bar(name, shares[name], goal, at_most=True)
         results.bar("steps that were trained", len(self.tokens), self.task.num_steps)
         return results

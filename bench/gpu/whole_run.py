@@ -9,16 +9,17 @@ vLLM in its own process (`colocate`), verl beside its trainer; both generate and
 difference between the engine's log-probs and their own, for which TRL and verl compute those of the samples once more;
 ours takes them from the pass of the update.
 
-Each part is a process with a deadline of its own. Parts with a variant in their name can be added: `ours-mps-0.5b`
-turns on CUDA's multi-process service, `ours-bypass-0.5b` leaves the correction out, `ours-sync-0.5b` generates and
-trains in turns (`max_staleness` 0), `ours-wide-0.5b` decodes three steps' samples at once instead of two,
-`ours-pair-0.5b` has two servers on the GPU, which need less of a core each than one server that decodes everything,
-`trl-rows32-0.5b` trains 32 sequences at a time, `trl-recomputed-0.5b` recomputes activations; those of verl are listed
-in whole_run_parts/verl_runs.py. The bars compare our plain part with the best of each peer. What overlap gives is the
-rate of tokens over that of the synchronous part; its ideal is what it would be if the longer of generation and
-training, each as long as in the synchronous part, took the whole step. It needs vLLM, Ray, Redis, what penstock needs,
-and TRL and datasets for the parts of TRL. The parts of verl (`verl-0.5b,verl-1.5b`) need an environment with verl and
-without TRL. `--engine torch` with the parts `ours-tiny,trl-tiny` tries the script without a GPU.
+Each part is a process with a deadline of its own. A part can be run again, after the others, as `ours-0.5b@2`: ratios
+are taken of parts of the same round, and the median of the rounds is judged. Parts with a variant in their name can be
+added: `ours-mps-0.5b` turns on CUDA's multi-process service, `ours-bypass-0.5b` leaves the correction out,
+`ours-sync-0.5b` generates and trains in turns (`max_staleness` 0), `ours-wide-0.5b` decodes three steps' samples at
+once instead of two, `ours-pair-0.5b` has two servers on the GPU, which need less of a core each than one server that
+decodes everything, `trl-rows32-0.5b` trains 32 sequences at a time, `trl-recomputed-0.5b` recomputes activations; those
+of verl are listed in whole_run_parts/verl_runs.py. The bars compare our plain part with the best of each peer. What
+overlap gives is the rate of tokens over that of the synchronous part; its ideal is what it would be if the longer of
+generation and training, each as long as in the synchronous part, took the whole step. It needs vLLM, Ray, Redis, what
+penstock needs, and TRL and datasets for the parts of TRL. The parts of verl (`verl-0.5b,verl-1.5b`) need an environment
+with verl and without TRL. `--engine torch` with the parts `ours-tiny,trl-tiny` tries the script without a GPU.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -54,12 +57,14 @@ ROWS = {"tiny": 4, "0.5b": 64, "1.5b": 32}
 MICRO_BATCH_TOKENS = 16384
 PEERS = {"trl": "TRL", "verl": "verl"}
 SYNC, OVERLAP = "sync", "overlap"
+ROUND = "@"
+"""Stands before the round in the name of a part that is run again."""
 
 
 def bench(part: str, arguments: argparse.Namespace) -> Results:
     """Run one part. Its errors are printed whole: there may be no second attempt."""
     until = time.time() + arguments.timeout - END_S
-    who, *variants, name = part.split("-")
+    who, variants, name = _parsed(part)
     task = _task_of(arguments, name)
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_NO_USAGE_STATS": "1"}
     with tempfile.TemporaryDirectory(prefix="whole-run-", ignore_cleanup_errors=True) as folder:
@@ -90,8 +95,9 @@ def model_folder(name: str) -> Path:
 def _ours(
     task: Task, model: Path, folder: Path, engine: str, started_at: float, until: float, variants: list[str]
 ) -> Results:
-    from whole_run_parts.ours import Fleet, run_ours, settings_of
+    from whole_run_parts.ours import VARIANTS, Fleet, run_ours, settings_of
 
+    _refuse_unknown(variants, VARIANTS)
     correction = "bypass" if "bypass" in variants else "decoupled"
     fleet = Fleet()
     if SYNC in variants:
@@ -107,9 +113,10 @@ def _ours(
 def _trl(
     task: Task, model: Path, folder: Path, engine: str, started_at: float, until: float, variants: list[str]
 ) -> Results:
+    rows = next((int(word.removeprefix("rows")) for word in variants if word.startswith("rows")), ROWS[task.model])
+    _refuse_unknown(variants, ("recomputed", f"rows{rows}"))
     from whole_run_parts.trl_runs import run_trl, settings_of
 
-    rows = next((int(word.removeprefix("rows")) for word in variants if word.startswith("rows")), ROWS[task.model])
     settings = settings_of(task, folder, engine, min(rows, task.num_sequences), "recomputed" in variants)
     return run_trl(task, model, settings, started_at, until)
 
@@ -121,11 +128,21 @@ def _verl(
 
     if engine != "vllm":
         raise SystemExit("verl trains on GPUs only: run its parts with --engine vllm")
-    if unknown := set(variants) - set(VARIANTS):
-        raise SystemExit(f"unknown variants {', '.join(sorted(unknown))}: verl has {', '.join(VARIANTS)}")
+    _refuse_unknown(variants, VARIANTS)
     prompts = folder / "prompts.parquet"
     settings = settings_of(task, model, prompts, MICRO_BATCH_TOKENS, variants)
     return run_verl(task, settings, prompts, started_at, until)
+
+
+def _refuse_unknown(variants: Sequence[str], known: Sequence[str]) -> None:
+    if unknown := set(variants) - set(known):
+        raise SystemExit(f"unknown variants {', '.join(sorted(unknown))}: there are {', '.join(known)}")
+
+
+def _parsed(part: str) -> tuple[str, list[str], str]:
+    """Contender, variants and model of a part. Its round is left out."""
+    who, *variants, model = part.partition(ROUND)[0].split("-")
+    return who, variants, model
 
 
 def _task_of(arguments: argparse.Namespace, model: str) -> Task:
@@ -141,23 +158,38 @@ def compare() -> bool:
     ratios = {who: f"ours / {peer}" for who, peer in PEERS.items()}
     results = earlier_results(NAME, [*ratios.values(), OVERLAP])
     results.measurements += overlap(results.measurements)
-    rates = {m.name.partition(": ")[0]: m for m in results.measurements if m.name.endswith(f": {RATE}")}
     for who, ratio_name in ratios.items():
         for model in SHAPES:
-            ours = rates.get(f"ours-{model}")
-            peers = [rate for part, rate in rates.items() if part.startswith(f"{who}-") and part.endswith(f"-{model}")]
-            if ours is None or not peers:
-                continue
-            ratio = ours.median / max(peer.median for peer in peers)
-            results.measurements.append(Measurement(f"{ratio_name}: {model}, response tokens a second", "×", [ratio]))
-            results.bars.append(Bar(f"{ratio_name}: {model}, response tokens a second", ratio, GOAL))
+            found = ratios_of_rounds(results.measurements, who, model)
+            if found:
+                figure = Measurement(f"{ratio_name}: {model}, response tokens a second", "×", found)
+                results.measurements.append(figure)
+                results.bars.append(Bar(figure.name, figure.median, GOAL))
     return report(NAME, TITLE, results.measurements, results.bars)
+
+
+def ratios_of_rounds(measurements: Sequence[Measurement], who: str, model: str) -> list[float]:
+    """Our rate of tokens over that of the peer's fastest variant, for each round in which both ran."""
+    ours: dict[str, float] = {}
+    peer: dict[str, float] = {}
+    for each in measurements:
+        part, _, figure = each.name.partition(": ")
+        round_name = part.partition(ROUND)[2]
+        if figure == RATE and _parsed(part) == ("ours", [], model):
+            ours[round_name] = each.median
+        elif figure == RATE and _parsed(part)[::2] == (who, model):
+            peer[round_name] = max(each.median, peer.get(round_name, 0.0))
+    return [rate / peer[name] for name, rate in sorted(ours.items()) if name in peer]
 
 
 def overlap(measurements: Sequence[Measurement]) -> list[Measurement]:
     """What it gives to generate beside training, for the models that ran both ways. Without overlap a step waits for
     its groups first, so its waiting is the generation."""
-    medians = {each.name: each.median for each in measurements}
+    rounds: dict[str, list[float]] = defaultdict(list)
+    for each in measurements:
+        part, colon, figure = each.name.partition(": ")
+        rounds[part.partition(ROUND)[0] + colon + figure].append(each.median)
+    medians = {name: statistics.median(values) for name, values in rounds.items()}
     figures = []
     for model in SHAPES:
         rate, sync_rate, step, wait = (
@@ -190,7 +222,7 @@ def main() -> int:
     arguments = parser.parse_args()
     parts = arguments.parts.split(",")
     for part in parts:
-        who, *_, model = part.split("-")
+        who, _, model = _parsed(part)
         if who not in ("ours", *PEERS) or model not in SHAPES:
             parser.error(f"unknown part {part}: give ours-, trl- or verl-MODEL, MODEL one of {', '.join(SHAPES)}")
     ended_well = run_parts(

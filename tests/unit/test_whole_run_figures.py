@@ -63,6 +63,28 @@ def test_a_run_that_was_cut_off_misses_its_bar(bench_modules: None) -> None:
     assert not bar.ok
 
 
+def test_parts_are_compared_with_those_of_their_own_round(bench_modules: None) -> None:
+    import whole_run
+    from harness import Measurement
+
+    figures = {
+        "ours-0.5b": 30.0, "ours-0.5b@2": 24.0, "ours-0.5b@3": 99.0, "ours-sync-0.5b": 1.0, "trl-0.5b": 10.0,
+        "trl-0.5b@2": 10.0, "trl-rows32-0.5b@2": 12.0, "trl-1.5b@2": 1.0,
+    }  # fmt: skip
+    measured = [Measurement(f"{part}: {whole_run.RATE}", "", [rate]) for part, rate in figures.items()]
+    assert whole_run.ratios_of_rounds(measured, "trl", "0.5b") == [3.0, 2.0]
+    assert whole_run.ratios_of_rounds(measured, "verl", "0.5b") == []
+
+
+def test_a_mistyped_variant_is_refused(bench_modules: None, tmp_path: Path) -> None:
+    import whole_run
+    from whole_run_parts.task import Task
+
+    for run in (whole_run._ours, whole_run._trl):
+        with pytest.raises(SystemExit, match="unknown variants piar"):
+            run(Task("tiny"), tmp_path, tmp_path, "torch", 0.0, 0.0, ["piar"])
+
+
 def test_we_are_compared_with_the_best_of_each_peer(
     bench_modules: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

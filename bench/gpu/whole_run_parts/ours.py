@@ -27,10 +27,13 @@ from whole_run_parts.steps import LEARNER_TIMES, LearnerTimes, StepLog
 from whole_run_parts.task import DATA_SOURCE, Task, write_prompts
 
 HERE = Path(__file__).parent
+VARIANTS = ("mps", "bypass", "sync", "wide", "pair")
 UP = "import sys; from penstock.cli.main import main; sys.exit(main(sys.argv[1:]))"
 STEPS_BEYOND = 2
 """Steps after the last one that counts, so that the server still answers for its metrics when that one has ended."""
 KV_CACHE_BYTES = 16 * 2**30
+GPU_MEMORY = 0.4
+"""Of the GPU, for all servers together, as is the cache."""
 PHASES = ("wait_s", "forward_s", "update_s", "gather_s")
 STOP_S = 10.0
 """Seconds in which a run must end. Less than whole_run.END_S, after which the part itself is killed."""
@@ -75,8 +78,8 @@ def settings_of(
             "max_concurrent_groups": prompts_at_once,
             "engine": {
                 "name": engine, "max_model_len": task.max_tokens, "max_num_seqs": prompts_at_once * task.num_samples,
-                "gpu_memory_utilization": 0.4,
-                "extra": {"kv_cache_memory_bytes": KV_CACHE_BYTES} if is_gpu else {},
+                "gpu_memory_utilization": GPU_MEMORY / fleet.num_servers,
+                "extra": {"kv_cache_memory_bytes": KV_CACHE_BYTES // fleet.num_servers} if is_gpu else {},
             },
             "reward": {"function_file": str(HERE / "reward.py")},
         },

@@ -5,6 +5,7 @@ vLLM is not installed here: its scheduler is a stand-in that returns what the te
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -39,6 +40,20 @@ class LogProbs(NamedTuple):
     logprob_token_ids: np.ndarray
     logprobs: np.ndarray
     sampled_token_ranks: np.ndarray
+    cu_num_generated_tokens: list[int] | None = None
+
+    def slice_request(self, index: int, num_tokens: int) -> LogProbs:
+        first = index if self.cu_num_generated_tokens is None else self.cu_num_generated_tokens[index]
+        ids, values, ranks, _ = self
+        return LogProbs(*(each[first : first + num_tokens] for each in (ids, values, ranks)))
+
+
+@dataclass
+class Step:
+    """What the model returns: outputs without log-probs, and the log-probs of all."""
+
+    outputs: list[Output]
+    logprobs: Any = None
 
 
 @dataclass
@@ -76,8 +91,10 @@ class StandIn:
         request.status = "preempted"
         self.waiting.insert(0, request.request_id)
 
-    def update_from_output(self, scheduler_output: Any, model_runner_output: list[Output]) -> dict[int, Message]:
-        return {0: Message(list(model_runner_output))} if model_runner_output else {}
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Step) -> dict[int, Message]:
+        for index, made in enumerate(model_runner_output.outputs):
+            made.new_logprobs = model_runner_output.logprobs.slice_request(index, len(made.new_token_ids))
+        return {0: Message(list(model_runner_output.outputs))} if model_runner_output.outputs else {}
 
     def finish_requests(self, request_ids: str, finished_status: Any) -> list[Any]:
         return [SimpleNamespace(request_id=request_ids)]
@@ -106,13 +123,30 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def output(request_id: str, *tokens: int, **settings: Any) -> Output:
-    column = np.array(tokens)[:, None]
-    return Output(request_id, list(tokens), LogProbs(column, -column / 10, column[:, 0] + 100), **settings)
+    return Output(request_id, list(tokens), **settings)
 
 
-def step(scheduler: Any, *outputs: Output) -> list[tuple[str, list[int]]]:
-    messages = scheduler.update_from_output(None, list(outputs))
-    return [(sent.request_id, sent.new_token_ids) for message in messages.values() for sent in message.outputs]
+def sent_of(scheduler: Any, *outputs: Output, num_columns: int = 1) -> list[Output]:
+    """What is sent after a step with these outputs. The log-prob of a token is a tenth of its id, negative, and its
+    rank is its id and 100."""
+    tokens = [token for made in outputs for token in made.new_token_ids]
+    starts = [0, *itertools.accumulate(len(made.new_token_ids) for made in outputs)]
+    column = np.array(tokens, np.int32)[:, None].repeat(num_columns, 1)
+    are_single = starts == list(range(len(outputs) + 1))
+    table = LogProbs(column, column.astype(np.float32) / -10, column[:, 0] + 100, None if are_single else starts)
+    messages = scheduler.update_from_output(None, Step(list(outputs), table if outputs else None))
+    return [sent for message in messages.values() for sent in message.outputs]
+
+
+def step(scheduler: Any, *outputs: Output, num_columns: int = 1) -> list[tuple[str, list[int]]]:
+    found = sent_of(scheduler, *outputs, num_columns=num_columns)
+    for sent in found:
+        ids, values, ranks, starts = sent.new_logprobs
+        assert ids[:, 0].tolist() == sent.new_token_ids
+        assert values[:, 0].tolist() == (np.array(sent.new_token_ids, np.float32) / -10).tolist()
+        assert ranks.tolist() == [token + 100 for token in sent.new_token_ids]
+        assert (ids.dtype, values.dtype, ranks.dtype, starts) == (np.int32, np.float32, np.int32, None)
+    return [(sent.request_id, sent.new_token_ids) for sent in found]
 
 
 def test_the_first_token_is_sent_at_once_and_the_others_in_chunks(scheduler: Any) -> None:
@@ -129,19 +163,39 @@ def test_a_request_that_wants_each_token_gets_it(scheduler: Any) -> None:
 
 def test_the_end_sends_what_was_kept(scheduler: Any) -> None:
     step(scheduler, output("a", 1), output("b", 7))
-    messages = scheduler.update_from_output(None, [output("a", 2, finish_reason="length")])
-    (sent,) = messages[0].outputs
+    (sent,) = sent_of(scheduler, output("a", 2, finish_reason="length"))
     assert (sent.new_token_ids, sent.finish_reason) == ([1, 2], "length")
-    assert sent.new_logprobs.logprobs[:, 0].tolist() == [-0.1, -0.2]
-    assert sent.new_logprobs.logprob_token_ids[:, 0].tolist() == [1, 2]
-    assert sent.new_logprobs.sampled_token_ranks.tolist() == [101, 102]
+
+
+def test_each_request_has_its_own_log_probs(scheduler: Any) -> None:
+    scheduler.requests["c"] = scheduler.requests["a"]
+    for number in range(1, SIZE):
+        assert step(scheduler, output("c", 20 + number), output("b", number), output("a", 10 + number)) == [
+            ("b", [number])
+        ]
+    sent = step(scheduler, output("a", 10 + SIZE), output("c", 20 + SIZE))
+    assert sent == [("a", [11, 12, 13, 14]), ("c", [21, 22, 23, 24])]
 
 
 def test_chunks_are_counted_in_tokens_and_keep_events_and_experts(scheduler: Any) -> None:
-    step(scheduler, output("a", 1, 2, 3, events=["queued"], routed_experts=np.array([[1]])))
-    (sent,) = scheduler.update_from_output(None, [output("a", 4, 5, routed_experts=np.array([[2]]))])[0].outputs
-    assert sent.new_token_ids == [1, 2, 3, 4, 5]
+    step(scheduler, output("a", 1, 2, 3, events=["queued"], routed_experts=np.array([[1]])), output("b", 9))
+    (sent,) = sent_of(scheduler, output("a", 4, routed_experts=np.array([[2]])))
+    assert sent.new_token_ids == [1, 2, 3, 4]
     assert (sent.events, sent.routed_experts.tolist()) == (["queued"], [[1], [2]])
+
+
+def test_steps_with_one_and_with_several_tokens_are_joined(scheduler: Any) -> None:
+    assert step(scheduler, output("b", 8, 9), output("a", 1)) == [("b", [8, 9])]
+    assert step(scheduler, output("b", 7), output("a", 2, 3)) == [("b", [7])]
+    assert step(scheduler, output("a", 4)) == [("a", [1, 2, 3, 4])]
+
+
+def test_log_probs_of_more_than_the_sampled_token_stay_as_they_are(scheduler: Any) -> None:
+    (sent,) = sent_of(scheduler, output("b", 5), num_columns=3)
+    assert sent.new_logprobs.logprobs.shape == (1, 3)
+    for token in range(1, SIZE):
+        assert step(scheduler, output("a", token), num_columns=3) == []
+    assert step(scheduler, output("a", SIZE)) == [("a", [1, 2, 3, 4])]
 
 
 def test_a_pause_sends_every_token_even_if_no_step_is_in_flight(scheduler: Any) -> None:

@@ -14,26 +14,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import RequestStatus
 
+from penstock_rollout.engines.vllm.chunks import Chunk, StepRows, as_lists
 from penstock_rollout.engines.vllm.start import CHUNK_TOKENS
-
-
-@dataclass
-class _Kept:
-    """What was not sent yet of a request."""
-
-    size: int
-    num_tokens: int = 0
-    outputs: list[EngineCoreOutput] = field(default_factory=list)
 
 
 class ChunkedOutputs:
@@ -44,9 +34,16 @@ class ChunkedOutputs:
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        self._kept: dict[str, _Kept] = {}
+        self._kept: dict[str, Chunk] = {}
+        self._table: Any = None
+        """The log-probs of the newest step that has some."""
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, EngineCoreOutputs]:
+        table = model_runner_output.logprobs
+        if table is not None:
+            self._table = table
+            if table.logprobs.shape[1] == 1:  # nobody asks for other tokens than the sampled one
+                model_runner_output.logprobs = StepRows(table)
         messages: dict[int, EngineCoreOutputs] = super().update_from_output(  # type: ignore[misc]
             scheduler_output, model_runner_output
         )
@@ -55,7 +52,7 @@ class ChunkedOutputs:
         if self.pause_state != PauseState.UNPAUSED:
             for request_id, kept in self._kept.items():
                 message = messages.setdefault(self.requests[request_id].client_index, EngineCoreOutputs())
-                message.outputs.append(joined(kept.outputs))
+                message.outputs.append(kept.whole(self._table))
             self._kept.clear()
         return messages
 
@@ -63,18 +60,24 @@ class ChunkedOutputs:
         """Return what is to be sent of the output's request now, or None."""
         kept = self._kept.get(output.request_id)
         if kept is None:
-            if output.finish_reason is not None or output.prefill_stats is not None:
-                return output  # the first token is sent at once
-            settings = self.requests[output.request_id].sampling_params.extra_args or {}
-            if (size := settings.get(CHUNK_TOKENS, 1)) == 1:
+            size = self._chunk_tokens(output)
+            if size == 1:
+                if type(output.new_logprobs) is tuple:
+                    output.new_logprobs = as_lists(output.new_token_ids, output.new_logprobs, self._table)
                 return output
-            kept = self._kept[output.request_id] = _Kept(size)
-        kept.outputs.append(output)
-        kept.num_tokens += len(output.new_token_ids)
-        if output.finish_reason is None and kept.num_tokens < kept.size:
+            kept = self._kept[output.request_id] = Chunk(size)
+        kept.add(output)
+        if output.finish_reason is None and len(kept.token_ids) < kept.size:
             return None
         del self._kept[output.request_id]
-        return joined(kept.outputs)
+        return kept.whole(self._table)
+
+    def _chunk_tokens(self, output: EngineCoreOutput) -> int:
+        """How many tokens are sent together, from this output on. The first token is sent at once."""
+        if output.finish_reason is not None or output.prefill_stats is not None:
+            return 1
+        settings = self.requests[output.request_id].sampling_params.extra_args or {}
+        return int(settings.get(CHUNK_TOKENS, 1))
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: Any) -> Any:
         finished = super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
@@ -132,23 +135,3 @@ class ChunkedScheduler(ChunkedOutputs, SaltedRequests, Scheduler):  # type: igno
 
 class ChunkedAsyncScheduler(ChunkedOutputs, SaltedRequests, AsyncScheduler):  # type: ignore[misc]
     """For asynchronous scheduling, vLLM's default."""
-
-
-def joined(outputs: list[EngineCoreOutput]) -> EngineCoreOutput:
-    """Return the outputs of a request, in order, as one."""
-    first, last = outputs[0], outputs[-1]
-    if first is last:
-        return first
-    last.new_token_ids = [token for output in outputs for token in output.new_token_ids]
-    found = [output.new_logprobs for output in outputs if output.new_logprobs is not None]
-    if found:
-        last.new_logprobs = found[0]._replace(
-            logprob_token_ids=np.concatenate([part.logprob_token_ids for part in found]),
-            logprobs=np.concatenate([part.logprobs for part in found]),
-            sampled_token_ranks=np.concatenate([part.sampled_token_ranks for part in found]),
-        )
-    events = [event for output in outputs for event in output.events or ()]
-    last.events = events or None
-    experts = [output.routed_experts for output in outputs if output.routed_experts is not None]
-    last.routed_experts = np.concatenate(experts) if experts else None
-    return last

@@ -202,8 +202,6 @@ def check_group(group: Group) -> None:
             raise PoisonGroup("shape", f"trajectory {index}: version segments end at {covered} of {num_tokens}")
         _check_sampling_segments(index, trajectory)
         _check_token_rewards(index, trajectory)
-        if not np.isfinite(trajectory.log_probs).all():
-            raise PoisonGroup("non_finite", f"trajectory {index}: a log-prob is not finite")
         experts = trajectory.routed_experts
         if experts is not None and len(experts) != len(group.prompt_token_ids) + num_tokens - 1:
             raise PoisonGroup("shape", f"trajectory {index}: routed experts of {len(experts)} tokens do not fit it")
@@ -213,6 +211,9 @@ def check_group(group: Group) -> None:
                 f"trajectory {index} of prompt {group.prompt_id}: the reward {trajectory.reward:g} is not a number "
                 f"{RANGE}",
             )
+    if not np.isfinite(np.concatenate([trajectory.log_probs for trajectory in group.trajectories])).all():
+        index = next(i for i, each in enumerate(group.trajectories) if not np.isfinite(each.log_probs).all())
+        raise PoisonGroup("non_finite", f"trajectory {index}: a log-prob is not finite")
 
 
 def _check_token_rewards(index: int, trajectory: Trajectory) -> None:

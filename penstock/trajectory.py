@@ -4,6 +4,7 @@ them."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -100,6 +101,12 @@ class SamplingSegment:
     min_p: float = 0.0
 
 
+def temperature_of_log_probs(temperature: float) -> float:
+    """The temperature at which engines report the log-probs of tokens that were sampled at `temperature`: 1 for greedy
+    ones."""
+    return temperature or 1.0
+
+
 @dataclass(frozen=True)
 class TokenReward:
     """The reward of one token of the response."""
@@ -146,13 +153,17 @@ class Trajectory:
     """[tokens, layers, top_k] ids of the experts that the engine chose, for all tokens of prompt and response but the
     last, which no forward pass has read. Zeros in layers without experts. None if the engine reported none."""
 
-    @property
+    @cached_property
     def min_version(self) -> int:
-        return min(segment.policy_version for segment in self.segments)
+        return min([segment.policy_version for segment in self.segments])
 
-    @property
+    @cached_property
     def max_version(self) -> int:
-        return max(segment.policy_version for segment in self.segments)
+        return max([segment.policy_version for segment in self.segments])
+
+    @cached_property
+    def has_trained_token(self) -> bool:
+        return any(self.loss_mask.tobytes())
 
     def token_versions(self) -> NDArray[np.int64]:
         """The policy version of every token."""
@@ -162,12 +173,11 @@ class Trajectory:
         return versions
 
     def token_temperatures(self, sampling: Sampling) -> NDArray[np.float32]:
-        """The temperature at which the log-prob of every token was taken. `sampling` is that of the group.
-
-        Engines report the log-prob of a greedy token at temperature 1."""
-        temperatures = np.full(len(self.token_ids), sampling.temperature or 1.0, dtype=np.float32)
+        """The temperature at which the log-prob of every token was taken. `sampling` is that of the group."""
+        whole = temperature_of_log_probs(sampling.temperature)
+        temperatures = np.full(len(self.token_ids), whole, dtype=np.float32)
         for segment in self.sampling_segments:
-            temperatures[segment.start : segment.end] = segment.temperature or 1.0
+            temperatures[segment.start : segment.end] = temperature_of_log_probs(segment.temperature)
         return temperatures
 
     def min_top_p(self, sampling: Sampling) -> float:
@@ -198,13 +208,13 @@ class Group:
     trace_parent: str = ""
     """W3C trace context of the lease; empty if the group is not traced."""
 
-    @property
+    @cached_property
     def min_version(self) -> int:
-        return min(trajectory.min_version for trajectory in self.trajectories)
+        return min([trajectory.min_version for trajectory in self.trajectories])
 
-    @property
+    @cached_property
     def max_version(self) -> int:
-        return max(trajectory.max_version for trajectory in self.trajectories)
+        return max([trajectory.max_version for trajectory in self.trajectories])
 
     @property
     def num_response_tokens(self) -> int:

@@ -11,6 +11,7 @@ if not torch.cuda.is_available():
     pytest.skip("these tests need a CUDA GPU", allow_module_level=True)
 
 from forked_batches import equal_batch, forked_batch
+from penstock_learner.batches.prefix_tree import PrefixTree
 from penstock_learner.batches.sequence_batch import SequenceBatch
 from penstock_learner.model.backbone import ModelInputs
 from penstock_learner.model.causal_lm import CausalLM, load_model
@@ -25,7 +26,7 @@ KINDS = ["llama", "mistral", "gemma2, wide head", "gpt_oss", "llama4_text", "dee
 def _results(model: CausalLM, shared: bool, batch: SequenceBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs, and the gradient of a weighted sum of them."""
     model.zero_grad()
-    log_probs, _ = model(ModelInputs.of(batch, DEVICE, shared=shared))
+    log_probs, _ = model(ModelInputs.of(batch, DEVICE, tree=PrefixTree.of(batch) if shared else None))
     (log_probs * torch.as_tensor(batch.advantages, device=DEVICE)).sum().backward()
     gradient = torch.cat([p.grad.flatten().float() for p in model.parameters() if p.grad is not None])
     return log_probs.detach(), gradient
@@ -36,7 +37,8 @@ def test_long_prefixes_in_dense_parts_give_the_same(is_equal: bool, tmp_path: Pa
     """Prompts that are no multiple of a block, with forks; and prompts and responses of 1,024 tokens."""
     tiny_model("llama", head_dim=64, hidden_size=256, num_hidden_layers=2).save_pretrained(tmp_path)
     batch = equal_batch(1024) if is_equal else forked_batch(scale=70)
-    flash = ModelInputs.of(batch, DEVICE, shared=True).packing.paths.flash  # type: ignore[union-attr]
+    inputs = ModelInputs.of(batch, DEVICE, tree=PrefixTree.of(batch))
+    flash = inputs.packing.paths.flash  # type: ignore[union-attr]
     assert flash is not None and int((flash.dense[:, 1] > 0).sum()) == 2 and flash.equal == 1024 * is_equal
     _assert_as_near_to_float32(tmp_path, batch, chunk_tokens=512, at_most=1.2)
 

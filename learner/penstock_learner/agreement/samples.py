@@ -100,7 +100,7 @@ def _comparable(group: Group) -> list[Sample]:
     return [
         Sample(group, trajectory)
         for trajectory in group.trajectories
-        if not trajectory.is_baseline and trajectory.loss_mask.any() and len(trajectory.server_ids) <= 1
+        if not trajectory.is_baseline and trajectory.has_trained_token and len(trajectory.server_ids) <= 1
     ]
 
 

@@ -30,6 +30,8 @@ class RankShard:
     num_shared: int = 0
     """Tokens that need not be computed, because another sequence of their micro-batch has them too. Counted in the tree
     of the whole batch: that of a micro-batch alone may differ by fewer than `SHORTEST` tokens a sequence."""
+    tree: PrefixTree | None = None
+    """The tree of its only micro-batch, if that is the whole batch."""
 
 
 def partition(
@@ -61,7 +63,8 @@ class _SharedPartition:
     def split(self, num_ranks: int, max_tokens: int) -> list[RankShard]:
         if num_ranks == 1 and self.tree.num_stored <= max_tokens:
             everything = list(range(self.batch.num_sequences))
-            return [replace(_shard(self.batch, [everything]), shares_prefixes=True, num_shared=self.tree.num_shared)]
+            whole = _shard(self.batch, [everything])
+            return [replace(whole, shares_prefixes=True, num_shared=self.tree.num_shared, tree=self.tree)]
         by_group: dict[int, list[int]] = {}
         for sequence, group in enumerate(self.batch.group_ids.tolist()):
             by_group.setdefault(group, []).append(sequence)

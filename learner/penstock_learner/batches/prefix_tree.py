@@ -9,19 +9,21 @@ their prompt, and the paths of a session share more. The tree stores every such 
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock_learner.batches.sequence_batch import SequenceBatch
+from penstock_learner.batches.sequence_batch import SequenceBatch, token_ranges
 
 SHORTEST = 16
 """A beginning of fewer tokens is not shared by long sequences: a segment costs more than it saves."""
 WORTH_SHARE = 8
 """A beginning of at least this part (an eighth) of a short sequence is shared, however few tokens it has."""
+
+_FEW = 64
+"""Up to so many tokens, Python finds the first difference faster than NumPy."""
 
 
 def shortest_shared(length: int) -> int:
@@ -55,34 +57,40 @@ class PrefixTree:
     def of(cls, batch: SequenceBatch) -> PrefixTree:
         """The tree of a batch. Sequences share tokens if they are of the same group and, where the engine's choice of
         experts is replayed, if that is the same too."""
+        contents = _Contents(batch)
         roots: dict[int, _Segment] = {}
-        starts = np.cumsum(batch.lengths) - batch.lengths
         found: dict[tuple[int, bytes], _Segment] = {}
         last = []
+        starts = np.cumsum(batch.lengths) - batch.lengths
         for group, start, length in zip(batch.group_ids.tolist(), starts.tolist(), batch.lengths.tolist(), strict=True):
-            whole = (group, _content(batch, start, length))
-            if whole not in found:
-                root = roots.setdefault(group, _Segment(None, 0, 0, 0))
-                found[whole] = _insert(batch, root, start, length)
-            last.append(found[whole])
+            whole = (group, contents.between(start, start + length))
+            segment = found.get(whole)
+            if segment is None:
+                root = roots.get(group)
+                if root is None:
+                    root = roots[group] = _Segment(None, 0, 0, 0)
+                segment = found[whole] = _insert(contents, root, start, length)
+            last.append(segment)
         segments = [segment for root in roots.values() for segment in _below(root)]
-        offsets = np.cumsum([0, *(segment.size for segment in segments)])
         for index, segment in enumerate(segments):
             segment.index = index
-        parents = np.array([segment.parent.index if segment.parent else -1 for segment in segments], dtype=np.int64)
-        ends = offsets[1:].copy()
+        sizes = np.array([segment.size for segment in segments], dtype=np.int64)
+        offsets = np.concatenate([[0], np.cumsum(sizes)])
+        parents = [segment.parent.index if segment.parent else -1 for segment in segments]
+        ends = offsets[1:].tolist()
         for index in range(len(segments) - 1, -1, -1):
             if parents[index] >= 0:
                 ends[parents[index]] = max(ends[parents[index]], ends[index])
-        own = [np.arange(*ends_of) for ends_of in itertools.pairwise(offsets.tolist())]
-        paths = {
-            segment.index: np.concatenate([own[each.index] for each in _upwards(segment)][::-1])
-            for segment in found.values()
-        }
-        places = np.concatenate([paths[segment.index] for segment in last])
-        stored = np.concatenate([np.arange(each.first, each.first + each.size) for each in segments])
-        positions = np.concatenate([np.arange(each.begin, each.begin + each.size) for each in segments])
-        return cls(stored, places, positions, np.bincount(places), offsets, parents, ends)
+        paths = {segment.index: [each.index for each in _upwards(segment)][::-1] for segment in found.values()}
+        for segment in segments:  # a segment and those that continue it refer to each other, so none would be freed
+            segment.parent = None
+        on_paths = np.array([index for segment in last for index in paths[segment.index]], dtype=np.int64)
+        places = token_ranges(offsets[on_paths], sizes[on_paths])
+        stored = token_ranges(np.array([segment.first for segment in segments], dtype=np.int64), sizes)
+        positions = token_ranges(np.array([segment.begin for segment in segments], dtype=np.int64), sizes)
+        return cls(
+            stored, places, positions, np.bincount(places), offsets, np.array(parents, dtype=np.int64), np.array(ends)
+        )
 
     @property
     def num_stored(self) -> int:
@@ -99,7 +107,37 @@ class PrefixTree:
         return self.num_shared / len(self.places)
 
 
-@dataclass(eq=False)
+class _Contents:
+    """All that makes the tokens of a batch the same computation as others, in forms that are fast to compare."""
+
+    def __init__(self, batch: SequenceBatch) -> None:
+        self.token_ids = batch.token_ids
+        self.token_at: Callable[[int], int] = batch.token_ids.item
+        self.experts = batch.routed_experts
+        self._token_bytes = batch.token_ids.tobytes()
+        self._token_size = batch.token_ids.itemsize
+        self._expert_bytes = b"" if self.experts is None else self.experts.tobytes()
+        self._experts_size = 0 if self.experts is None else self.experts[:1].nbytes
+
+    def between(self, start: int, end: int) -> bytes:
+        size, experts_size = self._token_size, self._experts_size
+        tokens = self._token_bytes[start * size : end * size]
+        return tokens + self._expert_bytes[start * experts_size : end * experts_size] if experts_size else tokens
+
+    def num_alike(self, one: int, other: int, at_most: int) -> int:
+        """How many tokens from `one` on are the same as those from `other` on."""
+        if self.between(one, one + at_most) == self.between(other, other + at_most):
+            return at_most
+        if self.experts is None and at_most <= _FEW:
+            tokens, others = (self.token_ids[first : first + at_most].tolist() for first in (one, other))
+            return next(index for index, token in enumerate(tokens) if token != others[index])
+        differ = self.token_ids[one : one + at_most] != self.token_ids[other : other + at_most]
+        if self.experts is not None:
+            differ |= (self.experts[one : one + at_most] != self.experts[other : other + at_most]).any(axis=(1, 2))
+        return int(differ.argmax())
+
+
+@dataclass(eq=False, slots=True)
 class _Segment:
     """Tokens that follow each other in one or more sequences. The root of a group has none."""
 
@@ -109,39 +147,41 @@ class _Segment:
     begin: int
     """The position of its first token in its sequences."""
     size: int
-    children: list[_Segment] = field(default_factory=list)
+    children: dict[int, list[_Segment]] = field(default_factory=dict)
+    """Those that continue it, by their first token."""
     index: int = -1
     """Its place among all segments. That of a root stays -1."""
 
-    def split(self, size: int) -> _Segment:
+    def split(self, size: int, contents: _Contents) -> _Segment:
         """Cut off the first `size` tokens as a segment of their own, which this one continues. So it stays the last
         segment of the sequences that end with it."""
         assert self.parent is not None
-        upper = _Segment(self.parent, self.first, self.begin, size, [self])
-        self.parent.children[self.parent.children.index(self)] = upper
+        upper = _Segment(self.parent, self.first, self.begin, size, {contents.token_at(self.first + size): [self]})
+        siblings = self.parent.children[contents.token_at(self.first)]
+        siblings[siblings.index(self)] = upper
         self.parent, self.first, self.begin, self.size = upper, self.first + size, self.begin + size, self.size - size
         return upper
 
 
-def _insert(batch: SequenceBatch, root: _Segment, start: int, length: int) -> _Segment:
+def _insert(contents: _Contents, root: _Segment, start: int, length: int) -> _Segment:
     """Add the sequence that begins at token `start` of the batch. Returns its last segment."""
     shortest = shortest_shared(length)
-    path, num_alike = _longest_match(batch, root, start, length)
+    path, num_alike = _longest_match(contents, root, start, length)
     at, position = root, 0
     for segment in path if num_alike >= shortest else ():
         rest = num_alike - position
         if position >= shortest > rest:
             break
-        at = segment if rest >= segment.size else segment.split(rest)
+        at = segment if rest >= segment.size else segment.split(rest, contents)
         position += at.size
-    if position == length and length > 0:
+    if position == length:
         return at
     own = _Segment(at, start + position, position, length - position)
-    at.children.append(own)
+    at.children.setdefault(contents.token_at(start + position), []).append(own)
     return own
 
 
-def _longest_match(batch: SequenceBatch, root: _Segment, start: int, length: int) -> tuple[list[_Segment], int]:
+def _longest_match(contents: _Contents, root: _Segment, start: int, length: int) -> tuple[list[_Segment], int]:
     """The segments below a root, from the top down, that begin like the sequence for the most tokens, and how many.
 
     A short sequence may have cut the beginning of long ones into segments of few tokens. So it is the whole path that
@@ -149,8 +189,8 @@ def _longest_match(batch: SequenceBatch, root: _Segment, start: int, length: int
     deepest, most, waiting = root, 0, [(root, 0)]
     while waiting:
         at, position = waiting.pop()
-        for child in at.children:
-            alike = _num_alike(batch, child.first, start + position, min(child.size, length - position))
+        for child in at.children.get(contents.token_at(start + position), ()):
+            alike = contents.num_alike(child.first, start + position, min(child.size, length - position))
             if position + alike > most:
                 deepest, most = child, position + alike
             if alike == child.size and position + alike < length:
@@ -162,30 +202,14 @@ def _longest_match(batch: SequenceBatch, root: _Segment, start: int, length: int
     return path[::-1], most
 
 
-def _content(batch: SequenceBatch, start: int, length: int) -> bytes:
-    """All that makes a sequence the same computation as another one."""
-    tokens = batch.token_ids[start : start + length].tobytes()
-    return tokens if batch.routed_experts is None else tokens + batch.routed_experts[start : start + length].tobytes()
-
-
-def _num_alike(batch: SequenceBatch, one: int, other: int, at_most: int) -> int:
-    """How many tokens from `one` on are the same as those from `other` on."""
-    if batch.token_ids[one] != batch.token_ids[other]:  # most forks differ here
-        return 0
-    differ = batch.token_ids[one : one + at_most] != batch.token_ids[other : other + at_most]
-    if batch.routed_experts is not None:
-        experts = batch.routed_experts
-        differ |= (experts[one : one + at_most] != experts[other : other + at_most]).any(axis=(1, 2))
-    return int(differ.argmax()) if differ.any() else at_most
-
-
 def _below(root: _Segment) -> Iterator[_Segment]:
     """All segments of a group, each before those that continue it."""
-    waiting = root.children[::-1]
+    waiting = [root]
     while waiting:
         segment = waiting.pop()
-        yield segment
-        waiting.extend(reversed(segment.children))
+        if segment is not root:
+            yield segment
+        waiting += [child for alike in reversed(segment.children.values()) for child in reversed(alike)]
 
 
 def _upwards(segment: _Segment) -> Iterator[_Segment]:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import ConfigError
-from penstock.trajectory import Group, Trajectory
+from penstock.trajectory import Group, Trajectory, temperature_of_log_probs
 
 BY_SEQUENCE = ("lengths", "prompt_lengths", "rewards", "group_ids", "is_baseline", "episodes")
 """The fields of a batch with one entry per sequence."""
@@ -243,14 +243,29 @@ def batch_of(groups: Sequence[Group], *, with_experts: bool = True, reward_keys:
         group_ids=np.array([g.prompt_id for g, _ in pairs], dtype=np.int64),
         loss_mask=np.concatenate([t.loss_mask for _, t in pairs]),
         behaviour_log_probs=np.concatenate([t.log_probs for _, t in pairs]),
-        token_versions=np.concatenate([t.token_versions() for _, t in pairs]),
-        temperatures=np.concatenate([t.token_temperatures(g.sampling) for g, t in pairs]),
+        token_versions=_token_versions([t for _, t in pairs]),
+        temperatures=_temperatures(pairs),
         token_rewards=_token_rewards([t for _, t in pairs]),
         is_baseline=is_baseline if is_baseline.any() else None,
         episodes=episodes if episodes.any() else None,
         routed_experts=_routed_experts(pairs) if with_experts else None,
         sequence_fields={REWARD_PART + key: _reward_part(key, [t for _, t in pairs]) for key in reward_keys},
     )
+
+
+def _token_versions(trajectories: Sequence[Trajectory]) -> NDArray[np.int64]:
+    """[T] the version of every token. The segments of a trajectory cover it without gaps."""
+    segments = [segment for trajectory in trajectories for segment in trajectory.segments]
+    versions = np.array([segment.policy_version for segment in segments], dtype=np.int64)
+    return np.repeat(versions, [segment.end - segment.start for segment in segments])
+
+
+def _temperatures(pairs: Sequence[tuple[Group, Trajectory]]) -> NDArray[np.float32]:
+    """[T] the temperature at which the log-prob of every token was taken."""
+    if any(trajectory.sampling_segments for _, trajectory in pairs):
+        return np.concatenate([trajectory.token_temperatures(group.sampling) for group, trajectory in pairs])
+    each = np.array([temperature_of_log_probs(group.sampling.temperature) for group, _ in pairs], dtype=np.float32)
+    return np.repeat(each, [len(trajectory.token_ids) for _, trajectory in pairs])
 
 
 def _reward_part(key: str, trajectories: Sequence[Trajectory]) -> NDArray[np.float32]:

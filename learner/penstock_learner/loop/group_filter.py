@@ -12,7 +12,7 @@ def reason_to_discard(group: Group, config: ReplayConfig) -> str:
     """Why the group is not trained, as one word for the metric; empty if it is. Only samples with a trained token
     count, and not the greedy baseline."""
     limits = config.group_filter
-    samples = [sample for sample in group.trajectories if sample.loss_mask.any()]
+    samples = [sample for sample in group.trajectories if sample.has_trained_token]
     rewards = [sample.reward for sample in samples]
     # A group with one sample counts as having spread: the sample is not compared with itself. A session is one sample,
     # however many paths it has.

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from penstock.client.responses import FIRST_BATCH
 from penstock.config.run import RunConfig
 from penstock.logs import bind
+from penstock.machine.garbage import spare_living_objects
 from penstock.replay.contract import GroupConsumer
 from penstock.replay.recomputed import RecomputedLogProbs
 from penstock.store.heartbeats import LEARNER
@@ -100,6 +101,7 @@ class StepLoop:
             if self.training.compiles and not self._is_last(self.term.step):
                 following = self._read_ahead(self.term.step + 1, self.term.policy_version)
                 await self._rehearse(following)
+            spare_living_objects()
             await self.phases.enter(LEARNER, FIRST_BATCH)
             while not self.orders.stopping.is_set() and not self._is_last(self.term.step):
                 if (orders := await self.orders.new_roll_back()) is not None:

@@ -43,15 +43,14 @@ class ModelInputs:
         device: torch.device,
         parallel: SequenceParallel | None = None,
         *,
-        shared: bool = False,
+        tree: PrefixTree | None = None,
     ) -> ModelInputs:
-        """The inputs of a batch. With `shared`, tokens that several sequences of a group begin with are stored once.
+        """The inputs of a batch. With its `tree`, tokens that several sequences of a group begin with are stored once.
         The padded path does not take these."""
         index = batch.response_index
         predicting, targets = index - 1, batch.token_ids[index]
         token_ids, experts = batch.token_ids, batch.routed_experts
-        if shared:
-            tree = PrefixTree.of(batch)
+        if tree is not None:
             packing = Packing.of_tree(tree, device, parallel)
             token_ids, predicting = token_ids[tree.stored], tree.places[predicting]
             experts = None if experts is None else experts[tree.stored]

@@ -19,7 +19,7 @@ from penstock_learner.model.scalar_model import check_tokenizer, open_scalar_mod
 from penstock_learner.model.self_check import require_right
 from penstock_learner.optim.optimizer import apply_gradients
 from penstock_learner.roles.dispatch import dispatched
-from penstock_learner.roles.prefix_sharing import shares_prefixes
+from penstock_learner.roles.prefix_sharing import tree_of
 from penstock_learner.roles.trainer import TrainerRank
 from penstock_learner.roles.update_reports import CriticReport
 
@@ -87,6 +87,6 @@ class CriticWorker(TrainerRank):
         return torch.stack([loss.detach(), outputs.num_clipped.to(loss.dtype)])
 
     def _forward(self, micro: SequenceBatch, part: RankShard) -> torch.Tensor:
-        inputs = ModelInputs.of(micro, self.device, shared=shares_prefixes(self.model, part))
+        inputs = ModelInputs.of(micro, self.device, tree=tree_of(micro, part, self.model))
         values: torch.Tensor = self.model(inputs, inputs.predicting)
         return values

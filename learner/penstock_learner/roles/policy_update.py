@@ -39,7 +39,7 @@ from penstock_learner.model.device_copies import required_to_device, to_device
 from penstock_learner.model.routers import Balance
 from penstock_learner.optim.adamw import ScaledAdamW
 from penstock_learner.optim.optimizer import apply_gradients
-from penstock_learner.roles.prefix_sharing import shares_prefixes
+from penstock_learner.roles.prefix_sharing import tree_of
 from penstock_learner.roles.update_reports import RouterReport, UpdateReport
 
 T = TypeVar("T", LossStatistics, CorrectionStatistics, Mismatch)
@@ -139,7 +139,7 @@ class PolicyUpdate:
             self.optimizer.zero_grad(set_to_none=True)
 
     def _inputs(self, micro: SequenceBatch, part: RankShard) -> ModelInputs:
-        return ModelInputs.of(micro, self.device, self.parallel, shared=shares_prefixes(self.model, part))
+        return ModelInputs.of(micro, self.device, self.parallel, tree=tree_of(micro, part, self.model))
 
     def _accumulate(
         self,
@@ -237,10 +237,9 @@ def forward_log_probs(
     model: CausalLM, part: RankShard, device: torch.device, parallel: SequenceParallel | None = None
 ) -> NDArray[np.float32]:
     """[T] log-probs of every micro-batch, concatenated, without gradient."""
-    shared = shares_prefixes(model, part)
     with torch.no_grad():
         results = [
-            model(ModelInputs.of(micro, device, parallel, shared=shared))[0].float().cpu().numpy()
+            model(ModelInputs.of(micro, device, parallel, tree=tree_of(micro, part, model)))[0].float().cpu().numpy()
             for micro in part.micro_batches
         ]
     joined: NDArray[np.float32] = np.concatenate(results)

@@ -7,6 +7,8 @@ from pathlib import Path
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError
 from penstock_learner.batches.partition import RankShard
+from penstock_learner.batches.prefix_tree import PrefixTree
+from penstock_learner.batches.sequence_batch import SequenceBatch
 from penstock_learner.model.architectures import path_of, require_causal
 from penstock_learner.model.causal_lm import CausalLM
 from penstock_learner.model.rotary import depends_on_length
@@ -27,9 +29,11 @@ def prefix_sharing_roles(config: RunConfig) -> frozenset[str]:
     return frozenset(role for role, path in paths.items() if _can_share(path))
 
 
-def shares_prefixes(model: CausalLM | ScalarModel, part: RankShard) -> bool:
-    """Whether the model computes shared tokens of this part once. The padded path cannot."""
-    return part.shares_prefixes and model.path.is_packed
+def tree_of(micro: SequenceBatch, part: RankShard, model: CausalLM | ScalarModel) -> PrefixTree | None:
+    """The tree of a micro-batch of this part, if the model computes shared tokens once. The padded path cannot."""
+    if not (part.shares_prefixes and model.path.is_packed):
+        return None
+    return part.tree or PrefixTree.of(micro)
 
 
 def _can_share(folder: Path) -> bool:

@@ -19,6 +19,7 @@ from penstock.compiled_code import keep_compiled_code
 from penstock.config.run import RunConfig
 from penstock.errors import Fenced
 from penstock.logs import setup_logging
+from penstock.machine.garbage import spare_living_objects
 from penstock.machine.private_files import keep_files_private
 from penstock_learner.crash_points import crash_point
 from penstock_learner.model.precision import DTYPES
@@ -81,6 +82,7 @@ class Rank:
 
     def mark_up(self) -> None:
         """All ranks of the role have loaded their model. From here on another controller may adopt this one."""
+        spare_living_objects()
         self.is_up = True
 
     def declarations(self) -> dict[str, Dispatch]:

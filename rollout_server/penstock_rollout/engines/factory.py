@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import importlib.util
 import logging
 from pathlib import Path
 
 from penstock.config.rollout import EngineConfig
 from penstock.errors import ConfigError, Unavailable
+from penstock.machine.garbage import spare_living_objects
 from penstock.weights.folder_tensors import read_json
 from penstock_rollout.engines.engine import Engine
 from penstock_rollout.engines.vllm.start import is_cpu_build, start_standby
@@ -102,15 +102,11 @@ def check_reports_experts(name: str) -> None:
 
 
 async def start_engine(engine: Engine, timeout_s: float) -> None:
-    """Load the model folder as version 0, then freeze the objects of this process for the garbage collector.
-
-    The objects that an engine imports and builds are never freed. A full collection would visit all of them each time,
-    and the process does nothing else meanwhile. The collector skips frozen objects."""
+    """Load the model folder as version 0. The garbage collector then skips all that has been loaded."""
     try:
         await asyncio.wait_for(engine.start(policy_version=0), timeout_s)
     except TimeoutError as error:
         raise Unavailable(
             f"the {engine.name} engine was not ready after {timeout_s:.0f} s; raise rollout.start_timeout_s"
         ) from error
-    gc.collect()
-    gc.freeze()
+    spare_living_objects()

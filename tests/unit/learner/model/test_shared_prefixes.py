@@ -42,7 +42,7 @@ def _shares(config: Any) -> bool:
 def _results(model: CausalLM, batch: SequenceBatch, shared: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Log-probs, and the gradients of a weighted sum of them."""
     model.zero_grad()
-    log_probs, entropy = model(ModelInputs.of(batch, CPU, shared=shared))
+    log_probs, entropy = model(ModelInputs.of(batch, CPU, tree=PrefixTree.of(batch) if shared else None))
     (log_probs * torch.as_tensor(batch.advantages)).sum().backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return torch.stack([log_probs.detach(), entropy.detach()]), gradients
@@ -89,9 +89,10 @@ def test_a_shared_token_counts_once_for_each_sequence_in_the_balance_of_experts(
     model.watch = watch_routers(model.lm, LearnerConfig.model_validate({"router": {"aux_loss_coefficient": 0.1}}))
     assert model.watch is not None
     losses, counts, gradients = [], [], []
-    for shared in (False, True):
+    batch = forked_batch()
+    for tree in (None, PrefixTree.of(batch)):
         model.zero_grad()
-        model(ModelInputs.of(forked_batch(), CPU, shared=shared))
+        model(ModelInputs.of(batch, CPU, tree=tree))
         balance = model.watch.balance()
         assert balance is not None
         balance.loss.backward()
@@ -108,7 +109,8 @@ def test_a_critic_has_the_same_values(tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path)
     model = load_scalar_model(tmp_path, torch.float32, key="learner.critic.path", make_head=True)
     torch.nn.init.normal_(model.lm.score.weight)
-    alone, shared = (ModelInputs.of(forked_batch(), CPU, shared=shares) for shares in (False, True))
+    batch = forked_batch()
+    alone, shared = (ModelInputs.of(batch, CPU, tree=tree) for tree in (None, PrefixTree.of(batch)))
     torch.testing.assert_close(model(shared, shared.predicting), model(alone, alone.predicting), atol=1e-4, rtol=1e-4)
 
 

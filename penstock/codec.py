@@ -306,23 +306,26 @@ def trajectory_to_proto(trajectory: Trajectory) -> groups_pb2.Trajectory:
 
 
 def trajectory_from_proto(message: groups_pb2.Trajectory) -> Trajectory:
+    # The fields that are set, and not empty. To read the others would take as long.
+    found: dict[str, Any] = {field.name: value for field, value in message.ListFields()}
     return Trajectory(
-        token_ids=_int32(message.token_ids),
-        loss_mask=np.frombuffer(message.loss_mask, dtype=np.uint8),
-        log_probs=_array(message.log_probs, "<f4", "log_probs").astype(np.float32, copy=False),
-        segments=tuple(VersionSegment(s.start, s.end, s.policy_version) for s in message.segments),
-        reward=message.reward,
-        reward_parts=dict(message.reward_parts),
-        finish_reason=FINISH_FROM_PROTO.get(message.finish_reason, "stop"),
-        is_baseline=message.is_baseline,
+        token_ids=_int32(found.get("token_ids", b"")),
+        loss_mask=np.frombuffer(found.get("loss_mask", b""), dtype=np.uint8),
+        log_probs=_array(found.get("log_probs", b""), "<f4", "log_probs").astype(np.float32, copy=False),
+        segments=tuple([VersionSegment(s.start, s.end, s.policy_version) for s in found.get("segments", ())]),
+        reward=found.get("reward", 0.0),
+        reward_parts=dict(found.get("reward_parts", ())),
+        finish_reason=FINISH_FROM_PROTO.get(found.get("finish_reason", 0), "stop"),
+        is_baseline=found.get("is_baseline", False),
         sampling_segments=tuple(
-            SamplingSegment(s.start, s.end, s.temperature, s.top_p, s.top_k, s.min_p) for s in message.sampling_segments
+            SamplingSegment(s.start, s.end, s.temperature, s.top_p, s.top_k, s.min_p)
+            for s in found.get("sampling_segments", ())
         ),
-        episode=message.episode,
-        routed_experts=_experts_from_proto(message.routed_experts) if message.HasField("routed_experts") else None,
-        reward_failed=message.reward_failed,
-        token_rewards=tuple(TokenReward(t.index, t.reward) for t in message.token_rewards),
-        server_ids=tuple(message.server_ids),
+        episode=found.get("episode", 0),
+        routed_experts=_experts_from_proto(found["routed_experts"]) if "routed_experts" in found else None,
+        reward_failed=found.get("reward_failed", False),
+        token_rewards=tuple(TokenReward(t.index, t.reward) for t in found.get("token_rewards", ())),
+        server_ids=tuple(found.get("server_ids", ())),
     )
 
 

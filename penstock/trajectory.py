@@ -153,15 +153,15 @@ class Trajectory:
     """[tokens, layers, top_k] ids of the experts that the engine chose, for all tokens of prompt and response but the
     last, which no forward pass has read. Zeros in layers without experts. None if the engine reported none."""
 
-    @cached_property
+    @property
     def min_version(self) -> int:
         return min([segment.policy_version for segment in self.segments])
 
-    @cached_property
+    @property
     def max_version(self) -> int:
         return max([segment.policy_version for segment in self.segments])
 
-    @cached_property
+    @property
     def has_trained_token(self) -> bool:
         return any(self.loss_mask.tobytes())
 

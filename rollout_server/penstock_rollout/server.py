@@ -159,6 +159,7 @@ class RolloutServer:
         self.endpoint.listen(rollout.host, rollout.metrics_port)
         await self.phases.enter(self.server_id, "checking the rewards", is_first=True)
         await self.scorer.check()
+        self.scorer.begin()
         if self.agents.toolbox.tools or self.agents.mcp_servers:
             await self.phases.enter(self.server_id, "preparing the tools")
         await self.agents.open()

@@ -70,7 +70,7 @@ def in_steps(versions: NDArray[np.int64], roll_backs: Sequence[RollBack]) -> NDA
 
 def oldest_version(group: Group, roll_backs: Sequence[RollBack]) -> int:
     """The oldest version that sampled a token of the group, renumbered by `in_steps`."""
-    return int(in_steps(np.array(group.min_version), roll_backs))
+    return int(in_steps(np.array(group.min_version), roll_backs)) if roll_backs else group.min_version
 
 
 async def load_version(

@@ -128,9 +128,13 @@ def _failure(answer: Json) -> RewardFailed:
 
 
 class RewardPool:
-    """Up to `num_processes` processes, started on demand and reused. Ending one does not affect calls to the others."""
+    """Up to `num_processes` processes, started by `fill` or on demand, and reused. Ending one does not affect calls to
+    the others."""
 
     def __init__(self, num_processes: int) -> None:
+        self._most = num_processes
+        self._num_started = 0
+        """Processes that were started and not retired."""
         self._free = asyncio.Semaphore(num_processes)
         self._idle: list[RewardProcess] = []
         self._ending: set[asyncio.Task[None]] = set()
@@ -142,6 +146,20 @@ class RewardPool:
         async with self._free:
             process = await self._take()
             self._log_once(await self._guard(process, process.prepare(settings)))
+
+    async def fill(self, rewards: Sequence[str]) -> None:
+        """Start the processes that are missing, one after another, and build these rewards in each: a process takes
+        longer to start than a batch of samples to generate."""
+        while self._num_started < self._most:
+            async with self._free:
+                process = await self._start()
+                try:
+                    for settings in rewards:
+                        await self._guard(process, process.prepare(settings), keep=False)
+                except RewardFailed as error:
+                    logger.warning("a reward process is not ready before it is needed: %s", error)
+                    return
+                self._idle.append(process)
 
     async def compute_each(self, settings: str, samples: Sequence[Json], timeout_s: float) -> list[Json | RewardFailed]:
         """Compute the reward of each sample, which is `score`, `parts` and perhaps `pred`, or its failure.
@@ -216,7 +234,15 @@ class RewardPool:
                 return process
             logger.warning("reward process %d ended while it was idle; another takes its place", process.process.pid)
             self._retire(process)
-        return await RewardProcess.start()
+        return await self._start()
+
+    async def _start(self) -> RewardProcess:
+        self._num_started += 1
+        try:
+            return await RewardProcess.start()
+        except BaseException:
+            self._num_started -= 1
+            raise
 
     async def _guard(self, process: RewardProcess, call: Coroutine[Any, Any, T], *, keep: bool = True) -> T:
         """Await a call to `process`. Afterwards return the process to the pool, or end it."""
@@ -236,6 +262,7 @@ class RewardPool:
         return result
 
     def _retire(self, process: RewardProcess) -> None:
+        self._num_started -= 1
         task = asyncio.create_task(process.end())
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)

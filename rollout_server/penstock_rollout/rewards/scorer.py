@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from penstock.cancellation import end_task
 from penstock.config.rewards import FunctionReward, RemoteReward, Reward, RewardConfig, RewardModelReward
 from penstock.errors import ConfigError
 from penstock.store.notices import Event, PostEvent, ignore_event
@@ -22,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class Scorer:
-    """Scores the responses of each data source with its reward. Call `check` first and `close` last."""
+    """Scores the responses of each data source with its reward. Call `check` first, then `begin`, and `close` last."""
 
     def __init__(self, config: RewardConfig, metrics: RolloutMetrics, post: PostEvent = ignore_event) -> None:
         """`post` tells the run's users of failed rewards and of unknown data sources."""
@@ -34,6 +35,7 @@ class Scorer:
         """Prompts whose responses are being scored."""
         self._pool = RewardPool(config.num_processes)
         self._remotes: dict[RemoteReward, RemoteScorer] = {}
+        self._filling: asyncio.Task[None] | None = None
 
     async def check(self) -> None:
         """Raise ConfigError if a reward that the config names cannot work here."""
@@ -48,6 +50,13 @@ class Scorer:
             except RewardFailed as error:
                 message = str(error).removeprefix("ConfigError: ")
                 raise ConfigError(f"rollout.reward: {message} (kind {reward.kind})") from error
+
+    def begin(self) -> None:
+        """Start the reward processes in the background, so that the first responses need not wait for them."""
+        remote = (RemoteReward, RewardModelReward)
+        rewards = [self.choice.settings_json(each) for each in self.choice.configured() if not isinstance(each, remote)]
+        if rewards:
+            self._filling = asyncio.create_task(self._pool.fill(rewards), name="reward-processes")
 
     async def score(
         self, prompt: str, data_source: str, responses: list[str], ground_truth: Any, extra_info: dict[str, Any],
@@ -82,6 +91,8 @@ class Scorer:
         return scored
 
     async def close(self) -> None:
+        if self._filling is not None:
+            await end_task(self._filling)
         await self._pool.close()
         for remote in self._remotes.values():
             await remote.close()

@@ -67,11 +67,12 @@ BENCHES = {
         "bench/gpu/whole_run.py",
         "GRPO on one GPU, compared with TRL's GRPOTrainer and with verl, both with vLLM. They generate and train in "
         "turns; ours does both at once, sends the tokens of a step in chunks from EngineCore, computes the prompt of a "
-        "group once in training, and takes the log-probs of the policy from the pass of the update. TRL and verl-0.5b "
-        "ran beside ours in an earlier session on a machine of the same kind, in which ours / TRL was 2.23 and 2.54, "
-        "and ours / verl 4.78; verl-1.5b, our synchronous run and our figures are of one session. verl made 12 steps "
-        "in its time, because it takes five minutes to start. With 1.5B our learner waits for its one server for "
-        "11 % of the time, which is in its share of the whole time and not in that of its working time",
+        "group once in training, and takes the log-probs of the policy from the pass of the update. Ours and TRL are of "
+        "one session, on three machines of the same kind one after another, a run each: ours-1.5b, ours-0.5b, the "
+        "synchronous run, which was cut off in its last step, and trl-0.5b on one machine, trl-1.5b on another. verl ran "
+        "in earlier sessions, with ours 4.78 and 4.24 times as fast then, and made 12 steps in its time, because it "
+        "takes five minutes to start. Overlap comes out above its ideal because two steps' samples are decoded at once "
+        "beside training and one step's without it, and because the synchronous run's generation varied by a third",
     ),
     "group_speculation": (
         "Drafts from siblings, CPU",

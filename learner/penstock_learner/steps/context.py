@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.config.algorithms import AlgorithmConfig
 from penstock.config.learner import LearnerConfig
@@ -72,16 +73,29 @@ class StepContext(BatchContext):
 
         Parts are made of neighbouring sequences, or with `shuffle_minibatches` of random ones, which are others in each
         epoch. Greedy samples, which are not trained, are left out."""
-        trained, num_parts = batch.without_baselines(), self.config.minibatches_per_step
-        if not self.config.shuffle_minibatches:
-            return trained.split(num_parts) * self.config.epochs_per_step
-        # numpy guarantees RandomState's streams, so a repeated step has the same parts under every release of numpy.
-        chances = (
-            np.random.RandomState([self.config.shuffle_seed, self.step, epoch])
-            for epoch in range(self.config.epochs_per_step)
-        )
-        orders = [chance.permutation(trained.num_sequences).tolist() for chance in chances]
-        return [part for order in orders for part in trained.select(order).split(num_parts)]
+        if self.config.minibatches_per_step == 1 and not self.config.shuffle_minibatches:
+            return [batch.without_baselines()] * self.config.epochs_per_step
+        return [batch.select(part.tolist()) for part in self._parts(batch)]
+
+    def first_update(self, batch: SequenceBatch) -> NDArray[np.int64]:
+        """The sequences of the first update, if no pass need compute their log-probs before it: its own pass has the
+        weights from before the step. None of them if they are trained again, or if the KL penalty is in the reward."""
+        if self.config.epochs_per_step > 1 or self.algorithm.kl.in_reward:
+            return np.zeros(0, dtype=np.int64)
+        return self._parts(batch)[0]
+
+    def _parts(self, batch: SequenceBatch) -> list[NDArray[np.int64]]:
+        """The sequences of each part, in the order of `minibatches`."""
+        is_baseline = batch.is_baseline
+        trained = np.arange(batch.num_sequences) if is_baseline is None else np.flatnonzero(~is_baseline)
+        num_parts = max(1, min(self.config.minibatches_per_step, len(trained)))
+        epochs = range(self.config.epochs_per_step)
+        orders = [trained for _ in epochs]
+        if self.config.shuffle_minibatches:
+            # numpy guarantees RandomState's streams, so a repeated step has the same parts under every release.
+            chances = [np.random.RandomState([self.config.shuffle_seed, self.step, epoch]) for epoch in epochs]
+            orders = [trained[chance.permutation(len(trained))] for chance in chances]
+        return [part for order in orders for part in np.array_split(order, num_parts)]
 
 
 Step = Callable[[SequenceBatch, Roles, StepContext], Awaitable[tuple[SequenceBatch, dict[str, float]]]]

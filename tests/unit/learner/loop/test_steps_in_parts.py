@@ -125,6 +125,35 @@ async def test_a_single_update_computes_the_proximal_policy_itself(tiny_models: 
     assert metrics["approx_kl"] == 0 and metrics["importance_weight_max"] == pytest.approx(0.3)
 
 
+@pytest.mark.parametrize("is_shuffled", [False, True], ids=["neighbours", "shuffled"])
+async def test_the_first_of_several_updates_computes_the_proximal_policy_itself(
+    is_shuffled: bool, tiny_models: dict[str, Path]
+) -> None:
+    """The pass before the updates leaves its sequences out. Weights and numbers are those of a pass over all."""
+    learner: dict[str, Any] = {"lr": 1e-2, "algorithm": {"correction": {"cap": 0.3}}}
+    groups = groups_of("a", "b", "c")
+    step = make_step(tiny_models, **learner, minibatches_per_step=3, shuffle_minibatches=is_shuffled)
+    policy: Any = step.roles["policy"]
+    (whole,) = partition(batch_of(groups), 1, 10**6)
+    before, log_probs, passed = policy.rank.log_probs(whole), policy.rank.log_probs, []
+
+    def recorded(part: Any) -> Any:
+        passed.append(sum(micro.num_sequences for micro in part.micro_batches))
+        return log_probs(part)
+
+    policy.rank.log_probs = recorded
+    await step.run(groups, 1, 0, 0.0)
+    assert passed == [8], "of twelve sequences, four are those of the first update"
+    assert step.recomputed is not None
+    np.testing.assert_allclose(step.recomputed, before, atol=1e-6)
+    given = with_advantages(replace(batch_of(groups), old_log_probs=before), step.config.algorithm, 0.0)
+    context: Any = StepContext(step.config, [], 1, 0, 0.0, cast(Any, None))
+    parts = context.minibatches(given.with_sequence_fields(number=np.arange(12)))
+    expected = train_by_parts(tiny_models, given, [part["number"].tolist() for part in parts], **learner)
+    for name, weight in expected.model.named_parameters():
+        torch.testing.assert_close(policy.rank.model.get_parameter(name), weight, atol=1e-6, rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("changed", "recomputes"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,12 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 
 def workers() -> set[int]:
-    """The reward processes of this one."""
+    """The reward processes of this one. A child that has ended, maybe of another test, has no command any more."""
     found = set()
     for child in psutil.Process().children():
-        if "penstock_rollout.rewards.worker" in child.cmdline():
-            found.add(child.pid)
+        with contextlib.suppress(psutil.ZombieProcess, psutil.NoSuchProcess):
+            if "penstock_rollout.rewards.worker" in child.cmdline():
+                found.add(child.pid)
     return found
 
 

@@ -178,7 +178,7 @@ async def _train(local: LocalRun, prompts: Iterator[Prompt]) -> None:
 
 
 def _num_trained(local: LocalRun) -> int:
-    """The lines of metrics.jsonl: one for each step."""
+    """How many lines metrics.jsonl has: one for each step. They are not parsed, which would take time of a core."""
     path = local.folder / "metrics.jsonl"
     return path.read_bytes().count(b"\n") if path.exists() else 0
 

@@ -33,7 +33,7 @@ STEPS_BEYOND = 2
 """Steps after the last one that counts, so that the server still answers for its metrics when that one has ended."""
 KV_CACHE_BYTES = 16 * 2**30
 GPU_MEMORY = 0.4
-"""Of the GPU, for all servers together, as is the cache."""
+"""The share of the GPU's memory that all servers use together. They divide the cache too."""
 PHASES = ("wait_s", "forward_s", "update_s", "gather_s")
 STOP_S = 10.0
 """Seconds in which a run must end. Less than whole_run.END_S, after which the part itself is killed."""

@@ -9,6 +9,7 @@ their prompt, and the paths of a session share more. The tree stores every such 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -58,7 +59,7 @@ class PrefixTree:
         """The tree of a batch. Sequences share tokens if they are of the same group and, where the engine's choice of
         experts is replayed, if that is the same too."""
         contents = _Contents(batch)
-        roots: dict[int, _Segment] = {}
+        roots: defaultdict[int, _Segment] = defaultdict(lambda: _Segment(None, 0, 0, 0))
         found: dict[tuple[int, bytes], _Segment] = {}
         last = []
         starts = np.cumsum(batch.lengths) - batch.lengths
@@ -66,10 +67,7 @@ class PrefixTree:
             whole = (group, contents.between(start, start + length))
             segment = found.get(whole)
             if segment is None:
-                root = roots.get(group)
-                if root is None:
-                    root = roots[group] = _Segment(None, 0, 0, 0)
-                segment = found[whole] = _insert(contents, root, start, length)
+                segment = found[whole] = _insert(contents, roots[group], start, length)
             last.append(segment)
         segments = [segment for root in roots.values() for segment in _below(root)]
         for index, segment in enumerate(segments):

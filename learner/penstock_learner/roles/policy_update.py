@@ -202,7 +202,7 @@ class PolicyUpdate:
     def _proximal(self, micro: SequenceBatch, log_probs: Tensor, behaviour: Tensor) -> Tensor:
         """Log-probs of the proximal policy under the configured correction mode.
 
-        No micro-batch has them if the step has a single update: its weights are those of the proximal policy."""
+        The micro-batches of a step's first update may lack them: its weights are those of the proximal policy."""
         config = self.learner.algorithm.correction
         if config.mode == "bypass":
             return behaviour

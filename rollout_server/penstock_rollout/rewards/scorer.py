@@ -42,8 +42,7 @@ class Scorer:
         for reward in self.choice.configured():
             if isinstance(reward, RemoteReward):
                 self._remote(reward)
-                continue
-            if isinstance(reward, RewardModelReward):
+            if not _needs_process(reward):
                 continue
             try:
                 await self._pool.prepare(self.choice.settings_json(reward))
@@ -53,8 +52,7 @@ class Scorer:
 
     def begin(self) -> None:
         """Start the reward processes in the background, so that the first responses need not wait for them."""
-        remote = (RemoteReward, RewardModelReward)
-        rewards = [self.choice.settings_json(each) for each in self.choice.configured() if not isinstance(each, remote)]
+        rewards = [self.choice.settings_json(each) for each in self.choice.configured() if _needs_process(each)]
         if rewards:
             self._filling = asyncio.create_task(self._pool.fill(rewards), name="reward-processes")
 
@@ -153,3 +151,8 @@ class Scorer:
 def _sample_score(answer: Json) -> SampleScore:
     placed = tuple(PlacedScore(*one) for one in answer.get("placed", ()))
     return SampleScore(answer["score"], answer["parts"], answer=answer.get("pred"), placed=placed)
+
+
+def _needs_process(reward: Reward) -> bool:
+    """Whether a process of the pool computes the reward."""
+    return not isinstance(reward, RemoteReward | RewardModelReward)

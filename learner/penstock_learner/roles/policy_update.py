@@ -6,7 +6,7 @@ Knows nothing of Ray, the queue or publication. It needs a process group and a m
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import reduce
 from operator import add
@@ -35,7 +35,7 @@ from penstock_learner.batches.sequence_batch import SequenceBatch
 from penstock_learner.model.attention.sequence_parallel import SequenceParallel
 from penstock_learner.model.backbone import ModelInputs
 from penstock_learner.model.causal_lm import CausalLM
-from penstock_learner.model.device_copies import required_to_device, to_device
+from penstock_learner.model.device_copies import required_to_device, to_device, to_host
 from penstock_learner.model.routers import Balance
 from penstock_learner.optim.adamw import ScaledAdamW
 from penstock_learner.optim.optimizer import apply_gradients
@@ -107,15 +107,20 @@ class PolicyUpdate:
             hold=step < first,
         )
         sums = on_device.tolist()
+        statistics, correction, mismatch = _on_host(
+            reduce(add, [report.statistics for report in reports]),
+            reduce(CorrectionStatistics.merge, [report.correction for report in reports]),
+            reduce(add, [report.mismatch for report in reports]),
+        )
         nonfinite = tuple(index for index, (loss, kl, _) in enumerate(sums) if not math.isfinite(loss + kl))
         loss, kl, entropy = (sum(column) for column in zip(*sums, strict=True))
         return UpdateReport(
             loss,
             kl,
             entropy,
-            _on_host(reduce(add, [report.statistics for report in reports])),
-            _on_host(reduce(CorrectionStatistics.merge, [report.correction for report in reports])),
-            _on_host(reduce(add, [report.mismatch for report in reports])),
+            statistics,
+            correction,
+            mismatch,
             taken,
             nonfinite,
             _router_report([report.routing for report in reports if report.routing is not None]),
@@ -228,9 +233,18 @@ def _router_report(parts: Sequence[_Routing]) -> RouterReport | None:
     )
 
 
-def _on_host(statistics: T) -> T:
-    """Move a dataclass of tensors to the host: the controller may have no GPU."""
-    return replace(statistics, **{field.name: getattr(statistics, field.name).cpu() for field in fields(statistics)})
+def _on_host(
+    statistics: LossStatistics, correction: CorrectionStatistics, mismatch: Mismatch
+) -> tuple[LossStatistics, CorrectionStatistics, Mismatch]:
+    """The sums of an update on the host: the controller may have no GPU."""
+    parts = (statistics, correction, mismatch)
+    copies = iter(to_host([getattr(part, field.name) for part in parts for field in fields(part)]))
+    return _filled(statistics, copies), _filled(correction, copies), _filled(mismatch, copies)
+
+
+def _filled(part: T, tensors: Iterator[Tensor]) -> T:
+    """The dataclass with the next tensors in place of its own."""
+    return replace(part, **{field.name: next(tensors) for field in fields(part)})
 
 
 def forward_log_probs(

@@ -45,13 +45,15 @@ class StagedVersion:
             self._of_bucket.setdefault(spec.bucket, []).append(spec)
         self._progress = threading.Condition()
         """Notified when a bucket is filled, and when the version is sealed."""
+        self._num_put = 0
+        """Buckets whose last tensor was put. The GPU may still be copying."""
         self._num_filled = 0
         self._is_sealed = False
         self.nonfinite = ""
         """Name of a tensor that holds a NaN or an infinity. Such a version is never sealed, so no member commits it."""
         self._pieces = PieceHashing()
         self._has_device_weights = False
-        """The copies of such weights are done when the bucket is finished, and not earlier."""
+        """The GPU copies such weights. The training thread waits for it only if the bucket is in host memory."""
         self._checking = ThreadPoolExecutor(1, thread_name_prefix="check")
         self._checksums: list[Future[str]] = []
 
@@ -81,7 +83,7 @@ class StagedVersion:
                 self._pieces.add(filled[: spec.offset_bytes + num_copied])
         else:
             self._has_device_weights = True
-            view.copy_(weight, non_blocking=True)
+            view.copy_(weight, non_blocking=weight.is_cuda)
         if self._of_bucket[spec.bucket][-1].name == name:
             self._finish_bucket(spec.bucket)
 
@@ -102,30 +104,47 @@ class StagedVersion:
             raise TrainingDiverged(f"version {self.policy_version} is not finite: {self.nonfinite}")
 
     def _finish_bucket(self, index: int) -> None:
-        assert index == self._num_filled, "weights must come in the manifest's order"
-        if torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()
+        """Leave a bucket whose last tensor was put to the checking thread.
+
+        Weights that the GPU copies within its own memory may change again at once: kernels that are enqueued from now
+        on run after the copies."""
+        assert index == self._num_put, "weights must come in the manifest's order"
+        self._num_put += 1
         bucket = self.memory.buckets[index]
-        digests = self._pieces.finish(bucket.numpy()) if bucket.is_cpu else []
-        self._checksums.append(self._checking.submit(self._check_and_hash, index, digests))
-        with self._progress:
-            self._num_filled += 1
-            self._progress.notify_all()
-        if self.is_complete:
+        copied = torch.cuda.Event(blocking=True) if self._has_device_weights else None
+        if copied is not None:
+            copied.record()
+        digests: list[Future[bytes]] = []
+        if bucket.is_cpu:
+            self._wait_filled(copied)
+            digests = self._pieces.finish(bucket.numpy())
+        self._checksums.append(self._checking.submit(self._check_and_hash, index, digests, copied))
+        if self._num_put == len(self.memory.buckets):
             self._checking.submit(self._seal)
             self._checking.shutdown(wait=False)
             self._pieces.close()
 
-    def _check_and_hash(self, index: int, digests: list[Future[bytes]]) -> str:
+    def _check_and_hash(self, index: int, digests: list[Future[bytes]], copied: torch.cuda.Event | None) -> str:
         """Return the checksum of a bucket, and refuse the version if a number in it is not finite.
 
-        Runs in the checking thread, while the training thread fills the next bucket."""
+        Runs in the checking thread, while the training thread fills the next bucket. `copied` happens when the GPU has
+        filled the bucket."""
         bucket = self.memory.buckets[index]
+        if not bucket.is_cpu:
+            self._wait_filled(copied)
         if name := self._first_nonfinite(index, bucket):
             with self._progress:
                 self.nonfinite = self.nonfinite or name
                 self._progress.notify_all()
         return staged_checksum(bucket, digests)
+
+    def _wait_filled(self, copied: torch.cuda.Event | None) -> None:
+        """Wait until the next bucket is filled, and say so. Without `copied` it is."""
+        if copied is not None:
+            copied.synchronize()
+        with self._progress:
+            self._num_filled += 1
+            self._progress.notify_all()
 
     def _first_nonfinite(self, index: int, bucket: torch.Tensor) -> str:
         """The name of a tensor in the bucket that is not finite, or an empty text."""

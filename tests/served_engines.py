@@ -26,7 +26,7 @@ from penstock.weights.manifest import TensorShape, allocate_buckets, build_manif
 from penstock.weights.relay_groups import group_places
 from penstock_learner.model.architectures import ModelPath
 from penstock_learner.model.causal_lm import CausalLM
-from penstock_learner.weights.gathering import gathered_weights
+from penstock_learner.weights.gathering import PushedWeights
 from penstock_rollout.engines.engine import Engine, GenerateRequest, TokenChunk
 from penstock_rollout.engines.factory import create_engine
 from penstock_rollout.engines.sglang.engine import SglangEngine
@@ -73,7 +73,7 @@ class Push:
     @classmethod
     def of(cls, model: Any, version: int) -> Push:
         """Pack the model's weights, as the learner gathers them, into small buckets, so that there are several."""
-        gathered = gathered_weights(CausalLM(model, 16, ModelPath(is_packed=True, reason="")))
+        gathered = PushedWeights(CausalLM(model, 16, ModelPath(is_packed=True, reason=""))).gathered()
         weights = {name: tensor.contiguous().numpy() for name, tensor in gathered}
         shapes = [TensorShape(name, "F32", array.shape) for name, array in weights.items()]
         manifest = build_manifest("run", version, 1, shapes, bucket_bytes=64 << 10)

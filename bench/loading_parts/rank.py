@@ -44,7 +44,7 @@ from penstock_learner.optim.adamw import local_shard
 from penstock_learner.optim.optimizer import make_optimizer
 from penstock_learner.roles.policy_update import PolicyUpdate
 from penstock_learner.steps.advantages import denominators_of
-from penstock_learner.weights.gathering import gathered_weights, pushed_shapes
+from penstock_learner.weights.gathering import PushedWeights
 from penstock_learner.weights.publisher import WeightPublisher
 
 
@@ -167,15 +167,16 @@ class RankBench:
         self.optimizer.step()
 
     def gather(self) -> None:
-        for _ in gathered_weights(self.model, compute_dtype_of(self.config)):
+        for _ in PushedWeights(self.model).gathered(compute_dtype_of(self.config)):
             pass
 
     def push(self) -> None:
         """Stage two versions on rank 0, as if the first were still being sent."""
         publisher = WeightPublisher(self.config, "127.0.0.1", self.device) if self.rank == 0 else None
+        pushed = PushedWeights(self.model)
         for version in (1, 2):
-            staged = publisher and publisher.begin(version, 1, pushed_shapes(self.model), keep=[1])
-            for name, weight in gathered_weights(self.model, compute_dtype_of(self.config)):
+            staged = publisher and publisher.begin(version, 1, pushed.shapes, keep=[1])
+            for name, weight in pushed.gathered(compute_dtype_of(self.config)):
                 if staged is not None:
                     staged.put(name, weight)
             if staged is not None:

@@ -30,7 +30,7 @@ from penstock_learner.model.backbone import ModelInputs
 from penstock_learner.model.causal_lm import CausalLM, load_model
 from penstock_learner.model.published_layout import fit_to_folder
 from penstock_learner.model.routers import watch_routers
-from penstock_learner.weights.gathering import exact_names, gathered_weights, pushed_shapes
+from penstock_learner.weights.gathering import PushedWeights
 from penstock_learner.weights.publisher import WeightPublisher
 from penstock_rollout.engines.engine import Engine, GenerateRequest, TokenChunk
 from penstock_rollout.engines.factory import create_engine
@@ -99,8 +99,8 @@ def _announce(model: CausalLM, source: Path, version: int, folder: Path) -> tupl
     """Write the learner's gather as a snapshot, and announce it."""
     settings = {"run": "moe", "run_dir": str(folder), "model": {"path": str(source), "dtype": "bfloat16"}}
     publisher = WeightPublisher(validate(settings, "test"), "127.0.0.1")
-    staged = publisher.begin(version, 1, pushed_shapes(model), exact=exact_names(model))
-    for name, weight in gathered_weights(model):
+    staged = publisher.begin(version, 1, PushedWeights(model).shapes, exact=PushedWeights(model).exact)
+    for name, weight in PushedWeights(model).gathered():
         staged.put(name, weight.cpu())
     publisher.write_snapshot(version, folder / f"version-{version}")
     announcement = weights_pb2.AnnounceRequest(

@@ -22,7 +22,7 @@ from penstock_learner.roles.policy_model import open_policy
 from penstock_learner.roles.policy_update import PolicyUpdate
 from penstock_learner.roles.trainer import TrainerRank
 from penstock_learner.roles.update_reports import UpdateReport
-from penstock_learner.weights.gathering import exact_names, gathered_weights, load_gathered, pushed_shapes
+from penstock_learner.weights.gathering import PushedWeights
 from penstock_learner.weights.publisher import WeightPublisher
 from penstock_learner.weights.push_report import PushReport
 from penstock_learner.weights.senders.sender import PushTarget
@@ -40,6 +40,7 @@ class PolicyWorker(TrainerRank):
         self.prepare(self.model, learner.lr)
         require_right(self.model, "model.path", self.device, compute_dtype_of(self.config))
         parallel = make_sequence_parallel(learner.sequence_parallel)
+        self.pushed = PushedWeights(self.model)
         self.policy_update = PolicyUpdate(self.model, self.optimizer, learner, self.device, parallel)
         host = self.config.learner.publish_host or self.node_address
         self.publisher = WeightPublisher(self.config, host, self.device) if self.rank == 0 else None
@@ -76,10 +77,9 @@ class PolicyWorker(TrainerRank):
         staged = None
         if self.publisher is not None:
             scale = lora.alpha / lora.rank if lora else None
-            shapes = pushed_shapes(self.model)
-            exact = exact_names(self.model)
+            shapes, exact = self.pushed.shapes, self.pushed.exact
             staged = self.publisher.begin(policy_version, term, shapes, keep=keep, adapter_scale=scale, exact=exact)
-        for name, weight in gathered_weights(self.model, compute_dtype_of(self.config)):
+        for name, weight in self.pushed.gathered(compute_dtype_of(self.config)):
             if staged is not None:
                 staged.put(name, weight)
         return self.computed_s
@@ -93,7 +93,7 @@ class PolicyWorker(TrainerRank):
         if damage[0]:
             raise WeightPushFailed(damage[0])
         with safe_open(folder / FILE_NAME, framework="pt") as kept:
-            load_gathered(self.model, kept.get_tensor)
+            self.pushed.load(kept.get_tensor)
         self.optimizer.state.clear()
 
     def push(

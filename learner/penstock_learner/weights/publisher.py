@@ -17,6 +17,7 @@ import torch
 from penstock.config.run import RunConfig
 from penstock.errors import TrainingDiverged
 from penstock.machine.open_files import raise_file_limit
+from penstock.v1 import weights_pb2
 from penstock.weights.checksums import weights_digest
 from penstock.weights.cuda import libraries
 from penstock.weights.cuda.nccl_group import version_mismatch
@@ -64,6 +65,8 @@ class WeightPublisher:
         self._calls = MemberCalls(config)
         self._senders: dict[tuple[str, str], Sender] = {}
         """Senders by lane and transport."""
+        self._layout: tuple[list[TensorShape], weights_pb2.WeightManifest] = ([], weights_pb2.WeightManifest())
+        """The tensors of the last version, and its manifest without what is the version's own."""
         self._chosen = ("", "")
         self._delta_choices: dict[str, DeltaChoice] = {}
         """What `weights.delta: auto` has measured, by lane."""
@@ -84,7 +87,7 @@ class WeightPublisher:
         weights = self.config.weights
         dtype = SAFETENSORS_NAMES[DTYPES[self.config.model.dtype]]
         tensors = [TensorShape(name, "F32" if name in exact else dtype, shape) for name, shape in shapes]
-        manifest = build_manifest(self.config.run, policy_version, term, tensors, weights.bucket_bytes)
+        manifest = self._manifest(policy_version, term, tensors)
         for version in self.staged.keys() - set(keep):
             self._memory.give_back(self.staged.pop(version).memory)
         memory = self._memory.take(self._memory_kind, [bucket.num_bytes for bucket in manifest.buckets])
@@ -97,6 +100,17 @@ class WeightPublisher:
             self.staged[policy_version] = staged
             self._begun.notify_all()
         return staged
+
+    def _manifest(self, policy_version: int, term: int, tensors: list[TensorShape]) -> weights_pb2.WeightManifest:
+        """The manifest of a version. The layout is computed once: it is that of the version before."""
+        before, layout = self._layout
+        if tensors != before:
+            layout = build_manifest(self.config.run, 0, 0, tensors, self.config.weights.bucket_bytes)
+            self._layout = (tensors, layout)
+        manifest = weights_pb2.WeightManifest()
+        manifest.CopyFrom(layout)
+        manifest.policy_version, manifest.term = policy_version, term
+        return manifest
 
     def push(
         self,

@@ -19,7 +19,7 @@ from penstock.config.learner import LoraConfig
 from penstock_learner.model.adapter import add_adapter
 from penstock_learner.model.causal_lm import CausalLM, load_model
 from penstock_learner.model.sharding import shard
-from penstock_learner.weights.gathering import gathered_weights, pushed_shapes
+from penstock_learner.weights.gathering import PushedWeights
 from penstock_learner.weights.publisher import WeightPublisher
 from tiny_model import make_tiny_qwen2
 
@@ -61,10 +61,10 @@ async def test_only_the_adapter_travels_and_the_engine_serves_the_sum(tmp_path: 
     path = make_tiny_qwen2(tmp_path / "model", seed=1)
     config = config_of(tmp_path, path, None)
     model = adapted(path)
-    weights = {name: weight.clone() for name, weight in gathered_weights(model)}
+    weights = {name: weight.clone() for name, weight in PushedWeights(model).gathered()}
     async with member(config) as (target, engine, _):
         publisher = WeightPublisher(config, HOST)
-        staged = publisher.begin(1, 1, pushed_shapes(model), adapter_scale=LORA.alpha / LORA.rank)
+        staged = publisher.begin(1, 1, PushedWeights(model).shapes, adapter_scale=LORA.alpha / LORA.rank)
         for name, weight in weights.items():
             staged.put(name, weight)
         report = await asyncio.to_thread(publisher.push, 1, [target])

@@ -19,7 +19,7 @@ from penstock_learner.model.adapter import add_adapter
 from penstock_learner.model.causal_lm import CausalLM, load_model
 from penstock_learner.model.published_layout import fit_to_folder, model_without_weights
 from penstock_learner.start_check import _check_structure
-from penstock_learner.weights.gathering import exact_names, gathered_weights, load_gathered, pushed_shapes
+from penstock_learner.weights.gathering import PushedWeights
 from penstock_learner.weights.publisher import WeightPublisher
 from penstock_rollout.weights.adapter import check_adapter, merged_weights
 from tiny_architectures import ARCHITECTURES, tiny_model
@@ -47,20 +47,20 @@ def _loaded(name: str, folder: Path) -> CausalLM:
 def test_a_gather_is_what_the_folder_contains(name: str, tmp_path: Path) -> None:
     if name in REFUSED:
         with pytest.raises(ConfigError, match=REFUSED[name]) as raised:
-            pushed_shapes(_loaded(name, tmp_path))
+            PushedWeights(_loaded(name, tmp_path))
         assert "\n" not in str(raised.value)
         return
     model = _loaded(name, tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
-    gathered = {name: tensor.clone() for name, tensor in gathered_weights(model)}
+    gathered = {name: tensor.clone() for name, tensor in PushedWeights(model).gathered()}
     assert gathered.keys() == stored.keys()
     assert all(torch.equal(gathered[name], stored[name]) for name in stored)
-    assert pushed_shapes(model) == [(name, tuple(tensor.shape)) for name, tensor in gathered.items()]
+    assert PushedWeights(model).shapes == [(name, tuple(tensor.shape)) for name, tensor in gathered.items()]
     before = {name: tensor.clone() for name, tensor in model.lm.state_dict().items()}
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    load_gathered(model, stored.__getitem__)
+    PushedWeights(model).load(stored.__getitem__)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.lm.state_dict().items())
 
 
@@ -68,7 +68,7 @@ def test_a_gather_is_what_the_folder_contains(name: str, tmp_path: Path) -> None
 def test_experts_are_published_one_by_one_in_memory_of_a_layer(name: str, tmp_path: Path) -> None:
     model = _loaded(name, tmp_path)
     assert any("experts.gate_up_proj" in name for name, _ in model.lm.named_parameters()), "transformers fuses them"
-    names = [name for name, _ in pushed_shapes(model)]
+    names = [name for name, _ in PushedWeights(model).shapes]
     assert not any("gate_up_proj" in name for name in names) and any(".experts.3." in name for name in names)
     layers = [int(name.split(".layers.")[1].split(".")[0]) for name in names if ".layers." in name]
     assert layers == sorted(layers), "a layer is gathered once and then left"
@@ -80,7 +80,7 @@ def test_a_folder_with_fused_experts_keeps_them(tmp_path: Path) -> None:
     for lm in (load_model(tmp_path, torch.float32, 16).lm, model_without_weights(tmp_path)):
         fit_to_folder(lm, tmp_path, "model.path")
         model = CausalLM(lm, 16, load_model(tmp_path, torch.float32, 16).path)
-        assert dict(pushed_shapes(model)) == tensor_shapes(tmp_path)
+        assert dict(PushedWeights(model).shapes) == tensor_shapes(tmp_path)
 
 
 def test_layers_that_predict_ahead_are_not_pushed(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_tensors_that_the_model_ignores_are_neither_pushed_nor_refused(
     assert dict(merged_weights(tmp_path, {}, 1.0)).keys() == used.keys()
     model = load_model(tmp_path, torch.float32, 16)
     fit_to_folder(model.lm, tmp_path, "model.path")
-    assert dict(pushed_shapes(model)).keys() == used.keys()
+    assert dict(PushedWeights(model).shapes).keys() == used.keys()
 
 
 def test_only_the_files_of_the_index_are_the_model(tmp_path: Path) -> None:
@@ -146,11 +146,11 @@ def test_a_routers_bias_is_pushed_in_float32(tmp_path: Path) -> None:
     model = _loaded("deepseek_v3", tmp_path)
     bias = model.lm.get_buffer(BIAS)
     bias.copy_(torch.rand(len(bias)) + 1 / 3)
-    assert BIAS in exact_names(model) and "model.embed_tokens.weight" not in exact_names(model)
+    assert BIAS in PushedWeights(model).exact and "model.embed_tokens.weight" not in PushedWeights(model).exact
     config = validate(with_model({}, tmp_path) | {"model": {"path": str(tmp_path), "dtype": "bfloat16"}}, "test")
     publisher = WeightPublisher(config, "127.0.0.1")
-    staged = publisher.begin(1, 1, pushed_shapes(model), exact=exact_names(model))
-    for name, weight in gathered_weights(model):
+    staged = publisher.begin(1, 1, PushedWeights(model).shapes, exact=PushedWeights(model).exact)
+    for name, weight in PushedWeights(model).gathered():
         staged.put(name, weight)
     spec = next(spec for spec in staged.manifest.tensors if spec.name == BIAS)
     raw = staged.memory.buckets[spec.bucket][spec.offset_bytes : spec.offset_bytes + spec.num_bytes]
@@ -174,10 +174,10 @@ def test_an_adapter_covers_all_linear_layers_under_the_folders_names(
 ) -> None:
     model = _loaded(name, tmp_path)
     add_adapter(model, LoraConfig(rank=2, alpha=4))
-    shapes = dict(pushed_shapes(model))
+    shapes = dict(PushedWeights(model).shapes)
     assert {name.split(".")[-3] for name in shapes} == adapted
     check_adapter(shapes, tensor_shapes(tmp_path))
-    assert shapes == {name: tuple(tensor.shape) for name, tensor in gathered_weights(model)}
+    assert shapes == {name: tuple(tensor.shape) for name, tensor in PushedWeights(model).gathered()}
 
 
 def test_a_target_that_engines_cannot_adapt_is_refused(tmp_path: Path) -> None:

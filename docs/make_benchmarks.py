@@ -67,12 +67,13 @@ BENCHES = {
         "bench/gpu/whole_run.py",
         "GRPO on one GPU, compared with TRL's GRPOTrainer and with verl, both with vLLM. They generate and train in "
         "turns; ours does both at once, sends the tokens of a step in chunks from EngineCore, computes the prompt of a "
-        "group once in training, and takes the log-probs of the policy from the pass of the update. Ours and TRL are "
-        "of one session, on two machines of the same kind, a run each: ours-1.5b, ours-0.5b, the synchronous run, "
-        "which was cut off in its last step, and trl-0.5b on one machine, trl-1.5b on another. verl ran "
-        "in earlier sessions, with ours 4.78 and 4.24 times as fast then, and made 12 steps in its time, because it "
-        "takes five minutes to start. Overlap comes out above its ideal because two steps' samples are decoded at once "
-        "beside training and one step's without it, and because the synchronous run's generation varied by a third",
+        "group once in training, and takes the log-probs of the policy from the pass of the update. Parts of a round "
+        "(`@3`) ran one after another on one machine, except trl-1.5b of the first round; rounds ran on machines of "
+        "one kind, which were not equally fast. verl ran in earlier sessions, with ours 4.78 and 4.24 times as fast "
+        "then, and made 12 steps in its time, because it takes five minutes to start. The server's decoding needs a "
+        "core to itself, so a slow one makes the learner wait (`@3`), and a fast one makes the server wait (`@2`); in "
+        "`@4` gathering weights takes half as long as before, and neither waits. Overlap can come out above its ideal, "
+        "because two steps' samples are decoded at once beside training and one step's without it",
     ),
     "group_speculation": (
         "Drafts from siblings, CPU",

@@ -27,7 +27,6 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -183,29 +182,32 @@ def ratios_of_rounds(measurements: Sequence[Measurement], who: str, model: str) 
 
 
 def overlap(measurements: Sequence[Measurement]) -> list[Measurement]:
-    """What it gives to generate beside training, for the models that ran both ways. Without overlap a step waits for
-    its groups first, so its waiting is the generation."""
-    rounds: dict[str, list[float]] = defaultdict(list)
+    """What it gives to generate beside training, for the models that ran both ways, in each round in which they did.
+    Without overlap a step waits for its groups first, so its waiting is the generation."""
+    medians: dict[str, dict[str, float]] = defaultdict(dict)
     for each in measurements:
         part, colon, figure = each.name.partition(": ")
-        rounds[part.partition(ROUND)[0] + colon + figure].append(each.median)
-    medians = {name: statistics.median(values) for name, values in rounds.items()}
+        name, _, round_name = part.partition(ROUND)
+        medians[name + colon + figure][round_name] = each.median
     figures = []
     for model in SHAPES:
-        rate, sync_rate, step, wait = (
-            medians.get(f"ours-{name}")
-            for name in (
-                f"{model}: {RATE}", f"{SYNC}-{model}: {RATE}", f"{SYNC}-{model}: step", f"{SYNC}-{model}: step: wait",
-            )
-        )  # fmt: skip
-        if rate is None or sync_rate is None or step is None or wait is None:
-            continue
-        gain, ideal = rate / sync_rate, step / max(wait, step - wait)
-        figures += [
-            Measurement(f"{OVERLAP}: {model}, response tokens / those of synchronous training", "×", [gain]),
-            Measurement(f"{OVERLAP}: {model}, ideal", "×", [ideal]),
-            Measurement(f"{OVERLAP}: {model}, of its ideal", "", [gain / ideal]),
+        sync = f"ours-{SYNC}-{model}"
+        found = [
+            medians[name]
+            for name in (f"ours-{model}: {RATE}", f"{sync}: {RATE}", f"{sync}: step", f"{sync}: step: wait")
         ]
+        gains, ideals = [], []
+        for round_name in sorted(set.intersection(*map(set, found))):
+            rate, sync_rate, step, wait = (values[round_name] for values in found)
+            gains.append(rate / sync_rate)
+            ideals.append(step / max(wait, step - wait))
+        if gains:
+            of_ideals = [gain / ideal for gain, ideal in zip(gains, ideals, strict=True)]
+            figures += [
+                Measurement(f"{OVERLAP}: {model}, response tokens / those of synchronous training", "×", gains),
+                Measurement(f"{OVERLAP}: {model}, ideal", "×", ideals),
+                Measurement(f"{OVERLAP}: {model}, of its ideal", "", of_ideals),
+            ]
     return figures
 
 

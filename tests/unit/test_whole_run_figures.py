@@ -246,12 +246,17 @@ def test_overlap_is_a_ratio_of_rates_and_its_ideal_the_longer_half_of_a_synchron
         f"ours-sync-0.5b: {RATE}": 30.0,
         "ours-sync-0.5b: step": 5.0,
         "ours-sync-0.5b: step: wait": 2.5,
+        f"ours-0.5b@2: {RATE}": 90.0,
+        f"ours-0.5b@3: {RATE}": 40.0,
+        f"ours-sync-0.5b@3: {RATE}": 40.0,
+        "ours-sync-0.5b@3: step": 4.0,
+        "ours-sync-0.5b@3: step: wait": 3.0,
         f"ours-1.5b: {RATE}": 1,
     }
-    figures = {each.name: each.median for each in overlap([Measurement(name, "", [v]) for name, v in values.items()])}
-    assert figures["overlap: 0.5b, response tokens / those of synchronous training"] == pytest.approx(5 / 3)
-    assert figures["overlap: 0.5b, ideal"] == 2
-    assert figures["overlap: 0.5b, of its ideal"] == pytest.approx(5 / 6)
+    figures = {each.name: each.rates for each in overlap([Measurement(name, "", [v]) for name, v in values.items()])}
+    assert figures["overlap: 0.5b, response tokens / those of synchronous training"] == pytest.approx([5 / 3, 1])
+    assert figures["overlap: 0.5b, ideal"] == pytest.approx([2, 4 / 3])
+    assert figures["overlap: 0.5b, of its ideal"] == pytest.approx([5 / 6, 3 / 4]), "rounds are compared, not mixed"
     assert not any("1.5b" in name for name in figures), "a model that ran one way has no figure"
 
 

@@ -32,7 +32,8 @@ log says so if a model takes the padded path, and why.
 A model that can take neither path is refused in one line that names its type and the reason, by
 `penstock learner --check`, by `penstock check-model` and at the start. That holds for vision-language models and others
 of several parts, also if only text would be trained: rollout servers know the weights of their language model by other
-names. The last table has examples.
+names. The last table has examples. So is a model whose weights cannot be sharded layer by layer, or cannot be pushed
+under the names of its folder: of those below, deepseek_v4, hrm_text, longcat_flash and zamba2.
 
 Every role that loads a model (policy, reference, critic, reward model, `penstock sft`) compares its path with the plain
 forward of the same weights before it does anything else. The sequences are longer than every window and share one

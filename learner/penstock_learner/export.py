@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,10 +85,25 @@ def write_adapter(lm: Any, base: Path, out: Path, dtype: str) -> None:
     described.base_model_name_or_path, described.task_type = str(base), peft.TaskType.CAUSAL_LM
     described.target_modules = _shortest_targets(lm)
     described.inference_mode = True
+    _require_loadable(described, lm)
     with _written_whole(out) as folder:
         folder.mkdir(parents=True)
         described.save_pretrained(str(folder))
         save_file(matrices, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def _require_loadable(described: Any, lm: Any) -> None:
+    """Raise ConfigError if peft would add the adapter to other weights than those it was trained for: it takes names of
+    a mixture's linear layers for those of the experts that transformers fuses."""
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    taken = deepcopy(described)
+    convert_peft_config_for_transformers(taken, lm, None)
+    if taken.target_parameters:
+        raise ConfigError(
+            f"the adapter of a {lm.config.model_type} model cannot be written alone: peft would add it to experts, for "
+            "which it was not trained; write the model with the adapter merged in"
+        )
 
 
 def _shortest_targets(lm: Any) -> list[str]:

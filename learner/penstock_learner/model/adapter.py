@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
 from penstock.config.learner import ALL_LINEAR, LoraConfig
-from penstock.errors import ConfigError, first_line_of
+from penstock.errors import ConfigError
 from penstock_learner.model.backbone import decoder_layers
 from penstock_learner.model.causal_lm import CausalLM
 from penstock_learner.model.published_layout import published_names
@@ -26,22 +26,35 @@ def add_adapter(model: CausalLM, config: LoraConfig) -> None:
     import peft
 
     names = published_names(model.lm, _linear_weights(model.lm))
-    all_linear = [name.removesuffix(".weight") for name in names]
-    targets = all_linear if config.target_modules == ALL_LINEAR else list(config.target_modules)
-    if not targets:
+    linear = {name.removesuffix(".weight") for name in names}
+    if not linear:
         raise ConfigError(f"learner.lora: a model of type {model.lm.config.model_type} has no linear layers to adapt")
-    adapter = peft.LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=targets, lora_dropout=0.0)
-    try:
-        peft.inject_adapter_in_model(adapter, model.lm)
-    except ValueError as error:
-        raise ConfigError(f"learner.lora.target_modules does not fit the model: {first_line_of(error)}") from error
-    adapted = {_weight_name(name) for name, _ in model.lm.named_parameters() if ".lora_" in name}
-    if others := sorted(adapted - names.keys()):
+    adapted = linear if config.target_modules == ALL_LINEAR else _named_modules(model.lm, config.target_modules)
+    if others := sorted(adapted - linear):
         raise ConfigError(
             f"learner.lora.target_modules: {others[0]} is no linear layer of the decoder, or the folder holds it in "
             f"another form, so engines cannot add an adapter to it; leave it out, or use {ALL_LINEAR}"
         )
-    model.adapted = {name: names[name] for name in adapted}
+    prefix, layers = decoder_layers(model.lm)
+    targets = [name.removeprefix(f"{prefix}.") for name in adapted]
+    adapter = peft.LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=targets, lora_dropout=0.0)
+    # Given the whole model, peft would take the names of a mixture's linear layers for those of its fused experts.
+    peft.inject_adapter_in_model(adapter, layers)
+    model.lm.peft_config = {"default": adapter}
+    model.adapted = {f"{name}.weight": names[f"{name}.weight"] for name in adapted}
+
+
+def _named_modules(lm: Any, targets: Sequence[str]) -> set[str]:
+    """Names of the modules that the targets name, whole or by their last parts. Raises ConfigError if there are none
+    for one of them."""
+    found: dict[str, set[str]] = {target: set() for target in targets}
+    for name, _ in lm.named_modules():
+        for target in targets:
+            if name == target or name.endswith(f".{target}"):
+                found[target].add(name)
+    if unknown := [target for target, modules in found.items() if not modules]:
+        raise ConfigError(f"learner.lora.target_modules does not fit the model: it has no module {unknown[0]}")
+    return set().union(*found.values())
 
 
 @contextmanager

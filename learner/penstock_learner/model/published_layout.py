@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from penstock.errors import ConfigError
 from penstock.weights.folder_tensors import TIED_HEAD, read_json, tensor_shapes
+from penstock_learner.model.backbone import decoder_layers
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -29,6 +30,15 @@ def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, buffer in child._buffers.items():
             if buffer is not None and buffer.is_floating_point() and name not in child._non_persistent_buffers_set:
                 yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def sharded_units(lm: Any) -> Iterator[tuple[nn.Module, list[tuple[str, Tensor]]]]:
+    """Yield what is sharded and pushed separately, with its tensors: the model with those that belong to no layer, then
+    each layer."""
+    list_name, layers = decoder_layers(lm)
+    yield lm, [(name, tensor) for name, tensor in own_tensors(lm) if not name.startswith(f"{list_name}.")]
+    for index, layer in enumerate(layers):
+        yield layer, [(f"{list_name}.{index}.{name}", tensor) for name, tensor in own_tensors(layer)]
 
 
 def to_published(lm: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -85,7 +95,10 @@ def fit_to_folder(lm: Any, folder: Path, key: str) -> None:
     problem = ""
     for conversions in _candidates(lm, wanted):
         lm._weight_conversions = conversions
-        found = _difference(published_shapes(lm, own_tensors(lm)), wanted)
+        published: Shapes = {}
+        for _, own in sharded_units(lm):
+            published |= published_shapes(lm, own)
+        found = _difference(published, wanted)
         if not found:
             return
         problem = problem or found

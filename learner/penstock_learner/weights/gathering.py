@@ -16,7 +16,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from penstock_learner.model.adapter import is_adapter, pushed_name
-from penstock_learner.model.backbone import decoder_layers
 from penstock_learner.model.causal_lm import CausalLM
 from penstock_learner.model.published_layout import (
     Shapes,
@@ -24,6 +23,7 @@ from penstock_learner.model.published_layout import (
     own_tensors,
     published_names,
     published_shapes,
+    sharded_units,
     to_published,
 )
 from penstock_learner.model.sharding import full_weight
@@ -66,12 +66,7 @@ class PushedWeights:
 
     def __init__(self, model: CausalLM) -> None:
         self._lm = model.lm
-        list_name, layers = decoder_layers(model.lm)
-        outside = [(name, tensor) for name, tensor in own_tensors(model.lm) if not name.startswith(f"{list_name}.")]
-        self._units = [_unit(model, model, outside)]
-        for index, layer in enumerate(layers):
-            own = [(f"{list_name}.{index}.{name}", tensor) for name, tensor in own_tensors(layer)]
-            self._units.append(_unit(model, layer, own))
+        self._units = [_unit(model, module, own) for module, own in sharded_units(model.lm)]
         self.shapes = [pair for unit in self._units for pair in unit.shapes.items()]
         """Name and full shape of every tensor that `gathered` yields, in the same order."""
         self.exact = frozenset() if model.adapted is not None else _exact_names(model)
@@ -122,7 +117,7 @@ class PushedWeights:
             yield from ((name, tensors[own]) for name, own in unit.own_names.items())
 
 
-def _unit(model: CausalLM, sharded: nn.Module, own: Iterable[tuple[str, Tensor]]) -> _Unit:
+def _unit(model: CausalLM, module: nn.Module, own: Iterable[tuple[str, Tensor]]) -> _Unit:
     tensors = {name: tensor for name, tensor in own if model.adapted is None or is_adapter(name)}
     places = {}
     for name in tensors:
@@ -135,7 +130,8 @@ def _unit(model: CausalLM, sharded: nn.Module, own: Iterable[tuple[str, Tensor]]
         shapes = {new_names[name]: tuple(tensor.shape) for name, tensor in tensors.items()}
     renamed = {new: name for name, new in new_names.items()}
     own_names = {new: renamed[new] for new in shapes} if renamed.keys() == shapes.keys() else None
-    return _Unit(sharded, sharded is model, places, shapes, own_names)
+    is_root = module is model.lm
+    return _Unit(model if is_root else module, is_root, places, shapes, own_names)
 
 
 def _exact_names(model: CausalLM) -> frozenset[str]:

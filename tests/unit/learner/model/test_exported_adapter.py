@@ -12,17 +12,18 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from penstock.config.learner import LoraConfig
-from penstock.errors import TrainingDiverged
+from penstock.errors import ConfigError, TrainingDiverged
 from penstock_learner.export import _merged, write_adapter
 from penstock_learner.model.adapter import add_adapter
 from penstock_learner.model.causal_lm import CausalLM, load_model
+from tiny_architectures import tiny_model
 
 MODEL = Path(__file__).parents[4] / "examples" / "arithmetic" / "model"
 
 
-def adapted(lora: LoraConfig) -> CausalLM:
+def adapted(lora: LoraConfig, folder: Path = MODEL) -> CausalLM:
     """A model whose adapter changes something."""
-    model = load_model(MODEL, torch.float32, 64)
+    model = load_model(folder, torch.float32, 64)
     add_adapter(model, lora)
     torch.manual_seed(1)
     for name, parameter in model.lm.named_parameters():
@@ -63,3 +64,14 @@ def test_an_adapter_that_is_not_finite_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(TrainingDiverged, match="is not finite in float32"):
         write_adapter(model.lm, MODEL, tmp_path / "adapter", "float32")
     assert not (tmp_path / "adapter").exists()
+
+
+def test_an_adapter_that_peft_would_add_to_experts_is_not_written(tmp_path: Path) -> None:
+    tiny_model("deepseek_v3").save_pretrained(tmp_path / "model")
+    model = adapted(LoraConfig(rank=2, alpha=4), tmp_path / "model")
+    with pytest.raises(ConfigError, match="cannot be written alone: peft would add it to experts") as raised:
+        write_adapter(model.lm, tmp_path / "model", tmp_path / "adapter", "float32")
+    assert "\n" not in str(raised.value) and not (tmp_path / "adapter").exists()
+    model = adapted(LoraConfig(rank=2, alpha=4, target_modules=("o_proj",)), tmp_path / "model")
+    write_adapter(model.lm, tmp_path / "model", tmp_path / "adapter", "float32")
+    assert (tmp_path / "adapter" / "adapter_config.json").exists()

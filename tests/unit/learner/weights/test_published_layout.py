@@ -26,14 +26,22 @@ from tiny_architectures import ARCHITECTURES, tiny_model
 
 FAST = {"qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "llama"}
 """Experts of each kind, and a dense model. The others are compared in the long tests."""
-REFUSED = {"deepseek_v4": "cannot be pushed to engines", "hrm_text": "cannot be sharded"}
+REFUSED = {
+    "deepseek_v4": "cannot be pushed to engines",
+    "zamba2": "cannot be pushed to engines",
+    "hrm_text": "cannot be sharded",
+    "longcat_flash": "cannot be sharded",
+}
 """Architectures that cannot be pushed, and why. They are refused before anything is trained."""
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+DENSE = ("gate_proj", "up_proj", "down_proj")
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
 
 def _cases() -> list[Any]:
-    return [name if name in FAST else pytest.param(name, marks=pytest.mark.long) for name in ARCHITECTURES]
+    return [
+        name if name in FAST | REFUSED.keys() else pytest.param(name, marks=pytest.mark.long) for name in ARCHITECTURES
+    ]
 
 
 def _loaded(name: str, folder: Path) -> CausalLM:
@@ -166,6 +174,8 @@ def test_a_routers_bias_is_pushed_in_float32(tmp_path: Path) -> None:
         ("qwen3", {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
         ("gpt_oss", {"q_proj", "k_proj", "v_proj", "o_proj"}),
         ("mixtral", {"q_proj", "k_proj", "v_proj", "o_proj"}),
+        ("deepseek_v3", {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", *DENSE}),
+        ("glm4_moe", {"q_proj", "k_proj", "v_proj", "o_proj", *DENSE}),
         ("llama4_text", {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
     ],
 )

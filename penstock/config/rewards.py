@@ -197,7 +197,8 @@ class RewardConfig(Config):
     """Reward of data sources that are neither configured here nor in the built-in table. The server logs once for each
     of them."""
     num_processes: int = Field(default=4, ge=1, le=1024)
-    """Maximum number of processes that compute rewards for one server. Each is started when it is first needed."""
+    """Maximum number of processes that compute rewards for one server. They are started with the server, or when they
+    are first needed."""
     timeout_s: float = Field(default=30.0, gt=0)
     """Deadline of one reward in seconds, from when a process starts on it. The process is then killed and replaced."""
     error_value: float = Field(default=0.0, ge=-MAX_REWARD, le=MAX_REWARD)

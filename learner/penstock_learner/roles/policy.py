@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from safetensors import safe_open
@@ -72,7 +73,8 @@ class PolicyWorker(TrainerRank):
         """Stage the current weights as a version. Collective. `keep` lists the versions that pushes still read.
         Returns the seconds that this rank has computed so far.
 
-        A push of the version may begin before this returns: it sends each bucket as soon as it is filled."""
+        A push of the version may begin before this returns: it sends each bucket as soon as it is filled. Afterwards
+        the weights may change. A GPU may still be copying them, before anything that is enqueued later."""
         lora = self.config.learner.lora
         staged = None
         if self.publisher is not None:
@@ -82,6 +84,8 @@ class PolicyWorker(TrainerRank):
         for name, weight in self.pushed.gathered(compute_dtype_of(self.config)):
             if staged is not None:
                 staged.put(name, weight)
+        if self.config.learner.cpu_offload and self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()  # a roll back overwrites what it still copies
         return self.computed_s
 
     def load_snapshot(self, folder: Path, weights_digest: str) -> None:

@@ -61,6 +61,8 @@ class WeightPublisher:
         self.kept_snapshots: dict[int, Path] = {}
         self._begun = threading.Condition()
         """Notified when a version is added to `staged`."""
+        self._leaving: list[StagedVersion] = []
+        """Versions that nobody needed when the newest began, and whose buckets were still being hashed."""
         self._memory = MemoryPool(self.device)
         self._calls = MemberCalls(config)
         self._senders: dict[tuple[str, str], Sender] = {}
@@ -88,8 +90,7 @@ class WeightPublisher:
         dtype = SAFETENSORS_NAMES[DTYPES[self.config.model.dtype]]
         tensors = [TensorShape(name, "F32" if name in exact else dtype, shape) for name, shape in shapes]
         manifest = self._manifest(policy_version, term, tensors)
-        for version in self.staged.keys() - set(keep):
-            self._memory.give_back(self.staged.pop(version).memory)
+        self._drop_all_but(keep)
         memory = self._memory.take(self._memory_kind, [bucket.num_bytes for bucket in manifest.buckets])
         manifest.checksum = checksum_name(memory)
         manifest.retain = weights.delta is not False
@@ -100,6 +101,17 @@ class WeightPublisher:
             self.staged[policy_version] = staged
             self._begun.notify_all()
         return staged
+
+    def _drop_all_but(self, keep: Sequence[int]) -> None:
+        """Use the memory of the other versions again. If the buckets of one are still hashed, it keeps its memory until
+        the next version begins, which waits for it."""
+        dropped = [self.staged.pop(version) for version in self.staged.keys() - set(keep)]
+        self._deadline("hashing").wait_until(lambda: all(staged.is_settled for staged in self._leaving))
+        self._leaving, settled = [], self._leaving
+        for staged in dropped:
+            (settled if staged.is_settled else self._leaving).append(staged)
+        for staged in settled:
+            self._memory.give_back(staged.memory)
 
     def _manifest(self, policy_version: int, term: int, tensors: list[TensorShape]) -> weights_pb2.WeightManifest:
         """The manifest of a version. The layout is computed once: it is that of the version before."""

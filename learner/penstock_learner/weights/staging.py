@@ -56,6 +56,7 @@ class StagedVersion:
         """The GPU copies such weights. The training thread waits for it only if the bucket is in host memory."""
         self._checking = ThreadPoolExecutor(1, thread_name_prefix="check")
         self._checksums: list[Future[str]] = []
+        self._sealing: list[Future[None]] = []
 
     @property
     def policy_version(self) -> int:
@@ -70,6 +71,11 @@ class StagedVersion:
     def is_sealed(self) -> bool:
         """Whether every bucket is filled and hashed. Sealed buckets no longer change."""
         return self._is_sealed
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the checking thread has nothing to do. A complete version is then sealed or refused."""
+        return all(check.done() for check in self._checksums) and all(sealing.done() for sealing in self._sealing)
 
     def put(self, name: str, weight: torch.Tensor) -> None:
         """Copy one full weight to its place in a bucket, cast to the type that the manifest says."""
@@ -120,7 +126,7 @@ class StagedVersion:
             digests = self._pieces.finish(bucket.numpy())
         self._checksums.append(self._checking.submit(self._check_and_hash, index, digests, copied))
         if self._num_put == len(self.memory.buckets):
-            self._checking.submit(self._seal)
+            self._sealing.append(self._checking.submit(self._seal))
             self._checking.shutdown(wait=False)
             self._pieces.close()
 

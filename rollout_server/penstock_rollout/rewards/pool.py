@@ -150,13 +150,15 @@ class RewardPool:
     async def fill(self, rewards: Sequence[str]) -> None:
         """Start the processes that are missing, one after another, and build these rewards in each: a process takes
         longer to start than a batch of samples to generate."""
-        while self._num_started < self._most:
+        while True:
             async with self._free:
-                process = await self._start()
+                if self._num_started >= self._most:
+                    return
                 try:
+                    process = await self._start()
                     for settings in rewards:
                         await self._guard(process, process.prepare(settings), keep=False)
-                except RewardFailed as error:
+                except (RewardFailed, OSError) as error:
                     logger.warning("a reward process is not ready before it is needed: %s", error)
                     return
                 self._idle.append(process)

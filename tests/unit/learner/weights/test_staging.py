@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
+from penstock.config.loading import validate
 from penstock.weights import checksums
 from penstock.weights.checksums import host_checksum
 from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import TensorShape, build_manifest
 from penstock_learner.weights import staging
 from penstock_learner.weights.memory import HostMemory
+from penstock_learner.weights.publisher import WeightPublisher
 from penstock_learner.weights.staging import StagedVersion, checksum_name
 
 SHAPES = [TensorShape(f"t{index}", "BF16", (1000 + 17 * index, 3)) for index in range(9)]
@@ -36,3 +42,30 @@ def test_the_checksums_are_those_of_the_staged_bytes(
     for spec in manifest.tensors:
         raw = memory.buckets[spec.bucket][spec.offset_bytes : spec.offset_bytes + spec.num_bytes]
         assert torch.equal(raw.view(torch.bfloat16), weights[spec.name].to(torch.bfloat16).view(-1))
+
+
+def test_memory_is_not_used_again_while_an_earlier_version_is_hashed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = validate({"model": {"path": str(tmp_path)}, "weights": {"transport": "shm"}}, "test")
+    publisher = WeightPublisher(config, "127.0.0.1")
+    hashed = threading.Event()
+    real = StagedVersion._check_and_hash
+
+    def check_slowly(self: StagedVersion, *arguments: Any) -> str:
+        if self.policy_version == 1:
+            hashed.wait(30)
+        return real(self, *arguments)
+
+    monkeypatch.setattr(StagedVersion, "_check_and_hash", check_slowly)
+    versions = []
+    for version in (1, 2):
+        versions.append(publisher.begin(version, 1, [("w", (100,))]))
+        versions[-1].put("w", torch.full((100,), float(version)))
+    first, second = versions
+    second.wait_sealed(Deadline(30, "hashing"))
+    assert first.memory is not second.memory and not first.is_settled
+    hashed.set()
+    third = publisher.begin(3, 1, [("w", (100,))], keep=[2])
+    assert first.is_settled and third.memory is first.memory, "the next version waits for it, and takes its memory"
+    assert torch.equal(second.memory.buckets[0], torch.full((100,), 2.0).view(torch.uint8))

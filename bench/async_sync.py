@@ -125,6 +125,8 @@ def judge(rows: Sequence[Row]) -> tuple[list[Measurement], list[Bar]]:
         speed = [value / reached[seed] for seed, value in base.items() if seed in reached]
         if speed:
             measurements.append(Measurement(f"{name}: {SYNCHRONOUS} / its time", "×", speed))
+            whole = [synchronous[seed]["ended_s"][-1] / runs[seed]["ended_s"][-1] for seed in base if seed in reached]
+            measurements.append(Measurement(f"{name}: {SYNCHRONOUS} / its time for all steps", "×", whole))
             speeds[name] = statistics.median(speed)
     bars += _bars(by_variant, speeds)
     return measurements, bars
@@ -164,10 +166,19 @@ def _bars(by_variant: Mapping[str, Mapping[int, Row]], speeds: Mapping[str, floa
         runs = by_variant.get(name, {})
         both = [seed for seed in runs if seed in synchronous]
         if both:
-            differences = [synchronous[seed]["scores"][-1][1] - runs[seed]["scores"][-1][1] for seed in both]
-            reach = abs(statistics.mean(differences))
-            bars.append(Bar(f"{name}: score at equal steps, away from {SYNCHRONOUS}", reach, SCORE_REACH, at_most=True))
+            reaches = _reaches([synchronous[seed] for seed in both], [runs[seed] for seed in both])
+            for when, reach in (("after the last step", reaches[-1]), ("after any step", max(reaches))):
+                bars.append(Bar(f"{name}: score {when}, away from {SYNCHRONOUS}", reach, SCORE_REACH, at_most=True))
     return bars
+
+
+def _reaches(ours: Sequence[Row], theirs: Sequence[Row]) -> list[float]:
+    """How far the mean scores of two variants are from each other, after each step that was scored."""
+    means = [
+        [statistics.mean(score for _, score in scores) for scores in zip(*(row["scores"] for row in rows), strict=True)]
+        for rows in (ours, theirs)
+    ]
+    return [abs(one - other) for one, other in zip(*means, strict=True)]
 
 
 def numbers(text: str) -> list[int]:

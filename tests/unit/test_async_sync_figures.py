@@ -55,11 +55,20 @@ def test_the_corrected_run_with_the_default_is_compared_with_the_synchronous_one
 
 
 def test_a_score_away_from_the_synchronous_one_misses_its_bar(bench: ModuleType) -> None:
-    good, bad = [(0, 0.4), (10, 0.97)], [(0, 0.4), (10, 0.94)]
-    judged = bars(bench, [row(0, 1, 1, good), row(1, 1, 1, good), row(4, 1, 1, bad), row(8, 1, 1, bad)])
-    name = "corrected: score at equal steps, away from synchronous"
-    assert judged[f"staleness 1, {name}"].ok and not judged[f"staleness 4, {name}"].ok
-    assert f"staleness 8, {name}" not in judged
+    good, late, bad = ([(0, 0.4), (5, between), (10, end)] for between, end in ((0.8, 0.97), (0.7, 0.97), (0.8, 0.94)))
+    judged = bars(bench, [row(bound, 1, 1, scores) for bound, scores in enumerate((good, good, late, good, bad))])
+    judged |= bars(bench, [row(0, 1, 1, good), row(8, 1, 1, bad)])
+    last, any_step = (f"corrected: score after {when} step, away from synchronous" for when in ("the last", "any"))
+    assert judged[f"staleness 1, {last}"].ok and judged[f"staleness 1, {any_step}"].ok
+    assert judged[f"staleness 2, {last}"].ok and judged[f"staleness 2, {any_step}"].value == pytest.approx(0.1)
+    assert not judged[f"staleness 4, {last}"].ok and not judged[f"staleness 4, {any_step}"].ok
+    assert f"staleness 8, {last}" not in judged
+
+
+def test_scores_are_compared_by_their_means_over_seeds(bench: ModuleType) -> None:
+    rows = [row(0, seed, 1, [(0, 0.4), (10, 0.95)]) for seed in (1, 2)]
+    rows += [row(1, 1, 1, [(0, 0.4), (10, 0.91)]), row(1, 2, 1, [(0, 0.4), (10, 0.97)])]
+    assert bars(bench, rows)["staleness 1, corrected: score after the last step, away from synchronous"].ok
 
 
 def test_a_run_that_never_reaches_the_score_misses_a_bar(bench: ModuleType) -> None:

@@ -122,10 +122,11 @@ def judge(rows: Sequence[Row]) -> tuple[list[Measurement], list[Bar]]:
             Measurement(f"{name}: score at the end", "", [row["scores"][-1][1] for row in runs.values()])
         )
         base = {} if name == SYNCHRONOUS else _times(synchronous)
-        speed = [value / reached[seed] for seed, value in base.items() if seed in reached]
-        if speed:
+        both = [seed for seed in base if seed in reached]
+        if both:
+            speed = [base[seed] / reached[seed] for seed in both]
+            whole = [synchronous[seed]["ended_s"][-1] / runs[seed]["ended_s"][-1] for seed in both]
             measurements.append(Measurement(f"{name}: {SYNCHRONOUS} / its time", "×", speed))
-            whole = [synchronous[seed]["ended_s"][-1] / runs[seed]["ended_s"][-1] for seed in base if seed in reached]
             measurements.append(Measurement(f"{name}: {SYNCHRONOUS} / its time for all steps", "×", whole))
             speeds[name] = statistics.median(speed)
     bars += _bars(by_variant, speeds)

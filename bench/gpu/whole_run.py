@@ -169,33 +169,34 @@ def compare() -> bool:
 
 def ratios_of_rounds(measurements: Sequence[Measurement], who: str, model: str) -> list[float]:
     """Our rate of tokens over that of the peer's fastest variant, for each round in which both ran."""
-    ours: dict[str, float] = {}
+    rounds = _rounds(measurements)
     peer: dict[str, float] = {}
+    for name, rates in rounds.items():
+        part, _, figure = name.partition(": ")
+        if figure == RATE and _parsed(part)[::2] == (who, model):
+            peer |= {each: max(rate, peer.get(each, 0.0)) for each, rate in rates.items()}
+    return [rate / peer[each] for each, rate in sorted(rounds[f"ours-{model}: {RATE}"].items()) if each in peer]
+
+
+def _rounds(measurements: Sequence[Measurement]) -> defaultdict[str, dict[str, float]]:
+    """The median of each figure in each round, by its name without the round."""
+    rounds: defaultdict[str, dict[str, float]] = defaultdict(dict)
     for each in measurements:
-        part, _, figure = each.name.partition(": ")
-        round_name = part.partition(ROUND)[2]
-        if figure == RATE and _parsed(part) == ("ours", [], model):
-            ours[round_name] = each.median
-        elif figure == RATE and _parsed(part)[::2] == (who, model):
-            peer[round_name] = max(each.median, peer.get(round_name, 0.0))
-    return [rate / peer[name] for name, rate in sorted(ours.items()) if name in peer]
+        part, colon, figure = each.name.partition(": ")
+        name, _, round_name = part.partition(ROUND)
+        rounds[name + colon + figure][round_name] = each.median
+    return rounds
 
 
 def overlap(measurements: Sequence[Measurement]) -> list[Measurement]:
     """What it gives to generate beside training, for the models that ran both ways, in each round in which they did.
     Without overlap a step waits for its groups first, so its waiting is the generation."""
-    medians: dict[str, dict[str, float]] = defaultdict(dict)
-    for each in measurements:
-        part, colon, figure = each.name.partition(": ")
-        name, _, round_name = part.partition(ROUND)
-        medians[name + colon + figure][round_name] = each.median
+    rounds = _rounds(measurements)
     figures = []
     for model in SHAPES:
         sync = f"ours-{SYNC}-{model}"
-        found = [
-            medians[name]
-            for name in (f"ours-{model}: {RATE}", f"{sync}: {RATE}", f"{sync}: step", f"{sync}: step: wait")
-        ]
+        names = (f"ours-{model}: {RATE}", f"{sync}: {RATE}", f"{sync}: step", f"{sync}: step: wait")
+        found = [rounds[name] for name in names]
         gains, ideals = [], []
         for round_name in sorted(set.intersection(*map(set, found))):
             rate, sync_rate, step, wait = (values[round_name] for values in found)

@@ -99,8 +99,9 @@ def _announce(model: CausalLM, source: Path, version: int, folder: Path) -> tupl
     """Write the learner's gather as a snapshot, and announce it."""
     settings = {"run": "moe", "run_dir": str(folder), "model": {"path": str(source), "dtype": "bfloat16"}}
     publisher = WeightPublisher(validate(settings, "test"), "127.0.0.1")
-    staged = publisher.begin(version, 1, PushedWeights(model).shapes, exact=PushedWeights(model).exact)
-    for name, weight in PushedWeights(model).gathered():
+    pushed = PushedWeights(model)
+    staged = publisher.begin(version, 1, pushed.shapes, exact=pushed.exact)
+    for name, weight in pushed.gathered():
         staged.put(name, weight.cpu())
     publisher.write_snapshot(version, folder / f"version-{version}")
     announcement = weights_pb2.AnnounceRequest(

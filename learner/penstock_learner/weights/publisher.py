@@ -105,13 +105,14 @@ class WeightPublisher:
     def _drop_all_but(self, keep: Sequence[int]) -> None:
         """Use the memory of the other versions again. If the buckets of one are still hashed, it keeps its memory until
         the next version begins, which waits for it."""
-        dropped = [self.staged.pop(version) for version in self.staged.keys() - set(keep)]
         self._deadline("hashing").wait_until(lambda: all(staged.is_settled for staged in self._leaving))
-        self._leaving, settled = [], self._leaving
-        for staged in dropped:
-            (settled if staged.is_settled else self._leaving).append(staged)
-        for staged in settled:
-            self._memory.give_back(staged.memory)
+        dropped = [self.staged.pop(version) for version in self.staged.keys() - set(keep)]
+        unneeded, self._leaving = [*self._leaving, *dropped], []
+        for staged in unneeded:
+            if staged.is_settled:
+                self._memory.give_back(staged.memory)
+            else:
+                self._leaving.append(staged)
 
     def _manifest(self, policy_version: int, term: int, tensors: list[TensorShape]) -> weights_pb2.WeightManifest:
         """The manifest of a version. The layout is computed once: it is that of the version before."""

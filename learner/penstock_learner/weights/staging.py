@@ -56,7 +56,8 @@ class StagedVersion:
         """The GPU copies such weights. The training thread waits for it only if the bucket is in host memory."""
         self._checking = ThreadPoolExecutor(1, thread_name_prefix="check")
         self._checksums: list[Future[str]] = []
-        self._sealing: list[Future[None]] = []
+        self._last: Future[Any] | None = None
+        """The newest task of the checking thread, which does one after another."""
 
     @property
     def policy_version(self) -> int:
@@ -75,7 +76,7 @@ class StagedVersion:
     @property
     def is_settled(self) -> bool:
         """Whether the checking thread has nothing to do. A complete version is then sealed or refused."""
-        return all(check.done() for check in self._checksums) and all(sealing.done() for sealing in self._sealing)
+        return self._last is None or self._last.done()
 
     def put(self, name: str, weight: torch.Tensor) -> None:
         """Copy one full weight to its place in a bucket, cast to the type that the manifest says."""
@@ -124,9 +125,11 @@ class StagedVersion:
         if bucket.is_cpu:
             self._wait_filled(copied)
             digests = self._pieces.finish(bucket.numpy())
-        self._checksums.append(self._checking.submit(self._check_and_hash, index, digests, copied))
+        checksum = self._checking.submit(self._check_and_hash, index, digests, copied)
+        self._checksums.append(checksum)
+        self._last = checksum
         if self._num_put == len(self.memory.buckets):
-            self._sealing.append(self._checking.submit(self._seal))
+            self._last = self._checking.submit(self._seal)
             self._checking.shutdown(wait=False)
             self._pieces.close()
 

@@ -61,10 +61,11 @@ async def test_only_the_adapter_travels_and_the_engine_serves_the_sum(tmp_path: 
     path = make_tiny_qwen2(tmp_path / "model", seed=1)
     config = config_of(tmp_path, path, None)
     model = adapted(path)
-    weights = {name: weight.clone() for name, weight in PushedWeights(model).gathered()}
+    pushed = PushedWeights(model)
+    weights = {name: weight.clone() for name, weight in pushed.gathered()}
     async with member(config) as (target, engine, _):
         publisher = WeightPublisher(config, HOST)
-        staged = publisher.begin(1, 1, PushedWeights(model).shapes, adapter_scale=LORA.alpha / LORA.rank)
+        staged = publisher.begin(1, 1, pushed.shapes, adapter_scale=LORA.alpha / LORA.rank)
         for name, weight in weights.items():
             staged.put(name, weight)
         report = await asyncio.to_thread(publisher.push, 1, [target])

@@ -60,15 +60,16 @@ def test_a_gather_is_what_the_folder_contains(name: str, tmp_path: Path) -> None
         return
     model = _loaded(name, tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
-    gathered = {name: tensor.clone() for name, tensor in PushedWeights(model).gathered()}
+    pushed = PushedWeights(model)
+    gathered = {name: tensor.clone() for name, tensor in pushed.gathered()}
     assert gathered.keys() == stored.keys()
     assert all(torch.equal(gathered[name], stored[name]) for name in stored)
-    assert PushedWeights(model).shapes == [(name, tuple(tensor.shape)) for name, tensor in gathered.items()]
+    assert pushed.shapes == [(name, tuple(tensor.shape)) for name, tensor in gathered.items()]
     before = {name: tensor.clone() for name, tensor in model.lm.state_dict().items()}
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    PushedWeights(model).load(stored.__getitem__)
+    pushed.load(stored.__getitem__)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.lm.state_dict().items())
 
 
@@ -154,11 +155,12 @@ def test_a_routers_bias_is_pushed_in_float32(tmp_path: Path) -> None:
     model = _loaded("deepseek_v3", tmp_path)
     bias = model.lm.get_buffer(BIAS)
     bias.copy_(torch.rand(len(bias)) + 1 / 3)
-    assert BIAS in PushedWeights(model).exact and "model.embed_tokens.weight" not in PushedWeights(model).exact
+    pushed = PushedWeights(model)
+    assert BIAS in pushed.exact and "model.embed_tokens.weight" not in pushed.exact
     config = validate(with_model({}, tmp_path) | {"model": {"path": str(tmp_path), "dtype": "bfloat16"}}, "test")
     publisher = WeightPublisher(config, "127.0.0.1")
-    staged = publisher.begin(1, 1, PushedWeights(model).shapes, exact=PushedWeights(model).exact)
-    for name, weight in PushedWeights(model).gathered():
+    staged = publisher.begin(1, 1, pushed.shapes, exact=pushed.exact)
+    for name, weight in pushed.gathered():
         staged.put(name, weight)
     spec = next(spec for spec in staged.manifest.tensors if spec.name == BIAS)
     raw = staged.memory.buckets[spec.bucket][spec.offset_bytes : spec.offset_bytes + spec.num_bytes]

@@ -19,7 +19,6 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from conftest import RedisProcess
 from penstock.config.service import BreakerConfig, RedisConfig, ReplayConfig
 from penstock.errors import Fenced
 from penstock.replay.in_memory.store import MemoryStore
@@ -31,6 +30,7 @@ from penstock.store.keys import RunKeys
 from penstock.store.policies import PolicyRegistry
 from penstock.store.redis_client import connect
 from penstock.store.run_control import RunControl
+from support.redis_server import RedisProcess
 
 LEASE_TTL_S = 600.0
 """Leases are much longer than a test, so they expire only when the test calls `pass_time`."""

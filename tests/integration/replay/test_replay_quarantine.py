@@ -9,7 +9,7 @@ from penstock.replay.memory_queue import MemoryReplayQueue
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.quarantine import Quarantine, Quarantines
-from replay_backends import (
+from support.replay_backends import (
     MakeQueue,
     ReplayQueue,
     assert_conserved,

@@ -10,7 +10,7 @@ from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.replay.results import PromptBook
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.quarantine import Quarantine, Quarantines
-from replay_backends import (
+from support.replay_backends import (
     MakeQueue,
     ReplayQueue,
     assert_conserved,

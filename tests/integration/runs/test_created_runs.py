@@ -15,13 +15,13 @@ from typing import Any
 import psutil
 import pytest
 
-from conftest import RedisProcess
-from fleet_runs import EXAMPLE, ROOT
-from gateways import run_config
 from penstock.client import SyncPenstockClient
 from penstock.client.address import GatewayAddress
 from penstock.config.loading import dump_config
-from waiting import until
+from support.fleet_runs import EXAMPLE, ROOT
+from support.gateways import run_config
+from support.processes import until
+from support.redis_server import RedisProcess
 
 LAUNCHER = ("--launcher.max_runs", "1", "--launcher.launcher_id", "here")
 

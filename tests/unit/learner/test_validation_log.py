@@ -14,7 +14,7 @@ from penstock.replay.memory_queue import MemoryReplayQueue
 from penstock.store.heartbeats import VALIDATOR
 from penstock_learner.loggers.opening import StepLoggers
 from penstock_learner.loggers.validations import ValidationLog
-from replay_backends import queue_with
+from support.replay_backends import queue_with
 
 
 class CollectingLoggers(StepLoggers):

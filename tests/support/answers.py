@@ -1,5 +1,5 @@
-"""An engine's answers, put together from their chunks, and the log-probs that a constrained answer should have: those of
-a forward pass whose logits xgrammar has masked. This does not need pytest.
+"""An engine's answers, put together from their chunks, and the log-probs that a constrained answer should have: those
+of a forward pass whose logits xgrammar has masked. This does not need pytest.
 """
 
 from __future__ import annotations

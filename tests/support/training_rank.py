@@ -1,4 +1,4 @@
-"""One rank of a small training job, without Ray: `python -m support.training_rank RANK RANKS FOLDER` takes one step per case.
+"""One rank of a small training job, without Ray: `python -m support.training_rank RANK RANKS FOLDER`. One step a case.
 
 It reads `model/` and `cases.json` in the folder, which has the learner's settings for each case. For each case rank 0
 writes the gradient as safetensors, and the loss, the gradient norm and the log-probs as JSON. The case `loaded` loads

@@ -139,7 +139,7 @@ def test_an_unknown_option_suggests_the_nearest(
         (["plan", "--placement", "standalon"], "--placement: 'standalon' is not a choice; did you mean standalone?"),
         (["init", "--algorithm", "zzz"], "--algorithm: 'zzz' is not a choice; choose one of "),
         (["status", "here"], "unexpected 'here'; see `penstock status --help`"),
-        (["runs", "pause", "--learner.lr", "1"], "unexpected '--learner.lr'"),
+        (["runs", "pause", "--learner.lr", "1"], "unknown option --learner.lr; see `penstock runs --help`"),
     ],
 )
 def test_a_wrong_command_line_is_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

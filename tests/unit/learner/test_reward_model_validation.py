@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from memory_queue import MemoryReplayQueue
 from penstock.codec import encode_group
 from penstock.config.learner import RewardModelConfig
 from penstock.config.service import ReplayConfig
 from penstock.errors import Unavailable
-from penstock.replay.memory_queue import MemoryReplayQueue
 from penstock.trajectory import Group
 from penstock_learner.loggers.opening import StepLoggers
 from penstock_learner.loggers.reward_model_validation import RewardModelValidation

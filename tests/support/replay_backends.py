@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import redis.asyncio as redis
 
-from memory_queue import MemoryReplayQueue
-from memory_store import MemoryStore
 from penstock.codec import encode_group
 from penstock.config.service import ReplayConfig
 from penstock.replay.queue_types import Lease
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.trajectory import Group
+from support.memory_queue import MemoryReplayQueue
+from support.memory_store import MemoryStore
 
 BACKENDS = ("redis", "memory")
 ReplayQueue = RedisReplayQueue | MemoryReplayQueue

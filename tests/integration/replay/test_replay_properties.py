@@ -19,8 +19,6 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from memory_queue import MemoryReplayQueue
-from memory_store import MemoryStore
 from penstock.config.service import BreakerConfig, RedisConfig, ReplayConfig
 from penstock.errors import Fenced
 from penstock.replay.queue_types import Lease, SavedTokens
@@ -30,6 +28,8 @@ from penstock.store.keys import RunKeys
 from penstock.store.policies import PolicyRegistry
 from penstock.store.redis_client import connect
 from penstock.store.run_control import RunControl
+from support.memory_queue import MemoryReplayQueue
+from support.memory_store import MemoryStore
 from support.redis_server import RedisProcess
 
 LEASE_TTL_S = 600.0

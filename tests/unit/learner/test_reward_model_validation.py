@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from memory_queue import MemoryReplayQueue
 from penstock.codec import encode_group
 from penstock.config.learner import RewardModelConfig
 from penstock.config.service import ReplayConfig
@@ -24,6 +23,7 @@ from penstock_learner.loggers.reward_model_validation import RewardModelValidati
 from penstock_learner.loggers.validations import ValidationLog
 from support.groups import groups_of, make_group
 from support.learner_ranks import make_step
+from support.memory_queue import MemoryReplayQueue
 from support.replay_backends import queue_with
 
 pytestmark = pytest.mark.usefixtures("one_rank")

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from memory_queue import MemoryReplayQueue
 from penstock.config.service import ReplayConfig
 from penstock.errors import Unavailable
 from penstock.store.heartbeats import VALIDATOR
 from penstock_learner.loggers.opening import StepLoggers
 from penstock_learner.loggers.validations import ValidationLog
+from support.memory_queue import MemoryReplayQueue
 from support.replay_backends import queue_with
 
 

@@ -13,8 +13,6 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from memory_queue import MemoryReplayQueue
-from memory_store import MemoryStore
 from penstock.cancellation import end_task
 from penstock.codec import decode_group, encode_prompt
 from penstock.config.agents import AdaptiveConcurrencyConfig, AgentsConfig
@@ -34,6 +32,8 @@ from penstock_rollout.groups.token_saver import SampleProgress, TokenSaver
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.rewards.scorer import Scorer
 from penstock_rollout.text.tokenization import Tokenization
+from support.memory_queue import MemoryReplayQueue
+from support.memory_store import MemoryStore
 from support.scripted_engines import PacedEngine, ScriptedEngine, make_context, make_tokenizer_folder, spelled, token_at
 
 EVERY = 16

@@ -12,17 +12,6 @@ import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 
-from memory_store import (
-    NEVER,
-    Breaker,
-    MemoryEvaluation,
-    MemoryGroup,
-    MemoryPrompt,
-    MemoryStore,
-    Ordered,
-    Verdict,
-    reason_label,
-)
 from penstock.config.service import ReplayConfig
 from penstock.errors import Conflict, Fenced, NotFound
 from penstock.replay.evaluations import KEPT_EVALUATION_S, KEPT_EVALUATION_SHARE, Evaluation, KeptGroups
@@ -43,6 +32,17 @@ from penstock.replay.queue_types import (
     Submission,
 )
 from penstock.sample_scores import PromptSamples, scores_by_source, summarise
+from support.memory_store import (
+    NEVER,
+    Breaker,
+    MemoryEvaluation,
+    MemoryGroup,
+    MemoryPrompt,
+    MemoryStore,
+    Ordered,
+    Verdict,
+    reason_label,
+)
 
 
 class MemoryIntake:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from penstock.api.records import Group
 from penstock.client import SyncPenstockClient
-from penstock.client.responses import Group
 from support.gateways import LAUNCH, SCREENSHOTS, needs_chromium
 from support.processes import DemoProcess
 

@@ -27,10 +27,10 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoModelForCausalLM
 
+from penstock.api.records import Policy
 from penstock.api_keys import read_own_key
 from penstock.cli import main as cli
 from penstock.client import SyncPenstockClient
-from penstock.client.responses import Policy
 from penstock.trajectory import Prompt, Sampling
 from penstock_learner.checkpoints.checkpoint import shards_folder
 from support.gateways import LAUNCH, SCREENSHOTS, needs_chromium

@@ -30,7 +30,7 @@ settings.register_profile("new", deadline=None)
 settings.load_profile("same")
 
 
-pytest_plugins = ("support.fixtures", "support.faults.matrix_results")
+pytest_plugins = ("support.fixtures", "support.faults.matrix_results", "support.quarantine")
 STARTS_VLLM = ("test_engine_conformance.py", "test_engine_load.py", "test_constrained_output.py", "test_vllm_flips.py")
 SLOW_FILES = (
     "test_learner_crashes.py",

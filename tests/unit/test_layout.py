@@ -8,6 +8,8 @@ from pathlib import Path
 
 import grimp
 
+from support.quarantine import QUARANTINED
+
 PACKAGES = ("penstock", "penstock_rollout", "penstock_learner", "penstock_services", "penstock_tools")
 
 
@@ -22,3 +24,9 @@ def test_no_two_files_of_tests_have_one_name() -> None:
     """Otherwise pytest imports one of them, and cannot import the other."""
     names = Counter(path.name for path in Path(__file__).parents[1].rglob("test_*.py"))
     assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_quarantined_tests_exist_and_have_a_reason() -> None:
+    for test, reason in QUARANTINED.items():
+        file, _, name = test.partition("::")
+        assert f"def {name}(" in (Path(__file__).parents[2] / file).read_text() and reason, test

@@ -94,12 +94,15 @@ class Victims:
         found = set()
         for name, victim in self.of.items():
             folder, file = Path(victim["folder"]), Path(victim["file"])
-            status = file.stat() if file.exists() else None
-            is_whole = (
-                status is not None and file.read_text() == "secret" and status.st_mode & 0o777 == 0o600
-                and status.st_mtime == 10**9 and folder.stat().st_mode & 0o777 == 0o700
-                and list(folder.iterdir()) == [file] and "user.harm" not in _attributes(file)
-            )  # fmt: skip
+            try:
+                status = file.stat()
+                is_whole = (
+                    file.read_text() == "secret" and status.st_mode & 0o777 == 0o600
+                    and status.st_mtime == 10**9 and folder.stat().st_mode & 0o777 == 0o700
+                    and list(folder.iterdir()) == [file] and "user.harm" not in _attributes(file)
+                )  # fmt: skip
+            except OSError:  # it is gone, or its owner, an ordinary user, may not even read it any more
+                is_whole = False
             if not is_whole or (name in self.processes and self.processes[name].poll() is not None):
                 found.add(name)
         if (self.folder / "escaped").exists():
@@ -170,6 +173,9 @@ def make_victims(server: Server) -> Iterator[Victims]:
                 victims.close()
                 for segment in segments:
                     server.run(server.python, "-I", "-c", SHARED_MEMORY, "remove", segment, stdin=b"")
+                for path in folder.iterdir():
+                    if path.is_dir():
+                        path.chmod(0o700)
                 shutil.rmtree(folder)
 
 

@@ -24,8 +24,7 @@ from typing import Any
 import httpx
 import psutil
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from harness import Bar, Measurement, median_ratio, report
+from harness import Bar, Measurement, median_ratio, report, sized
 from penstock.config.loading import dump_config
 from penstock.config.run import ModelConfig, RunConfig
 from penstock.config.service import GatewayConfig, GatewayLimits, RedisConfig, SessionLimits
@@ -38,12 +37,12 @@ from penstock_services.local.private_redis import find_redis_server, write_confi
 from support.scripted_engines import END, make_tokenizer_folder, serving, spelled
 
 NUM_SERVERS = 4
-NUM_TURNS = 5
-NUM_SESSIONS = 2_000
+NUM_TURNS = sized(5, 2)
+NUM_SESSIONS = sized(2_000, 20)
 NUM_WAVES = 3
 IN_FLIGHT = 64
-NUM_ROUNDS = 5
-ROUND_SESSIONS = 8
+NUM_ROUNDS = sized(5, 1)
+ROUND_SESSIONS = sized(8, 2)
 BLOCK = 16
 TOKEN_S = 0.005
 """Time of one decoded token, as of a fast engine."""
@@ -133,7 +132,7 @@ class Bench:
             found.append((rate, self.gateway.memory_info().rss / 2**20))
         return found
 
-    async def hit_rate(self, num_sessions: int = 64) -> float:
+    async def hit_rate(self, num_sessions: int = sized(64, 4)) -> float:
         """Share of the prompt tokens of continued calls that the engines had cached."""
         free = asyncio.Semaphore(16)
         histories: list[list[Any]] = [

@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from async_sync_parts.run import Serving, Variant
-from harness import RESULTS, Bar, Measurement, report
+from harness import RESULTS, SMOKE, Bar, Measurement, report, sized
 from penstock.config.service import ReplayConfig
 
 NAME = "async_sync"
@@ -188,12 +188,14 @@ def numbers(text: str) -> list[int]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seeds", type=numbers, default=[1, 2, 3], help="with commas")
-    parser.add_argument("--staleness", type=numbers, default=[0, 1, 2, 4, 8], help="max_staleness, with commas")
+    parser.add_argument("--seeds", type=numbers, default=sized([1, 2, 3], [1]), help="with commas")
+    parser.add_argument(
+        "--staleness", type=numbers, default=sized([0, 1, 2, 4, 8], [0]), help="max_staleness, with commas"
+    )
     parser.add_argument("--correction", choices=["yes", "no", "both"], default="both")
-    parser.add_argument("--steps", type=int, default=45)
+    parser.add_argument("--steps", type=int, default=sized(45, 2))
     parser.add_argument("--updates", type=int, default=2, help="updates of a step, with 32 groups each")
-    parser.add_argument("--score-every", type=int, default=5, help="steps between two scores")
+    parser.add_argument("--score-every", type=int, default=sized(5, 1), help="steps between two scores")
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--engine", default="torch", choices=["torch", "vllm"])
     parser.add_argument(
@@ -202,7 +204,7 @@ def main() -> int:
     parser.add_argument("--untimed", action="store_true", help="this machine is busy: only scores count")
     parser.add_argument("--fresh", action="store_true", help="forget the runs of earlier calls")
     arguments = parser.parse_args()
-    kept = RESULTS / f"{NAME}.jsonl"
+    kept = RESULTS / f"{NAME}.jsonl" if not SMOKE else Path(tempfile.mkdtemp(prefix="async-sync-")) / "kept.jsonl"
     if arguments.fresh:
         kept.unlink(missing_ok=True)
     if arguments.merge:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from harness import Bar, alternate, median_ratio, report
+from harness import Bar, alternate, median_ratio, report, sized
 from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import TensorShape, build_manifest
 from penstock_learner.file_checksums import FileRecord, find_damage
@@ -27,9 +27,9 @@ from penstock_learner.roles.hashing_writer import HashingWriter
 from penstock_learner.weights.memory import HostMemory
 from penstock_learner.weights.staging import StagedVersion
 
-NUM_ROUNDS = 5
-SHAPE = (4096, 1024)
-NUM_TENSORS = 60
+NUM_ROUNDS = sized(5, 1)
+SHAPE = sized((4096, 1024), (64, 64))
+NUM_TENSORS = sized(60, 3)
 NUM_BYTES = NUM_TENSORS * SHAPE[0] * SHAPE[1] * 4
 BUCKET_BYTES = 64 * 2**20
 
@@ -61,7 +61,7 @@ def verify_and_load(folder: Path, files: dict[str, FileRecord], state: dict[str,
 
 def stage(kind: type[StagedVersion], weights: dict[str, torch.Tensor], memory: HostMemory) -> None:
     shapes = [TensorShape(name, "BF16", SHAPE) for name in weights]
-    staged = kind(build_manifest("bench", 1, 1, shapes, BUCKET_BYTES), memory, torch.bfloat16)
+    staged = kind(build_manifest("bench", 1, 1, shapes, BUCKET_BYTES), memory)
     for name, weight in weights.items():
         staged.put(name, weight)
     staged.checksums(Deadline(60, "hashing"))

@@ -12,14 +12,14 @@ from collections.abc import Callable
 
 import numpy as np
 
-from harness import Bar, alternate, median_ratio, report
+from harness import Bar, alternate, median_ratio, report, sized
 from penstock.codec import decode_group, encode_group
 from penstock.trajectory import Group, Sampling, Trajectory, VersionSegment
 
 NUM_SAMPLES = 8
-NUM_TOKENS = 1024
-NUM_ROUNDS = 7
-BUDGET_S = 0.5
+NUM_TOKENS = sized(1024, 768)
+NUM_ROUNDS = sized(7, 1)
+BUDGET_S = sized(0.5, 0.01)
 
 
 def make_group() -> Group:

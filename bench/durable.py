@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from durable_parts.cost import measure_cost
-from harness import Bar, Measurement, earlier, report
+from harness import Bar, Measurement, earlier, report, sized
 from penstock.codec import decode_group, encode_prompt
 from penstock.config.rollout import RolloutConfig
 from penstock.config.service import RedisConfig, ReplayConfig
@@ -43,11 +43,11 @@ from replay import Server
 from rollout_parts.model import ModelShape, make_model
 
 SERVER = Path(__file__).parent / "durable_parts" / "server.py"
-NUM_SAMPLES, NUM_TOKENS, TOKENS_PER_S, KILL_S, LEASE_S = 8, 2000, 50.0, 30.0, 15.0
+NUM_SAMPLES, NUM_TOKENS, TOKENS_PER_S, KILL_S, LEASE_S = sized((8, 2000, 50.0, 30.0, 15.0), (8, 40, 50.0, 30.0, 15.0))
 MEAN_TOKENS = 400
 """The mean length of responses in the part `places`, where lengths are distributed exponentially."""
 NUM_SERVERS, ROWS = 2, 32
-NUM_GROUPS = 32
+NUM_GROUPS = sized(32, 4)
 """Two and a half minutes of work for both servers without kills."""
 EVERY = RolloutConfig().save_every_tokens
 SHAPE = ModelShape(vocab_size=64, hidden_size=64, intermediate_size=128, num_layers=1, num_heads=2, num_kv_heads=1)
@@ -221,8 +221,8 @@ async def measure(speed: float, folder: Path, redis: Server, parts: list[str]) -
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--speed", type=float, default=1.0)
-    parser.add_argument("--parts", nargs="+", default=["kills", "places", "cost"])
+    parser.add_argument("--speed", type=float, default=sized(1.0, 10.0))
+    parser.add_argument("--parts", nargs="+", default=sized(["kills", "places", "cost"], ["places"]))
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "redis").mkdir()

@@ -21,7 +21,7 @@ from typing import Any
 
 import grpc
 
-from harness import Bar, Measurement, alternate, median_ratio, report
+from harness import Bar, Measurement, alternate, median_ratio, report, sized
 from penstock.config.loading import dump_config
 from penstock.config.run import ModelConfig, RunConfig
 from penstock.config.service import GatewayConfig, RedisConfig
@@ -30,10 +30,10 @@ from penstock.v1 import prompts_pb2
 from penstock_services.local.private_redis import find_redis_server, write_config
 
 CONNECTIONS = 64
-NUM_REQUESTS = 2_000
-NUM_ROUNDS = 7
+NUM_REQUESTS = sized(2_000, 64)
+NUM_ROUNDS = sized(7, 1)
 BATCH = 256
-NUM_BATCHES = 96
+NUM_BATCHES = sized(96, 8)
 BATCH_CONNECTIONS = 8
 KEY = "a-key-for-the-benchmark"
 """Sent to every contender; only the gateway checks it."""

@@ -1,23 +1,64 @@
 """Code that all benchmarks share: alternate the contenders in one run, take medians, judge bars, print and save.
 
 The machine is shared and noisy, so no absolute time is judged. A bar is a ratio between two contenders whose rounds
-alternate in the same run.
+alternate in the same run. Programs for a GPU run in parts (`run_parts`): each part is a process with a deadline.
+
+Every program takes `--smoke`: the smallest sizes (`sized`), one round, no results written, no bar judged. `make test`
+runs all of them so. A program that needs a GPU or vLLM then ends where it would start them (`ends_without`).
 """
 
 from __future__ import annotations
 
+import datetime
 import json
 import math
+import multiprocessing
+import os
 import platform
+import shutil
+import signal
 import statistics
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
-from rich.console import Console
-from rich.table import Table
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "bench" / "results"
+STARTED_AT = "PENSTOCK_BENCH_STARTED"
+WRITE_TO = "PENSTOCK_BENCH_WRITE"
+SMOKE_VARIABLE = "PENSTOCK_BENCH_SMOKE"
+CALL_TIMEOUT_S = 120.0
+GPU_SAMPLE_S = 1.0
+T = TypeVar("T")
 
-RESULTS = Path(__file__).parent / "results"
+if "--smoke" in sys.argv:
+    sys.argv.remove("--smoke")
+    os.environ[SMOKE_VARIABLE] = "1"
+SMOKE = SMOKE_VARIABLE in os.environ
+"""Whether this is a smoke run. Processes that a benchmark starts inherit it."""
+if str(ROOT / "tests") not in sys.path:
+    sys.path.append(str(ROOT / "tests"))  # for stand-ins of tests/support
+
+
+def sized(full: T, smoke: T) -> T:
+    """A size of the benchmark, and the one of its smoke run."""
+    return smoke if SMOKE else full
+
+
+def ends_without(what: str) -> None:
+    """End a smoke run here: the rest needs `what`, which takes minutes to start or is not on this machine."""
+    if SMOKE:
+        print(f"smoke run: ends before it starts {what}", flush=True)
+        raise SystemExit(0)
 
 
 @dataclass
@@ -106,8 +147,31 @@ def earlier(name: str, measurements: list[Measurement], bars: list[Bar]) -> tupl
     return kept, judged
 
 
-def report(name: str, title: str, measurements: list[Measurement], bars: list[Bar], folder: Path | None = None) -> bool:
-    """Print both tables, write NAME.json into the folder (results/), and return whether every bar is met."""
+def provenance() -> dict[str, str]:
+    """What the figures were measured on: the commit, the day and the machine."""
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=, changed"]
+    said = subprocess.run(git, capture_output=True, text=True, check=False)
+    return {
+        "commit": os.environ.get("PENSTOCK_BENCH_COMMIT") or said.stdout.strip() or "unknown",
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
+    }
+
+
+def write_results(name: str, result: Mapping[str, Any], folder: Path = RESULTS) -> None:
+    """Write NAME.json with its provenance. A smoke run writes nothing."""
+    if SMOKE:
+        return
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(provenance() | dict(result), indent=1) + "\n")
+
+
+def report(name: str, title: str, measurements: list[Measurement], bars: list[Bar], folder: Path = RESULTS) -> bool:
+    """Print both tables, write NAME.json into the folder, and return whether every bar is met. A smoke run meets all
+    bars."""
+    from rich.console import Console
+    from rich.table import Table
+
     console = Console()
     table = Table(title=title)
     for column in ("contender", "median", "spread", "unit"):
@@ -122,10 +186,7 @@ def report(name: str, title: str, measurements: list[Measurement], bars: list[Ba
         sign = "≤" if bar.at_most else "≥"
         judged.add_row(bar.name, f"{bar.value:.3f}", f"{sign} {bar.goal:g}", "yes" if bar.ok else "[red]no")
     console.print(judged)
-    folder = folder or RESULTS
-    folder.mkdir(exist_ok=True)
     result = {
-        "machine": f"{platform.machine()}, Python {platform.python_version()}",
         "measurements": [
             {
                 "name": m.name,
@@ -139,5 +200,186 @@ def report(name: str, title: str, measurements: list[Measurement], bars: list[Ba
         ],  # fmt: skip
         "bars": [{"name": b.name, "value": b.value, "goal": b.goal, "at_most": b.at_most, "ok": b.ok} for b in bars],
     }
-    (folder / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
-    return all(bar.ok for bar in bars)
+    write_results(name, result, folder)
+    return SMOKE or all(bar.ok for bar in bars)
+
+
+# ── programs for a GPU ──
+
+
+def say(text: str) -> None:
+    started = float(os.environ.get(STARTED_AT, time.time()))
+    print(f"[{time.time() - started:6.1f} s] {text}", flush=True)
+
+
+@dataclass
+class Results:
+    measurements: list[Measurement] = field(default_factory=list)
+    bars: list[Bar] = field(default_factory=list)
+
+    def add(self, name: str, unit: str, *values: float) -> None:
+        self.measurements.append(Measurement(name, unit, list(values)))
+        say(f"{name}: {self.measurements[-1].median:,.3f} {unit}")
+
+    def bar(self, name: str, value: float, goal: float, at_most: bool = False) -> None:
+        self.bars.append(Bar(name, value, goal, at_most))
+        say(f"bar: {name}: {value:.3f}, goal {'≤' if at_most else '≥'} {goal:g}")
+
+
+def run_parts(
+    name: str, title: str, parts: Sequence[str], timeouts_s: Mapping[str, float], run: Callable[[str], Results]
+) -> bool:
+    """Start this program again for each part, which calls `run` there. Returns whether every bar is met."""
+    os.environ.setdefault(STARTED_AT, str(time.time()))
+    if WRITE_TO in os.environ:
+        part, _, _ = os.environ[WRITE_TO].partition("=")
+        save(run(part))
+        return True
+    merged = Results() if SMOKE else earlier_results(name, parts)
+    met = True
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
+        for part in parts:
+            results = _start(part, Path(folder) / f"{part}.json", timeouts_s[part])
+            merged.measurements += [replace(m, name=f"{part}: {m.name}") for m in results.measurements]
+            merged.bars += [replace(b, name=f"{part}: {b.name}") for b in results.bars]
+            met = report(name, title, merged.measurements, merged.bars)
+            if SMOKE and not results.bars[0].ok:
+                return False
+    return met
+
+
+def save(results: Results) -> None:
+    """Save the results so far. A part calls this repeatedly, so that a missed deadline loses only later figures."""
+    _, _, path = os.environ[WRITE_TO].partition("=")
+    Path(path).write_text(json.dumps(asdict(results)))
+
+
+def _start(part: str, written: Path, timeout_s: float) -> Results:
+    """Run a part. Returns the results that it saved, and a bar for whether it ended well. Ends all its processes."""
+    environment = os.environ | {WRITE_TO: f"{part}={written}"}
+    process = subprocess.Popen([sys.executable, *sys.argv], start_new_session=True, env=environment)
+    try:
+        process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        print(f"part {part} took longer than {timeout_s:.0f} s", flush=True)
+    finally:
+        _end_session(process)
+    ended_well = Bar("part ended well", float(process.returncode == 0), 1)
+    said = json.loads(written.read_text()) if written.exists() else {"measurements": [], "bars": []}
+    return Results([Measurement(**m) for m in said["measurements"]], [ended_well, *(Bar(**b) for b in said["bars"])])
+
+
+def earlier_results(name: str, parts: Sequence[str]) -> Results:
+    """The results of all other parts in the file."""
+    path = RESULTS / f"{name}.json"
+    if not path.exists():
+        return Results()
+    said = json.loads(path.read_text())
+
+    def is_other(entry: str) -> bool:
+        return entry.partition(": ")[0] not in parts
+
+    measurements = [Measurement(m["name"], m["unit"], m["rates"]) for m in said["measurements"] if is_other(m["name"])]
+    bars = [Bar(b["name"], b["value"], b["goal"], b["at_most"]) for b in said["bars"] if is_other(b["name"])]
+    return Results(measurements, bars)
+
+
+def _end_session(process: subprocess.Popen[bytes]) -> None:
+    """Kill the process group of the part, which contains everything that it started."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    process.wait()
+
+
+class Child:
+    """Calls `make(*arguments)` in a fresh process. `call` calls methods of the object that it returned."""
+
+    def __init__(self, make: Callable[..., Any], *arguments: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, make, arguments), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    @property
+    def pid(self) -> int:
+        pid = self._process.pid
+        assert pid is not None
+        return pid
+
+    def call(self, method: str, *arguments: Any, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+        self.ask(method, *arguments)
+        return self.answer(method, timeout_s)
+
+    def ask(self, method: str, *arguments: Any) -> None:
+        """Begin a call. `answer` waits for its end, so that several processes can work at the same time."""
+        self._pipe.send((method, arguments))
+
+    def answer(self, method: str, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+        if not self._pipe.poll(timeout_s):
+            raise TimeoutError(f"{method} took longer than {timeout_s:g} s")
+        answer, failure = self._pipe.recv()
+        if failure:
+            raise RuntimeError(failure)
+        return answer
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+def _serve(pipe: Connection, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    served = make(*arguments)
+    while True:
+        try:
+            method, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((getattr(served, method)(*arguments), ""))
+        except Exception:
+            pipe.send((None, traceback.format_exc()))
+
+
+def gpu_use() -> tuple[float, float] | None:
+    """Percent of the time in which the GPU was busy, and MB of its memory in use."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    query = [program, "--query-gpu=utilization.gpu,memory.used", "--format=csv,noheader,nounits"]
+    try:
+        text = subprocess.run(query, capture_output=True, text=True, timeout=5, check=True).stdout
+        percent, used = (float(part) for part in text.splitlines()[0].split(","))
+    except (subprocess.SubprocessError, ValueError, IndexError):
+        return None
+    return percent, used
+
+
+class GpuSamples:
+    """Samples the GPU once a second, in a thread, while the context is open. Without a GPU there are no samples."""
+
+    def __init__(self) -> None:
+        self.percent: list[float] = []
+        self.used_mb: list[float] = []
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._thread.join(10)
+
+    def _sample(self) -> None:
+        while not self._ended.wait(GPU_SAMPLE_S):
+            used = gpu_use()
+            if used is None:
+                return
+            self.percent.append(used[0])
+            self.used_mb.append(used[1])

@@ -2,7 +2,7 @@
 
 make bench-loading
 
-The naive way is `from_pretrained` in every rank, and then FSDP2. bench/gpu/loading.py measures the same with NCCL.
+The naive way is `from_pretrained` in every rank, and then FSDP2. bench/gpu/loading_gpu.py measures the same with NCCL.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from harness import Bar, Measurement, report
+from harness import Bar, Measurement, report, sized
 from loading_parts.jobs import Job, Outcome, run_job
 
-NUM_RANKS = 4
+NUM_RANKS = sized(4, 1)
 TIMEOUT_S = 300.0
 
 
@@ -62,8 +62,9 @@ def write_model(folder: Path) -> int:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=32000, hidden_size=1536, intermediate_size=4096, num_hidden_layers=16, num_attention_heads=12
-    )
+        vocab_size=sized(32000, 512), hidden_size=sized(1536, 96), intermediate_size=sized(4096, 128),
+        num_hidden_layers=sized(16, 2), num_attention_heads=12,
+    )  # fmt: skip
     torch.manual_seed(0)
     model = LlamaForCausalLM(config).to(torch.bfloat16)
     model.save_pretrained(folder, max_shard_size="300MB")

@@ -25,8 +25,7 @@ from typing import Any, Self
 import torch
 from prometheus_client import CollectorRegistry, generate_latest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from harness import Bar, Measurement, alternate, ratios, report
+from harness import Bar, Measurement, alternate, ratios, report, sized
 from penstock.cancellation import end_task
 from penstock.codec import decode_group, encode_prompt
 from penstock.config.agents import AgentsConfig
@@ -57,7 +56,7 @@ MAX_MODEL_LEN = 64
 BATCH_GROUPS = 32
 """Number of groups that a step of the demo trains."""
 GROUPS_PER_ROUND = 4
-NUM_ROUNDS = {"rollout": 1501, "learner": 401, "share": 31}
+NUM_ROUNDS = {"rollout": sized(1501, 1), "learner": sized(401, 1), "share": sized(31, 1)}
 SCRAPE_S = 5.0
 """Interval between scrapes. Only the time with metrics on counts, which is half of the time."""
 GOAL = 0.99

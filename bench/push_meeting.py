@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from harness import sized
 from penstock.v1 import weights_pb2
 from penstock.weights.checksums import XXH3_PIECES
 from penstock.weights.deadline import Deadline
@@ -95,10 +96,10 @@ def push(staged: StagedVersion, sender: GlooSender, num_workers: int, pipes: Seq
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--workers", type=int, nargs="+", default=[31, 63, 127])
-    parser.add_argument("--group-sizes", type=int, nargs="+", default=[4096, 32])
-    parser.add_argument("--pushes", type=int, default=3)
-    parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument("--workers", type=int, nargs="+", default=sized([31, 63, 127], [3]))
+    parser.add_argument("--group-sizes", type=int, nargs="+", default=sized([4096, 32], [4096, 2]))
+    parser.add_argument("--pushes", type=int, default=sized(3, 1))
+    parser.add_argument("--processes", type=int, default=sized(4, 2))
     arguments = parser.parse_args()
     allow_files()
     context, staged = multiprocessing.get_context("spawn"), stage_version()

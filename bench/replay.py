@@ -28,7 +28,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
-from harness import Bar, Measurement, alternate, median_ratio, report
+from harness import SMOKE, Bar, Measurement, alternate, ends_without, median_ratio, report, sized
 from penstock.config.service import RedisConfig, ReplayConfig
 from penstock.machine.ports import free_port, wait_for_port
 from penstock.replay.queue_types import FinishedGroup
@@ -36,17 +36,17 @@ from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.redis_client import EXCHANGES_AT_ONCE, RedisClient, connect
 from penstock_services.local.private_redis import find_redis_server, write_config
 
-SIZES = {"16 KB": 16 * 1024, "64 KB": 64 * 1024, "256 KB": 256 * 1024}
-BYTES_PER_ROUND = 48 * 2**20
-NUM_ROUNDS = 15
+SIZES = {"16 KB": 16 * 1024, "64 KB": 64 * 1024, "256 KB": 256 * 1024} if not SMOKE else {"64 KB": 64 * 1024}
+BYTES_PER_ROUND = sized(48, 4) * 2**20
+NUM_ROUNDS = sized(15, 1)
 BATCH = 64
 """Groups that a producer appends, and a learner reads, in one call."""
 PIPELINES = (4, 16, BATCH)
 QUEUED_BATCHES = 3
 """In the whole cycle, the producer waits while this many batches are not yet committed."""
-FLAT_GROUPS = 2_048
+FLAT_GROUPS = sized(2_048, 64)
 SMALL_BYTES = 1024
-PEER_GROUPS = 128
+PEER_GROUPS = sized(128, 4)
 
 T = TypeVar("T")
 
@@ -293,7 +293,7 @@ def flatness(server: Server) -> tuple[list[Measurement], list[Bar]]:
     clients, payload = Clients(server), os.urandom(SMALL_BYTES)
     short, long = OurQueue(clients, "flat-short", payload), OurQueue(clients, "flat-long", payload)
     clients.run(fill(short, 1_000))
-    clients.run(fill(long, 200_000))
+    clients.run(fill(long, sized(200_000, 2_000)))
 
     def rate(queue: OurQueue) -> float:
         groups = clients.run(queue.submit(FLAT_GROUPS))
@@ -336,6 +336,7 @@ async def close_all(clients: list[RedisClient]) -> None:
 
 def main() -> int:
     if shutil.which("redis-benchmark") is None:
+        ends_without("redis-benchmark")
         print("bench-replay needs redis-benchmark: apt-get install redis-tools", file=sys.stderr)
         return 2
     import ray

@@ -18,7 +18,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from harness import Bar, Measurement, report
+from harness import Bar, Measurement, ends_without, report
 from penstock.config.service import RedisConfig
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.redis_client import connect
@@ -63,6 +63,7 @@ async def measure(size: str, folder: Path, server: Server) -> Contenders:
 
 def main() -> int:
     sizes = sys.argv[1:] or list(SHAPES)
+    ends_without("vLLM")
     measurements: list[Measurement] = []
     bars = []
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as name:

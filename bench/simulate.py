@@ -38,7 +38,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 
-from harness import RESULTS, Bar, Measurement, report
+from harness import RESULTS, SMOKE, Bar, Measurement, report, sized
 from penstock_tools.sizing import hardware
 from penstock_tools.sizing.hardware import GPUS
 from penstock_tools.sizing.models import KNOWN, ModelShape
@@ -49,10 +49,10 @@ TAIL = 10.0
 """The 99th percentile of the lengths, as a multiple of their median."""
 SIGMA = math.log(TAIL) / NormalDist().inv_cdf(0.99)
 VARIATION = math.sqrt(math.exp(SIGMA**2) - 1)
-SPLITS = (0.375, 0.5, 0.625, 0.75, 0.875)
+SPLITS = sized((0.375, 0.5, 0.625, 0.75, 0.875), (0.5,))
 """Shares of the GPUs that generate, of which the best one counts."""
 SCALES = (64, 1024)
-NUM_MEASURED = 10
+NUM_MEASURED = sized(10, 1)
 """Steps after those in which the queue fills."""
 NUM_PROCESSES = 2
 MAX_SAMPLES_AT_ONCE = 512
@@ -300,8 +300,10 @@ def variants_of(setting: Setting) -> dict[str, Setting]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--gpus", default=",".join(map(str, SCALES)), help="besides the published number, with commas")
-    parser.add_argument("--settings", default=",".join(setting.name for setting in SETTINGS))
+    parser.add_argument(
+        "--gpus", default=sized(",".join(map(str, SCALES)), ""), help="besides the published number, with commas"
+    )
+    parser.add_argument("--settings", default=sized(",".join(setting.name for setting in SETTINGS), SETTINGS[0].name))
     arguments = parser.parse_args()
     scales = [int(text) for text in arguments.gpus.split(",") if text]
     chosen = [each for each in SETTINGS if each.name in arguments.settings.split(",")]
@@ -317,7 +319,7 @@ def main() -> int:
         varied = {
             (setting.name, name): pool.submit(compare, variant, setting.num_gpus)
             for setting in chosen
-            for name, variant in variants_of(setting).items()
+            for name, variant in ({} if SMOKE else variants_of(setting)).items()
         }
         figures, judged = checking.result()
         measurements += figures

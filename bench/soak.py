@@ -49,7 +49,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
-from harness import RESULTS, Bar
+from harness import SMOKE, Bar, ends_without, write_results
 from penstock.config.loading import dump_config, load_config
 from penstock.config.run import RunConfig
 from penstock.errors import PenstockError
@@ -257,7 +257,7 @@ class Soak:
         account, bars = self.account(), self.bars()
         calm = account.num_effective * self.calm_step_s / account.wall_s if account.wall_s else 0.0
         result = {
-            "machine": host_description(),
+            "load": host_description(),
             "minutes": round(account.wall_s / 60, 1),
             "seed": self.seed,
             "is_complete": self.final is not None,
@@ -274,8 +274,7 @@ class Soak:
             "rss_mb": {name: [b // 2**20 for b in samples] for name, samples in self.observed.rss.items()},
             "redis_mb": [round(b / 2**20, 1) for b in self.observed.redis_bytes],
         }
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "soak.json").write_text(json.dumps(result, indent=1) + "\n")
+        write_results("soak", result)
         return all(bar.ok for bar in bars)
 
     def print_report(self) -> None:
@@ -381,6 +380,9 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
     print(f"folder: {folder}", flush=True)
     soak = Soak(folder, arguments.minutes, arguments.seed, arguments.mean_kill_s, arguments.targets, arguments.calm_s)
+    if SMOKE:
+        shutil.rmtree(folder)
+        ends_without("a run of minutes")
 
     async def run() -> None:
         task = asyncio.current_task()

@@ -24,7 +24,7 @@ from typing import Any
 from async_sync import RUN_S, SCORE_GOAL, measure, numbers, seconds_to
 from async_sync_parts.run import Serving, Variant
 from async_sync_parts.score import score_snapshots
-from harness import Bar, Measurement, report
+from harness import Bar, Measurement, ends_without, report
 
 NAME = "trl_demo"
 TRL_RUN = Path(__file__).parent / "trl_demo_parts" / "run.py"
@@ -71,6 +71,7 @@ def main() -> int:
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--trl-python", default=sys.executable, help="an interpreter with TRL 1.16.0 and datasets")
     arguments = parser.parse_args()
+    ends_without("TRL")
     if subprocess.run(
         [arguments.trl_python, "-c", "import trl, datasets"], capture_output=True, check=False
     ).returncode:

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
-from harness import Bar, Measurement, report
+from harness import Bar, Measurement, ends_without, report
 from penstock.config.rollout import EngineConfig
 from penstock.trajectory import Sampling
 from penstock.v1 import weights_pb2
@@ -139,6 +139,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=128, help="requests at once")
     parser.add_argument("--rounds", type=int, default=20)
     arguments = parser.parse_args()
+    ends_without("vLLM")
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as name:
         found = asyncio.run(measure(Path(name), arguments.requests, arguments.rounds))
     one, several = found[True], found[False]

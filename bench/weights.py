@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import socket
-import sys
 import tempfile
 import threading
 import time
@@ -24,18 +23,16 @@ from pathlib import Path
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-
-from harness import Bar, Measurement, alternate, median_ratio, report
+from harness import SMOKE, Bar, Measurement, alternate, median_ratio, report, sized
 from penstock.config.learner import LearnerConfig
 from penstock.config.loading import dump_config, validate
 from penstock.config.run import RunConfig
 from penstock_learner.weights.publisher import WeightPublisher
 from support.weight_group import MemberProcess
 
-MODEL_BYTES = 2**30
+MODEL_BYTES = sized(2**30, 2**24)
 NUM_TENSORS = 64
-NUM_ROUNDS = 5
+NUM_ROUNDS = sized(5, 1)
 FLAT_PUSHES = 30
 SHAPES = [(f"layer.{index}.weight", (MODEL_BYTES // 4 // NUM_TENSORS // 1024, 1024)) for index in range(NUM_TENSORS)]
 
@@ -149,7 +146,7 @@ def transfers(folder: Path) -> tuple[list[Measurement], list[Bar]]:
     tcp, stop_tcp = tcp_stream(weights)
     pushers = {
         "shm, 1 member": Pusher(folder / "shm", "shm", 1, weights),
-        "shm, 8 members": Pusher(folder / "shm8", "shm", 8, weights),
+        "shm, 8 members": Pusher(folder / "shm8", "shm", sized(8, 2), weights),
         "gloo, 1 member": Pusher(folder / "gloo", "gloo", 1, weights),
     }
 
@@ -181,7 +178,7 @@ def transfers(folder: Path) -> tuple[list[Measurement], list[Bar]]:
 
 def flatness(folder: Path) -> tuple[list[Measurement], list[Bar]]:
     """Push many times, and compare the last ten pushes with the first ten."""
-    pusher = Pusher(folder / "flat", "shm", 1, make_weights(64 * 2**20))
+    pusher = Pusher(folder / "flat", "shm", 1, make_weights(sized(64, 1) * 2**20))
     try:
         pusher.push()
         pusher.push()
@@ -206,7 +203,7 @@ def main() -> int:
     bars: list[Bar] = []
     torch.set_num_threads(LearnerConfig().threads_per_rank)
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as name:
-        for part in (pause, transfers, flatness):
+        for part in (transfers, flatness) if SMOKE else (pause, transfers, flatness):  # vLLM takes long to start
             measured, judged = part(Path(name))
             measurements += measured
             bars += judged

@@ -53,13 +53,6 @@ SLOW_FILES = (
 """Files that take longest in `make test`, the slowest first."""
 
 
-@pytest.fixture(scope="session", autouse=True)
-def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Tell tests in several processes which folder they share: that of the whole run, which pytest removes later."""
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        os.environ["PENSTOCK_TEST_SHARED_FOLDER"] = str(tmp_path_factory.getbasetemp().parent)
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the tests that start vLLM first. vLLM on CPU forks its engine from this process, and the fork does not
     survive threads that torch has started. The slow files follow, so that no worker is left with one at the end."""

@@ -16,14 +16,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from harness import Results, run_parts, save, say, sized
 from learner_parts.models import Setting
-from measuring.parts import run_parts, save
-from measuring.results import Results, say
 
 NAME = "attention_forms"
 GOAL = 0.85
 TIMEOUTS_S = {"tiny": 200.0, "mistral": 200.0, "gemma2": 240.0, "gpt-oss": 240.0}
-ROUNDS = 3
+ROUNDS = sized(3, 1)
 LENGTHS = (8192, 4096, 1024, 6144, 2048, 8192, 512, 2304)
 TINY_LENGTHS = (64, 40, 24)
 
@@ -155,10 +154,10 @@ def attention_alone(shape: FormShape, device: Any, results: Results) -> None:
     cases = {
         "varlen": (kernels._varlen, ScoreForm(None, None, None, None)),
         "varlen, window": (kernels._varlen, ScoreForm(None, window, None, None)),
-        "flexible": (kernels._flexible, ScoreForm(None, None, None, None)),
-        "flexible, window": (kernels._flexible, ScoreForm(None, window, None, None)),
-        "flexible, soft cap": (kernels._flexible, ScoreForm(None, None, 50.0, None)),
-        "flexible, window and sinks": (kernels._flexible, ScoreForm(None, window, None, sinks)),
+        "flexible": (kernels.flexible, ScoreForm(None, None, None, None)),
+        "flexible, window": (kernels.flexible, ScoreForm(None, window, None, None)),
+        "flexible, soft cap": (kernels.flexible, ScoreForm(None, None, 50.0, None)),
+        "flexible, window and sinks": (kernels.flexible, ScoreForm(None, window, None, sinks)),
     }
     for name, (kernel, form) in cases.items():
         try:
@@ -189,7 +188,7 @@ def _times(run: Any) -> list[float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--models", default="mistral,gemma2,gpt-oss")
+    parser.add_argument("--models", default=sized("mistral,gemma2,gpt-oss", "tiny"))
     parser.add_argument("--no-compile", action="store_true", help="do not use torch.compile for the layers")
     arguments = parser.parse_args()
     models = arguments.models.split(",")

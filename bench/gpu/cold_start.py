@@ -37,10 +37,8 @@ from typing import Any
 
 import yaml
 
-from harness import Bar, Measurement, report
+from harness import WRITE_TO, Bar, Measurement, Results, earlier_results, ends_without, report, run_parts, save, say
 from learner_parts.models import SHAPES
-from measuring.parts import WRITE_TO, earlier_results, run_parts, save
-from measuring.results import Results, say
 from penstock.client import SyncPenstockClient
 from penstock.compiled_code import VARIABLES
 from penstock.errors import PenstockError
@@ -288,6 +286,7 @@ def main() -> int:
     parts = arguments.parts.split(",")
     if unknown := [part for part in parts if part not in TIMEOUTS_S]:
         parser.error(f"unknown part {unknown[0]}: give some of {', '.join(TIMEOUTS_S)}")
+    ends_without("a run on a GPU")
     if WRITE_TO not in os.environ:
         prepare(arguments, parts)
     ended_well = run_parts(NAME, TITLE, parts, TIMEOUTS_S, lambda part: bench(part, arguments))

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_check import engine_version, say
-from harness import Bar, Measurement, report
+from harness import Bar, Measurement, ends_without, report
 from penstock.config.rollout import EngineConfig
 from penstock.protocols.conversation import Conversation, Message
 from penstock.trajectory import Sampling
@@ -246,4 +246,5 @@ async def main_async() -> int:
 
 if __name__ == "__main__":
     argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
+    ends_without("vLLM")
     os._exit(asyncio.run(main_async()))  # a start that hangs in its thread would keep the interpreter alive

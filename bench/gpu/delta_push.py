@@ -26,9 +26,7 @@ import torch
 
 from delta_push_parts.member import MemberProcess, tensor_checksums
 from delta_push_parts.steps import free, shares_of_steps, versions_of_a_step
-from measuring.child import Child
-from measuring.parts import run_parts, save
-from measuring.results import Results, say
+from harness import Child, Results, run_parts, save, say, sized
 from penstock.config.loading import validate
 from penstock.config.run import RunConfig
 from penstock_learner.weights.delta_choice import DELTA_TRANSPORTS, DeltaChoice
@@ -39,8 +37,8 @@ from weights_gpu_parts.ranks import be_a_host_of_its_own
 
 NAME = "delta_push"
 TIMEOUT_S = 200.0
-NUM_STEPS = 5
-NUM_ROUNDS = 4
+NUM_STEPS = sized(5, 1)
+NUM_ROUNDS = sized(4, 2)
 TRANSPORT_S = 25.0
 """No new round begins after so many seconds, once there are MIN_ROUNDS."""
 MIN_ROUNDS = 2
@@ -192,8 +190,8 @@ def auto_takes_delta(transport: str, delta: list[dict[str, Any]], whole: list[di
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--shape", default="7b", choices=["7b", "0.5b", "tiny"])
-    parser.add_argument("--transports", default="nccl,cuda_ipc,gloo")
+    parser.add_argument("--shape", default=sized("7b", "tiny"), choices=["7b", "0.5b", "tiny"])
+    parser.add_argument("--transports", default=sized("nccl,cuda_ipc,gloo", "gloo"))
     parser.add_argument("--steps", type=int, default=NUM_STEPS, help="steps whose share of changed weights is measured")
     arguments = parser.parse_args()
 

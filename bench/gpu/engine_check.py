@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from harness import Bar, Measurement, report
+from harness import Bar, Measurement, ends_without, report
 from penstock.config.rollout import EngineConfig
 from penstock.trajectory import Sampling
 from penstock.v1 import weights_pb2
@@ -418,7 +418,9 @@ def main() -> None:
     )
     parser.add_argument("--quantization", choices=["fp8"], help="quantize in the engine")
     parser.add_argument("--modes", default="keep,recompute", help="keep, recompute, or both, separated by a comma")
-    code = asyncio.run(main_async(parser.parse_args()))
+    arguments = parser.parse_args()
+    ends_without("vLLM or SGLang")
+    code = asyncio.run(main_async(arguments))
     os._exit(code)  # a start that hangs in its thread would keep the interpreter alive; the engine ends with its parent
 
 

@@ -16,14 +16,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from harness import Results, run_parts, save, say, sized
 from learner_parts.models import Setting
-from measuring.parts import run_parts, save
-from measuring.results import Results, say
 
 NAME = "learner"
 TIMEOUTS_S = {"tiny": 300.0, "0.5b": 150.0, "1.5b": 170.0, "7b": 250.0}
 MASTERS = ("bfloat16", "float32")
-NUM_STEPS = 3
+NUM_STEPS = sized(3, 1)
 NOMINAL_FLOPS = {"H200": 989.4e12, "H100": 989.4e12, "A100": 312e12, "L40S": 362e12, "B200": 2250e12}
 """FLOP/s of dense bfloat16 products that the makers' data sheets state (SXM forms), by a part of the device's name."""
 
@@ -194,7 +193,7 @@ def nominal_flops(device: Any) -> float | None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--models", default="0.5b,1.5b,7b")
+    parser.add_argument("--models", default=sized("0.5b,1.5b,7b", "tiny"))
     parser.add_argument("--no-compile", action="store_true", help="do not use torch.compile")
     arguments = parser.parse_args()
     models = arguments.models.split(",")

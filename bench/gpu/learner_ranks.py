@@ -22,11 +22,9 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from harness import Child, Results, run_parts, save, say, sized
 from learner_parts.models import SHAPES, Shape
 from learner_parts.steps import clear, make_batch, make_model
-from measuring.child import Child
-from measuring.parts import run_parts, save
-from measuring.results import Results, say
 from penstock.config.learner import LearnerConfig
 from penstock.machine.ports import free_port
 from penstock_learner.batches.partition import partition, unpermute
@@ -48,8 +46,8 @@ IS_CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if IS_CUDA else torch.device("cpu")
 SHAPE = Shape(1024, 2816, 8, 16, 4, 32768, True, 8, 1024, 256) if IS_CUDA else SHAPES["tiny"]
 MICRO_BATCH_TOKENS = 4096 if IS_CUDA else 64
-MAX_RANKS = 4
-NUM_STEPS = 4
+MAX_RANKS = sized(4, 2)
+NUM_STEPS = sized(4, 1)
 LR = 1e-4
 TIMEOUT_S = 100.0
 MAX_LOSS_DIFFERENCE = 0.01

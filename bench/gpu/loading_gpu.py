@@ -1,6 +1,6 @@
 """Memory of the policy's ranks on a GPU, beside the figures of `penstock plan`: loading, a step, gathering, a push.
 
-    PYTHONPATH=.:learner:tools:bench python bench/gpu/loading.py [--models 0.5b,1.5b,7b] [--ranks 1,2,4]
+    PYTHONPATH=.:learner:tools:bench python bench/gpu/loading_gpu.py [--models 0.5b,1.5b,7b] [--ranks 1,2,4]
 
 It needs one GPU, torch, transformers, peft and pydantic, and neither Ray nor Redis. All ranks share the GPU and meet by
 NCCL. The models are random, with the shapes of Qwen2.5, in bfloat16 files. Master weights are float32. Those of 7B are
@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from harness import RESULTS, Bar, Measurement, report
+from harness import RESULTS, SMOKE, Bar, Measurement, report, sized
 from learner_parts.models import SHAPES
 from loading_parts.jobs import Job, Outcome, run_job
 
@@ -33,8 +33,8 @@ PHASES = {"load": ("read", "check"), "step": ("step",), "gather": ("gather",), "
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
-    parser.add_argument("--models", default="0.5b,1.5b,7b")
-    parser.add_argument("--ranks", default="1,2,4")
+    parser.add_argument("--models", default=sized("0.5b,1.5b,7b", "tiny"))
+    parser.add_argument("--ranks", default=sized("1,2,4", "1"))
     parser.add_argument("--without-step", action="store_true", help="only load, gather and push")
     arguments = parser.parse_args()
     bench = LoadingBench(takes_step=not arguments.without_step)
@@ -117,6 +117,8 @@ class LoadingBench:
         ]
         met = report(NAME, "Memory of a rank on a GPU that all ranks share", measured, self.bars)
         path = RESULTS / f"{NAME}.json"
+        if SMOKE:
+            return met
         path.write_text(json.dumps(json.loads(path.read_text()) | {"rows": self.rows}, indent=1) + "\n")
         return met
 

@@ -25,10 +25,8 @@ from pathlib import Path
 
 import psutil
 
-from harness import RESULTS
+from harness import RESULTS, Results, ends_without, run_parts, save, say
 from loop_parts.run import SERVERS, LoopRun
-from measuring.parts import run_parts, save
-from measuring.results import Results, say
 from penstock.replay.queue_types import QueueStat
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet
@@ -156,6 +154,7 @@ def main() -> int:
     parser.add_argument("--engine", default="vllm", choices=["vllm", "torch"])
     arguments = parser.parse_args()
     parts = arguments.parts.split(",")
+    ends_without("a run on a GPU")
     is_met = run_parts(
         NAME,
         "the whole loop on one GPU",

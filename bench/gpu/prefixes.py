@@ -15,8 +15,7 @@ import sys
 import time
 from typing import Any
 
-from measuring.parts import run_parts, save
-from measuring.results import Results, say
+from harness import Results, run_parts, save, say, sized
 
 NAME = "prefixes"
 TIMEOUTS_S = {"tiny": 300.0, "0.5b": 300.0, "1.5b": 300.0}
@@ -159,7 +158,7 @@ def _name(shares: bool) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--models", default="1.5b")
+    parser.add_argument("--models", default=sized("1.5b", "tiny"))
     parser.add_argument("--no-compile", action="store_true", help="do not use torch.compile")
     arguments = parser.parse_args()
     is_met = run_parts(

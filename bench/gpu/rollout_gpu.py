@@ -1,6 +1,6 @@
 """Compares the tokens per second of a rollout server with those of bare vLLM, on a GPU with 512 requests at once.
 
-    PYTHONPATH=.:rollout_server:bench python bench/gpu/rollout.py
+    PYTHONPATH=.:rollout_server:bench python bench/gpu/rollout_gpu.py
 
 It needs a GPU, torch, transformers and vLLM, but neither Redis nor Ray: the groups go into the queue in memory. The
 model is random, with the shape of Qwen2-0.5B, in bfloat16. vLLM takes two minutes to start, and a round takes half a
@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from harness import Bar, report
+from harness import Bar, ends_without, report
 from penstock_rollout.engines.factory import start_engine
 from rollout_parts.model import ModelShape, make_model
 from rollout_parts.paths import Contenders, Load, Paths, engine_config, memory_queue
@@ -71,6 +71,8 @@ def main() -> int:
     faulthandler.dump_traceback_later(DEADLINE_S, exit=True)
     shape, load = (CPU_SHAPE, CPU_LOAD) if arguments.cpu else (SHAPE, LOAD)
     load = load.at(arguments.concurrency or load.concurrency)
+
+    ends_without("vLLM")
 
     def conclude(measured: Contenders) -> bool:
         bars = [Bar("rollout server / AsyncLLM.generate", measured.ratio, GOAL)]

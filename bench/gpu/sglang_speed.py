@@ -30,9 +30,7 @@ from typing import Any
 
 import httpx
 
-from measuring.child import Child
-from measuring.parts import run_parts, save
-from measuring.results import Results, say
+from harness import Child, Results, ends_without, run_parts, save, say
 from penstock.config.rollout import EngineConfig
 from penstock.machine.ports import free_port
 from penstock.trajectory import Sampling
@@ -196,6 +194,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--extra", default="{}", help="additional flags of SGLang, as JSON")
     extra = json.loads(parser.parse_args().extra)
+    ends_without("SGLang")
     is_met = run_parts(NAME, "SGLang on one GPU", ["speed"], {"speed": TIMEOUT_S}, lambda _: run(extra))
     return 0 if is_met else 1
 

@@ -1,6 +1,6 @@
 """Measures the weight push on one GPU: cuda_ipc, NCCL with several ranks, and pushes to an engine that is decoding.
 
-    PYTHONPATH=.:rollout_server:learner:bench python bench/gpu/weights.py [--parts ipc,ranks,host,vllm-0.5b,vllm-7b]
+    PYTHONPATH=.:rollout_server:learner:bench python bench/gpu/weights_gpu.py [--parts ipc,ranks,host,vllm-0.5b,vllm-7b]
 
 | part  | what                                                                                              |
 |-------|---------------------------------------------------------------------------------------------------|
@@ -20,8 +20,7 @@ import argparse
 import json
 import sys
 
-from measuring.parts import run_parts
-from measuring.results import Results
+from harness import Results, ends_without, run_parts
 
 NAME = "weights_gpu"
 PARTS = "ipc,ranks,host,vllm-0.5b,vllm-7b"
@@ -69,6 +68,7 @@ def main() -> int:
     parser.add_argument("--extra", default="{}", help="additional engine arguments, as JSON")
     arguments = parser.parse_args()
     parts = [part for part in arguments.parts.split(",") if not (arguments.no_7b and part == "vllm-7b")]
+    ends_without("a GPU")
     is_met = run_parts(NAME, "weight push on one GPU", parts, TIMEOUTS_S, lambda part: run_part(part, arguments))
     return 0 if is_met else 1
 

@@ -37,10 +37,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from harness import Bar, Measurement, report
+from harness import Bar, Measurement, Results, earlier_results, ends_without, report, run_parts, say
 from learner_parts.models import SHAPES
-from measuring.parts import earlier_results, run_parts
-from measuring.results import Results, say
 from whole_run_parts.steps import RATE
 from whole_run_parts.task import Task
 
@@ -228,6 +226,7 @@ def main() -> int:
         who, _, model = _parsed(part)
         if who not in ("ours", *PEERS) or model not in SHAPES:
             parser.error(f"unknown part {part}: give ours-, trl- or verl-MODEL, MODEL one of {', '.join(SHAPES)}")
+    ends_without("a run on a GPU")
     ended_well = run_parts(
         NAME, TITLE, parts, dict.fromkeys(parts, arguments.timeout), lambda part: bench(part, arguments)
     )

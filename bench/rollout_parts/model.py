@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from support.tiny_models import EOS_TOKEN_ID, write_tokenizer
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -18,7 +17,6 @@ from typing import Any, Self
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from harness import Measurement, median_ratio
 from penstock.cancellation import end_task
 from penstock.codec import encode_prompt

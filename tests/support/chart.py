@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -39,9 +40,9 @@ OPTIONS = (
     "--set=config.dataset.file=/data/train.parquet,storage.data.existingClaim=my-data",
 )
 """Turns on every option that is off by default."""
-SHARED_FOLDER = "PENSTOCK_TEST_SHARED_FOLDER"
-"""Variable with the folder in which the processes of a test run share what they have rendered. Unset in a run with one
-process."""
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "penstock-tests" / "helm"
+"""What helm has answered, by the chart and the arguments."""
+KEPT_S = 7 * 24 * 3600
 Manifest = dict[str, Any]
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """The loader in C is ten times as fast."""
@@ -60,46 +61,65 @@ needs_helm = pytest.mark.skipif(
 )
 
 
-def run_helm(command: str, *arguments: str, values: str | None = "standalone") -> subprocess.CompletedProcess[str]:
-    """Run `helm COMMAND` on the chart with values-VALUES.yaml."""
+def run_helm(
+    command: str, *arguments: str, values: str | None = "standalone", anew: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """Run `helm COMMAND` on the chart with values-VALUES.yaml. The same call on the same chart is made once, by one of
+    the processes of all test runs on this machine, unless `anew`: a call takes seconds where helm is emulated."""
     files = ["-f", str(CHART / f"values-{values}.yaml")] if values else []
     name = ["test"] if command == "template" else []
     words = [str(HELM), command, *name, str(CHART), *files, *arguments]
-    return subprocess.run(words, capture_output=True, text=True, timeout=180, check=False)
+    if anew or any(argument.startswith("--kube") for argument in arguments):
+        return subprocess.run(words, capture_output=True, text=True, timeout=180, check=False)
+    key = hashlib.sha256(repr([command, values, *map(_content, arguments)]).encode()).hexdigest()[:32]
+    folder = CACHE / _chart_digest()
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"{key}.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # at most as long as the other's call, which has a deadline
+        file = folder / f"{key}.json"
+        if not file.exists():
+            done = subprocess.run(words, capture_output=True, text=True, timeout=180, check=False)
+            partial = file.with_suffix(".partial")
+            partial.write_text(json.dumps([done.returncode, done.stdout, done.stderr]))
+            partial.rename(file)
+        return subprocess.CompletedProcess(words, *json.loads(file.read_text()))
+
+
+def _content(argument: str) -> str:
+    """An argument, or the content of the values file that it names, which may change."""
+    option, _, path = argument.partition("=")
+    return f"{option}={Path(path).read_text()}" if option == "--values" else argument
+
+
+@functools.cache
+def _chart_digest() -> str:
+    """Digest of helm and of every file of the chart. Results for older charts are removed after a week."""
+    digest = hashlib.sha256(f"{HELM} {Path(str(HELM)).stat().st_mtime_ns}".encode())
+    for path in sorted(CHART.rglob("*")):
+        if path.is_file():
+            digest.update(f"{path.relative_to(CHART)}\0".encode() + path.read_bytes())
+    for old in CACHE.glob("*"):
+        if time.time() - old.stat().st_mtime > KEPT_S:
+            shutil.rmtree(old, ignore_errors=True)
+    return digest.hexdigest()[:32]
 
 
 def render(*arguments: str, values: str | None = "standalone", anew: bool = False) -> list[Manifest]:
     """Manifests of the chart. The same arguments are rendered only once, unless `anew`."""
-    return _loaded(_text(arguments, values)) if anew else copy.deepcopy(_rendered(arguments, values))
+    return _loaded(_text(arguments, values, anew=True)) if anew else copy.deepcopy(_rendered(arguments, values))
 
 
 @functools.cache
 def _rendered(arguments: tuple[str, ...], values: str | None) -> list[Manifest]:
-    folder = os.environ.get(SHARED_FOLDER)
-    return _loaded(_shared_text(Path(folder), arguments, values) if folder else _text(arguments, values))
+    return _loaded(_text(arguments, values))
 
 
 def _loaded(text: str) -> list[Manifest]:
     return [manifest for manifest in yaml.load_all(text, Loader=LOADER) if manifest]  # noqa: S506  (it is safe)
 
 
-def _shared_text(folder: Path, arguments: tuple[str, ...], values: str | None) -> str:
-    """The text that the first process of this test run has rendered. Others wait for it: a call takes seconds where
-    helm is emulated."""
-    if any(argument.startswith("--values") for argument in arguments):
-        return _text(arguments, values)  # a file of the test, which may change
-    file = folder / f"chart-{hashlib.sha256(repr((arguments, values)).encode()).hexdigest()}"
-    with file.with_suffix(".lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # at most as long as the other's call of helm, which has a deadline
-        if not file.exists():
-            partial = file.with_suffix(".partial")
-            partial.write_text(_text(arguments, values))
-            partial.rename(file)
-        return file.read_text()
-
-
-def _text(arguments: tuple[str, ...], values: str | None) -> str:
-    result = run_helm("template", *arguments, values=values)
+def _text(arguments: tuple[str, ...], values: str | None, anew: bool = False) -> str:
+    result = run_helm("template", *arguments, values=values, anew=anew)
     assert result.returncode == 0, result.stderr
     return result.stdout
 

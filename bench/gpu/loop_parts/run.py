@@ -20,7 +20,7 @@ from pathlib import Path
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from measuring.gpu_use import gpu_use
+from harness import gpu_use
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 

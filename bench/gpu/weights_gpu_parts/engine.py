@@ -12,8 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from measuring.child import Child
-from measuring.results import Results, say
+from harness import Child, Results, say
 from penstock.config.rollout import EngineConfig
 from penstock.config.run import RunConfig
 from penstock.trajectory import Sampling

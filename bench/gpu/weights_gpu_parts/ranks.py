@@ -16,10 +16,7 @@ from typing import Any
 
 import torch
 
-from harness import alternate, median_ratio
-from measuring.child import Child
-from measuring.parts import save
-from measuring.results import Results, say
+from harness import Child, Results, alternate, median_ratio, save, say
 from penstock.errors import WeightPushFailed
 from penstock.v1 import weights_pb2
 from penstock.weights.cuda import libraries

@@ -9,9 +9,7 @@ from typing import Any
 
 import torch
 
-from harness import alternate, median_ratio
-from measuring.child import Child
-from measuring.results import Results, say
+from harness import Child, Results, alternate, median_ratio, say
 from penstock.v1 import weights_pb2
 from penstock.weights.checksums import weights_digest
 from penstock.weights.cuda.ipc import IpcOffer, Mappings

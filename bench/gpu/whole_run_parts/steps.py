@@ -5,10 +5,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass, field, fields
 
-from harness import Measurement
-from measuring.gpu_use import GpuSamples
-from measuring.parts import save
-from measuring.results import Results, say
+from harness import GpuSamples, Measurement, Results, save, say
 from whole_run_parts.task import Task
 
 RATE = "response tokens over all steps"

@@ -16,8 +16,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from measuring.gpu_use import GpuSamples
-from measuring.results import Results, say
+from harness import GpuSamples, Results, say
 from whole_run_parts.reward import compute_score
 from whole_run_parts.steps import StepLog
 from whole_run_parts.task import Task

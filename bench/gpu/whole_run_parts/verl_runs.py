@@ -25,8 +25,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from measuring.gpu_use import GpuSamples
-from measuring.results import Results
+from harness import GpuSamples, Results
 from whole_run_parts.ours import stop
 from whole_run_parts.steps import StepLog
 from whole_run_parts.task import Task, rows_of

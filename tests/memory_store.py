@@ -1,23 +1,206 @@
-"""The state of MemoryReplayQueue: the data that Redis holds for one run, as plain Python objects.
+"""The state of MemoryReplayQueue: the data that Redis holds for one run, as plain Python objects. The property test
+compares the Lua scripts with it.
 
 The methods have the names of the functions in lua/prelude.lua.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import re
 import secrets
 import time
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
 from penstock.config.service import BreakerConfig, ReplayConfig
 from penstock.replay.admission import Admission, admission
-from penstock.replay.breaker import MAX_PROBES, MAX_SPARED, Breaker, Verdict
-from penstock.replay.in_memory.records import MemoryEvaluation, MemoryGroup, MemoryPrompt
-from penstock.replay.in_memory.redis_types import NEVER, Ordered, Signal
 from penstock.replay.queue_types import FeedPosition, GoneBack
-from penstock.sample_scores import summarise
+from penstock.sample_scores import PromptSamples, summarise
+
+NEVER = float("inf")
+
+
+class Ordered:
+    """A sorted set of ids: lowest score first, and equal scores by the id as text, as in Redis."""
+
+    def __init__(self) -> None:
+        self._scores: dict[int, float] = {}
+        self._order: list[tuple[float, str, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._scores
+
+    def score(self, key: int) -> float | None:
+        return self._scores.get(key)
+
+    def put(self, key: int, score: float) -> None:
+        self.remove(key)
+        self._scores[key] = score
+        insort(self._order, (score, str(key), key))
+
+    def remove(self, key: int) -> bool:
+        score = self._scores.pop(key, None)
+        if score is None:
+            return False
+        del self._order[bisect_left(self._order, (score, str(key), key))]
+        return True
+
+    def lowest(self, count: int, below: float = NEVER) -> list[int]:
+        return [key for score, _, key in self._order[:count] if score < below]
+
+    def highest(self, count: int) -> list[int]:
+        return [key for _, _, key in self._order[: -count - 1 : -1]]
+
+    @property
+    def lowest_score(self) -> float:
+        return self._order[0][0] if self._order else NEVER
+
+
+class Signal:
+    """Counts events and wakes those who wait for the next one."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._sent = asyncio.Event()
+
+    def send(self) -> None:
+        self.count += 1
+        self._sent.set()
+        self._sent = asyncio.Event()
+
+    async def wait(self, seen: int, timeout_s: float) -> int:
+        """Wait until `count` is not `seen`, or for `timeout_s`; returns the count."""
+        if self.count == seen:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self._sent.wait()
+        return self.count
+
+
+@dataclass
+class MemoryPrompt:
+    payload: bytes
+    priority: int = 0
+    evaluation_id: str = ""
+    attempt: int = 0
+    failures: int = 0
+    spared: int = 0
+    """How many opened breakers took its failures back."""
+    spared_at: int = -1
+    """The number of accepted groups at the last of them."""
+    owner: tuple[str, int] | None = None
+    """Server and attempt of the lease; None if it is not leased."""
+    submitted_at: float = 0.0
+    saved: dict[tuple[int, int], bytes] = field(default_factory=dict)
+    """Saved tokens by sample and start."""
+    saved_from: set[str] = field(default_factory=set)
+    """Servers that saved them."""
+
+
+@dataclass(frozen=True)
+class MemoryGroup:
+    attempt: int
+    payload: bytes
+    admission: float
+    min_version: int
+    appended_at: float
+
+
+@dataclass
+class MemoryEvaluation:
+    num_prompts: int
+    num_finished: int = 0
+    num_failed: int = 0
+    rewards: list[list[float]] = field(default_factory=list)
+    samples: list[PromptSamples] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    kept: dict[int, bytes] = field(default_factory=dict)
+    kept_until: float = 0.0
+    kept_bytes: int = 0
+    num_left_out: int = 0
+
+    def keep(self, prompt_id: int, group: bytes, max_bytes: int, until: float) -> None:
+        """Keep the group for the learner's reward model, if there is room."""
+        self.kept_bytes += len(group)
+        if self.kept_bytes <= max_bytes:
+            self.kept[prompt_id], self.kept_until = group, until
+        else:
+            self.num_left_out += 1
+
+
+MIN_PROMPTS = 3
+MAX_SPARED = 3
+MAX_PROBES = 3
+MAX_WAIT_S = 60.0
+NON_FINITE = "non_finite"
+
+Verdict = Literal["counted", "kept", "spared", "opened", "given_up"]
+"""What a failure means for its prompt. `counted`: it counts, and may bury the prompt. `kept`: it counts at the server's
+next success. `spared`: it does not count. `opened`: it does not count, and the breaker has opened. `given_up`: it does
+not count, and the prompt's evaluation ends."""
+
+
+@dataclass
+class Breaker:
+    """The circuit breaker of one server. penstock/replay/lua/prelude_breaker.lua has the rules."""
+
+    reason: str = ""
+    """Reason of the newest failure."""
+    failed_evaluation: bool = False
+    """Whether the newest failure was that of a held-out prompt."""
+    failures: int = 0
+    non_finite: int = 0
+    prompts: dict[int, int] = field(default_factory=dict)
+    """Failures of each prompt since the last success. While open: the prompts that were tried, with 0."""
+    due: dict[int, str] = field(default_factory=dict)
+    """Prompts that are buried at the next success if they have used up their attempts, with the reason: those whose
+    newest failure came while few prompts failed."""
+    max_attempts: int = 1
+    is_open: bool = False
+    probe_at: float = 0.0
+    wait_s: float = 0.0
+    policy_version: int = 0
+    """The run's version at the newest probe, or when the breaker opened."""
+    num_probes: int = 0
+
+    def record_failure(
+        self, config: BreakerConfig, prompt_id: int, reason: str, num_running: int, now: float, policy_version: int
+    ) -> Verdict:
+        self.reason = reason
+        self.failures += 1
+        self.non_finite += reason == NON_FINITE
+        if self.is_open:
+            self.prompts[prompt_id] = 0
+            return "spared"
+        self.prompts[prompt_id] = self.prompts.get(prompt_id, 0) + 1
+        self.due.pop(prompt_id, None)
+        if len(self.prompts) < MIN_PROMPTS or 2 * len(self.prompts) < num_running:
+            self.due[prompt_id] = reason
+            return "kept"
+        if self.failures < config.failures and self.non_finite < config.non_finite_failures:
+            return "kept"
+        self.is_open, self.policy_version = True, policy_version
+        self.wait_s, self.probe_at = config.probe_s, now + config.probe_s
+        self.prompts, self.due = dict.fromkeys(self.prompts, 0), {}
+        return "opened"
+
+    def may_probe(self, now: float, policy_version: int) -> bool:
+        return now >= self.probe_at or policy_version != self.policy_version
+
+    def record_probe(self, config: BreakerConfig, now: float, policy_version: int) -> None:
+        is_new = policy_version != self.policy_version
+        self.wait_s = config.probe_s if is_new else min(2 * self.wait_s, max(MAX_WAIT_S, config.probe_s))
+        self.probe_at, self.policy_version = now + self.wait_s, policy_version
+        self.num_probes += 1
+
 
 MAX_BENCHMARKS = 256
 MAX_SCORES = 5000

@@ -1,4 +1,4 @@
-"""A session store in memory, for tests and for programs without Redis. It keeps the contract of `SessionStore`."""
+"""A session store in memory. It keeps the contract of `SessionStore`."""
 
 from __future__ import annotations
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
+from memory_queue import MemoryReplayQueue
+from memory_store import MemoryStore
 from object_store import ObjectStore, in_environment, object_store
 from penstock.config.loading import validate
 from penstock.config.run import RunConfig
 from penstock.fetching.object_folder import ObjectFolder
-from penstock.replay.in_memory.store import MemoryStore
-from penstock.replay.memory_queue import MemoryReplayQueue
 from penstock_learner.checkpoints.checkpoint import CheckpointStore, TrainerState
 from penstock_learner.checkpoints.uploads import CheckpointUploads
 from penstock_learner.file_checksums import FileRecord, find_damage

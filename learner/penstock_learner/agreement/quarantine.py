@@ -13,7 +13,7 @@ from dataclasses import replace
 from penstock.store.fleet import ServerRecord
 from penstock.store.quarantine import Quarantine, Quarantines
 from penstock.trajectory import Group
-from penstock_learner.agreement.check import Verdict
+from penstock_learner.agreement.comparison import Verdict
 
 logger = logging.getLogger(__name__)
 NUM_PROBES = 2

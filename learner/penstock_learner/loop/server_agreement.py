@@ -17,10 +17,9 @@ from numpy.typing import NDArray
 
 from penstock.store.fleet import Fleet
 from penstock.trajectory import Group
-from penstock_learner.agreement.check import LogProbCheck, Verdict, disagreement
+from penstock_learner.agreement.comparison import LogProbCheck, Sample, Verdict, choose, compare, disagreement, enough
 from penstock_learner.agreement.quarantine import ServerQuarantine
-from penstock_learner.agreement.samples import Sample, choose, compare, enough
-from penstock_learner.loop.batch_reader import Batch
+from penstock_learner.loop.batches import Batch
 from penstock_learner.loop.roll_back import RollBack, in_steps
 from penstock_learner.loop.training_step import TrainingStep
 from penstock_learner.metrics import LearnerMetrics

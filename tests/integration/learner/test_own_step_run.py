@@ -16,7 +16,7 @@ from penstock_learner.checkpoints.checkpoint import shards_folder
 STEP = '''
 from penstock_learner.dataflow import *
 from penstock_learner.roles.critic import CriticWorker
-from penstock_learner.roles.reference import ReferenceWorker
+from penstock_learner.roles.frozen import ReferenceWorker
 
 class SecondCritic(CriticWorker):
     """A trained worker of the user's own file."""

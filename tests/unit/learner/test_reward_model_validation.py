@@ -21,9 +21,8 @@ from penstock.config.learner import RewardModelConfig
 from penstock.config.service import ReplayConfig
 from penstock.errors import Unavailable
 from penstock.trajectory import Group
-from penstock_learner.loggers.opening import StepLoggers
-from penstock_learner.loggers.reward_model_validation import RewardModelValidation
-from penstock_learner.loggers.validations import ValidationLog
+from penstock_learner.loggers.step_loggers import StepLoggers
+from penstock_learner.loggers.validations import RewardModelValidation, ValidationLog
 from replay_backends import queue_with
 
 pytestmark = pytest.mark.usefixtures("one_rank")

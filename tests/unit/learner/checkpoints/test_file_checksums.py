@@ -10,8 +10,7 @@ import pytest
 import xxhash
 
 from penstock_learner import file_checksums
-from penstock_learner.checkpoints.manifest import MANIFEST_FILE, read_manifest
-from penstock_learner.file_checksums import FileRecord, PieceChecksums, find_damage
+from penstock_learner.checkpoint_files import MANIFEST_FILE, FileRecord, PieceChecksums, find_damage, read_manifest
 
 
 @pytest.fixture(autouse=True)

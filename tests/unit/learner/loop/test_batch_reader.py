@@ -20,10 +20,7 @@ from penstock.errors import DeadlineExceeded, InvalidInput
 from penstock.trajectory import SESSION_SERVER, Group
 from penstock_learner.checkpoints.ledger import Ledger
 from penstock_learner.loop import batch_reader
-from penstock_learner.loop.batch_reader import BatchReader
-from penstock_learner.loop.data_end import DataEnd
-from penstock_learner.loop.failed_rewards import FailedRewards
-from penstock_learner.loop.group_filter import reason_to_discard
+from penstock_learner.loop.batches import BatchReader, DataEnd, FailedRewards, reason_to_discard
 from penstock_learner.loop.roll_back import RollBack, in_steps, oldest_version
 from replay_backends import queue_with
 

@@ -16,8 +16,8 @@ from local_roles import make_step
 from penstock.config.learner import LearnerConfig
 from penstock_learner.batches.partition import partition
 from penstock_learner.batches.sequence_batch import SequenceBatch, batch_of
-from penstock_learner.steps.advantages import denominators_of, with_advantages
 from penstock_learner.steps.context import AheadBatch, StepContext
+from penstock_learner.steps.stages import denominators_of, with_advantages
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -23,8 +23,8 @@ from penstock_learner.batches.sequence_batch import batch_of
 from penstock_learner.loop.roll_back import RollBack
 from penstock_learner.loop.step_metrics import mean_rewards, overhead_metrics, reward_part_means
 from penstock_learner.metrics import MAX_REWARD_PARTS, LearnerMetrics
-from penstock_learner.steps.advantages import with_advantages
 from penstock_learner.steps.skipped_updates import SkippedSteps
+from penstock_learner.steps.stages import with_advantages
 from tests.scripted_engine import make_tokenizer_folder, spelled
 from tiny_model import make_tiny_qwen2
 

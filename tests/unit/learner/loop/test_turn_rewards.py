@@ -13,7 +13,7 @@ from local_roles import make_step
 from penstock.config.algorithms import AdvantageConfig, AlgorithmConfig
 from penstock.trajectory import Group, TokenReward, VersionSegment
 from penstock_learner.batches.sequence_batch import batch_of
-from penstock_learner.steps.advantages import with_advantages
+from penstock_learner.steps.stages import with_advantages
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

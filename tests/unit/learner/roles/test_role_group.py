@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 import ray
+from penstock_learner.roles.actors import role_actors
 from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError
 
 from penstock.config.loading import validate
 from penstock.config.run import RunConfig
 from penstock.errors import Fenced, ProcessDied, RoleDied, Unavailable
-from penstock_learner.roles.actors import role_actors
-from penstock_learner.roles.actors.role_actors import RoleActors
-from penstock_learner.roles.actors.role_group import RoleGroup, run_with_ranks
 from penstock_learner.roles.rank import Rank
+from penstock_learner.roles.role_group import RoleActors, RoleGroup, run_with_ranks
 
 NUM_RANKS = 2
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, get_args
 
-from penstock.client.responses import FIRST_BATCH, READY_PHASES
+from penstock.api.records import FIRST_BATCH, READY_PHASES
 from penstock.config.run import RunConfig
 from penstock.replay.queue_types import QueueStat
 from penstock.replay.redis_queue import RedisReplayQueue

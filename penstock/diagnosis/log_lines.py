@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from penstock.client.responses import FIRST_BATCH, READY_PHASES, Part, Phase, Run, Verdict
+from penstock.api.records import FIRST_BATCH, READY_PHASES, Part, Phase, Run, Verdict
 from penstock.diagnosis.facts import NO_LEARNER
 from penstock.diagnosis.progress import FEW_STEPS, NEWEST_STEPS, SPEED_STEPS
 

@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from penstock.client.responses import Metrics, Run, Server
+from penstock.api.records import Metrics, Run, Server
 from penstock.diagnosis import Finding
 
 COLUMNS = 80

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from penstock.client.responses import FIRST_BATCH, Notice, Part, Phase, QueueStat, Run, Server, Verdict
+from penstock.api.records import FIRST_BATCH, Notice, Part, Phase, QueueStat, Run, Server, Verdict
 from penstock.diagnosis import log_lines
 from penstock.diagnosis.display import Progress
 from penstock.diagnosis.facts import NO_LEARNER

@@ -18,11 +18,11 @@ import httpx
 import pytest
 from rich.console import Console
 
+from penstock.api.records import Policy, QueueStat, Run, Server
 from penstock.cli import main as cli
 from penstock.cli.commands import observe, policies
 from penstock.cli.connection import only_gateway
 from penstock.client import SyncPenstockClient
-from penstock.client.responses import Policy, QueueStat, Run, Server
 from penstock.diagnosis.terminal import sparkline
 from penstock.errors import ConfigError, InvalidInput, PenstockError, Unavailable
 from penstock.restarting import write_restarting

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.client.responses import QueueStat, Run
+from penstock.api.records import QueueStat, Run
 from penstock.config.loading import validate
 from penstock.diagnosis import display
 from penstock.diagnosis.display import LINE_EVERY_S, WAITING_AFTER_S, LineDisplay

@@ -26,7 +26,7 @@ from penstock_rollout.agents.verl.stand_ins import verl_names
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_services.gateway.metrics.gateway import GatewayMetrics
 from penstock_services.gateway.metrics.run import RunSnapshot
-from run_facts import run_facts
+from support.run_facts import run_facts
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("docs/*.md"), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md"))])
@@ -36,7 +36,7 @@ OTHER_PAGES = [
     *sorted(ROOT.glob("examples/*/README.md")),
 ]
 FOLDERS = (
-    "penstock", "services", "rollout_server", "learner", "proto", "deploy", "helm", "docs", "tests", "bench",
+    "penstock", "services", "rollout_server", "learner", "tools", "proto", "deploy", "helm", "docs", "tests", "bench",
     "examples",
 )  # fmt: skip
 PLACEHOLDERS = {

@@ -10,7 +10,7 @@ import pytest
 from penstock.store.redis_memory import RedisMemory
 from penstock.store.run_control import Orders
 from penstock_services.gateway.metrics.run import RunCollector, RunSnapshot
-from run_facts import STAT, run_facts
+from support.run_facts import STAT, run_facts
 
 STEP = {"reward_mean": 0.2, "zero_advantage_group_ratio": 1.0, "step_s": 10.0, "wait_s": 1.0, "update_s": 9.0}
 FACTS = run_facts([STEP] * 12, stat=replace(STAT, step=12))

@@ -13,7 +13,7 @@ from penstock.store.fleet import ServerRecord
 from penstock.store.phases import Phase
 from penstock.store.run_control import Orders
 from penstock.v1 import runs_pb2
-from run_facts import STAT, run_facts
+from support.run_facts import STAT, run_facts
 
 PAUSED, STOPPED = Orders(is_paused=True), Orders(is_paused=True, stop_term=3, term=3)
 NO_LEARNER: dict[str, Any] = {"heartbeat_ages_s": {}}

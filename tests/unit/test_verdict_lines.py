@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.client.responses import QueueStat, Run, Verdict
+from penstock.api.records import QueueStat, Run, Verdict
 from penstock.diagnosis import log_lines
 from penstock.diagnosis.log_lines import REPEAT_AFTER_S, SLOW_AFTER_S, Announcements
 from penstock.diagnosis.progress import FEW_STEPS, NEWEST_STEPS, SPEED_STEPS

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-import run_facts
 from penstock.diagnosis.facts import RunFacts
 from penstock.diagnosis.progress import Steps, learning_finding, speed_finding
 from penstock.store.breakers import OpenBreaker
 from penstock.store.fleet import ServerRecord
 from penstock.store.run_control import Orders
+from support import run_facts
 
 STAT = replace(run_facts.STAT, policy_version=20, pending_prompts=100)
 SERVER = ServerRecord("s", "a:1", "vllm", "READY", policy_version=19, running_groups=8, running_requests=64)

@@ -18,8 +18,8 @@ from penstock.cli.parser import Parser
 from penstock.errors import ConfigError, InvalidInput, Unavailable
 
 if TYPE_CHECKING:
+    from penstock.api.records import Result, Run
     from penstock.client import SyncPenstockClient
-    from penstock.client.responses import Result, Run
 
 DEADLINE_S = 5.0
 WATCH_DEADLINE_S = 60.0

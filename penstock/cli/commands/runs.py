@@ -18,8 +18,8 @@ from penstock.cli.json_output import to_json
 from penstock.cli.parser import Parser, RawHelpFormatter
 
 if TYPE_CHECKING:
+    from penstock.api.records import Run, StepMetrics
     from penstock.client import SyncPenstockClient
-    from penstock.client.responses import Run, StepMetrics
 
 DEADLINE_S = 5.0
 _EPILOG = (__doc__ or "").partition("\n\n")[2]

@@ -14,9 +14,9 @@ from typing import IO, Self
 
 import psutil
 
+from penstock.api.records import Server
 from penstock.api_keys import OWN_KEY_FILE, read_own_key, read_secret
 from penstock.client import PenstockClient
-from penstock.client.responses import Server
 from penstock.config.loading import dump_config, load_config
 from penstock.config.run import RunConfig
 from penstock.diagnosis.facts import PROCESS_STARTED

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from penstock.client.responses import Run
+from penstock.api.records import Run
 from penstock.diagnosis.display import Progress
 from penstock.diagnosis.log_lines import Announcements, waiting_for
 from penstock.errors import Unavailable

@@ -9,7 +9,7 @@ import signal
 import time
 from pathlib import Path
 
-from penstock.client.responses import Run
+from penstock.api.records import Run
 from penstock.config.run import RunConfig
 from penstock.diagnosis.display import SHOWN_METRICS, History, LineDisplay
 from penstock.diagnosis.log_lines import PAUSED_STATES, buried_everything

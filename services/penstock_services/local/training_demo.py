@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from penstock.client.responses import Run
+from penstock.api.records import Run
 from penstock.config.run import RunConfig
 from penstock.diagnosis.display import Progress, make_display
 from penstock.diagnosis.facts import NO_LEARNER

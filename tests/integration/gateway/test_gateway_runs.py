@@ -8,10 +8,8 @@ from typing import Any
 import grpc
 import pytest
 
-from gateway_calls import ageless, both, post_prompts, rest, stubs, submit
-from gateways import PROMPT, RUN, Gateway, publish
+from penstock.api.records import Run
 from penstock.cli.commands.observe import parse_series
-from penstock.client.responses import Run
 from penstock.diagnosis.terminal import alarms, server_alarms
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, ServerRecord
@@ -30,6 +28,7 @@ from penstock.v1 import (
 )
 from penstock_services.gateway.policies import bodies as policy_bodies
 from penstock_services.gateway.runs import bodies as run_bodies
+from support.gateways import PROMPT, RUN, Gateway, ageless, both, post_prompts, publish, rest, stubs, submit
 
 
 async def scraped_state(gateway: Gateway) -> str:

@@ -11,8 +11,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from groups import made_by, make_group
-from memory_queue import MemoryReplayQueue
 from penstock.config.dataset import DatasetConfig
 from penstock.config.learner import LearnerConfig
 from penstock.config.service import ReplayConfig
@@ -22,7 +20,9 @@ from penstock_learner.checkpoints.ledger import Ledger
 from penstock_learner.loop import batch_reader
 from penstock_learner.loop.batches import BatchReader, DataEnd, FailedRewards, reason_to_discard
 from penstock_learner.loop.roll_back import RollBack, in_steps, oldest_version
-from replay_backends import queue_with
+from support.groups import made_by, make_group
+from support.memory_queue import MemoryReplayQueue
+from support.replay_backends import queue_with
 
 REPLAY = ReplayConfig(groups_per_step=2, max_staleness=10)
 

@@ -10,9 +10,6 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from memory_queue import MemoryReplayQueue
-from memory_store import MemoryStore
-from object_store import ObjectStore, in_environment, object_store
 from penstock.config.loading import validate
 from penstock.config.run import RunConfig
 from penstock.fetching.object_folder import ObjectFolder
@@ -21,6 +18,9 @@ from penstock_learner.checkpoints.checkpoint import CheckpointStore, TrainerStat
 from penstock_learner.checkpoints.uploads import CheckpointUploads
 from penstock_learner.loop.controller import LearnerController
 from penstock_learner.metrics import LearnerMetrics
+from support.memory_queue import MemoryReplayQueue
+from support.memory_store import MemoryStore
+from support.object_store import ObjectStore, in_environment, object_store
 
 ROLES = ("policy", "critic", "reward_model")
 

@@ -1,6 +1,6 @@
 """The learner's side of a quarantine: who is in it, which groups it refuses, and when weights are loaded again.
 
-penstock/store/quarantine.py draws the phases. The servers' weights are loaded by publication/policy_publication.py.
+penstock/store/quarantine.py draws the phases. The servers' weights are loaded by loop/publication.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Compares every server with the learner before a batch is trained, and keeps servers that disagree out of training.
 
-    batch ─► samples ─► the policy's log-probs ─► verdicts (agreement/check.py) ─► agreement/quarantine.py
+    batch ─► samples ─► the policy's log-probs ─► verdicts (agreement/comparison.py) ─► agreement/quarantine.py
 
 The run ends only if every server of the fleet is beyond the configured limit, and loading its weights again did not
 help or could not have helped. By then nothing of the batch was trained.

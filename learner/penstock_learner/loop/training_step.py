@@ -1,6 +1,6 @@
 """Runs the step's program on one batch after another, and makes sure that what it returns is a trained step.
 
-The program is our own (steps/grpo.py, steps/ppo.py) or a user's (steps/program.py). It may call the roles in any way.
+The program is our own or a user's (steps/program.py). It may call the roles in any way.
 A step counts as trained only if every call that it made has ended and none has failed. Otherwise the controller goes
 back to a checkpoint, or the learner ends, and the batch is trained again from there.
 """

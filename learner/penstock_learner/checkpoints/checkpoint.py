@@ -1,9 +1,9 @@
 """Checkpoints: model, optimizer, ledger, step and version as one unit.
 
 All ranks of the trained roles write their shards to `term-T-step-N.partial` (DCP). The controller adds `trainer.json`
-and the checksums of all files (checkpoint_files.py), flushes the folder and renames it to `term-T-step-N`. Only a renamed
-folder counts. Groups are acknowledged after the rename, never before. The term comes first in the name, so a checkpoint
-of a learner that was fenced off never looks newer than its successor's.
+and the checksums of all files (checkpoint_files.py), flushes the folder and renames it to `term-T-step-N`. Only a
+renamed folder counts. Groups are acknowledged after the rename, never before. The term comes first in the name, so a
+checkpoint of a learner that was fenced off never looks newer than its successor's.
 """
 
 from __future__ import annotations

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from penstock_learner.roles.actors import ray_cluster
 
 from penstock.config.run import ModelConfig, RunConfig
 from penstock.errors import Unavailable
+from penstock_learner.roles import ray_cluster
 
 TOO_SLOW = "The current node timed out during startup."
 

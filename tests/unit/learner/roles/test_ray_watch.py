@@ -12,12 +12,12 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import ray
-from penstock_learner.roles.actors import ray_cluster as ray_cluster_module
 
 from penstock.config.loading import validate
 from penstock.config.run import RunConfig
 from penstock.errors import RayDied, RoleDied
 from penstock_learner import __main__ as learner_main
+from penstock_learner.roles import ray_cluster as ray_cluster_module
 from penstock_learner.roles.ray_cluster import own_processes, ray_cluster, run_beside, watch_address, watch_processes
 
 

@@ -1,4 +1,4 @@
-"""`penstock up CONFIG`: start every process of a run on this machine and supervise them."""
+"""`penstock up` and `penstock demo`: the command lines. What they need is imported once they are parsed."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from pathlib import Path
 from penstock.cli.overrides import parse_with_overrides
 from penstock.cli.parser import Parser
 
+DEMO_CONFIG = Path("examples/arithmetic/demo.yaml")
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code after Ctrl-C. It is not 0, because the run has not finished."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def up(argv: Sequence[str] | None = None) -> int:
     parser = Parser(
         prog="penstock up",
         description="Start Redis, the gateway, rollout servers and the learner of a config file on this machine. "
@@ -45,3 +46,40 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     keep_files_private()
     return INTERRUPTED if asyncio.run(supervise(config)) else 0
+
+
+def demo(argv: Sequence[str] | None = None) -> int:
+    parser = Parser(
+        prog="penstock demo",
+        description="Train a tiny model on arithmetic on this machine. Takes a few minutes; needs no GPU.",
+        epilog="Any config field can be overridden: --learner.lr 1e-4",
+    )
+    parser.add_argument("--config", type=Path, default=None, help=f"YAML file (default: {DEMO_CONFIG})")
+    arguments, overrides = parse_with_overrides(parser, argv)
+
+    import asyncio
+    import time
+
+    from penstock.config.loading import load_config
+    from penstock.machine.private_files import keep_files_private
+    from penstock_services.local.demo import run_demo
+
+    config = load_config(arguments.config or _default_config(), overrides)
+    if not any(word.split("=")[0] == "--run" for word in overrides):
+        config = config.model_copy(update={"run": f"{config.run}-{time.strftime('%Y%m%d-%H%M%S')}"})
+    keep_files_private()
+    try:
+        asyncio.run(run_demo(config))
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt("before the demo was done; every process of it was stopped") from None
+    return 0
+
+
+def _default_config() -> Path:
+    """The demo's config in this clone of the repository."""
+    for folder in (Path.cwd(), *Path(__file__).resolve().parents):
+        if (folder / DEMO_CONFIG).is_file():
+            return folder / DEMO_CONFIG
+    from penstock.errors import ConfigError
+
+    raise ConfigError(f"{DEMO_CONFIG} was not found; run this in a clone of the repository, or give --config")

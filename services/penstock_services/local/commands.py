@@ -6,8 +6,7 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock.cli.overrides import parse_with_overrides
-from penstock.cli.parser import Parser
+from penstock.cli.parser import Parser, parse_with_overrides
 
 DEMO_CONFIG = Path("examples/arithmetic/demo.yaml")
 INTERRUPTED = 128 + signal.SIGINT

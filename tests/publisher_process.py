@@ -17,7 +17,7 @@ from penstock.config.loading import load_config
 from penstock.weights.cuda.nccl_group import NcclGroup
 from penstock.weights.deadline import Deadline
 from penstock_learner.weights.publisher import WeightPublisher
-from penstock_learner.weights.senders.sender import PushTarget
+from penstock_learner.weights.push import PushTarget
 from push_faults import Fault, inject
 from staging_engine import digest_of
 

@@ -11,7 +11,7 @@ from learner_runs import make_config
 from member_process import MemberOptions, MemberProcess
 from penstock.config.loading import dump_config
 from penstock.config.run import RunConfig
-from penstock.weights.relay_groups import group_places
+from penstock.weights.transports import group_places
 from penstock_learner.weights.publisher import WeightPublisher
 from staged_weights import stage_weights
 

@@ -20,7 +20,7 @@ from penstock.weights.cluster_key import ClusterKey
 from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import TensorShape, build_manifest
 from penstock_learner.weights.publisher import WeightPublisher
-from penstock_learner.weights.senders.sender import PushTarget
+from penstock_learner.weights.push import PushTarget
 from tiny_model import make_tiny_qwen2
 
 

@@ -25,12 +25,12 @@ from penstock.v1 import weights_pb2_grpc
 from penstock.weights.cluster_key import ClusterKey
 from penstock.weights.cuda import libraries
 from penstock.weights.transports import host_id
-from penstock_learner.weights.senders.sender import PushTarget
+from penstock_learner.weights.push import PushTarget
 from penstock_rollout.fleet.internal_listener import make_listener
+from penstock_rollout.fleet.membership import available_transports
 from penstock_rollout.fleet.weight_member import WeightMember
 from penstock_rollout.metrics import RolloutMetrics
-from penstock_rollout.weights.available import available_transports
-from penstock_rollout.weights.device_name import device_uuid
+from penstock_rollout.weights.reception import device_uuid
 from push_faults import Fault, Say, inject
 from staging_engine import ForkedWorker, LocalWorker, StagingEngine, Worker
 

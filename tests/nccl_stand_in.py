@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGro
 
 from cuda_stand_in import RuntimeStandIn
 from penstock.errors import WeightPushFailed
-from penstock.weights.cuda.nccl_library import UNIQUE_ID_BYTES
+from penstock.weights.cuda.libraries import UNIQUE_ID_BYTES
 from penstock.weights.deadline import Deadline
 from penstock_rollout.weights.receivers.gloo import InterruptibleStore, break_connections
 

@@ -32,7 +32,7 @@ from penstock.trajectory import Group, Trajectory
 from penstock.weights.checksums import host_checksum, weights_digest
 from penstock.weights.snapshot import read_manifest, read_snapshot
 from penstock_learner.weights.publisher import WeightPublisher
-from penstock_learner.weights.senders.sender import PushTarget
+from penstock_learner.weights.push import PushTarget
 
 pytestmark = pytest.mark.timeout(600)
 TOLERANCE = 1e-3

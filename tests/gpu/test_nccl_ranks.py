@@ -24,7 +24,7 @@ from member_process import TERM_FILE, MemberOptions, MemberProcess
 from nccl_binding import NcclBinding
 from penstock.config.loading import dump_config, validate
 from penstock.weights.transports import has_cupy
-from penstock_rollout.weights.adapter import merged_weights
+from penstock_rollout.weights.model_tensors import merged_weights
 from publisher_process import PublisherProcess, Pushed, Shapes, make_adapter
 from staging_engine import named_digest
 

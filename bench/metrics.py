@@ -25,6 +25,7 @@ from typing import Any, Self
 import torch
 from prometheus_client import CollectorRegistry, generate_latest
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from harness import Bar, Measurement, alternate, ratios, report
 from penstock.cancellation import end_task
 from penstock.codec import decode_group, encode_prompt
@@ -33,8 +34,6 @@ from penstock.config.algorithms import CorrectionConfig
 from penstock.config.rollout import EngineConfig, RewardConfig, RolloutConfig
 from penstock.config.service import ReplayConfig
 from penstock.feed.datasets import read_prompts
-from penstock.replay.in_memory.store import MemoryStore
-from penstock.replay.memory_queue import MemoryReplayQueue
 from penstock.trajectory import Group, Sampling
 from penstock_learner.algorithms import corrections
 from penstock_learner.batches.sequence_batch import batch_of
@@ -49,6 +48,8 @@ from penstock_rollout.groups.producer import Producer
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.rewards.scorer import Scorer
 from penstock_rollout.text.tokenization import Tokenization
+from support.memory_queue import MemoryReplayQueue
+from support.memory_store import MemoryStore
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "arithmetic"
 REPLAY = ReplayConfig(groups_per_step=10**6, max_staleness=10**6, capacity_bytes=2**40)

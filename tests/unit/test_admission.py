@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from penstock.config.service import ReplayConfig
 from penstock.replay import admission as admission_module
 from penstock.replay.admission import admission
-from penstock.replay.in_memory.store import MemoryStore
-from penstock.replay.memory_queue import MemoryReplayQueue
 from penstock.replay.queue_types import Lease
+from support.memory_queue import MemoryReplayQueue
+from support.memory_store import MemoryStore
 
 counts = st.integers(0, 50)
 

@@ -13,9 +13,9 @@ from penstock.config.service import ReplayConfig
 from penstock.errors import InvalidInput, Unavailable
 from penstock.feed.buried_prompts import MIN_BURIED, BuriedPrompts
 from penstock.feed.dataset_feed import Feeder, PromptStream
-from penstock.replay.in_memory.store import MemoryStore
-from penstock.replay.memory_queue import MemoryReplayQueue
 from penstock.trajectory import Prompt
+from support.memory_queue import MemoryReplayQueue
+from support.memory_store import MemoryStore
 
 TOO_LONG = "prompt_too_long"
 

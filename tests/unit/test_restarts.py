@@ -12,14 +12,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from penstock.client.responses import Server
+from penstock.api.records import Server
 from penstock.errors import ProcessDied
 from penstock_services.local import hung_servers
 from penstock_services.local import restarts as restarts_module
 from penstock_services.local.hung_servers import HungServers
 from penstock_services.local.processes import Child, ProcessGroup
 from penstock_services.local.restarts import Restart, Restarts
-from waiting import until
+from support.processes import until
 
 SERVER = "rollout-0"
 

@@ -16,11 +16,10 @@ import httpx
 import pytest
 import redis.asyncio as redis
 
-from gateways import Gateway, group_of, publish, run_config, running
+from penstock.api.records import Run
 from penstock.api_keys import make_key, make_own_key
 from penstock.cli import main as cli
 from penstock.client import PenstockClient, SyncPenstockClient
-from penstock.client.responses import Run
 from penstock.codec import encode_group
 from penstock.config.loading import dump_config
 from penstock.errors import (
@@ -40,6 +39,7 @@ from penstock.v1 import (
     runs_pb2_grpc,
 )
 from penstock_services.gateway.server import check
+from support.gateways import Gateway, group_of, publish, run_config, running
 
 PROMPT = Prompt(messages=(("user", "2+2?"),), num_samples=2)
 

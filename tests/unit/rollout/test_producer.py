@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from groups import make_group
 from penstock.cancellation import end_task
 from penstock.codec import decode_group, encode_prompt
 from penstock.config.learner import RewardModelConfig
 from penstock.config.rollout import RolloutConfig
 from penstock.config.service import BreakerConfig, ReplayConfig
 from penstock.errors import PoisonGroup
-from penstock.replay.in_memory.store import MemoryStore
-from penstock.replay.memory_queue import MemoryReplayQueue
 from penstock.replay.queue_types import AppendOutcome, FinishedGroup, Lease
 from penstock.trajectory import Group, Prompt, Sampling
 from penstock_rollout.groups.producer import Producer
 from penstock_rollout.metrics import RolloutMetrics
+from support.groups import make_group
+from support.memory_queue import MemoryReplayQueue
+from support.memory_store import MemoryStore
 
 
 class SlowAnswers(MemoryReplayQueue):

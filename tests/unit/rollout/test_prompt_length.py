@@ -16,8 +16,6 @@ from penstock.config.agents import AgentsConfig
 from penstock.config.rollout import PromptConfig, RolloutConfig
 from penstock.config.service import ReplayConfig
 from penstock.errors import PromptTooLong
-from penstock.replay.in_memory.store import MemoryStore
-from penstock.replay.memory_queue import MemoryReplayQueue
 from penstock.replay.queue_types import Lease
 from penstock.trajectory import SESSION_AGENT, Group, Prompt
 from penstock.v1 import generate_pb2, prompts_pb2
@@ -27,6 +25,8 @@ from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.serving.generate_service import GenerateService
 from penstock_rollout.text.prompt_length import PromptLength
 from penstock_rollout.text.tokenization import Tokenization
+from support.memory_queue import MemoryReplayQueue
+from support.memory_store import MemoryStore
 
 MODEL = Path(__file__).parents[3] / "examples" / "arithmetic" / "model"
 IDS = tuple(range(10))
@@ -77,7 +77,7 @@ def test_the_tokens_of_the_chat_template_count() -> None:
 def test_generate_calls_are_limited_by_the_model_alone(overlong: str) -> None:
     """A session's history grows beyond what a prompt of the queue may have, and no call is answered from a part."""
     tokenization = Tokenization(MODEL, fit(overlong, 3).fit)
-    service = GenerateService("test", "rollout-0", cast(Any, None), tokenization, 100)
+    service = GenerateService("test", "rollout-0", cast("Any", None), tokenization, 100)
     question = prompts_pb2.Message(role="user", content="12+34=")
     whole = Tokenization(MODEL).prompt_ids(Prompt(messages=(("user", "12+34="),)))
     assert service._prompt_ids(generate_pb2.GenerateRequest(messages=[question])) == whole

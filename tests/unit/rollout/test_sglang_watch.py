@@ -13,7 +13,7 @@ import pytest
 from penstock_rollout.engines.sglang import server as sglang_server
 from penstock_rollout.engines.sglang.calls import Load
 from penstock_rollout.engines.sglang.server import SglangChild, SglangServer
-from waiting import until
+from support.processes import until
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from penstock.trajectory import Sampling
 from penstock_rollout.engines.engine import GenerateRequest
 from penstock_rollout.engines.torch.batch import MAX_MULTIPLICATIONS, DecodeBatch, SmallProducts
-from tiny_architectures import tiny_model
+from support.tiny_architectures import tiny_model
 
 
 class Layers(torch.nn.Module):

@@ -16,14 +16,11 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from learner_ranks import make_rank, with_model
 from penstock.config.learner import CheckpointConfig
 from penstock.config.loading import validate
 from penstock.config.service import ReplayConfig
 from penstock.errors import CheckpointDamaged, ConfigError, DiskFull, ProcessDied, TrainingDiverged
 from penstock.machine.disk_space import folder_bytes
-from penstock.replay.in_memory.store import MemoryStore
-from penstock.replay.memory_queue import MemoryReplayQueue
 from penstock_learner.checkpoints.checkpoint import TRAINER_FILE, CheckpointStore, TrainerState
 from penstock_learner.checkpoints.ledger import Ledger
 from penstock_learner.checkpoints.loading import load_checkpoint
@@ -33,6 +30,9 @@ from penstock_learner.loop.take_over import TakeOver, take_over
 from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.roles.critic import CriticWorker
 from penstock_learner.roles.policy import PolicyWorker
+from support.learner_ranks import make_rank, with_model
+from support.memory_queue import MemoryReplayQueue
+from support.memory_store import MemoryStore
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 FILES = [".metadata", "__0_0.distcp", "critic/.metadata", "critic/__0_0.distcp", MANIFEST_FILE, TRAINER_FILE]

@@ -12,14 +12,14 @@ from prometheus_client import CollectorRegistry
 
 from penstock.config.loading import validate
 from penstock.errors import ConfigError, Fenced, RoleDied, Unavailable
-from penstock.replay.in_memory.store import MemoryStore
-from penstock.replay.memory_queue import MemoryReplayQueue
 from penstock_learner.checkpoints.checkpoint import TrainerState
 from penstock_learner.file_checksums import FileRecord, find_damage
 from penstock_learner.loop import controller as controller_module
 from penstock_learner.loop.controller import LearnerController
 from penstock_learner.loop.take_over import take_over
 from penstock_learner.metrics import LearnerMetrics
+from support.memory_queue import MemoryReplayQueue
+from support.memory_store import MemoryStore
 
 
 class Restored(Exception):

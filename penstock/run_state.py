@@ -1,12 +1,10 @@
 """The state of a run. The API, the metrics, the console and every command show the one that `run_state` returns.
 
-CREATED    waits for a launcher
 WAITING    no learner is ready to train yet, or no rollout server has joined yet; Run.detail says which
 RUNNING    a learner is ready to train, and there are rollout servers
 PAUSED     an operator, or the run itself, has paused leasing; Run.detail has the reason
 STOPPED    an operator has stopped the run, or no learner is alive
 FINISHED   the last step was made, or the dataset has ended
-FAILED     a process of a created run died
 """
 
 from __future__ import annotations
@@ -17,13 +15,12 @@ from typing import Literal, get_args
 
 from penstock.api.records import FIRST_BATCH, READY_PHASES
 from penstock.replay.queue_types import QueueStat
-from penstock.store.created_runs import CreatedState
 from penstock.store.fleet import ServerRecord
 from penstock.store.heartbeats import LEARNER
 from penstock.store.phases import Phases
 from penstock.store.run_control import Orders
 
-RunState = Literal["CREATED", "WAITING", "RUNNING", "PAUSED", "STOPPED", "FINISHED", "FAILED"]
+RunState = Literal["WAITING", "RUNNING", "PAUSED", "STOPPED", "FINISHED"]
 NO_LEARNER = "no learner is alive"
 """Detail of a run that is STOPPED without an order."""
 LEARNER_STARTS = "the learner is starting"
@@ -32,13 +29,6 @@ PROCESS_STARTED = "starting its process"
 PROCESS_START_S = 180.0
 """How long a process may take to import its libraries. A learner that says nothing for longer is not starting."""
 RUN_STATES: tuple[RunState, ...] = get_args(RunState)
-_CREATED_STATES: dict[CreatedState, RunState] = {
-    "CREATED": "CREATED",
-    "STOPPING": "STOPPED",
-    "STOPPED": "STOPPED",
-    "FINISHED": "FINISHED",
-    "FAILED": "FAILED",
-}
 
 
 @dataclass(frozen=True)
@@ -59,14 +49,10 @@ class RunFacts:
     """Whether a rollout server has joined with an engine that is up."""
     is_learner_starting: bool = False
     """Whether the newest learner process is not ready to train yet: it loads the model, for example."""
-    created: CreatedState | None = None
-    """For a run that was created through a gateway: the launcher's state of it."""
 
 
 def run_state(facts: RunFacts) -> RunState:
-    """For a created run that is not up, the launcher's state. Then operators' orders count, then what is alive."""
-    if facts.created is not None and facts.created != "STARTED":
-        return _CREATED_STATES[facts.created]
+    """Operators' orders count first, then what is alive."""
     if facts.orders.is_paused:
         return "STOPPED" if facts.orders.is_stopped else "PAUSED"
     if facts.is_learner_starting:
@@ -81,8 +67,6 @@ def run_state(facts: RunFacts) -> RunState:
 def state_detail(facts: RunFacts, pause_reason: str) -> str:
     """Why the run is in its state, in a few words; empty if there is nothing to add."""
     state = run_state(facts)
-    if facts.created not in (None, "STARTED"):
-        return ""
     if state == "PAUSED":
         return pause_reason
     if state == "WAITING" and facts.is_learner_starting:

@@ -57,11 +57,6 @@ STAT = QueueStat(**{field.name: 0 for field in fields(QueueStat)})
         ({"orders": PAUSED, "has_learner": False}, "PAUSED", "why"),
         ({"orders": STOPPED}, "STOPPED", ""),
         ({"orders": STOPPED, "has_learner": False}, "STOPPED", ""),
-        ({"created": "CREATED", "has_learner": False, "term": 0}, "CREATED", ""),
-        ({"created": "STARTED", "has_servers": False}, "WAITING", "no rollout server has joined yet"),
-        ({"created": "STOPPING"}, "STOPPED", ""),
-        ({"created": "FAILED", "has_learner": False}, "FAILED", ""),
-        ({"created": "FINISHED", "has_learner": False}, "FINISHED", ""),
     ],
 )
 def test_the_state_and_why(changes: dict[str, Any], state: str, detail: str) -> None:

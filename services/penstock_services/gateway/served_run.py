@@ -10,7 +10,6 @@ from penstock.config.run import RunConfig
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.sessions.session_store import SessionStore
 from penstock.sessions.task_store import TaskStore
-from penstock.store.created_runs import CreatedRuns
 from penstock.store.fleet import Fleet
 from penstock.store.heartbeats import Heartbeats
 from penstock.store.notices import Notices
@@ -73,7 +72,7 @@ class ServedRun:
 
     @classmethod
     def create(
-        cls, client: RedisClient, streams: RedisClient, config: RunConfig, created: CreatedRuns, audit: AuditLog,
+        cls, client: RedisClient, streams: RedisClient, config: RunConfig, audit: AuditLog,
         stopping: asyncio.Event, tracing: Tracing | None = None,
     ) -> ServedRun:  # fmt: skip
         """Reads the tokenizer's file, so call it in a thread. `stopping` ends the streams of the handlers."""
@@ -103,7 +102,6 @@ class ServedRun:
                 registry,
                 fleet,
                 control,
-                created,
                 Notices(client, config.run),
                 Heartbeats(client, config.run),
                 Phases(client, config.run),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from penstock.config.run import RunConfig
-from penstock.errors import Conflict
 from penstock.replay.queue_types import QueueStat
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.run_state import (
@@ -17,7 +16,6 @@ from penstock.run_state import (
     run_state,
     state_detail,
 )
-from penstock.store.created_runs import ENDING, WAITS, CreatedRuns
 from penstock.store.fleet import Fleet
 from penstock.store.heartbeats import Heartbeats
 from penstock.store.notices import Notices
@@ -34,7 +32,7 @@ from penstock_services.gateway.runs.servers import list_servers
 class RunHandlers:
     def __init__(
         self, config: RunConfig, audit: AuditLog, queue: RedisReplayQueue, policies: PolicyRegistry, fleet: Fleet,
-        control: RunControl, created: CreatedRuns, notices: Notices, heartbeats: Heartbeats,
+        control: RunControl, notices: Notices, heartbeats: Heartbeats,
         phases: Phases,
     ) -> None:  # fmt: skip
         self.config = config
@@ -43,7 +41,6 @@ class RunHandlers:
         self.policies = policies
         self.fleet = fleet
         self.control = control
-        self.created = created
         self.notices = notices
         self.heartbeats = heartbeats
         self.phases = phases
@@ -52,6 +49,11 @@ class RunHandlers:
     async def get_run(self, request: runs_pb2.GetRunRequest) -> runs_pb2.Run:
         del request
         return await self.describe()
+
+    @operation("read")
+    async def list_runs(self, request: runs_pb2.ListRunsRequest) -> runs_pb2.ListRunsResponse:
+        del request
+        return runs_pb2.ListRunsResponse(runs=[await self.describe()])
 
     @operation("admin")
     async def pause_run(self, request: runs_pb2.ChangeRunRequest) -> runs_pb2.Run:
@@ -62,22 +64,13 @@ class RunHandlers:
     @operation("admin")
     async def resume_run(self, request: runs_pb2.ChangeRunRequest) -> runs_pb2.Run:
         del request
-        created = await self.created.get(self.config.run)
-        if created is not None and created.state == "STOPPING":
-            raise Conflict(f"run {created.run!r} is about to stop; resume it once it is stopped")
         await self.control.resume()
-        if created is not None and created.state in ("STOPPED", "FAILED"):
-            # The same launcher takes it again, because its checkpoints are there.
-            await self.created.move(created, "CREATED", detail=WAITS)
         return await self.describe()
 
     @operation("admin")
     async def stop_run(self, request: runs_pb2.ChangeRunRequest) -> runs_pb2.Run:
         del request
         await self.control.stop()
-        while (created := await self.created.get(self.config.run)) and created.state in ("CREATED", "STARTED"):
-            is_up = created.state == "STARTED"
-            await self.created.move(created, "STOPPING" if is_up else "STOPPED", detail=ENDING if is_up else "")
         return await self.describe()
 
     @operation("read")
@@ -106,7 +99,6 @@ class RunHandlers:
 
     async def describe(self) -> runs_pb2.Run:
         stat, orders = await self.queue.stat(), await self.control.orders()
-        created = await self.created.get(self.config.run)
         newest = await self.policies.newest_first(None, LOOKED_BACK_VERSIONS)
         steps = steps_of(newest)
         servers, breakers = await self.fleet.servers(), await self.control.open_breakers()
@@ -120,7 +112,6 @@ class RunHandlers:
             has_learner=is_alive,
             has_servers=has_servers(servers),
             is_learner_starting=await is_learner_starting(self.phases, is_alive),
-            created=created.state if created else None,
         )
         situation = Situation(steps, run_state(facts), stat, servers, len(breakers)).within(self.config)
         learning, speed = learning_verdict(situation), speed_verdict(situation)
@@ -135,8 +126,7 @@ class RunHandlers:
             servers=await list_servers(self.fleet, self.control),
             state=run_state(facts),
             held_version=orders.held_version,
-            launcher_id=created.launcher_id if created else "",
-            detail=(created.detail if created else "") or state_detail(facts, reason),
+            detail=state_detail(facts, reason),
             notices=[runs_pb2.Notice(**asdict(notice)) for notice in await self.notices.newest_first()],
             learning=learning.line,
             speed=speed.line,

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SOURCES = [ROOT / folder for folder in ("bench/gpu", "bench", ".", "learner", "rollout_server", "services", "tests")]
+SOURCES = [
+    ROOT / folder for folder in ("bench/gpu", "bench", ".", "learner", "rollout_server", "services", "tools", "tests")
+]
 """Where the commands of the benchmarks look for modules, in their order."""
 OURS = {path.name for folder in SOURCES for path in folder.iterdir() if (path / "__init__.py").exists()}
 NOT_INSTALLED = {"cupy", "datasets", "sglang", "trl", "verl", "vllm"}
@@ -73,5 +75,5 @@ def test_what_a_benchmark_imports_exists(source: Path) -> None:
 def test_an_import_that_does_not_exist_is_found(tmp_path: Path) -> None:
     source = tmp_path / "stale.py"
     gone = ["from harness import Bar, Barr", "from scale_parts.gone import p99", "import scale_clients"]
-    source.write_text("\n".join([*gone, "from trl import GRPOTrainer", "import tests.probes"]))
+    source.write_text("\n".join([*gone, "from trl import GRPOTrainer", "import support.groups"]))
     assert list(missing_imports(source)) == ["harness.Barr", "scale_parts.gone", "scale_clients"]

@@ -1,4 +1,5 @@
-"""A local index of passages, ranked by BM25. `penstock search-index FILE --out FOLDER` writes one to disk.
+"""A local index of passages, ranked by BM25: what the search tool of a running agent reads. `penstock search-index`
+writes one to disk.
 
 A file of passages is JSONL or Parquet. A passage has `contents`, whose first line is its title, as in Search-R1's
 corpora; or `text`, and perhaps `title`.
@@ -8,12 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.cli.parser import Parser
 from penstock.errors import ConfigError
 
 _INSTALL = "the search tool needs bm25s; install it with: pip install 'penstock[agents]'"
@@ -47,7 +46,7 @@ class SearchIndex:
             self._contents = self._ranking.corpus
         elif self._path.is_file():
             contents = list(read_passages(self._path))
-            self._ranking = _build(contents)
+            self._ranking = build_index(contents)
             self._contents = contents
         else:
             raise ConfigError(f"{self._path} does not exist; check the path")
@@ -101,7 +100,8 @@ def _json_lines(path: Path) -> Iterator[Any]:
                     raise ConfigError(f"{path}: line {number} is not JSON: {error}") from error
 
 
-def _build(contents: Sequence[str]) -> Any:
+def build_index(contents: Sequence[str]) -> Any:
+    """The ranking of these passages. Raises ConfigError if there is none, or if bm25s is not installed."""
     try:
         import bm25s
     except ModuleNotFoundError as error:
@@ -121,22 +121,4 @@ def _read_index(folder: Path) -> Any:
     try:
         return bm25s.BM25.load(folder, mmap=True, load_corpus=True, show_progress=False)
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{folder} is no search index ({error}); write one with penstock search-index") from error
-
-
-def main(argv: Sequence[str]) -> int:
-    parser = Parser(prog="penstock search-index", description="Index a file of passages for the built-in search tool.")
-    parser.add_argument("file", type=Path, help="passages: JSONL or Parquet with `contents`, or `text` and `title`")
-    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="folder to write the index to")
-    args = parser.parse_args(argv)
-    if not args.file.is_file():
-        raise ConfigError(f"{args.file} does not exist; check the path")
-    if args.out.exists():
-        raise ConfigError(f"{args.out} exists; remove it or choose another folder")
-    contents = list(read_passages(args.file))
-    unfinished = args.out.with_name(f".{args.out.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    _build(contents).save(unfinished, corpus=[{"text": passage} for passage in contents], show_progress=False)
-    unfinished.rename(args.out)
-    print(f"{len(contents)} passages indexed in {args.out}")
-    return 0
+        raise ConfigError(f"{folder} is not a search index ({error}); write one with penstock search-index") from error

@@ -14,8 +14,6 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from gateway_calls import assert_problem, both, post_prompts, rest, stubs
-from gateways import PROMPT, RUN, Gateway
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.v1 import (
     datasets_pb2,
@@ -24,6 +22,7 @@ from penstock.v1 import (
 )
 from penstock_services.gateway.bodies import plain_fields
 from penstock_services.gateway.prompts import bodies as prompt_bodies
+from support.gateways import PROMPT, RUN, Gateway, assert_problem, both, post_prompts, rest, stubs
 
 
 async def test_a_stream_of_submissions_is_answered_one_by_one(gateway: Gateway) -> None:

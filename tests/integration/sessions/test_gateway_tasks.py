@@ -10,7 +10,6 @@ import openai
 import pytest
 import redis.asyncio as redis
 
-from gateways import RUN, Gateway
 from penstock.client import PenstockClient
 from penstock.codec import decode_group
 from penstock.errors import InvalidInput
@@ -18,7 +17,8 @@ from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.keys import RunKeys
 from penstock.v1 import tasks_pb2, tasks_pb2_grpc
-from talking_engine import ANSWER, TalkingEngine
+from support.gateways import RUN, Gateway
+from support.scripted_engines import ANSWER, TalkingEngine
 
 
 class Agent:

@@ -29,9 +29,9 @@ from delta_push_parts.steps import free, shares_of_steps, versions_of_a_step
 from harness import Child, Results, run_parts, save, say, sized
 from penstock.config.loading import validate
 from penstock.config.run import RunConfig
-from penstock_learner.weights.delta_choice import DELTA_TRANSPORTS, DeltaChoice
+from penstock_learner.weights.deltas import DELTA_TRANSPORTS, DeltaChoice
 from penstock_learner.weights.publisher import WeightPublisher
-from penstock_learner.weights.senders.sender import PushTarget
+from penstock_learner.weights.push import PushTarget
 from weights_gpu_parts.engine import HOST, RUN
 from weights_gpu_parts.ranks import be_a_host_of_its_own
 

@@ -17,26 +17,26 @@ from penstock import __version__
 from penstock.errors import ConfigError, InvalidInput, PenstockError
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "demo": ("penstock_services.local.demo", "train a tiny model on this machine, start to finish"),
-    "init": ("penstock.cli.commands.init", "write the configuration of a new run"),
+    "demo": ("penstock_services.local.commands:demo", "train a tiny model on this machine, start to finish"),
+    "init": ("penstock.cli.commands.prepare:init", "write the configuration of a new run"),
     "import-verl": ("penstock_tools.verl_import.command", "write our configuration from a verl script or command line"),
-    "up": ("penstock_services.local.up", "start every process of a run on this machine"),
+    "up": ("penstock_services.local.commands:up", "start every process of a run on this machine"),
     "submit": ("penstock.cli.commands.submit", "submit the prompts of a dataset file to a run"),
     "feed": ("penstock.cli.commands.feed", "submit the dataset of a config file to its run, and run its validations"),
-    "status": ("penstock.cli.commands.status", "show the state of a run once: step, version, queue, servers"),
-    "top": ("penstock.cli.commands.top", "watch a run live in the terminal"),
-    "doctor": ("penstock.cli.commands.doctor", "check a deployment and give advice"),
-    "watch": ("penstock.cli.commands.watch", "print the results of a run as they arrive"),
+    "status": ("penstock.cli.commands.observe:status", "show the state of a run once: step, version, queue, servers"),
+    "top": ("penstock.cli.commands.observe:top", "watch a run live in the terminal"),
+    "doctor": ("penstock.cli.commands.observe:doctor", "check a deployment and give advice"),
+    "watch": ("penstock.cli.commands.observe:watch", "print the results of a run as they arrive"),
     "samples": ("penstock.cli.commands.samples", "show what the model wrote in training: prompts, responses, rewards"),
-    "policies": ("penstock.cli.commands.policies", "list, compare, promote and roll back policy versions"),
-    "runs": ("penstock.cli.commands.runs", "show, list, pause, resume and stop runs; show metrics by step"),
-    "servers": ("penstock.cli.commands.servers", "list, drain and undrain the rollout servers of a run"),
-    "keys": ("penstock.cli.commands.keys", "make and list the API keys of a gateway"),
+    "policies": ("penstock.cli.commands.control:policies", "list, compare, promote and roll back policy versions"),
+    "runs": ("penstock.cli.commands.control:runs", "show, list, pause, resume and stop runs; show metrics by step"),
+    "servers": ("penstock.cli.commands.control:servers", "list, drain and undrain the rollout servers of a run"),
+    "keys": ("penstock.cli.commands.prepare:keys", "make and list the API keys of a gateway"),
     "queue": ("penstock.cli.commands.queue", "inspect, record, replay and repair the replay queue of a run"),
     "plan": ("penstock_tools.sizing.plan_command", "estimate GPUs, memory, throughput and staleness of a run"),
     "simulate": ("penstock_tools.sizing.simulate_command", "predict idle time and staleness by simulation"),
     "fetch-model": (
-        "penstock.cli.commands.fetch_model",
+        "penstock.cli.commands.prepare:fetch_model",
         "fetch a model once into a folder: from the Hub, S3 or a folder",
     ),
     "evaluate": ("penstock_tools.offline.evaluate", "score a Parquet file of responses"),
@@ -49,8 +49,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "check-model": ("penstock_learner.check_model", "check that the learner trains a model rightly, and how"),
     "export": ("penstock_learner.export", "write a checkpoint as a Hugging Face folder"),
 }
-"""Each command's module, which has `main(argv) -> int`, and its help. Modules are given as text, because this package
-may not import the packages above it."""
+"""Each command's function, which takes `argv` and returns an exit code, and its help. A module stands for its `main`.
+They are given as text, because this package may not import the packages above it."""
 
 _EXTRAS = {
     "penstock_services": "services",
@@ -83,9 +83,9 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _run(name: str, argv: list[str]) -> int:
-    module_path = COMMANDS[name][0]
+    module_path, _, function = COMMANDS[name][0].partition(":")
     try:
-        command: Callable[[list[str]], int] = importlib.import_module(module_path).main
+        command: Callable[[list[str]], int] = getattr(importlib.import_module(module_path), function or "main")
         return command(argv)
     except PenstockError as error:
         return _fail(str(error), 2 if isinstance(error, ConfigError | InvalidInput) else 1)

@@ -83,8 +83,8 @@ BENCHES = {
     "group_speculation": (
         "Drafts from siblings, CPU",
         "",
-        "The trained demo model, compared with no drafts. They were tried and not kept ([engines.md](engines.md)), and the "
-        "program has left with them",
+        "The trained demo model, compared with no drafts. They were tried and not kept ([engines.md](engines.md)), "
+        "and the program has left with them",
     ),
     "group_speculation_gpu": ("Drafts from siblings, GPU", "", "The same"),
     "cold_start": (

@@ -9,10 +9,12 @@ from statistics import mean
 import numpy as np
 import pytest
 
+from bench_modules import imported_bench
 from penstock.errors import InvalidInput
-from penstock_tools.sizing.fleet_model import FleetModel
-from penstock_tools.sizing.simulation import simulate
-from penstock_tools.sizing.token_simulation import TokenFleet, lengths, simulate_tokens
+from penstock_tools.sizing.simulation import FleetModel, simulate
+
+with imported_bench("simulate_parts.token_simulation") as [module]:
+    TokenFleet, lengths, simulate_tokens = module.TokenFleet, module.lengths, module.simulate_tokens
 
 TOKEN_S = 0.02
 FLEET = TokenFleet(

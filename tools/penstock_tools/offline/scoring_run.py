@@ -12,8 +12,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 from prometheus_client import CollectorRegistry
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from penstock.config.rewards import RewardConfig
 from penstock.errors import InvalidInput
@@ -22,6 +20,7 @@ from penstock.sample_scores import ScoreSummary, summarise
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.rewards.sample_score import SampleScore
 from penstock_rollout.rewards.scorer import Scorer
+from penstock_tools.progress import progress_bar
 
 BATCH_ROWS = 256
 SCORES = pa.field("scores", pa.list_(pa.float64()))
@@ -89,13 +88,7 @@ class ScoringRun:
     async def _score_file(self, file: pq.ParquetFile, partial: Path) -> None:
         kept = [field for field in file.schema_arrow if field.name not in (SCORES.name, PARTS.name)]
         schema = pa.schema([*kept, SCORES, PARTS])
-        columns = (TextColumn("scoring"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        console = Console(stderr=True)
-        with (
-            pq.ParquetWriter(partial, schema) as writer,
-            Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress,
-        ):
-            task = progress.add_task("", total=file.metadata.num_rows)
+        with pq.ParquetWriter(partial, schema) as writer, progress_bar("scoring") as advance:
             start = 0
             for batch in file.iter_batches(batch_size=BATCH_ROWS):
                 rows = batch.to_pylist()
@@ -108,7 +101,7 @@ class ScoringRun:
                 arrays += [pa.array(scores, SCORES.type), pa.array(parts, PARTS.type)]
                 writer.write_batch(pa.record_batch(arrays, schema=schema))
                 start += len(rows)
-                progress.advance(task, len(rows))
+                advance(start, file.metadata.num_rows)
 
     async def _score_row(self, where: str, row: Row) -> list[SampleScore]:
         responses = row[self.response_column]

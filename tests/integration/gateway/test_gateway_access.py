@@ -18,8 +18,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from starlette.requests import Request
 
-from gateway_calls import assert_problem, rest, stubs
-from gateways import PROMPT, RUN, Gateway, run_config, running
 from penstock.api_keys import make_key
 from penstock.client import PenstockClient
 from penstock.config.run import RunConfig
@@ -37,6 +35,7 @@ from penstock_services.gateway.routing import caller_of
 from penstock_services.gateway.runs.collection import RunCollection
 from penstock_services.gateway.served_runs import ServedRuns
 from penstock_services.gateway.server import serve
+from support.gateways import PROMPT, RUN, Gateway, assert_problem, rest, run_config, running, stubs
 
 
 async def test_roles_limits_and_the_audit_log(redis_process: Any, redis_client: redis.Redis, tmp_path: Path) -> None:
@@ -102,7 +101,7 @@ async def test_nothing_runs_without_a_caller(redis_process: Any, redis_client: A
             await call
     with pytest.raises(Unauthenticated, match="without authentication"):
         await caller_of(Request({"type": "http", "path": "/v1/runs", "headers": [], "query_string": b""}))
-    assert not (await run.control.orders()).is_paused and not audit.path.exists()
+    assert not (await run.stores.control.orders()).is_paused and not audit.path.exists()
     with pytest.raises(TypeError):
         Caller()  # type: ignore[call-arg]
     await served.close()

@@ -13,14 +13,13 @@ from typing import Any
 import pytest
 import redis.asyncio as redis
 
-from conftest import RedisProcess
 from penstock.cli import main as cli
 from penstock.config.learner import RewardModelConfig
 from penstock.config.loading import dump_config, validate
 from penstock.config.run import RunConfig
 from penstock.config.service import RedisConfig
-from penstock.doctor import Finding, examine
-from penstock.doctor.machine import check_gpus, check_ports
+from penstock.diagnosis import Finding
+from penstock.diagnosis.deployment import check_gpus, check_ports, examine
 from penstock.machine.ports import free_port
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, ServerRecord
@@ -29,6 +28,7 @@ from penstock.store.notices import Event, Notices
 from penstock.store.quarantine import Quarantine, Quarantines
 from penstock.store.run_control import RunControl
 from penstock.v1 import policies_pb2
+from support.redis_server import RedisProcess
 
 SERVER = ServerRecord("rollout-0", "127.0.0.1:1", "torch", policy_version=3, weights_digest="abc")
 
@@ -135,7 +135,7 @@ async def test_a_server_in_quarantine_is_named_with_its_numbers(
 async def test_a_run_that_can_admit_nothing_is_found(
     config: RunConfig, redis_client: redis.Redis, queue: RedisReplayQueue
 ) -> None:
-    """A learner that was set back below the committed step waits for ever, and no group is unaccounted for."""
+    """A learner that was set back below the committed step waits forever, and no group is unaccounted for."""
     counters = {"step": 480, "committed_step": 485, "trained": 10_000_000, "admitted": 10_000_000}
     await redis_client.hset("penstock:{test}:counters", mapping=counters)
     findings = await examine(config)

@@ -16,9 +16,6 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from learner_ranks import make_rank, with_model
-from memory_queue import MemoryReplayQueue
-from memory_store import MemoryStore
 from penstock.config.learner import CheckpointConfig
 from penstock.config.loading import validate
 from penstock.config.service import ReplayConfig
@@ -29,10 +26,13 @@ from penstock_learner.checkpoints.ledger import Ledger
 from penstock_learner.checkpoints.loading import load_checkpoint
 from penstock_learner.checkpoints.manifest import MANIFEST_FILE
 from penstock_learner.checkpoints.writer import CheckpointWriter
-from penstock_learner.loop.take_over import TakeOver, take_over
+from penstock_learner.loop.take_over import TakeOver, choose_checkpoint, take_over
 from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.roles.critic import CriticWorker
 from penstock_learner.roles.policy import PolicyWorker
+from support.learner_ranks import make_rank, with_model
+from support.memory_queue import MemoryReplayQueue
+from support.memory_store import MemoryStore
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 FILES = [".metadata", "__0_0.distcp", "critic/.metadata", "critic/__0_0.distcp", MANIFEST_FILE, TRAINER_FILE]
@@ -168,7 +168,8 @@ def test_the_one_before_a_damaged_checkpoint_is_taken(
         async def load(path: Path) -> None:
             await load_checkpoint(path, roles)
 
-        return await take_over(queue, store, CheckpointConfig(), load, settle_s=0)
+        chosen = await choose_checkpoint(queue, store, CheckpointConfig())
+        return await take_over(queue, store, CheckpointConfig(), chosen, load, settle_s=0)
 
     queue = MemoryReplayQueue(MemoryStore(), ReplayConfig())
     assert asyncio.run(taken_over(queue)).state.step == 4 and same(weights(roles), saved)

@@ -1,0 +1,230 @@
+"""What `penstock up` and `penstock demo` print about a run: the phases of its start, what goes wrong, and why it does
+not learn or is slow, each once.
+
+The processes of the run report all of it to Redis. Nothing here waits or prints. `penstock top` and `penstock doctor`
+show every finding at once. Here, one about learning or speed becomes a line once it has held for a while, and another
+line when it changes. Only a finding with advice is printed, and that the reward rises again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from penstock.api.records import FIRST_BATCH, READY_PHASES, Part, Phase, Run, Verdict
+from penstock.diagnosis.facts import NO_LEARNER
+from penstock.diagnosis.progress import FEW_STEPS, NEWEST_STEPS, SPEED_STEPS
+
+STILL_AFTER_S = 15.0
+"""A phase that takes this long is mentioned again, and then after each further time of this length."""
+PAUSED_STATES = ("PAUSED", "STOPPED")
+PRINTED_BY_SUPERVISOR = "process_restarted"
+"""The kind of notice that the supervisor itself records, and prints when it happens."""
+SLOW_AFTER_S = 60.0
+"""How long a verdict about the speed must hold. What servers do differs from second to second."""
+NO_PROMPTS_AFTER_S = 5.0
+"""How long no prompts must have been submitted. The feed of a dataset needs a moment."""
+REPEAT_AFTER_S = 600.0
+"""How long the same verdict about the speed is not printed again."""
+
+
+class Announcements:
+    """Turns reports of a run into lines. Notices of an earlier `penstock up` are not repeated, unless their event
+    happens again."""
+
+    def __init__(self, before: Run, resume_command: str = "penstock runs resume") -> None:
+        self.resume_command = resume_command
+        self._counts = {(notice.kind, notice.text): notice.count for notice in before.notices}
+        self._phases = {part.component: part.phases for part in before.parts}
+        self._mentioned_s: dict[str, float] = {}
+        self._pause: str | None = None
+        """Why the run was paused when it was last looked at; None if it was not."""
+        self._held = before.held_version
+        self._broken: set[tuple[str, str]] = set()
+        self._learning, self._speed, self._no_prompts = LearningLine(before), SpeedLine(before), NoPromptsLine()
+
+    def new_lines(self, run: Run) -> list[str]:
+        return [
+            *self._state_line(run), *self._held_line(run), *self._phase_lines(run), *self._notice_lines(run),
+            *self._breaker_lines(run), *self._no_prompts.new_lines(run), *self._learning.new_lines(run),
+            *self._speed.new_lines(run),
+        ]  # fmt: skip
+
+    def _state_line(self, run: Run) -> list[str]:
+        is_ordered = run.state in PAUSED_STATES and run.detail != NO_LEARNER
+        before, self._pause = self._pause, run.detail if is_ordered else None
+        if self._pause is None or self._pause == before:
+            return []
+        why = f": {run.detail}" if run.detail else " by an operator"
+        return [f"the run is paused{why}; `{self.resume_command}` continues it"]
+
+    def _held_line(self, run: Run) -> list[str]:
+        before, self._held = self._held, run.held_version
+        if run.held_version == before:
+            return []
+        if run.held_version is None:
+            return [f"the roll back has ended: servers get the current version again, not {before}"]
+        return [run.roll_back_text]
+
+    def _phase_lines(self, run: Run) -> list[str]:
+        lines, now_s = [], time.monotonic()
+        for part in run.parts:
+            new = _new_phases(part, self._phases.get(part.component, ()))
+            self._phases[part.component] = part.phases
+            lines += new
+            if new:
+                self._mentioned_s[part.component] = now_s
+                continue
+            silence_s = now_s - self._mentioned_s.get(part.component, now_s)
+            is_starting = part.is_starting and run.state != "PAUSED" and not lacks_prompts(run, part)
+            if is_starting and silence_s >= STILL_AFTER_S:
+                self._mentioned_s[part.component] = now_s
+                lines.append(f"{part.component}: still {part.phases[-1].name}")
+        return lines
+
+    def _notice_lines(self, run: Run) -> list[str]:
+        lines = []
+        for notice in reversed(run.notices):
+            key = (notice.kind, notice.text)
+            if notice.kind != PRINTED_BY_SUPERVISOR and notice.count > self._counts.get(key, 0):
+                lines.append(notice.text)
+                lines += [f"    {line}" for line in notice.detail.splitlines()]
+                self._counts[key] = _EVERY_COUNT
+        return lines
+
+    def _breaker_lines(self, run: Run) -> list[str]:
+        broken = {(server.server_id, server.breaker_reason) for server in run.servers if server.breaker_reason}
+        new, self._broken = broken - self._broken, broken
+        return [
+            f"{server_id} leases nothing, because everything that it tried failed, the newest with {reason}; see "
+            "docs/runbooks.md#leasingpaused"
+            for server_id, reason in sorted(new)
+        ]
+
+
+_EVERY_COUNT = 2**63
+
+
+def buried_everything(run: Run) -> str:
+    """Why a run whose whole dataset was submitted has nothing to train on: every prompt was dead-lettered. Empty if
+    that is not so."""
+    queue = run.queue
+    if queue.inserted or queue.pending_prompts or queue.in_flight or not queue.dead_lettered:
+        return ""
+    failed = [notice.text for notice in run.notices if notice.kind == "prompt_failed"]
+    why = f"; the first failure: {failed[-1]}" if failed else ""
+    return (
+        f"all {queue.dead_lettered} prompts were dead-lettered, and there is nothing to train on{why}; correct the "
+        "dataset, the model's chat template or rollout.prompt, and start a new run"
+    )
+
+
+def waiting_for(run: Run, before: Run) -> str:
+    """What the parts of a run that is still starting are doing; empty once it trains. `before` was its status before
+    its processes were started."""
+    new_parts = [part for part in run.parts if part not in before.parts]
+    if run.speed_verdict is not None and any(lacks_prompts(run, part) for part in new_parts):
+        return run.speed_verdict.text
+    doing = [(part.component, part.phases[-1].name) for part in new_parts]
+    if any(phase == "training" for _, phase in doing):
+        return ""
+    listed = ", ".join(f"{component}: {phase}" for component, phase in doing if phase not in READY_PHASES)
+    return listed or "its processes import their libraries"
+
+
+def _new_phases(part: Part, known: Sequence[Phase]) -> list[str]:
+    """A line for each new phase, with the time that the one before it took."""
+    lines = []
+    for index, phase in enumerate(part.phases):
+        if phase in known:
+            continue
+        took = ""
+        if index:
+            seconds = (phase.entered_at_ms - part.phases[index - 1].entered_at_ms) / 1000
+            took = f" ({part.phases[index - 1].name}: {seconds:.1f} s)"
+        lines.append(f"{part.component}: {phase.name}{took}")
+    return lines
+
+
+class LearningLine:
+    """Tells why the reward does not rise: a failure after FEW_STEPS steps, everything else after NEWEST_STEPS. Steps of
+    an earlier `penstock up` do not count."""
+
+    def __init__(self, before: Run) -> None:
+        self._first_step = before.step
+        self._code, self._since_step = "", before.step
+        self._said_code, self._said_step = "", before.step
+
+    def new_lines(self, run: Run) -> list[str]:
+        verdict = run.learning_verdict
+        if verdict is None or run.state != "RUNNING":
+            return []
+        if verdict.code != self._code:
+            self._code, self._since_step = verdict.code, run.step
+        if verdict.code == self._said_code or run.step - self._since_step < FEW_STEPS:
+            return []
+        is_better = verdict.code == "rising" and self._said_code
+        if not verdict.advice and not is_better:
+            return []
+        since = self._first_step if verdict.level == "FAIL" else max(self._first_step, self._said_step)
+        if run.step - since < (FEW_STEPS if verdict.level == "FAIL" else NEWEST_STEPS):
+            return []
+        self._said_code, self._said_step = verdict.code, run.step
+        return [f"learning: {_line(verdict)}"]
+
+
+class NoPromptsLine:
+    """Tells that a learner waits for its first batch because no one submits prompts, and how to submit some. It does so
+    once, until more of them arrive."""
+
+    def __init__(self) -> None:
+        self._text, self._since_s, self._is_said = "", 0.0, False
+
+    def new_lines(self, run: Run) -> list[str]:
+        verdict = run.speed_verdict
+        if verdict is None or not any(lacks_prompts(run, part) for part in run.parts):
+            return []
+        if verdict.text != self._text:
+            self._text, self._since_s, self._is_said = verdict.text, time.monotonic(), False
+        if self._is_said or time.monotonic() - self._since_s < NO_PROMPTS_AFTER_S:
+            return []
+        self._is_said = True
+        return [_line(verdict)]
+
+
+def lacks_prompts(run: Run, part: Part) -> bool:
+    """Whether this part is a learner that waits for its first batch only because no prompts are pending."""
+    is_waiting = part.phases[-1].name == FIRST_BATCH and run.state == "RUNNING"
+    return is_waiting and run.speed_verdict is not None and run.speed_verdict.code == "prompts"
+
+
+class SpeedLine:
+    """Tells what a slow run waits for, once it has waited for that for SLOW_AFTER_S."""
+
+    def __init__(self, before: Run) -> None:
+        self._first_step = before.step
+        self._code, self._since_s = "", 0.0
+        self._said_s: dict[str, float] = {}
+
+    def new_lines(self, run: Run) -> list[str]:
+        verdict, now_s = run.speed_verdict, time.monotonic()
+        if verdict is None:
+            return []
+        if verdict.code != self._code:
+            self._code, self._since_s = verdict.code, now_s
+        elif self._is_due(run, verdict, now_s):
+            is_new = now_s - self._said_s.get(verdict.code, -REPEAT_AFTER_S) >= REPEAT_AFTER_S
+            self._said_s[verdict.code] = now_s
+            return [f"speed: {_line(verdict)}"] if is_new else []
+        return []
+
+    def _is_due(self, run: Run, verdict: Verdict, now_s: float) -> bool:
+        if run.state != "RUNNING" or not verdict.advice or now_s - self._since_s < SLOW_AFTER_S:
+            return False
+        if any(lacks_prompts(run, part) for part in run.parts):
+            return False  # NoPromptsLine has printed it
+        return verdict.level != "OK" or run.step - self._first_step >= SPEED_STEPS
+
+
+def _line(verdict: Verdict) -> str:
+    return f"{verdict.text}; {verdict.advice}" if verdict.advice else verdict.text

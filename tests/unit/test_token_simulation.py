@@ -8,8 +8,8 @@ from statistics import mean
 
 import numpy as np
 import pytest
+from support.bench_modules import imported_bench
 
-from bench_modules import imported_bench
 from penstock.errors import InvalidInput
 from penstock_tools.sizing.simulation import FleetModel, simulate
 

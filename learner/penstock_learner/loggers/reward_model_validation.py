@@ -28,7 +28,7 @@ from penstock.errors import PoisonGroup, QueueFull, Unavailable
 from penstock.replay.contract import GroupConsumer
 from penstock.sample_scores import PromptSamples, scores_by_source
 from penstock.trajectory import Group
-from penstock_learner.batches.token_check import check_tokens
+from penstock_learner.batches.sequence_batch import check_tokens
 from penstock_learner.loggers.validations import is_named_score, name_and_step
 from penstock_learner.steps.ahead import combined
 

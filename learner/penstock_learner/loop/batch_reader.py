@@ -22,7 +22,7 @@ from penstock.replay.queue_types import Delivery
 from penstock.samples.selection import is_sampled
 from penstock.trajectory import SESSION_SERVER, Group
 from penstock_learner.agreement.quarantine import ServerQuarantine
-from penstock_learner.batches.token_check import check_tokens
+from penstock_learner.batches.sequence_batch import check_tokens
 from penstock_learner.checkpoints.ledger import Ledger
 from penstock_learner.loop.data_end import REMAINDER, DataEnd
 from penstock_learner.loop.failed_rewards import FailedRewards

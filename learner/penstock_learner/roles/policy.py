@@ -16,8 +16,8 @@ from penstock_learner.algorithms.aggregation import Denominators
 from penstock_learner.batches.partition import RankShard
 from penstock_learner.model.adapter import adapter_off
 from penstock_learner.model.attention.sequence_parallel import make_sequence_parallel
-from penstock_learner.model.precision import compute_dtype_of
 from penstock_learner.model.self_check import require_right
+from penstock_learner.model.torch_settings import compute_dtype_of
 from penstock_learner.roles.dispatch import dispatched
 from penstock_learner.roles.policy_model import open_policy
 from penstock_learner.roles.policy_update import PolicyUpdate

@@ -6,9 +6,9 @@ from penstock.config.run import RunConfig
 from penstock_learner.model.adapter import add_adapter
 from penstock_learner.model.architectures import require_parallel
 from penstock_learner.model.causal_lm import CausalLM, open_model
-from penstock_learner.model.precision import DTYPES
 from penstock_learner.model.published_layout import fit_to_folder
 from penstock_learner.model.routers import watch_routers
+from penstock_learner.model.torch_settings import DTYPES
 
 
 def open_policy(config: RunConfig) -> CausalLM:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.config.learner import LearnerConfig
-from penstock_learner.algorithms.aggregation import Denominators, aggregate
+from penstock_learner.algorithms.aggregation import Denominators, aggregate, apply_mask
 from penstock_learner.algorithms.corrections import (
     CorrectionStatistics,
     Mismatch,
@@ -29,16 +29,14 @@ from penstock_learner.algorithms.corrections import (
 )
 from penstock_learner.algorithms.kl import kl_penalty
 from penstock_learner.algorithms.losses import LossInputs, LossStatistics, policy_loss
-from penstock_learner.algorithms.segments import apply_mask
 from penstock_learner.batches.partition import RankShard
 from penstock_learner.batches.sequence_batch import SequenceBatch
 from penstock_learner.model.attention.sequence_parallel import SequenceParallel
 from penstock_learner.model.backbone import ModelInputs
 from penstock_learner.model.causal_lm import CausalLM
-from penstock_learner.model.device_copies import required_to_device, to_device, to_host
 from penstock_learner.model.routers import Balance
-from penstock_learner.optim.adamw import ScaledAdamW
-from penstock_learner.optim.optimizer import apply_gradients
+from penstock_learner.model.tensors import required_to_device, to_device, to_host
+from penstock_learner.optim.optimizer import ScaledAdamW, apply_gradients
 from penstock_learner.roles.prefix_sharing import tree_of
 from penstock_learner.roles.update_reports import RouterReport, UpdateReport
 

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from penstock_learner.batches.partition import RankShard
 from penstock_learner.model.causal_lm import open_model
-from penstock_learner.model.loading.weights import read_weights
+from penstock_learner.model.loading import read_weights
 from penstock_learner.model.scalar_model import check_tokenizer
 from penstock_learner.model.self_check import require_right
 from penstock_learner.model.sharding import shard

@@ -24,7 +24,7 @@ from penstock.weights.cuda.nccl_group import version_mismatch
 from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import TensorShape, build_manifest
 from penstock.weights.transports import has_cupy, host_id
-from penstock_learner.model.precision import DTYPES
+from penstock_learner.model.torch_settings import DTYPES
 from penstock_learner.weights.delta_choice import DeltaChoice
 from penstock_learner.weights.delta_shipment import delta_shipment
 from penstock_learner.weights.device_memory import device_uuid

@@ -14,6 +14,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
+from penstock.cli.output import progress_bar
 from penstock.codec import encode_prompt
 from penstock.config.run import RunConfig
 from penstock.errors import PenstockError, Unavailable, first_error
@@ -28,7 +29,6 @@ from penstock_rollout.rewards.scorer import Scorer
 from penstock_rollout.text.prompt_length import PromptLength
 from penstock_rollout.text.tokenization import Tokenization
 from penstock_tools.offline.answer_store import AnswerRow, AnswerStore
-from penstock_tools.progress import progress_bar
 
 logger = logging.getLogger(__name__)
 
@@ -106,13 +106,14 @@ async def _answer_all(
         await agents.open()
         await start_engine(engine, config.rollout.start_timeout_s)
         ready = time.monotonic()
-        with progress_bar("generating") as advance:
+        with progress_bar("generating") as progress:
+            task = progress.add_task("", total=num_prompts, completed=num_prompts - len(missing))
             rows = iter(missing)
 
             async def work() -> None:
                 for row, prompt in rows:
                     store.add(await _answer(maker, row, prompt, scored))
-                    advance(len(store.rows), num_prompts)
+                    progress.advance(task)
                     if store.is_part_due:
                         await asyncio.to_thread(store.write_part)
 

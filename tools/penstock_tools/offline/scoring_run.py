@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from prometheus_client import CollectorRegistry
 
+from penstock.cli.output import progress_bar
 from penstock.config.rewards import RewardConfig
 from penstock.errors import InvalidInput
 from penstock.feed.datasets import row_field
@@ -20,7 +21,6 @@ from penstock.sample_scores import ScoreSummary, summarise
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.rewards.sample_score import SampleScore
 from penstock_rollout.rewards.scorer import Scorer
-from penstock_tools.progress import progress_bar
 
 BATCH_ROWS = 256
 SCORES = pa.field("scores", pa.list_(pa.float64()))
@@ -88,7 +88,8 @@ class ScoringRun:
     async def _score_file(self, file: pq.ParquetFile, partial: Path) -> None:
         kept = [field for field in file.schema_arrow if field.name not in (SCORES.name, PARTS.name)]
         schema = pa.schema([*kept, SCORES, PARTS])
-        with pq.ParquetWriter(partial, schema) as writer, progress_bar("scoring") as advance:
+        with pq.ParquetWriter(partial, schema) as writer, progress_bar("scoring") as progress:
+            task = progress.add_task("", total=file.metadata.num_rows)
             start = 0
             for batch in file.iter_batches(batch_size=BATCH_ROWS):
                 rows = batch.to_pylist()
@@ -101,7 +102,7 @@ class ScoringRun:
                 arrays += [pa.array(scores, SCORES.type), pa.array(parts, PARTS.type)]
                 writer.write_batch(pa.record_batch(arrays, schema=schema))
                 start += len(rows)
-                advance(start, file.metadata.num_rows)
+                progress.advance(task, len(rows))
 
     async def _score_row(self, where: str, row: Row) -> list[SampleScore]:
         responses = row[self.response_column]

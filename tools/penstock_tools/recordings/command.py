@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.cli.parser import Parser
 from penstock.errors import InvalidInput
-from penstock_tools.progress import progress_bar
 
 if TYPE_CHECKING:
     from penstock.replay.inspection import QueueInspector
@@ -41,7 +41,7 @@ async def _export(args: argparse.Namespace, inspector: QueueInspector) -> int:
 
     if args.file.exists() and not args.force:
         raise InvalidInput(str(args.file), "exists; choose another name or add --force")
-    with progress_bar("exporting") as advance:
+    with _progress("exporting") as advance:
         exported = await export_groups(inspector, args.file, include_delivered=args.all, advance=advance)
     gone = f"; {exported.num_gone} were committed meanwhile" if exported.num_gone else ""
     print(f"exported {exported.num_groups} groups of run {inspector.run} to {args.file}{gone}")
@@ -53,10 +53,20 @@ async def _export(args: argparse.Namespace, inspector: QueueInspector) -> int:
 async def _import(args: argparse.Namespace, inspector: QueueInspector) -> int:
     from penstock_tools.recordings.transfer import import_groups
 
-    with progress_bar("importing") as advance:
+    with _progress("importing") as advance:
         imported = await import_groups(inspector, args.file, epoch=args.epoch, wait_s=args.wait_s, advance=advance)
     print(
         f"imported {imported.num_groups} groups into run {inspector.run}; "
         f"{imported.num_present} groups of the file were imported before"
     )
     return 0
+
+
+@contextmanager
+def _progress(text: str) -> Iterator[Callable[[int, int], None]]:
+    """Yields `advance(done, total)`, which draws a progress bar on a terminal."""
+    from penstock.cli.output import progress_bar
+
+    with progress_bar(text) as progress:
+        task = progress.add_task("")
+        yield lambda done, total: progress.update(task, completed=done, total=total)

@@ -153,7 +153,7 @@ def _require_finite(tensors: Iterable[tuple[str, torch.Tensor]], dtype: str, out
 
 def _intact(checkpoint: Path) -> Path:
     """The same folder. Raises CheckpointDamaged if one of its files is damaged."""
-    from penstock_learner.checkpoints.loading import verify_in_this_process
+    from penstock_learner.checkpoints.store import verify_in_this_process
 
     if not (checkpoint / ".metadata").is_file():
         raise ConfigError(f"--checkpoint {checkpoint} is not a checkpoint; give a folder of RUN/checkpoints/")
@@ -163,8 +163,7 @@ def _intact(checkpoint: Path) -> Path:
 
 def _newest_intact(config: RunConfig) -> Path:
     """The run's newest checkpoint without damage. A line on stderr names each damaged one before it."""
-    from penstock_learner.checkpoints.checkpoint import CheckpointStore
-    from penstock_learner.checkpoints.loading import verify_in_this_process
+    from penstock_learner.checkpoints.store import CheckpointStore, verify_in_this_process
 
     for path in CheckpointStore(config.folder / "checkpoints", keep=1).of_the_run():
         try:
@@ -181,7 +180,7 @@ def _load(config: RunConfig, checkpoint: Path) -> CausalLM:
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
     from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 
-    from penstock_learner.checkpoints.checkpoint import shards_folder
+    from penstock_learner.checkpoints.store import shards_folder
     from penstock_learner.model.adapter import add_adapter
 
     model = _load_plain(config)

@@ -8,7 +8,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from penstock import __version__
 from penstock.metrics import LONG_SECONDS, PREFIX, CountedHistogram, DiskGauges, HostMemoryGauges
-from penstock_learner.agreement.comparison import Verdict
 from penstock_learner.algorithms.corrections import RATIO_EDGES
 from penstock_learner.weights.push_report import PushReport
 
@@ -148,15 +147,15 @@ class LearnerMetrics:
         )  # fmt: skip
         self._compared_servers: set[str] = set()
 
-    def record_agreement(self, verdicts: Mapping[str, Verdict], fleet: Collection[str]) -> None:
-        """Record what was found about servers. Those outside the fleet share one series, and a server's series end when
-        it leaves, so there are never many."""
-        for name, verdict in verdicts.items():
+    def record_agreement(self, found: Mapping[str, tuple[float, float]], fleet: Collection[str]) -> None:
+        """Record the difference of each server and its limit, in nats. Servers outside the fleet share one series, and
+        a server's series end when it leaves, so there are never many."""
+        for name, (mismatch_nats, limit_nats) in found.items():
             label = name if name in fleet else OTHER_SERVERS
             if label in self._compared_servers or len(self._compared_servers) < MAX_SERVERS:
                 self._compared_servers.add(label)
-                self.server_mismatch.labels(label).set(verdict.mismatch_nats)
-                self.server_limit.labels(label).set(verdict.limit_nats)
+                self.server_mismatch.labels(label).set(mismatch_nats)
+                self.server_limit.labels(label).set(limit_nats)
         for label in self._compared_servers - set(fleet) - {OTHER_SERVERS}:
             self._compared_servers.remove(label)
             self.server_mismatch.remove(label)

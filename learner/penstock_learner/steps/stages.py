@@ -26,7 +26,7 @@ from penstock_learner.batches.partition import unpermute
 from penstock_learner.batches.sequence_batch import REWARD_PART, SequenceBatch, token_ranges
 from penstock_learner.steps.context import BatchContext, StepContext
 from penstock_learner.steps.roles import Role, Roles, Update, gather_fields
-from penstock_learner.steps.skipped_updates import listed
+from penstock_learner.steps.step_result import listed
 
 logger = logging.getLogger(__name__)
 

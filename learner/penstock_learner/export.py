@@ -58,7 +58,7 @@ def export(config: RunConfig, checkpoint: Path, out: Path, dtype: str, *, adapte
     if out.exists():
         raise ConfigError(f"--out {out} exists already; name a new folder")
     if adapter and config.learner.lora is None:
-        raise ConfigError("--adapter: the run has no learner.lora, so there is no adapter; leave --adapter out")
+        raise ConfigError("--adapter: the run has no learner.lora, so there is no adapter; omit --adapter")
     model = _load(config, checkpoint)
     if adapter:
         write_adapter(model.lm, config.model.path, out, dtype)
@@ -170,12 +170,12 @@ def _newest_intact(config: RunConfig) -> Path:
             verify_in_this_process(path)
             return path
         except CheckpointDamaged as error:
-            print(f"checkpoint {path.name} is left out: {error}", file=sys.stderr)
+            print(f"checkpoint {path.name} is skipped: {error}", file=sys.stderr)
     raise NotFound(f"run {config.run} has no intact checkpoint in {config.folder}; train first, or give --checkpoint")
 
 
 def _load(config: RunConfig, checkpoint: Path) -> CausalLM:
-    """The model with the checkpoint's weights, and with its adapter beside them if it has one, on the CPU."""
+    """The model with the checkpoint's weights, and with its adapter next to them if it has one, on the CPU."""
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
     from torch.distributed.checkpoint.state_dict_loader import load as load_shards

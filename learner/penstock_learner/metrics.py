@@ -16,7 +16,7 @@ REWARD_PART, MAX_REWARD_PARTS = "reward_part/", 16
 ROLES = ("policy", "reference", "critic", "reward_model")
 PHASES = ("wait", "forward", "update", "gather")
 MAX_SERVERS = 256
-"""Servers that have series of their own."""
+"""Servers that have their own series."""
 OTHER_SERVERS = "other"
 """Label of groups from imports, from sessions, and from servers that have left."""
 _ALGORITHM_GAUGES = {
@@ -55,7 +55,7 @@ _ALGORITHM_GAUGES = {
 
 
 class LearnerMetrics:
-    """All metrics of the learner controller, on a registry of their own. Known label values start at 0."""
+    """All metrics of the learner controller, on their own registry. Known label values start at 0."""
 
     def __init__(self, registry: CollectorRegistry, placement: str) -> None:
         def name(suffix: str) -> str:

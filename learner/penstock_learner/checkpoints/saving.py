@@ -1,7 +1,7 @@
 """Saves and loads checkpoints by the ranks. Training waits while they copy their shards, but not for the files.
 
     stage (training waits) ─► ranks write ─► flush and rename ─► upload ─► acknowledge
-                              └──────────────── beside the next steps ───────────────┘
+                              └──────────────── during the next steps ───────────────┘
 
 Shards, ledger and step are copied at the same moment. Groups are acknowledged after the rename, and after the upload if
 there is one (uploads.py), never before. One checkpoint is written at a time.

@@ -95,7 +95,7 @@ class CheckpointStore:
             shutil.rmtree(final, ignore_errors=True)
             partial.rename(final)
         flush(self.folder)
-        # Checkpoints that the run gave up when it went back cannot replace this one, so they do not count as kept.
+        # Checkpoints that the run abandoned in a rewind cannot replace this one, so they do not count as kept.
         usable = self.newest_first() if self.gone_back is None else self._without_abandoned(self.gone_back)
         kept = [path for path in usable if path.parent == self.folder][: self.keep]
         unfinished = [path for path in self.folder.glob("term-*-step-*.partial") if path < partial]
@@ -117,7 +117,7 @@ class CheckpointStore:
         the object store first, if there is one.
 
         If `resume` names a checkpoint, that checkpoint is used once. Afterwards the run continues from its own newer
-        checkpoints. Checkpoints that the run abandoned when it went back are left out."""
+        checkpoints. Checkpoints that the run abandoned in a rewind are skipped."""
         if resume == "off":
             return []
         if self.uploads is not None:
@@ -130,7 +130,7 @@ class CheckpointStore:
         return [Path(resume)]
 
     def of_the_run(self) -> list[Path]:
-        """The checkpoints of the run, newest first, without those that it gave up when it went back.
+        """The checkpoints of the run, newest first, without those that it abandoned in a rewind.
 
         Does not need Redis. Raises ConfigError if a learner was about to go back and has not started again since."""
         recorded = read_rewind(self.folder)
@@ -155,7 +155,7 @@ class CheckpointStore:
         return [*later, *([self.folder / target.name if is_ours else target] if target.is_dir() else []), *earlier]
 
     def _is_usable(self, name: str, gone_back: GoneBack | None) -> bool:
-        """Whether the run has not given up the checkpoint of this name."""
+        """Whether the run has not abandoned the checkpoint of this name."""
         if gone_back is None or _term_of(Path(name)) >= gone_back.term:
             return True
         target = Path(gone_back.checkpoint)
@@ -186,7 +186,7 @@ class CheckpointStore:
     def of_version(self, policy_version: int) -> Path | None:
         """The newest checkpoint that holds the weights of a version, or None.
 
-        Reads every checkpoint's `trainer.json`, and leaves out damaged ones."""
+        Reads every checkpoint's `trainer.json`, and skips damaged ones."""
         for path in self.newest_first():
             with suppress(CheckpointDamaged):
                 if read_state(path).policy_version == policy_version:

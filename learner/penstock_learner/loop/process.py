@@ -253,8 +253,8 @@ class LearnerController:
         )  # fmt: skip
 
     async def _train(self, steps: StepLoop, validations: ValidationLog, scored: RewardModelValidation | None) -> None:
-        """Make the steps of a term. If none follows, wait for the validation of the last policy, which is scored beside
-        training, so that it reaches the loggers."""
+        """Make the steps of a term. If none follows, wait for the validation of the last policy, so that its scores
+        reach the loggers."""
         await steps.run()
         timeout_s = self.config.dataset.validation.last_timeout_s
         if timeout_s and self.config.dataset.validation.file is not None and not self.stopping.is_set():

@@ -50,7 +50,7 @@ FIRST_BACKOFF_S, MAX_BACKOFF_S = 2.0, 15.0
 
 
 class Followers:
-    """The servers of a run that take new versions, under a learner's term. A server that failed in a push is left out
+    """The servers of a run that take new versions, under a learner's term. A server that failed in a push is skipped
     for a time, which doubles with each failure in a row, up to MAX_BACKOFF_S."""
 
     def __init__(self, config: RunConfig, fleet: Fleet, policies: PolicyRegistry, term: int) -> None:
@@ -74,7 +74,7 @@ class Followers:
     async def in_states(self, states: Sequence[ServerState]) -> list[ServerRecord]:
         """The reachable servers that take new versions.
 
-        Servers that an operator has pinned to a version are left out. While the servers are rolled back, there are
+        Servers that an operator has pinned to a version are skipped. While the servers are rolled back, there are
         none."""
         reachable = await self._reachable(states)
         if (await self.control.orders()).held_version is not None:

@@ -255,7 +255,7 @@ class PolicyUpdate:
 
 
 def _router_report(parts: Sequence[_Routing]) -> RouterReport | None:
-    """Counts leave out micro-batches that only fill up a rank."""
+    """Counts omit micro-batches that only fill up a rank."""
     counted = [part for part in parts if part.weight > 0]
     if not counted:
         return None

@@ -97,7 +97,7 @@ class TrainerRank(Rank):
     """A rank whose model is trained. Its `load` opens the model and calls `prepare`."""
 
     def prepare(self, model: CausalLM | ScalarModel, lr: float) -> None:
-        """Shard the model over the role's ranks, read this rank's weights, and give it an optimizer of its own."""
+        """Shard the model over the role's ranks, read this rank's weights, and give it its own optimizer."""
         learner = self.config.learner
         prepare_for_training(model, learner, compute_dtype_of(self.config), is_cuda=self.device.type == "cuda")
         read_weights(model, self.device, offload=learner.cpu_offload)

@@ -88,7 +88,7 @@ def flattened(result: StepResult, times: StepTimes, policy_version: int, in_flig
 def batch_metrics(batch: SequenceBatch, policy_version: int, lineage: Lineage | None = None) -> dict[str, float]:
     """Numbers about the data of a step. Staleness is in steps: the mean over tokens, and that of the oldest token.
 
-    Reward spread within groups includes their baseline samples, and leaves out samples without a trained token, as
+    Reward spread within groups includes their baseline samples, and omits samples without a trained token, as
     advantages do. All other numbers are about the samples that train."""
     trained = batch.without_baselines()
     versions = trained.token_versions if lineage is None else lineage.in_steps(trained.token_versions)
@@ -144,7 +144,7 @@ def mean_rewards(groups: Sequence[Group], rewards: NDArray[np.float32]) -> dict[
 def reward_part_means(groups: Sequence[Group]) -> dict[str, float]:
     """Mean of each part of the reward over the samples that have it, as `reward_part/NAME`.
 
-    Values that are not finite are left out. So are names beyond the first MAX_REWARD_PARTS in the order of the
+    Values that are not finite are skipped. So are names beyond the first MAX_REWARD_PARTS in the order of the
     alphabet: a reward function could invent a name for every sample."""
     values: dict[str, list[float]] = {}
     for trajectory in (trajectory for group in groups for trajectory in group.trajectories):

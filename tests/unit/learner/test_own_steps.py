@@ -292,7 +292,7 @@ async def test_a_frozen_role_that_dies_is_restarted_within_the_call(tiny_models:
 
 
 FILES_THAT_FAIL = {
-    "def step(batch, roles, context): ...": "is no coroutine function; write `async def`",
+    "def step(batch, roles, context): ...": "is not a coroutine function; write `async def`",
     "async def step(batch, roles): ...": r"too many positional arguments\); its parameters are \(batch, roles",
     "step = 3": "is a int, not a function",
     "1 / 0": "fails on import: ZeroDivisionError",

@@ -71,7 +71,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_exported(
     shards = damage(checkpoints[0])
     assert export(tmp_path) == (0, {1.0})
     said = capsys.readouterr()
-    assert f"{checkpoints[0].name} is left out: {shards} is damaged: expected checksum" in said.err
+    assert f"{checkpoints[0].name} is skipped: {shards} is damaged: expected checksum" in said.err
     assert f"exported {checkpoints[1]}" in said.out
 
 

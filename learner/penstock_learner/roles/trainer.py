@@ -22,6 +22,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from penstock.errors import CheckpointDamaged, TrainingDiverged
+from penstock_learner.algorithms.aggregation import Denominators
+from penstock_learner.batches.partition import RankShard
 from penstock_learner.checkpoint_files import READ_BYTES, FileRecord, PieceChecksums, find_damage
 from penstock_learner.model.causal_lm import CausalLM
 from penstock_learner.model.finite import first_nonfinite
@@ -105,6 +107,20 @@ class TrainerRank(Rank):
         self.trained: torch.nn.Module = model
         self.saving_group = dist.new_group(backend="gloo")
         """Process group of the thread that writes checkpoints, so its collectives do not mix with those of training."""
+
+    def run_passes(self, part: RankShard, denominators: Denominators) -> None:
+        """Run the passes of a step on a batch that is not trained, without the optimizer. Collective."""
+        raise NotImplementedError
+
+    def rehearse(self, part: RankShard, denominators: Denominators) -> None:
+        """Compile everything that a step runs, on a batch that is not trained. Collective.
+
+        Weights, the numbers of the optimizer and random numbers stay as they are."""
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            self.optimizer.zero_grad(set_to_none=True)
+            self.run_passes(part, denominators)
+            self.optimizer.rehearse()
+            self.optimizer.zero_grad(set_to_none=True)
 
     def usage(self) -> RankUsage:
         """Peak memory and device of this rank."""

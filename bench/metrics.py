@@ -48,7 +48,7 @@ from penstock_rollout.groups.group_maker import GroupMaker
 from penstock_rollout.groups.producer import Producer
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.rewards.scorer import Scorer
-from penstock_rollout.text.tokenization import Tokenization
+from penstock_rollout.tokenization import Tokenization
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "arithmetic"
 REPLAY = ReplayConfig(groups_per_step=10**6, max_staleness=10**6, capacity_bytes=2**40)

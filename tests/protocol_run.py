@@ -28,7 +28,7 @@ from penstock_rollout.serving.generate_service import GenerateService
 from penstock_rollout.serving.http_listener import http_listener
 from penstock_rollout.serving.http_service import HttpService
 from penstock_rollout.serving.model_server_metrics import ModelServerMetrics
-from penstock_rollout.text.tokenization import Tokenization
+from penstock_rollout.tokenization import Tokenization
 from scripted_engine import make_tokenizer_folder
 from tests.tiny_model import write_qwen2
 

@@ -20,7 +20,7 @@ from penstock_rollout.agents.tool_calls import ToolCallParser, parse_hermes
 from penstock_rollout.agents.tools import Tool, Toolbox
 from penstock_rollout.engines.engine import EngineStats, GenerateRequest, TokenChunk
 from penstock_rollout.metrics import RolloutMetrics
-from penstock_rollout.text.tokenization import Tokenization
+from penstock_rollout.tokenization import Tokenization
 
 LOG_PROB = -0.25
 SPECIAL = ("<|end|>", "<|other_end|>", "<|start|>", "<tool_call>", "</tool_call>")

@@ -17,7 +17,7 @@ from penstock.weights.cluster_key import ClusterKey
 from penstock_rollout.engines.engine import GenerateRequest, TokenChunk
 from penstock_rollout.fleet.internal_listener import make_listener
 from penstock_rollout.serving.generate_service import GenerateService
-from penstock_rollout.text.tokenization import Tokenization
+from penstock_rollout.tokenization import Tokenization
 from scripted_engine import END, spelled
 
 ANSWER = (*spelled("abc ok"), END)

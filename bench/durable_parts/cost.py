@@ -26,7 +26,7 @@ from penstock_rollout.groups.producer import Producer
 from penstock_rollout.groups.token_saver import TokenSaver
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.rewards.scorer import Scorer
-from penstock_rollout.text.tokenization import Tokenization
+from penstock_rollout.tokenization import Tokenization
 from replay import Server
 from rollout_parts.model import ModelShape, make_model
 

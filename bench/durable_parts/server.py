@@ -39,7 +39,7 @@ from penstock_rollout.groups.producer import Producer
 from penstock_rollout.groups.token_saver import TokenSaver
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.rewards.scorer import Scorer
-from penstock_rollout.text.tokenization import Tokenization
+from penstock_rollout.tokenization import Tokenization
 
 COUNT_S = 0.02
 PR_SET_PDEATHSIG = 1

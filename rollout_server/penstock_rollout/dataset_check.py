@@ -23,9 +23,8 @@ from penstock.feed.datasets import RowFormat, read_prompts
 from penstock.feed.files import matching_files
 from penstock.trajectory import Prompt, Sampling
 from penstock_rollout.metrics import RolloutMetrics
-from penstock_rollout.rewards.choice import RewardChoice
-from penstock_rollout.text.prompt_length import PromptLength
-from penstock_rollout.text.tokenization import Tokenization
+from penstock_rollout.rewards.scorer import RewardChoice
+from penstock_rollout.tokenization import PromptLength, Tokenization
 
 MAX_ROWS = 1000
 """Rows of a file that are looked at. More would take longer than a check should."""

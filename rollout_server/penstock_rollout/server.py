@@ -58,8 +58,7 @@ from penstock_rollout.rewards.scorer import Scorer
 from penstock_rollout.serving.generate_service import GenerateService
 from penstock_rollout.serving.tool_calling import ToolCalling
 from penstock_rollout.start_check import check_address
-from penstock_rollout.text.prompt_length import PromptLength
-from penstock_rollout.text.tokenization import Tokenization
+from penstock_rollout.tokenization import PromptLength, Tokenization
 
 logger = logging.getLogger(__name__)
 HEALTH_S = 2.0

@@ -23,8 +23,8 @@ from penstock.start_checks import (
     check_run_folder,
 )
 from penstock.weights.cluster_key import ClusterKey
-from penstock_rollout.agents.loading import check_tools_file, load_mcp_servers
-from penstock_rollout.agents.mcp.tools import configured_servers
+from penstock_rollout.agents.declarations import check_tools_file, load_mcp_servers
+from penstock_rollout.agents.mcp import configured_servers
 from penstock_rollout.engines.factory import (
     check_devices,
     check_reports_experts,

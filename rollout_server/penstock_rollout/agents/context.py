@@ -8,14 +8,13 @@ from typing import Any, Protocol
 
 from penstock.config.agents import AgentsConfig
 from penstock.trajectory import Prompt, Sampling, VersionSegment
-from penstock_rollout.agents.episode import Episode
+from penstock_rollout.agents.episode import Episode, SavedSample
 from penstock_rollout.agents.interactions import Interaction
-from penstock_rollout.agents.saved_sample import SavedSample
 from penstock_rollout.agents.tool_calls import ToolCallParser
 from penstock_rollout.agents.tools import Toolbox
 from penstock_rollout.engines.engine import Engine
 from penstock_rollout.metrics import RolloutMetrics
-from penstock_rollout.text.tokenization import Tokenization
+from penstock_rollout.tokenization import Tokenization
 
 
 class Progress(Protocol):

@@ -22,7 +22,7 @@ from penstock.trajectory import ExpertIds, FinishReason, Sampling, VersionSegmen
 from penstock_rollout.agents.context import AgentContext, Progress
 from penstock_rollout.agents.episode import Episode
 from penstock_rollout.engines.engine import GenerateRequest, TokenChunk
-from penstock_rollout.text.chat_turns import Message
+from penstock_rollout.tokenization import Message
 
 SEED_STRIDE = 1_000_003
 """Distance between the seeds of two turns. Samples of a prompt have neighbouring seeds, so this must be large."""

@@ -17,17 +17,15 @@ from penstock.replay.queue_types import Lease
 from penstock.tracing import Tracing
 from penstock.trajectory import Group, Prompt, Trajectory
 from penstock_rollout.agents.context import AgentContext, AgentLoop
-from penstock_rollout.agents.episode import Episode, RewardUse, combine_rewards, token_rewards_of
+from penstock_rollout.agents.episode import Episode, RewardUse, SavedSample, combine_rewards, token_rewards_of
+from penstock_rollout.agents.loops import single_turn_agent
 from penstock_rollout.agents.registry import Agents
-from penstock_rollout.agents.saved_sample import SavedSample
-from penstock_rollout.agents.single_turn import single_turn_agent
 from penstock_rollout.engines.engine import Engine
 from penstock_rollout.groups.peer_rows import PeerRow, PeerRows
 from penstock_rollout.groups.token_saver import SampleProgress, TokenSaver
 from penstock_rollout.metrics import RolloutMetrics
-from penstock_rollout.rewards.placed_scores import place_scores
-from penstock_rollout.rewards.sample_score import SampleScore
-from penstock_rollout.text.tokenization import Tokenization
+from penstock_rollout.rewards.function import SampleScore, place_scores
+from penstock_rollout.tokenization import Tokenization
 
 NoteRunning = Callable[[int, int], None]
 

@@ -25,8 +25,7 @@ from penstock.errors import PenstockError, PoisonGroup, QueueFull, Unavailable
 from penstock.replay.contract import GroupProducer
 from penstock.replay.queue_types import Lease, SavedTokens
 from penstock.trajectory import Prompt, VersionSegment
-from penstock_rollout.agents.episode import Episode
-from penstock_rollout.agents.saved_sample import SavedSample, encode_episode, encode_piece, read_samples
+from penstock_rollout.agents.episode import Episode, SavedSample, encode_episode, encode_piece, read_samples
 from penstock_rollout.engines.engine import Engine
 from penstock_rollout.metrics import RolloutMetrics
 

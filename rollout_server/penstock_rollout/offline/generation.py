@@ -25,10 +25,9 @@ from penstock_rollout.groups.group_maker import GroupMaker
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.offline.answer_rows import AnswerRow
 from penstock_rollout.offline.answer_store import AnswerStore
-from penstock_rollout.rewards.sample_score import SampleScore
+from penstock_rollout.rewards.function import SampleScore
 from penstock_rollout.rewards.scorer import Scorer
-from penstock_rollout.text.prompt_length import PromptLength
-from penstock_rollout.text.tokenization import Tokenization
+from penstock_rollout.tokenization import PromptLength, Tokenization
 
 logger = logging.getLogger(__name__)
 

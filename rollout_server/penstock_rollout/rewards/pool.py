@@ -15,8 +15,6 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
-from penstock_rollout.rewards.pace import RewardPace
-
 logger = logging.getLogger(__name__)
 PREPARE_TIMEOUT_S = 120.0
 """Deadline for starting a process and importing a reward's modules. The reward's own deadline starts afterwards."""
@@ -28,9 +26,39 @@ TOGETHER_TIMEOUT_S = 3.0
 """Upper bound on the deadline of samples that are scored together, which is hundreds of times what they should take."""
 MAX_ANSWER_BYTES = 2**26
 DIED = "worker_died"
+TOGETHER_S = 0.005
+"""Upper bound on the expected time of one message. It is how much longer a prompt may wait for its scores."""
+WEIGHT = 0.2
+"""Weight of the newest message in the mean."""
 
 Json = dict[str, Any]
 T = TypeVar("T")
+
+
+class RewardPace:
+    """The mean seconds that each reward has taken per sample, by its settings.
+
+    A message to a process and back takes longer than most rewards: two changes of process, and JSON. So samples whose
+    rewards are fast travel together. Slow ones travel alone, so that they are computed in all processes concurrently.
+    """
+
+    def __init__(self) -> None:
+        self._mean_s: dict[str, float] = {}
+
+    def parts(self, settings: str, samples: Sequence[T]) -> list[Sequence[T]]:
+        """Divide the samples into messages. As long as nothing is known of a reward, its samples go alone."""
+        mean_s = self._mean_s.get(settings, TOGETHER_S)
+        size = max(1, min(len(samples), int(TOGETHER_S / max(mean_s, 1e-9))))
+        return [samples[start : start + size] for start in range(0, len(samples), size)]
+
+    def note(self, settings: str, seconds: float, num_samples: int) -> None:
+        """A message with this many samples has taken this long in its process."""
+        new = seconds / num_samples
+        self._mean_s[settings] = new + (1 - WEIGHT) * (self._mean_s.get(settings, new) - new)
+
+    def forget(self, settings: str) -> None:
+        """A message has failed as a whole: the next samples go alone."""
+        self._mean_s.pop(settings, None)
 
 
 class RewardFailed(Exception):

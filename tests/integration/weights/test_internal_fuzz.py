@@ -23,7 +23,7 @@ from penstock_rollout.fleet.internal_listener import make_listener
 from penstock_rollout.fleet.weight_member import WeightMember
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.serving.generate_service import GenerateService
-from penstock_rollout.text.tokenization import Tokenization
+from penstock_rollout.tokenization import Tokenization
 
 FAULTS_OF_THE_SERVER = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNIMPLEMENTED)
 NO_MESSAGE = "DecodeError"

@@ -9,14 +9,12 @@ import pytest
 
 from penstock.config.rewards import CodeReward, RewardConfig
 from penstock.errors import ConfigError
-from penstock_rollout.rewards.choice import RewardChoice
-from penstock_rollout.rewards.code.cases import read_cases
-from penstock_rollout.rewards.code.comparison import same_text, same_value
-from penstock_rollout.rewards.code.reward import extract_program
+from penstock_rollout.rewards.code import extract_program, read_cases, same_text, same_value
 from penstock_rollout.rewards.kinds import build
 from penstock_rollout.rewards.sandbox import run as sandbox_run
 from penstock_rollout.rewards.sandbox.builtin import Builtin, Layers
 from penstock_rollout.rewards.sandbox.run import Sandbox
+from penstock_rollout.rewards.scorer import RewardChoice
 from tests.unit.rewards.confinements import needs_sandbox
 
 DOUBLE = {"inputs": ["1\n", "5\n", "7\n"], "outputs": ["2\n", "10\n", "14\n"]}

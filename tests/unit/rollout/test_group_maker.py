@@ -28,7 +28,7 @@ from penstock_rollout.groups.group_maker import GroupMaker
 from penstock_rollout.groups.producer import Producer
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.rewards.scorer import Scorer
-from penstock_rollout.text.tokenization import Tokenization
+from penstock_rollout.tokenization import Tokenization
 from tests.scripted_engine import END, ScriptedEngine, called, make_tokenizer_folder, spelled
 
 REPLAY = ReplayConfig(groups_per_step=64, max_attempts=1)

@@ -22,8 +22,8 @@ from penstock.v1 import generate_pb2_grpc
 from penstock.weights.cluster_key import ClusterKey
 from penstock_rollout.agents.context import AgentContext
 from penstock_rollout.agents.episode import Episode
+from penstock_rollout.agents.loops import single_turn_agent
 from penstock_rollout.agents.registry import Agents
-from penstock_rollout.agents.single_turn import single_turn_agent
 from penstock_rollout.engines.engine import GenerateRequest, TokenChunk
 from penstock_rollout.fleet.internal_listener import make_listener
 from penstock_rollout.groups.group_maker import GroupMaker
@@ -31,7 +31,7 @@ from penstock_rollout.groups.peer_rows import PeerRows
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.rewards.scorer import Scorer
 from penstock_rollout.serving.generate_service import GenerateService
-from penstock_rollout.text.tokenization import Tokenization
+from penstock_rollout.tokenization import Tokenization
 from tests.scripted_engine import END, make_tokenizer_folder
 
 ROWS, NUM_SAMPLES, VERSION, MAX_MODEL_LEN = 4, 6, 3, 100

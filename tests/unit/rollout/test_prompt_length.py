@@ -25,8 +25,7 @@ from penstock_rollout.agents.registry import Agents
 from penstock_rollout.groups.producer import Producer
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.serving.generate_service import GenerateService
-from penstock_rollout.text.prompt_length import PromptLength
-from penstock_rollout.text.tokenization import Tokenization
+from penstock_rollout.tokenization import PromptLength, Tokenization
 
 MODEL = Path(__file__).parents[3] / "examples" / "arithmetic" / "model"
 IDS = tuple(range(10))

@@ -25,16 +25,15 @@ from penstock.replay.in_memory.store import MemoryStore
 from penstock.replay.memory_queue import MemoryReplayQueue
 from penstock.replay.queue_types import Lease, SavedTokens
 from penstock.trajectory import Group, Prompt, Sampling, VersionSegment
-from penstock_rollout.agents.episode import Episode
+from penstock_rollout.agents.episode import Episode, SavedSample, encode_episode, encode_piece, read_samples
+from penstock_rollout.agents.loops import single_turn_agent
 from penstock_rollout.agents.registry import Agents
-from penstock_rollout.agents.saved_sample import SavedSample, encode_episode, encode_piece, read_samples
-from penstock_rollout.agents.single_turn import single_turn_agent
 from penstock_rollout.groups.group_maker import GroupMaker
 from penstock_rollout.groups.producer import Producer
 from penstock_rollout.groups.token_saver import SampleProgress, TokenSaver
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.rewards.scorer import Scorer
-from penstock_rollout.text.tokenization import Tokenization
+from penstock_rollout.tokenization import Tokenization
 from scripted_engine import ScriptedEngine, make_context, make_tokenizer_folder, spelled
 
 EVERY = 16

@@ -2,6 +2,8 @@
 
 All processes of a program are killed when it ends, when its time is up, or when it exceeds a limit. The program sees
 nothing of this process's environment.
+
+`python -m penstock_rollout.rewards.sandbox.run [CONFINEMENT]` prints which confinement works on this machine.
 """
 
 from __future__ import annotations
@@ -14,17 +16,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, cast
 
 from penstock.errors import ConfigError
 from penstock_rollout.rewards.sandbox.bubblewrap import Bubblewrap
 from penstock_rollout.rewards.sandbox.builtin import Builtin
-from penstock_rollout.rewards.sandbox.control_group import ControlGroup
 from penstock_rollout.rewards.sandbox.folders import remove_leftovers
-from penstock_rollout.rewards.sandbox.limits import Limits
-from penstock_rollout.rewards.sandbox.program import Confinement, Program
-from penstock_rollout.rewards.sandbox.program_io import READ_BYTES, Outcome, ProgramIO
-from penstock_rollout.rewards.sandbox.system_calls import check, load_libc
+from penstock_rollout.rewards.sandbox.limits import ControlGroup, Limits
+from penstock_rollout.rewards.sandbox.program import READ_BYTES, Confinement, Outcome, Program, ProgramIO
+from penstock_rollout.rewards.sandbox.seccomp import check, load_libc
 
 Choice = Literal["auto", "bubblewrap", "builtin"]
 _PR_SET_CHILD_SUBREAPER = 36
@@ -120,3 +120,16 @@ def _close_in(pid: int, sandbox: Sandbox) -> None:
     """Close the sandbox at exit, but not in a fork of the process that opened it."""
     if os.getpid() == pid:
         sandbox.close()
+
+
+def main() -> int:
+    try:
+        print(Sandbox.open(cast(Choice, sys.argv[1] if len(sys.argv) > 1 else "auto")).description)
+    except ConfigError as error:
+        print(error)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

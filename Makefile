@@ -1,7 +1,7 @@
 # Start with `make demo` and `make test`. Every command sets up .venv first.
 SHELL := /bin/bash
 VENV ?= $(or $(PENSTOCK_VENV),.venv)
-PYTHON_SOURCES := penstock rollout_server learner services tests bench examples docs helm deploy
+PYTHON_SOURCES := penstock rollout_server learner services tools tests bench examples docs helm deploy
 BENCHES := codec replay weights vllm_flip checkpoints loading rollout gateway agents metrics durable spread scale simulate
 export PENSTOCK_VENV := $(VENV)
 .DEFAULT_GOAL := help

@@ -25,7 +25,10 @@ from typing import Any, Self
 import torch
 from prometheus_client import CollectorRegistry, generate_latest
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from harness import Bar, Measurement, alternate, ratios, report
+from memory_queue import MemoryReplayQueue
+from memory_store import MemoryStore
 from penstock.cancellation import end_task
 from penstock.codec import decode_group, encode_prompt
 from penstock.config.agents import AgentsConfig
@@ -33,8 +36,6 @@ from penstock.config.algorithms import CorrectionConfig
 from penstock.config.rollout import EngineConfig, RewardConfig, RolloutConfig
 from penstock.config.service import ReplayConfig
 from penstock.feed.datasets import read_prompts
-from penstock.replay.in_memory.store import MemoryStore
-from penstock.replay.memory_queue import MemoryReplayQueue
 from penstock.trajectory import Group, Sampling
 from penstock_learner.algorithms import corrections
 from penstock_learner.batches.sequence_batch import batch_of

@@ -1,6 +1,6 @@
 """Compares the memory that `penstock plan` expects of the policy's fullest rank with what was measured on a GPU.
 
-    PYTHONPATH=.:bench python bench/plan_memory.py
+    PYTHONPATH=.:tools:bench python bench/plan_memory.py
 
 It reads bench/results/learner.json (training steps of one rank) and, where bench/gpu/loading.py has written it,
 bench/results/loading_gpu.json: a list `rows`, one for each model, number of ranks and phase. Versions are staged on the
@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness import RESULTS, Bar, Measurement, report
-from penstock.sizing.memory import role_moments
-from penstock.sizing.memory_terms import CONTEXT, Phase, Setup, peak, total
-from penstock.sizing.model_folder import find_shape
-from penstock.sizing.models import KNOWN
+from penstock_tools.sizing.memory import role_moments
+from penstock_tools.sizing.memory_terms import CONTEXT, Phase, Setup, peak, total
+from penstock_tools.sizing.model_folder import find_shape
+from penstock_tools.sizing.models import KNOWN
 
 NAME = "plan_memory"
 TOLERANCE = 0.1

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from penstock.verl_import.table.key import Key
-from penstock.verl_import.table.offline import EVALUATION_KEYS, GENERATION_KEYS
-from penstock.verl_import.table.policy import POLICY_KEYS
-from penstock.verl_import.table.rollout import ROLLOUT_KEYS
-from penstock.verl_import.table.run import DATA_KEYS, REWARD_KEYS, TRAINER_KEYS
-from penstock.verl_import.table.sft import FSDP_SFT_KEYS, SFT_KEYS
+from penstock_tools.verl_import.table.key import Key
+from penstock_tools.verl_import.table.offline import EVALUATION_KEYS, GENERATION_KEYS
+from penstock_tools.verl_import.table.policy import POLICY_KEYS
+from penstock_tools.verl_import.table.rollout import ROLLOUT_KEYS
+from penstock_tools.verl_import.table.run import DATA_KEYS, REWARD_KEYS, TRAINER_KEYS
+from penstock_tools.verl_import.table.sft import FSDP_SFT_KEYS, SFT_KEYS
 
 KEYS_FILE = Path(__file__).parent / "verl-keys.md"
 HEADER = """\

@@ -16,13 +16,12 @@ from penstock.config.run import RunConfig
 
 SCHEMA_FILE = Path(__file__).parent / "penstock" / "values.schema.json"
 DECIDED_BY_CHART = {
-    "RunConfig": ("run_dir", "cache_dir", "launcher", "demo"),
+    "RunConfig": ("run_dir", "cache_dir", "demo"),
     "RedisConfig": ("url", "username", "password_file"),
     "GatewayConfig": ("host", "port", "grpc_port", "api_key_file", "keys_file", "tls_cert_file", "tls_key_file"),
     "RolloutConfig": ("host", "advertise_host", "port", "metrics_port", "http_port", "num_servers"),
     "WeightsConfig": ("cluster_key_file",),
     "DatasetConfig": ("metrics_host", "metrics_port"),
-    "LauncherConfig": ("metrics_host", "metrics_port"),
     "LearnerConfig": ("ray_address", "publish_host", "metrics_host", "metrics_port"),
 }
 """Config model: its fields that values.yaml must not contain."""
@@ -207,8 +206,7 @@ def run_config() -> tuple[Schema, dict[str, Schema]]:
     for model, fields in DECIDED_BY_CHART.items():
         for field in fields:
             del (schema if model == "RunConfig" else definitions[model])["properties"][field]
-    for name in ("DemoConfig", "LauncherConfig"):
-        definitions.pop(name)
+    definitions.pop("DemoConfig")
     return take_number_texts(schema), {name: take_number_texts(model) for name, model in definitions.items()}
 
 

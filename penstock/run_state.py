@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from penstock.client.responses import FIRST_BATCH, READY_PHASES
+from penstock.api.records import FIRST_BATCH, READY_PHASES
 from penstock.replay.queue_types import QueueStat
 from penstock.store.created_runs import CreatedState
 from penstock.store.fleet import ServerRecord

@@ -23,6 +23,7 @@ SOURCES = {
     "penstock_rollout": ROOT / "rollout_server",
     "penstock_learner": ROOT / "learner",
     "penstock_services": ROOT / "services",
+    "penstock_tools": ROOT / "tools",
 }
 PROPERTIES = {"folder": ("run_dir", "run"), "cache_folder": ("cache_dir", "run_dir")}
 """Properties of RunConfig, by the fields that they read."""

@@ -40,7 +40,6 @@ UNTIL_INTERRUPTED = {
     r"penstock up my-run.yaml( --learner\.\S+ \S+)*": "learner: training",
     r"penstock up my-run.yaml --run replay .*": "console and REST at",
     r"penstock top": "step",
-    r"penstock launcher .*": "",
 }
 """Commands that run until Ctrl-C, and what they print when they are up."""
 SLOW = r"penstock (up my-run.yaml --check|generate|evaluate|export)"

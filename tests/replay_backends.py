@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import redis.asyncio as redis
 
+from memory_queue import MemoryReplayQueue
+from memory_store import MemoryStore
 from penstock.codec import encode_group
 from penstock.config.service import ReplayConfig
-from penstock.replay.in_memory.store import MemoryStore
-from penstock.replay.memory_queue import MemoryReplayQueue
 from penstock.replay.queue_types import Lease
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.trajectory import Group

@@ -1,6 +1,6 @@
 """Memory of the policy's ranks on a GPU, beside the figures of `penstock plan`: loading, a step, gathering, a push.
 
-    PYTHONPATH=.:learner:bench python bench/gpu/loading.py [--models 0.5b,1.5b,7b] [--ranks 1,2,4]
+    PYTHONPATH=.:learner:tools:bench python bench/gpu/loading.py [--models 0.5b,1.5b,7b] [--ranks 1,2,4]
 
 It needs one GPU, torch, transformers, peft and pydantic, and neither Ray nor Redis. All ranks share the GPU and meet by
 NCCL. The models are random, with the shapes of Qwen2.5, in bfloat16 files. Master weights are float32. Those of 7B are
@@ -123,10 +123,10 @@ class LoadingBench:
 
 def planned_bytes(model: str, job: Job, phase: str) -> float:
     """The plan's figure, without the context of CUDA and NCCL, which torch does not count. 0 for a tiny model."""
-    from penstock.sizing.hardware import CONTEXT_BYTES
-    from penstock.sizing.memory import role_moments
-    from penstock.sizing.memory_terms import Setup, peak, total
-    from penstock.sizing.model_folder import find_shape
+    from penstock_tools.sizing.hardware import CONTEXT_BYTES
+    from penstock_tools.sizing.memory import role_moments
+    from penstock_tools.sizing.memory_terms import Setup, peak, total
+    from penstock_tools.sizing.model_folder import find_shape
 
     if model == "tiny":
         return 0.0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -17,14 +18,15 @@ from typing import Any, Self
 import numpy as np
 from prometheus_client import CollectorRegistry
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from harness import Measurement, median_ratio
+from memory_queue import MemoryReplayQueue
+from memory_store import MemoryStore
 from penstock.cancellation import end_task
 from penstock.codec import encode_prompt
 from penstock.config.agents import AdaptiveConcurrencyConfig, AgentsConfig
 from penstock.config.rollout import EngineConfig, RewardConfig, RolloutConfig
 from penstock.config.service import ReplayConfig
-from penstock.replay.in_memory.store import MemoryStore
-from penstock.replay.memory_queue import MemoryReplayQueue
 from penstock.trajectory import Prompt, Sampling
 from penstock_rollout.agents.registry import Agents
 from penstock_rollout.engines.engine import EngineStats, GenerateRequest

@@ -16,6 +16,7 @@ COPY penstock penstock
 COPY rollout_server rollout_server
 COPY learner learner
 COPY services services
+COPY tools tools
 # KubeRay's probes call the dashboard agent, which only ray[default] installs.
 RUN /opt/penstock/bin/pip install --no-cache-dir --extra-index-url "${TORCH_INDEX}" \
     ".[learner,cuda,objectstore]" "torch==${TORCH_VERSION}" "ray[default]==${RAY_VERSION}" \

@@ -10,6 +10,7 @@ COPY penstock penstock
 COPY rollout_server rollout_server
 COPY learner learner
 COPY services services
+COPY tools tools
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 
 # The versions of the engine, torch and transformers stay those of SGLang's image.

@@ -11,6 +11,7 @@ COPY penstock penstock
 COPY rollout_server rollout_server
 COPY learner learner
 COPY services services
+COPY tools tools
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 
 FROM ${PYTHON} AS cpu-build

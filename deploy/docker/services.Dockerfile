@@ -10,6 +10,7 @@ COPY penstock penstock
 COPY rollout_server rollout_server
 COPY learner learner
 COPY services services
+COPY tools tools
 RUN /opt/penstock/bin/pip install --no-cache-dir ".[services,objectstore]"
 
 FROM ${PYTHON}

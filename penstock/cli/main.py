@@ -7,7 +7,7 @@ interrupted.
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
 import signal
 import sys
@@ -19,7 +19,7 @@ from penstock.errors import ConfigError, InvalidInput, PenstockError
 COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("penstock_services.local.demo", "train a tiny model on this machine, start to finish"),
     "init": ("penstock.cli.commands.init", "write the configuration of a new run"),
-    "import-verl": ("penstock.cli.commands.import_verl", "write our configuration from a verl script or command line"),
+    "import-verl": ("penstock_tools.verl_import.command", "write our configuration from a verl script or command line"),
     "up": ("penstock_services.local.up", "start every process of a run on this machine"),
     "submit": ("penstock.cli.commands.submit", "submit the prompts of a dataset file to a run"),
     "feed": ("penstock.cli.commands.feed", "submit the dataset of a config file to its run, and run its validations"),
@@ -29,21 +29,20 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "watch": ("penstock.cli.commands.watch", "print the results of a run as they arrive"),
     "samples": ("penstock.cli.commands.samples", "show what the model wrote in training: prompts, responses, rewards"),
     "policies": ("penstock.cli.commands.policies", "list, compare, promote and roll back policy versions"),
-    "runs": ("penstock.cli.commands.runs", "create, list, pause, resume and stop runs; show metrics by step"),
+    "runs": ("penstock.cli.commands.runs", "show, list, pause, resume and stop runs; show metrics by step"),
     "servers": ("penstock.cli.commands.servers", "list, drain and undrain the rollout servers of a run"),
     "keys": ("penstock.cli.commands.keys", "make and list the API keys of a gateway"),
     "queue": ("penstock.cli.commands.queue", "inspect, record, replay and repair the replay queue of a run"),
-    "plan": ("penstock.cli.commands.plan", "estimate GPUs, memory, throughput and staleness of a run"),
-    "simulate": ("penstock.cli.commands.simulate", "predict idle time and staleness by simulation"),
+    "plan": ("penstock_tools.sizing.plan_command", "estimate GPUs, memory, throughput and staleness of a run"),
+    "simulate": ("penstock_tools.sizing.simulate_command", "predict idle time and staleness by simulation"),
     "fetch-model": (
         "penstock.cli.commands.fetch_model",
         "fetch a model once into a folder: from the Hub, S3 or a folder",
     ),
-    "evaluate": ("penstock_rollout.offline.evaluate", "score a Parquet file of responses"),
-    "generate": ("penstock_rollout.offline.generate", "sample answers to the prompts of a dataset file"),
-    "search-index": ("penstock_rollout.agents.builtin.search_index", "index passages for the built-in search tool"),
+    "evaluate": ("penstock_tools.offline.evaluate", "score a Parquet file of responses"),
+    "generate": ("penstock_tools.offline.generate", "sample answers to the prompts of a dataset file"),
+    "search-index": ("penstock_tools.search_index", "index passages for the built-in search tool"),
     "gateway": ("penstock_services.gateway.__main__", "run one gateway process"),
-    "launcher": ("penstock_services.local.launcher", "start runs that are created through the gateway"),
     "rollout": ("penstock_rollout.__main__", "run one rollout server process"),
     "learner": ("penstock_learner.__main__", "run the learner process"),
     "sft": ("penstock_learner.sft.command", "fine-tune a model on supervised examples"),
@@ -53,7 +52,12 @@ COMMANDS: dict[str, tuple[str, str]] = {
 """Each command's module, which has `main(argv) -> int`, and its help. Modules are given as text, because this package
 may not import the packages above it."""
 
-_EXTRAS = {"penstock_services": "services", "penstock_rollout": "rollout", "penstock_learner": "learner"}
+_EXTRAS = {
+    "penstock_services": "services",
+    "penstock_rollout": "rollout",
+    "penstock_learner": "learner",
+    "penstock_tools": "tools",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -100,8 +104,13 @@ def _run(name: str, argv: list[str]) -> int:
 
 
 def _help() -> str:
+    packages = {package for package in _EXTRAS if importlib.util.find_spec(package)} | {"penstock"}
     width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items()]
+    lines = [
+        f"  {name:<{width}}  {text}"
+        for name, (module, text) in COMMANDS.items()
+        if module.partition(".")[0] in packages
+    ]
     return "\n".join(
         [
             "usage: penstock COMMAND ...",

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import ssl
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
+
+import httpx
+from pydantic import TypeAdapter
 
 from penstock.client.address import CONFIGURED_RUN, GatewayAddress
 from penstock.client.retries import Attempts
+from penstock.errors import PenstockError
+
+T = TypeVar("T")
 
 
 class GatewayConnection:
@@ -47,3 +53,12 @@ class GatewayConnection:
 
     def _attempts(self) -> Attempts:
         return Attempts(self.timeout_s, self.deadline_s)
+
+
+def read_response(response: httpx.Response, kind: type[T], part: str = "") -> T:
+    """Return the body as `kind`, or the field of it that is named `part`."""
+    try:
+        body = response.json()
+        return TypeAdapter(kind).validate_python(body[part] if part else body)
+    except (ValueError, KeyError, TypeError) as error:
+        raise PenstockError(f"{response.url} did not answer as a gateway does ({error}); check the URL") from error

@@ -20,9 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx
 
-from penstock.client.gateway_connection import GatewayConnection
-from penstock.client.prompt_body import prompt_body
-from penstock.client.responses import (
+from penstock.api.records import (
     Group,
     GroupPage,
     LeasedTask,
@@ -40,8 +38,9 @@ from penstock.client.responses import (
     SessionPage,
     StepMetrics,
     Task,
-    read_response,
 )
+from penstock.client.gateway_connection import GatewayConnection, read_response
+from penstock.client.prompt_body import prompt_body
 from penstock.client.retries import connection_failure, response_failure
 from penstock.errors import DeadlineExceeded, NotFound
 from penstock.replay.evaluations import Evaluation

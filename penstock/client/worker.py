@@ -16,9 +16,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.api.records import LeasedTask
 from penstock.cancellation import end_task, to_the_end
 from penstock.client.client import PenstockClient
-from penstock.client.responses import LeasedTask
 from penstock.errors import (
     Conflict,
     DeadlineExceeded,

@@ -11,7 +11,7 @@ from penstock.config.base import Config
 from penstock.config.dataset import DatasetConfig
 from penstock.config.learner import LearnerConfig
 from penstock.config.rollout import RolloutConfig
-from penstock.config.service import DemoConfig, GatewayConfig, LauncherConfig, RedisConfig, ReplayConfig
+from penstock.config.service import DemoConfig, GatewayConfig, RedisConfig, ReplayConfig
 from penstock.config.sft import SftConfig
 from penstock.config.tracing import TracingConfig
 from penstock.config.weights import WeightsConfig
@@ -49,7 +49,6 @@ class RunConfig(Config):
     redis: RedisConfig = RedisConfig()
     replay: ReplayConfig = ReplayConfig()
     gateway: GatewayConfig = GatewayConfig()
-    launcher: LauncherConfig = LauncherConfig()
     rollout: RolloutConfig = RolloutConfig()
     weights: WeightsConfig = WeightsConfig()
     learner: LearnerConfig = LearnerConfig()

@@ -1,4 +1,4 @@
-"""Configuration of Redis, the replay queue, the gateway, the launcher and the demo."""
+"""Configuration of Redis, the replay queue, the gateway and the demo."""
 
 from __future__ import annotations
 
@@ -253,19 +253,6 @@ class GatewayConfig(Config):
         if self.tls_client_ca_file and not self.tls_cert_file:
             raise ValueError("tls_client_ca_file: needs tls_cert_file and tls_key_file")
         return self
-
-
-class LauncherConfig(Config):
-    """The launcher, which starts runs that are created through the gateway on this machine."""
-
-    max_runs: int = Field(default=0, ge=0, le=1024)
-    """Maximum number of created runs at the same time. 0: none, and `penstock up` starts no launcher."""
-    launcher_id: str = Field(default="", pattern=r"^[A-Za-z0-9._-]{0,128}$")
-    """Name of the launcher. A restarted launcher of the same name continues its runs. Empty: the host's name."""
-    metrics_host: str = "127.0.0.1"
-    """Address that /metrics and the probes listen on."""
-    metrics_port: int = Field(default=0, ge=0, le=65535)
-    """Port of /metrics and the probes. 0: take a free port and write it to `_launcher/launcher.json` in `run_dir`."""
 
 
 class DemoConfig(Config):

@@ -184,7 +184,7 @@ class GroupProducer(Protocol):
         was not at fault. At max_attempts, or at once if the failure `is_final`, the prompt is dead-lettered; a held-out
         prompt counts as finished, without samples.
 
-        Returns whether the failure opened the server's breaker, which pauses its leasing: see penstock.replay.breaker.
+        Returns whether the failure opened the server's breaker, which pauses its leasing: see lua/prelude_breaker.lua.
         `num_running` is the number of other prompts that the server works on."""
         ...
 

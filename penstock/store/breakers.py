@@ -1,4 +1,4 @@
-"""Open breakers, as operators see them. penstock.replay.breaker describes when a breaker opens and closes."""
+"""Open breakers, as operators see them. replay/lua/prelude_breaker.lua describes when a breaker opens and closes."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from penstock.store.keys import CreatedRunsKeys
 from penstock.store.redis_errors import guarded
 from penstock.store.scripts import STORE
 
-OWN_SECTIONS = frozenset({"redis", "gateway", "launcher", "run_dir", "cache_dir"})
+OWN_SECTIONS = frozenset({"redis", "gateway", "run_dir", "cache_dir"})
 """Sections that each process takes from its own config. They are never stored, so no password is stored either."""
 WAITS = "waits for a launcher that has room; `penstock launcher` starts one"
 ENDING = "its learner ends its step and writes a checkpoint"

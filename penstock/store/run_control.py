@@ -6,7 +6,7 @@ held_version   servers load this version's snapshot and stay there; the learner 
 roll_backs     number of roll backs; for each one the learner goes back to the weights of roll_back_version
 drained        servers that lease nothing (lease.lua)
 
-The queue itself pauses the leasing of a server while everything that it tries fails (penstock.replay.breaker). The
+The queue itself pauses the leasing of a server while everything that it tries fails (lua/prelude_breaker.lua). The
 learner keeps servers whose log-probs disagree with its own in quarantine (penstock.store.quarantine).
 """
 

@@ -1,1 +1,1 @@
-"""Services around the data path: the gateway and the local launcher."""
+"""Services around the data path: the gateway and `penstock up`."""

@@ -8,11 +8,11 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
+from memory_queue import MemoryReplayQueue
+from memory_store import MemoryStore
 from penstock.config.service import ReplayConfig
 from penstock.replay import admission as admission_module
 from penstock.replay.admission import admission
-from penstock.replay.in_memory.store import MemoryStore
-from penstock.replay.memory_queue import MemoryReplayQueue
 from penstock.replay.queue_types import Lease
 
 counts = st.integers(0, 50)

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from penstock.client.responses import FIRST_BATCH, Notice, Part, Phase, QueueStat, Run, Server, Verdict
+from penstock.api.records import FIRST_BATCH, Notice, Part, Phase, QueueStat, Run, Server, Verdict
 from penstock.errors import Conflict
 from penstock.run_state import NO_LEARNER
 from penstock_services.local import announcements, processes

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SOURCES = [ROOT / folder for folder in ("bench/gpu", "bench", ".", "learner", "rollout_server", "services", "tests")]
+SOURCES = [
+    ROOT / folder for folder in ("bench/gpu", "bench", ".", "learner", "rollout_server", "services", "tools", "tests")
+]
 """Where the commands of the benchmarks look for modules, in their order."""
 OURS = {path.name for folder in SOURCES for path in folder.iterdir() if (path / "__init__.py").exists()}
 NOT_INSTALLED = {"cupy", "datasets", "sglang", "trl", "verl", "vllm"}

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from memory_queue import MemoryReplayQueue
+from memory_store import MemoryStore
 from penstock.cancellation import end_task
 from penstock.config.dataset import DatasetConfig
 from penstock.config.service import ReplayConfig
 from penstock.errors import InvalidInput, Unavailable
 from penstock.feed.buried_prompts import MIN_BURIED, BuriedPrompts
 from penstock.feed.dataset_feed import Feeder, PromptStream
-from penstock.replay.in_memory.store import MemoryStore
-from penstock.replay.memory_queue import MemoryReplayQueue
 from penstock.trajectory import Prompt
 
 TOO_LONG = "prompt_too_long"

@@ -18,11 +18,11 @@ import httpx
 import pytest
 from rich.console import Console
 
+from penstock.api.records import Policy, QueueStat, Run, Server
 from penstock.cli import main as cli
 from penstock.cli.commands import policies, top
 from penstock.cli.connection import only_gateway
 from penstock.client import SyncPenstockClient
-from penstock.client.responses import Policy, QueueStat, Run, Server
 from penstock.errors import ConfigError, InvalidInput, PenstockError, Unavailable
 from penstock.restarting import write_restarting
 from penstock.sparkline import sparkline
@@ -127,7 +127,7 @@ def test_an_unknown_option_suggests_the_nearest(
         (["queue", "dlq", "lst"], "unknown action 'lst'; did you mean list?"),
         (["queue"], "COMMAND is missing: give one of stat, peek, export, import, requeue or dlq"),
         (["keys"], "ACTION is missing: give one of make or list"),
-        (["runs", "creat", "x.yaml"], "did you mean create?"),
+        (["runs", "resum"], "did you mean resume?"),
         (["servers", "dran", "a"], "did you mean drain?"),
         (["up"], "CONFIG is missing (YAML file of the run); see `penstock up --help`"),
         (["generate"], "FILE and --output are missing; see `penstock generate --help`"),
@@ -139,7 +139,7 @@ def test_an_unknown_option_suggests_the_nearest(
         (["plan", "--placement", "standalon"], "--placement: 'standalon' is not a choice; did you mean standalone?"),
         (["init", "--algorithm", "zzz"], "--algorithm: 'zzz' is not a choice; choose one of "),
         (["status", "here"], "unexpected 'here'; see `penstock status --help`"),
-        (["runs", "pause", "--learner.lr", "1"], "unexpected '--learner.lr'"),
+        (["runs", "pause", "--learner.lr", "1"], "unknown option --learner.lr; see `penstock runs --help`"),
     ],
 )
 def test_a_wrong_command_line_is_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -264,7 +264,7 @@ def test_a_model_by_a_hub_name_that_the_cache_does_not_have(
     assert "model.path: Qwen/Qwen2.5-0.5B-none is neither a path on this machine nor a" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["up", "launcher", "rollout", "learner"])
+@pytest.mark.parametrize("name", ["up", "rollout", "learner"])
 def test_a_run_folder_that_cannot_be_made(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -272,7 +272,7 @@ def test_a_run_folder_that_cannot_be_made(
     folder = tmp_path / "file"
     folder.touch()
     words = [str(DEMO)] if name == "up" else ["--config", str(DEMO)]
-    overrides = ["--launcher.max_runs", "1", "--redis.url", "redis://127.0.0.1:1", "--run_dir", str(folder)]
+    overrides = ["--redis.url", "redis://127.0.0.1:1", "--run_dir", str(folder)]
     assert cli.main([name, *words, *overrides]) != 0
     error = capsys.readouterr().err
     assert f"run_dir {folder} cannot be written to: Not a directory; set it to a writable folder" in error

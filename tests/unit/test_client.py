@@ -14,7 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-from penstock.client import PenstockClient, SyncPenstockClient, responses, retries
+from penstock.api import records
+from penstock.client import PenstockClient, SyncPenstockClient, retries
 from penstock.errors import (
     ERRORS_BY_REASON,
     InvalidInput,
@@ -317,5 +318,5 @@ def test_a_wrong_request_is_not_repeated(slept: list[float]) -> None:
 def test_queue_statistics_have_one_set_of_names() -> None:
     """The gateway and the clients show a part of the queue's own fields, and one property, under the same names."""
     shown = set(runs_pb2.QueueStat.DESCRIPTOR.fields_by_name)
-    assert shown == set(responses.QueueStat.model_fields)
+    assert shown == set(records.QueueStat.model_fields)
     assert shown - {field.name for field in dataclasses.fields(queue_types.QueueStat)} == {"conservation_error"}

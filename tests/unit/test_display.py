@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from penstock.api.records import QueueStat, Run
 from penstock.cli.commands.status import alarms
-from penstock.client.responses import QueueStat, Run
 from penstock.config.loading import validate
 from penstock.sparkline import sparkline
 from penstock_services.local import display

@@ -36,7 +36,7 @@ OTHER_PAGES = [
     *sorted(ROOT.glob("examples/*/README.md")),
 ]
 FOLDERS = (
-    "penstock", "services", "rollout_server", "learner", "proto", "deploy", "helm", "docs", "tests", "bench",
+    "penstock", "services", "rollout_server", "learner", "tools", "proto", "deploy", "helm", "docs", "tests", "bench",
     "examples",
 )  # fmt: skip
 PLACEHOLDERS = {

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import grimp
 
-PACKAGES = ("penstock", "penstock_rollout", "penstock_learner", "penstock_services")
+PACKAGES = ("penstock", "penstock_rollout", "penstock_learner", "penstock_services", "penstock_tools")
 
 
 def test_no_two_files_import_each_other() -> None:

@@ -14,23 +14,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.cli import main as cli
-from penstock.cli.plan_search import task_of
 from penstock.config.loading import load_config, validate
 from penstock.errors import InvalidInput
-from penstock.sizing.config_memory import memory_of
-from penstock.sizing.fleet_model import FleetModel
-from penstock.sizing.hardware import GPUS, USABLE_MEMORY, Gpu
-from penstock.sizing.memory import role_moments
-from penstock.sizing.memory_terms import Role, Setup, peak, tokens_of_a_rank, total
-from penstock.sizing.models import KNOWN, ModelShape, shape_of_hub_id
-from penstock.sizing.placement.candidates import SHARED_UTILIZATIONS, LearnerChoice, Task, server_choices
-from penstock.sizing.placement.proposed_plan import plan_of, proposal_config, roles_of
-from penstock.sizing.placement.search import pace_of, search
-from penstock.sizing.plan import server_plan
-from penstock.sizing.planned import PLACEMENTS, Placement
-from penstock.sizing.rates import GROUP_VARIATION, LONGEST_GROUP, RoleWork, exchange_s, offload_s, pace, train_s
-from penstock.sizing.simulation import simulate
-from penstock.sizing.workload import Workload
+from penstock_tools.sizing.config_memory import memory_of
+from penstock_tools.sizing.fleet_model import FleetModel
+from penstock_tools.sizing.hardware import GPUS, USABLE_MEMORY, Gpu
+from penstock_tools.sizing.memory import role_moments
+from penstock_tools.sizing.memory_terms import Role, Setup, peak, tokens_of_a_rank, total
+from penstock_tools.sizing.models import KNOWN, ModelShape, shape_of_hub_id
+from penstock_tools.sizing.placement.candidates import SHARED_UTILIZATIONS, LearnerChoice, Task, server_choices
+from penstock_tools.sizing.placement.proposed_plan import plan_of, proposal_config, roles_of
+from penstock_tools.sizing.placement.search import pace_of, search
+from penstock_tools.sizing.plan import server_plan
+from penstock_tools.sizing.plan_search import task_of
+from penstock_tools.sizing.planned import PLACEMENTS, Placement
+from penstock_tools.sizing.rates import GROUP_VARIATION, LONGEST_GROUP, RoleWork, exchange_s, offload_s, pace, train_s
+from penstock_tools.sizing.simulation import simulate
+from penstock_tools.sizing.workload import Workload
 
 SIZES = {
     "num_hidden_layers": 28, "hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28,

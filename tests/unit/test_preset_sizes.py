@@ -12,9 +12,9 @@ from penstock.config.gpu_bundles import num_gpus
 from penstock.config.loading import load_config
 from penstock.config.starter import ALGORITHMS, Answers, starter_config
 from penstock.hub import is_hub_id
-from penstock.sizing.config_memory import memory_of
-from penstock.sizing.hardware import GPUS
 from penstock.start_checks import check_lengths
+from penstock_tools.sizing.config_memory import memory_of
+from penstock_tools.sizing.hardware import GPUS
 
 PRESETS = Path(__file__).parents[2] / "examples" / "presets"
 SHAPE = {

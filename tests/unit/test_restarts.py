@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from penstock.client.responses import Server
+from penstock.api.records import Server
 from penstock.errors import ProcessDied
 from penstock_services.local import hung_servers
 from penstock_services.local import restarts as restarts_module

@@ -16,21 +16,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.cli import main as cli
-from penstock.cli.plan_text import as_json
 from penstock.config.gpu_bundles import num_gpus
 from penstock.config.loading import validate
 from penstock.errors import ConfigError, InvalidInput
-from penstock.sizing.fleet_model import FleetModel
-from penstock.sizing.hardware import GPUS, LOAD_RATE, TRAIN_EFFICIENCY, USABLE_MEMORY
-from penstock.sizing.memory import role_moments
-from penstock.sizing.memory_terms import CONTEXT, PHASES, STAGED, Role, Setup, peak, total
-from penstock.sizing.model_folder import find_shape
-from penstock.sizing.models import KNOWN
-from penstock.sizing.plan import make_plan
-from penstock.sizing.planned import PLACEMENTS
-from penstock.sizing.rates import decode_step_s
-from penstock.sizing.simulation import simulate
-from penstock.sizing.workload import Workload
+from penstock_tools.sizing.fleet_model import FleetModel
+from penstock_tools.sizing.hardware import GPUS, LOAD_RATE, TRAIN_EFFICIENCY, USABLE_MEMORY
+from penstock_tools.sizing.memory import role_moments
+from penstock_tools.sizing.memory_terms import CONTEXT, PHASES, STAGED, Role, Setup, peak, total
+from penstock_tools.sizing.model_folder import find_shape
+from penstock_tools.sizing.models import KNOWN
+from penstock_tools.sizing.plan import make_plan
+from penstock_tools.sizing.plan_text import as_json
+from penstock_tools.sizing.planned import PLACEMENTS
+from penstock_tools.sizing.rates import decode_step_s
+from penstock_tools.sizing.simulation import simulate
+from penstock_tools.sizing.workload import Workload
 
 ROOT = Path(__file__).parents[2]
 PUBLISHED = {

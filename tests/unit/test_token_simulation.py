@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from penstock.errors import InvalidInput
-from penstock.sizing.fleet_model import FleetModel
-from penstock.sizing.simulation import simulate
-from penstock.sizing.token_simulation import TokenFleet, lengths, simulate_tokens
+from penstock_tools.sizing.fleet_model import FleetModel
+from penstock_tools.sizing.simulation import simulate
+from penstock_tools.sizing.token_simulation import TokenFleet, lengths, simulate_tokens
 
 TOKEN_S = 0.02
 FLEET = TokenFleet(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.client.responses import QueueStat, Run, Verdict
+from penstock.api.records import QueueStat, Run, Verdict
 from penstock.verdicts import FEW_STEPS, NEWEST_STEPS, SPEED_STEPS
 from penstock_services.local import verdict_lines
 from penstock_services.local.announcements import Announcements

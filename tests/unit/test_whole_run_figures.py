@@ -162,7 +162,7 @@ def test_a_start_is_broken_down_into_phases_and_saved_while_it_runs(
     bench_modules: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from cold_start import FIRST_STEP, Timeline
-    from penstock.client.responses import Part, Phase
+    from penstock.api.records import Part, Phase
 
     def part(component: str, *phases: tuple[str, int]) -> Part:
         return Part(component=component, phases=tuple(Phase(name=name, entered_at_ms=at) for name, at in phases))

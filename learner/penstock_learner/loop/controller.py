@@ -18,8 +18,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from penstock.api.records import LAST_VALIDATION
 from penstock.cancellation import end_task
-from penstock.client.responses import LAST_VALIDATION
 from penstock.config.run import RunConfig
 from penstock.errors import RoleDied
 from penstock.machine.disk_space import DiskWatch, folder_bytes

@@ -24,7 +24,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from penstock.client.responses import FIRST_BATCH
+from penstock.api.records import FIRST_BATCH
 from penstock.config.run import RunConfig
 from penstock.logs import bind
 from penstock.machine.garbage import spare_living_objects

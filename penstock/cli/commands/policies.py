@@ -24,8 +24,8 @@ from penstock.cli.parser import Parser, RawHelpFormatter
 from penstock.errors import InvalidInput
 
 if TYPE_CHECKING:
+    from penstock.api.records import Policy, PolicyComparison
     from penstock.client import SyncPenstockClient
-    from penstock.client.responses import Policy, PolicyComparison
 
 DEADLINE_S = 5.0
 _EPILOG = (__doc__ or "").partition("\n\n")[2]

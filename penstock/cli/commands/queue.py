@@ -6,9 +6,10 @@ It connects to Redis directly, so it works while the gateway, the learner and al
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib.util
 import json
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     from penstock.token_text import TokenText
 
 MAX_LIMIT = 1000
-WAIT_S = 600.0
+_RECORDINGS = "penstock_tools.recordings.command"
+"""Adds `export` and `import`. Given as text, because this package may not import the packages above it."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -41,7 +43,7 @@ async def _run(args: argparse.Namespace) -> int:
     client = connect(target.redis)
     try:
         inspector = QueueInspector(client, target.run, target.replay)
-        if args.command is not _import:
+        if not args.may_start_queue:
             await inspector.check_exists()
         command: Callable[[argparse.Namespace, QueueInspector], Awaitable[int]] = args.command
         return await command(args, inspector)
@@ -57,7 +59,7 @@ def _parser() -> Parser:
         prog="penstock queue",
         description="Inspect a run's replay queue, export and import groups, and requeue dead letters.",
     )
-    parser.set_defaults(config=None, redis_url=None, run=None, json=False)
+    parser.set_defaults(config=None, redis_url=None, run=None, json=False, may_start_queue=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     _command(commands, "stat", _stat, "count every place of the queue and check that nothing is lost", can_json=True)
@@ -67,20 +69,8 @@ def _parser() -> Parser:
     peek.add_argument("--prompt-id", type=int, metavar="ID", help="show the prompt and the responses of this group")
     peek.add_argument("--tokens", action="store_true", help="with --prompt-id: a table of tokens instead of text")
 
-    export = _command(commands, "export", _export, "write the ready groups to a Parquet file; changes nothing")
-    export.add_argument("file", type=Path)
-    export.add_argument("--all", action="store_true", help="also groups that the learner has taken and not committed")
-    export.add_argument("--force", action="store_true", help="replace the file if it exists")
-
-    imports = _command(commands, "import", _import, "import the groups of a Parquet file into a queue")
-    imports.add_argument("file", type=Path)
-    imports.add_argument(
-        "--epoch", type=int, default=0, help="use another number to import the same file again (default: %(default)s)"
-    )
-    imports.add_argument(
-        "--wait-s", type=float, default=WAIT_S, metavar="S",
-        help="how long to wait for room in a full queue (default: %(default).0f)",
-    )  # fmt: skip
+    if importlib.util.find_spec(_RECORDINGS.partition(".")[0]):
+        importlib.import_module(_RECORDINGS).add_commands(functools.partial(_command, commands))
 
     requeue = _command(commands, "requeue", _requeue, "submit dead-lettered prompts again", can_json=True)
     _add_selection(requeue)
@@ -201,32 +191,6 @@ async def _peek(args: argparse.Namespace, inspector: QueueInspector) -> int:
     return 0
 
 
-async def _export(args: argparse.Namespace, inspector: QueueInspector) -> int:
-    from penstock.replay.recording import export_groups
-
-    if args.file.exists() and not args.force:
-        raise InvalidInput(str(args.file), "exists; choose another name or add --force")
-    with _progress("exporting") as advance:
-        exported = await export_groups(inspector, args.file, include_delivered=args.all, advance=advance)
-    gone = f"; {exported.num_gone} were committed meanwhile" if exported.num_gone else ""
-    print(f"exported {exported.num_groups} groups of run {inspector.run} to {args.file}{gone}")
-    for line in exported.unreadable:
-        print(f"left out {line}")
-    return 0
-
-
-async def _import(args: argparse.Namespace, inspector: QueueInspector) -> int:
-    from penstock.replay.recording import import_groups
-
-    with _progress("importing") as advance:
-        imported = await import_groups(inspector, args.file, epoch=args.epoch, wait_s=args.wait_s, advance=advance)
-    print(
-        f"imported {imported.num_groups} groups into run {inspector.run}; "
-        f"{imported.num_present} groups of the file were imported before"
-    )
-    return 0
-
-
 async def _requeue(args: argparse.Namespace, inspector: QueueInspector) -> int:
     requeued: list[dict[str, Any]] = []
     refused: list[dict[str, str]] = []
@@ -307,16 +271,3 @@ def _checked_limit(limit: int) -> int:
 
 def _print_json(record: Any) -> None:
     print(json.dumps(record, indent=2))
-
-
-@contextmanager
-def _progress(text: str) -> Iterator[Callable[[int, int], None]]:
-    """Yields `advance(done, total)`, which draws a progress bar on a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn(text), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("")
-        yield lambda done, total: progress.update(task, completed=done, total=total)

@@ -1,10 +1,9 @@
-"""`penstock runs`: create, show and control the runs of a gateway.
+"""`penstock runs`: show and control the runs of a gateway.
 
 penstock runs                         show one run: its state, step and version
 penstock runs list                    show all runs
-penstock runs create CONFIG           create a run, which a launcher starts; overrides may follow
 penstock runs pause                   stop leasing prompts
-penstock runs resume                  lease prompts again; start a created run again that stopped or failed
+penstock runs resume                  lease prompts again
 penstock runs stop                    end the learner after its current step, with a checkpoint
 penstock runs metrics                 show the metrics of the newest steps
 """
@@ -12,50 +11,37 @@ penstock runs metrics                 show the metrics of the newest steps
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.cli.connection import add_gateway_arguments, open_client
 from penstock.cli.json_output import to_json
-from penstock.cli.overrides import parse_with_overrides
 from penstock.cli.parser import Parser, RawHelpFormatter
-from penstock.errors import InvalidInput
 
 if TYPE_CHECKING:
+    from penstock.api.records import Run, StepMetrics
     from penstock.client import SyncPenstockClient
-    from penstock.client.responses import Run, StepMetrics
 
 DEADLINE_S = 5.0
 _EPILOG = (__doc__ or "").partition("\n\n")[2]
 """The table of actions above."""
 _SHOWN = {"reward_mean": "reward", "staleness_mean": "staleness", "loss": "loss", "tokens_per_second": "tokens/s"}
-_ACTIONS = ("show", "list", "create", "metrics", "pause", "resume", "stop")
+_ACTIONS = ("show", "list", "metrics", "pause", "resume", "stop")
 
 
 def main(argv: Sequence[str]) -> int:
     parser = Parser(
         prog="penstock runs",
-        description="Create, show, pause, resume and stop runs.",
+        description="Show, list, pause, resume and stop runs.",
         epilog=_EPILOG,
         formatter_class=RawHelpFormatter,
     )
     parser.add_argument("action", nargs="?", default="show", choices=_ACTIONS)
-    parser.add_argument(
-        "config",
-        nargs="?",
-        type=Path,
-        help="YAML file of the run to create; any config field can be overridden: --learner.num_steps 200",
-    )
     add_gateway_arguments(parser)
     parser.add_argument(
         "--limit", type=int, default=20, metavar="N", help="show the metrics of N steps (default: %(default)s)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    args, overrides = parse_with_overrides(parser, argv)
-    if (args.action == "create") != (args.config is not None):
-        raise InvalidInput("config", "`create` needs a config file, and the other actions take none")
-    if overrides and args.action != "create":
-        parser.error(f"unexpected {overrides[0]!r}: only `create` takes overrides of the config")
+    args = parser.parse_args(argv)
     with open_client(args, DEADLINE_S) as client:
         if args.action == "metrics":
             steps = client.metrics(args.limit)
@@ -65,18 +51,9 @@ def main(argv: Sequence[str]) -> int:
             runs = client.runs()
             print(to_json(runs) if args.json else "\n".join(map(_line, runs)))
             return 0
-        run = _create(client, args.config, overrides) if args.action == "create" else _change(client, args.action)
+        run = _change(client, args.action)
     print(to_json(run) if args.json else _line(run))
     return 0
-
-
-def _create(client: SyncPenstockClient, path: Path, overrides: Sequence[str]) -> Run:
-    """Check the file here, so that mistakes are reported at once. Fields that the launcher sets, such as Redis'
-    address, are not sent."""
-    from penstock.config.loading import load_config
-    from penstock.store.created_runs import stored_config
-
-    return client.create_run(stored_config(load_config(path, overrides)))
 
 
 def _change(client: SyncPenstockClient, action: str) -> Run:
@@ -86,9 +63,8 @@ def _change(client: SyncPenstockClient, action: str) -> Run:
 
 def _line(run: Run) -> str:
     held = "" if run.held_version is None else f", servers held at version {run.held_version}"
-    where = f" on {run.launcher_id}" if run.launcher_id else ""
     detail = f": {run.detail}" if run.detail else ""
-    return f"run {run.run} is {run.state.lower()}{where} at step {run.step}, version {run.policy_version}{held}{detail}"
+    return f"run {run.run} is {run.state.lower()} at step {run.step}, version {run.policy_version}{held}{detail}"
 
 
 def _print_metrics(steps: Sequence[StepMetrics]) -> None:

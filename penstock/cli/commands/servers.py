@@ -11,7 +11,7 @@ from penstock.cli.parser import Parser
 from penstock.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from penstock.client.responses import Server
+    from penstock.api.records import Server
 
 DEADLINE_S = 5.0
 

@@ -10,7 +10,7 @@ from penstock.cli.json_output import to_json
 from penstock.cli.parser import Parser
 
 if TYPE_CHECKING:
-    from penstock.client.responses import Metrics, Notice, Run, Server
+    from penstock.api.records import Metrics, Notice, Run, Server
 
 DEADLINE_S = 5.0
 _STEP_METRICS = {

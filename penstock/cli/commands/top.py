@@ -14,8 +14,8 @@ from penstock.cli.parser import Parser
 from penstock.errors import InvalidInput, Unavailable
 
 if TYPE_CHECKING:
+    from penstock.api.records import Run
     from penstock.client import SyncPenstockClient
-    from penstock.client.responses import Run
 
 DEADLINE_S = 5.0
 HISTORY = 60

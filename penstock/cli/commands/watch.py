@@ -11,7 +11,7 @@ from penstock.cli.json_output import to_json
 from penstock.cli.parser import Parser
 
 if TYPE_CHECKING:
-    from penstock.client.responses import Result
+    from penstock.api.records import Result
 
 DEADLINE_S = 60.0
 

@@ -1,5 +1,37 @@
--- The circuit breaker of each server: penstock/replay/breaker.py describes it. `breakers` holds a record for each server
--- that has failed since its last success.
+-- The circuit breaker of a rollout server: it pauses leasing while everything that the server tries fails.
+--
+-- Bad weights or a broken reward fail every prompt alike. Without a breaker, each prompt would use up its attempts
+-- within seconds and go to the dead letters. The queue keeps one breaker per server, from the server's first failure to
+-- its next success. A success is an accepted group or a finished evaluation prompt.
+--
+--     closed ──(failures reach a limit)──► open ──(a success, or an operator resumes the run)──► closed
+--
+-- A failure is at first kept in the breaker, because it is not known yet whether the server or the prompt is at fault.
+-- If the server succeeds next, its failures count towards the prompts' attempts, and a prompt that has used them up is
+-- dead-lettered. If the breaker opens, they are forgotten. So a prompt may be tried more often than `max_attempts`
+-- times while servers fail. A prompt that fails while its server has no other one to try, or fails again while few
+-- others do, is dead-lettered without a success.
+--
+-- It opens when, since the server's last success, `failures` leases failed, or `non_finite_failures` of them with the
+-- reason `non_finite`. At least MIN_PROMPTS different prompts must have failed, and at least half as many as the server
+-- works on, so that a few bad prompts do not open it. Then
+--
+-- - the server leases one prompt as a probe after `probe_s`, then after twice that time, up to MAX_WAIT_MS, and at once
+--   whenever a new policy version is published. A probe prefers prompts that have not failed yet, and training prompts
+--   after a held-out prompt has failed. Its failure does not count;
+-- - the first success closes it;
+-- - a server that is pinned to a version answers nothing but its evaluation. After MAX_PROBES probes the evaluation is
+--   abandoned, unless another server is pinned to the same version: its prompts that wait count as finished, without
+--   samples.
+--
+-- While many prompts fail and no limit is reached, no prompt is dead-lettered. A server first leases prompts that have
+-- not failed on it since its last success, so that one prompt does not use up its attempts before others were tried. A
+-- prompt that was spared by MAX_SPARED breakers, while groups of other prompts were accepted between them, is treated
+-- as bad itself: its failures count at once, and they do not open a breaker. An expired lease is not a failure here: it
+-- tells that a server died, not why. Neither is a failure that is final, because it concerns only its prompt.
+--
+-- `breakers` holds a record for each server that has failed since its last success. tests/memory_store.py is the model
+-- that the property test compares this with.
 local MIN_PROMPTS, MAX_SPARED, MAX_PROBES, MAX_WAIT_MS = 3, 3, 3, 60000
 
 local function read_breaker(server)

@@ -13,7 +13,7 @@ from penstock.config.tools import BuiltInTool
 from penstock.config.tools import PythonTool as PythonSettings
 from penstock.config.tools import SearchTool as SearchSettings
 from penstock.errors import ConfigError
-from penstock_rollout.agents.builtin.search_index import SearchIndex
+from penstock_rollout.agents.search_index import SearchIndex
 from penstock_rollout.agents.tools import Tool, ToolAnswer
 from penstock_rollout.rewards.pool import RewardFailed, RewardPool
 from penstock_rollout.rewards.remote import post_until_answered

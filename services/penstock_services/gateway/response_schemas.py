@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from penstock.client.responses import (
+from penstock.api.records import (
     Group,
     GroupPage,
     LeasedTask,
@@ -18,7 +18,7 @@ from penstock.client.responses import (
     PolicyPage,
     PromptPage,
     PromptRecord,
-    ResponseBody,
+    Record,
     Result,
     RewardedSession,
     Run,
@@ -31,7 +31,7 @@ from penstock.client.responses import (
 )
 
 
-class Submission(ResponseBody):
+class Submission(Record):
     prompt_ids: tuple[int, ...]
     replayed: bool
     """Whether these are the ids of an earlier request with the same idempotency key."""
@@ -39,7 +39,7 @@ class Submission(ResponseBody):
     """How many of the prompts were submitted before."""
 
 
-class Evaluation(ResponseBody):
+class Evaluation(Record):
     evaluation_id: str
     num_prompts: int
     num_finished: int
@@ -52,30 +52,30 @@ class Evaluation(ResponseBody):
     num_failed: int
 
 
-class CancelledPrompts(ResponseBody):
+class CancelledPrompts(Record):
     prompts: tuple[PromptRecord, ...]
 
 
-class RunList(ResponseBody):
+class RunList(Record):
     runs: tuple[Run, ...]
 
 
-class ServerList(ResponseBody):
+class ServerList(Record):
     servers: tuple[Server, ...]
 
 
-class Score(ResponseBody):
+class Score(Record):
     benchmark: str
     number: int
     score: float | None
 
 
-class MetricsList(ResponseBody):
+class MetricsList(Record):
     steps: tuple[StepMetrics, ...]
     scores: tuple[Score, ...]
 
 
-class DeadLetter(ResponseBody):
+class DeadLetter(Record):
     letter_id: str
     prompt_id: int
     reason: str
@@ -84,21 +84,21 @@ class DeadLetter(ResponseBody):
     group_bytes: int
 
 
-class DeadLetterPage(ResponseBody):
+class DeadLetterPage(Record):
     dead_letters: tuple[DeadLetter, ...]
     next_page_token: str
     reasons: dict[str, int]
 
 
-class RequeuedPrompt(ResponseBody):
+class RequeuedPrompt(Record):
     prompt_id: int
 
 
-class Unpinned(ResponseBody):
+class Unpinned(Record):
     was_pinned: bool
 
 
-class Dataset(ResponseBody):
+class Dataset(Record):
     name: str
     format: str
     num_prompts: int
@@ -106,30 +106,30 @@ class Dataset(ResponseBody):
     num_bytes: int
 
 
-class SubmittedTasks(ResponseBody):
+class SubmittedTasks(Record):
     task_ids: tuple[str, ...]
     replayed: bool
 
 
-class LeasedTasks(ResponseBody):
+class LeasedTasks(Record):
     tasks: tuple[LeasedTask, ...]
 
 
-class LostTasks(ResponseBody):
+class LostTasks(Record):
     lost_session_ids: tuple[str, ...]
 
 
-class ReturnedTask(ResponseBody):
+class ReturnedTask(Record):
     returned: bool
 
 
-class Usage(ResponseBody):
+class Usage(Record):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
 
 
-class Completion(ResponseBody):
+class Completion(Record):
     """OpenAI's completion, with the policy versions that made it. `stream: true` answers server-sent events instead."""
 
     id: str
@@ -142,7 +142,7 @@ class Completion(ResponseBody):
     policy_versions: list[int]
 
 
-class ResponsesAnswer(ResponseBody):
+class ResponsesAnswer(Record):
     """OpenAI's response, with the policy versions that made it. `stream: true` answers server-sent events instead."""
 
     id: str
@@ -156,7 +156,7 @@ class ResponsesAnswer(ResponseBody):
     policy_versions: list[int]
 
 
-class MessagesAnswer(ResponseBody):
+class MessagesAnswer(Record):
     """Anthropic's message, with the policy versions that made it. `stream: true` answers server-sent events instead."""
 
     id: str
@@ -171,11 +171,11 @@ class MessagesAnswer(ResponseBody):
     policy_versions: list[int]
 
 
-class TokenCount(ResponseBody):
+class TokenCount(Record):
     input_tokens: int
 
 
-class Model(ResponseBody):
+class Model(Record):
     id: str
     object: str
     created: int
@@ -184,16 +184,16 @@ class Model(ResponseBody):
     server_ids: tuple[str, ...]
 
 
-class ModelList(ResponseBody):
+class ModelList(Record):
     object: str
     data: tuple[Model, ...]
 
 
-class Alive(ResponseBody):
+class Alive(Record):
     status: str
 
 
-class Ready(ResponseBody):
+class Ready(Record):
     status: str
     state: str
     detail: str

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from penstock.client.responses import READY_PHASES, Part, Phase, Run
+from penstock.api.records import READY_PHASES, Part, Phase, Run
 from penstock.run_state import NO_LEARNER
 from penstock_services.local.verdict_lines import LearningLine, NoPromptsLine, SpeedLine, lacks_prompts
 

@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from penstock.client.responses import Run
+from penstock.api.records import Run
 from penstock.config.run import RunConfig
 from penstock.run_state import progress
 from penstock.sparkline import sparkline

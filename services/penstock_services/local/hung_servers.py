@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Sequence
 
-from penstock.client.responses import Server
+from penstock.api.records import Server
 from penstock.config.run import RunConfig
 
 

@@ -14,9 +14,9 @@ from typing import IO, Self
 
 import psutil
 
+from penstock.api.records import Server
 from penstock.api_keys import OWN_KEY_FILE, read_own_key, read_secret
 from penstock.client import PenstockClient
-from penstock.client.responses import Server
 from penstock.config.loading import dump_config, load_config
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, DeadlineExceeded, PenstockError
@@ -39,7 +39,6 @@ from penstock_services.local.start_check import check_before_start
 
 logger = logging.getLogger(__name__)
 LEARNER, GATEWAY = "learner", "gateway"
-LAUNCHER_STOP_S = 240.0
 ORPHANS_S = 60.0
 """How long a start waits for the processes of a run whose supervisor was killed."""
 
@@ -100,15 +99,13 @@ class LocalRun:
             self._lock.close()
 
     def start_workers(self) -> None:
-        """Start the learner, the rollout servers, the feed if there is a dataset, and the launcher if it is configured.
+        """Start the learner, the rollout servers, and the feed if there is a dataset.
 
         Returns at once; the processes take a while to be ready."""
         if self._learner is None:
             self._start_slow_workers()
         if self.config.dataset.file is not None or self.config.dataset.validation.file is not None:
             self._start_process(FEED, "penstock.cli.commands.feed", "--watch")
-        if self.config.launcher.max_runs:
-            self._start_process("launcher", "penstock_services.local.launcher", stop_timeout_s=LAUNCHER_STOP_S)
 
     def _start_slow_workers(self) -> None:
         self._environments = divide_gpus(self.config, visible_gpus())

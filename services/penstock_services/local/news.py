@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from penstock.client.responses import Run
+from penstock.api.records import Run
 from penstock.errors import Unavailable
 from penstock_services.local.announcements import Announcements, waiting_for
 from penstock_services.local.display import Progress

@@ -9,7 +9,7 @@ import signal
 import time
 from pathlib import Path
 
-from penstock.client.responses import Run
+from penstock.api.records import Run
 from penstock.config.run import RunConfig
 from penstock.errors import DeadlineExceeded, InvalidInput, NotFound, ProcessDied
 from penstock.feed.feed_process import feed_file

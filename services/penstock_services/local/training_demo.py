@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from penstock.client.responses import Run
+from penstock.api.records import Run
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, Conflict, DeadlineExceeded
 from penstock.feed.datasets import read_prompts

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 
-from penstock.client.responses import FIRST_BATCH, Part, Run, Verdict
+from penstock.api.records import FIRST_BATCH, Part, Run, Verdict
 from penstock.verdicts import FEW_STEPS, NEWEST_STEPS, SPEED_STEPS
 
 SLOW_AFTER_S = 60.0

@@ -17,10 +17,10 @@ import pytest
 import redis.asyncio as redis
 
 from gateways import Gateway, group_of, publish, run_config, running
+from penstock.api.records import Run
 from penstock.api_keys import make_key, make_own_key
 from penstock.cli import main as cli
 from penstock.client import PenstockClient, SyncPenstockClient
-from penstock.client.responses import Run
 from penstock.codec import encode_group
 from penstock.config.loading import dump_config
 from penstock.errors import (

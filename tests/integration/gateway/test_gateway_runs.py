@@ -10,9 +10,9 @@ import pytest
 
 from gateway_calls import ageless, both, post_prompts, rest, stubs, submit
 from gateways import PROMPT, RUN, Gateway, publish
+from penstock.api.records import Run
 from penstock.cli.commands.status import alarms, paused_servers, quarantined_servers
 from penstock.cli.commands.top import parse_series
-from penstock.client.responses import Run
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.heartbeats import LEARNER, Heartbeats

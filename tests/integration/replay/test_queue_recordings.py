@@ -18,9 +18,9 @@ from penstock.codec import decode_prompt
 from penstock.config.loading import dump_config
 from penstock.config.service import ReplayConfig
 from penstock.replay.inspection import QueueInspector
-from penstock.replay.recording import SERVER_ID, _import_key
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.trajectory import Prompt, Trajectory, VersionSegment
+from penstock_tools.recordings.transfer import SERVER_ID, _import_key
 from queue_tools import Tools, content, operator_tools, recording_file, rich_group  # noqa: F401 the fixtures
 from tiny_model import make_tiny_qwen2
 
@@ -192,7 +192,7 @@ def test_a_recording_of_version_1_is_imported(tools: Tools, recording: Path) -> 
     import pyarrow as pa
     from pyarrow import parquet
 
-    from penstock.replay.recording_columns import TRAJECTORY_1
+    from penstock_tools.recordings.columns import TRAJECTORY_1
 
     groups = [make_group(0), make_group(1)]
     tools.fill(groups)

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from penstock.replay.memory_queue import MemoryReplayQueue
+from memory_queue import MemoryReplayQueue
 from penstock.replay.queue_types import Lease
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, ServerRecord

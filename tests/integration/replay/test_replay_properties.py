@@ -20,10 +20,10 @@ from hypothesis.stateful import (
 )
 
 from conftest import RedisProcess
+from memory_queue import MemoryReplayQueue
+from memory_store import MemoryStore
 from penstock.config.service import BreakerConfig, RedisConfig, ReplayConfig
 from penstock.errors import Fenced
-from penstock.replay.in_memory.store import MemoryStore
-from penstock.replay.memory_queue import MemoryReplayQueue
 from penstock.replay.queue_types import Lease, SavedTokens
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.replay.results import PromptBook

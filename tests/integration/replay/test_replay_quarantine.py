@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from memory_queue import MemoryReplayQueue
 from penstock.errors import Fenced
-from penstock.replay.memory_queue import MemoryReplayQueue
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.quarantine import Quarantine, Quarantines

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.replay.memory_queue import MemoryReplayQueue
+from memory_queue import MemoryReplayQueue
 from penstock.replay.queue_types import Lease, SavedTokens
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.replay.results import PromptBook

@@ -32,10 +32,10 @@ from demo_process import ROOT, DemoProcess
 from learner_runs import checkpoint_state
 from live_prometheus import Ask, dashboards, expressions, filled_in, scraping, serve_engine_samples
 from open_listeners import beyond_loopback, listeners
+from penstock.api.records import Policy
 from penstock.api_keys import read_own_key
 from penstock.cli import main as cli
 from penstock.client import SyncPenstockClient
-from penstock.client.responses import Policy
 from penstock.trajectory import Prompt, Sampling
 from penstock_learner.checkpoints.checkpoint import shards_folder
 from trace_collector import Collector, collecting

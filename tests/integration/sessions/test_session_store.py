@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import redis.asyncio as redis
 
+from memory_sessions import MemorySessionStore
 from penstock.config.service import SessionLimits
 from penstock.errors import Conflict, NotFound, QueueFull
-from penstock.sessions.memory_store import MemorySessionStore
 from penstock.sessions.session_store import Reward, SessionStore
 from penstock.store.keys import RunKeys
 

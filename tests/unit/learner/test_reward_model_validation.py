@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 
 from groups import groups_of, make_group
 from local_roles import make_step
+from memory_queue import MemoryReplayQueue
 from penstock.codec import encode_group
 from penstock.config.learner import RewardModelConfig
 from penstock.config.service import ReplayConfig
 from penstock.errors import Unavailable
-from penstock.replay.memory_queue import MemoryReplayQueue
 from penstock.trajectory import Group
 from penstock_learner.loggers.opening import StepLoggers
 from penstock_learner.loggers.reward_model_validation import RewardModelValidation

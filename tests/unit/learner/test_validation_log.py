@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from memory_queue import MemoryReplayQueue
 from penstock.config.service import ReplayConfig
 from penstock.errors import Unavailable
-from penstock.replay.memory_queue import MemoryReplayQueue
 from penstock.store.heartbeats import VALIDATOR
 from penstock_learner.loggers.opening import StepLoggers
 from penstock_learner.loggers.validations import ValidationLog

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
+from memory_queue import MemoryReplayQueue
+from memory_store import MemoryStore
 from penstock.cancellation import end_task
 from penstock.codec import decode_group, encode_prompt
 from penstock.config.agents import AgentsConfig
 from penstock.config.rollout import RewardConfig, RolloutConfig
 from penstock.config.service import ReplayConfig
-from penstock.replay.in_memory.store import MemoryStore
-from penstock.replay.memory_queue import MemoryReplayQueue
 from penstock.trajectory import Group, Prompt, Sampling
 from penstock_rollout.agents.context import AgentContext
 from penstock_rollout.agents.episode import Episode

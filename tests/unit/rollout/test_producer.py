@@ -12,14 +12,14 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from groups import make_group
+from memory_queue import MemoryReplayQueue
+from memory_store import MemoryStore
 from penstock.cancellation import end_task
 from penstock.codec import decode_group, encode_prompt
 from penstock.config.learner import RewardModelConfig
 from penstock.config.rollout import RolloutConfig
 from penstock.config.service import BreakerConfig, ReplayConfig
 from penstock.errors import PoisonGroup
-from penstock.replay.in_memory.store import MemoryStore
-from penstock.replay.memory_queue import MemoryReplayQueue
 from penstock.replay.queue_types import AppendOutcome, FinishedGroup, Lease
 from penstock.trajectory import Group, Prompt, Sampling
 from penstock_rollout.groups.producer import Producer

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
+from memory_queue import MemoryReplayQueue
+from memory_store import MemoryStore
 from penstock.cancellation import end_task
 from penstock.codec import encode_prompt
 from penstock.config.agents import AgentsConfig
 from penstock.config.rollout import PromptConfig, RolloutConfig
 from penstock.config.service import ReplayConfig
 from penstock.errors import PromptTooLong
-from penstock.replay.in_memory.store import MemoryStore
-from penstock.replay.memory_queue import MemoryReplayQueue
 from penstock.replay.queue_types import Lease
 from penstock.trajectory import SESSION_AGENT, Group, Prompt
 from penstock.v1 import generate_pb2, prompts_pb2
@@ -76,7 +76,7 @@ def test_the_tokens_of_the_chat_template_count() -> None:
 def test_generate_calls_are_limited_by_the_model_alone(overlong: str) -> None:
     """A session's history grows beyond what a prompt of the queue may have, and no call is answered from a part."""
     tokenization = Tokenization(MODEL, fit(overlong, 3).fit)
-    service = GenerateService("test", "rollout-0", cast(Any, None), tokenization, 100)
+    service = GenerateService("test", "rollout-0", cast("Any", None), tokenization, 100)
     question = prompts_pb2.Message(role="user", content="12+34=")
     whole = Tokenization(MODEL).prompt_ids(Prompt(messages=(("user", "12+34="),)))
     assert service._prompt_ids(generate_pb2.GenerateRequest(messages=[question])) == whole

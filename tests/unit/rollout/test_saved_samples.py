@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
+from memory_queue import MemoryReplayQueue
+from memory_store import MemoryStore
 from paced_engine import PacedEngine, token_at
 from penstock.cancellation import end_task
 from penstock.codec import decode_group, encode_prompt
@@ -21,8 +23,6 @@ from penstock.config.rewards import RewardConfig
 from penstock.config.rollout import RolloutConfig
 from penstock.config.service import ReplayConfig
 from penstock.errors import Unavailable
-from penstock.replay.in_memory.store import MemoryStore
-from penstock.replay.memory_queue import MemoryReplayQueue
 from penstock.replay.queue_types import Lease, SavedTokens
 from penstock.trajectory import Group, Prompt, Sampling, VersionSegment
 from penstock_rollout.agents.episode import Episode, SavedSample, encode_episode, encode_piece, read_samples

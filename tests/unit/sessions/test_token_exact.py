@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from memory_sessions import MemorySessionStore
 from penstock.codec import decode_group, encode_group
 from penstock.config.service import ReplayConfig, SessionLimits
-from penstock.sessions.memory_store import MemorySessionStore
 from penstock.trajectory import Group, Sampling, Trajectory, VersionSegment
 from penstock.v1 import generate_pb2, groups_pb2, prompts_pb2
 from penstock_learner.loop.group_filter import reason_to_discard

@@ -17,13 +17,13 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from learner_ranks import make_rank, with_model
+from memory_queue import MemoryReplayQueue
+from memory_store import MemoryStore
 from penstock.config.learner import CheckpointConfig
 from penstock.config.loading import validate
 from penstock.config.service import ReplayConfig
 from penstock.errors import CheckpointDamaged, ConfigError, DiskFull, ProcessDied, TrainingDiverged
 from penstock.machine.disk_space import folder_bytes
-from penstock.replay.in_memory.store import MemoryStore
-from penstock.replay.memory_queue import MemoryReplayQueue
 from penstock_learner.checkpoints.checkpoint import TRAINER_FILE, CheckpointStore, TrainerState
 from penstock_learner.checkpoints.ledger import Ledger
 from penstock_learner.checkpoints.loading import load_checkpoint

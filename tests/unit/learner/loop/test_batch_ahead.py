@@ -12,11 +12,11 @@ import pytest
 
 from groups import made_by
 from local_roles import make_step
+from memory_queue import MemoryReplayQueue
 from penstock.codec import encode_group
 from penstock.config.learner import LearnerConfig
 from penstock.config.service import ReplayConfig
 from penstock.errors import DeadlineExceeded
-from penstock.replay.memory_queue import MemoryReplayQueue
 from penstock.trajectory import Group
 from penstock_learner.checkpoints.ledger import Ledger
 from penstock_learner.loop.batch_ahead import BatchAhead

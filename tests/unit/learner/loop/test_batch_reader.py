@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from groups import made_by, make_group
+from memory_queue import MemoryReplayQueue
 from penstock.config.dataset import DatasetConfig
 from penstock.config.learner import LearnerConfig
 from penstock.config.service import ReplayConfig
 from penstock.errors import DeadlineExceeded, InvalidInput
-from penstock.replay.memory_queue import MemoryReplayQueue
 from penstock.trajectory import SESSION_SERVER, Group
 from penstock_learner.checkpoints.ledger import Ledger
 from penstock_learner.loop import batch_reader

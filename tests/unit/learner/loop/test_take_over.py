@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
+from memory_queue import MemoryReplayQueue
+from memory_store import MemoryStore
 from penstock.config.loading import validate
 from penstock.errors import ConfigError, Fenced, RoleDied, Unavailable
-from penstock.replay.in_memory.store import MemoryStore
-from penstock.replay.memory_queue import MemoryReplayQueue
 from penstock_learner.checkpoints.checkpoint import TrainerState
 from penstock_learner.file_checksums import FileRecord, find_damage
 from penstock_learner.loop import controller as controller_module

@@ -1,0 +1,471 @@
+"""The records that a gateway answers with and that the clients return: prompts, groups, policies, runs and sessions.
+
+Fields that a newer gateway adds are ignored, and a field that is added here needs a default, which an older gateway
+leaves. So gateways and clients can be upgraded in any order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model_serializer
+
+Metrics = dict[str, float | None]
+"""Values by metric name. None stands for NaN or infinity, which JSON has no number for."""
+FIRST_BATCH = "waiting for the first batch"
+"""Phase of a learner that is ready to train."""
+LAST_VALIDATION = "waiting for the validation of the last policy"
+"""The last phase of a learner, after its last step."""
+READY_PHASES = ("serving", "training", LAST_VALIDATION)
+"""Phases of a process that has started."""
+
+
+class Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class Message(Record):
+    role: str
+    content: str
+    name: str | None = None
+    tool_calls: tuple[dict[str, Any], ...] = ()
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+    @model_serializer(mode="wrap")
+    def _as_sent(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """The fields that the message has, as the gateway sends them."""
+        return {name: value for name, value in serialize(self).items() if value or name in ("role", "content")}
+
+
+class Sampling(Record):
+    temperature: float
+    top_p: float
+    max_tokens: int
+    seed: int | None
+    top_k: int = 0
+    min_p: float = 0.0
+    ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
+
+
+class SubmittedPrompt(Record):
+    messages: tuple[Message, ...]
+    token_ids: tuple[int, ...]
+    sampling: Sampling
+    num_samples: int
+    agent_name: str
+    data_source: str
+    ground_truth: Any
+    extra_info: dict[str, Any]
+    priority: int
+    evaluation_id: str
+
+
+class PromptRecord(Record):
+    """A prompt and its state in the queue."""
+
+    prompt_id: int
+    state: str
+    attempt: int
+    prompt: SubmittedPrompt | None
+    """None once the prompt is trained."""
+
+
+class PromptPage(Record):
+    prompts: tuple[PromptRecord, ...]
+    next_page_token: str
+
+
+class GroupSummary(Record):
+    """A group without its trajectories."""
+
+    prompt_id: int
+    attempt: int
+    server_id: str
+    data_source: str
+    num_trajectories: int
+    num_tokens: int
+    mean_reward: float | None
+    min_version: int
+    max_version: int
+    finished_at_ms: int
+    is_taken: bool = False
+    """Whether the learner has taken it. It stays queued until a checkpoint covers its training."""
+
+
+class GroupPage(Record):
+    groups: tuple[GroupSummary, ...]
+    next_page_token: str
+
+
+class Sample(Record):
+    """A trained response: see penstock.samples.sample for its fields."""
+
+    step: int
+    policy_version: int
+    prompt_id: int
+    sample: int
+    data_source: str
+    prompt: str
+    ground_truth: Any
+    response: str
+    reward: float | None
+    reward_parts: Metrics
+    num_tokens: int
+    min_version: int
+    max_version: int
+    finish_reason: str
+    is_baseline: bool
+    server_id: str
+    agent_name: str
+    attempt: int
+    finished_at_ms: int
+    reward_failed: bool = False
+
+
+class SamplePage(Record):
+    samples: tuple[Sample, ...]
+    next_page_token: str
+
+
+class SamplingSegment(Record):
+    """Tokens [start, end) were sampled with these parameters."""
+
+    start: int
+    end: int
+    temperature: float
+    top_p: float
+
+
+class Trajectory(Record):
+    """One sample of a group. `token_ids`, `loss_mask`, `log_probs` and `policy_versions` have one entry per token."""
+
+    token_ids: tuple[int, ...]
+    loss_mask: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    policy_versions: tuple[int, ...]
+    reward: float
+    reward_parts: Metrics
+    reward_failed: bool = False
+    """Whether the reward function failed, so that `reward` is `rollout.reward.error_value`."""
+    finish_reason: str
+    is_baseline: bool
+    text: str
+    tokens: tuple[str, ...]
+    """Text of each token. It is empty, like `text`, if the gateway has no tokenizer."""
+    learner_log_probs: tuple[float, ...]
+    """Log-probs that the learner recomputed; empty until it has."""
+    sampling_segments: tuple[SamplingSegment, ...] = ()
+    """Covers all tokens if calls with different parameters sampled them. Empty if the group's sampling holds."""
+
+
+class Group(Record):
+    """All samples of one prompt."""
+
+    run: str
+    prompt_id: int
+    attempt: int
+    server_id: str
+    data_source: str
+    agent_name: str
+    sampling: Sampling
+    prompt_token_ids: tuple[int, ...]
+    trajectories: tuple[Trajectory, ...]
+    finished_at_ms: int
+
+
+class Result(Record):
+    """A finished prompt. Pass its `cursor` to `results` to continue after it."""
+
+    cursor: str
+    prompt_id: int
+    state: str
+    reason: str
+    attempt: int
+    group: Group | None
+
+
+class LeasedTask(Record):
+    """A place of a task that a worker may work on. Send `session_id` as X-Penstock-Session with its calls."""
+
+    task_id: str
+    session_id: str
+    attempt: int
+    payload: Any
+    lease_s: float
+
+
+class Task(Record):
+    """A task of workers: PENDING, OPEN, COMPLETE, FINISHED or FAILED."""
+
+    task_id: str
+    state: str
+    num_sessions: int
+    num_rewarded: int
+    num_failed: int
+    payload: Any
+    data_source: str
+    session_ids: tuple[str, ...]
+    prompt_ids: tuple[int, ...]
+    failure: str
+
+
+class QueueStat(Record):
+    """Counts of the replay queue. Fields without a description count since the run began."""
+
+    pending_prompts: int
+    """Prompts that wait for a lease."""
+    admitted: int
+    in_flight: int
+    """Prompts that rollout servers work on."""
+    queued: int
+    """Groups in the queue, including those that the learner has taken since its last checkpoint."""
+    delivered: int
+    """The part of `queued` that the learner has taken."""
+    queued_bytes: int
+    trained: int
+    expired: int
+    dead_lettered: int
+    conservation_error: int
+    """Admitted prompts that are in no place of the queue. 0 in a healthy run."""
+    redelivered: int
+    reclaimed: int
+    """Leases that expired, whose prompts were leased again."""
+    discarded: int
+    """The part of `expired` whose prompts are not admitted again."""
+    admission_limit: int
+    """Upper bound on trained + queued + in-flight groups."""
+    admission_room: int
+    """Prompts that may be admitted now."""
+    inserted: int
+    """Groups that rollout servers have appended."""
+    saved_bytes: int = 0
+    """Bytes of the saved tokens of samples whose groups are not finished."""
+
+
+class Server(Record):
+    """A rollout server, as its last heartbeat described it."""
+
+    server_id: str
+    address: str
+    state: str
+    policy_version: int
+    heartbeat_age_ms: int
+    running_groups: int
+    engine: str
+    weights_digest: str
+    is_drained: bool
+    breaker_reason: str = ""
+    """Reason of the newest failure while the server leases nothing because everything that it tried failed."""
+    breaker_failures: int = 0
+    """Leases that failed since the server's last success, while `breaker_reason` is set."""
+    is_quarantined: bool = False
+    """Whether its groups are not trained because its log-probs disagree with the learner's."""
+    logprob_mismatch_nats: float = 0.0
+    """Mean difference per token, while `is_quarantined`."""
+    logprob_limit_nats: float = 0.0
+    """The limit that this difference exceeds, while `is_quarantined`."""
+    num_reloads: int = 0
+    """How often its weights were loaded again, while `is_quarantined`."""
+
+
+class Notice(Record):
+    """What the processes of a run want its users to know. Equal events are one notice with a count."""
+
+    kind: str
+    """reward_failed, default_reward, prompt_failed, process_restarted, server_failed or server_lost."""
+    text: str
+    """One line about the first of the events."""
+    detail: str
+    """More about the first event, such as a traceback; may be empty."""
+    count: int
+    first_at_ms: int
+    last_at_ms: int
+
+
+class Phase(Record):
+    name: str
+    entered_at_ms: int
+
+
+class Part(Record):
+    """A process of a run, and the phases of its start, oldest first."""
+
+    component: str
+    """`learner`, or the id of a rollout server."""
+    phases: tuple[Phase, ...]
+
+    @property
+    def is_starting(self) -> bool:
+        return self.phases[-1].name not in READY_PHASES
+
+
+class Verdict(Record):
+    """One judgement about a run."""
+
+    code: str
+    """The cause in one word: one of LEARNING_CODES or SPEED_CODES in penstock.verdicts."""
+    level: str
+    """OK, WARN or FAIL."""
+    text: str
+    """The judgement, with the numbers behind it."""
+    advice: str
+    """What to do about it; empty if there is nothing to do."""
+
+
+class Run(Record):
+    """A run: its progress, queue and servers."""
+
+    run: str
+    step: int
+    policy_version: int
+    term: int
+    queue: QueueStat
+    metrics: Metrics
+    """Metrics of the newest step. Empty before the first one."""
+    servers: tuple[Server, ...]
+    state: str
+    """One of penstock.run_state.RUN_STATES."""
+    held_version: int | None
+    """Version at which a roll back holds all servers."""
+    launcher_id: str
+    """Launcher of a created run; empty for a gateway's own run."""
+    detail: str
+    """Why the run is in its state, if there is more to say."""
+    num_trained: int | None = None
+    """Groups that were trained, including those that no checkpoint covers yet. None from an older gateway."""
+    learning: str = ""
+    """Whether the reward rises, and if not, the most likely cause."""
+    speed: str = ""
+    """What the run waits for most."""
+    learning_verdict: Verdict | None = None
+    """The parts of `learning`. None for a created run that is not up, and from an older gateway."""
+    speed_verdict: Verdict | None = None
+    """The parts of `speed`."""
+    parts: tuple[Part, ...] = ()
+    """How far the learner and the rollout servers are with their start."""
+    notices: tuple[Notice, ...] = ()
+    """Newest first."""
+
+    @property
+    def roll_back_text(self) -> str:
+        """What a roll back means, and what ends it. Empty if there is none."""
+        if self.held_version is None:
+            return ""
+        return (
+            f"a roll back holds the servers at version {self.held_version}, so staleness grows with each step; "
+            "`penstock policies release` ends it"
+        )
+
+
+class StepMetrics(Record):
+    """The metrics of one step, and the version that it made."""
+
+    step: int
+    policy_version: int
+    published_at_ms: int
+    metrics: Metrics
+
+
+class Policy(Record):
+    """A policy version in the registry."""
+
+    policy_version: int
+    step: int
+    parent_version: int | None
+    published_at_ms: int
+    weights_digest: str
+    snapshot_path: str
+    state: str
+    metrics: Metrics
+    server_ids: tuple[str, ...]
+    is_held: bool
+    pins: tuple[str, ...]
+
+
+class PolicyPage(Record):
+    policies: tuple[Policy, ...]
+    next_page_token: str
+
+
+class PolicyComparison(Record):
+    """Two versions, and the change of each metric from the first to the second."""
+
+    policy: Policy
+    other: Policy
+    metric_changes: Metrics
+    steps_between: int
+    same_weights: bool
+
+
+class SessionSummary(Record):
+    """A session: OPEN, then REWARDED while it waits for its task or for room in the queue, then FINISHED, without its
+    calls."""
+
+    session_id: str
+    state: str
+    reward: float | None
+    """None while it is open."""
+    reward_parts: Metrics
+    task_id: str
+    """Empty: it belongs to no task."""
+    num_calls: int
+    num_bytes: int
+    prompt_ids: tuple[int, ...]
+    """Prompts of the groups that it became."""
+
+
+class SessionPage(Record):
+    sessions: tuple[SessionSummary, ...]
+    next_page_token: str
+
+
+class SessionNode(Record):
+    """A call of a session. Where the request's bound is reached, its tokens are cut or left out: compare their number
+    with `num_inserted` and `num_sampled`."""
+
+    number: int
+    parent: int | None
+    """The call that this one continues, token by token. None: a path begins here."""
+    server_id: str
+    finish_reason: str
+    sampling: Sampling
+    finished_at_ms: int
+    num_prompt_tokens: int
+    num_inserted: int
+    num_sampled: int
+    inserted_token_ids: tuple[int, ...]
+    """The part of the prompt that comes after the parent's tokens, such as messages and replies of tools."""
+    inserted_tokens: tuple[str, ...]
+    token_ids: tuple[int, ...]
+    """What the engine sampled; so are `log_probs` and `policy_versions`."""
+    tokens: tuple[str, ...]
+    """Text of each token. It is empty, like `inserted_tokens`, if the gateway has no tokenizer."""
+    log_probs: tuple[float, ...]
+    policy_versions: tuple[int, ...]
+
+
+class SessionPath(Record):
+    """From a call that continues none to one that none continues. Each path is one trajectory."""
+
+    calls: tuple[int, ...]
+    trained_calls: tuple[int, ...]
+    """Calls that are trained in this path. The others are trained in an earlier one."""
+    num_trained_tokens: int
+    reward: float | None
+
+
+class Session(SessionSummary):
+    """A session as a tree of its calls, in the order in which they were recorded."""
+
+    calls: tuple[SessionNode, ...]
+    paths: tuple[SessionPath, ...]
+
+
+class RewardedSession(Record):
+    """What a reward did. `is_waiting`: the session waits for the other sessions of its task."""
+
+    prompt_ids: tuple[int, ...]
+    replayed: bool
+    is_waiting: bool

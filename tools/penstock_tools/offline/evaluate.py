@@ -1,0 +1,94 @@
+"""`penstock evaluate FILE` scores the responses in a Parquet file by data source, with the rewards of a run.
+
+It needs neither Redis nor an engine. The file has verl's columns and `responses`: a list of samples, or one text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.cli.interruption import interruptible
+from penstock.cli.overrides import parse_with_overrides
+from penstock.cli.parser import Parser
+
+if TYPE_CHECKING:
+    from penstock.sample_scores import ScoreSummary
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = Parser(
+        prog="penstock evaluate",
+        description="Score the responses in a Parquet file by data source; prints means and pass@k, writes the scores.",
+        epilog="Fields of the config may follow as overrides: --rollout.reward.num_processes 16",
+    )
+    parser.add_argument("file", type=Path, help="Parquet with verl's columns and the responses")
+    parser.add_argument("--config", type=Path, help="YAML file of a run, for its rollout.reward")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="Parquet file to write (default: FILE.scored.parquet)"
+    )
+    parser.add_argument(
+        "--response-column",
+        default="responses",
+        metavar="NAME",
+        help="column with the responses (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--pass-score",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="lowest score with which a response passes (default: 1)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    args, overrides = parse_with_overrides(parser, argv)
+
+    import asyncio
+
+    from penstock.config.loading import load_config, load_overrides
+    from penstock_tools.offline.scoring_run import ScoringRun
+
+    model = {"model": {"path": "."}}  # required by the config model, but not used here
+    config = load_config(args.config, overrides) if args.config else load_overrides(model, overrides)
+    output = args.output or args.file.with_suffix(".scored.parquet")
+    run = ScoringRun(args.file, output, args.response_column, config.rollout.reward)
+    with interruptible("while it scored responses; nothing was written"):
+        asyncio.run(run.run())
+    summaries, num_errors = run.summaries(args.pass_score), run.num_errors()
+    if args.json:
+        print(json.dumps(_to_json(summaries, num_errors, output), indent=2))
+    else:
+        _print(summaries, num_errors, output)
+    return 0
+
+
+def _to_json(summaries: dict[str, ScoreSummary], num_errors: dict[str, int], output: Path) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return {
+        "data_sources": {name: asdict(summary) for name, summary in summaries.items()},
+        "reward_errors": num_errors,
+        "output": str(output),
+    }
+
+
+def _print(summaries: dict[str, ScoreSummary], num_errors: dict[str, int], output: Path) -> None:
+    from rich.console import Console
+    from rich.table import Column, Table
+
+    console = Console()
+    ks = sorted({k for summary in summaries.values() for k in summary.pass_at if k > 1})
+    source = Column("data source", overflow="fold")
+    table = Table(source, "prompts", "responses", "mean", "pass@1", *(f"pass@{k}" for k in ks))
+    for name, summary in summaries.items():
+        cells = [f"{summary.pass_at[k]:.4f}" if k in summary.pass_at else "" for k in (1, *ks)]
+        table.add_row(
+            name or "(none)", str(summary.num_prompts), str(summary.num_samples), f"{summary.mean:.4f}", *cells
+        )
+    console.print(table)
+    if num_errors:
+        counts = ", ".join(f"{count} {kind}" for kind, count in sorted(num_errors.items()))
+        console.print(f"[bold red]{sum(num_errors.values())} rewards failed[/] ({counts}); they got error_value")
+    console.print(f"scores: {output}")

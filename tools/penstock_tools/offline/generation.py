@@ -1,0 +1,170 @@
+"""Generates the missing answers of a store, with one engine in this process and the agents of a rollout server."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from penstock.config.run import RunConfig
+from penstock.errors import PenstockError, Unavailable, first_error
+from penstock.replay.queue_types import Lease
+from penstock.trajectory import Group, Prompt
+from penstock_rollout.agents.registry import Agents
+from penstock_rollout.engines.factory import create_engine, start_engine
+from penstock_rollout.groups.group_maker import GroupMaker
+from penstock_rollout.metrics import RolloutMetrics
+from penstock_rollout.rewards.function import SampleScore
+from penstock_rollout.rewards.scorer import Scorer
+from penstock_rollout.tokenization import PromptLength, Tokenization
+from penstock_tools.offline.answer_rows import AnswerRow
+from penstock_tools.offline.answer_store import AnswerStore
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class GenerationSummary:
+    num_prompts: int
+    num_samples: int
+    num_tokens: int
+    num_found: int
+    """Prompts that an earlier process answered."""
+    num_failed: int
+    num_generated_tokens: int
+    """Tokens that this process generated in `seconds`."""
+    seconds: float
+    mean_reward: float | None
+
+
+class Unscored:
+    """A scorer that computes nothing, for generation without `--score`."""
+
+    async def score(
+        self, prompt: str, data_source: str, responses: list[str], ground_truth: Any, extra_info: dict[str, Any],
+        sample_infos: Sequence[Mapping[str, Any]] = (),
+    ) -> list[SampleScore]:  # fmt: skip
+        return [SampleScore(0.0, {})] * len(responses)
+
+
+def generate(
+    config: RunConfig, prompts: Sequence[Prompt], store: AnswerStore, *, concurrency: int | None, scored: bool
+) -> GenerationSummary:
+    """Answer the rows that the store lacks, and finish the store. The engine starts only if a row is missing."""
+    num_found, tokens_before, started = len(store.rows), store.totals.num_tokens, time.monotonic()
+    missing = [(row, prompt) for row, prompt in enumerate(prompts) if row not in store.rows]
+    if missing:
+        try:
+            started = asyncio.run(_answer_all(config, missing, store, concurrency, scored, len(prompts)))
+        except asyncio.CancelledError:  # SIGTERM
+            raise KeyboardInterrupt from None
+    seconds = time.monotonic() - started
+    if not store.finished:
+        store.finish(prompts)
+    totals = store.totals
+    return GenerationSummary(
+        num_prompts=len(prompts),
+        num_samples=totals.num_samples,
+        num_tokens=totals.num_tokens,
+        num_found=num_found,
+        num_failed=totals.num_failed,
+        num_generated_tokens=totals.num_tokens - tokens_before,
+        seconds=seconds,
+        mean_reward=totals.reward_sum / totals.num_rewards if totals.num_rewards else None,
+    )
+
+
+async def _answer_all(
+    config: RunConfig, missing: list[tuple[int, Prompt]], store: AnswerStore, concurrency: int | None, scored: bool,
+    num_prompts: int,
+) -> float:  # fmt: skip
+    """Answer the missing rows. Returns the time, on the monotonic clock, at which the engine was ready."""
+    main = asyncio.current_task()
+    assert main is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, main.cancel)
+    metrics = RolloutMetrics(CollectorRegistry())
+    scorer = Scorer(config.rollout.reward, metrics) if scored else None
+    length = PromptLength(config.rollout.prompt, config.rollout.engine.max_model_len, metrics)
+    tokenization = Tokenization(config.model.path, length.fit, config.rollout.prompt.template_arguments)
+    agents = Agents.load(config.rollout.agents, config.rollout.engine.max_model_len, tokenization)
+    engine = create_engine(config.rollout.engine, config.model.path, config.model.dtype, config.seed)
+    maker = GroupMaker("generate", "generate", engine, tokenization, scorer or Unscored(), metrics, agents)
+    at_once = concurrency or _num_filling(config, missing[0][1].num_samples)
+    try:
+        if scorer is not None:
+            await scorer.check()
+        await agents.open()
+        await start_engine(engine, config.rollout.start_timeout_s)
+        ready = time.monotonic()
+        with _progress(num_prompts, num_prompts - len(missing)) as advance:
+            rows = iter(missing)
+
+            async def work() -> None:
+                for row, prompt in rows:
+                    store.add(await _answer(maker, row, prompt, scored))
+                    advance()
+                    if store.is_part_due:
+                        await asyncio.to_thread(store.write_part)
+
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(min(at_once, len(missing))):
+                    tasks.create_task(work())
+        return ready
+    except* PenstockError as errors:
+        raise first_error(errors) from None
+    finally:
+        # A forked EngineCore shares this process's wake-up pipe, so the SIGTERM that ends it arrives here too.
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: None)
+        await engine.stop()
+        await agents.close()
+        if scorer is not None:
+            await scorer.close()
+
+
+async def _answer(maker: GroupMaker, row: int, prompt: Prompt, scored: bool) -> AnswerRow:
+    """Answer one prompt. A prompt that cannot be answered fails only its own row; a failing engine ends the command."""
+    try:
+        group = await maker.make(Lease(row, 1, b""), prompt)
+    except Exception as error:
+        first = first_error(error)
+        if isinstance(first, Unavailable) or not isinstance(first, PenstockError):
+            raise
+        logger.warning("row %d has no samples: %s", row, first)
+        return AnswerRow(row, error=str(first))
+    return _answer_row(group, maker.tokenization, scored)
+
+
+def _answer_row(group: Group, tokenization: Tokenization, scored: bool) -> AnswerRow:
+    samples = group.trajectories
+    return AnswerRow(
+        row=group.prompt_id,
+        responses=[tokenization.text(sample.token_ids.tolist()) for sample in samples],
+        token_ids=[sample.token_ids for sample in samples],
+        log_probs=[sample.log_probs for sample in samples],
+        loss_masks=[sample.loss_mask for sample in samples],
+        finish_reasons=[sample.finish_reason for sample in samples],
+        rewards=[sample.reward for sample in samples] if scored else None,
+    )
+
+
+def _num_filling(config: RunConfig, num_samples: int) -> int:
+    """How many prompts fill the engine with samples, plus an eighth, so that no place in the engine stays free."""
+    return -(-config.rollout.engine.max_num_seqs * 9 // 8 // num_samples)
+
+
+@contextmanager
+def _progress(total: int, done: int) -> Iterator[Any]:
+    columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=total, completed=done)
+        yield lambda: progress.advance(task)

@@ -1,0 +1,1 @@
+"""Recordings of a replay queue: its groups in a Parquet file."""

@@ -1,0 +1,147 @@
+"""From the words that a user gives to the text of our config and its report."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from penstock.config.loading import validate
+from penstock.config.run import RunConfig
+from penstock.errors import ConfigError
+from penstock_tools.verl_import.checks import findings_of
+from penstock_tools.verl_import.hydra import HydraConfig, read_file, read_overrides
+from penstock_tools.verl_import.offline import set_evaluation, set_generation
+from penstock_tools.verl_import.run import set_run
+from penstock_tools.verl_import.sft import set_sft
+from penstock_tools.verl_import.shell.script import VerlCommand, find_command, read_script
+from penstock_tools.verl_import.values import Findings, Values
+
+
+@dataclass
+class Imported:
+    """A translated run."""
+
+    program: str
+    """`ppo`, `dapo`, `generation`, `eval`, `sft` or `fsdp_sft`."""
+    fields: dict[str, Any]
+    findings: Findings
+    config: RunConfig
+    command: list[str] = field(default_factory=list)
+    """For generation, evaluation and supervised training: the words of our command."""
+
+    def yaml(self) -> str:
+        """The fields in the order of docs/config.md."""
+        fields = _in_order(self.fields, self.config.model_dump(mode="json"))
+        return yaml.safe_dump(fields, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
+
+
+def _in_order(fields: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
+    names = [name for name in whole if name in fields] + [name for name in fields if name not in whole]
+    return {
+        name: _in_order(fields[name], whole[name])
+        if isinstance(fields[name], dict) and isinstance(whole.get(name), dict)
+        else fields[name]
+        for name in names
+    }
+
+
+def import_words(words: Sequence[str], max_staleness: int = 0) -> Imported:
+    """`words` are a file (script or YAML) and overrides, or a command line, or only overrides.
+
+    Raises ConfigError if there is no verl run in them, or if the result is not a valid config."""
+    program, hydra = _read(list(words))
+    values = Values(hydra, program)
+    command: list[str] = []
+    try:
+        if program == "generation":
+            command = set_generation(values)
+        elif program == "eval":
+            command = set_evaluation(values)
+        elif program in ("sft", "fsdp_sft"):
+            command = set_sft(values)
+        else:
+            set_run(values, max_staleness)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"a value cannot be translated: {error}; check the numbers of the verl config") from error
+    values.classify()
+    fields = values.fields
+    if program in ("sft", "fsdp_sft"):  # the number of its steps follows from its files
+        fields = {**fields, "learner": {**fields["learner"], "num_steps": 10**9}}
+    config = validate(fields, "the imported config")
+    if not command:
+        values.findings.notes += findings_of(config)
+    return Imported(program, values.fields, values.findings, config, command)
+
+
+def _read(words: list[str]) -> tuple[str, HydraConfig]:
+    if not words:
+        raise ConfigError("give a script, a YAML file, or the words of a verl command")
+    path = Path(words[0])
+    if path.suffix in (".yaml", ".yml"):
+        return _from_yaml(path, words[1:])
+    if "=" not in words[0] and path.is_file():
+        return _from_script(path, words[1:])
+    command = find_command(words)
+    if command is None and all("=" in word or word.startswith("-") for word in words):
+        command = VerlCommand("ppo", words)
+    if command is None:
+        raise ConfigError(
+            f"{words[0]} is neither a file nor a verl command; give a script, a YAML file, or "
+            "`python3 -m verl.trainer.main_ppo key=value …`"
+        )
+    return command.program, read_overrides(command.words, [Path.cwd()])
+
+
+def _from_yaml(path: Path, overrides: Sequence[str]) -> tuple[str, HydraConfig]:
+    if not path.is_file():
+        raise ConfigError(f"{path} does not exist")
+    config = read_file(path, [path.parent, *path.absolute().parents])
+    added = read_overrides(overrides, [])
+    for name, value in added.values.items():
+        config.values.pop(name, None)
+        config.values[name] = value
+    return _program_of(config), config
+
+
+def _program_of(config: HydraConfig) -> str:
+    """A YAML file does not name its program: it is known by its keys."""
+    sections = {name.partition(".")[0] for name in config.values}
+    if "optim" in sections and "actor_rollout_ref" not in sections:
+        return "fsdp_sft" if "model.partial_pretrain" in config.values else "sft"
+    if "data.output_path" in config.values or {"model", "rollout"} <= sections:
+        return "generation"
+    if "data.response_key" in config.values:
+        return "eval"
+    if not sections & {"actor_rollout_ref", "algorithm", "data", "trainer"}:
+        raise ConfigError("this YAML file has none of verl's sections: actor_rollout_ref, algorithm, data, trainer")
+    return "dapo" if config.config_name.startswith("dapo") else "ppo"
+
+
+def _from_script(path: Path, words: Sequence[str]) -> tuple[str, HydraConfig]:
+    """`key=value` words are added to the script's command; others are its arguments, `$1` and so on."""
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read as a script: {error}") from error
+    overrides = [word for word in words if "=" in word]
+    read = read_script(text, str(path), [word for word in words if "=" not in word], os.environ)
+    if not read.commands:
+        raise ConfigError(
+            f"{path} starts no verl run: it has no command with main_ppo, main_dapo, main_generation, main_eval or "
+            "sft_trainer"
+        )
+    command = read.commands[0]
+    folders = [Path.cwd(), *path.absolute().parents]
+    config = read_overrides([*command.words, *overrides], folders)
+    if read.unknown:
+        config.notes.append(f"not known here, and taken as empty: {', '.join(read.unknown)}")
+    config.notes += read.skipped
+    if len(read.commands) > 1:
+        config.notes.append(f"the script starts verl {len(read.commands)} times; the first command was imported")
+    is_dapo = config.config_name.startswith("dapo")
+    return "dapo" if is_dapo and command.program == "ppo" else command.program, config

@@ -1,0 +1,201 @@
+"""Keys of the data, the rewards, the trainer and the tools around it."""
+
+from __future__ import annotations
+
+from penstock_tools.verl_import.table.key import Key, alias, computed, missing, same, unneeded
+
+_RM = "reward_model."
+_OVERLONG = "learner.algorithm.overlong"
+_MEGATRON = "the learner shards by FSDP2 instead of Megatron's parallelism"
+_PROFILE = "set learner.profile, which records torch profiles of named steps"
+_RM_GPUS = "the reward model runs in the learner, on GPUs of its own: learner.reward_model"
+
+DATA_KEYS: tuple[Key, ...] = (
+    computed("data.train_files", "dataset.file", "~/data/rlhf/gsm8k/train.parquet"),
+    computed("data.val_files", "dataset.validation.file", "~/data/rlhf/gsm8k/test.parquet"),
+    computed(
+        "data.train_batch_size", "replay.groups_per_step", 1024,
+        "as in verl, it counts prompts: a step trains on this x rollout.n samples",
+    ),
+    unneeded("data.gen_batch_size", "prompts are generated one by one until the batch is full"),
+    unneeded("data.val_batch_size", "validation prompts are answered as engines have room"),
+    computed("data.max_prompt_length", "rollout.prompt.max_tokens rollout.engine.max_model_len", 512),
+    computed("data.max_response_length", "dataset.max_tokens dataset.validation.max_tokens", 512),
+    same("data.prompt_key", "dataset.columns.prompt", "prompt"),
+    same("data.reward_fn_key", "dataset.columns.data_source", "data_source"),
+    same("data.shuffle", "dataset.shuffle", True),
+    computed("data.seed", "dataset.shuffle_seed"),
+    computed(
+        "data.filter_overlong_prompts", "rollout.prompt.overlong", False,
+        "long prompts are found when they are sampled, and go to the dead letters; verl filters them before the run",
+    ),
+    computed(
+        "data.truncation", "rollout.prompt.overlong", "error",
+        "`error` becomes `filter`: a prompt that is too long goes to the dead letters, and the run goes on",
+    ),
+    unneeded("data.filter_overlong_prompts_workers", "prompts are measured when they are sampled"),
+    computed("data.apply_chat_template_kwargs.*", "rollout.prompt.template_arguments"),
+    missing("data.apply_chat_template_kwargs", "", {}),
+    missing("data.custom_cls.*", "write a loader that returns rows: dataset.loader (docs/datasets.md)"),
+    missing("data.sampler.*", "write a sampler: dataset.sampler (docs/datasets.md); its interface differs from verl's"),
+    missing("data.datagen.*", "clients submit prompts while the run goes on (docs/client.md)"),
+    missing("data.train_max_samples", "cut the file, or set learner.num_steps", -1),
+    missing("data.val_max_samples", "cut the file", -1),
+    missing("data.tokenizer", "the tokenizer is that of the model folder"),
+    unneeded("data.tool_config_path", "it is rollout.agents.tools_file"),
+    missing("data.image_key", "models with images are not trained; rows with images are refused", "images"),
+    missing("data.video_key", "models with images are not trained; rows with videos are refused", "videos"),
+    missing("data.audio_key", "models with sound are not trained; rows with sound are refused", "audios"),
+    unneeded("data.image_patch_size", "models with images are not trained"),
+    unneeded("data.return_*", "samples always have their messages and their tokens"),
+    unneeded("data.use_shm", "files are read as they are needed"),
+    unneeded("data.dataloader_num_workers", "the feed is one process"),
+    missing("data.validation_shuffle", "every row is validated once", False),
+    missing("data.trust_remote_code", "code of model folders is never run", False),
+)  # fmt: skip
+
+REWARD_KEYS: tuple[Key, ...] = (
+    same("custom_reward_function.path", "rollout.reward.function_file"),
+    computed("custom_reward_function.name", "rollout.reward.function_name", "compute_score"),
+    computed("custom_reward_function.reward_kwargs.*", "rollout.reward.function_kwargs"),
+    alias("reward.custom_reward_function.*", "custom_reward_function.*"),
+    computed(
+        _RM + "reward_manager", f"rollout.reward.function_batch {_OVERLONG} rollout.reward.compat", "naive",
+        "naive and prime score sample by sample; batch sets function_batch; dapo takes the overlong settings",
+    ),
+    alias("reward_manager.name", _RM + "reward_manager"),
+    alias("reward.reward_manager.*", "reward_manager.*"),
+    alias("reward.reward_kwargs.*", _RM + "reward_kwargs.*"),
+    alias("reward.sandbox_fusion.*", _RM + "sandbox_fusion.*"),
+    alias("reward.num_workers", _RM + "num_workers"),
+    missing("reward_manager.source", "a class can be the reward function: rollout.reward.function_name", "register"),
+    missing(
+        "reward_manager.module.*", "a class can be the reward function: rollout.reward.function_name",
+        "custom_reward_manager",
+    ),
+    computed(_RM + "reward_kwargs.max_resp_len", f"{_OVERLONG}.max_num_tokens"),
+    computed(_RM + "reward_kwargs.overlong_buffer_cfg.enable", _OVERLONG, False),
+    computed(
+        _RM + "reward_kwargs.overlong_buffer_cfg.len", f"{_OVERLONG}.buffer_num_tokens",
+        note="it shapes the rewards that are trained on; validation scores stay as they are",
+    ),
+    computed(_RM + "reward_kwargs.overlong_buffer_cfg.penalty_factor", f"{_OVERLONG}.factor", 1.0),
+    unneeded(_RM + "reward_kwargs.overlong_buffer_cfg.log", "the reward before and after shaping is always logged"),
+    alias(_RM + "overlong_buffer.enable", _RM + "reward_kwargs.overlong_buffer_cfg.enable"),
+    alias(_RM + "overlong_buffer.len", _RM + "reward_kwargs.overlong_buffer_cfg.len"),
+    alias(_RM + "overlong_buffer.penalty_factor", _RM + "reward_kwargs.overlong_buffer_cfg.penalty_factor"),
+    alias(_RM + "overlong_buffer.log", _RM + "reward_kwargs.overlong_buffer_cfg.log"),
+    missing(_RM + "reward_kwargs.*", "give your reward function its arguments: rollout.reward.function_kwargs"),
+    computed(_RM + "enable", "learner.reward_model", False),
+    computed(
+        _RM + "model.path", "learner.reward_model.path", "~/models/FsfairX-LLaMA3-RM-v0.1",
+        "its scores replace the rewards of rules, as in verl; they are computed in the learner",
+    ),
+    alias("reward.reward_model.enable", _RM + "enable"),
+    alias("reward.reward_model.model_path", _RM + "model.path"),
+    alias("reward.reward_model.*", _RM + "*"),
+    computed(_RM + "model.input_tokenizer", "learner.reward_model.tokenizer", ""),
+    missing(_RM + "model.trust_remote_code", "code of model folders is never run", False),
+    unneeded(_RM + "model.*", _RM_GPUS),
+    missing(_RM + "sandbox_fusion.url", "the reward `code` runs tests in a sandbox on the rollout server"),
+    unneeded(_RM + "sandbox_fusion.*", "the reward `code` has its own limits (docs/rewards.md)"),
+    missing(_RM + "max_length", "the reward model reads whole samples"),
+    unneeded(_RM + "use_reward_loop", "rewards are always computed while other samples are generated"),
+    unneeded(_RM + "launch_reward_fn_async", "rewards are always computed while other samples are generated"),
+    computed(_RM + "num_workers", "rollout.reward.num_processes", 1),
+    unneeded(_RM + "rollout.*", _RM_GPUS),
+    missing(_RM + "reward_loop_*", "a class can be the reward function: rollout.reward.function_name", "register"),
+    unneeded(_RM + "*", _RM_GPUS),
+    missing("reward.*", "rewards are configured in rollout.reward and learner.reward_model"),
+)  # fmt: skip
+
+TRAINER_KEYS: tuple[Key, ...] = (
+    computed(
+        "trainer.n_gpus_per_node", "learner.policy.num_ranks learner.policy.gpus_per_rank rollout.num_servers", 8,
+        "GPUs are divided: about half for engines, the rest for training; `penstock plan` says whether the models fit",
+    ),
+    computed(
+        "trainer.nnodes", "learner.policy.num_ranks rollout.num_servers", 1,
+        "`penstock up` starts one machine; on several use the chart, or Ray and `penstock rollout` (docs/deploy.md)",
+    ),
+    computed("rollout.n_gpus_per_node", "rollout.num_servers"),
+    computed("rollout.nnodes", "rollout.num_servers"),
+    alias("actor_rollout_ref.rollout.n_gpus_per_node", "rollout.n_gpus_per_node"),
+    alias("actor_rollout_ref.rollout.nnodes", "rollout.nnodes"),
+    missing(
+        "trainer.v1.trainer_mode", "the import is on-policy; --max-staleness N lets both sides overlap", "sync",
+    ),
+    unneeded("trainer.v1.*", "engines and training always run side by side: replay.max_staleness, stale_policy"),
+    unneeded("trainer.use_v1", "verl's own implementation"),
+    missing("skip.*.enable", "`penstock queue export` and `import` keep and repeat samples", False),
+    unneeded("skip.*", "`penstock queue export` writes samples"),
+    missing("distillation.enabled", "write a step with a teacher: examples/own_steps/distillation.py", False),
+    unneeded("distillation.*", "only used with distillation.enabled"),
+    unneeded("model_engine.*", "the learner always shards by FSDP2"),
+    computed("trainer.total_epochs", "dataset.epochs", 30),
+    computed("trainer.total_training_steps", "learner.num_steps"),
+    computed("trainer.critic_warmup", "learner.critic_warmup_steps", 0),
+    computed(
+        "trainer.save_freq", "learner.checkpoint.every_steps", -1,
+        "ours always saves: without a number, every 25 steps",
+    ),
+    computed("trainer.test_freq", "dataset.validation.every_steps", -1, "ours also validates after the last step"),
+    computed("trainer.val_before_train", "dataset.validation.before_train", True),
+    computed("trainer.val_only", "dataset.validation.only", False),
+    computed("trainer.resume_mode", "learner.checkpoint.resume", "auto"),
+    missing(
+        "trainer.resume_from_path",
+        "verl's checkpoints cannot be read: merge one to a Hugging Face folder and set model.path",
+    ),
+    computed("trainer.logger", "learner.loggers", ["console", "wandb"]),
+    same("trainer.project_name", "learner.wandb.project", "verl_examples"),
+    computed(
+        "trainer.experiment_name", "run", "gsm8k", "the name has lower-case letters, digits, - and _ only",
+    ),
+    computed(
+        "trainer.default_local_dir", "run_dir", "",
+        "the run's folder, with its checkpoints, is run_dir/run",
+    ),
+    computed(
+        "trainer.max_actor_ckpt_to_keep", "learner.checkpoint.keep",
+        note="without a number verl keeps all checkpoints, ours the last 2",
+    ),
+    unneeded("trainer.max_critic_ckpt_to_keep", "a checkpoint has the policy and the critic"),
+    unneeded("trainer.balance_batch", "sequences are always balanced over ranks by their tokens"),
+    unneeded("trainer.ray_wait_register_center_timeout", "ranks are waited for by learner.rank_timeout_s"),
+    unneeded("trainer.log_val_generations", "`penstock samples` shows texts; learner.samples sets their tables"),
+    unneeded("trainer.rollout_data_dir", "samples are in samples.jsonl of the run's folder"),
+    unneeded("trainer.validation_data_dir", "the scores of validations are in the run's folder and in every logger"),
+    unneeded("trainer.use_legacy_worker_impl", "verl's own implementation"),
+    missing("trainer.default_hdfs_dir", "mount the storage and set run_dir"),
+    missing("trainer.del_local_ckpt_after_load", "old checkpoints are deleted by learner.checkpoint.keep", False),
+    missing("trainer.esi_redundant_time", "SIGTERM makes the learner save and end", 0),
+    missing("trainer.device", "training needs NVIDIA GPUs, or CPUs for tiny models", "cuda", "cpu"),
+    alias("trainer.profile_steps", "global_profiler.steps"),
+    computed("global_profiler.steps", "learner.profile.steps"),
+    missing("global_profiler.tool", _PROFILE, "torch"),
+    unneeded("global_profiler.*", _PROFILE),
+    unneeded("*.profiler.*", _PROFILE),
+    computed(
+        "actor_rollout_ref.actor.megatron.context_parallel_size", "learner.sequence_parallel", 1,
+        "sequences are shared by Ulysses, which divides attention heads",
+    ),
+    computed(
+        "actor_rollout_ref.actor.megatron.override_transformer_config.moe_aux_loss_coeff",
+        "learner.router.aux_loss_coefficient",
+    ),
+    missing(
+        "actor_rollout_ref.actor.megatron.override_transformer_config.moe_z_loss_coeff", "routers have no z-loss", 0,
+        0.0,
+    ),
+    unneeded(
+        "*.megatron.override_transformer_config.recompute_*", "learner.activation_checkpointing recomputes layers",
+    ),
+    unneeded("*.megatron.*offload*", "the learner does not share its GPUs with an engine; see learner.cpu_offload"),
+    unneeded("*.megatron.*", _MEGATRON),
+    unneeded("*.veomni.*", "the learner shards by FSDP2"),
+    unneeded("ray_kwargs.*", "Ray is started by `penstock up`, or joined by learner.ray_address"),
+    unneeded("ray_init.*", "Ray is started by `penstock up`, or joined by learner.ray_address"),
+    missing("transfer_queue.enable", "batches travel through Redis", False),
+    unneeded("transfer_queue.*", "batches travel through Redis"),
+)  # fmt: skip

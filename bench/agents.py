@@ -35,8 +35,7 @@ from penstock.store.redis_client import connect
 from penstock.trajectory import VersionSegment
 from penstock_rollout.engines.engine import GenerateRequest, TokenChunk
 from penstock_services.local.private_redis import find_redis_server, write_config
-from scripted_engine import END, make_tokenizer_folder, spelled
-from talking_engine import serving
+from support.scripted_engines import END, make_tokenizer_folder, serving, spelled
 
 NUM_SERVERS = 4
 NUM_TURNS = 5

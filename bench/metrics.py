@@ -27,8 +27,6 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from harness import Bar, Measurement, alternate, ratios, report
-from memory_queue import MemoryReplayQueue
-from memory_store import MemoryStore
 from penstock.cancellation import end_task
 from penstock.codec import decode_group, encode_prompt
 from penstock.config.agents import AgentsConfig
@@ -50,6 +48,8 @@ from penstock_rollout.groups.producer import Producer
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.rewards.scorer import Scorer
 from penstock_rollout.tokenization import Tokenization
+from support.memory_queue import MemoryReplayQueue
+from support.memory_store import MemoryStore
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "arithmetic"
 REPLAY = ReplayConfig(groups_per_step=10**6, max_staleness=10**6, capacity_bytes=2**40)

@@ -27,11 +27,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from harness import Bar, Measurement, alternate, median_ratio, report
-from member_process import MemberProcess
 from penstock.config.learner import LearnerConfig
 from penstock.config.loading import dump_config, validate
 from penstock.config.run import RunConfig
 from penstock_learner.weights.publisher import WeightPublisher
+from support.weight_group import MemberProcess
 
 MODEL_BYTES = 2**30
 NUM_TENSORS = 64

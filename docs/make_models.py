@@ -63,7 +63,7 @@ def compare_all() -> list[tuple[str, bool, float, str]]:
 
     from penstock_learner.model.backbone import ModelInputs
     from penstock_learner.model.causal_lm import load_model
-    from tiny_architectures import ARCHITECTURES, plain_log_probs, random_batch, tiny_model
+    from support.tiny_architectures import ARCHITECTURES, plain_log_probs, random_batch, tiny_model
 
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
@@ -87,7 +87,7 @@ def refuse_all() -> list[tuple[str, str]]:
 
     from penstock.errors import ConfigError
     from penstock_learner.model.architectures import require_text_decoder
-    from tiny_architectures import REFUSED
+    from support.tiny_architectures import REFUSED
 
     rows = []
     for model_type in REFUSED:

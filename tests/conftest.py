@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,16 +12,17 @@ import redis.asyncio as redis
 from hypothesis import settings
 
 from penstock.config.service import RedisConfig, ReplayConfig
-from penstock.machine.ports import free_port, wait_for_port
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.redis_client import connect
-from penstock_services.local.private_redis import find_redis_server, write_config
+from support.redis_server import RedisProcess
 
 if TYPE_CHECKING:
-    from gateways import Gateway
+    from support.gateways import Gateway
 
 # Every run of a test has a new folder. vLLM would look into the same model for 10 s in each of them.
 os.environ.setdefault("VLLM_CACHE_ROOT", str(Path.home() / ".cache" / "vllm"))
+# Processes that tests start import tests/support as tests do.
+os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
 # A busy machine must not fail a property test. `make test` draws the same examples each time, so that it judges the
 # change and not the luck of a draw; `make test-long` draws new ones.
 settings.register_profile("same", deadline=None, derandomize=True)
@@ -30,7 +30,7 @@ settings.register_profile("new", deadline=None)
 settings.load_profile("same")
 
 
-pytest_plugins = ("faults.matrix_fixtures", "faults.matrix_results", "protocol_fixtures", "talking_fixtures")
+pytest_plugins = ("support.fixtures", "support.faults.matrix_results")
 STARTS_VLLM = ("test_engine_conformance.py", "test_engine_load.py", "test_constrained_output.py", "test_vllm_flips.py")
 SLOW_FILES = (
     "test_learner_crashes.py",
@@ -72,27 +72,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)
 
 
-class RedisProcess:
-    """A real Redis that a test may kill and start again."""
-
-    def __init__(self, folder: Path) -> None:
-        self.port = free_port()
-        self.config, self.url = write_config(folder, self.port)
-        self.process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        self.process = subprocess.Popen(
-            [find_redis_server(), str(self.config)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        assert wait_for_port("127.0.0.1", self.port, timeout_s=20), "Redis did not start"
-
-    def kill(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait(timeout=20)
-            self.process = None
-
-
 @pytest.fixture(scope="session")
 def redis_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisProcess]:
     server = RedisProcess(tmp_path_factory.mktemp("redis"))
@@ -104,7 +83,7 @@ def redis_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisPro
 @pytest.fixture(scope="module")
 def one_rank() -> Iterator[None]:
     """A process group of this process alone, for role workers without Ray."""
-    from learner_ranks import one_rank_world
+    from support.learner_ranks import one_rank_world
 
     with one_rank_world():
         yield
@@ -113,7 +92,7 @@ def one_rank() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Folders of a tiny policy and a tiny sequence classifier. Do not write to them."""
-    from tiny_model import make_tiny_classifier, make_tiny_qwen2
+    from support.tiny_models import make_tiny_classifier, make_tiny_qwen2
 
     root = tmp_path_factory.mktemp("tiny-models")
     return {"policy": make_tiny_qwen2(root / "policy", seed=5), "scalar": make_tiny_classifier(root / "scalar", seed=6)}
@@ -138,8 +117,8 @@ async def queue(redis_client: redis.Redis) -> RedisReplayQueue:
 @pytest.fixture
 async def gateway(redis_process: RedisProcess, redis_client: redis.Redis, tmp_path: Path) -> AsyncIterator[Gateway]:
     """A gateway on real ports, with a tokenizer and without keys."""
-    from gateways import run_config, running
-    from scripted_engine import make_tokenizer_folder
+    from support.gateways import run_config, running
+    from support.scripted_engines import make_tokenizer_folder
 
     make_tokenizer_folder(tmp_path)
     async with running(run_config(redis_process.url, tmp_path)) as started:

@@ -35,17 +35,17 @@ from penstock_rollout.engines.vllm.start import is_cpu_build
 from penstock_rollout.serving.generate_service import StreamedText
 from penstock_rollout.serving.tool_calling import ToolCalling
 from penstock_rollout.tokenization import Tokenization
-from scripted_engine import END, OTHER_END
-from tests.constrained_answers import (
+from support.answers import (
     CONSTRAINTS,
     SCHEMA,
+    Answer,
     Reference,
     constrained,
     fits_schema,
     json_of,
     write_model_with_text,
 )
-from tests.engine_answers import Answer
+from support.scripted_engines import END, OTHER_END
 
 DEADLINE_S = 140.0
 NUM_ANSWERS = 16

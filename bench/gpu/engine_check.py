@@ -38,7 +38,7 @@ from penstock.weights.snapshot import write_snapshot
 from penstock_rollout.engines.engine import Engine, GenerateRequest, TokenChunk
 from penstock_rollout.engines.factory import create_engine
 from penstock_rollout.engines.sglang.start import honours_seeds
-from tests.engine_answers import Answer
+from support.answers import Answer
 
 STARTED = time.monotonic()
 DEADLINE_S = 400.0

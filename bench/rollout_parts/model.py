@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-from tiny_model import EOS_TOKEN_ID, write_tokenizer
+from support.tiny_models import EOS_TOKEN_ID, write_tokenizer
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,6 @@ from prometheus_client import CollectorRegistry
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from harness import Measurement, median_ratio
-from memory_queue import MemoryReplayQueue
-from memory_store import MemoryStore
 from penstock.cancellation import end_task
 from penstock.codec import encode_prompt
 from penstock.config.agents import AdaptiveConcurrencyConfig, AgentsConfig
@@ -36,6 +34,8 @@ from penstock_rollout.groups.producer import Producer
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.rewards.scorer import Scorer
 from penstock_rollout.tokenization import Tokenization
+from support.memory_queue import MemoryReplayQueue
+from support.memory_store import MemoryStore
 
 Queue = Any
 """A MemoryReplayQueue or a RedisReplayQueue."""

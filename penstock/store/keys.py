@@ -93,7 +93,9 @@ class RunKeys:
     feeds = Key()
     """Hash: dataset to the number of its next prompt, and `dataset:fingerprint` to the hash of its rows."""
     idempotency = KeyFamily()
-    """Hash: answer to the submission with this idempotency key; expires."""
+    """Hash: answer to the submission of prompts with this idempotency key; expires."""
+    imported = KeyFamily()
+    """Hash: row of an imported recording to its prompt; expires."""
     cancelled = Key()
     """Bitmap of prompts that were cancelled."""
     results = Key()
@@ -182,6 +184,8 @@ class RunKeys:
     """Sorted set of rewarded sessions and tasks that are not yet groups in the queue, by the time of the next try."""
     task = KeyFamily()
     """Hash of one task: what it asks for, its counts, and its places by number. Expires once it has ended."""
+    task_idempotency = KeyFamily()
+    """JSON list of the tasks that were submitted with this idempotency key; expires."""
     task_pending = Key()
     """Sorted set of places of tasks that can be leased (`ID NUMBER`), by the order of submission."""
     task_leases = Key()

@@ -13,12 +13,18 @@ from pathlib import Path
 
 import pytest
 
-from control_plane import ControlPlane, running_control_plane
-from foreign_kinds import add_foreign_kinds
-from hollow_nodes import HollowNodes, add_node
-from releases import Manifest, Release, new_release
-from rendered_chart import VALUES, needs_helm
-from waiting import until
+from support.chart import VALUES, needs_helm
+from support.cluster import (
+    ControlPlane,
+    HollowNodes,
+    Manifest,
+    Release,
+    add_foreign_kinds,
+    add_node,
+    new_release,
+    running_control_plane,
+)
+from support.processes import until
 
 pytestmark = [needs_helm, pytest.mark.long, pytest.mark.timeout(900)]
 POOLS = 10

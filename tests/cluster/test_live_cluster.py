@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import yaml
 
-from rendered_chart import CHART, HELM, OPTIONS, VALUES, Manifest, needs_helm, render
+from support.chart import CHART, HELM, OPTIONS, VALUES, Manifest, needs_helm, render
 
 pytestmark = [needs_helm, pytest.mark.long, pytest.mark.timeout(1800)]
 BUILT_IN = ("v1", "apps/v1", "autoscaling/v2", "batch/v1", "networking.k8s.io/v1", "policy/v1")

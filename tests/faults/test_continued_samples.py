@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
-import sys
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,11 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import RedisProcess
-from engine_answers import Answer
-from fleet_runs import Part
 from penstock.codec import decode_group, encode_prompt
-from penstock.config.loading import dump_config, validate
+from penstock.config.loading import validate
 from penstock.config.run import RunConfig
 from penstock.replay.queue_types import QueueStat
 from penstock.replay.redis_queue import RedisReplayQueue
@@ -29,8 +23,11 @@ from penstock.trajectory import Group, Prompt, Sampling, Trajectory
 from penstock.v1 import policies_pb2
 from penstock.weights.checksums import weights_digest
 from penstock.weights.snapshot import write_snapshot
-from served_engines import TOLERANCE, Push, expected_log_probs, load_model
-from tiny_model import make_tiny_qwen2
+from support.answers import Answer
+from support.fleet_runs import Part, counters, start_server
+from support.redis_server import RedisProcess
+from support.served_engines import TOLERANCE, Push, expected_log_probs, load_model
+from support.tiny_models import make_tiny_qwen2
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 NUM_SAMPLES, MAX_TOKENS, EVERY = 4, 600, 32
@@ -71,16 +68,6 @@ def _reward_file(folder: Path) -> Path:
     return path
 
 
-def start(config: RunConfig, name: str, parts: list[Part]) -> Part:
-    path = config.folder / f"{name}.yaml"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(dump_config(config))
-    command = [sys.executable, "-m", "penstock_rollout", "--config", str(path), "--server-id", name]
-    part = Part(name, command, config.folder / f"{name}.log", {"OMP_NUM_THREADS": "1"})
-    parts.append(part)
-    return part
-
-
 async def publish(config: RunConfig, queue: RedisReplayQueue, model: Any) -> None:
     """Publish the model as version 1, as a learner would after its first step."""
     push = Push.of(model, 1)
@@ -99,14 +86,6 @@ async def until(queue: RedisReplayQueue, found: Callable[[QueueStat], bool], abo
         assert parts[-1].process.poll() is None, parts[-1].output()[-2000:]
         assert time.monotonic() < deadline, f"no {about}: {parts[-1].output()[-2000:]}"
         await asyncio.sleep(0.02)
-
-
-def counters(config: RunConfig, server_id: str) -> dict[str, float]:
-    """The counters of a server's /metrics, by name and labels."""
-    port = json.loads((config.folder / f"{server_id}.json").read_text())["metrics_port"]
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as answer:
-        lines = answer.read().decode().splitlines()
-    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[:1] != "#")}
 
 
 def check_log_probs(group: Group, trajectory: Trajectory, models: list[Any]) -> None:
@@ -135,13 +114,13 @@ async def test_another_server_continues_the_samples(how: str, config: RunConfig,
         prompt = Prompt(token_ids=(5, 6, 7), sampling=sampling, num_samples=NUM_SAMPLES, ground_truth="x")
         await queue.submit([encode_prompt(prompt)], [0], "")
         await queue.take_term(0)
-        first = start(config, "a", parts)
+        first = start_server(config, "a", parts)
         await until(queue, lambda stat: stat.saved_bytes > NUM_SAMPLES * 4 * EVERY, "saved tokens", parts)
         first.may_end = True
         first.process.send_signal(signal.Signals[how])
         first.process.wait(timeout=60)
         await publish(config, queue, models[1])
-        start(config, "b", parts)
+        start_server(config, "b", parts)
         await until(queue, lambda stat: stat.queued == 1, "group", parts)
         [prompt_id] = await queue.take(1, 1)
         group = decode_group((await queue.fetch([prompt_id]))[0].payload)

@@ -16,9 +16,9 @@ from typing import Any
 import psutil
 import pytest
 
-from conftest import RedisProcess
-from learner_runs import fill_queue, make_config, outcome, ranks_of, run_learner
 from penstock.machine.ports import free_port, wait_for_port
+from support.learner_runs import fill_queue, make_config, outcome, ranks_of, run_learner
+from support.redis_server import RedisProcess
 
 KILLED = -9
 

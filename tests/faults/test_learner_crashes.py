@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from conftest import RedisProcess
-from learner_runs import (
+from penstock.config.run import RunConfig
+from penstock_learner.crash_points import NAMES
+from support.learner_runs import (
     GROUPS_PER_STEP,
     NUM_STEPS,
     Outcome,
@@ -23,9 +24,8 @@ from learner_runs import (
     queue_stat,
     run_learner,
 )
-from object_store import ObjectStore, in_environment, object_store
-from penstock.config.run import RunConfig
-from penstock_learner.crash_points import NAMES
+from support.object_store import ObjectStore, in_environment, object_store
+from support.redis_server import RedisProcess
 
 KILLED = -9
 LATE = {"after_read": "after_read:3", "mid_step": "mid_step:3"}

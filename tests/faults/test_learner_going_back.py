@@ -17,9 +17,6 @@ from pathlib import Path
 
 import pytest
 
-from conftest import RedisProcess
-from faults.chaos.learner_process import Folded
-from faults.chaos.workload import RUN, Settings, make_numbered_group, make_payload
 from penstock.codec import decode_prompt, encode_group
 from penstock.config.service import RedisConfig
 from penstock.errors import ConfigError
@@ -29,6 +26,9 @@ from penstock.store.keys import RunKeys
 from penstock.store.redis_client import RedisClient, connect
 from penstock_learner.checkpoints.checkpoint import CheckpointStore, read_state
 from penstock_learner.crash_points import NAMES
+from support.chaos.learner_process import Folded
+from support.chaos.workload import RUN, Settings, make_numbered_group, make_payload
+from support.redis_server import RedisProcess
 
 KILLED = -9
 NUM_PROMPTS, GROUPS_PER_STEP, KEEP = 48, 2, 2
@@ -61,8 +61,8 @@ class Run:
         path = self.folder / "settings.json"
         replace(self.settings, go_back_to=go_back_to).save(path)
         return subprocess.Popen(
-            [sys.executable, "-m", "faults.chaos.learner_process", "--settings", str(path)],
-            env=os.environ | {"PENSTOCK_CRASH_AT": crash_at, "PYTHONPATH": str(Path(__file__).parents[1])},
+            [sys.executable, "-m", "support.chaos.learner_process", "--settings", str(path)],
+            env=os.environ | {"PENSTOCK_CRASH_AT": crash_at},
             stderr=subprocess.PIPE,
             text=True,
         )

@@ -16,9 +16,9 @@ import psutil
 import pytest
 import redis
 
-from faults.matrix_fixtures import MakeRun
-from faults.matrix_run import FaultFree, MatrixRun
-from faults.steady_server import BROKEN_FILE
+from support.faults.matrix_run import FaultFree, MatrixRun
+from support.faults.steady_server import BROKEN_FILE
+from support.fixtures import MakeRun
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 CHECKPOINTS, POISON, DISKS = "checkpoints", "poison and garbage", "disks"
@@ -122,7 +122,7 @@ def test_every_sample_is_not_finite(make_run: MakeRun, fault_free: FaultFree) ->
     run = make_run(replay={"max_attempts": 3, "breaker": {"probe_s": 1.0}}, sample_s=0.2)
     broken = run.config.run_dir / "broken"
     run.start("feed", "learner")
-    run.start_part("a", "faults.steady_server", environment={BROKEN_FILE: str(broken)})
+    run.start_part("a", "support.faults.steady_server", environment={BROKEN_FILE: str(broken)})
     run.until_step(2)
     broken.touch()
     run.until(lambda: run.log("a").count("given back") >= 8, "failures")

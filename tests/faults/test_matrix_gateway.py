@@ -10,15 +10,14 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from faults.matrix_fixtures import MakeRun
-from faults.matrix_run import GROUPS_PER_STEP, NUM_STEPS, MatrixRun
-from faults.proxy import ProxyThread
-from faults.test_matrix_network import make_faults
 from penstock.api_keys import read_own_key
 from penstock.client import SyncPenstockClient
 from penstock.machine.ports import free_port, wait_for_port
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.trajectory import Prompt
+from support.faults.matrix_run import GROUPS_PER_STEP, NUM_STEPS, MatrixRun, make_faults
+from support.faults.proxy import ProxyThread
+from support.fixtures import MakeRun
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 AREA = "gateway and feed"

@@ -9,9 +9,9 @@ import signal
 import psutil
 import pytest
 
-from faults.matrix_fixtures import MakeRun
-from faults.matrix_run import FaultFree, MatrixRun
-from live_processes import is_alive
+from support.faults.matrix_run import FaultFree, MatrixRun
+from support.fixtures import MakeRun
+from support.processes import is_alive
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 AREA = "learner"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from faults.faulty_server import FILE, KIND
-from faults.matrix_fixtures import MakeRun
-from faults.matrix_run import MatrixRun
 from penstock.store.quarantine import Quarantine, Quarantines
+from support.faults.faulty_server import FILE, KIND
+from support.faults.matrix_run import MatrixRun
+from support.fixtures import MakeRun
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 
@@ -31,8 +31,8 @@ def test_a_server_misses_updates(make_run: MakeRun, kind: str) -> None:
     run = make_run(learner={"lr": 3e-4, "max_logprob_mismatch_nats": 0.1}, dataset={"epochs": 100})
     fault = run.config.folder / "fault"
     run.start("feed", "learner")
-    run.start_part("a", "faults.faulty_server")
-    run.start_part("b", "faults.faulty_server", environment={KIND: kind, FILE: str(fault)})
+    run.start_part("a", "support.faults.faulty_server")
+    run.start_part("b", "support.faults.faulty_server", environment={KIND: kind, FILE: str(fault)})
     run.until_step(5)
     run.until_serving("a", "b")
     assert quarantines(run) == {}

@@ -11,37 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from faults.matrix_fixtures import MakeRun
-from faults.matrix_run import FaultFree, MatrixRun
-from faults.proxy import ProxyThread
-from faults.steady_server import STORE_FILE, STORE_VIA
 from penstock.machine.ports import free_port
+from support.faults.matrix_run import FaultFree, MatrixRun, make_faults
+from support.faults.proxy import ProxyThread
+from support.faults.steady_server import STORE_FILE, STORE_VIA
+from support.fixtures import MakeRun
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 AREA = "network"
-FAULT_S = 5.0
-"""Longer than the deadline of a Redis command, than a lease and than `weights.ready_timeout_s`."""
-FAULTS: dict[str, tuple[str, ...]] = {
-    "delay": ("delay", "0.3"),
-    "cut": ("cut",),
-    "half-open": ("half_open",),
-    "black hole": ("black_hole",),
-    "silent towards the server": ("one_way", "to_server"),
-    "silent towards the client": ("one_way", "to_client"),
-}
-
-
-def make_faults(run: MatrixRun, proxy: ProxyThread, link: str, has_recovered: Callable[[], None]) -> None:
-    """Make every fault on the link, and wait after each until `has_recovered` returns."""
-    for name, (call, *words) in FAULTS.items():
-        before = proxy.proxy.num_connections
-        proxy.do(call, *(float(word) if call == "delay" else word for word in words))
-        run.pause(FAULT_S)
-        proxy.do("heal")
-        run.fault()
-        has_recovered()
-        run.recovered_from(f"{link}: {name}", f"a proxy on the link, {FAULT_S:g} s")
-        print(f"{link}: {name}: {proxy.proxy.num_connections - before} new connections")
 
 
 def one_more_step(run: MatrixRun) -> Callable[[], None]:
@@ -66,7 +43,7 @@ def test_a_server_s_link_to_redis_fails(make_run: MakeRun, fault_free: FaultFree
     run = make_run()
     with ProxyThread(("127.0.0.1", run.redis.port)) as proxy:
         run.start("feed", "a", "learner")
-        run.start_part("b", "faults.steady_server", run.through(proxy))
+        run.start_part("b", "support.faults.steady_server", run.through(proxy))
         run.until_step(3)
         run.until_serving("a", "b")
         make_faults(run, proxy, "rollout server to Redis", lambda: until_both_serve(run))
@@ -92,7 +69,7 @@ def test_the_link_of_the_weight_push_fails(make_run: MakeRun, fault_free: FaultF
         rollout = run.config.rollout.model_copy(update={"port": port, "advertise_host": "127.0.0.2"})
         config = run.config.model_copy(update={"rollout": rollout})
         run.start("feed", "a", "learner")
-        run.start_part("b", "faults.steady_server", config)
+        run.start_part("b", "support.faults.steady_server", config)
         run.until_step(3)
         run.until_serving("a", "b")
         make_faults(run, proxy, "learner to rollout server (weights)", lambda: until_both_serve(run))
@@ -114,7 +91,7 @@ def test_the_link_to_the_rendezvous_fails(make_run: MakeRun, fault_free: FaultFr
     with ProxyThread(rendezvous) as proxy:
         environment = {STORE_VIA: str(proxy.port), STORE_FILE: str(told)}
         run.start("feed", "a", "learner")
-        run.start_part("b", "faults.steady_server", environment=environment)
+        run.start_part("b", "support.faults.steady_server", environment=environment)
         run.until_step(3)
         run.until_serving("a", "b")
         assert proxy.proxy.num_connections > 0

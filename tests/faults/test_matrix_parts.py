@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from faults.matrix_fixtures import MakeRun
+from support.fixtures import MakeRun
 
 
 @pytest.mark.fault_row(

@@ -9,10 +9,10 @@ import time
 import pytest
 import redis
 
-from faults.matrix_fixtures import MakeRun
-from faults.matrix_run import FaultFree, MatrixRun
-from faults.proxy import LostReplies, ProxyThread
 from penstock.replay.queue_types import QueueStat
+from support.faults.matrix_run import FaultFree, MatrixRun
+from support.faults.proxy import LostReplies, ProxyThread
+from support.fixtures import MakeRun
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 AREA = "Redis"
@@ -111,7 +111,7 @@ def test_replies_to_appends_are_lost(make_run: MakeRun, fault_free: FaultFree) -
     run = make_run()
     with ProxyThread(("127.0.0.1", run.redis.port), lost_replies=LostReplies(b":group:", 0.33, 5)) as proxy:
         run.fault()
-        run.start_part("a", "faults.steady_server", run.through(proxy))
+        run.start_part("a", "support.faults.steady_server", run.through(proxy))
         run.start("feed", "b", "learner")
         run.until(lambda: proxy.proxy.num_lost >= 5, "five lost replies", timeout_s=240)
         step = run.step

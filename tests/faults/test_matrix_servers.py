@@ -8,12 +8,12 @@ import time
 import pytest
 import redis
 
-from faults.matrix_fixtures import MakeRun
-from faults.matrix_run import FaultFree, MatrixRun
-from faults.proxy import ProxyThread
 from penstock.machine.ports import free_port
 from penstock.store.fleet import SERVING_STATES
 from penstock.store.keys import RunKeys
+from support.faults.matrix_run import FaultFree, MatrixRun
+from support.faults.proxy import ProxyThread
+from support.fixtures import MakeRun
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 AREA = "rollout servers"
@@ -152,7 +152,7 @@ def test_a_server_is_partitioned(make_run: MakeRun, fault_free: FaultFree) -> No
     to_server = ProxyThread(("127.0.0.1", port), host="127.0.0.2", port=port)
     with to_redis, to_server:
         rollout = run.config.rollout.model_copy(update={"port": port, "advertise_host": "127.0.0.2"})
-        run.start_part("b", "faults.steady_server", run.through(to_redis, {"rollout": rollout}))
+        run.start_part("b", "support.faults.steady_server", run.through(to_redis, {"rollout": rollout}))
         run.start("feed", "a", "learner")
         run.until_step(3)
         run.until_serving("a", "b")

@@ -12,10 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import RedisProcess
-from engine_answers import Answer
-from faults.test_continued_samples import counters, start
-from fleet_runs import Part
 from penstock.codec import decode_group, encode_prompt
 from penstock.config.loading import validate
 from penstock.config.run import RunConfig
@@ -23,8 +19,11 @@ from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.redis_client import connect
 from penstock.trajectory import Prompt, Sampling
-from served_engines import TOLERANCE, expected_log_probs, load_model
-from tiny_model import make_tiny_qwen2
+from support.answers import Answer
+from support.fleet_runs import Part, counters, start_server
+from support.redis_server import RedisProcess
+from support.served_engines import TOLERANCE, expected_log_probs, load_model
+from support.tiny_models import make_tiny_qwen2
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 ROWS, NUM_SAMPLES, MAX_TOKENS = 4, 8, 600
@@ -80,7 +79,7 @@ async def test_a_peer_that_dies_in_the_middle_of_its_samples(how: str, config: R
     client = connect(config.redis)
     queue, fleet = RedisReplayQueue(client, config.run, config.replay), Fleet(client, config.run)
     try:
-        named = {name: start(config, name, parts) for name in ("a", "b")}
+        named = {name: start_server(config, name, parts) for name in ("a", "b")}
         await until(fleet, lambda servers: [server.state for server in servers] == ["READY"] * 2, parts)
         sampling = Sampling(max_tokens=MAX_TOKENS, ignore_eos=True)
         prompt = Prompt(token_ids=(5, 6, 7), sampling=sampling, num_samples=NUM_SAMPLES, ground_truth="x")

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from faults.proxy import FaultyProxy, LostReplies
+from support.faults.proxy import FaultyProxy, LostReplies
 
 SILENCE_S = 0.2
 """How long a reply must fail to come. It comes at once where there is no fault."""

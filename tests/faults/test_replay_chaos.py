@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from faults.chaos.chaos_run import ChaosRun, Plan, Report
-from faults.chaos.processes import LOSS_WINDOW_S
 from penstock.replay.redis_queue import RedisReplayQueue
+from support.chaos.chaos_run import ChaosRun, Plan, Report
+from support.chaos.processes import LOSS_WINDOW_S
 
 STAYING_KEYS = {
     "counters",

@@ -21,9 +21,6 @@ import redis.asyncio as redis
 import torch
 from transformers import AutoModelForCausalLM
 
-from conftest import RedisProcess
-from fleet_runs import FleetRun, Move, Part, fleet_config, training_prompts
-from live_processes import is_alive
 from penstock.codec import encode_prompt
 from penstock.replay.evaluations import Evaluation
 from penstock.replay.redis_queue import RedisReplayQueue
@@ -33,6 +30,9 @@ from penstock.weights.checksums import host_checksum, weights_digest
 from penstock.weights.snapshot import read_manifest, read_snapshot
 from penstock_learner.weights.publisher import WeightPublisher
 from penstock_learner.weights.senders.sender import PushTarget
+from support.fleet_runs import FleetRun, Move, Part, fleet_config, training_prompts
+from support.processes import is_alive
+from support.redis_server import RedisProcess
 
 pytestmark = pytest.mark.timeout(600)
 TOLERANCE = 1e-3

@@ -127,7 +127,7 @@ class Learner:
 
 
 def test_a_push_into_an_engine_on_the_same_gpu(tmp_path: Path) -> None:
-    from tiny_model import make_tiny_qwen2
+    from support.tiny_models import make_tiny_qwen2
 
     old, new = make_tiny_qwen2(tmp_path / "old", seed=1), make_tiny_qwen2(tmp_path / "new", seed=2)
     config = {"run": "push", "run_dir": str(tmp_path), "model": {"path": str(old)}}

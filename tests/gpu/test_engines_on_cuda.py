@@ -35,7 +35,7 @@ from penstock_rollout.fleet.internal_listener import make_listener
 from penstock_rollout.fleet.weight_member import WeightMember
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.weights.available import available_transports, reported_nccl_version
-from tests.engine_answers import Answer
+from support.answers import Answer
 
 RUN = "push"
 START_TIMEOUT_S = 240.0

@@ -15,7 +15,7 @@ from penstock_learner.model.causal_lm import open_model
 from penstock_learner.model.loading.weights import read_weights
 from penstock_learner.model.self_check import require_right
 from penstock_learner.model.sharding import full_weight, prepare_for_training
-from tiny_architectures import tiny_model
+from support.tiny_architectures import tiny_model
 
 if not torch.cuda.is_available():
     pytest.skip("no GPU", allow_module_level=True)

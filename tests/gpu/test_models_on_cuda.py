@@ -9,7 +9,7 @@ import torch
 
 from penstock_learner.model.causal_lm import load_model
 from penstock_learner.model.self_check import compare_with_plain
-from tiny_architectures import tiny_model
+from support.tiny_architectures import tiny_model
 
 if not torch.cuda.is_available():
     pytest.skip("no GPU", allow_module_level=True)

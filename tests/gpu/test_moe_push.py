@@ -34,7 +34,7 @@ from penstock_learner.weights.gathering import PushedWeights
 from penstock_learner.weights.publisher import WeightPublisher
 from penstock_rollout.engines.engine import Engine, GenerateRequest, TokenChunk
 from penstock_rollout.engines.factory import create_engine
-from tests.tiny_experts import SETTINGS, VOCAB_SIZE, write_tiny_experts
+from support.tiny_architectures import SETTINGS, VOCAB_SIZE, write_tiny_experts
 
 if not torch.cuda.is_available() or importlib.util.find_spec("vllm") is None:
     pytest.skip("no GPU, or no vLLM", allow_module_level=True)

@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from nccl_binding import NcclBinding, install_nccl_stand_in
-from nccl_stand_in import NcclStandIn
 from penstock.errors import WeightPushFailed
 from penstock.v1 import weights_pb2
 from penstock.weights.cuda import libraries, nccl_group
@@ -26,6 +24,7 @@ from penstock_learner.weights.senders.sender import PushTarget, Shipment
 from penstock_learner.weights.staging import StagedVersion, checksum_name
 from penstock_rollout.weights.receivers import nccl as receiving
 from penstock_rollout.weights.stage import WeightStage
+from support.cuda_stand_ins import NcclBinding, NcclStandIn, install_nccl_stand_in
 
 DEADLINE_S = 60.0
 SHORT_S = 1.0

@@ -20,13 +20,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from member_process import TERM_FILE, MemberOptions, MemberProcess
-from nccl_binding import NcclBinding
 from penstock.config.loading import dump_config, validate
 from penstock.weights.transports import has_cupy
 from penstock_rollout.weights.adapter import merged_weights
-from publisher_process import PublisherProcess, Pushed, Shapes, make_adapter
-from staging_engine import named_digest
+from support.cuda_stand_ins import NcclBinding
+from support.staging_engine import named_digest
+from support.weight_group import TERM_FILE, MemberOptions, MemberProcess, PublisherProcess, Pushed, Shapes, make_adapter
 
 REAL = pytest.param(
     "real", marks=pytest.mark.skipif(not (torch.cuda.is_available() and has_cupy()), reason="needs a GPU and CuPy")

@@ -10,12 +10,12 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("these tests need a CUDA GPU", allow_module_level=True)
 
-from forked_batches import equal_batch, forked_batch
 from penstock_learner.batches.prefix_tree import PrefixTree
 from penstock_learner.batches.sequence_batch import SequenceBatch
 from penstock_learner.model.backbone import ModelInputs
 from penstock_learner.model.causal_lm import CausalLM, load_model
-from tiny_architectures import tiny_model
+from support.groups import equal_batch, forked_batch
+from support.tiny_architectures import tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own parts
 DEVICE = torch.device("cuda", 0)

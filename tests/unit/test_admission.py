@@ -8,12 +8,12 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memory_queue import MemoryReplayQueue
-from memory_store import MemoryStore
 from penstock.config.service import ReplayConfig
 from penstock.replay import admission as admission_module
 from penstock.replay.admission import admission
 from penstock.replay.queue_types import Lease
+from support.memory_queue import MemoryReplayQueue
+from support.memory_store import MemoryStore
 
 counts = st.integers(0, 50)
 

@@ -75,5 +75,5 @@ def test_what_a_benchmark_imports_exists(source: Path) -> None:
 def test_an_import_that_does_not_exist_is_found(tmp_path: Path) -> None:
     source = tmp_path / "stale.py"
     gone = ["from harness import Bar, Barr", "from scale_parts.gone import p99", "import scale_clients"]
-    source.write_text("\n".join([*gone, "from trl import GRPOTrainer", "import tests.probes"]))
+    source.write_text("\n".join([*gone, "from trl import GRPOTrainer", "import support.groups"]))
     assert list(missing_imports(source)) == ["harness.Barr", "scale_parts.gone", "scale_clients"]

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from memory_queue import MemoryReplayQueue
-from memory_store import MemoryStore
 from penstock.cancellation import end_task
 from penstock.config.dataset import DatasetConfig
 from penstock.config.service import ReplayConfig
@@ -16,6 +14,8 @@ from penstock.errors import InvalidInput, Unavailable
 from penstock.feed.buried_prompts import MIN_BURIED, BuriedPrompts
 from penstock.feed.dataset_feed import Feeder, PromptStream
 from penstock.trajectory import Prompt
+from support.memory_queue import MemoryReplayQueue
+from support.memory_store import MemoryStore
 
 TOO_LONG = "prompt_too_long"
 

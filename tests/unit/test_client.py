@@ -28,7 +28,7 @@ from penstock.errors import (
 from penstock.replay import queue_types
 from penstock.trajectory import Prompt
 from penstock.v1 import runs_pb2
-from sample_files import SAMPLE
+from support.groups import SAMPLE
 
 CLIENT_FOLDER = Path(inspect.getfile(retries)).parent
 PROMPT = Prompt(messages=(("user", "2+2?"),))

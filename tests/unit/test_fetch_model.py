@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from object_store import ObjectStore, in_environment, object_store
 from penstock.errors import ConfigError, DeadlineExceeded, Unavailable
 from penstock.fetching import model_fetch, object_folder
 from penstock.fetching.model_fetch import MARKER, fetch_model
 from penstock.fetching.object_folder import ObjectFolder
+from support.object_store import ObjectStore, in_environment, object_store
 
 WEIGHTS = bytes(range(256)) * 4096
 SOURCE = "s3://bucket/models/tiny"

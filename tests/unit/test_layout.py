@@ -20,5 +20,5 @@ def test_no_two_files_import_each_other() -> None:
 
 def test_no_two_files_of_tests_have_one_name() -> None:
     """Otherwise pytest imports one of them, and cannot import the other."""
-    names = Counter(path.name for path in Path(__file__).parents[1].rglob("*.py") if path.name != "__init__.py")
+    names = Counter(path.name for path in Path(__file__).parents[1].rglob("test_*.py"))
     assert [name for name, count in names.items() if count > 1] == []

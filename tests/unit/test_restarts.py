@@ -19,7 +19,7 @@ from penstock_services.local import restarts as restarts_module
 from penstock_services.local.hung_servers import HungServers
 from penstock_services.local.processes import Child, ProcessGroup
 from penstock_services.local.restarts import Restart, Restarts
-from waiting import until
+from support.processes import until
 
 SERVER = "rollout-0"
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from memory_queue import MemoryReplayQueue
-from memory_store import MemoryStore
 from penstock.config.loading import validate
 from penstock.config.run import RunConfig
 from penstock.config.service import ReplayConfig
 from penstock.feed.run_end import Before, RunEnd, found_before, plan_line
+from support.memory_queue import MemoryReplayQueue
+from support.memory_store import MemoryStore
 
 
 def make_config(num_steps: int = 0, **dataset: Any) -> RunConfig:

@@ -15,7 +15,7 @@ from penstock.samples import files
 from penstock.samples.files import NEWEST, OLDER, Place, SampleFile, groups_newest_first
 from penstock.samples.sample import line_of, samples_of
 from penstock.samples.selection import Range, SampleFilter, is_sampled, page, select
-from sample_files import SAMPLE, group_of_samples, write_samples
+from support.groups import SAMPLE, group_of_samples, write_samples
 
 
 def read(folder: Path) -> list[tuple[int, int]]:

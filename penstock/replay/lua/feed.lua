@@ -8,6 +8,7 @@ local fingerprint = redis.call('HGET', FEEDS, name .. ':fingerprint') or ARGV[2]
 if fingerprint == ARGV[2] then
   if #ARGV > 4 and stored == position then
     local places = {}
+    check_intake()
     for place = 5, #ARGV, 2 do places[#places + 1] = place end
     add_prompts(places)
     stored = position + #places

@@ -3,7 +3,7 @@
 -- group is finished already. Returns rows of prompt_id and attempt, or no rows while Redis may still lose the new ids:
 -- then call again. Attempt 0: an earlier import brought the group, and nothing is left to do. A row whose import died
 -- before the append is leased again, unless a rollout server has it by now.
-local imported, server, now = IDEMPOTENCY .. ARGV[1], ARGV[3], now_ms()
+local imported, server, now = IMPORTED .. ARGV[1], ARGV[3], now_ms()
 local expiry, RESERVED = now + tonumber(ARGV[4]), ' reserved'
 local function grant(id)
   local attempt = redis.call('HINCRBY', ATTEMPTS, id, 1)

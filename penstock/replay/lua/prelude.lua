@@ -59,6 +59,15 @@ local function make_pending(id)
   redis.call('ZADD', PENDING, pending_score(redis.call('HGET', PRIORITIES, id) or '0', id), id)
 end
 
+-- Fails if a key that add_prompts writes is of another type. Scripts call it before their first write.
+local function check_intake()
+  redis.call('HEXISTS', PROMPTS, '')
+  redis.call('HEXISTS', PRIORITIES, '')
+  redis.call('ZCARD', PENDING)
+  redis.call('ZCARD', SUBMITTED)
+  redis.call('XREVRANGE', LEASE_SIGNALS, '+', '-', 'COUNT', 1)
+end
+
 -- `places` are the positions of payloads in ARGV. The priority of each follows it. The prompts get the next ids, in
 -- order.
 local function add_prompts(places)

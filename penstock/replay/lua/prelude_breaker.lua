@@ -30,7 +30,7 @@
 -- as bad itself: its failures count at once, and they do not open a breaker. An expired lease is not a failure here: it
 -- tells that a server died, not why. Neither is a failure that is final, because it concerns only its prompt.
 --
--- `breakers` holds a record for each server that has failed since its last success. tests/memory_store.py is the model
+-- `breakers` holds a record for each server that has failed since its last success. tests/support/memory_store.py is the model
 -- that the property test compares this with.
 local MIN_PROMPTS, MAX_SPARED, MAX_PROBES, MAX_WAIT_MS = 3, 3, 3, 60000
 

@@ -1,7 +1,7 @@
 -- ARGV: idempotency key (empty: none), its seconds to live, largest number of places that wait, then id, number of
 -- sessions, deadline in ms (0: none), data source and payload of each task. Accepts all tasks or none. A task whose id
 -- exists stays as it is. Returns full, or whether the key was known (0 or 1) and the ids.
-local key = IDEMPOTENCY .. 'tasks:' .. ARGV[1]
+local key = TASK_IDEMPOTENCY .. ARGV[1]
 if ARGV[1] ~= '' then
   local known = redis.call('GET', key)
   if known then return {1, unpack(cjson.decode(known))} end

@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from penstock.errors import InvalidInput, PenstockError, Unauthenticated
 from penstock_services.gateway.access import Caller
+from penstock_services.gateway.bodies import StrictRequest
 from penstock_services.gateway.problems import problem_fields
 from penstock_services.gateway.response_schemas import JSON_ANSWERS, success_of
 from penstock_services.gateway.runs.collection import RunCollection
@@ -54,7 +55,7 @@ PROBLEM = {
 
 def add_routes(tag: str, *routes: tuple[str, str, Endpoint]) -> APIRouter:
     """A router of these routes. The first route that matches wins, so `{name}:verb` must come before `{name}`."""
-    router = APIRouter(default_response_class=JSONResponse, tags=[tag])
+    router = APIRouter(default_response_class=JSONResponse, tags=[tag], route_class=StrictRoute)
     for method, path, endpoint in routes:
         name = endpoint.__name__
         router.add_api_route(
@@ -63,6 +64,18 @@ def add_routes(tag: str, *routes: tuple[str, str, Endpoint]) -> APIRouter:
             responses={200: success_of(name), "default": PROBLEM},
         )  # fmt: skip
     return router
+
+
+class StrictRoute(APIRoute):
+    """A route that accepts only JSON bodies that `bodies.parse_json` accepts."""
+
+    def get_route_handler(self) -> Callable[[Request], Any]:
+        handle = super().get_route_handler()
+
+        async def handle_strictly(request: Request) -> Any:
+            return await handle(StrictRequest(request.scope, request.receive))
+
+        return handle_strictly
 
 
 class RequestRoute(APIRoute):

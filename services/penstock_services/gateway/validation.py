@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from pydantic_core import from_json
 
 from penstock.codec import prompt_to_proto
 from penstock.config.loading import validate_field
@@ -18,6 +17,7 @@ from penstock.config.run import RunConfig
 from penstock.errors import InvalidInput
 from penstock.trajectory import MESSAGE_FIELDS, Prompt
 from penstock.v1 import prompts_pb2
+from penstock_services.gateway.bodies import parse_json
 
 MAX_PROMPT_ID = 2**32 - 1
 """The queue keeps trained prompts in a Redis bitmap, which has no higher bits."""
@@ -58,7 +58,7 @@ def checked_prompts(
 
 
 def checked_config(text: str) -> RunConfig:
-    data = _check_json(text, "config")
+    data = check_json(text, "config")
     if not isinstance(data, dict):
         raise InvalidInput("config", "must be a JSON object with at least `run` and `model`")
     if "run" not in data:
@@ -159,15 +159,15 @@ def _check_prompt(prompt: prompts_pb2.Prompt, evaluation_id: str) -> None:
     if not -MAX_PRIORITY <= prompt.priority <= MAX_PRIORITY:
         raise InvalidInput("priority", f"must be between -{MAX_PRIORITY} and {MAX_PRIORITY}")
     check_sampling(prompt.sampling)
-    _check_json(prompt.ground_truth_json, "ground_truth_json")
-    if not isinstance(_check_json(prompt.extra_info_json, "extra_info_json"), dict):
+    check_json(prompt.ground_truth_json, "ground_truth_json")
+    if not isinstance(check_json(prompt.extra_info_json, "extra_info_json"), dict):
         raise InvalidInput("extra_info_json", "must be a JSON object")
     if prompt.evaluation_id not in ("", evaluation_id):
         raise InvalidInput("evaluation_id", "leave it empty; create an evaluation for held-out prompts")
 
 
 def check_fields(text: str, path: str) -> None:
-    fields = _check_json(text, path)
+    fields = check_json(text, path)
     if not isinstance(fields, dict) or fields.keys() - MESSAGE_FIELDS:
         raise InvalidInput(path, f"must be a JSON object with some of {', '.join(MESSAGE_FIELDS)}")
 
@@ -187,10 +187,10 @@ def check_sampling(sampling: prompts_pb2.Sampling) -> None:
         raise InvalidInput("sampling.stop", "must not have empty texts")
 
 
-def _check_json(text: str, path: str) -> Any:
+def check_json(text: str, path: str) -> Any:
     if text == "{}":
         return {}
     try:
-        return from_json(text, allow_inf_nan=False)
+        return parse_json(text)
     except ValueError as error:
         raise InvalidInput(path, f"is not valid JSON: {error}") from error

@@ -16,16 +16,16 @@ from penstock.config.rollout import EngineConfig
 from penstock.errors import InvalidInput
 from penstock.trajectory import Sampling
 from penstock_rollout.engines.engine import Engine, GenerateRequest, OutputConstraint, TokenChunk
-from tests.constrained_answers import (
+from support.answers import (
     CONSTRAINTS,
+    Answer,
     Reference,
     constrained,
     fits_schema,
     json_of,
     write_model_with_text,
 )
-from tests.engine_answers import Answer
-from tests.served_engines import MAX_MODEL_LEN, TOLERANCE, Served, hold_decoding, make_engine
+from support.served_engines import MAX_MODEL_LEN, TOLERANCE, Served, hold_decoding, make_engine
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),

@@ -21,7 +21,7 @@ from penstock.v1 import weights_pb2
 from penstock.weights.snapshot import write_snapshot
 from penstock_rollout.engines.engine import GenerateRequest, TokenChunk
 from penstock_rollout.engines.factory import create_engine
-from tests.served_engines import (
+from support.served_engines import (
     LONG,
     MAX_MODEL_LEN,
     TOLERANCE,
@@ -35,7 +35,7 @@ from tests.served_engines import (
     start_engine,
     until_submitted,
 )
-from tests.tiny_model import EOS_TOKEN_ID, VOCAB_SIZE
+from support.tiny_models import EOS_TOKEN_ID, VOCAB_SIZE
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),

@@ -16,8 +16,8 @@ from penstock.errors import ConfigError
 from penstock.trajectory import Sampling
 from penstock_rollout.engines.engine import EngineStats
 from penstock_rollout.engines.vllm.start import SchedulerLoad, create_llm, engine_arguments
-from tests.served_engines import Served, assert_log_probs, start_engine
-from tests.tiny_model import EOS_TOKEN_ID, VOCAB_SIZE, make_tiny_qwen2
+from support.served_engines import Served, assert_log_probs, start_engine
+from support.tiny_models import EOS_TOKEN_ID, VOCAB_SIZE, make_tiny_qwen2
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),

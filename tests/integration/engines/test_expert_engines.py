@@ -21,8 +21,8 @@ from penstock_learner.model.causal_lm import load_model
 from penstock_learner.model.routers import find_routers, watch_routers
 from penstock_rollout.engines.engine import TokenChunk
 from penstock_rollout.engines.factory import create_engine
-from tests.served_engines import Served, assert_log_probs, start_engine
-from tests.tiny_experts import SETTINGS, write_tiny_experts
+from support.served_engines import Served, assert_log_probs, start_engine
+from support.tiny_architectures import SETTINGS, write_tiny_experts
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
 CPU = torch.device("cpu")

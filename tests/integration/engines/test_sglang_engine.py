@@ -28,8 +28,8 @@ from penstock.trajectory import Sampling
 from penstock_rollout.engines.engine import GenerateRequest
 from penstock_rollout.engines.sglang import calls as sglang_calls
 from penstock_rollout.engines.sglang.engine import SglangEngine
-from tests.live_processes import is_alive
-from tests.served_engines import (
+from support.processes import is_alive
+from support.served_engines import (
     LONG,
     Answer,
     Served,
@@ -38,9 +38,9 @@ from tests.served_engines import (
     load_model,
     until_submitted,
 )
-from tests.tiny_model import VOCAB_SIZE, make_tiny_qwen2
+from support.tiny_models import VOCAB_SIZE, make_tiny_qwen2
 
-STAND_IN = "tests.sglang_protocol.stand_in"
+STAND_IN = "support.sglang.stand_in"
 PATHS = {"/generate", "/abort_request", "/pause_generation", "/continue_generation", "/update_weights_from_disk"}
 SCRIPT = """
 import asyncio, pathlib, sys
@@ -49,7 +49,7 @@ from penstock_rollout.engines.sglang.engine import SglangEngine
 
 async def main():
     config = EngineConfig(name="sglang")
-    engine = SglangEngine(config, pathlib.Path(sys.argv[1]), "float32", 0, module="tests.sglang_protocol.stand_in")
+    engine = SglangEngine(config, pathlib.Path(sys.argv[1]), "float32", 0, module="support.sglang.stand_in")
     await engine.start(0)
     print("ready", flush=True)
     await asyncio.sleep(600)

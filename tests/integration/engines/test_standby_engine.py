@@ -13,10 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from live_processes import is_alive
 from penstock_rollout.engines.vllm.standby import SWITCH
-from tests.tiny_model import make_tiny_qwen2
-from waiting import until
+from support.processes import is_alive, until
+from support.tiny_models import make_tiny_qwen2
 
 SERVER = """
 import asyncio, json, sys

@@ -14,7 +14,7 @@ from penstock.config.rollout import EngineConfig
 from penstock.errors import Unavailable, WeightPushFailed
 from penstock.trajectory import Sampling
 from penstock_rollout.engines.vllm.engine import VllmEngine
-from tests.served_engines import (
+from support.served_engines import (
     LONG,
     MAX_MODEL_LEN,
     Publisher,
@@ -25,7 +25,7 @@ from tests.served_engines import (
     load_model,
     write_qwen2,
 )
-from tests.tiny_model import VOCAB_SIZE
+from support.tiny_models import VOCAB_SIZE
 
 pytest.importorskip("vllm")
 
@@ -118,7 +118,7 @@ async def test_versions_after_the_first_are_copied(tmp_path: Path, monkeypatch: 
     from vllm.model_executor.layers import utils
 
     from penstock_rollout.engines.vllm import copies, worker
-    from tests.vllm_models import leave_unpacked
+    from support.vllm_models import leave_unpacked
 
     monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", leave_unpacked)
     monkeypatch.setattr(worker, "COPYING_DEVICES", ("cpu",))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tiny_architectures import tiny_model
+from support.tiny_architectures import tiny_model
 
 pytest.importorskip("vllm")
 
@@ -37,11 +37,11 @@ TIMEOUT_S = 60
 
 
 def said_of(kinds: list[str], folder: Path) -> dict[str, str]:
-    """What tests/vllm_models.py says of tiny models of these kinds."""
+    """What support/vllm_models.py says of tiny models of these kinds."""
     folders = [folder / kind for kind in kinds]
     for kind, path in zip(kinds, folders, strict=True):
         tiny_model(kind).save_pretrained(path)
-    command = [sys.executable, str(ROOT / "tests" / "vllm_models.py"), *map(str, folders)]
+    command = [sys.executable, "-m", "support.vllm_models", *map(str, folders)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S * (1 + len(kinds)), check=False)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('["')]
     assert len(lines) == len(kinds), done.stderr[-3000:]

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from conftest import RedisProcess
 from penstock.cancellation import end_task
 from penstock.cli import main as cli
 from penstock.codec import decode_prompt, encode_prompt
@@ -31,6 +30,7 @@ from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.heartbeats import VALIDATOR, Heartbeats
 from penstock.store.policies import PolicyRegistry
 from penstock.store.quarantine import Quarantine
+from support.redis_server import RedisProcess
 
 NUM_PROMPTS = 2000
 EPOCHS = 3

@@ -13,8 +13,6 @@ import numpy as np
 import pytest
 import redis.asyncio as redis
 
-from chromium import LAUNCH, SCREENSHOTS, needs_chromium
-from gateways import PROMPT, RUN, Gateway, group_of, run_config, running
 from penstock.api_keys import make_key
 from penstock.codec import decode_group, encode_group
 from penstock.replay.recomputed import RecomputedLogProbs
@@ -23,8 +21,9 @@ from penstock.samples.sample import Sample
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.policies import PolicyRegistry
 from penstock.v1 import policies_pb2
-from sample_files import group_of_samples, write_samples
-from scripted_engine import make_tokenizer_folder, spelled
+from support.gateways import LAUNCH, PROMPT, RUN, SCREENSHOTS, Gateway, group_of, needs_chromium, run_config, running
+from support.groups import group_of_samples, write_samples
+from support.scripted_engines import make_tokenizer_folder, spelled
 
 pytestmark = needs_chromium
 

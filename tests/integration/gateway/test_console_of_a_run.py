@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from chromium import LAUNCH, SCREENSHOTS, needs_chromium
-from demo_process import DemoProcess
 from penstock.api.records import Group
 from penstock.client import SyncPenstockClient
+from support.gateways import LAUNCH, SCREENSHOTS, needs_chromium
+from support.processes import DemoProcess
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.long, needs_chromium]  # test_console.py colours made-up tokens
 FULL_COLOUR_NATS = 0.5

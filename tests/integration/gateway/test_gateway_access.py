@@ -18,8 +18,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from starlette.requests import Request
 
-from gateway_calls import assert_problem, rest, stubs
-from gateways import PROMPT, RUN, Gateway, run_config, running
 from penstock.api_keys import make_key
 from penstock.client import PenstockClient
 from penstock.config.run import RunConfig
@@ -37,6 +35,7 @@ from penstock_services.gateway.routing import caller_of
 from penstock_services.gateway.runs.collection import RunCollection
 from penstock_services.gateway.served_runs import ServedRuns
 from penstock_services.gateway.server import serve
+from support.gateways import PROMPT, RUN, Gateway, assert_problem, rest, run_config, running, stubs
 
 
 async def test_roles_limits_and_the_audit_log(redis_process: Any, redis_client: redis.Redis, tmp_path: Path) -> None:

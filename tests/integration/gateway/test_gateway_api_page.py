@@ -8,10 +8,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from chromium import LAUNCH, needs_chromium
-from gateway_calls import submit
-from gateways import PROMPT, RUN, Gateway, publish
 from penstock.replay.redis_queue import RedisReplayQueue
+from support.gateways import LAUNCH, PROMPT, RUN, Gateway, needs_chromium, publish, submit
 
 FILES = {"": "html", "/page.js": "javascript", "/swagger-ui.css": "css", "/swagger-ui-bundle.js": "javascript"}
 

@@ -13,8 +13,6 @@ import httpx
 import pytest
 import redis.asyncio as redis
 
-from gateway_calls import assert_problem
-from gateways import PROMPT, RUN, Gateway, run_config, running
 from penstock.api_keys import OWN_KEY_FILE
 from penstock.client import PenstockClient
 from penstock.client.address import GatewayAddress
@@ -24,6 +22,7 @@ from penstock.errors import Unauthenticated
 from penstock.store.run_control import RunControl
 from penstock.v1 import runs_pb2, runs_pb2_grpc
 from penstock_services.gateway.allowed_hosts import AllowedHosts
+from support.gateways import PROMPT, RUN, Gateway, assert_problem, run_config, running
 
 Configure = Callable[..., RunConfig]
 

@@ -16,7 +16,6 @@ import httpx
 import pytest
 import redis.asyncio as redis
 
-from gateways import Gateway, group_of, publish, run_config, running
 from penstock.api.records import Run
 from penstock.api_keys import make_key, make_own_key
 from penstock.cli import main as cli
@@ -40,6 +39,7 @@ from penstock.v1 import (
     runs_pb2_grpc,
 )
 from penstock_services.gateway.server import check
+from support.gateways import Gateway, group_of, publish, run_config, running
 
 PROMPT = Prompt(messages=(("user", "2+2?"),), num_samples=2)
 

@@ -14,13 +14,12 @@ import grpc
 import pytest
 import redis.asyncio as redis
 
-from gateway_calls import submit
-from gateways import PROMPT, RUN, Gateway, group_of, run_config, running
 from penstock.codec import encode_group
 from penstock.config.run import RunConfig
 from penstock.config.service import GatewayLimits
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.v1 import runs_pb2, runs_pb2_grpc
+from support.gateways import PROMPT, RUN, Gateway, group_of, run_config, running, submit
 
 Configure = Callable[..., RunConfig]
 HEAD = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n"

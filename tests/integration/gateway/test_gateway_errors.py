@@ -11,8 +11,6 @@ import grpc
 import pytest
 import redis.asyncio as redis
 
-from gateway_calls import assert_problem, post_prompts
-from gateways import PROMPT, RUN, Gateway, run_config, running
 from penstock.config.run import RunConfig
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.v1 import (
@@ -20,6 +18,7 @@ from penstock.v1 import (
     prompts_pb2_grpc,
 )
 from penstock_services.gateway.prompts import bodies as prompt_bodies
+from support.gateways import PROMPT, RUN, Gateway, assert_problem, post_prompts, run_config, running
 
 
 @pytest.fixture

@@ -16,10 +16,10 @@ from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import response_schema_conformance
 
-from gateways import run_config
 from penstock.api_keys import read_own_key
 from penstock.config.run import RunConfig
 from penstock_services.gateway.server import serve
+from support.gateways import run_config
 
 RUN = "fuzz"
 """A separate run, because other tests leave payloads in theirs that are not prompts."""

@@ -12,7 +12,6 @@ import openai
 import pytest
 import redis.asyncio as redis
 
-from gateways import RUN, Gateway, publish, run_config, running
 from penstock.client import retries
 from penstock.codec import decode_group, decode_prompt
 from penstock.config.weights import WeightsConfig
@@ -27,7 +26,8 @@ from penstock.weights.cluster_key import ClusterKey
 from penstock_rollout.fleet.internal_listener import make_listener
 from penstock_rollout.serving.generate_service import GenerateService
 from penstock_rollout.tokenization import Tokenization
-from scripted_engine import END, LOG_PROB, ScriptedEngine, make_tokenizer_folder, spelled
+from support.gateways import RUN, Gateway, publish, run_config, running
+from support.scripted_engines import END, LOG_PROB, ScriptedEngine, make_tokenizer_folder, spelled
 
 KEY = "cluster secret"
 

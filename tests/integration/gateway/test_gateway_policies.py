@@ -8,8 +8,6 @@ import itertools
 import grpc
 import pytest
 
-from gateway_calls import assert_problem, both, read_events, rest, stubs, submit
-from gateways import PROMPT, RUN, Gateway, publish
 from penstock.client import PenstockClient
 from penstock.errors import DeadlineExceeded
 from penstock.replay.redis_queue import RedisReplayQueue
@@ -25,6 +23,7 @@ from penstock.v1 import (
 from penstock_services.gateway.policies import bodies as policy_bodies
 from penstock_services.gateway.policies.current_policy import CurrentPolicy
 from penstock_services.gateway.runs import bodies as run_bodies
+from support.gateways import PROMPT, RUN, Gateway, assert_problem, both, publish, read_events, rest, stubs, submit
 
 
 async def test_policies_are_compared_promoted_held_pinned_and_retired(

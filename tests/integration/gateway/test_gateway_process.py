@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 import redis.asyncio as redis
 
-from gateway_calls import assert_problem, post_prompts
-from gateways import PROMPT, RUN, Gateway, run_config, running
 from penstock.client import PenstockClient
 from penstock.config.run import RunConfig
 from penstock.errors import Unavailable
@@ -25,6 +23,7 @@ from penstock.v1 import (
     runs_pb2_grpc,
 )
 from penstock_services.gateway.server import serve
+from support.gateways import PROMPT, RUN, Gateway, assert_problem, post_prompts, run_config, running
 
 
 @pytest.fixture

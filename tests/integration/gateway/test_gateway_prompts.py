@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 import redis.asyncio as redis
 
-from gateway_calls import assert_problem, both, post_prompts, read_events, rest, stubs, submit
-from gateways import PROMPT, RUN, Gateway, group_of, run_config, running
 from penstock.client import PenstockClient
 from penstock.client.prompt_body import prompt_body
 from penstock.codec import decode_prompt, encode_group, encode_prompt
@@ -30,8 +28,23 @@ from penstock.v1 import (
 from penstock_services.gateway.prompts import bodies as prompt_bodies
 from penstock_services.gateway.prompts import groups as group_reading
 from penstock_services.gateway.prompts import samples as sample_bodies
-from sample_files import SAMPLE, group_of_samples, write_samples
-from scripted_engine import spelled
+from support.gateways import (
+    PROMPT,
+    RUN,
+    Gateway,
+    assert_problem,
+    both,
+    group_of,
+    post_prompts,
+    read_events,
+    rest,
+    run_config,
+    running,
+    stubs,
+    submit,
+)
+from support.groups import SAMPLE, group_of_samples, write_samples
+from support.scripted_engines import spelled
 
 
 async def test_prompts_are_listed_filtered_cancelled_and_waited_for(gateway: Gateway, queue: RedisReplayQueue) -> None:

@@ -16,7 +16,6 @@ import grpc
 import pytest
 import redis.asyncio as redis
 
-from gateways import PROMPT, Gateway, run_config, running
 from penstock.api_keys import make_key
 from penstock.v1 import (
     datasets_pb2,
@@ -28,6 +27,7 @@ from penstock.v1 import (
     runs_pb2_grpc,
     tasks_pb2,
 )
+from support.gateways import PROMPT, Gateway, run_config, running
 
 Role = Literal["read", "submit", "admin"]
 WEAKER: dict[Role, tuple[Role, ...]] = {"read": (), "submit": ("read",), "admin": ("read", "submit")}

@@ -8,8 +8,6 @@ from typing import Any
 import grpc
 import pytest
 
-from gateway_calls import ageless, both, post_prompts, rest, stubs, submit
-from gateways import PROMPT, RUN, Gateway, publish
 from penstock.api.records import Run
 from penstock.cli.commands.status import alarms, paused_servers, quarantined_servers
 from penstock.cli.commands.top import parse_series
@@ -30,6 +28,7 @@ from penstock.v1 import (
 )
 from penstock_services.gateway.policies import bodies as policy_bodies
 from penstock_services.gateway.runs import bodies as run_bodies
+from support.gateways import PROMPT, RUN, Gateway, ageless, both, post_prompts, publish, rest, stubs, submit
 
 
 async def scraped_state(gateway: Gateway) -> str:

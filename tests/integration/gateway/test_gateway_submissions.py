@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import resource
@@ -13,8 +14,6 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from gateway_calls import assert_problem, both, post_prompts, rest, stubs
-from gateways import PROMPT, RUN, Gateway
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.v1 import (
     datasets_pb2,
@@ -23,6 +22,7 @@ from penstock.v1 import (
 )
 from penstock_services.gateway.bodies import plain_fields
 from penstock_services.gateway.prompts import bodies as prompt_bodies
+from support.gateways import PROMPT, RUN, Gateway, assert_problem, both, post_prompts, rest, stubs
 
 
 async def test_a_stream_of_submissions_is_answered_one_by_one(gateway: Gateway) -> None:
@@ -145,3 +145,25 @@ async def test_a_prompt_key_that_was_the_key_of_a_request_of_several_prompts_is_
     body = {"prompts": [PROMPT] * 2, "prompt_keys": ["new", "other"]}
     answer = await rest(gateway, "POST", f"{RUN}/prompts", json=body)
     assert (answer["prompt_ids"], answer["num_replayed"]) == ([3, 4], 0)
+
+
+async def test_keys_of_tasks_and_of_prompts_do_not_meet(gateway: Gateway, queue: RedisReplayQueue) -> None:
+    """A stranger reuses the key of a task for prompts while others submit. Every acknowledged prompt is stored."""
+    await rest(gateway, "POST", "/v1/tasks", json={"tasks": [{"payload": 1}]}, headers={"Idempotency-Key": "fooX"})
+
+    async def attack() -> None:
+        for _ in range(20):
+            assert (await post_prompts(gateway, PROMPT, idempotency_key="tasks:fooX")).status_code == 200
+
+    async def innocent(number: int) -> list[int]:
+        for _ in range(20):
+            response = await post_prompts(gateway, PROMPT, idempotency_key=f"innocent-{number}")
+            if response.status_code == 200:
+                return list(response.json()["prompt_ids"])
+        raise AssertionError(response.text)
+
+    _, *acknowledged = await asyncio.gather(attack(), *(innocent(number) for number in range(60)))
+    ids = [prompt_id for prompt_ids in acknowledged for prompt_id in prompt_ids]
+    assert len(set(ids)) == 60
+    assert {(await queue.get_prompt(prompt_id)).state for prompt_id in ids} == {"pending"}
+    assert (await queue.stat()).pending_prompts == 61

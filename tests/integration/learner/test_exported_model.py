@@ -15,10 +15,10 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from conftest import RedisProcess
-from learner_runs import NUM_STEPS, checkpoint_state, fill_queue, make_config, run_learner
 from penstock.cli.main import main as cli
 from penstock.config.run import RunConfig
+from support.learner_runs import NUM_STEPS, checkpoint_state, fill_queue, make_config, run_learner
+from support.redis_server import RedisProcess
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 PROMPTS = [[5, 6, 7], [11, 12, 13, 14], [60], [33, 2, 33, 2, 33]]

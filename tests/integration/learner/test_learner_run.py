@@ -11,9 +11,13 @@ from typing import Any
 import psutil
 import pytest
 
-from conftest import RedisProcess
-from groups import make_group
-from learner_runs import (
+from penstock.codec import encode_group
+from penstock.config.run import RunConfig
+from penstock.config.service import RedisConfig, ReplayConfig
+from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.store.redis_client import connect
+from support.groups import make_group
+from support.learner_runs import (
     GROUPS_PER_STEP,
     NUM_STEPS,
     Outcome,
@@ -26,11 +30,7 @@ from learner_runs import (
     ranks_of,
     run_learner,
 )
-from penstock.codec import encode_group
-from penstock.config.run import RunConfig
-from penstock.config.service import RedisConfig, ReplayConfig
-from penstock.replay.redis_queue import RedisReplayQueue
-from penstock.store.redis_client import connect
+from support.redis_server import RedisProcess
 
 PLACEMENTS = ("standalone", "split-collocate")
 

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import RedisProcess
-from groups import make_group
-from learner_runs import GROUPS_PER_STEP, fill_queue, make_config, run_learner
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.policies import PolicyRegistry
 from penstock.store.redis_client import connect
 from penstock.trajectory import Group
-from tiny_model import make_tiny_qwen2
+from support.groups import make_group
+from support.learner_runs import GROUPS_PER_STEP, fill_queue, make_config, run_learner
+from support.redis_server import RedisProcess
+from support.tiny_models import make_tiny_qwen2
 
 
 @pytest.fixture(scope="module")

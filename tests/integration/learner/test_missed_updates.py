@@ -20,7 +20,6 @@ import torch
 from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry
 
-from faulty_engine import Fault, FaultyEngine
 from penstock.config.rollout import EngineConfig
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, ServerRecord
@@ -41,7 +40,8 @@ from penstock_learner.model.causal_lm import load_model
 from penstock_rollout.engines.engine import GenerateRequest
 from penstock_rollout.engines.torch.engine import TorchEngine
 from penstock_rollout.fleet.catch_up import load_snapshot
-from tiny_model import make_tiny_qwen2
+from support.faults.faulty_server import Fault, FaultyEngine
+from support.tiny_models import make_tiny_qwen2
 
 PROMPTS = [tuple(range(2 + 7 * n, 26 + 7 * n)) for n in range(4)]
 STEP_SIZE = 0.002

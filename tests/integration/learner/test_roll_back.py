@@ -11,8 +11,6 @@ from unittest.mock import ANY
 import httpx
 import pytest
 
-from conftest import RedisProcess
-from fleet_runs import EXAMPLE, FleetRun, Part, fleet_config
 from penstock.cli.commands.feed import TERMINATED
 from penstock.client.address import GatewayAddress
 from penstock.config.dataset import DatasetConfig
@@ -20,6 +18,8 @@ from penstock.store.policies import PolicyRegistry
 from penstock.store.run_control import RunControl
 from penstock.v1 import policies_pb2
 from penstock_learner.checkpoints.checkpoint import CheckpointStore
+from support.fleet_runs import EXAMPLE, FleetRun, Part, fleet_config
+from support.redis_server import RedisProcess
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.long]
 

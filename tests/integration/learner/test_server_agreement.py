@@ -13,7 +13,6 @@ import redis.asyncio as redis
 from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry
 
-from groups import make_group
 from penstock.errors import ConfigError
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, ServerRecord
@@ -24,6 +23,7 @@ from penstock_learner.agreement.quarantine import NUM_PROBES, ServerQuarantine
 from penstock_learner.loop.batch_reader import Batch
 from penstock_learner.loop.server_agreement import RELOADS_THAT_FAILED, ServerAgreement
 from penstock_learner.metrics import OTHER_SERVERS, LearnerMetrics
+from support.groups import make_group
 
 
 class Policy:

@@ -8,7 +8,7 @@ from typing import Any
 import anthropic
 import pytest
 
-from protocol_run import MAX_MODEL_LEN, ProtocolRun
+from support.protocol_run import MAX_MODEL_LEN, ProtocolRun
 
 ADD: Any = {
     "name": "add",

@@ -9,7 +9,7 @@ import openai
 import pydantic
 import pytest
 
-from protocol_run import MAX_MODEL_LEN
+from support.protocol_run import MAX_MODEL_LEN
 
 QUESTION: Any = [{"role": "user", "content": "2+2?"}]
 INTEGER = {"type": "integer", "minimum": 0, "maximum": 99}

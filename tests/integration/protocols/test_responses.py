@@ -8,7 +8,7 @@ import openai
 import pydantic
 import pytest
 
-from protocol_run import MAX_MODEL_LEN
+from support.protocol_run import MAX_MODEL_LEN
 
 ADD: Any = {
     "type": "function",

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.process_endpoint import Readiness
-from protocol_run import ProtocolRun
+from support.protocol_run import ProtocolRun
 
 QUESTION: Any = [{"role": "user", "content": "2+2?"}]
 ADD: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "maxProperties": 0}}}

@@ -13,7 +13,6 @@ from prometheus_client import CollectorRegistry
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from engine_member import HOST, config_of, member
 from penstock.cancellation import end_task
 from penstock.codec import decode_group, encode_prompt
 from penstock.config.agents import AgentsConfig
@@ -30,7 +29,8 @@ from penstock_rollout.groups.producer import Producer
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.rewards.function import SampleScore
 from penstock_rollout.tokenization import Tokenization
-from tiny_model import make_tiny_qwen2
+from support.engine_member import HOST, config_of, member
+from support.tiny_models import make_tiny_qwen2
 
 NUM_PROMPTS = 40
 REPLAY = ReplayConfig(

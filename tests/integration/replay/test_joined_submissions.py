@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.errors import DeadlineExceeded
+from penstock.errors import DeadlineExceeded, PenstockError
 from penstock.replay.joined_submissions import MAX_REQUESTS, JoinedSubmissions
 from penstock.replay.queue_types import Submission
 from penstock.replay.redis_queue import RedisReplayQueue
@@ -63,3 +63,28 @@ async def test_every_request_has_its_deadline_and_those_after_it_are_served(
     await redis_client.client_unpause()
     again = await joined.submit([b"b"], [0], "b")
     assert (again.prompt_ids, again.replayed) == ((2,), True), "submissions in progress were accepted, once"
+
+
+@pytest.mark.parametrize("key", ["idempotency:bad", "prompts", "priorities", "pending", "submitted", "lease_signals"])
+async def test_a_script_that_fails_has_stored_neither_prompts_nor_keys(queue: RedisReplayQueue, key: str) -> None:
+    """Otherwise the repeated request would be answered with the ids of prompts that were never stored."""
+    name = queue.keys.prefix + key
+    await queue.client.delete(name)
+    await queue.client.set(name, "of another type")
+    before = set(await queue.client.keys("*"))
+    with pytest.raises(PenstockError):
+        await queue.submit_many([([b"first"], [1], "good"), ([b"second"], [0], "bad")])
+    assert set(await queue.client.keys("*")) == before
+    await queue.client.delete(name)
+    good, bad = await queue.submit_many([([b"first"], [1], "good"), ([b"second"], [0], "bad")])
+    assert (good.replayed, bad.replayed) == (False, False)
+    assert [(await queue.get_prompt(found)).payload for found in (*good.prompt_ids, *bad.prompt_ids)] == [
+        b"first",
+        b"second",
+    ]
+
+
+async def test_a_key_repeated_within_one_exchange_is_one_submission(queue: RedisReplayQueue) -> None:
+    first, again = await queue.submit_many([([b"a"], [0], "key"), ([b"a"], [0], "key")])
+    assert (first.prompt_ids, first.replayed, again.prompt_ids, again.replayed) == ((1,), False, (1,), True)
+    assert (await queue.stat()).pending_prompts == 1

@@ -10,9 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conftest import RedisProcess
-from groups import make_group
-from learner_runs import NUM_STEPS, fill_queue, make_config, outcome, run_learner
 from penstock.cli import main as cli
 from penstock.codec import decode_prompt
 from penstock.config.loading import dump_config
@@ -21,8 +18,11 @@ from penstock.replay.inspection import QueueInspector
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.trajectory import Prompt, Trajectory, VersionSegment
 from penstock_tools.recordings.transfer import SERVER_ID, _import_key
-from queue_tools import Tools, content, operator_tools, recording_file, rich_group  # noqa: F401 the fixtures
-from tiny_model import make_tiny_qwen2
+from support.groups import make_group
+from support.learner_runs import NUM_STEPS, fill_queue, make_config, outcome, run_learner
+from support.queue_tools import Tools, content, operator_tools, recording_file, rich_group  # noqa: F401 the fixtures
+from support.redis_server import RedisProcess
+from support.tiny_models import make_tiny_qwen2
 
 TIGHT = ReplayConfig(groups_per_step=1, max_staleness=0)
 

@@ -11,15 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from groups import make_group
-from learner_runs import make_config
 from penstock.cli import main as cli
 from penstock.codec import encode_group, encode_prompt
 from penstock.config.loading import dump_config
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.trajectory import Prompt, VersionSegment
-from queue_tools import Tools, operator_tools, recording_file, rich_group  # noqa: F401 the fixtures
-from scripted_engine import END, make_tokenizer_folder, spelled
+from support.groups import make_group
+from support.learner_runs import make_config
+from support.queue_tools import Tools, operator_tools, recording_file, rich_group  # noqa: F401 the fixtures
+from support.scripted_engines import END, make_tokenizer_folder, spelled
 
 # ── looks ──
 

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from conftest import RedisProcess
 from penstock.config.service import RedisConfig, ReplayConfig
 from penstock.errors import Unavailable
 from penstock.machine.ports import wait_for_port
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.redis_client import connect
 from penstock_services.local.private_redis import find_redis_server
+from support.redis_server import RedisProcess
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux changes the limits of a running process")
 LIMIT_BLOCKS = 2048

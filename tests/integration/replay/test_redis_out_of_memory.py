@@ -12,8 +12,6 @@ import pytest
 from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 
-from conftest import RedisProcess
-from groups import make_group
 from penstock.cancellation import end_task
 from penstock.codec import encode_prompt
 from penstock.config.rollout import RolloutConfig
@@ -28,6 +26,8 @@ from penstock_rollout.groups import producer as producer_module
 from penstock_rollout.groups.producer import Producer
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_services.local.private_redis import write_config
+from support.groups import make_group
+from support.redis_server import RedisProcess
 
 CONFIG = ReplayConfig(groups_per_step=4, max_staleness=99, append_timeout_s=60)
 

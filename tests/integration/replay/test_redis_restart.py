@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from conftest import RedisProcess
-from groups import make_group
 from penstock.cancellation import end_task
 from penstock.codec import encode_group
 from penstock.config.learner import LearnerConfig
@@ -20,6 +18,8 @@ from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.redis_client import RedisClient, connect
 from penstock_learner.checkpoints.ledger import Ledger
 from penstock_learner.loop.batch_reader import BatchReader
+from support.groups import make_group
+from support.redis_server import RedisProcess
 
 REPLAY = ReplayConfig(groups_per_step=2)
 

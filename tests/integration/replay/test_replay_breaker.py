@@ -6,13 +6,13 @@ import asyncio
 
 import pytest
 
-from memory_queue import MemoryReplayQueue
 from penstock.replay.queue_types import Lease
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.policies import PolicyRegistry
 from penstock.store.run_control import RunControl
-from replay_backends import MakeQueue, ReplayQueue, assert_conserved, finish, queue_maker, submit
+from support.memory_queue import MemoryReplayQueue
+from support.replay_backends import MakeQueue, ReplayQueue, assert_conserved, finish, queue_maker, submit
 
 __all__ = ["queue_maker"]
 PROBE_S = 0.05

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.replay.evaluations import KEPT_EVALUATION_S
 from penstock.replay.redis_queue import RedisReplayQueue
-from replay_backends import (  # noqa: F401 the fixtures
+from support.replay_backends import (  # noqa: F401 the fixtures
     MakeQueue,
     ReplayQueue,
     queue_maker,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.errors import Conflict
-from replay_backends import ReplayQueue, assert_conserved, finish, queue_maker, queue_of_backend, submit
+from support.replay_backends import ReplayQueue, assert_conserved, finish, queue_maker, queue_of_backend, submit
 
 __all__ = ["queue_maker", "queue_of_backend"]
 

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.errors import NotFound
 from penstock.replay.queue_types import FinishedGroup, Lease
-from replay_backends import (  # noqa: F401 the fixtures
+from support.replay_backends import (  # noqa: F401 the fixtures
     MakeQueue,
     ReplayQueue,
     assert_conserved,

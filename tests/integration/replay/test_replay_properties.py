@@ -19,9 +19,6 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from conftest import RedisProcess
-from memory_queue import MemoryReplayQueue
-from memory_store import MemoryStore
 from penstock.config.service import BreakerConfig, RedisConfig, ReplayConfig
 from penstock.errors import Fenced
 from penstock.replay.queue_types import Lease, SavedTokens
@@ -31,6 +28,9 @@ from penstock.store.keys import RunKeys
 from penstock.store.policies import PolicyRegistry
 from penstock.store.redis_client import connect
 from penstock.store.run_control import RunControl
+from support.memory_queue import MemoryReplayQueue
+from support.memory_store import MemoryStore
+from support.redis_server import RedisProcess
 
 LEASE_TTL_S = 600.0
 """Leases are much longer than a test, so they expire only when the test calls `pass_time`."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from memory_queue import MemoryReplayQueue
 from penstock.errors import Fenced
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.quarantine import Quarantine, Quarantines
-from replay_backends import (
+from support.memory_queue import MemoryReplayQueue
+from support.replay_backends import (
     MakeQueue,
     ReplayQueue,
     assert_conserved,

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.errors import Fenced
 from penstock.replay.queue_types import FeedPosition
-from replay_backends import (  # noqa: F401 the fixtures
+from support.replay_backends import (  # noqa: F401 the fixtures
     MakeQueue,
     ReplayQueue,
     assert_conserved,

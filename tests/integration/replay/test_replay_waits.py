@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from replay_backends import MakeQueue, ReplayQueue, finish, queue_maker, submit
+from support.replay_backends import MakeQueue, ReplayQueue, finish, queue_maker, submit
 
 __all__ = ["queue_maker"]
 FOREVER_S = 4.0

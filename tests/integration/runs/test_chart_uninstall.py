@@ -14,9 +14,8 @@ import redis
 
 from penstock.machine.ports import free_port, wait_for_port
 from penstock_services.local.private_redis import find_redis_server
-from rendered_chart import needs_helm, one, render
-from rendered_pod import FILES, PodFolder, processes
-from waiting import until
+from support.chart import FILES, PodFolder, needs_helm, one, processes, render
+from support.processes import until
 
 pytestmark = [needs_helm, pytest.mark.long, pytest.mark.timeout(900)]
 HERE = "127.0.0.1"

@@ -19,7 +19,7 @@ import yaml
 
 from penstock.machine.ports import free_port, wait_for_port
 from penstock_services.local.private_redis import find_redis_server
-from waiting import until
+from support.processes import until
 
 ROOT = Path(__file__).parents[3]
 COMPOSE = ROOT / "deploy" / "compose"

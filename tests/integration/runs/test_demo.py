@@ -16,10 +16,9 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from demo_process import DemoProcess
 from penstock.samples.files import groups_newest_first
 from penstock.samples.selection import SampleFilter, select
-from waiting import until
+from support.processes import DemoProcess, until
 
 
 @pytest.fixture

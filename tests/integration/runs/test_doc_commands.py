@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from doc_commands import (
+from penstock.cli import main as cli
+from support.doc_commands import (
     MAIN_RUN,
     NEED_STOPPED_RUN,
     NOT_RUN,
@@ -21,7 +22,6 @@ from doc_commands import (
     Command,
     commands_of,
 )
-from penstock.cli import main as cli
 
 README = commands_of("README.md")
 (UP,) = [command for command in README if command.text.removeprefix(".venv/bin/") == MAIN_RUN]

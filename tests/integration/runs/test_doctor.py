@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import redis.asyncio as redis
 
-from conftest import RedisProcess
 from penstock.cli import main as cli
 from penstock.config.learner import RewardModelConfig
 from penstock.config.loading import dump_config, validate
@@ -29,6 +28,7 @@ from penstock.store.notices import Event, Notices
 from penstock.store.quarantine import Quarantine, Quarantines
 from penstock.store.run_control import RunControl
 from penstock.v1 import policies_pb2
+from support.redis_server import RedisProcess
 
 SERVER = ServerRecord("rollout-0", "127.0.0.1:1", "torch", policy_version=3, weights_digest="abc")
 

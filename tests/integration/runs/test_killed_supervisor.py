@@ -12,9 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from demo_process import DemoProcess
-from live_processes import is_alive
-from waiting import until
+from support.processes import DemoProcess, is_alive, until
 
 SUPERVISOR = """
 import sys, time

@@ -27,19 +27,25 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoModelForCausalLM
 
-from chromium import LAUNCH, SCREENSHOTS, needs_chromium
-from demo_process import ROOT, DemoProcess
-from learner_runs import checkpoint_state
-from live_prometheus import Ask, dashboards, expressions, filled_in, scraping, serve_engine_samples
-from open_listeners import beyond_loopback, listeners
 from penstock.api.records import Policy
 from penstock.api_keys import read_own_key
 from penstock.cli import main as cli
 from penstock.client import SyncPenstockClient
 from penstock.trajectory import Prompt, Sampling
 from penstock_learner.checkpoints.checkpoint import shards_folder
-from trace_collector import Collector, collecting
-from waiting import until
+from support.gateways import LAUNCH, SCREENSHOTS, needs_chromium
+from support.learner_runs import checkpoint_state
+from support.monitoring import (
+    Ask,
+    Collector,
+    collecting,
+    dashboards,
+    expressions,
+    filled_in,
+    scraping,
+    serve_engine_samples,
+)
+from support.processes import ROOT, DemoProcess, beyond_loopback, listeners, until
 
 METRIC_ROW = re.compile(r"^\| `(penstock_\w+)` \| (\w+) \| [^|]*\| (\w+) \|", re.MULTILINE)
 PROCESSES = {"gateway": "gateway", "rollout": "rollout-0", "learner": "learner"}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.cli.main import main as penstock
-from waiting import until
+from support.processes import until
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "arithmetic"

@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from conftest import RedisProcess
-from demo_process import ROOT, DemoProcess
-from learner_runs import GROUPS_PER_STEP, checkpoint_state, fill_queue, make_config, run_learner
 from penstock.cli.main import main as cli
-from tests.tiny_experts import write_tiny_experts
+from support.learner_runs import GROUPS_PER_STEP, checkpoint_state, fill_queue, make_config, run_learner
+from support.processes import ROOT, DemoProcess
+from support.redis_server import RedisProcess
+from support.tiny_architectures import write_tiny_experts
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 EXAMPLE = ROOT / "examples" / "arithmetic"

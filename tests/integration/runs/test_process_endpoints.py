@@ -7,12 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from conftest import RedisProcess
-from fleet_runs import fleet_config
 from penstock.config.loading import dump_config
 from penstock.machine.ports import free_port
-from probes import probe
-from waiting import until
+from support.fleet_runs import fleet_config
+from support.processes import probe, until
+from support.redis_server import RedisProcess
 
 ROOT = Path(__file__).parents[3]
 PATHS = ("/healthz", "/startupz", "/readyz")

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from conftest import RedisProcess
-from fleet_runs import FleetRun, Part, fleet_config
 from penstock.machine.ports import free_port
-from probes import SeenStates, probe
+from support.fleet_runs import FleetRun, Part, fleet_config
+from support.processes import SeenStates, probe
+from support.redis_server import RedisProcess
 
 TORCH = "--rollout.engine.name=torch"
 GROUPS_PER_STEP = 8

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from penstock.client import SyncPenstockClient
-from waiting import until
+from support.processes import until
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "arithmetic"

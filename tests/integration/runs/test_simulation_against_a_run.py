@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from conftest import RedisProcess
-from fleet_runs import FleetRun, fleet_config
 from penstock.cli.main import main
+from support.fleet_runs import FleetRun, fleet_config
+from support.redis_server import RedisProcess
 
 NUM_STEPS = 40
 SLOW_REWARD = """import time

@@ -12,7 +12,6 @@ import openai
 import pytest
 import redis.asyncio as redis
 
-from gateways import Gateway, run_config, running
 from penstock.client import PenstockClient
 from penstock.config.weights import WeightsConfig
 from penstock.errors import NotFound
@@ -20,8 +19,8 @@ from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.keys import RunKeys
 from penstock.trajectory import VersionSegment
 from penstock_rollout.engines.engine import GenerateRequest, TokenChunk
-from scripted_engine import END, make_tokenizer_folder, spelled
-from talking_engine import serving
+from support.gateways import Gateway, run_config, running
+from support.scripted_engines import END, make_tokenizer_folder, serving, spelled
 
 HEADERS = {"X-Penstock-Session": "s"}
 ASKED: list[Any] = [{"role": "user", "content": "abc"}]

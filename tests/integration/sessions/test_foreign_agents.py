@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 
-from foreign_workers import ROOT, run_worker
-from gateways import Gateway
 from penstock.client import PenstockClient
 from penstock.codec import decode_group
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.trajectory import Trajectory, VersionSegment
 from penstock_rollout.engines.engine import GenerateRequest, TokenChunk
-from scripted_engine import END, called, spelled
+from support.gateways import ROOT, Gateway, run_worker
+from support.scripted_engines import END, called, spelled
 
 pytestmark = pytest.mark.long
 REPAIR = "echo 'def total(numbers): return sum(numbers)' > tally.py"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import grpc
 import openai
 import pytest
 import redis.asyncio as redis
 
-from gateways import RUN, Gateway
 from penstock.client import PenstockClient
 from penstock.codec import decode_group
 from penstock.errors import InvalidInput
@@ -17,7 +17,8 @@ from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.keys import RunKeys
 from penstock.v1 import tasks_pb2, tasks_pb2_grpc
-from talking_engine import ANSWER, TalkingEngine
+from support.gateways import RUN, Gateway
+from support.scripted_engines import ANSWER, TalkingEngine
 
 
 class Agent:
@@ -239,3 +240,33 @@ async def test_white_space_of_a_question_is_part_of_it(
         session = await client.get_session("s")
         assert [call.parent for call in session.calls] == [None, 0, None]
         assert "if a:\n  b" in "".join(session.calls[2].inserted_tokens), "the model sees what was edited"
+
+
+POISON = (
+    '"\\ud83d"',
+    '{"\\udc00": 1}',
+    "NaN",
+    "[1e999]",
+    "-1e400",
+    "1" * 5000,
+    "[" * 500 + "]" * 500,
+    "1" * 280 + "e50",
+)
+
+
+@pytest.mark.parametrize("payload", POISON, ids=lambda payload: payload[:12])
+async def test_a_payload_that_cannot_be_sent_to_a_worker_is_refused(
+    talking: tuple[Gateway, dict[str, TalkingEngine]], payload: str
+) -> None:
+    gateway, _ = talking
+    stub: Any = tasks_pb2_grpc.TaskServiceStub(gateway.channel)
+    with pytest.raises(grpc.aio.AioRpcError, match="payload_json"):
+        await stub.SubmitTasks(tasks_pb2.SubmitTasksRequest(tasks=[tasks_pb2.NewTask(payload_json=payload)]))
+    body = f'{{"tasks": [{{"payload": {payload}}}]}}'
+    headers = {"Content-Type": "application/json"}
+    response = await gateway.rest.post("/v1/tasks", content=body, headers=headers)
+    assert (response.status_code, response.json()["reason"]) == (400, "INVALID_INPUT"), response.text
+    client, asked = clients(gateway)
+    async with client, asked:
+        await client.submit_tasks(["innocent \U0001f600 \\ud83d", 1e308])
+        assert [task.payload for task in await client.lease_tasks("w", 4)] == ["innocent \U0001f600 \\ud83d", 1e308]

@@ -10,13 +10,12 @@ import grpc
 import openai
 import pytest
 
-from chromium import LAUNCH, SCREENSHOTS, needs_chromium
-from gateways import Gateway
 from penstock.api_keys import make_key
 from penstock.client import PenstockClient
 from penstock.errors import InvalidInput, NotFound
 from penstock.v1 import generate_pb2_grpc, sessions_pb2
-from talking_engine import ANSWER, TalkingEngine
+from support.gateways import LAUNCH, SCREENSHOTS, Gateway, needs_chromium
+from support.scripted_engines import ANSWER, TalkingEngine
 
 Talking = tuple[Gateway, dict[str, TalkingEngine]]
 SAID = {"role": "assistant", "content": "abc ok"}

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import redis.asyncio as redis
 
-from memory_sessions import MemorySessionStore
 from penstock.config.service import SessionLimits
 from penstock.errors import Conflict, NotFound, QueueFull
 from penstock.sessions.session_store import Reward, SessionStore
 from penstock.store.keys import RunKeys
+from support.memory_sessions import MemorySessionStore
 
 LIMITS = SessionLimits(max_calls=3, max_bytes=2048, max_total_bytes=4096)
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from gateways import Gateway
 from penstock.client import PenstockClient, work
 from penstock.codec import decode_group
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.trajectory import VersionSegment
 from penstock_rollout.engines.engine import GenerateRequest, TokenChunk
-from scripted_engine import END, spelled
+from support.gateways import Gateway
+from support.scripted_engines import END, spelled
 
 FOLDER = Path(__file__).parents[3] / "examples" / "step_environment"
 

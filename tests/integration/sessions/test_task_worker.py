@@ -11,14 +11,14 @@ import anthropic
 import openai
 import pytest
 
-from gateways import Gateway
 from penstock.cancellation import end_task
 from penstock.client import Attempt, PenstockClient, work
 from penstock.client import worker as worker_module
 from penstock.codec import decode_group
 from penstock.errors import Unauthenticated, Unavailable
 from penstock.replay.redis_queue import RedisReplayQueue
-from talking_engine import ANSWER
+from support.gateways import Gateway
+from support.scripted_engines import ANSWER
 
 Talking = tuple[Gateway, dict[str, Any]]
 

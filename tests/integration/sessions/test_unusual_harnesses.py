@@ -14,13 +14,12 @@ import openai
 import pytest
 import redis.asyncio as redis
 
-from gateways import run_config, running
 from penstock.client import PenstockClient
 from penstock.config.weights import WeightsConfig
 from penstock.trajectory import VersionSegment
 from penstock_rollout.engines.engine import GenerateRequest, TokenChunk
-from scripted_engine import CHATML, END, called, make_tokenizer_folder, spelled
-from talking_engine import serving
+from support.gateways import run_config, running
+from support.scripted_engines import CHATML, END, called, make_tokenizer_folder, serving, spelled
 
 ASKED: list[Any] = [{"role": "user", "content": "abc"}]
 HEADERS = {"X-Penstock-Session": "s"}

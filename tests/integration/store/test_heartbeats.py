@@ -9,10 +9,10 @@ import pytest
 import redis as redis_sync
 import redis.asyncio as redis
 
-from conftest import RedisProcess
 from penstock.config.service import RedisConfig
 from penstock.store.heartbeats import Heartbeats
 from penstock.store.redis_client import connect
+from support.redis_server import RedisProcess
 
 
 async def test_who_ends_in_order_is_forgotten_and_who_crashes_is_not(redis_client: redis.Redis) -> None:

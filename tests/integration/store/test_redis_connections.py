@@ -14,7 +14,6 @@ from urllib.parse import urlsplit
 import pytest
 from redis.asyncio import Redis
 
-from conftest import RedisProcess
 from penstock.config.service import RedisConfig, ReplayConfig
 from penstock.errors import ConfigError, Unavailable
 from penstock.machine.ports import free_port, wait_for_port
@@ -24,7 +23,8 @@ from penstock.store.policies import PolicyRegistry
 from penstock.store.redis_client import connect
 from penstock.v1 import policies_pb2
 from penstock_services.local.private_redis import find_redis_server
-from waiting import until
+from support.processes import until
+from support.redis_server import RedisProcess
 
 
 async def round_trip(config: RedisConfig) -> None:

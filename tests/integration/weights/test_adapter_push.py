@@ -12,16 +12,16 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from conftest import RedisProcess
-from engine_member import HOST, config_of, greedy_log_probs, member
-from learner_runs import GROUPS_PER_STEP, NUM_STEPS, fill_queue, make_config, outcome, run_learner
 from penstock.config.learner import LoraConfig
 from penstock_learner.model.adapter import add_adapter
 from penstock_learner.model.causal_lm import CausalLM, load_model
 from penstock_learner.model.sharding import shard
 from penstock_learner.weights.gathering import PushedWeights
 from penstock_learner.weights.publisher import WeightPublisher
-from tiny_model import make_tiny_qwen2
+from support.engine_member import HOST, config_of, greedy_log_probs, member
+from support.learner_runs import GROUPS_PER_STEP, NUM_STEPS, fill_queue, make_config, outcome, run_learner
+from support.redis_server import RedisProcess
+from support.tiny_models import make_tiny_qwen2
 
 LORA = LoraConfig(rank=4, alpha=16)
 

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from cuda_stand_in import RuntimeStandIn
 from penstock.v1 import weights_pb2
 from penstock.weights.checksums import XXH3_PIECES
 from penstock.weights.cuda import libraries
@@ -29,6 +28,7 @@ from penstock_learner.weights.senders.sender import Shipment
 from penstock_learner.weights.staging import StagedVersion
 from penstock_rollout.weights.receivers import cuda_ipc as receiving
 from penstock_rollout.weights.stage import WeightStage
+from support.cuda_stand_ins import RuntimeStandIn
 
 DEADLINE_S = 60.0
 CPU = torch.device("cpu")

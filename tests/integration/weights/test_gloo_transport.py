@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
-from open_listeners import listeners
 from penstock.errors import WeightPushFailed
 from penstock.v1 import weights_pb2
 from penstock.weights.checksums import XXH3_PIECES, host_checksum
@@ -29,6 +28,7 @@ from penstock_learner.weights.senders.sender import PushTarget, Shipment
 from penstock_learner.weights.staging import StagedVersion
 from penstock_rollout.weights.receivers import gloo
 from penstock_rollout.weights.stage import WeightStage
+from support.processes import listeners
 
 DEADLINE_S = 60.0
 HOST = "127.0.0.1"

@@ -11,9 +11,6 @@ import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
-from engine_member import greedy_log_probs
-from fleet_runs import EXAMPLE
-from grpc_fuzz import answer_of, damaged_requests, methods_of, path_of, whole_request
 from penstock.config.rollout import EngineConfig
 from penstock.v1 import generate_pb2, generate_pb2_grpc, prompts_pb2, weights_pb2, weights_pb2_grpc
 from penstock.weights.cluster_key import HEADER, ClusterKey
@@ -24,6 +21,9 @@ from penstock_rollout.fleet.weight_member import WeightMember
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.serving.generate_service import GenerateService
 from penstock_rollout.tokenization import Tokenization
+from support.engine_member import greedy_log_probs
+from support.fleet_runs import EXAMPLE
+from support.fuzzing import answer_of, damaged_requests, methods_of, path_of, whole_request
 
 FAULTS_OF_THE_SERVER = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNIMPLEMENTED)
 NO_MESSAGE = "DecodeError"

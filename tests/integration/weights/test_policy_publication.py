@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from conftest import RedisProcess
-from learner_runs import make_config
 from penstock.cancellation import end_task
 from penstock.errors import DeadlineExceeded, NotFound, TrainingDiverged
 from penstock.replay.redis_queue import RedisReplayQueue
@@ -26,6 +24,8 @@ from penstock_learner.agreement.quarantine import ServerQuarantine
 from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.publication.policy_publication import PolicyPublication
 from penstock_learner.weights.push_report import PushReport
+from support.learner_runs import make_config
+from support.redis_server import RedisProcess
 
 
 @dataclass

@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from learner_runs import make_config
-from member_process import MemberOptions, MemberProcess
 from penstock.config.loading import dump_config
 from penstock.config.run import RunConfig
 from penstock.weights.relay_groups import group_places
 from penstock_learner.weights.publisher import WeightPublisher
-from staged_weights import stage_weights
+from support.learner_runs import make_config
+from support.weight_group import MemberOptions, MemberProcess, stage_weights
 
 NUM_MEMBERS, GROUP_SIZE = 8, 3
 SHAPES = [(f"layer.{number}", (96, 96)) for number in range(6)]

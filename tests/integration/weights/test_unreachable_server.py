@@ -13,9 +13,6 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from conftest import RedisProcess
-from engine_member import HOST, config_of, member
-from frozen_proxy import FrozenProxy
 from penstock.cancellation import end_task
 from penstock.config.service import RedisConfig
 from penstock.replay.redis_queue import RedisReplayQueue
@@ -26,7 +23,10 @@ from penstock_learner.publication.policy_publication import PolicyPublication
 from penstock_learner.weights.publisher import WeightPublisher
 from penstock_learner.weights.senders.sender import PushTarget
 from penstock_rollout.engines.engine import Engine
-from tiny_model import make_tiny_qwen2
+from support.engine_member import HOST, config_of, member
+from support.faults.proxy import FaultyProxy
+from support.redis_server import RedisProcess
+from support.tiny_models import make_tiny_qwen2
 
 FOREVER_S = 3600.0
 """No deadline of a push may end the wait for the server: the test gives up long before."""
@@ -80,7 +80,7 @@ class Scene:
     near: Engine
     far: Engine
     far_id: str
-    proxy: FrozenProxy
+    proxy: FaultyProxy
 
     async def publish(self, version: int) -> None:
         (await self.publication.gather(version, version)).metrics.set_result({})
@@ -107,7 +107,7 @@ async def scene(folder: Path, redis: RedisProcess, monkeypatch: pytest.MonkeyPat
         asyncio.timeout(120),
         member(config) as (near, near_engine, _),
         member(config) as (cut_off, far_engine, _),
-        FrozenProxy(int(cut_off.address.rpartition(":")[2])) as proxy,
+        FaultyProxy((HOST, int(cut_off.address.rpartition(":")[2]))) as proxy,
     ):
         far = replace(cut_off, address=f"{HOST}:{proxy.port}")
         loops = [
@@ -138,12 +138,12 @@ async def test_versions_are_published_without_a_server_that_is_cut_off(
     tmp_path: Path, redis_process: RedisProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with scene(tmp_path, redis_process, monkeypatch) as found:
-        found.proxy.freeze()
+        found.proxy.black_hole()
         for version in range(2, 22):
             await found.publish(version)
             await _serves(found.near, version)
         assert found.far.policy_version == 1
-        found.proxy.thaw()
+        found.proxy.heal()
         await _serves(found.far, 21)
         await found.publish(22)
         await _serves(found.near, 22)
@@ -156,7 +156,7 @@ async def test_a_server_that_has_caught_up_while_the_next_version_was_pushed_get
     """The next push begins after the version that was brought to the server was found to be the newest, and before
     the server takes part in pushes again."""
     async with scene(tmp_path, redis_process, monkeypatch) as found:
-        found.proxy.freeze()
+        found.proxy.black_hole()
         await found.publish(2)
         caught_up, may_go_on, set_states = asyncio.Event(), asyncio.Event(), found.fleet.set_states
 
@@ -167,7 +167,7 @@ async def test_a_server_that_has_caught_up_while_the_next_version_was_pushed_get
             await set_states(server_ids, state, term)
 
         monkeypatch.setattr(found.fleet, "set_states", held)
-        found.proxy.thaw()
+        found.proxy.heal()
         await caught_up.wait()
         await found.publish(3)
         may_go_on.set()

@@ -11,7 +11,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine_member import HOST, config_of, greedy_log_probs, member
 from penstock.config.run import RunConfig
 from penstock.errors import Unavailable
 from penstock.machine.ports import free_port
@@ -21,7 +20,8 @@ from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import TensorShape, build_manifest
 from penstock_learner.weights.publisher import WeightPublisher
 from penstock_learner.weights.senders.sender import PushTarget
-from tiny_model import make_tiny_qwen2
+from support.engine_member import HOST, config_of, greedy_log_probs, member
+from support.tiny_models import make_tiny_qwen2
 
 
 @pytest.fixture(scope="module")

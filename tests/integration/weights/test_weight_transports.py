@@ -11,9 +11,6 @@ import grpc
 import pytest
 import torch
 
-from learner_runs import make_config
-from member_process import MemberProcess
-from nccl_binding import install_nccl_stand_in
 from penstock.config.loading import dump_config
 from penstock.config.run import RunConfig
 from penstock.v1 import weights_pb2, weights_pb2_grpc
@@ -27,7 +24,9 @@ from penstock_learner.weights.push_report import PushReport
 from penstock_learner.weights.senders.factory import make_sender
 from penstock_learner.weights.senders.sender import PushTarget, Shipment
 from penstock_learner.weights.staging import StagedVersion
-from staged_weights import stage_weights
+from support.cuda_stand_ins import install_nccl_stand_in
+from support.learner_runs import make_config
+from support.weight_group import MemberProcess, stage_weights
 
 TRANSPORTS = ["nccl", "gloo", "shm", "snapshot"]
 PHASES = ["announce", "receive", "commit", "load"]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rendered_chart import (
+from support.chart import (
     OPTIONS,
     PLACEMENTS,
     ROOT,

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from rendered_chart import OPTIONS, Manifest, needs_helm, of_kind, pod_templates, render
+from support.chart import OPTIONS, Manifest, needs_helm, of_kind, pod_templates, render
 
 pytestmark = needs_helm
 EGRESS = "--set=networkPolicy.egress.enabled=true"

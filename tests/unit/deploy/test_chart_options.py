@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rendered_chart import (
+from support.chart import (
     CHART,
     HELM,
     OPTIONS,

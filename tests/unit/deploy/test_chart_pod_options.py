@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rendered_chart import OPTIONS, Manifest, needs_helm, of_kind, one, pod_templates, render
+from support.chart import OPTIONS, Manifest, needs_helm, of_kind, one, pod_templates, render
 
 pytestmark = needs_helm
 NEWEST = "1.35"

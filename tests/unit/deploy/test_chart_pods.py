@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.config.gpu_bundles import num_gpus
-from rendered_chart import (
+from support.chart import (
     OPTIONS,
     PLACEMENTS,
     VALUES,

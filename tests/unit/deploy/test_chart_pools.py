@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rendered_chart import LOADER, Manifest, needs_helm, of_kind, one, render, run_config, run_helm
+from support.chart import LOADER, Manifest, needs_helm, of_kind, one, render, run_config, run_helm
 
 pytestmark = needs_helm
 POOLS: list[dict[str, Any]] = [

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.config.loading import load_config
-from rendered_chart import VALUES, Manifest, needs_helm, render
-from rendered_pod import PodFolder, processes
+from support.chart import VALUES, Manifest, PodFolder, needs_helm, processes, render
 
 pytestmark = needs_helm
 

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fake_api_server import FakeApiServer
-from rendered_chart import VALUES, Manifest, needs_helm, of_kind, one, render, run_helm
+from support.chart import VALUES, FakeApiServer, Manifest, needs_helm, of_kind, one, render, run_helm
 
 pytestmark = needs_helm
 NAME = "test-penstock-keys"

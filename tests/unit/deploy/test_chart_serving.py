@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rendered_chart import needs_helm, of_kind, one, refusal, render, run_config
+from support.chart import needs_helm, of_kind, one, refusal, render, run_config
 
 pytestmark = needs_helm
 ON = ("--set=rollout.http.enabled=true", "--set=gateway.namedKeys=true", "--set=secretName=mine")

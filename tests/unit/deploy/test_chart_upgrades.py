@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fake_api_server import FakeApiServer
-from rendered_chart import needs_helm, one, render, run_helm
+from support.chart import FakeApiServer, needs_helm, one, render, run_helm
 
 pytestmark = needs_helm
 SCALED = (

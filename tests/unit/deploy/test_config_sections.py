@@ -7,8 +7,8 @@ import re
 import pytest
 import yaml
 
-from config_readers import Name, paths_read_from
-from rendered_chart import CHART, needs_helm, of_kind, pod_templates, render
+from support.chart import CHART, needs_helm, of_kind, pod_templates, render
+from support.config_readers import Name, paths_read_from
 
 ENTRIES: dict[str, tuple[Name, ...]] = {
     "gateway": (("penstock_services.gateway.__main__", "main"),),

@@ -16,7 +16,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from declared_metrics import DEPLOY, ROOT, declared_names, names_in, run_wide_names
+from support.monitoring import DEPLOY, ROOT, declared_names, names_in, run_wide_names
 
 DASHBOARDS = sorted((DEPLOY / "grafana" / "dashboards").glob("*.json"))
 ENGINE_SAMPLES = ROOT / "tests" / "prometheus"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rendered_chart import (
+from support.chart import (
     CHART,
     PLACEMENTS,
     ROOT,

@@ -14,9 +14,9 @@ import pytest
 import yaml
 from fastapi import FastAPI
 
-from declared_metrics import DEPLOY, declared_names, names_in
 from penstock.config.loading import load_overrides
 from penstock_services.gateway.console.routes import ConsoleRoutes
+from support.monitoring import DEPLOY, declared_names, names_in
 
 ALERTS = DEPLOY / "prometheus" / "alerts.yml"
 RUNBOOKS = "http://127.0.0.1:8080/console/runbooks.html"

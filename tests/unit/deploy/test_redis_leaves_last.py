@@ -16,7 +16,7 @@ from penstock.config.service import RedisConfig
 from penstock.store.leaving import Leaving
 from penstock.store.redis_client import connect
 from penstock_services.local.private_redis import find_redis_server
-from redis_with_users import SCRIPTS, redis_with_users
+from support.redis_server import SCRIPTS, redis_with_users
 
 
 @pytest.fixture(scope="module")

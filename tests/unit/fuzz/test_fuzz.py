@@ -14,7 +14,6 @@ import zstandard
 from google.protobuf.message import DecodeError
 from hypothesis import strategies as st
 
-from groups import make_group
 from penstock.codec import MAGIC, SCHEMA_VERSION, check_group, decode_group, encode_group, group_to_proto
 from penstock.config.loading import load_config
 from penstock.errors import CheckpointDamaged, ConfigError, PoisonGroup, WeightPushFailed
@@ -27,7 +26,8 @@ from penstock_rollout.agents.tool_calls import TOOL_FORMATS, MalformedCall, Tool
 from penstock_rollout.engines.manifest_check import check_manifest
 from penstock_rollout.rewards.function import normalise_score
 from penstock_rollout.rewards.rules import exact_match, gsm8k, regex
-from unit.fuzz.mutations import BUDGETS, damaged, json_values, try_examples
+from support.fuzzing import BUDGETS, damaged, json_values, try_examples
+from support.groups import make_group
 
 CONFIG = """
 run: r

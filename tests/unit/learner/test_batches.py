@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from groups import make_group
 from penstock.config.algorithms import AdvantageConfig, AlgorithmConfig
 from penstock.errors import ConfigError
 from penstock_learner.batches.partition import partition, unpermute, unpermute_sequences
 from penstock_learner.batches.sequence_batch import SequenceBatch, batch_of, concat
 from penstock_learner.steps.advantages import with_advantages
+from support.groups import make_group
 
 
 def some_batch(num_groups: int = 5) -> SequenceBatch:

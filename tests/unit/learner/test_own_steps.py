@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from groups import make_group
-from local_roles import make_step
 from penstock.config.gpu_bundles import active_resource_groups
 from penstock.config.loading import load_config
 from penstock.errors import ConfigError, ProcessDied, RoleDied
@@ -20,8 +18,10 @@ from penstock_learner.roles.dispatch import dispatched
 from penstock_learner.roles.trained import trained_roles
 from penstock_learner.start_check import check_step
 from penstock_learner.steps.program import load_program
-from tests.scripted_engine import make_tokenizer_folder
-from tiny_model import make_tiny_qwen2
+from support.groups import make_group
+from support.learner_ranks import make_step
+from support.scripted_engines import make_tokenizer_folder
+from support.tiny_models import make_tiny_qwen2
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 ROOT = Path(__file__).parents[3]

@@ -8,10 +8,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forked_batches import batch_of_sequences, forked_batch, short_batch
 from penstock_learner.batches.partition import partition, unpermute
 from penstock_learner.batches.prefix_tree import SHORTEST, PrefixTree, shortest_shared
 from penstock_learner.batches.sequence_batch import SequenceBatch
+from support.groups import batch_of_sequences, forked_batch, short_batch
 
 
 @st.composite

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from groups import make_group
-from local_roles import make_step
 from penstock_learner.batches.prefix_tree import PrefixTree
 from penstock_learner.loop.training_step import TrainingStep
 from penstock_learner.steps.rehearsal import EQUAL, LONG, MIXED, rehearsal_batch
+from support.groups import make_group
+from support.learner_ranks import make_step
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 PPO: dict[str, Any] = {"algorithm": {"advantage": {"name": "gae"}}, "critic": {}}

@@ -13,9 +13,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from groups import groups_of, make_group
-from local_roles import make_step
-from memory_queue import MemoryReplayQueue
 from penstock.codec import encode_group
 from penstock.config.learner import RewardModelConfig
 from penstock.config.service import ReplayConfig
@@ -24,7 +21,10 @@ from penstock.trajectory import Group
 from penstock_learner.loggers.opening import StepLoggers
 from penstock_learner.loggers.reward_model_validation import RewardModelValidation
 from penstock_learner.loggers.validations import ValidationLog
-from replay_backends import queue_with
+from support.groups import groups_of, make_group
+from support.learner_ranks import make_step
+from support.memory_queue import MemoryReplayQueue
+from support.replay_backends import queue_with
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 CONFIG = RewardModelConfig(path=Path("rm"), coefficient=0.5)

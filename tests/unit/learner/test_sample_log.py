@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from groups import make_group
 from penstock.codec import encode_prompt
 from penstock.config.loading import validate
 from penstock.config.run import RunConfig
@@ -22,7 +21,8 @@ from penstock.token_text import TokenText
 from penstock.trajectory import Group, Prompt, VersionSegment
 from penstock_learner.loggers.opening import StepLoggers
 from penstock_learner.loggers.samples import MAX_GROUND_TRUTH, MAX_WAITING, SampleLog, TrainedStep, spread
-from scripted_engine import END, make_tokenizer_folder, spelled
+from support.groups import make_group
+from support.scripted_engines import END, make_tokenizer_folder, spelled
 
 
 class CollectingLoggers(StepLoggers):

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from memory_queue import MemoryReplayQueue
 from penstock.config.service import ReplayConfig
 from penstock.errors import Unavailable
 from penstock.store.heartbeats import VALIDATOR
 from penstock_learner.loggers.opening import StepLoggers
 from penstock_learner.loggers.validations import ValidationLog
-from replay_backends import queue_with
+from support.memory_queue import MemoryReplayQueue
+from support.replay_backends import queue_with
 
 
 class CollectingLoggers(StepLoggers):

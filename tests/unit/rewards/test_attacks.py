@@ -18,14 +18,19 @@ from typing import Any
 
 import pytest
 
-from tests.unit.rewards.attacks import ATTACKS, BATCH, FILES, KNOWN_WITHOUT_NAMESPACES, PROCESSES
+from support.sandbox_attacks import (
+    ATTACKS,
+    BATCH,
+    FILES,
+    KNOWN_WITHOUT_NAMESPACES,
+    ORDINARY_USER,
+    PROCESSES,
+    Server,
+    ordinary_python,
+)
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is for Linux")
-REPOSITORY = Path(__file__).parents[3]
-ORDINARY_USER = 54321
-"""A user without an account, for the tests that root runs as somebody else."""
 MIN_ATTACKS = 40
-TIMEOUT_S = 60.0
 RUNNER = """
 import json, sys
 from penstock.errors import ConfigError
@@ -48,40 +53,9 @@ sys.stderr.write(outcome.error_tail.decode())
 """
 
 
-@dataclass(frozen=True)
-class Server:
-    """The user that a server runs as, and an interpreter that this user can run."""
-
-    user: int
-    python: str
-
-    def start(self, *words: str, **options: Any) -> subprocess.Popen[bytes]:
-        change = {"user": self.user, "group": self.user, "extra_groups": []} if self.user != os.geteuid() else {}
-        return subprocess.Popen(list(words), cwd="/", **change, **options)
-
-    def run(self, *words: str, stdin: bytes) -> tuple[str, str]:
-        """Run a command. Returns what it printed to standard output and standard error."""
-        path = os.pathsep.join(str(REPOSITORY / name) for name in (".", "rollout_server"))
-        process = self.start(
-            *words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env={"PATH": os.environ["PATH"], "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"},
-        )  # fmt: skip
-        output, errors = process.communicate(stdin, TIMEOUT_S)
-        return output.decode(), errors.decode()
-
-
 def servers() -> list[Server]:
     own = Server(os.geteuid(), sys.executable)
     return [own] if own.user else [own, Server(ORDINARY_USER, ordinary_python())]
-
-
-def ordinary_python() -> str:
-    """An interpreter outside folders that are closed to other users, such as /root."""
-    for candidate in (sys.executable, "/usr/bin/python3", "/usr/local/bin/python3"):
-        path = Path(candidate)
-        if path.exists() and all(parent.stat().st_mode & 1 for parent in path.resolve().parents):
-            return candidate
-    return ""
 
 
 @dataclass

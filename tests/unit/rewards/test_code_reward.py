@@ -15,7 +15,7 @@ from penstock_rollout.rewards.sandbox import run as sandbox_run
 from penstock_rollout.rewards.sandbox.builtin import Builtin, Layers
 from penstock_rollout.rewards.sandbox.run import Sandbox
 from penstock_rollout.rewards.scorer import RewardChoice
-from tests.unit.rewards.confinements import needs_sandbox
+from support.confinements import needs_sandbox
 
 DOUBLE = {"inputs": ["1\n", "5\n", "7\n"], "outputs": ["2\n", "10\n", "14\n"]}
 

@@ -15,8 +15,8 @@ from penstock_rollout.rewards.sandbox.folders import PREFIX
 from penstock_rollout.rewards.sandbox.limits import Limits
 from penstock_rollout.rewards.sandbox.program import ERROR_TAIL_BYTES, Outcome
 from penstock_rollout.rewards.sandbox.run import Choice, Sandbox
-from tests.unit.rewards.confinements import WORKING
-from waiting import until
+from support.confinements import WORKING
+from support.processes import until
 
 Run = Callable[..., Outcome]
 LIMITS = Limits(cpu_s=10, memory_bytes=2**29, file_bytes=2**16, folder_bytes=2**22, max_processes=8)

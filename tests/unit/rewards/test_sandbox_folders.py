@@ -16,7 +16,7 @@ import pytest
 
 from penstock_rollout.rewards.sandbox.folders import BaseFolder, remove_leftovers, remove_tree
 from penstock_rollout.rewards.sandbox.limits import MAX_FILES, ControlGroup, files_are_exceeded
-from tests.unit.rewards.test_attacks import Server, ordinary_python
+from support.sandbox_attacks import ORDINARY_USER, Server, ordinary_python
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is for Linux")
 NUM_NESTED = 2500
@@ -74,7 +74,7 @@ def test_an_ordinary_user_removes_closed_folders(tmp_path: Path) -> None:
     python = ordinary_python() if is_root else sys.executable
     if not python:
         pytest.skip("an ordinary user can run no interpreter of this machine")
-    server = Server(54321 if is_root else os.geteuid(), python)
+    server = Server(ORDINARY_USER if is_root else os.geteuid(), python)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o777)
         output, errors = server.run(python, "-c", REMOVE, folder, stdin=b"")

@@ -21,7 +21,7 @@ from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.rewards.pool import RewardFailed
 from penstock_rollout.rewards.remote import RemoteScorer
 from penstock_rollout.rewards.scorer import Scorer
-from tests.unit.rewards.confinements import needs_sandbox
+from support.confinements import needs_sandbox
 
 FUNCTIONS = '''
 from __future__ import annotations

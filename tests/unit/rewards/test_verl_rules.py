@@ -10,7 +10,7 @@ from penstock.config.rewards import RewardConfig
 from penstock_rollout.rewards.function import normalise_score, read_score
 from penstock_rollout.rewards.kinds import build
 from penstock_rollout.rewards.scorer import RewardChoice
-from tests.unit.rewards.confinements import needs_sandbox
+from support.confinements import needs_sandbox
 
 CASES = [
     ("openai/gsm8k", "so 70 + 2\n#### 72", "72", 1.0),

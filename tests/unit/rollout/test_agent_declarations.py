@@ -12,7 +12,7 @@ from penstock.errors import ConfigError, InvalidInput
 from penstock.trajectory import Prompt
 from penstock_rollout.agents.registry import Agents
 from penstock_rollout.tokenization import Tokenization
-from tests.scripted_engine import CHATML, make_tokenizer_folder
+from support.scripted_engines import CHATML, make_tokenizer_folder
 
 CODE = """
 from penstock_rollout.agents.interactions import Interaction

@@ -21,7 +21,7 @@ from penstock_rollout.agents.declarations import load_tools
 from penstock_rollout.agents.loops import tool_agent
 from penstock_rollout.agents.registry import Agents
 from penstock_rollout.tokenization import Tokenization
-from tests.scripted_engine import END, ScriptedEngine, called, make_context, make_tokenizer_folder, spelled
+from support.scripted_engines import END, ScriptedEngine, called, make_context, make_tokenizer_folder, spelled
 
 PASSAGES = [
     {"id": "0", "contents": '"Reykjavik"\nReykjavik is the capital of Iceland.'},

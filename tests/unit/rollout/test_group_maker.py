@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from memory_queue import MemoryReplayQueue
-from memory_store import MemoryStore
 from penstock.cancellation import end_task
 from penstock.codec import decode_group, encode_prompt
 from penstock.config.agents import AgentsConfig
@@ -29,7 +27,9 @@ from penstock_rollout.groups.producer import Producer
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.rewards.scorer import Scorer
 from penstock_rollout.tokenization import Tokenization
-from tests.scripted_engine import END, ScriptedEngine, called, make_tokenizer_folder, spelled
+from support.memory_queue import MemoryReplayQueue
+from support.memory_store import MemoryStore
+from support.scripted_engines import END, ScriptedEngine, called, make_tokenizer_folder, spelled
 
 REPLAY = ReplayConfig(groups_per_step=64, max_attempts=1)
 TOOLS = """

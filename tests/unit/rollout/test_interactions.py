@@ -19,7 +19,7 @@ from penstock_rollout.agents.interactions import Interaction, InteractionAnswer
 from penstock_rollout.agents.loops import interaction_agent, tool_agent
 from penstock_rollout.agents.tools import Tool
 from penstock_rollout.tokenization import Tokenization
-from tests.scripted_engine import (
+from support.scripted_engines import (
     END,
     ScriptedEngine,
     called,

@@ -24,8 +24,8 @@ from penstock_rollout.agents.loops import tool_agent
 from penstock_rollout.agents.registry import Agents
 from penstock_rollout.agents.tools import ToolError
 from penstock_rollout.tokenization import Tokenization
-from tests.scripted_engine import END, ScriptedEngine, called, make_context, make_tokenizer_folder, spelled
-from tests.waiting import until
+from support.processes import until
+from support.scripted_engines import END, ScriptedEngine, called, make_context, make_tokenizer_folder, spelled
 
 pytest.importorskip("mcp")
 

@@ -12,7 +12,7 @@ from penstock.trajectory import Prompt
 from penstock.v1 import generate_pb2, prompts_pb2
 from penstock_rollout.serving.generate_service import GenerateService
 from penstock_rollout.tokenization import Tokenization
-from tests.scripted_engine import CHATML, make_tokenizer_folder
+from support.scripted_engines import CHATML, make_tokenizer_folder
 
 SHOWN = (
     "{% for call in message.tool_calls or [] %}({{ call.function.name }} {{ call.function.arguments | tojson }})"

@@ -32,7 +32,7 @@ from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.rewards.scorer import Scorer
 from penstock_rollout.serving.generate_service import GenerateService
 from penstock_rollout.tokenization import Tokenization
-from tests.scripted_engine import END, make_tokenizer_folder
+from support.scripted_engines import END, make_tokenizer_folder
 
 ROWS, NUM_SAMPLES, VERSION, MAX_MODEL_LEN = 4, 6, 3, 100
 SEED = 50

@@ -11,9 +11,6 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from groups import make_group
-from memory_queue import MemoryReplayQueue
-from memory_store import MemoryStore
 from penstock.cancellation import end_task
 from penstock.codec import decode_group, encode_prompt
 from penstock.config.learner import RewardModelConfig
@@ -24,6 +21,9 @@ from penstock.replay.queue_types import AppendOutcome, FinishedGroup, Lease
 from penstock.trajectory import Group, Prompt, Sampling
 from penstock_rollout.groups.producer import Producer
 from penstock_rollout.metrics import RolloutMetrics
+from support.groups import make_group
+from support.memory_queue import MemoryReplayQueue
+from support.memory_store import MemoryStore
 
 
 class SlowAnswers(MemoryReplayQueue):

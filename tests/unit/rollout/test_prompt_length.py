@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from memory_queue import MemoryReplayQueue
-from memory_store import MemoryStore
 from penstock.cancellation import end_task
 from penstock.codec import encode_prompt
 from penstock.config.agents import AgentsConfig
@@ -26,6 +24,8 @@ from penstock_rollout.groups.producer import Producer
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.serving.generate_service import GenerateService
 from penstock_rollout.tokenization import PromptLength, Tokenization
+from support.memory_queue import MemoryReplayQueue
+from support.memory_store import MemoryStore
 
 MODEL = Path(__file__).parents[3] / "examples" / "arithmetic" / "model"
 IDS = tuple(range(10))

@@ -13,9 +13,6 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from memory_queue import MemoryReplayQueue
-from memory_store import MemoryStore
-from paced_engine import PacedEngine, token_at
 from penstock.cancellation import end_task
 from penstock.codec import decode_group, encode_prompt
 from penstock.config.agents import AdaptiveConcurrencyConfig, AgentsConfig
@@ -34,7 +31,9 @@ from penstock_rollout.groups.token_saver import SampleProgress, TokenSaver
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.rewards.scorer import Scorer
 from penstock_rollout.tokenization import Tokenization
-from scripted_engine import ScriptedEngine, make_context, make_tokenizer_folder, spelled
+from support.memory_queue import MemoryReplayQueue
+from support.memory_store import MemoryStore
+from support.scripted_engines import PacedEngine, ScriptedEngine, make_context, make_tokenizer_folder, spelled, token_at
 
 EVERY = 16
 REPLAY = ReplayConfig(groups_per_step=64, max_staleness=2, lease_ttl_s=3600)

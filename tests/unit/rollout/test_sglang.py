@@ -16,7 +16,7 @@ from penstock_rollout.engines.factory import resolve_engine_name
 from penstock_rollout.engines.sglang.messages import Response, generate_body, read_event
 from penstock_rollout.engines.sglang.start import server_arguments
 
-SCHEMA = json.loads((Path(__file__).parents[2] / "sglang_protocol" / "schema.json").read_text())
+SCHEMA = json.loads((Path(__file__).parents[2] / "support" / "sglang" / "schema.json").read_text())
 
 
 def body(sampling: Sampling) -> dict[str, Any]:

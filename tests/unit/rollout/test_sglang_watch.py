@@ -14,7 +14,7 @@ from penstock_rollout.engines.sglang import server as sglang_server
 from penstock_rollout.engines.sglang.calls import Load
 from penstock_rollout.engines.sglang.server import SglangServer
 from penstock_rollout.engines.sglang.start import SglangChild
-from waiting import until
+from support.processes import until
 
 
 @pytest.mark.parametrize(

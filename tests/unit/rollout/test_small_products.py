@@ -12,7 +12,7 @@ from penstock.trajectory import Sampling
 from penstock_rollout.engines.engine import GenerateRequest
 from penstock_rollout.engines.torch.batch import DecodeBatch
 from penstock_rollout.engines.torch.small_products import MAX_MULTIPLICATIONS, SmallProducts
-from tiny_architectures import tiny_model
+from support.tiny_architectures import tiny_model
 
 
 class Layers(torch.nn.Module):

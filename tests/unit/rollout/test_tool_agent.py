@@ -16,7 +16,7 @@ from penstock_rollout.agents.episode import Episode
 from penstock_rollout.agents.loops import tool_agent
 from penstock_rollout.agents.tools import Tool
 from penstock_rollout.tokenization import Tokenization
-from tests.scripted_engine import (
+from support.scripted_engines import (
     END,
     ScriptedEngine,
     called,

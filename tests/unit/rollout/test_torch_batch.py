@@ -13,8 +13,8 @@ from penstock.trajectory import Sampling
 from penstock_rollout.engines.engine import GenerateRequest
 from penstock_rollout.engines.torch.batch import DecodeBatch, Row
 from penstock_rollout.engines.torch.expert_recorder import ExpertRecorder
-from tiny_architectures import tiny_model
-from tiny_model import make_tiny_qwen2
+from support.tiny_architectures import tiny_model
+from support.tiny_models import make_tiny_qwen2
 
 PROMPTS = [(5, 6, 7), (8, 9, 10), (5, 6, 7), (4, 3), (5, 6, 7)]
 

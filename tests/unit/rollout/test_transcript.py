@@ -14,7 +14,7 @@ from penstock.trajectory import VersionSegment
 from penstock_rollout.agents.transcript import Transcript
 from penstock_rollout.engines.engine import GenerateRequest, TokenChunk
 from penstock_rollout.tokenization import Tokenization
-from tests.scripted_engine import (
+from support.scripted_engines import (
     CHATML,
     END,
     LOG_PROB,

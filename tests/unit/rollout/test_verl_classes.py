@@ -16,7 +16,7 @@ from penstock_rollout.agents.episode import Episode
 from penstock_rollout.agents.loops import interaction_agent, tool_agent
 from penstock_rollout.agents.registry import Agents
 from penstock_rollout.tokenization import Tokenization
-from tests.scripted_engine import END, ScriptedEngine, called, make_context, make_tokenizer_folder, spelled
+from support.scripted_engines import END, ScriptedEngine, called, make_context, make_tokenizer_folder, spelled
 
 TOOL = """
 import logging

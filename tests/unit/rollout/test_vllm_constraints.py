@@ -17,7 +17,7 @@ from penstock_rollout.engines.sglang.engine import SglangEngine
 from penstock_rollout.engines.vllm.engine import VllmEngine
 from penstock_rollout.engines.vllm.sampling import sampling_params
 from penstock_rollout.engines.vllm.start import engine_arguments
-from tests.constrained_answers import CONSTRAINTS
+from support.answers import CONSTRAINTS
 
 REQUEST = GenerateRequest("r", (5, 6), Sampling(max_tokens=4), constraint=CONSTRAINTS["json_schema"])
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_stand_ins import imported_beside
+from support.vllm_stand_ins import imported_beside
 
 HIDDEN, VOCAB, PADDED, RANK, NUM_RANKS = 8, 10, 16, 1, 2
 SHAPES = {"embed": (VOCAB, HIDDEN), "q": (6, HIDDEN), "k": (2, HIDDEN), "down": (HIDDEN, 12), "norm": (HIDDEN,)}

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from penstock_rollout.engines.vllm.stamps import OwnStamps
-from vllm_stand_ins import imported_beside
+from support.vllm_stand_ins import imported_beside
 
 TIMINGS = [(0.5, 0.01), (0.6, 0.02)]
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from vllm_stand_ins import imported_beside
+from support.vllm_stand_ins import imported_beside
 
 SIZE = 4
 UNPAUSED, PAUSED = "unpaused", "paused"

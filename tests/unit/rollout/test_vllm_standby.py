@@ -14,12 +14,11 @@ from typing import Any
 import psutil
 import pytest
 
-from live_processes import is_alive
 from penstock.config.rollout import EngineConfig
 from penstock_rollout.engines.vllm import standby as module
 from penstock_rollout.engines.vllm import start
 from penstock_rollout.engines.vllm.standby import SWITCH, Standby, _StandbyContext
-from waiting import until
+from support.processes import is_alive, until
 
 PRELOAD = "import penstock_rollout.engines.vllm.standby_process as p; p._preload = lambda _: {!r}; "
 MAIN = "p.main({}, {}, {}, {!r})"

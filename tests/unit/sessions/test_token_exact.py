@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memory_sessions import MemorySessionStore
 from penstock.codec import decode_group, encode_group
 from penstock.config.service import ReplayConfig, SessionLimits
 from penstock.trajectory import Group, Sampling, Trajectory, VersionSegment
@@ -22,6 +21,7 @@ from penstock_services.gateway.sessions.conversation_keys import message_keys
 from penstock_services.gateway.sessions.recorder import SessionCall, SessionRecorder, message_of
 from penstock_services.gateway.sessions.trajectories import RewardedSession, shared_prompts
 from penstock_services.gateway.sessions.tree import SessionTree
+from support.memory_sessions import MemorySessionStore
 
 END, USER, TOOL, ASSISTANT, SPACE = 0, 1, 2, 3, 4
 LETTERS = {"a": 5, "b": 6, "c": 7, "<": 9, ">": 10}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 import uuid
 
@@ -108,10 +107,7 @@ class TaskHandlers:
         longest_s = self.config.gateway.session_ttl_s / 2
         if not 0 <= task.deadline_s <= longest_s:
             raise InvalidInput(f"{path}deadline_s", f"must be 0 to {longest_s:g}, half of gateway.session_ttl_s")
-        try:
-            json.loads(task.payload_json or "null")
-        except (ValueError, RecursionError) as error:
-            raise InvalidInput(f"{path}payload_json", f"is not valid JSON: {error}") from error
+        validation.check_json(task.payload_json or "null", f"{path}payload_json")
         return NewTask(
             task_id=task.task_id or f"task-{uuid.uuid4().hex[:16]}",
             payload=task.payload_json or "null",

@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from groups import made_by, make_group
 from penstock.trajectory import Group, Sampling
 from penstock_learner.agreement import samples
 from penstock_learner.agreement.samples import PER_SERVER, choose, compare
+from support.groups import made_by, make_group
 
 
 def from_server(server: str, group: Group) -> Group:

@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from groups import make_group
-from learner_ranks import make_rank, with_model
 from penstock.config.loading import load_config, validate
 from penstock.config.run import RunConfig
 from penstock_learner.batches.partition import partition, unpermute
@@ -20,6 +18,8 @@ from penstock_learner.model.sharding import full_weight
 from penstock_learner.roles.critic import CriticWorker
 from penstock_learner.roles.policy import PolicyWorker
 from penstock_learner.steps.advantages import denominators_of, with_advantages
+from support.groups import make_group
+from support.learner_ranks import make_rank, with_model
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 PRESETS = Path(__file__).parents[4] / "examples" / "presets"

@@ -16,9 +16,6 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from learner_ranks import make_rank, with_model
-from memory_queue import MemoryReplayQueue
-from memory_store import MemoryStore
 from penstock.config.learner import CheckpointConfig
 from penstock.config.loading import validate
 from penstock.config.service import ReplayConfig
@@ -33,6 +30,9 @@ from penstock_learner.loop.take_over import TakeOver, take_over
 from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.roles.critic import CriticWorker
 from penstock_learner.roles.policy import PolicyWorker
+from support.learner_ranks import make_rank, with_model
+from support.memory_queue import MemoryReplayQueue
+from support.memory_store import MemoryStore
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 FILES = [".metadata", "__0_0.distcp", "critic/.metadata", "critic/__0_0.distcp", MANIFEST_FILE, TRAINER_FILE]

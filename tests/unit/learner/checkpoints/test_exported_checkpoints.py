@@ -9,13 +9,13 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from learner_ranks import make_rank, with_model
 from penstock.cli.main import main
 from penstock.config.loading import validate
 from penstock.replay.queue_types import GoneBack
 from penstock_learner.checkpoints.checkpoint import CheckpointStore, TrainerState
 from penstock_learner.checkpoints.going_back import record_going_back
 from penstock_learner.roles.policy import PolicyWorker
+from support.learner_ranks import make_rank, with_model
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from object_store import ObjectStore, in_environment, object_store
 from penstock.errors import ConfigError, Unavailable
 from penstock.fetching.object_folder import ObjectFolder
 from penstock.replay.queue_types import GoneBack
@@ -18,6 +17,7 @@ from penstock_learner.checkpoints.ledger import Ledger
 from penstock_learner.checkpoints.uploads import FIELD, CheckpointUploads
 from penstock_learner.checkpoints.writer import CheckpointWriter
 from penstock_learner.metrics import LearnerMetrics
+from support.object_store import ObjectStore, in_environment, object_store
 
 URL = "s3://bucket/runs"
 

@@ -10,9 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from groups import made_by
-from local_roles import make_step
-from memory_queue import MemoryReplayQueue
 from penstock.codec import encode_group
 from penstock.config.learner import LearnerConfig
 from penstock.config.service import ReplayConfig
@@ -23,7 +20,10 @@ from penstock_learner.loop.batch_ahead import BatchAhead
 from penstock_learner.loop.batch_reader import BatchReader
 from penstock_learner.loop.roll_back import RollBack
 from penstock_learner.loop.training_step import TrainingStep
-from replay_backends import assert_conserved, queue_with
+from support.groups import made_by
+from support.learner_ranks import make_step
+from support.memory_queue import MemoryReplayQueue
+from support.replay_backends import assert_conserved, queue_with
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 VERSION = 5

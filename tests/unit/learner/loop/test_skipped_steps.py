@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from groups import make_group
 from penstock.errors import TrainingDiverged
 from penstock_learner.algorithms.corrections import CorrectionStatistics, Mismatch
 from penstock_learner.algorithms.losses import LossStatistics
@@ -18,6 +17,7 @@ from penstock_learner.batches.sequence_batch import batch_of
 from penstock_learner.optim.step import OptimizerStep
 from penstock_learner.roles.update_reports import UpdateReport
 from penstock_learner.steps.skipped_updates import SkippedSteps
+from support.groups import make_group
 
 BATCH = batch_of([make_group(prompt_id) for prompt_id in (11, 12)])
 SHARDS = partition(BATCH, 2, 1000)

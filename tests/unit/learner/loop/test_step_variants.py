@@ -4,7 +4,6 @@ offload, precision."""
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
@@ -18,8 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from penstock.cli.main import main as cli
 from penstock_learner.checkpoints.checkpoint import TRAINER_FILE, TrainerState
-from tiny_architectures import tiny_model
-from tiny_model import make_tiny_qwen2
+from support.tiny_architectures import tiny_model
+from support.tiny_models import make_tiny_qwen2
 
 TESTS = Path(__file__).parents[3]
 POISONED = 5
@@ -88,12 +87,11 @@ def take_steps(folder: Path, cases: dict[str, tuple[int, dict[str, Any]]], ranks
 
 def run_ranks(folder: Path, ranks: list[tuple[int, int]]) -> None:
     """Run a process for each (rank, number of ranks), all at once."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
     processes = []
     try:
         for rank, num_ranks in ranks:
-            command = [sys.executable, str(TESTS / "training_rank.py"), str(rank), str(num_ranks), str(folder)]
-            processes.append(subprocess.Popen(command, env=environment))
+            command = [sys.executable, "-m", "support.training_rank", str(rank), str(num_ranks), str(folder)]
+            processes.append(subprocess.Popen(command))
         assert [process.wait(200) for process in processes] == [0] * len(ranks)
     finally:
         for process in processes:

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from groups import groups_of
-from local_roles import make_step
 from penstock.config.learner import LearnerConfig
 from penstock_learner.batches.partition import partition
 from penstock_learner.batches.sequence_batch import SequenceBatch, batch_of
 from penstock_learner.steps.advantages import denominators_of, with_advantages
 from penstock_learner.steps.context import AheadBatch, StepContext
+from support.groups import groups_of
+from support.learner_ranks import make_step
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

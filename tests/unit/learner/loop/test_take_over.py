@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from memory_queue import MemoryReplayQueue
-from memory_store import MemoryStore
 from penstock.config.loading import validate
 from penstock.errors import ConfigError, Fenced, RoleDied, Unavailable
 from penstock_learner.checkpoints.checkpoint import TrainerState
@@ -20,6 +18,8 @@ from penstock_learner.loop import controller as controller_module
 from penstock_learner.loop.controller import LearnerController
 from penstock_learner.loop.take_over import take_over
 from penstock_learner.metrics import LearnerMetrics
+from support.memory_queue import MemoryReplayQueue
+from support.memory_store import MemoryStore
 
 
 class Restored(Exception):

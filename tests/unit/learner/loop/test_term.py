@@ -10,7 +10,7 @@ from penstock_learner.checkpoints.checkpoint import TrainerState
 from penstock_learner.loop.roll_back import RollBack
 from penstock_learner.loop.take_over import TakeOver
 from penstock_learner.loop.term import MAX_ROLL_BACKS, begin_term
-from replay_backends import queue_with
+from support.replay_backends import queue_with
 
 
 async def test_a_term_and_its_checkpoint_keep_the_newest_roll_backs() -> None:

@@ -15,8 +15,6 @@ import torch
 from prometheus_client import CollectorRegistry
 from transformers import AutoModelForCausalLM
 
-from groups import groups_of, made_by, make_group
-from local_roles import make_step
 from penstock.config.algorithms import AdvantageConfig, AlgorithmConfig, KLConfig
 from penstock.errors import ConfigError, TrainingDiverged
 from penstock_learner.batches.sequence_batch import batch_of
@@ -25,8 +23,10 @@ from penstock_learner.loop.step_metrics import mean_rewards, overhead_metrics, r
 from penstock_learner.metrics import MAX_REWARD_PARTS, LearnerMetrics
 from penstock_learner.steps.advantages import with_advantages
 from penstock_learner.steps.skipped_updates import SkippedSteps
-from tests.scripted_engine import make_tokenizer_folder, spelled
-from tiny_model import make_tiny_qwen2
+from support.groups import groups_of, made_by, make_group
+from support.learner_ranks import make_step
+from support.scripted_engines import make_tokenizer_folder, spelled
+from support.tiny_models import make_tiny_qwen2
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

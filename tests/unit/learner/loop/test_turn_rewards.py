@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from groups import make_group
-from local_roles import make_step
 from penstock.config.algorithms import AdvantageConfig, AlgorithmConfig
 from penstock.trajectory import Group, TokenReward, VersionSegment
 from penstock_learner.batches.sequence_batch import batch_of
 from penstock_learner.steps.advantages import with_advantages
+from support.groups import make_group
+from support.learner_ranks import make_step
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -22,15 +22,17 @@ from penstock_learner.model.backbone import ModelInputs
 from penstock_learner.model.causal_lm import load_model
 from penstock_learner.model.scalar_model import load_scalar_model
 from penstock_learner.model.self_check import compare_with_plain, require_right
-from tiny_architectures import ARCHITECTURES, REFUSED, plain_log_probs, random_batch, tiny_config, tiny_model
+from support.tiny_architectures import (
+    ARCHITECTURES,
+    FAST,
+    REFUSED,
+    plain_log_probs,
+    random_batch,
+    tiny_config,
+    tiny_model,
+)
 
 CPU = torch.device("cpu")
-FAST = {
-    "llama", "qwen3, sliding window", "mistral", "gemma2, wide head", "gpt_oss", "llama4_text", "cohere, scaled",
-    "granite, scaled", "phi3, longrope", "llama, dynamic rope", "qwen2_moe, windows", "deepseek_v3", "qwen3_next",
-    "lfm2, convolutions", "jamba", "gpt2", "phi",
-}  # fmt: skip
-"""One of each kind. The others are compared in the long tests."""
 
 
 def _cases() -> list[object]:

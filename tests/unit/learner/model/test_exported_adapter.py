@@ -16,7 +16,7 @@ from penstock.errors import ConfigError, TrainingDiverged
 from penstock_learner.export import _merged, write_adapter
 from penstock_learner.model.adapter import add_adapter
 from penstock_learner.model.causal_lm import CausalLM, load_model
-from tiny_architectures import tiny_model
+from support.tiny_architectures import tiny_model
 
 MODEL = Path(__file__).parents[4] / "examples" / "arithmetic" / "model"
 

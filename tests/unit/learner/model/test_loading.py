@@ -19,8 +19,8 @@ from penstock_learner.model.loading import tensor_files
 from penstock_learner.model.loading.weights import read_weights
 from penstock_learner.model.scalar_model import load_scalar_model
 from penstock_learner.model.sharding import prepare_for_training, shard
-from tiny_architectures import ARCHITECTURES, tiny_model
-from tiny_model import make_tiny_classifier, make_tiny_qwen2
+from support.tiny_architectures import ARCHITECTURES, tiny_model
+from support.tiny_models import make_tiny_classifier, make_tiny_qwen2
 
 CPU = torch.device("cpu")
 FAST = {"llama, dynamic rope", "gemma3_text", "gpt_oss", "mixtral", "deepseek_v3", "jamba", "qwen3_next", "gpt2"}

@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from groups import make_group
 from penstock.errors import ConfigError
 from penstock_learner.batches.sequence_batch import SequenceBatch, batch_of
 from penstock_learner.model.architectures import path_of
 from penstock_learner.model.attention import packed_attention
 from penstock_learner.model.backbone import ModelInputs
 from penstock_learner.model.causal_lm import CausalLM, load_model
-from tiny_model import make_tiny_qwen2
+from support.groups import make_group
+from support.tiny_models import make_tiny_qwen2
 
 CPU = torch.device("cpu")
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from groups import make_group
 from penstock.errors import ConfigError
 from penstock_learner.batches.sequence_batch import batch_of
 from penstock_learner.model.retokenization import Retokenization
-from tests.scripted_engine import CHATML, END, PLAIN, make_tokenizer_folder, spelled
+from support.groups import make_group
+from support.scripted_engines import CHATML, END, PLAIN, make_tokenizer_folder, spelled
 
 
 def test_the_text_of_each_sequence_is_read_in_the_other_models_template(tmp_path: Path) -> None:

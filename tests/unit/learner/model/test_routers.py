@@ -12,8 +12,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from groups import make_group
-from learner_ranks import make_rank, with_model
 from penstock.config.learner import LearnerConfig, RouterConfig
 from penstock.config.loading import validate
 from penstock.errors import ConfigError
@@ -28,7 +26,9 @@ from penstock_learner.roles.update_reports import UpdateReport
 from penstock_learner.start_check import _check_structure
 from penstock_learner.steps.advantages import denominators_of, with_advantages
 from penstock_learner.steps.update_metrics import router_metrics
-from tiny_architectures import random_batch, tiny_model
+from support.groups import make_group
+from support.learner_ranks import make_rank, with_model
+from support.tiny_architectures import random_batch, tiny_model
 
 CPU = torch.device("cpu")
 NUM_LAYERS, NUM_EXPERTS, TOP_K = 4, 4, 2

@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from groups import make_group
 from penstock.errors import ConfigError
 from penstock_learner.batches.sequence_batch import SequenceBatch, batch_of
 from penstock_learner.model.backbone import ModelInputs
 from penstock_learner.model.scalar_model import ScalarModel, check_tokenizer, load_scalar_model
-from tiny_model import make_tiny_classifier, make_tiny_qwen2
+from support.groups import make_group
+from support.tiny_models import make_tiny_classifier, make_tiny_qwen2
 
 CPU = torch.device("cpu")
 

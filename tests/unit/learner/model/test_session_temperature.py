@@ -18,7 +18,7 @@ from penstock_learner.model.backbone import ModelInputs
 from penstock_learner.model.causal_lm import load_model
 from penstock_services.gateway.sessions.trajectories import RewardedSession, shared_prompts
 from penstock_services.gateway.sessions.tree import SessionTree
-from tiny_model import make_tiny_qwen2
+from support.tiny_models import make_tiny_qwen2
 
 NUM_TOKENS = 24
 PROMPT = [3, 4, 5]

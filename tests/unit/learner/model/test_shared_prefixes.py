@@ -9,9 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_architectures import FAST
 
-from forked_batches import forked_batch, short_batch
 from penstock.config.learner import LearnerConfig, LoraConfig
 from penstock.config.loading import validate
 from penstock_learner.batches.prefix_tree import PrefixTree
@@ -24,7 +22,8 @@ from penstock_learner.model.rotary import depends_on_length
 from penstock_learner.model.routers import watch_routers
 from penstock_learner.model.scalar_model import load_scalar_model
 from penstock_learner.roles.prefix_sharing import prefix_sharing_roles
-from tiny_architectures import ARCHITECTURES, tiny_config, tiny_model
+from support.groups import forked_batch, short_batch
+from support.tiny_architectures import ARCHITECTURES, FAST, tiny_config, tiny_model
 
 CPU = torch.device("cpu")
 

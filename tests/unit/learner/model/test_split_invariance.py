@@ -17,8 +17,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from groups import make_group
-from learner_ranks import make_rank, with_model
 from penstock.config.loading import validate
 from penstock_learner.batches.partition import RankShard, partition
 from penstock_learner.batches.sequence_batch import SequenceBatch, batch_of
@@ -26,6 +24,8 @@ from penstock_learner.model.sharding import full_weight
 from penstock_learner.roles.critic import CriticWorker
 from penstock_learner.roles.policy import PolicyWorker
 from penstock_learner.steps.advantages import denominators_of, with_advantages
+from support.groups import make_group
+from support.learner_ranks import make_rank, with_model
 
 ALGORITHM: dict[str, Any] = {
     "advantage": {"name": "gae", "lam": 0.9},

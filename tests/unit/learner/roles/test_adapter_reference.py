@@ -10,15 +10,14 @@ import pytest
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 
-from groups import make_group
-from learner_ranks import make_rank, with_model
-from local_roles import make_step
 from penstock.config.loading import validate
 from penstock.errors import ConfigError
 from penstock_learner.batches.partition import RankShard
 from penstock_learner.batches.sequence_batch import batch_of
 from penstock_learner.roles.policy import PolicyWorker
 from penstock_learner.roles.reference import ReferenceWorker
+from support.groups import make_group
+from support.learner_ranks import make_rank, make_step, with_model
 
 LORA = {"rank": 4, "alpha": 8}
 pytestmark = pytest.mark.usefixtures("one_rank")

@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.fsdp import FSDPModule
 
-from learner_ranks import make_rank, one_rank_world, with_model
 from penstock.config.loading import validate
 from penstock.weights.deadline import Deadline
 from penstock_learner.roles.policy import PolicyWorker
-from tiny_architectures import tiny_model
+from support.learner_ranks import make_rank, one_rank_world, with_model
+from support.tiny_architectures import tiny_model
 
 
 @pytest.mark.parametrize("bucket_bytes", [1024, 10_000, 2**26], ids=["one weight each", "a few", "all in one"])

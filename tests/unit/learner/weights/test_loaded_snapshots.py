@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from learner_ranks import make_rank, with_model
 from penstock.config.loading import validate
 from penstock.errors import WeightPushFailed
 from penstock.weights.checksums import weights_digest
 from penstock.weights.deadline import Deadline
 from penstock.weights.snapshot import FILE_NAME
 from penstock_learner.roles.policy import PolicyWorker
+from support.learner_ranks import make_rank, with_model
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

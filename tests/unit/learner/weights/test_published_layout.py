@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from learner_ranks import with_model
 from penstock.config.learner import LoraConfig
 from penstock.config.loading import validate
 from penstock.errors import ConfigError
@@ -22,7 +21,8 @@ from penstock_learner.start_check import _check_structure
 from penstock_learner.weights.gathering import PushedWeights
 from penstock_learner.weights.publisher import WeightPublisher
 from penstock_rollout.weights.adapter import check_adapter, merged_weights
-from tiny_architectures import ARCHITECTURES, tiny_model
+from support.learner_ranks import with_model
+from support.tiny_architectures import ARCHITECTURES, tiny_model
 
 FAST = {"qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "llama"}
 """Experts of each kind, and a dense model. The others are compared in the long tests."""

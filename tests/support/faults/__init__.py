@@ -1,0 +1,1 @@
+"""The runs, servers and network faults of the fault matrix."""

@@ -1,0 +1,232 @@
+"""A gateway on real ports, calls to it by REST and gRPC, and programs that use it: a browser, workers of examples/."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import numpy as np
+import pytest
+
+from penstock.api_keys import read_own_key
+from penstock.config.run import ModelConfig, RunConfig
+from penstock.config.service import GatewayConfig, RedisConfig
+from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.trajectory import Group, Sampling, Trajectory, VersionSegment
+from penstock.v1 import groups_pb2_grpc, policies_pb2, policies_pb2_grpc, prompts_pb2_grpc, runs_pb2_grpc
+from penstock_services.gateway.server import serve
+
+RUN = "/v1/runs/test"
+PROMPT = {
+    "messages": [{"role": "user", "content": "2+2?"}],
+    "sampling": {"temperature": 0.7, "max_tokens": 16, "seed": 3},
+    "num_samples": 2,
+    "data_source": "gsm8k",
+    "ground_truth": {"answer": 4},
+    "extra_info": {"index": 1},
+}
+
+
+@dataclass
+class Gateway:
+    config: RunConfig
+    rest: httpx.AsyncClient
+    channel: grpc.aio.Channel
+    rest_port: int
+    grpc_port: int
+    stop: asyncio.Event
+    task: asyncio.Task[None]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.rest_port}"
+
+    @property
+    def key(self) -> str:
+        """The key that the gateway has made for itself. `rest` and `channel` send it."""
+        return read_own_key(self.config.folder)
+
+
+class KeySender:
+    """Adds a key to the metadata of calls that have none. grpc wants an object for each kind of call."""
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+
+    async def send(self, continuation: Any, details: Any, request: Any) -> Any:
+        metadata = list(details.metadata or ())
+        if not any(name == "authorization" for name, _ in metadata):
+            metadata.append(("authorization", f"Bearer {self.key}"))
+        return await continuation(details._replace(metadata=grpc.aio.Metadata(*metadata)), request)
+
+    @classmethod
+    def interceptors(cls, key: str) -> list[grpc.aio.ClientInterceptor]:
+        kinds = {
+            "intercept_unary_unary": grpc.aio.UnaryUnaryClientInterceptor,
+            "intercept_unary_stream": grpc.aio.UnaryStreamClientInterceptor,
+            "intercept_stream_stream": grpc.aio.StreamStreamClientInterceptor,
+        }
+        return [type(name, (cls, kind), {name: cls.send})(key) for name, kind in kinds.items()]
+
+
+@asynccontextmanager
+async def running(config: RunConfig) -> AsyncIterator[Gateway]:
+    ready: asyncio.Future[tuple[str, int, int]] = asyncio.get_running_loop().create_future()
+    stop = asyncio.Event()
+    task = asyncio.create_task(serve(config, lambda *address: ready.set_result(address), stop))
+    await asyncio.wait([task, ready], timeout=20, return_when=asyncio.FIRST_COMPLETED)
+    if task.done():
+        await task
+    host, rest_port, grpc_port = ready.result()
+    key = read_own_key(config.folder)
+    headers, senders = ({"Authorization": f"Bearer {key}"}, KeySender.interceptors(key)) if key else ({}, [])
+    async with (
+        httpx.AsyncClient(base_url=f"http://{host}:{rest_port}", timeout=20, trust_env=False, headers=headers) as rest,
+        grpc.aio.insecure_channel(
+            f"{host}:{grpc_port}", options=[("grpc.enable_http_proxy", 0)], interceptors=senders
+        ) as channel,
+    ):
+        yield Gateway(config, rest, channel, rest_port, grpc_port, stop, task)
+    stop.set()
+    async with asyncio.timeout(20):
+        await task
+
+
+def run_config(redis_url: str, folder: Path, **gateway: Any) -> RunConfig:
+    return RunConfig(
+        run="test",
+        run_dir=folder,
+        model=ModelConfig(path=folder),
+        redis=RedisConfig(url=redis_url),
+        gateway=GatewayConfig(**gateway),
+    )
+
+
+def group_of(prompt_id: int, attempt: int) -> Group:
+    trajectory = Trajectory(
+        token_ids=np.array([5, 6, 7], dtype=np.int32),
+        loss_mask=np.array([1, 0, 1], dtype=np.uint8),
+        log_probs=np.array([-0.5, 0.0, -0.25], dtype=np.float32),
+        segments=(VersionSegment(0, 2, 3), VersionSegment(2, 3, 4)),
+        reward=1.0,
+        reward_parts={"format": float("nan")},
+    )
+    return Group("test", prompt_id, attempt, "s", "gsm8k", Sampling(), np.array([1, 2], dtype=np.int32), (trajectory,))
+
+
+async def publish(queue: RedisReplayQueue, *versions: int) -> None:
+    await queue.take_term(0)
+    for version in versions:
+        policy = policies_pb2.Policy(
+            policy_version=version, step=version, weights_digest="ab", state=policies_pb2.Policy.PUBLISHED,
+            metrics={"reward_mean": version / 10},
+        )  # fmt: skip
+        await queue.publish(version, version, policy.SerializeToString())
+
+
+def stubs(gateway: Gateway) -> tuple[Any, Any, Any, Any]:
+    return (
+        prompts_pb2_grpc.PromptServiceStub(gateway.channel),
+        groups_pb2_grpc.GroupServiceStub(gateway.channel),
+        policies_pb2_grpc.PolicyServiceStub(gateway.channel),
+        runs_pb2_grpc.RunServiceStub(gateway.channel),
+    )
+
+
+async def rest(gateway: Gateway, method: str, path: str, **options: Any) -> Any:
+    response = await gateway.rest.request(method, path, **options)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def both(
+    gateway: Gateway, method: str, path: str, answer: Any, to_json: Callable[[Any], Any], **options: Any
+) -> Any:
+    """Make the call by REST, and compare the answer with the one by gRPC. Ages may differ."""
+    by_rest, by_grpc = await rest(gateway, method, path, **options), to_json(await answer)
+    assert ageless(by_grpc) == ageless(by_rest), path
+    return by_rest
+
+
+def ageless(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: ageless(part) for name, part in value.items() if name != "heartbeat_age_ms"}
+    return [ageless(part) for part in value] if isinstance(value, list) else value
+
+
+async def submit(gateway: Gateway, *prompts: dict[str, Any]) -> list[int]:
+    return list((await rest(gateway, "POST", f"{RUN}/prompts", json={"prompts": list(prompts)}))["prompt_ids"])
+
+
+async def read_events(response: httpx.Response, count: int) -> list[dict[str, Any]]:
+    events: list[dict[str, Any]] = []
+    async with asyncio.timeout(20):
+        async for line in response.aiter_lines():
+            if line.startswith("id: "):
+                cursor = line.removeprefix("id: ")
+            if line.startswith("data: "):
+                events.append(json.loads(line.removeprefix("data: ")) | {"event_id": cursor})
+            if len(events) == count:
+                return events
+    raise AssertionError(f"the stream ended after {events}")
+
+
+async def post_prompts(gateway: Gateway, *prompts: dict[str, Any], **body: Any) -> httpx.Response:
+    """Submit prompts and return the response, whatever it is."""
+    return await gateway.rest.post(f"{RUN}/prompts", json={"prompts": list(prompts), **body})
+
+
+def assert_problem(response: httpx.Response, status: int, reason: str, field: str = "") -> str:
+    assert response.headers["content-type"] == "application/problem+json", response.text
+    problem = response.json()
+    assert (problem["status"], problem["reason"], problem["field"]) == (status, reason, field), problem
+    assert response.status_code == status and problem["type"] and problem["title"]
+    return str(problem["detail"])
+
+
+CHROMIUM = Path("/usr/bin/chromium")
+LAUNCH: dict[str, Any] = {"executable_path": str(CHROMIUM), "args": ["--no-sandbox"]}
+needs_chromium = pytest.mark.skipif(not CHROMIUM.exists(), reason="no /usr/bin/chromium: apt-get install chromium")
+SCREENSHOTS = os.environ.get("PENSTOCK_SCREENSHOTS")
+"""A folder in which to keep screenshots."""
+
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 150
+
+
+async def run_worker(package: str, script: str, *arguments: str, gateway: Gateway, log: Path) -> str:
+    """Run a worker of examples/ until there are no tasks. Returns what it printed.
+
+    PENSTOCK_<PACKAGE>_PYTHON names a Python that has the package; without it the test is skipped."""
+    variable = f"PENSTOCK_{package.upper()}_PYTHON"
+    python = os.environ.get(variable, sys.executable)
+    found = await asyncio.to_thread(
+        subprocess.run, [python, "-c", f"import {package}"], capture_output=True, check=False
+    )
+    if found.returncode != 0:
+        pytest.skip(f"needs {package}; set {variable} to a Python that has it")
+    with log.open("w") as output:
+        worker = await asyncio.create_subprocess_exec(
+            python, f"examples/{script}", *arguments, "--url", gateway.url, "--idle-s", "1", cwd=ROOT,
+            env=os.environ | {"PENSTOCK_API_KEY": gateway.key, "PYTHONPATH": str(ROOT)},
+            stdout=output, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+    waiting = asyncio.create_task(worker.wait())
+    try:
+        await asyncio.wait({waiting}, timeout=DEADLINE_S)
+    finally:
+        if worker.returncode is None:
+            worker.kill()
+        await waiting
+    return log.read_text()

@@ -1,0 +1,260 @@
+"""An engine that serves a tiny model, and the same model in plain Hugging Face to compare with."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import importlib.util
+import threading
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
+
+from penstock.config.rollout import EngineConfig
+from penstock.trajectory import Sampling, VersionSegment
+from penstock.v1 import weights_pb2
+from penstock.weights.checksums import XXH3_PIECES, host_checksum
+from penstock.weights.manifest import TensorShape, allocate_buckets, build_manifest
+from penstock.weights.relay_groups import group_places
+from penstock_learner.model.architectures import ModelPath
+from penstock_learner.model.causal_lm import CausalLM
+from penstock_learner.weights.gathering import PushedWeights
+from penstock_rollout.engines.engine import Engine, GenerateRequest, TokenChunk
+from penstock_rollout.engines.factory import create_engine
+from penstock_rollout.engines.sglang.engine import SglangEngine
+from penstock_rollout.engines.torch.engine import TorchEngine
+from penstock_rollout.engines.vllm import engine as vllm_engine
+from penstock_rollout.engines.vllm import stamps as vllm_stamps
+from support.answers import Answer
+from support.tiny_models import make_tiny_qwen2
+
+torch.set_num_threads(1)  # the models are tiny, and OpenMP threads would compete with the engine's
+
+TOLERANCE = 1e-3
+LONG = Sampling(max_tokens=400)
+MAX_MODEL_LEN = 512
+
+
+def load_model(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
+
+
+def expected_log_probs(model: Any, answer: Answer, temperature: float = 1.0) -> torch.Tensor:
+    ids = torch.tensor([answer.prompt + answer.token_ids])
+    with torch.inference_mode():
+        logits = model(ids).logits[0, len(answer.prompt) - 1 : -1] / temperature
+    return logits.log_softmax(-1).gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
+
+
+def assert_log_probs(model: Any, answer: Answer, temperature: float = 1.0) -> None:
+    expected = expected_log_probs(model, answer, temperature)
+    torch.testing.assert_close(torch.tensor(answer.log_probs), expected, atol=TOLERANCE, rtol=0)
+
+
+@dataclass(frozen=True)
+class Push:
+    manifest: weights_pb2.WeightManifest
+    buckets: list[NDArray[np.uint8]]
+
+    @property
+    def checksums(self) -> list[str]:
+        return [host_checksum(XXH3_PIECES, bucket) for bucket in self.buckets]
+
+    @classmethod
+    def of(cls, model: Any, version: int) -> Push:
+        """Pack the model's weights, as the learner gathers them, into small buckets, so that there are several."""
+        gathered = PushedWeights(CausalLM(model, 16, ModelPath(is_packed=True, reason=""))).gathered()
+        weights = {name: tensor.contiguous().numpy() for name, tensor in gathered}
+        shapes = [TensorShape(name, "F32", array.shape) for name, array in weights.items()]
+        manifest = build_manifest("run", version, 1, shapes, bucket_bytes=64 << 10)
+        buckets = allocate_buckets(manifest)
+        for spec in manifest.tensors:
+            raw = weights[spec.name].reshape(-1).view(np.uint8)
+            buckets[spec.bucket][spec.offset_bytes : spec.offset_bytes + spec.num_bytes] = raw
+        return cls(manifest, buckets)
+
+
+GROUP_SIZE = 32
+
+
+class Publisher:
+    """Rank 0 of a gloo group with one member, in a thread."""
+
+    def __init__(self, push: Push, num_buckets: int | None = None) -> None:
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._push = push
+        self._num_buckets = len(push.buckets) if num_buckets is None else num_buckets
+        self._group: Any = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def announcement(self, timeout_s: float = 20.0) -> weights_pb2.AnnounceRequest:
+        rendezvous = f"127.0.0.1:{self._store.port}/push-{self._push.manifest.policy_version}/{GROUP_SIZE}"
+        return weights_pb2.AnnounceRequest(
+            manifest=self._push.manifest, transport="gloo", rendezvous=rendezvous, rank=1, world_size=2,
+            deadline_s=timeout_s,
+        )  # fmt: skip
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def join(self) -> None:
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+
+    def _run(self) -> None:
+        [place] = group_places(0, 2, GROUP_SIZE)
+        prefix = f"push-{self._push.manifest.policy_version}/{place.name}"
+        self._group = ProcessGroupGloo(PrefixStore(prefix, self._store), 0, 2, timedelta(seconds=20))
+        options = BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        for bucket in self._push.buckets[: self._num_buckets]:
+            self._group.broadcast([torch.from_numpy(bucket)], options).wait()
+
+
+class Served:
+    """An engine, and the model that it should serve."""
+
+    def __init__(self, engine: Engine, model: Any) -> None:
+        self.engine = engine
+        self.model = model
+        self._num_requests = 0
+
+    async def answer(self, prompt: tuple[int, ...], sampling: Sampling, stream: bool = False) -> Answer:
+        return Answer.of(prompt, [chunk async for chunk in self.chunks(prompt, sampling, stream)])
+
+    def chunks(self, prompt: tuple[int, ...], sampling: Sampling, stream: bool = True) -> AsyncIterator[TokenChunk]:
+        self._num_requests += 1
+        return self.engine.generate(GenerateRequest(f"request-{self._num_requests}", prompt, sampling, stream))
+
+    def next_model(self) -> Any:
+        """Return a copy of the served model with perturbed weights."""
+        model = copy.deepcopy(self.model)
+        generator = torch.Generator().manual_seed(self.engine.policy_version)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
+        return model
+
+    async def update(self, model: Any, version: int | None = None) -> int:
+        """Push the model by gloo and commit it, as the next version if none is given. Returns the version."""
+        version = self.engine.policy_version + 1 if version is None else version
+        push = Push.of(model, version)
+        publisher = Publisher(push)
+        await self.engine.stage_weights(publisher.announcement())
+        publisher.start()
+        report = await self.engine.commit_weights(version, push.checksums, timeout_s=20)
+        publisher.join()
+        assert 0 < report.load_s <= report.paused_s < 5
+        assert report.receive_s > 0
+        self.model = model
+        return version
+
+    async def check_serves(self, version: int) -> None:
+        await self.engine.check_health()
+        assert self.engine.policy_version == version
+        answer = await self.answer((7, 8, 9), Sampling(max_tokens=8))
+        assert set(answer.versions) == {version}
+        assert_log_probs(self.model, answer)
+
+
+async def hold_decoding(engine: Engine) -> None:
+    """Stop decoding until the next commit, after which every engine goes on. Requests that come meanwhile wait."""
+    if isinstance(engine, vllm_engine.VllmEngine):
+        await engine._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+    elif isinstance(engine, SglangEngine):
+        engine._open.clear()
+        await engine._calls.pause("in_place")
+    elif isinstance(engine, TorchEngine):
+        _hold_thread(engine)
+
+
+def _hold_thread(engine: TorchEngine) -> None:
+    def run_the_next_actions() -> None:
+        with engine._changed:
+            engine._changed.wait_for(lambda: bool(engine._actions) or engine._stopping)
+            actions = [engine._actions.popleft() for _ in range(len(engine._actions))]
+        for action in actions:
+            action()
+
+    engine._change(lambda: engine._actions.append(run_the_next_actions))
+
+
+async def until_submitted(engine: Engine, num_requests: int) -> None:
+    async with asyncio.timeout(20):
+        while (stats := engine.stats()).running_requests + stats.waiting_requests < num_requests:
+            await asyncio.sleep(0.005)
+
+
+class ComparedStamps:
+    """Our stamps and vLLM's stamps of the same tokens. Raises if they differ."""
+
+    def __init__(self, llm: Any) -> None:
+        self._own = vllm_stamps.OwnStamps(llm)
+        self._native = vllm_stamps.NativeStamps(llm)
+        self.begin = self._own.begin
+        self.end = self._own.end
+        self.has_token = self._own.has_token
+
+    async def set_version(self, policy_version: int) -> None:
+        await self._own.set_version(policy_version)
+        await self._native.set_version(policy_version)
+
+    def segments(self, request_id: str, completion: Any, start: int, end: int) -> tuple[VersionSegment, ...]:
+        own = self._own.segments(request_id, completion, start, end)
+        assert own == self._native.segments(request_id, completion, start, end)
+        return own
+
+
+def make_engine(config: EngineConfig, folder: Path, *, report_experts: bool = False) -> Engine:
+    """Create an engine. SGLang has no CPU build, so a stand-in with the same model speaks its protocol."""
+    if config.name == "sglang":
+        return SglangEngine(config, folder, "float32", seed=0, module="support.sglang.stand_in")
+    return create_engine(config, folder, "float32", seed=0, report_experts=report_experts)
+
+
+def write_qwen2(folder: Path) -> None:
+    make_tiny_qwen2(folder, seed=0)
+
+
+async def start_engine(
+    kind: str,
+    folder: Path,
+    keep_kv_cache: bool = True,
+    write_model: Callable[[Path], None] = write_qwen2,
+    report_experts: bool = False,
+) -> Served:
+    """Start an engine of the given kind on the model that `write_model` writes to the folder.
+
+    `vllm-own-stamps` does not use vLLM's own version stamps, which releases before 0.32 do not have.
+    `vllm-compared-stamps` uses both. `vllm-by-calls` flips versions by several calls, `vllm-compared-stamps-by-calls`
+    does both. `vllm-parallel` has two workers."""
+    if kind != "torch" and importlib.util.find_spec("vllm") is None:
+        pytest.skip("vllm is not installed")
+    if "-stamps" in kind and not vllm_stamps.reports_versions():
+        pytest.skip("this vllm does not say which version made a token")
+    write_model(folder)
+    name: Any = kind.partition("-")[0]
+    config = EngineConfig(
+        name=name, max_model_len=MAX_MODEL_LEN, max_num_seqs=64, keep_kv_cache=keep_kv_cache,
+        tensor_parallel_size=2 if kind == "vllm-parallel" else 1,
+    )  # fmt: skip
+    engine = make_engine(config, folder, report_experts=report_experts)
+    with pytest.MonkeyPatch.context() as patch:
+        if kind == "vllm-own-stamps":
+            patch.setattr(vllm_stamps, "reports_versions", lambda: False)
+        if kind.startswith("vllm-compared-stamps"):
+            patch.setattr(vllm_engine, "create_stamps", ComparedStamps)
+        if kind.endswith("-by-calls"):
+            patch.setattr(vllm_engine, "flips_in_one_call", lambda arguments, llm: False)
+        await engine.start(policy_version=5)
+    return Served(engine, load_model(folder))

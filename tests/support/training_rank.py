@@ -1,0 +1,200 @@
+"""One rank of a small training job, without Ray: `python -m support.training_rank RANK RANKS FOLDER`. One step a case.
+
+It reads `model/` and `cases.json` in the folder, which has the learner's settings for each case. For each case rank 0
+writes the gradient as safetensors, and the loss, the gradient norm and the log-probs as JSON. The case `loaded` loads
+the models in `loaded/` instead, and writes which weights are wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from penstock.config.learner import LearnerConfig, LoraConfig
+from penstock.config.loading import validate
+from penstock_learner.batches.partition import partition, unpermute
+from penstock_learner.batches.sequence_batch import SequenceBatch, batch_of
+from penstock_learner.model.adapter import add_adapter
+from penstock_learner.model.attention.sequence_parallel import make_sequence_parallel
+from penstock_learner.model.causal_lm import open_model
+from penstock_learner.model.loading.tensor_files import TensorFiles
+from penstock_learner.model.loading.weights import read_weights
+from penstock_learner.model.precision import DTYPES, compute_dtype_of
+from penstock_learner.model.sharding import full_weight, prepare_for_training
+from penstock_learner.model.torch_settings import set_up_torch
+from penstock_learner.optim.optimizer import make_optimizer
+from penstock_learner.roles.policy_update import PolicyUpdate
+from penstock_learner.roles.trainer import TrainerRank
+from penstock_learner.steps.advantages import denominators_of, with_advantages
+from support.groups import make_group
+
+CPU = torch.device("cpu")
+POISONED = 5
+"""In a case called `poisoned`, the advantage of this sequence is infinite."""
+
+
+def training_batch(*, with_long_prompts: bool = False) -> SequenceBatch:
+    """Twelve sequences of three prompts, at two temperatures. Long prompts have twenty tokens."""
+    groups = [make_group(prompt_id) for prompt_id in (1, 2, 3)]
+    if with_long_prompts:
+        prompt = np.random.default_rng(5).integers(2, 60, 20).astype(np.int32)
+        groups = [replace(group, prompt_token_ids=prompt + group.prompt_id) for group in groups]
+    batch = batch_of(groups)
+    by_sequence = np.where(np.arange(12) % 2, 0.7, 1.0).astype(np.float32)
+    return replace(batch, temperatures=by_sequence[batch.sequence_ids])
+
+
+def take_step(rank: int, num_ranks: int, folder: Path, name: str, settings: dict[str, Any]) -> None:
+    shares = "shared" in name
+    has_long = shares or name == "long prompts"
+    learner: dict[str, Any] = {
+        "policy": {"num_ranks": num_ranks},
+        "micro_batch_tokens": 60,
+        "share_prefixes": shares,
+        "logprob_chunk_tokens": 16,
+        "max_grad_norm": 1e9,  # large, so that the gradient is not clipped
+        "algorithm": {"correction": {"mode": "bypass"}, "kl": {"placement": "none"}},
+        **settings,
+    }
+    config = validate({"model": {"path": str(folder / "model")}, "learner": learner}, "test")
+    model = open_model(
+        config.model.path,
+        DTYPES[config.learner.master_dtype],
+        config.learner.logprob_chunk_tokens,
+        compiled=config.learner.compile,
+    )
+    prepare_for_training(model, config.learner, compute_dtype_of(config), is_cuda=False)
+    read_weights(model, CPU, offload=config.learner.cpu_offload)
+    share = config.learner.sequence_parallel
+    parallel = make_sequence_parallel(share)
+    update = PolicyUpdate(
+        model, make_optimizer(model, config.learner, config.learner.lr), config.learner, CPU, parallel
+    )
+    batch = with_advantages(training_batch(with_long_prompts=has_long), config.learner.algorithm, 0.0)
+    if name.startswith("poisoned"):
+        advantages = np.array(batch.advantages)
+        advantages[batch.sequence_ids == POISONED] = np.inf
+        batch = replace(batch, advantages=advantages)
+    before = {n: full_weight(p).detach().clone() for n, p in model.lm.named_parameters()}
+    shards = partition(batch, num_ranks // share, config.learner.micro_batch_tokens * share, shares_prefixes=shares)
+    assert all(shard.shares_prefixes == shares for shard in shards)
+    own = shards[rank // share]
+    log_probs: list[Any] = [None] * num_ranks
+    dist.all_gather_object(log_probs, update.log_probs(own))
+    report = update.run(own, denominators_of(batch, config.learner.algorithm.loss), 1, 0, 0.0)
+    reports: list[Any] = [None] * num_ranks
+    dist.all_gather_object(reports, report)
+    losses = [each.loss for each in reports]
+    guilty = [index for each, shard in zip(reports[::share], shards, strict=True)
+              for micro in each.nonfinite for index in shard.sequences[micro]]  # fmt: skip
+    changed = [not torch.equal(full_weight(p), before[n]) for n, p in model.lm.named_parameters()]
+    gradient = {n: full_weight(p.grad) for n, p in model.lm.named_parameters() if p.grad is not None}
+    if rank == 0:
+        assert report.step is not None
+        save_file({n: g.float().contiguous() for n, g in gradient.items()}, folder / f"{name}.safetensors")
+        said = {
+            "loss": sum(losses[::share]),
+            "grad_norm": report.step.grad_norm,
+            "skipped": report.step.skipped,
+            "guilty": guilty,
+            "changed": any(changed),
+            "log_probs": unpermute(log_probs[::share], shards, batch).tolist(),
+        }
+        (folder / f"{name}.json").write_text(json.dumps(said))
+
+
+def stage_and_restore(rank: int, num_ranks: int, folder: Path, name: str) -> None:
+    """A checkpoint holds the state at the moment of staging, whatever happens to the weights while it is written."""
+    config = validate({"model": {"path": str(folder / "model")}, "learner": {"policy": {"num_ranks": num_ranks}}}, "t")
+    trainer = TrainerRank(config, rank, num_ranks)
+    trainer.device = CPU
+    model = open_model(config.model.path, torch.float32, 16)
+    trainer.prepare(model, 1e-3)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    trainer.optimizer.step()
+
+    def state() -> dict[str, torch.Tensor]:
+        moments = {f"{n}.exp_avg": trainer.optimizer.state[p]["exp_avg"] for n, p in model.named_parameters()}
+        return {n: full_weight(t).detach().clone() for n, t in (dict(model.named_parameters()) | moments).items()}
+
+    trainer.stage(folder / "shards")
+    staged = state()
+    for _ in range(3):
+        trainer.optimizer.step()
+    moved = not any(torch.equal(tensor, staged[n]) for n, tensor in state().items())
+    trainer.finish_saving()
+    trainer.restore(folder / "shards")
+    same = all(torch.equal(tensor, staged[n]) for n, tensor in state().items())
+    if rank == 0:
+        weights = {n.removeprefix("lm."): t.contiguous() for n, t in staged.items() if not n.endswith("exp_avg")}
+        save_file(weights, folder / f"{name}.safetensors")
+        (folder / f"{name}.json").write_text(json.dumps({"moved": moved, "same": same}))
+
+
+def load_models(rank: int, folder: Path, name: str) -> None:
+    """Compare sharded models with whole ones, and what this rank has read with what the files hold."""
+    read = 0
+
+    def counted(self: TensorFiles, name: str, start: int, stop: int) -> Any:
+        nonlocal read
+        for first, rows in pieces(self, name, start, stop):
+            read += rows.nbytes
+            yield first, rows
+
+    def counted_whole(self: TensorFiles, name: str) -> torch.Tensor:
+        nonlocal read
+        tensor = whole(self, name)
+        read += tensor.nbytes
+        return tensor
+
+    pieces, TensorFiles.pieces = TensorFiles.pieces, counted  # type: ignore[method-assign]
+    whole, TensorFiles.whole = TensorFiles.whole, counted_whole  # type: ignore[method-assign]
+    said: dict[str, Any] = {}
+    for path in sorted((folder / "loaded").iterdir()):
+        for settings in ({}, {"cpu_offload": True}, {"lora": {"rank": 4, "alpha": 8}}):
+            learner = LearnerConfig.model_validate(settings)
+            model = open_model(path, torch.float32, 16)
+            if learner.lora is not None:
+                add_adapter(model, LoraConfig(rank=4, alpha=8))
+            prepare_for_training(model, learner, torch.float32, is_cuda=False)
+            read = 0
+            read_weights(model, CPU, offload=learner.cpu_offload)
+            plain = dict(AutoModelForCausalLM.from_pretrained(path).named_parameters())
+            wrong = [
+                parameter_name
+                for parameter_name, parameter in model.lm.named_parameters()
+                if ".lora_" not in parameter_name
+                and not torch.equal(full_weight(parameter), plain[parameter_name.replace(".base_layer", "")])
+            ]
+            said[f"{path.name} {settings}"] = (wrong, read / sum(p.nbytes for p in plain.values()))
+    (folder / f"{name}-{rank}.json").write_text(json.dumps(said))
+
+
+def main() -> None:
+    rank, num_ranks, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    set_up_torch(1, compiles=True)
+    store = dist.FileStore(str(folder / f"store-{num_ranks}"), num_ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=120))
+    for name, (ranks, settings) in json.loads((folder / "cases.json").read_text()).items():
+        if ranks == num_ranks and name == "loaded":
+            load_models(rank, folder, name)
+        elif ranks == num_ranks and name == "staged":
+            stage_and_restore(rank, num_ranks, folder, name)
+        elif ranks == num_ranks:
+            take_step(rank, num_ranks, folder, name, settings)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

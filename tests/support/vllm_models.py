@@ -1,0 +1,83 @@
+"""Loads versions into vLLM's models by its own loader and by learned copies, and prints whether both give the same.
+
+    python -m support.vllm_models FOLDER...
+
+On a CPU vLLM packs weights, which no GPU does. Here they are left as they are, so that the models are those of a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from vllm.config import set_current_vllm_config
+from vllm.distributed import init_distributed_environment, initialize_model_parallel
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers import utils
+from vllm.model_executor.model_loader import get_model
+
+from penstock_rollout.engines.vllm.copies import NotPlain, learn
+from penstock_rollout.engines.vllm.worker import reload
+
+
+def leave_unpacked(layer: Any, remove_weight: bool) -> None:
+    layer.cpu_linear = torch.nn.functional.linear
+
+
+def next_version(tensors: dict[str, torch.Tensor], seed: int) -> list[tuple[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [(name, torch.randn(each.shape, generator=generator).to(each.dtype)) for name, each in tensors.items()]
+
+
+def state_of(model: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+
+
+def compare(folder: str) -> str:
+    """Return `equal`, why copies were refused, or which tensors differ."""
+    arguments = EngineArgs(folder, dtype="float32", max_model_len=64, enforce_eager=True, skip_tokenizer_init=True)
+    config = arguments.create_engine_config()
+    with set_current_vllm_config(config):
+        model = get_model(vllm_config=config)
+        saved = load_file(f"{folder}/model.safetensors")
+        first, second = next_version(saved, 1), next_version(saved, 2)
+        reload(model, config.model_config, second)
+        wanted = state_of(model)
+        reload(model, config.model_config, first)
+        before = state_of(model)
+        try:
+            copies = learn(model, first)
+        except NotPlain as reason:
+            return differences(before, state_of(model)) or f"refused: {reason}"
+        if changed := differences(before, state_of(model)):
+            return changed
+        copies.load(second)
+        return differences(wanted, state_of(model)) or "equal"
+
+
+def differences(wanted: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> str:
+    names = [name for name, value in wanted.items() if not torch.equal(found[name], value)]
+    return f"differ: {', '.join(names)}" if names else ""
+
+
+def main() -> None:
+    utils.dispatch_cpu_unquantized_gemm = leave_unpacked
+    torch.accelerator.empty_cache = lambda: None  # the loader calls it, and there is none
+    config = EngineArgs(sys.argv[1], dtype="float32", skip_tokenizer_init=True).create_engine_config()
+    with tempfile.TemporaryDirectory() as meeting, set_current_vllm_config(config):
+        init_distributed_environment(1, 0, f"file://{meeting}/ranks", 0, "gloo")
+        initialize_model_parallel()
+    for folder in sys.argv[1:]:
+        try:
+            said = compare(folder)
+        except Exception as error:
+            said = f"failed: {error!r}"
+        print(json.dumps([folder, said]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -137,15 +137,7 @@ class ServiceRoutes:
                 run = await self.served.find("")
                 sessions.traffic, sessions.cached_bytes = run.generation.traffic, run.generation.recorder.cached_bytes
                 sessions.stat = await run.tasks.tasks.stat()
-                return await RunSnapshot.take(
-                    run.queue,
-                    run.fleet,
-                    run.heartbeats,
-                    run.control,
-                    run.registry,
-                    run.lifecycle.phases,
-                    run.config.replay.lease_ttl_s,
-                )
+                return await RunSnapshot.take(run.stores, run.config)
         except (PenstockError, RedisError, TimeoutError) as error:
             logger.warning("scraped without the run's metrics: %s", error)
             return None

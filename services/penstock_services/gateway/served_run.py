@@ -7,17 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.config.run import RunConfig
+from penstock.diagnosis.facts import RunStores
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.sessions.session_store import SessionStore
 from penstock.sessions.task_store import TaskStore
 from penstock.store.created_runs import CreatedRuns
-from penstock.store.fleet import Fleet
-from penstock.store.heartbeats import Heartbeats
-from penstock.store.notices import Notices
-from penstock.store.phases import Phases
-from penstock.store.policies import PolicyRegistry
 from penstock.store.redis_client import RedisClient
-from penstock.store.run_control import RunControl
 from penstock.token_text import TokenText
 from penstock.tracing import Tracing
 from penstock_services.gateway.datasets.handlers import DatasetHandlers
@@ -43,11 +38,7 @@ class ServedRun:
     """Bundles the objects of one run. Handlers know neither this bundle nor each other."""
 
     config: RunConfig
-    queue: RedisReplayQueue
-    fleet: Fleet
-    heartbeats: Heartbeats
-    control: RunControl
-    registry: PolicyRegistry
+    stores: RunStores
     texts: TokenText
     prompts: PromptHandlers
     groups: GroupHandlers
@@ -77,8 +68,8 @@ class ServedRun:
         stopping: asyncio.Event, tracing: Tracing | None = None,
     ) -> ServedRun:  # fmt: skip
         """Reads the tokenizer's file, so call it in a thread. `stopping` ends the streams of the handlers."""
-        queue, fleet = RedisReplayQueue(client, config.run, config.replay), Fleet(client, config.run)
-        registry, control = PolicyRegistry(client, config.run), RunControl(client, config.run)
+        stores = RunStores.of(client, config)
+        queue, fleet, registry, control = stores.queue, stores.fleet, stores.policies, stores.control
         texts = TokenText.load(config.model.path)
         groups, servers = GroupReader(config.run, queue, texts), ServerHandlers(config, audit, fleet, control)
         sessions = SessionStore(client, config.run, config.gateway.session_ttl_s, config.gateway.sessions)
@@ -86,28 +77,13 @@ class ServedRun:
         watched = GroupReader(config.run, RedisReplayQueue(streams, config.run, config.replay), texts)
         return cls(
             config=config,
-            queue=queue,
-            fleet=fleet,
-            heartbeats=Heartbeats(client, config.run),
-            control=control,
-            registry=registry,
+            stores=stores,
             texts=texts,
             prompts=PromptHandlers(config, audit, queue, watched, stopping, tracing),
             groups=GroupHandlers(config, audit, groups),
             samples=SampleHandlers(config, audit),
             policies=PolicyHandlers(config, audit, registry, fleet, control, stopping),
-            lifecycle=RunHandlers(
-                config,
-                audit,
-                queue,
-                registry,
-                fleet,
-                control,
-                created,
-                Notices(client, config.run),
-                Heartbeats(client, config.run),
-                Phases(client, config.run),
-            ),
+            lifecycle=RunHandlers(config, audit, stores, created),
             servers=servers,
             evaluations=EvaluationHandlers(config, audit, queue),
             dead_letters=DeadLetterHandlers(config, audit, queue),

@@ -36,7 +36,6 @@ from penstock.tracing import open_tracing
 from penstock_services.gateway.access import Access
 from penstock_services.gateway.connections import Connections, LimitedProtocol
 from penstock_services.gateway.metrics.gateway import GatewayMetrics
-from penstock_services.gateway.metrics.run import RunLimits
 from penstock_services.gateway.operations import AuditLog
 from penstock_services.gateway.rest import create_app
 from penstock_services.gateway.rpc import RpcServer
@@ -76,7 +75,7 @@ async def serve(config: RunConfig, ready: Ready | None = None, stop: asyncio.Eve
         stack.push_async_callback(served.close)
         await served.find(config.run)
         collection = RunCollection(config, audit, served)
-        metrics = GatewayMetrics(CollectorRegistry(), RunLimits.of(config))
+        metrics = GatewayMetrics(CollectorRegistry(), config.learner.placement)
         if config.folder.exists():
             metrics.disk.follow("run_dir", DiskWatch(config.folder, "the run and its uploaded datasets"))
         host = config.gateway.host

@@ -7,17 +7,17 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from penstock import __version__
 from penstock.metrics import DiskGauges, HostMemoryGauges
 from penstock_services.gateway.metrics.requests import Observation, RequestSeries
-from penstock_services.gateway.metrics.run import RunCollector, RunLimits, RunSnapshot
+from penstock_services.gateway.metrics.run import RunCollector, RunSnapshot
 from penstock_services.gateway.metrics.sessions import SessionCollector
 
 
 class GatewayMetrics:
-    def __init__(self, registry: CollectorRegistry, limits: RunLimits) -> None:
+    def __init__(self, registry: CollectorRegistry, placement: str) -> None:
         self.registry = registry
         self.requests = RequestSeries()
         registry.register(self.requests)
         info = Gauge("penstock_build_info", "Always 1.", ["placement", "version"], registry=registry)
-        info.labels(limits.placement, __version__).set(1)
+        info.labels(placement, __version__).set(1)
         self.disk = DiskGauges(registry)
         HostMemoryGauges(registry)
         self.keys = Gauge("penstock_gateway_api_keys", "API keys that are valid.", registry=registry)
@@ -26,7 +26,7 @@ class GatewayMetrics:
         )
         self.sessions = SessionCollector()
         registry.register(self.sessions)
-        self.run = RunCollector(limits)
+        self.run = RunCollector()
         registry.register(self.run)
 
     def observe(self, protocol: str) -> Observation:

@@ -5,48 +5,24 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from penstock.config.run import RunConfig
+from penstock.diagnosis import Finding
+from penstock.diagnosis.facts import RunStores
+from penstock.diagnosis.progress import learning_finding, speed_finding
 from penstock.errors import Conflict
 from penstock.replay.queue_types import QueueStat
-from penstock.replay.redis_queue import RedisReplayQueue
-from penstock.run_state import (
-    RunFacts,
-    has_learner,
-    has_servers,
-    is_learner_starting,
-    num_trained,
-    run_state,
-    state_detail,
-)
 from penstock.store.created_runs import ENDING, WAITS, CreatedRuns
-from penstock.store.fleet import Fleet
-from penstock.store.heartbeats import Heartbeats
-from penstock.store.notices import Notices
-from penstock.store.phases import Phases
-from penstock.store.policies import PolicyRegistry
-from penstock.store.run_control import RunControl
 from penstock.v1 import runs_pb2
-from penstock.verdicts import LOOKED_BACK_VERSIONS, Situation, Verdict, learning_verdict, speed_verdict, steps_of
 from penstock_services.gateway import validation
 from penstock_services.gateway.operations import AuditLog, operation
-from penstock_services.gateway.runs.servers import list_servers
+from penstock_services.gateway.runs.servers import servers_to_proto
 
 
 class RunHandlers:
-    def __init__(
-        self, config: RunConfig, audit: AuditLog, queue: RedisReplayQueue, policies: PolicyRegistry, fleet: Fleet,
-        control: RunControl, created: CreatedRuns, notices: Notices, heartbeats: Heartbeats,
-        phases: Phases,
-    ) -> None:  # fmt: skip
+    def __init__(self, config: RunConfig, audit: AuditLog, stores: RunStores, created: CreatedRuns) -> None:
         self.config = config
         self.audit = audit
-        self.queue = queue
-        self.policies = policies
-        self.fleet = fleet
-        self.control = control
+        self.stores = stores
         self.created = created
-        self.notices = notices
-        self.heartbeats = heartbeats
-        self.phases = phases
 
     @operation("read")
     async def get_run(self, request: runs_pb2.GetRunRequest) -> runs_pb2.Run:
@@ -56,7 +32,7 @@ class RunHandlers:
     @operation("admin")
     async def pause_run(self, request: runs_pb2.ChangeRunRequest) -> runs_pb2.Run:
         del request
-        await self.control.pause()
+        await self.stores.control.pause()
         return await self.describe()
 
     @operation("admin")
@@ -65,7 +41,7 @@ class RunHandlers:
         created = await self.created.get(self.config.run)
         if created is not None and created.state == "STOPPING":
             raise Conflict(f"run {created.run!r} is about to stop; resume it once it is stopped")
-        await self.control.resume()
+        await self.stores.control.resume()
         if created is not None and created.state in ("STOPPED", "FAILED"):
             # The same launcher takes it again, because its checkpoints are there.
             await self.created.move(created, "CREATED", detail=WAITS)
@@ -74,7 +50,7 @@ class RunHandlers:
     @operation("admin")
     async def stop_run(self, request: runs_pb2.ChangeRunRequest) -> runs_pb2.Run:
         del request
-        await self.control.stop()
+        await self.stores.control.stop()
         while (created := await self.created.get(self.config.run)) and created.state in ("CREATED", "STARTED"):
             is_up = created.state == "STARTED"
             await self.created.move(created, "STOPPING" if is_up else "STOPPED", detail=ENDING if is_up else "")
@@ -82,7 +58,7 @@ class RunHandlers:
 
     @operation("read")
     async def list_metrics(self, request: runs_pb2.ListMetricsRequest) -> runs_pb2.ListMetricsResponse:
-        newest = await self.policies.newest_first(None, validation.checked_page_size(request.page_size))
+        newest = await self.stores.policies.newest_first(None, validation.checked_page_size(request.page_size))
         names = frozenset(request.names)
         steps = [
             runs_pb2.StepMetrics(
@@ -97,7 +73,7 @@ class RunHandlers:
 
     async def _scores(self) -> list[runs_pb2.Score]:
         """Scores of finished evaluations, by benchmark and number."""
-        history = await self.queue.evaluation_history()
+        history = await self.stores.queue.evaluation_history()
         scores = [
             runs_pb2.Score(benchmark=benchmark, number=int(number), score=score)
             for (benchmark, _, number), score in ((name.rpartition("-"), score) for name, score in history.items())
@@ -105,53 +81,36 @@ class RunHandlers:
         return sorted(scores, key=lambda score: (score.benchmark, score.number))
 
     async def describe(self) -> runs_pb2.Run:
-        stat, orders = await self.queue.stat(), await self.control.orders()
         created = await self.created.get(self.config.run)
-        newest = await self.policies.newest_first(None, LOOKED_BACK_VERSIONS)
-        steps = steps_of(newest)
-        servers, breakers = await self.fleet.servers(), await self.control.open_breakers()
-        is_alive = has_learner(await self.heartbeats.ages_s(), self.config.replay.lease_ttl_s)
-        facts = RunFacts(
-            step=stat.step,
-            num_steps=self.config.learner.num_steps,
-            finished_step=stat.finished_step,
-            term=stat.term,
-            orders=orders,
-            has_learner=is_alive,
-            has_servers=has_servers(servers),
-            is_learner_starting=await is_learner_starting(self.phases, is_alive),
-            created=created.state if created else None,
-        )
-        situation = Situation(steps, run_state(facts), stat, servers, len(breakers)).within(self.config)
-        learning, speed = learning_verdict(situation), speed_verdict(situation)
-        reason = await self.control.pause_reason() if orders.is_paused else ""
+        facts = await self.stores.read(self.config, created.state if created else None)
+        learning, speed, stat = learning_finding(facts), speed_finding(facts), facts.stat
         return runs_pb2.Run(
             run=self.config.run,
             step=stat.step,
             policy_version=stat.policy_version,
             term=stat.term,
             queue=_stat_to_proto(stat),
-            metrics=next((policy.metrics for policy in newest if policy.metrics), {}),
-            servers=await list_servers(self.fleet, self.control),
-            state=run_state(facts),
-            held_version=orders.held_version,
+            metrics=next((policy.metrics for policy in facts.policies if policy.metrics), {}),
+            servers=servers_to_proto(facts.servers, facts.drained, facts.breakers, facts.quarantines),
+            state=facts.state,
+            held_version=facts.orders.held_version,
             launcher_id=created.launcher_id if created else "",
-            detail=(created.detail if created else "") or state_detail(facts, reason),
-            notices=[runs_pb2.Notice(**asdict(notice)) for notice in await self.notices.newest_first()],
+            detail=(created.detail if created else "") or facts.state_detail,
+            notices=[runs_pb2.Notice(**asdict(notice)) for notice in facts.notices],
             learning=learning.line,
             speed=speed.line,
-            learning_verdict=_verdict_to_proto(learning),
-            speed_verdict=_verdict_to_proto(speed),
+            learning_verdict=_finding_to_proto(learning),
+            speed_verdict=_finding_to_proto(speed),
             parts=[
                 runs_pb2.Part(component=component, phases=[runs_pb2.Phase(**asdict(phase)) for phase in phases])
-                for component, phases in (await self.phases.by_component()).items()
+                for component, phases in facts.phases.items()
             ],
-            num_trained=num_trained(stat, self.config.replay.groups_per_step),
+            num_trained=stat.num_trained(self.config.replay.groups_per_step),
         )
 
 
-def _verdict_to_proto(verdict: Verdict) -> runs_pb2.Verdict:
-    return runs_pb2.Verdict(code=verdict.code, level=verdict.level.upper(), text=verdict.text, advice=verdict.advice)
+def _finding_to_proto(finding: Finding) -> runs_pb2.Verdict:
+    return runs_pb2.Verdict(code=finding.code, level=finding.level.upper(), text=finding.text, advice=finding.advice)
 
 
 def _stat_to_proto(stat: QueueStat) -> runs_pb2.QueueStat:

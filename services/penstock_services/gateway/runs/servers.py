@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
+
 from penstock.config.run import RunConfig
 from penstock.errors import NotFound
 from penstock.store.breakers import OpenBreaker
@@ -47,11 +49,18 @@ async def list_servers(fleet: Fleet, control: RunControl) -> list[runs_pb2.Serve
     drained = await control.drained()
     breakers = {breaker.server_id: breaker for breaker in await control.open_breakers()}
     quarantines = await control.quarantines()
+    return servers_to_proto(await fleet.servers(), drained, breakers, quarantines)
+
+
+def servers_to_proto(
+    servers: Sequence[ServerRecord], drained: Collection[str], breakers: Mapping[str, OpenBreaker],
+    quarantines: Mapping[str, Quarantine],
+) -> list[runs_pb2.Server]:  # fmt: skip
     return [
         _server_to_proto(
             record, record.server_id in drained, breakers.get(record.server_id), quarantines.get(record.server_id)
         )
-        for record in await fleet.servers()
+        for record in servers
     ]
 
 

@@ -21,8 +21,7 @@ from penstock_learner.loop.batch_reader import GATHER_S, WAIT_S
 from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.publication.policy_publication import PolicyPublication
 from penstock_learner.weights.member_calls import MemberCalls
-from penstock_learner.weights.push_report import PushReport
-from penstock_learner.weights.senders.sender import PushTarget
+from penstock_learner.weights.push import PushReport, PushTarget
 
 START_TIMEOUT_S = 180.0
 

@@ -15,8 +15,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.cli.overrides import parse_with_overrides
-from penstock.cli.parser import Parser
+from penstock.cli.parser import Parser, parse_with_overrides
 from penstock.errors import CheckpointDamaged, ConfigError, NotFound, TrainingDiverged
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from typing import Any
 from penstock.config.rollout import PromptConfig
 from penstock.errors import ConfigError, InvalidInput, PromptTooLong
 from penstock.trajectory import Prompt
-from penstock_rollout.engines.model_folder import stop_token_ids
+from penstock.weights.folder_tensors import stop_token_ids
 from penstock_rollout.metrics import RolloutMetrics
 
 Message = Mapping[str, Any]

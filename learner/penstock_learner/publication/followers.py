@@ -11,7 +11,7 @@ from penstock.store.fleet import SERVING_STATES, Fleet, ServerRecord, ServerStat
 from penstock.store.fleet_view import FleetView
 from penstock.store.policies import PolicyRegistry
 from penstock.store.run_control import RunControl
-from penstock_learner.weights.push_report import PushReport
+from penstock_learner.weights.push import PushReport
 
 logger = logging.getLogger(__name__)
 MAX_VIEW_AGE_S = 5.0

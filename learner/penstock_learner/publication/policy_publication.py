@@ -35,8 +35,7 @@ from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.publication.followers import Followers
 from penstock_learner.publication.snapshots import VersionSnapshots
 from penstock_learner.roles.actors.role_group import RoleGroup
-from penstock_learner.weights.push_report import PushReport
-from penstock_learner.weights.senders.sender import PushTarget
+from penstock_learner.weights.push import PushReport, PushTarget
 
 logger = logging.getLogger(__name__)
 POLL_S = 0.5

@@ -25,8 +25,7 @@ from penstock_learner.roles.trainer import TrainerRank
 from penstock_learner.roles.update_reports import UpdateReport
 from penstock_learner.weights.gathering import PushedWeights
 from penstock_learner.weights.publisher import WeightPublisher
-from penstock_learner.weights.push_report import PushReport
-from penstock_learner.weights.senders.sender import PushTarget
+from penstock_learner.weights.push import PushReport, PushTarget
 
 
 class PolicyWorker(TrainerRank):

@@ -39,7 +39,7 @@ from penstock_learner.model.backbone import ModelInputs
 from penstock_learner.model.causal_lm import load_model
 from penstock_rollout.engines.engine import GenerateRequest
 from penstock_rollout.engines.torch.engine import TorchEngine
-from penstock_rollout.fleet.catch_up import load_snapshot
+from penstock_rollout.fleet.membership import load_snapshot
 from support.faults.faulty_server import Fault, FaultyEngine
 from support.tiny_models import make_tiny_qwen2
 

@@ -23,7 +23,7 @@ from penstock_learner.agreement.check import Verdict
 from penstock_learner.agreement.quarantine import ServerQuarantine
 from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.publication.policy_publication import PolicyPublication
-from penstock_learner.weights.push_report import PushReport
+from penstock_learner.weights.push import PushReport
 from support.learner_runs import make_config
 from support.redis_server import RedisProcess
 

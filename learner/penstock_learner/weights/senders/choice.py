@@ -1,13 +1,18 @@
-"""Choose the transport of a push: the fastest that every member supports."""
+"""Choose the transport of a push, the fastest that every member supports, and create its sender."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
+from penstock.errors import WeightPushFailed
+from penstock.weights.cuda import libraries
 from penstock.weights.cuda.nccl_group import version_mismatch
 from penstock_learner.weights.memory import MemoryKind
-from penstock_learner.weights.senders.sender import PushTarget
+from penstock_learner.weights.push import PushTarget
+from penstock_learner.weights.senders.sender import Sender, ShmSender
 
 
 @dataclass(frozen=True)
@@ -47,3 +52,33 @@ def _why_gloo(place: PublisherPlace, members: Sequence[PushTarget]) -> str:
     if place.nccl_version and others:
         return version_mismatch(place.nccl_version, ", ".join(sorted(others)))
     return "members are on several hosts, or lack what a faster transport needs"
+
+
+def why_unable(transport: str, member: PushTarget) -> str:
+    """Return why the member cannot receive by the transport, or an empty string if it can."""
+    if transport not in member.transports:
+        return f"it cannot receive by {transport}; set weights.transport to auto, or install what the transport needs"
+    if transport == "nccl" and (own := libraries.nccl_version()) != member.nccl_version:
+        return version_mismatch(own, member.nccl_version)
+    return ""
+
+
+def make_sender(transport: str, host: str, device: torch.device, gloo_group_size: int) -> Sender:
+    """Create the sender of a transport, for a publisher with this address and device.
+
+    A sender is imported on use, because each has its own dependencies."""
+    if transport == "nccl":
+        from penstock_learner.weights.senders.nccl import NcclSender
+
+        return NcclSender(device)
+    if transport == "cuda_ipc":
+        from penstock_learner.weights.senders.cuda_ipc import CudaIpcSender
+
+        return CudaIpcSender(device)
+    if transport == "shm":
+        return ShmSender()
+    if transport == "gloo":
+        from penstock_learner.weights.senders.gloo import GlooSender
+
+        return GlooSender(host, gloo_group_size)
+    raise WeightPushFailed(f"unknown transport {transport!r}")

@@ -1,7 +1,8 @@
-"""Record which policy version produced which token of a vLLM request.
+"""All that vLLM 0.26 to 0.31 need. Everything else of this engine is written for vLLM 0.32, the newest one supported.
 
-vLLM 0.32 and newer report it: EngineCore labels the outputs of every step, and the front end keeps the spans of a
-request. Older versions do not, so Penstock stamps EngineCore's outputs as they arrive in this process.
+GPU hosts may be bound to an older vLLM by their driver and CUDA, so these versions stay supported. They differ in one
+thing that matters: they do not report which policy version produced a token. So Penstock stamps EngineCore's outputs as
+they arrive in the server's process.
 
 These stamps are exact. When EngineCore flips a version (core_flip.py), it sends a mark: after the last token of the old
 version and before the first of the new one, on the same socket. Where the server flips it by several calls, EngineCore
@@ -16,75 +17,41 @@ import asyncio
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from penstock.trajectory import VersionSegment
+from penstock_rollout.engines.engine import segments_of
 
 VERSION_MARK = "penstock-version-"
 """An output of EngineCore whose request id is this and a version marks where the tokens of that version begin. vLLM's
 output handler ignores it, because there is no such request."""
 
 
-class VersionStamps(Protocol):
-    """Tracks requests by the id under which they were submitted, from `begin` to `end`."""
-
-    async def set_version(self, policy_version: int) -> None:
-        """Set the version of all tokens from now on. Call it before the first request, or while nothing decodes.
-
-        A flip inside EngineCore (core_flip.py) sets it without this call."""
-        ...
-
-    def begin(self, request_id: str) -> None:
-        """Call it before a request is submitted, for the first time or again."""
-        ...
-
-    def end(self, request_id: str) -> None: ...
-
-    def has_token(self, request_id: str) -> bool: ...
-
-    def segments(self, request_id: str, completion: Any, start: int, end: int) -> tuple[VersionSegment, ...]:
-        """Return the versions of the tokens [start, end), which came with `completion`."""
-        ...
-
-
-def create_stamps(llm: Any) -> VersionStamps:
-    return NativeStamps(llm) if reports_versions() else OwnStamps(llm)
-
-
 def reports_versions() -> bool:
-    """Return whether the installed vLLM reports which version produced a token."""
+    """Return whether the installed vLLM reports which version produced a token, as 0.32 and newer do."""
     from vllm.outputs import CompletionOutput
 
     return "weight_versions" in {field.name for field in dataclasses.fields(CompletionOutput)}
 
 
-class NativeStamps:
-    """Reads vLLM's own spans. vLLM reports them with the last output, and keeps them in its request state."""
+def begin_version(core: Any, policy_version: int) -> None:
+    """Set the version of all tokens from now on. EngineCore calls it while no step is in flight. Every vLLM sends the
+    mark, so that a test can compare both ways."""
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
-    def __init__(self, llm: Any) -> None:
-        self._core = llm.engine_core
-        self._processor = llm.output_processor
+    if hasattr(core, "set_weight_version"):
+        core.set_weight_version(str(policy_version))
+    mark = EngineCoreOutput(f"{VERSION_MARK}{policy_version}", [])
+    core.output_queue.put_nowait((0, EngineCoreOutputs(outputs=[mark])))
 
-    async def set_version(self, policy_version: int) -> None:
-        await self._core.set_weight_version_async(str(policy_version))
 
-    def begin(self, request_id: str) -> None: ...
+def chunk_settings(min_chunk_tokens: int) -> dict[str, Any]:
+    """The sampling parameter by which vLLM's front end delivers several tokens at once. Without it, each token is a
+    chunk."""
+    from vllm.sampling_params import SamplingParams
 
-    def end(self, request_id: str) -> None: ...
-
-    def has_token(self, request_id: str) -> bool:
-        """Also True for a request that vLLM has finished."""
-        return all(self._starts(internal_id) for internal_id in self._processor.external_req_ids.get(request_id, ()))
-
-    def segments(self, request_id: str, completion: Any, start: int, end: int) -> tuple[VersionSegment, ...]:
-        if completion.finish_reason is None:
-            (internal_id,) = self._processor.external_req_ids[request_id]
-            return _segments(self._starts(internal_id), start, end)
-        return _segments([(int(span.version), span.start) for span in completion.weight_versions or ()], start, end)
-
-    def _starts(self, internal_id: str) -> list[tuple[int, int]]:
-        state = self._processor.request_states[internal_id]
-        return [(int(version), first) for version, first in state.weight_version_starts]
+    is_known = min_chunk_tokens > 1 and hasattr(SamplingParams, "stream_interval")
+    return {"stream_interval": min_chunk_tokens} if is_known else {}
 
 
 @dataclass
@@ -102,7 +69,7 @@ class _Stamped:
 
 
 class OwnStamps:
-    """Stamps tokens as they arrive. Create it before the first call to EngineCore.
+    """Stamps tokens as they arrive, with the methods of `NativeStamps`. Create it before the first call to EngineCore.
 
     It replaces the output queue. The task that reads EngineCore's socket uses the queue that exists when it starts."""
 
@@ -126,7 +93,7 @@ class OwnStamps:
         return self._requests[request_id].num_tokens > 0
 
     def segments(self, request_id: str, completion: Any, start: int, end: int) -> tuple[VersionSegment, ...]:
-        return _segments(self._requests[request_id].starts, start, end)
+        return segments_of(self._requests[request_id].starts, start, end)
 
     def _stamp(self, arrived: Any) -> None:
         if isinstance(arrived, Exception):
@@ -150,13 +117,3 @@ class _ArrivalQueue(asyncio.Queue[Any]):
     def put_nowait(self, item: Any) -> None:
         self._on_arrival(item)
         super().put_nowait(item)
-
-
-def _segments(starts: list[tuple[int, int]], start: int, end: int) -> tuple[VersionSegment, ...]:
-    """Return the part of [start, end) that each version produced. `starts` has the index of its first token."""
-    lasts = [first for _, first in starts[1:]] + [end]
-    clipped = (
-        VersionSegment(max(first, start), min(last, end), version)
-        for (version, first), last in zip(starts, lasts, strict=False)
-    )
-    return tuple(segment for segment in clipped if segment.start < segment.end)

@@ -1,11 +1,32 @@
-"""The result of one weight push."""
+"""The records of a weight push that the controller and policy rank 0 exchange: its targets and its result."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class PushTarget:
+    """A rollout server that takes part in a push."""
+
+    server_id: str
+    address: str
+    devices: tuple[str, ...] = ("cpu",)
+    """The device of each worker's weights: `cpu`, or a GPU's UUID."""
+    host_id: str = ""
+    """Two processes with the same host id can map each other's memory."""
+    transports: tuple[str, ...] = ("gloo", "snapshot")
+    """Transports by which it can receive."""
+    nccl_version: str = ""
+    """Version of its NCCL library. Empty if it cannot receive by `nccl`."""
+
+
+def num_ranks(members: Sequence[PushTarget]) -> int:
+    """Return the number of ranks: the publisher and every worker."""
+    return 1 + sum(len(member.devices) for member in members)
 
 
 @dataclass

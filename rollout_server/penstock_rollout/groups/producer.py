@@ -1,13 +1,6 @@
 """The producer leases prompts, makes groups from them and appends the groups to the queue.
 
-| loop       | waits for                                  | unblocked by                                     |
-|------------|--------------------------------------------|--------------------------------------------------|
-| lease      | a free place, a serving state, a prompt    | a finished group, a new version, a signal of the |
-|            | that the queue admits                      | queue                                            |
-| work (×N)  | the engine, the reward, room in the queue  | tokens, the learner's takes                      |
-| heartbeat  | a third of the lease's lifetime            | the clock                                        |
-| reconcile  | RECONCILE_S                                | the clock                                        |
-| save       | tokens that can be saved                   | the engine (`token_saver.py`)                    |
+`server.py` lists the loops and what each waits for.
 
 A group takes a place for as long as all its samples run. As they end, the group gives parts of its place back, so one
 slow sample does not keep the rows of its siblings idle. A group whose samples have all ended takes a whole place again,

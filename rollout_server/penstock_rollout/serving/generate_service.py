@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -16,7 +15,7 @@ from penstock.codec import FINISH_TO_PROTO, messages_from_proto, sampling_from_p
 from penstock.errors import InvalidInput, ModelNotFound, PenstockError, PromptTooLong
 from penstock.protocols.bodies import UNLIMITED
 from penstock.protocols.conversation import Conversation
-from penstock.trajectory import Prompt, Sampling
+from penstock.trajectory import Prompt, Sampling, check_sampling
 from penstock.v1 import generate_pb2, generate_pb2_grpc, groups_pb2
 from penstock_rollout.engines.engine import Engine, GenerateRequest, TokenChunk
 from penstock_rollout.serving.tool_calling import ToolCalling, ToolCallReader
@@ -144,13 +143,9 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
                 f"{self.max_model_len} tokens with the answer; send a shorter one",
             )
         sampling = sampling_from_proto(request.sampling)
-        if not 0 <= sampling.temperature < math.inf or not 0 < sampling.top_p <= 1 or sampling.max_tokens < 0:
-            raise InvalidInput(
-                "sampling",
-                "needs a finite temperature of 0 or more, top_p above 0 and at most 1, max_tokens not below 0",
-            )
-        if sampling.top_k < 0 or not 0 <= sampling.min_p < 1:
-            raise InvalidInput("sampling", "needs top_k of 0 or more, and min_p of at least 0 and below 1")
+        check_sampling(sampling)
+        if sampling.max_tokens < 0:
+            raise InvalidInput("sampling.max_tokens", "must not be negative; 0 fills the context")
         # As vLLM's own server: what no prompt could leave room for is refused, and less is cut to the room.
         if self.max_model_len < sampling.max_tokens < UNLIMITED:
             raise InvalidInput(

@@ -33,10 +33,10 @@ from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.redis_client import connect
 from penstock.trajectory import FinishReason, VersionSegment
 from penstock_rollout.agents.registry import Agents
+from penstock_rollout.agents.saved_samples import TokenSaver
 from penstock_rollout.engines.engine import EngineStats, GenerateRequest, TokenChunk
 from penstock_rollout.groups.group_maker import GroupMaker
 from penstock_rollout.groups.producer import Producer
-from penstock_rollout.groups.token_saver import TokenSaver
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.rewards.scorer import Scorer
 from penstock_rollout.tokenization import Tokenization

@@ -7,7 +7,7 @@
 | work (×N) | the engine, the reward, room in the queue | tokens, the learner's takes  | `groups/producer.py`    |
 | heartbeat | a third of the lease's lifetime           | the clock                    | `groups/producer.py`    |
 | reconcile | RECONCILE_S                               | the clock                    | `groups/producer.py`    |
-| save      | tokens that can be saved                  | the engine                   | `groups/token_saver.py` |
+| save      | tokens that can be saved                  | the engine                   | `agents/saved_samples.py` |
 | report    | the interval of reports to the fleet      | the clock                    | `fleet/membership.py`   |
 | health    | HEALTH_S                                  | the clock                    | here                    |
 | notices   | a failed reward or prompt                 | the scorer, the producer     | `store/notices.py`      |
@@ -50,6 +50,7 @@ from penstock.tracing import Tracing, open_tracing
 from penstock.v1 import generate_pb2_grpc, weights_pb2_grpc
 from penstock.weights.cluster_key import ClusterKey
 from penstock_rollout.agents.registry import Agents
+from penstock_rollout.agents.saved_samples import TokenSaver
 from penstock_rollout.engines.engine import Engine
 from penstock_rollout.engines.factory import check_serves_model, create_engine, resolve_engine_name, start_engine
 from penstock_rollout.fleet.internal_listener import make_listener
@@ -57,7 +58,6 @@ from penstock_rollout.fleet.membership import FleetMembership
 from penstock_rollout.fleet.weight_member import WeightMember
 from penstock_rollout.groups.group_maker import GroupMaker
 from penstock_rollout.groups.producer import Producer
-from penstock_rollout.groups.token_saver import TokenSaver
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.rewards.scorer import Scorer
 from penstock_rollout.serving.generate_service import GenerateService

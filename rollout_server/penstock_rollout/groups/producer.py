@@ -44,10 +44,10 @@ from penstock.store.notices import Event, PostEvent, ignore_event
 from penstock.store.redis_client import EXCHANGES_AT_ONCE
 from penstock.tracing import Tracing
 from penstock.trajectory import Group, Prompt
+from penstock_rollout.agents.saved_samples import TokenSaver
 from penstock_rollout.engines.engine import EngineStats
 from penstock_rollout.groups.concurrency import ConcurrencyLimit
 from penstock_rollout.groups.group_maker import GroupMaker, SampleAborted
-from penstock_rollout.groups.token_saver import TokenSaver
 from penstock_rollout.metrics import RolloutMetrics
 
 logger = logging.getLogger(__name__)

@@ -3,6 +3,9 @@
 All processes of a program are killed when it ends, when its time is up, or when it exceeds a limit. The program sees
 nothing of this process's environment.
 
+There are two confinements because bubblewrap, which hides the server's files and processes altogether, cannot start in
+pods without user namespaces. It must be installed, and is used wherever it starts; the built-in one is for such pods.
+
 `python -m penstock_rollout.rewards.sandbox.run [CONFINEMENT]` prints which confinement works on this machine.
 """
 
@@ -12,6 +15,7 @@ import atexit
 import contextlib
 import functools
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -51,6 +55,11 @@ class Sandbox:
         if sys.platform == "linux":
             # Descendants whose own parent dies become children of this process, which ends them.
             check(load_libc().prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl")
+            if choice == "auto" and shutil.which("bwrap") is None and not allow_unisolated:
+                raise ConfigError(
+                    "bubblewrap is not installed; install it (apt-get install bubblewrap), or set confinement to "
+                    "builtin, which isolates less, on the reward"
+                )
         sandbox = _find(choice)
         if choice == "bubblewrap" and sandbox.confinement.name != "bubblewrap":
             raise ConfigError(

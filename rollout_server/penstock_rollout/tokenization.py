@@ -238,10 +238,6 @@ class Tokenization:
         decoded: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return decoded
 
-    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        """The text of each token by itself."""
-        return [self._tokenizer.decode([token], skip_special_tokens=False) for token in token_ids]
-
     def raw_text(self, token_ids: Sequence[int]) -> str:
         """Decode with special tokens, which tool calls may contain, but without stop tokens at the end."""
         ids = list(token_ids)

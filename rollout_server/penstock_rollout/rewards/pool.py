@@ -95,21 +95,12 @@ class RewardProcess:
         Returns what the reward says about itself, for the log."""
         if settings in self._prepared:
             return ""
-        answer = await self._answer({"prepare": settings}, PREPARE_TIMEOUT_S)
+        answer = await self.ask({"prepare": settings}, PREPARE_TIMEOUT_S)
         self._prepared.add(settings)
         return str(answer.get("description", ""))
 
-    async def compute(self, settings: str, arguments: Json, timeout_s: float) -> Json:
-        """The worker's answer: to `samples`, `answers` in the same order, to a batch, `samples` with scores."""
-        return await self._answer({"reward": settings, **arguments}, timeout_s)
-
-    async def call(self, settings: str, arguments: Json, timeout_s: float) -> Json:
-        """The result of a tool, which is called like a function with `arguments`."""
-        answer = await self._answer({"call": settings, "arguments": arguments}, timeout_s)
-        result: Json = answer["result"]
-        return result
-
-    async def _answer(self, request: Json, timeout_s: float) -> Json:
+    async def ask(self, request: Json, timeout_s: float) -> Json:
+        """The worker's answer. Its module lists the requests. Raises RewardFailed."""
         answer = await self._exchange(request, timeout_s)
         if "error" in answer:
             raise _failure(answer)
@@ -211,9 +202,8 @@ class RewardPool:
         else:
             try:
                 async with self._free:
-                    answer = await self._compute(
-                        settings, {"samples": list(samples)}, min(timeout_s, TOGETHER_TIMEOUT_S)
-                    )
+                    request = {"reward": settings, "samples": list(samples)}
+                    answer = await self._ask(settings, request, min(timeout_s, TOGETHER_TIMEOUT_S))
             except RewardFailed as error:
                 logger.info("%d samples failed together (%s); each is scored alone", len(samples), error)
                 self._pace.forget(settings)
@@ -225,26 +215,28 @@ class RewardPool:
     async def compute(self, settings: str, arguments: Json, timeout_s: float) -> Json:
         """Compute one message, with single samples or a batch. The deadline starts when a process is free, and again if
         that process has died. A second death is a failure. Cancelling the caller ends the process."""
+        request = {"reward": settings, **arguments}
         async with self._free:
             try:
-                return await self._compute(settings, arguments, timeout_s)
+                return await self._ask(settings, request, timeout_s)
             except RewardFailed as error:
                 if error.kind != DIED:
                     raise
                 logger.warning("%s; what it scored is scored once more by another process", error)
-                return await self._compute(settings, arguments, timeout_s)
-
-    async def _compute(self, settings: str, arguments: Json, timeout_s: float) -> Json:
-        process = await self._take()
-        self._log_once(await self._guard(process, process.prepare(settings), keep=False))
-        return await self._guard(process, process.compute(settings, arguments, timeout_s))
+                return await self._ask(settings, request, timeout_s)
 
     async def call(self, settings: str, arguments: Json, timeout_s: float) -> Json:
-        """Call a tool, under the same rules as `compute`."""
+        """The result of a tool, which is called like a function with `arguments`."""
         async with self._free:
-            process = await self._take()
-            self._log_once(await self._guard(process, process.prepare(settings), keep=False))
-            return await self._guard(process, process.call(settings, arguments, timeout_s))
+            answer = await self._ask(settings, {"call": settings, "arguments": arguments}, timeout_s)
+            result: Json = answer["result"]
+            return result
+
+    async def _ask(self, settings: str, request: Json, timeout_s: float) -> Json:
+        """Ask a process in which the reward or tool is built. The deadline starts when it is."""
+        process = await self._take()
+        self._log_once(await self._guard(process, process.prepare(settings), keep=False))
+        return await self._guard(process, process.ask(request, timeout_s))
 
     async def close(self) -> None:
         for process in self._idle:

@@ -47,7 +47,7 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
         self, request: generate_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[generate_pb2.GenerateChunk]:
         try:
-            async with aclosing(cast(Any, self.answer(request))) as chunks:
+            async with aclosing(cast(Any, self._chunks(request))) as chunks:
                 async for chunk in chunks:
                     yield chunk
         except _OtherVersion as error:
@@ -55,8 +55,9 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
         except PenstockError as error:
             await _abort(context, error)
 
-    async def answer(self, request: generate_pb2.GenerateRequest) -> AsyncIterator[generate_pb2.GenerateChunk]:
-        """Answer a request, or raise what is wrong with it."""
+    async def _chunks(self, request: generate_pb2.GenerateRequest) -> AsyncIterator[generate_pb2.GenerateChunk]:
+        """Generate, and yield a message per chunk, or raise what is wrong with the request. The first carries the
+        token ids of the prompt."""
         if request.run not in ("", self.run):
             raise ModelNotFound(f"this server belongs to run {self.run!r}")
         if request.HasField("policy_version") and request.policy_version != self.engine.policy_version:
@@ -68,14 +69,6 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
             yield generate_pb2.GenerateChunk(prompt_token_ids=_bytes(prompt_ids), server_id=self.server_id)
             return
         sampling = self._sampling(request, len(prompt_ids))
-        async with aclosing(cast(Any, self._chunks(request, prompt_ids, sampling))) as chunks:
-            async for chunk in chunks:
-                yield chunk
-
-    async def _chunks(
-        self, request: generate_pb2.GenerateRequest, prompt_ids: tuple[int, ...], sampling: Sampling
-    ) -> AsyncIterator[generate_pb2.GenerateChunk]:
-        """Generate, and yield a message per chunk. The first message carries the token ids of the prompt."""
         conversation = Conversation.from_request(request)
         constraint = self.tool_calling.constraint(request, conversation)
         if constraint is not None and sampling.ignore_eos:

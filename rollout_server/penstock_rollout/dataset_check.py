@@ -1,6 +1,6 @@
 """`python -m penstock_rollout.dataset_check --config run.yaml`: what servers would warn of once they work on a dataset.
 
-`penstock up --check` runs it. It prints a line for each data source without a reward of its own, and for each file with
+`penstock up --check` runs it. It prints a line for each data source without its own reward, and for each file with
 prompts that are too long. Only the first rows of a file are read, and nothing is written.
 """
 
@@ -30,8 +30,8 @@ MAX_ROWS = 1000
 
 
 def doubts_about_dataset(config: RunConfig) -> list[str]:
-    """One line for each thing, with what to do. Raises InvalidInput for a row that is no prompt. The rows of a loader
-    are not read."""
+    """One line for each thing, with what to do. Raises InvalidInput for a row that is not a prompt. The rows of a
+    loader are not read."""
     if config.dataset.loader:
         return []
     files = {path: _first_prompts(config, path) for path in _paths(config)}

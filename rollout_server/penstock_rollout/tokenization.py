@@ -218,7 +218,7 @@ class Tokenization:
         """The ids of a sampled conversation and of the plain text after it. The history is not encoded again.
 
         The stop token that ended the answer is not part of the text that a client has seen. It stays if the text goes
-        on with it, as a rendered chat does, and is left out otherwise."""
+        on with it, as a rendered chat does, and is omitted otherwise."""
         if history[-1] in self.stop_ids:
             stop = self._tokenizer.decode([history[-1]], skip_special_tokens=False)
             history, text = (history, text[len(stop) :]) if text.startswith(stop) else (history[:-1], text)

@@ -60,7 +60,7 @@ class McpDeclaration(Config):
 
     mcp_servers_config_path: Path
     tool_selected_list: list[str] | None = None
-    """None: all tools of the servers."""
+    """None for all tools of the servers."""
 
 
 class ToolDeclaration(Config):
@@ -85,7 +85,7 @@ class ToolDeclaration(Config):
 
 class InteractionDeclaration(Config):
     name: str | None = Field(default=None, min_length=1)
-    """None: the name of the class without `Interaction`, in lower case, as in verl."""
+    """None for the name of the class without `Interaction`, in lower case, as in verl."""
     class_name: str = Field(min_length=1)
     config: dict[str, Any] = {}
 

@@ -219,7 +219,7 @@ class McpServers:
 
     connections: tuple[McpConnection, ...]
     selected: list[str] | None = None
-    """Names of the tools to offer. None: all."""
+    """Names of the tools to offer. None for all."""
     place: str = ""
     """Where `selected` is declared, for error messages."""
 

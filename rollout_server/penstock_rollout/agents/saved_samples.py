@@ -103,7 +103,7 @@ def encode_episode(episode: Episode, server_id: str) -> bytes:
 
 
 def read_samples(pieces: Iterable[SavedTokens]) -> dict[int, SavedSample]:
-    """The samples that were saved, by number. What does not follow from the start on, or is damaged, is left out."""
+    """The samples that were saved, by number. What does not follow from the start on, or is damaged, is skipped."""
     by_sample: dict[int, list[SavedTokens]] = {}
     for piece in sorted(pieces, key=lambda piece: (piece.sample, piece.start)):
         by_sample.setdefault(piece.sample, []).append(piece)
@@ -204,7 +204,7 @@ class TokenSaver:
     async def read(self, lease: Lease, prompt: Prompt, policy_version: int) -> dict[int, SavedSample]:
         """What earlier leases saved of the prompt's samples and this one may use, by the number of the sample.
 
-        Samples that are too old for the staleness bound are left out, and so are samples of a held-out prompt with
+        Samples that are too old for the staleness bound are skipped, and so are samples of a held-out prompt with
         tokens of another version: its score would be that of a mixture."""
         if not self.every_tokens or lease.attempt == 1:
             return {}

@@ -63,7 +63,7 @@ class RewardChoice:
         return self._settings_json[reward]
 
     def is_known(self, data_source: str) -> bool:
-        """Whether a data source has a reward of its own, which is not `rollout.reward.default`."""
+        """Whether a data source has its own reward, which is not `rollout.reward.default`."""
         return self._find_own(data_source) is not None
 
     def unknown_text(self, data_source: str) -> str:

@@ -256,7 +256,7 @@ class ToolCalling:
         return FormatReader(find_parser(self.name))
 
     def constraint(self, request: generate_pb2.GenerateRequest, conversation: Conversation) -> OutputConstraint | None:
-        """What the request lets an answer be. None: any text."""
+        """What the request lets an answer be. None if it may be any text."""
         is_of_vllm = self.is_vllm and self.name not in SHARED_WITH_VLLM
         if is_of_vllm and calls_are_constrained(request, conversation):
             raise InvalidInput("tool_choice", f"calls of the tool parser {self.name} cannot be constrained; use auto")

@@ -51,7 +51,7 @@ _END_S = 10.0
 @dataclass(frozen=True)
 class Bubblewrap:
     """Runs programs under bubblewrap. `changes_user` says how a program of root becomes another user: before bubblewrap
-    starts, or inside. None: the server does not run as root."""
+    starts, or inside. None if the server does not run as root."""
 
     changes_user: Literal["before", "inside"] | None
     name = "bubblewrap"

@@ -1,6 +1,7 @@
 """Confines a process for the rest of its life, with namespaces, Landlock, seccomp and resource limits.
 
-It needs no other program and few rights, so it works in most containers.
+It is for machines where bubblewrap cannot start, such as pods without user namespaces: it needs no other program and
+few rights.
 
 | layer      | prevents or limits                                                      | needs                    |
 |------------|-------------------------------------------------------------------------|--------------------------|

@@ -143,7 +143,7 @@ def is_supported() -> bool:
 def filter_program(machine: str, *, own_pid: int | None, shares_files: bool) -> list[Instruction]:
     """BPF program over the number and arguments of a call: (code, jump if true, jump if false, operand).
 
-    `own_pid` is the only process that the program may signal. None: it has its own process ids, and may signal all.
+    `own_pid` is the only process that the program may signal. None if it has its own process ids, and may signal all.
     `shares_files` denies changes of a file's mode, times and attributes, because the program owns files of the server.
     """
     column, architecture = _ARCHITECTURES[machine]

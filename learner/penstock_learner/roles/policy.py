@@ -163,17 +163,11 @@ class PolicyUpdate:
         """[T] log-probs of this rank's micro-batches under the current weights, without gradient."""
         return forward_log_probs(self.model, part, self.device, self.parallel)
 
-    def rehearse(self, part: RankShard, denominators: Denominators) -> None:
-        """Compile everything that a step runs, on a batch that is not trained. Collective.
-
-        Weights, the numbers of the optimizer and random numbers stay as they are."""
-        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
-            self.log_probs(part)
-            self.optimizer.zero_grad(set_to_none=True)
-            for micro in part.micro_batches:
-                self._accumulate(micro, self._inputs(micro, part), denominators, version=0, kl_coefficient=0.0)
-            self.optimizer.rehearse()
-            self.optimizer.zero_grad(set_to_none=True)
+    def run_passes(self, part: RankShard, denominators: Denominators) -> None:
+        """Run the passes of a step, without the optimizer. They leave gradients behind. Collective."""
+        self.log_probs(part)
+        for micro in part.micro_batches:
+            self._accumulate(micro, self._inputs(micro, part), denominators, version=0, kl_coefficient=0.0)
 
     def _inputs(self, micro: SequenceBatch, part: RankShard) -> ModelInputs:
         return ModelInputs.of(micro, self.device, self.parallel, tree=tree_of(micro, part, self.model))
@@ -254,7 +248,7 @@ class PolicyUpdate:
 
 
 def _router_report(parts: Sequence[_Routing]) -> RouterReport | None:
-    """Counts leave out micro-batches that only fill up a rank."""
+    """Counts omit micro-batches that only fill up a rank."""
     counted = [part for part in parts if part.weight > 0]
     if not counted:
         return None
@@ -328,9 +322,8 @@ class PolicyWorker(TrainerRank):
         self.crash_point()
         return self.policy_update.run(part, denominators, step, version, kl_coefficient)
 
-    def rehearse(self, part: RankShard, denominators: Denominators) -> None:
-        """Compile everything that a step runs, on a batch that is not trained. Collective."""
-        self.policy_update.rehearse(part, denominators)
+    def run_passes(self, part: RankShard, denominators: Denominators) -> None:
+        self.policy_update.run_passes(part, denominators)
 
     def gather_weights(self, policy_version: int, term: int, keep: list[int]) -> float:
         """Stage the current weights as a version. Collective. `keep` lists the versions that pushes still read.

@@ -26,7 +26,7 @@ from penstock_learner.batches.partition import unpermute
 from penstock_learner.batches.sequence_batch import REWARD_PART, SequenceBatch, token_ranges
 from penstock_learner.steps.context import BatchContext, StepContext
 from penstock_learner.steps.roles import Role, Roles, Update, gather_fields
-from penstock_learner.steps.skipped_updates import listed
+from penstock_learner.steps.step_result import listed
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ def denominators_of(batch: SequenceBatch, loss: LossConfig | ValueLossConfig) ->
 
 
 async def ahead(batch: SequenceBatch, roles: Roles, context: BatchContext) -> SequenceBatch:
-    """Both run at the same time. A role that the run does not have is left out."""
+    """Both run at the same time. A role that the run does not have is skipped."""
     scored_by = context.config.reward_model
     computed = await gather_fields(
         rewards=combined_rewards(batch, roles.reward_model, context, scored_by) if scored_by is not None else None,

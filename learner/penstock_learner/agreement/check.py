@@ -21,8 +21,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from penstock.config.learner import TYPICAL_MISMATCH_NATS
 from penstock.errors import ConfigError
-from penstock.logprob_mismatch import TYPICAL_MISMATCH_NATS
 from penstock_learner.agreement.samples import Comparison
 
 METRIC = "logprob_mismatch"

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from penstock import __version__
 from penstock.metrics import LONG_SECONDS, PREFIX, CountedHistogram, DiskGauges, HostMemoryGauges
-from penstock_learner.agreement.check import Verdict
+from penstock_learner.agreement.comparison import Verdict
 from penstock_learner.algorithms.corrections import RATIO_EDGES
 from penstock_learner.weights.push import PushReport
 

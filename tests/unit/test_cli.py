@@ -298,7 +298,7 @@ SERVERS = tuple(
 RUN = Run(
     run="a-run-with-a-name", step=1234, policy_version=1240, term=3, queue=QUEUE, servers=SERVERS, state="RUNNING",
     metrics=dict.fromkeys(("reward_mean", "staleness_mean", "tokens_per_second", "loss", "entropy"), 0.123456),
-    held_version=None, launcher_id="", detail="",
+    held_version=None, detail="",
 )  # fmt: skip
 
 

@@ -23,10 +23,8 @@ from pathlib import Path
 from penstock.config.run import RunConfig
 from penstock.errors import CheckpointDamaged, Unavailable
 from penstock.fetching.object_folder import CHUNK_BYTES, ObjectFolder
-from penstock_learner.checkpoints.flushing import flush
-from penstock_learner.checkpoints.manifest import MANIFEST_FILE, read_manifest
+from penstock_learner.checkpoint_files import MANIFEST_FILE, find_damage, flush, read_manifest
 from penstock_learner.crash_points import crash_point
-from penstock_learner.file_checksums import find_damage
 
 logger = logging.getLogger(__name__)
 FIELD = "learner.checkpoint.upload"

@@ -34,35 +34,29 @@ from penstock.store.policies import PolicyRegistry
 from penstock.store.quarantine import Quarantines
 from penstock.store.run_control import RunControl
 from penstock.tracing import Tracing
-from penstock_learner.agreement.check import LogProbCheck
+from penstock_learner.agreement.comparison import LogProbCheck
 from penstock_learner.agreement.quarantine import ServerQuarantine
 from penstock_learner.checkpoints.checkpoint import CheckpointStore
 from penstock_learner.checkpoints.loading import load_checkpoint
 from penstock_learner.checkpoints.uploads import CheckpointUploads
 from penstock_learner.checkpoints.writer import CheckpointWriter
-from penstock_learner.loggers.opening import open_loggers
-from penstock_learner.loggers.reward_model_validation import RewardModelValidation
 from penstock_learner.loggers.samples import SampleLog
-from penstock_learner.loggers.validations import ValidationLog
-from penstock_learner.loop.batch_reader import BatchReader
-from penstock_learner.loop.data_end import DataEnd
-from penstock_learner.loop.failed_rewards import FailedRewards
+from penstock_learner.loggers.step_loggers import open_loggers
+from penstock_learner.loggers.validations import RewardModelValidation, ValidationLog
+from penstock_learner.loop.batches import BatchReader, DataEnd, FailedRewards
 from penstock_learner.loop.operator_orders import OperatorOrders
+from penstock_learner.loop.publication import PolicyPublication
 from penstock_learner.loop.server_agreement import ServerAgreement
 from penstock_learner.loop.silent_servers import SilentServers
-from penstock_learner.loop.step_loop import StepLoop
-from penstock_learner.loop.step_profiles import StepProfiles
+from penstock_learner.loop.step_loop import StepLoop, StepProfiles
 from penstock_learner.loop.step_records import StepRecords
 from penstock_learner.loop.take_over import ChosenCheckpoint, choose_checkpoint, take_over
 from penstock_learner.loop.term import Term, begin_term
 from penstock_learner.loop.training_step import TrainingStep
 from penstock_learner.metrics import LearnerMetrics
-from penstock_learner.publication.policy_publication import PolicyPublication
-from penstock_learner.roles.actors.role_actors import LANES
-from penstock_learner.roles.actors.role_group import RoleGroup, gather_all
-from penstock_learner.roles.actors.role_recovery import RoleRecovery
 from penstock_learner.roles.prefix_sharing import prefix_sharing_roles
-from penstock_learner.roles.trained import trained_roles
+from penstock_learner.roles.role_group import LANES, RoleGroup, RoleRecovery, gather_all
+from penstock_learner.roles.workers import trained_roles
 from penstock_learner.steps.skipped_updates import SkippedSteps
 
 logger = logging.getLogger(__name__)

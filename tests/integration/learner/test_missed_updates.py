@@ -29,10 +29,10 @@ from penstock.v1 import policies_pb2
 from penstock.weights.checksums import host_checksum, weights_digest
 from penstock.weights.manifest import TensorShape, allocate_buckets, build_manifest
 from penstock.weights.snapshot import write_snapshot
-from penstock_learner.agreement.check import MIN_STEPS, LogProbCheck
+from penstock_learner.agreement.comparison import MIN_STEPS, LogProbCheck
 from penstock_learner.agreement.quarantine import ServerQuarantine
 from penstock_learner.batches.sequence_batch import batch_of
-from penstock_learner.loop.batch_reader import Batch
+from penstock_learner.loop.batches import Batch
 from penstock_learner.loop.server_agreement import ServerAgreement
 from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.model.backbone import ModelInputs

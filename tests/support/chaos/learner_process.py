@@ -24,7 +24,7 @@ from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.redis_client import connect
 from penstock_learner.checkpoints.checkpoint import CheckpointStore, TrainerState
 from penstock_learner.crash_points import crash_point
-from penstock_learner.loop.batch_reader import Batch, BatchReader
+from penstock_learner.loop.batches import Batch, BatchReader
 from penstock_learner.loop.take_over import choose_checkpoint, restore_batches, take_over
 from support.chaos.workload import (
     FENCED,

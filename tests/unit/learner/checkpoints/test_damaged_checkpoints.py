@@ -21,10 +21,10 @@ from penstock.config.loading import validate
 from penstock.config.service import ReplayConfig
 from penstock.errors import CheckpointDamaged, ConfigError, DiskFull, ProcessDied, TrainingDiverged
 from penstock.machine.disk_space import folder_bytes
+from penstock_learner.checkpoint_files import MANIFEST_FILE
 from penstock_learner.checkpoints.checkpoint import TRAINER_FILE, CheckpointStore, TrainerState
 from penstock_learner.checkpoints.ledger import Ledger
 from penstock_learner.checkpoints.loading import load_checkpoint
-from penstock_learner.checkpoints.manifest import MANIFEST_FILE
 from penstock_learner.checkpoints.writer import CheckpointWriter
 from penstock_learner.loop.take_over import TakeOver, choose_checkpoint, take_over
 from penstock_learner.metrics import LearnerMetrics

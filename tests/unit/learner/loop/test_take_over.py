@@ -12,8 +12,8 @@ from prometheus_client import CollectorRegistry
 
 from penstock.config.loading import validate
 from penstock.errors import ConfigError, Fenced, RoleDied, Unavailable
+from penstock_learner.checkpoint_files import FileRecord, find_damage
 from penstock_learner.checkpoints.checkpoint import TrainerState
-from penstock_learner.file_checksums import FileRecord, find_damage
 from penstock_learner.loop import controller as controller_module
 from penstock_learner.loop.controller import LearnerController
 from penstock_learner.loop.take_over import choose_checkpoint, take_over

@@ -46,7 +46,6 @@ SLOW_FILES = (
     "test_generate.py",
     "test_replay_chaos.py",
     "test_learner_going_back.py",
-    "test_created_runs.py",
     "test_sglang_engine.py",
     "test_sft_training.py",
 )

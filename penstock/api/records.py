@@ -329,8 +329,6 @@ class Run(Record):
     """One of penstock.diagnosis.facts.RUN_STATES."""
     held_version: int | None
     """Version at which a roll back holds all servers."""
-    launcher_id: str
-    """Launcher of a created run; empty for a gateway's own run."""
     detail: str
     """Why the run is in its state, if there is more to say."""
     num_trained: int | None = None
@@ -340,7 +338,7 @@ class Run(Record):
     speed: str = ""
     """What the run waits for most."""
     learning_verdict: Verdict | None = None
-    """The parts of `learning`. None for a created run that is not up, and from an older gateway."""
+    """The parts of `learning`. None from an older gateway."""
     speed_verdict: Verdict | None = None
     """The parts of `speed`."""
     parts: tuple[Part, ...] = ()

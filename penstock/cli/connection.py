@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.cli.interruption import interruptible
+from penstock.cli.parser import interruptible
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def add_gateway_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--run",
         metavar="NAME",
-        help="name of a run that was created through the gateway (default: the gateway's own run)",
+        help="name of the gateway's run, to make sure that it is the right one (default: whichever it serves)",
     )
     parser.add_argument(
         "--api-key-file", type=Path, metavar="FILE",

@@ -298,24 +298,18 @@ class PenstockClient(GatewayConnection):
         return await self._call("DELETE", self.address.path("pins", pin), bool, part="was_pinned")
 
     async def runs(self) -> list[Run]:
-        """Return every run of the gateway: its own first, then the created ones."""
+        """Return the runs that the gateway serves: its own."""
         return await self._call("GET", "/v1/runs", list[Run], part="runs")
 
     async def get_run(self) -> Run:
         return await self._call("GET", self.address.path(), Run)
-
-    async def create_run(self, config: Mapping[str, Any]) -> Run:
-        """Create a run that a launcher starts. `config` has the fields of a run's YAML file.
-
-        Creating it again with the same config changes nothing."""
-        return await self._call("POST", "/v1/runs", Run, body={"config": dict(config)})
 
     async def pause_run(self) -> Run:
         """Stop leasing prompts to rollout servers."""
         return await self._call("POST", self.address.path(verb="pause"), Run)
 
     async def resume_run(self) -> Run:
-        """Lease prompts again; start a created run again that has stopped or failed."""
+        """Lease prompts again."""
         return await self._call("POST", self.address.path(verb="resume"), Run)
 
     async def stop_run(self) -> Run:

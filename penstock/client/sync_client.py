@@ -293,24 +293,18 @@ class SyncPenstockClient(GatewayConnection):
         return self._call("DELETE", self.address.path("pins", pin), bool, part="was_pinned")
 
     def runs(self) -> list[Run]:
-        """Return every run of the gateway: its own first, then the created ones."""
+        """Return the runs that the gateway serves: its own."""
         return self._call("GET", "/v1/runs", list[Run], part="runs")
 
     def get_run(self) -> Run:
         return self._call("GET", self.address.path(), Run)
-
-    def create_run(self, config: Mapping[str, Any]) -> Run:
-        """Create a run that a launcher starts. `config` has the fields of a run's YAML file.
-
-        Creating it again with the same config changes nothing."""
-        return self._call("POST", "/v1/runs", Run, body={"config": dict(config)})
 
     def pause_run(self) -> Run:
         """Stop leasing prompts to rollout servers."""
         return self._call("POST", self.address.path(verb="pause"), Run)
 
     def resume_run(self) -> Run:
-        """Lease prompts again; start a created run again that has stopped or failed."""
+        """Lease prompts again."""
         return self._call("POST", self.address.path(verb="resume"), Run)
 
     def stop_run(self) -> Run:

@@ -1,12 +1,10 @@
 """The facts about a run, and its state. The API, the metrics, the console and every command show `RunFacts.state`.
 
-CREATED    waits for a launcher
 WAITING    no learner is ready to train yet, or no rollout server has joined yet; Run.detail says which
 RUNNING    a learner is ready to train, and there are rollout servers
 PAUSED     an operator, or the run itself, has paused leasing; Run.detail has the reason
 STOPPED    an operator has stopped the run, or no learner is alive
 FINISHED   the last step was made, or the dataset has ended
-FAILED     a process of a created run died
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ from penstock.config.run import RunConfig
 from penstock.replay.queue_types import QueueStat
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.breakers import OpenBreaker
-from penstock.store.created_runs import CreatedState
 from penstock.store.fleet import SERVING_STATES, Fleet, ServerRecord
 from penstock.store.heartbeats import LEARNER, Heartbeats
 from penstock.store.notices import Notice, Notices
@@ -32,7 +29,7 @@ from penstock.store.redis_client import RedisClient
 from penstock.store.run_control import Orders, RunControl
 from penstock.v1 import policies_pb2
 
-RunState = Literal["CREATED", "WAITING", "RUNNING", "PAUSED", "STOPPED", "FINISHED", "FAILED"]
+RunState = Literal["WAITING", "RUNNING", "PAUSED", "STOPPED", "FINISHED"]
 RUN_STATES: tuple[RunState, ...] = get_args(RunState)
 NO_LEARNER = "no learner is alive"
 """Detail of a run that is STOPPED without an order."""
@@ -42,13 +39,6 @@ PROCESS_START_S = 180.0
 """How long a process may take to import its libraries. A learner that is silent for longer is not starting."""
 LOOKED_BACK_VERSIONS = 50
 """Versions whose metrics are read, since not every version has been made by a step."""
-_CREATED_STATES: dict[CreatedState, RunState] = {
-    "CREATED": "CREATED",
-    "STOPPING": "STOPPED",
-    "STOPPED": "STOPPED",
-    "FINISHED": "FINISHED",
-    "FAILED": "FAILED",
-}
 
 
 @dataclass(frozen=True)
@@ -77,8 +67,6 @@ class RunFacts:
     """The newest versions, the newest first."""
     notices: Sequence[Notice] = ()
     """Newest first."""
-    created: CreatedState | None = None
-    """For a run that was created through a gateway: its recorded state."""
 
     @cached_property
     def steps(self) -> Sequence[Mapping[str, float]]:
@@ -120,9 +108,7 @@ class RunFacts:
 
     @property
     def state(self) -> RunState:
-        """The recorded state of a created run that is not up. Then operators' orders count, then what is alive."""
-        if self.created is not None and self.created != "STARTED":
-            return _CREATED_STATES[self.created]
+        """Operators' orders count first, then what is alive."""
         if self.orders.is_paused:
             return "STOPPED" if self.orders.is_stopped else "PAUSED"
         if self.is_learner_starting:
@@ -136,8 +122,6 @@ class RunFacts:
     @property
     def state_detail(self) -> str:
         """Why the run is in its state, in a few words; empty if there is nothing to add."""
-        if self.created not in (None, "STARTED"):
-            return ""
         if self.state == "PAUSED":
             return self.pause_reason
         if self.state == "WAITING":
@@ -167,7 +151,7 @@ class RunStores:
             RunControl(client, run), PolicyRegistry(client, run), Notices(client, run), Phases(client, run),
         )  # fmt: skip
 
-    async def read(self, config: RunConfig, created: CreatedState | None = None) -> RunFacts:
+    async def read(self, config: RunConfig) -> RunFacts:
         """Read all facts. Only reads."""
         stat, orders, servers = await self.queue.stat(), await self.control.orders(), await self.fleet.servers()
         known = {server.server_id for server in servers}
@@ -187,7 +171,6 @@ class RunStores:
             learner_phase_age_s=await self.phases.age_s(phases[LEARNER][-1]) if LEARNER in phases else 0.0,
             policies=await self.policies.newest_first(None, LOOKED_BACK_VERSIONS),
             notices=await self.notices.newest_first(),
-            created=created,
         )
 
 

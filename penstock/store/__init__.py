@@ -1,1 +1,1 @@
-"""Everything in Redis except the replay queue: key names, the fleet, heartbeats, policies, orders and created runs."""
+"""Everything in Redis except the replay queue: key names, the fleet, heartbeats, policies and orders."""

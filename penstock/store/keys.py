@@ -196,14 +196,6 @@ class RunKeys:
     """Sorted set of open tasks that have a deadline, by its time."""
 
 
-class CreatedRunsKeys:
-    """Keys of the registry of created runs. No run can have the name in braces."""
-
-    prefix = "penstock:{_runs}:"
-    created = prefix + "created"
-    """Hash: run to its record."""
-
-
 def key_names() -> Iterator[tuple[str, bool]]:
     """Name of each key of a run, and whether it is a family."""
     for name, value in vars(RunKeys).items():

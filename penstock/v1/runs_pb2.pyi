@@ -8,12 +8,6 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class CreateRunRequest(_message.Message):
-    __slots__ = ("config_json",)
-    CONFIG_JSON_FIELD_NUMBER: _ClassVar[int]
-    config_json: str
-    def __init__(self, config_json: _Optional[str] = ...) -> None: ...
-
 class ListRunsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -151,24 +145,20 @@ class GetRunRequest(_message.Message):
     def __init__(self, run: _Optional[str] = ...) -> None: ...
 
 class Run(_message.Message):
-    __slots__ = ("run", "step", "policy_version", "term", "queue", "metrics", "servers", "state", "held_version", "launcher_id", "detail", "notices", "num_trained", "parts", "learning", "speed", "learning_verdict", "speed_verdict")
+    __slots__ = ("run", "step", "policy_version", "term", "queue", "metrics", "servers", "state", "held_version", "detail", "notices", "num_trained", "parts", "learning", "speed", "learning_verdict", "speed_verdict")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[Run.State]
         RUNNING: _ClassVar[Run.State]
         PAUSED: _ClassVar[Run.State]
         STOPPED: _ClassVar[Run.State]
-        CREATED: _ClassVar[Run.State]
         FINISHED: _ClassVar[Run.State]
-        FAILED: _ClassVar[Run.State]
         WAITING: _ClassVar[Run.State]
     STATE_UNSPECIFIED: Run.State
     RUNNING: Run.State
     PAUSED: Run.State
     STOPPED: Run.State
-    CREATED: Run.State
     FINISHED: Run.State
-    FAILED: Run.State
     WAITING: Run.State
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
@@ -186,7 +176,6 @@ class Run(_message.Message):
     SERVERS_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     HELD_VERSION_FIELD_NUMBER: _ClassVar[int]
-    LAUNCHER_ID_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
     NOTICES_FIELD_NUMBER: _ClassVar[int]
     NUM_TRAINED_FIELD_NUMBER: _ClassVar[int]
@@ -204,7 +193,6 @@ class Run(_message.Message):
     servers: _containers.RepeatedCompositeFieldContainer[Server]
     state: Run.State
     held_version: int
-    launcher_id: str
     detail: str
     notices: _containers.RepeatedCompositeFieldContainer[Notice]
     num_trained: int
@@ -213,7 +201,7 @@ class Run(_message.Message):
     speed: str
     learning_verdict: Verdict
     speed_verdict: Verdict
-    def __init__(self, run: _Optional[str] = ..., step: _Optional[int] = ..., policy_version: _Optional[int] = ..., term: _Optional[int] = ..., queue: _Optional[_Union[QueueStat, _Mapping]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., servers: _Optional[_Iterable[_Union[Server, _Mapping]]] = ..., state: _Optional[_Union[Run.State, str]] = ..., held_version: _Optional[int] = ..., launcher_id: _Optional[str] = ..., detail: _Optional[str] = ..., notices: _Optional[_Iterable[_Union[Notice, _Mapping]]] = ..., num_trained: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[Part, _Mapping]]] = ..., learning: _Optional[str] = ..., speed: _Optional[str] = ..., learning_verdict: _Optional[_Union[Verdict, _Mapping]] = ..., speed_verdict: _Optional[_Union[Verdict, _Mapping]] = ...) -> None: ...
+    def __init__(self, run: _Optional[str] = ..., step: _Optional[int] = ..., policy_version: _Optional[int] = ..., term: _Optional[int] = ..., queue: _Optional[_Union[QueueStat, _Mapping]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., servers: _Optional[_Iterable[_Union[Server, _Mapping]]] = ..., state: _Optional[_Union[Run.State, str]] = ..., held_version: _Optional[int] = ..., detail: _Optional[str] = ..., notices: _Optional[_Iterable[_Union[Notice, _Mapping]]] = ..., num_trained: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[Part, _Mapping]]] = ..., learning: _Optional[str] = ..., speed: _Optional[str] = ..., learning_verdict: _Optional[_Union[Verdict, _Mapping]] = ..., speed_verdict: _Optional[_Union[Verdict, _Mapping]] = ...) -> None: ...
 
 class Verdict(_message.Message):
     __slots__ = ("code", "level", "text", "advice")

@@ -54,11 +54,6 @@ class RunServiceStub:
                 request_serializer=penstock_dot_v1_dot_runs__pb2.GetEvaluationRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_runs__pb2.Evaluation.FromString,
                 _registered_method=True)
-        self.CreateRun = channel.unary_unary(
-                '/penstock.v1.RunService/CreateRun',
-                request_serializer=penstock_dot_v1_dot_runs__pb2.CreateRunRequest.SerializeToString,
-                response_deserializer=penstock_dot_v1_dot_runs__pb2.Run.FromString,
-                _registered_method=True)
         self.ListRuns = channel.unary_unary(
                 '/penstock.v1.RunService/ListRuns',
                 request_serializer=penstock_dot_v1_dot_runs__pb2.ListRunsRequest.SerializeToString,
@@ -134,16 +129,8 @@ class RunServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def CreateRun(self, request, context):
-        """Creates a run, which a launcher starts. The config has its name. Repeating the call with the same config changes
-        nothing.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def ListRuns(self, request, context):
-        """Lists the gateway's own run first, then the created runs.
+        """Lists the run that this gateway serves.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -225,11 +212,6 @@ def add_RunServiceServicer_to_server(servicer, server):
                     servicer.GetEvaluation,
                     request_deserializer=penstock_dot_v1_dot_runs__pb2.GetEvaluationRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_runs__pb2.Evaluation.SerializeToString,
-            ),
-            'CreateRun': grpc.unary_unary_rpc_method_handler(
-                    servicer.CreateRun,
-                    request_deserializer=penstock_dot_v1_dot_runs__pb2.CreateRunRequest.FromString,
-                    response_serializer=penstock_dot_v1_dot_runs__pb2.Run.SerializeToString,
             ),
             'ListRuns': grpc.unary_unary_rpc_method_handler(
                     servicer.ListRuns,
@@ -385,33 +367,6 @@ class RunService:
             '/penstock.v1.RunService/GetEvaluation',
             penstock_dot_v1_dot_runs__pb2.GetEvaluationRequest.SerializeToString,
             penstock_dot_v1_dot_runs__pb2.Evaluation.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def CreateRun(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/penstock.v1.RunService/CreateRun',
-            penstock_dot_v1_dot_runs__pb2.CreateRunRequest.SerializeToString,
-            penstock_dot_v1_dot_runs__pb2.Run.FromString,
             options,
             channel_credentials,
             insecure,

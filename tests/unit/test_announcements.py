@@ -23,15 +23,15 @@ from penstock.diagnosis.log_lines import (
 )
 from penstock.errors import Conflict
 from penstock_services.local import processes
+from penstock_services.local.demo import check_not_paused
 from penstock_services.local.local_run import LocalRun
-from penstock_services.local.news import News
 from penstock_services.local.processes import Child, ProcessGroup
-from penstock_services.local.training_demo import check_not_paused
+from penstock_services.local.supervisor import News
 
 QUEUE = QueueStat(**dict.fromkeys(QueueStat.model_fields, 0))
 RUN = Run(
     run="test", step=0, policy_version=0, term=1, queue=QUEUE, metrics={}, servers=(), state="RUNNING",
-    held_version=None, launcher_id="", detail="",
+    held_version=None, detail="",
 )  # fmt: skip
 FAILED = Notice(
     kind="reward_failed", text="the reward of sample 0 failed", detail="Traceback\n  line\nKeyError: 'x'", count=1,

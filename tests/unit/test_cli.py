@@ -20,7 +20,7 @@ from rich.console import Console
 
 from penstock.api.records import Policy, QueueStat, Run, Server
 from penstock.cli import main as cli
-from penstock.cli.commands import observe, policies
+from penstock.cli.commands import control, observe
 from penstock.cli.connection import only_gateway
 from penstock.client import SyncPenstockClient
 from penstock.diagnosis.terminal import sparkline
@@ -298,7 +298,7 @@ SERVERS = tuple(
 RUN = Run(
     run="a-run-with-a-name", step=1234, policy_version=1240, term=3, queue=QUEUE, servers=SERVERS, state="RUNNING",
     metrics=dict.fromkeys(("reward_mean", "staleness_mean", "tokens_per_second", "loss", "entropy"), 0.123456),
-    held_version=None, launcher_id="", detail="",
+    held_version=None, detail="",
 )  # fmt: skip
 
 
@@ -346,7 +346,9 @@ def test_the_table_of_policies_shows_snapshots_on_80_columns(
         snapshot_path="/runs/snapshots/version-450", state="PUBLISHED", metrics={"reward_mean": 0.5},
         server_ids=("rollout-0",), is_held=True, pins=(),
     )  # fmt: skip
-    policies._print([held, held.model_copy(update={"policy_version": 449, "snapshot_path": "", "is_held": False})])
+    control.print_policies(
+        [held, held.model_copy(update={"policy_version": 449, "snapshot_path": "", "is_held": False})]
+    )
     head, first, marks, second = capsys.readouterr().out.splitlines()
     assert head.split() == [
         "version",

@@ -45,7 +45,7 @@ SERVER = {
 }  # fmt: skip
 RUN = {
     "run": "r", "step": 1, "policy_version": 1, "term": 1, "queue": QUEUE, "metrics": {"loss": None},
-    "servers": [SERVER], "state": "RUNNING", "held_version": None, "launcher_id": "", "detail": "",
+    "servers": [SERVER], "state": "RUNNING", "held_version": None, "detail": "",
 }  # fmt: skip
 POLICY = {
     "policy_version": 1, "step": 1, "parent_version": None, "published_at_ms": 1, "weights_digest": "",
@@ -117,7 +117,6 @@ CALLS: dict[str, tuple[tuple[Any, ...], Any]] = {
     "unpin_policy": (("ci",), {"was_pinned": True}),
     "runs": ((), {"runs": [RUN]}),
     "get_run": ((), RUN),
-    "create_run": (({},), RUN),
     "pause_run": ((), RUN),
     "resume_run": ((), RUN),
     "stop_run": ((), RUN),

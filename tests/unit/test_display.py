@@ -18,7 +18,7 @@ from penstock_services.local.supervisor import say_validations
 QUEUE = QueueStat(**dict.fromkeys(QueueStat.model_fields, 0) | {"pending_prompts": 7, "queued": 5, "delivered": 3})
 RUN = Run(
     run="test", step=0, policy_version=0, term=1, queue=QUEUE, metrics={}, servers=(), state="RUNNING",
-    held_version=None, launcher_id="", detail="",
+    held_version=None, detail="",
 )  # fmt: skip
 
 

@@ -44,11 +44,6 @@ STARTING: dict[str, Any] = {"phases": {"learner": [Phase(PROCESS_STARTED, 0)]}}
         ({"orders": PAUSED, **NO_LEARNER}, "PAUSED", "why"),
         ({"orders": STOPPED}, "STOPPED", ""),
         ({"orders": STOPPED, **NO_LEARNER}, "STOPPED", ""),
-        ({"created": "CREATED", **NO_LEARNER, "term": 0}, "CREATED", ""),
-        ({"created": "STARTED", "servers": []}, "WAITING", "no rollout server has joined yet"),
-        ({"created": "STOPPING"}, "STOPPED", ""),
-        ({"created": "FAILED", **NO_LEARNER}, "FAILED", ""),
-        ({"created": "FINISHED", **NO_LEARNER}, "FINISHED", ""),
     ],
 )
 def test_the_state_and_why(changes: dict[str, Any], state: str, detail: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.store.keys import CreatedRunsKeys, RunKeys, key_names, lua_names
+from penstock.store.keys import RunKeys, key_names, lua_names
 from penstock.store.scripts import QUEUE, SESSIONS, STORE, ScriptFolder
 
 ROOT = Path(__file__).parents[2]
@@ -36,8 +36,7 @@ def test_names() -> None:
 def test_scripts_take_every_key_from_the_list(folder: ScriptFolder, name: str) -> None:
     own = (resources.files(folder.package) / "lua" / f"{name}.lua").read_text()
     assert "KEYS[" not in own.replace("KEYS[1] is", "") and "penstock:" not in own
-    built = set(re.findall(r"PREFIX \.\. '(\w+)", own))
-    assert built <= {CreatedRunsKeys.created.removeprefix(CreatedRunsKeys.prefix)}
+    assert "PREFIX .." not in own
     commands = re.findall(r"redis\.call\('\w+', (\w+)", folder.load(name).text)
     defined = set(re.findall(r"local ([A-Z_]+) = PREFIX", folder.load(name).text))
     assert {key for key in commands if key.isupper()} <= defined
@@ -72,6 +71,6 @@ def test_the_users_may_touch_these_keys_and_no_others(path: str) -> None:
         for pattern in re.findall(r"~(\S+)", line)
     }
     run_patterns = {pattern for pattern in patterns if pattern.startswith("penstock:{*}:")}
-    assert patterns - run_patterns == {CreatedRunsKeys.created}
+    assert patterns == run_patterns
     expected = {f"penstock:{{*}}:{name}{':*' * is_family}" for name, is_family in key_names()}
     assert run_patterns == expected | {RunKeys("*").prefix}

@@ -13,7 +13,7 @@ from penstock.diagnosis.progress import FEW_STEPS, NEWEST_STEPS, SPEED_STEPS
 
 RUN = Run(
     run="test", step=100, policy_version=100, term=1, queue=QueueStat(**dict.fromkeys(QueueStat.model_fields, 0)),
-    metrics={}, servers=(), state="RUNNING", held_version=None, launcher_id="", detail="",
+    metrics={}, servers=(), state="RUNNING", held_version=None, detail="",
 )  # fmt: skip
 FLAT = Verdict(code="flat", level="WARN", text="reward 0.5 over 30 steps, flat", advice="read samples")
 NO_SPREAD = Verdict(code="no_spread", level="FAIL", text="100% of the groups have no spread", advice="other prompts")

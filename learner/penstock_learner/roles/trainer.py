@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from penstock.errors import CheckpointDamaged, TrainingDiverged
@@ -30,6 +29,7 @@ from penstock_learner.optim.adamw import local_shard
 from penstock_learner.optim.optimizer import make_optimizer
 from penstock_learner.roles.hashing_writer import HashingWriter
 from penstock_learner.roles.rank import Rank
+from penstock_learner.shards import load_shards
 
 
 class TrainerRank(Rank):
@@ -88,7 +88,7 @@ class TrainerRank(Rank):
             saving.exception(self.config.learner.rank_timeout_s)
         state = self._state()
         with _one_line_errors(folder):
-            load_shards(state, checkpoint_id=folder)
+            load_shards(state, folder)
         if name := self._first_nonfinite(state):
             raise CheckpointDamaged(f"{folder} holds weights that are not finite: {name}")
         set_state_dict(

@@ -36,8 +36,6 @@ class AuditLog:
 
     def write(self, caller: Caller, operation: str, request: Any, outcome: str) -> None:
         fields = {field.name: _plain(value) for field, value in request.ListFields()}
-        if "config_json" in fields:  # A config may hold passwords.
-            fields = {"run": _run_in(fields["config_json"])}
         entry = {
             "time": time.time(), "key": caller.name, "role": caller.role, "request_id": caller.request_id,
             "operation": operation, "request": fields, "outcome": outcome,
@@ -147,13 +145,6 @@ async def bounded(call: Awaitable[A], deadline_s: float) -> A:
         raise DeadlineExceeded(f"Redis took longer than {deadline_s:g} s; try again") from error
     except RedisError as error:
         raise Unavailable(f"Redis does not answer ({error}); check redis.url and that the server runs") from error
-
-
-def _run_in(config_json: str) -> str:
-    try:
-        return str(json.loads(config_json)["run"])
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return ""
 
 
 def _plain(value: Any) -> Any:

@@ -219,7 +219,6 @@ JSON_ANSWERS: dict[str, type[BaseModel]] = {
     "pin_policy": Policy,
     "unpin_policy": Unpinned,
     "list_runs": RunList,
-    "create_run": Run,
     "pause_run": Run,
     "resume_run": Run,
     "stop_run": Run,

@@ -37,7 +37,6 @@ from penstock_services.gateway.policies import routes as policies
 from penstock_services.gateway.prompts import routes as prompts
 from penstock_services.gateway.routing import add_routes
 from penstock_services.gateway.runs import routes as runs
-from penstock_services.gateway.runs.collection import RunCollection
 from penstock_services.gateway.served_runs import READY_TIMEOUT_S, ServedRuns
 from penstock_services.gateway.sessions import session_routes, task_routes
 
@@ -47,9 +46,7 @@ KEYS_WARNING = "gateway.keys_file or gateway.api_key_file cannot be used; the ga
 """Probes need no key, so they do not show the path of the file."""
 
 
-def create_app(
-    served: ServedRuns, collection: RunCollection, config: GatewayConfig, metrics: GatewayMetrics, access: Access
-) -> FastAPI:
+def create_app(served: ServedRuns, config: GatewayConfig, metrics: GatewayMetrics, access: Access) -> FastAPI:
     app = FastAPI(
         title="Penstock", version=__version__, docs_url=None, redoc_url=None, openapi_url="/v1/openapi.json",
         redirect_slashes=False, generate_unique_id_function=lambda route: route.name,
@@ -62,7 +59,7 @@ def create_app(
             ),
         ],
     )  # fmt: skip
-    app.state.served, app.state.runs = served, collection
+    app.state.served = served
     for router in (
         prompts.router(),
         policies.router(),

@@ -17,7 +17,6 @@ from penstock_services.gateway.access import Caller
 from penstock_services.gateway.bodies import StrictRequest
 from penstock_services.gateway.problems import problem_fields
 from penstock_services.gateway.response_schemas import JSON_ANSWERS, success_of
-from penstock_services.gateway.runs.collection import RunCollection
 from penstock_services.gateway.served_run import ServedRun
 from penstock_services.gateway.served_runs import ServedRuns
 
@@ -107,15 +106,9 @@ async def caller_of(request: Request) -> Caller:
     return caller
 
 
-async def all_runs(request: Request) -> RunCollection:
-    runs: RunCollection = request.app.state.runs
-    return runs
-
-
 Served = Annotated[ServedRuns, Depends(served_runs)]
 RunOfPath = Annotated[ServedRun, Depends(find_run)]
 Authenticated = Annotated[Caller, Depends(caller_of)]
-AllRuns = Annotated[RunCollection, Depends(all_runs)]
 
 
 LATEST = ("latest", "current")

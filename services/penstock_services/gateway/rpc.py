@@ -26,7 +26,6 @@ from penstock_services.gateway.metrics.gateway import GatewayMetrics
 from penstock_services.gateway.middleware import request_id_of
 from penstock_services.gateway.problems import retry_after_s
 from penstock_services.gateway.rpc_methods import Handler, Method, UnaryStream, UnaryUnary, services_of
-from penstock_services.gateway.runs.collection import RunCollection
 from penstock_services.gateway.served_runs import ServedRuns
 
 logger = logging.getLogger(__name__)
@@ -47,12 +46,11 @@ class RpcServer:
     """The gRPC server and the health that it reports. It has no port yet, and never shares one with another process."""
 
     def __init__(
-        self, served: ServedRuns, collection: RunCollection, config: GatewayConfig, metrics: GatewayMetrics,
-        access: Access,
+        self, served: ServedRuns, config: GatewayConfig, metrics: GatewayMetrics, access: Access,
     ) -> None:  # fmt: skip
         self.server = grpc.aio.server(options=_options(config))
         self.health = health.aio.HealthServicer()
-        self._services = services_of(served, collection)
+        self._services = services_of(served)
         self.server.add_generic_rpc_handlers((Servicers(self._services, self.health, metrics, access),))
 
     async def start(self) -> None:

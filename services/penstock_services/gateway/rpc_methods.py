@@ -19,7 +19,6 @@ from penstock.v1 import (
     tasks_pb2,
 )
 from penstock_services.gateway.access import Caller
-from penstock_services.gateway.runs.collection import RunCollection
 from penstock_services.gateway.served_run import ServedRun
 from penstock_services.gateway.served_runs import ServedRuns
 
@@ -53,12 +52,12 @@ class StreamStream:
 Method = UnaryUnary | UnaryStream | StreamStream
 
 
-def services_of(served: ServedRuns, collection: RunCollection) -> dict[str, dict[str, Method]]:
+def services_of(served: ServedRuns) -> dict[str, dict[str, Method]]:
     """The methods of every service by name."""
 
     def of_run(choose: Callable[[ServedRun], Handler]) -> Handler:
         async def handle(caller: Caller, request: Any) -> Any:
-            run = await served.find_for(caller, request.run, choose)
+            run = await served.find_for(caller, getattr(request, "run", ""), choose)
             return await choose(run)(caller, request)
 
         return handle
@@ -120,8 +119,7 @@ def services_of(served: ServedRuns, collection: RunCollection) -> dict[str, dict
         },
         "penstock.v1.RunService": {
             "GetRun": unary(lambda run: run.lifecycle.get_run, runs_pb2.GetRunRequest),
-            "CreateRun": UnaryUnary(collection.create_run, runs_pb2.CreateRunRequest),
-            "ListRuns": UnaryUnary(collection.list_runs, runs_pb2.ListRunsRequest),
+            "ListRuns": unary(lambda run: run.lifecycle.list_runs, runs_pb2.ListRunsRequest),
             "PauseRun": unary(lambda run: run.lifecycle.pause_run, runs_pb2.ChangeRunRequest),
             "ResumeRun": unary(lambda run: run.lifecycle.resume_run, runs_pb2.ChangeRunRequest),
             "StopRun": unary(lambda run: run.lifecycle.stop_run, runs_pb2.ChangeRunRequest),

@@ -11,7 +11,6 @@ from penstock.diagnosis.facts import RunStores
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.sessions.session_store import SessionStore
 from penstock.sessions.task_store import TaskStore
-from penstock.store.created_runs import CreatedRuns
 from penstock.store.redis_client import RedisClient
 from penstock.token_text import TokenText
 from penstock.tracing import Tracing
@@ -64,7 +63,7 @@ class ServedRun:
 
     @classmethod
     def create(
-        cls, client: RedisClient, streams: RedisClient, config: RunConfig, created: CreatedRuns, audit: AuditLog,
+        cls, client: RedisClient, streams: RedisClient, config: RunConfig, audit: AuditLog,
         stopping: asyncio.Event, tracing: Tracing | None = None,
     ) -> ServedRun:  # fmt: skip
         """Reads the tokenizer's file, so call it in a thread. `stopping` ends the streams of the handlers."""
@@ -83,7 +82,7 @@ class ServedRun:
             groups=GroupHandlers(config, audit, groups),
             samples=SampleHandlers(config, audit),
             policies=PolicyHandlers(config, audit, registry, fleet, control, stopping),
-            lifecycle=RunHandlers(config, audit, stores, created),
+            lifecycle=RunHandlers(config, audit, stores),
             servers=servers,
             evaluations=EvaluationHandlers(config, audit, queue),
             dead_letters=DeadLetterHandlers(config, audit, queue),

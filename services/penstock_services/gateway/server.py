@@ -39,7 +39,6 @@ from penstock_services.gateway.metrics.gateway import GatewayMetrics
 from penstock_services.gateway.operations import AuditLog
 from penstock_services.gateway.rest import create_app
 from penstock_services.gateway.rpc import RpcServer
-from penstock_services.gateway.runs.collection import RunCollection
 from penstock_services.gateway.served_runs import ServedRuns
 from penstock_services.gateway.sessions.sweeper import sweep
 from penstock_services.gateway.start_check import check_gateway, read_certificates
@@ -71,10 +70,8 @@ async def serve(config: RunConfig, ready: Ready | None = None, stop: asyncio.Eve
         tracing = open_tracing(config.tracing, "gateway", config.run)
         stack.callback(tracing.close)
         audit = AuditLog(config.folder / "audit.jsonl")
-        served = ServedRuns.over(client, streams, config, audit, tracing)
+        served = await asyncio.to_thread(ServedRuns.over, client, streams, config, audit, tracing)
         stack.push_async_callback(served.close)
-        await served.find(config.run)
-        collection = RunCollection(config, audit, served)
         metrics = GatewayMetrics(CollectorRegistry(), config.learner.placement)
         if config.folder.exists():
             metrics.disk.follow("run_dir", DiskWatch(config.folder, "the run and its uploaded datasets"))
@@ -83,8 +80,8 @@ async def serve(config: RunConfig, ready: Ready | None = None, stop: asyncio.Eve
         listener = stack.enter_context(_listen(host, config.gateway.port, "gateway.port"))
         rest_port: int = listener.getsockname()[1]
         connections = Connections(config.gateway.limits)
-        rest = _RestServer(create_app(served, collection, config.gateway, metrics, access), config.gateway, connections)
-        rpc = RpcServer(served, collection, config.gateway, metrics, access)
+        rest = _RestServer(create_app(served, config.gateway, metrics, access), config.gateway, connections)
+        rpc = RpcServer(served, config.gateway, metrics, access)
         grpc_port = _add_port(rpc.server, config.gateway)
 
         stack.enter_context(_signals(stop))

@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 
 from penstock.codec import prompt_to_proto
-from penstock.config.loading import validate_field
-from penstock.config.run import RunConfig
 from penstock.errors import InvalidInput
 from penstock.trajectory import MESSAGE_FIELDS, Prompt
 from penstock.v1 import prompts_pb2
@@ -55,15 +53,6 @@ def checked_prompts(
             complete.evaluation_id = evaluation_id
         checked.append(complete)
     return checked
-
-
-def checked_config(text: str) -> RunConfig:
-    data = check_json(text, "config")
-    if not isinstance(data, dict):
-        raise InvalidInput("config", "must be a JSON object with at least `run` and `model`")
-    if "run" not in data:
-        raise InvalidInput("config.run", "is missing: it names the run")
-    return validate_field(data, "config")
 
 
 def check_idempotency_key(key: str) -> None:

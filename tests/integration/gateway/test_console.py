@@ -249,16 +249,6 @@ async def test_the_overview_shows_the_run_and_leads_to_others(
     await page.get_by_role("row").filter(has_text="LOADING, leasing paused").wait_for()
     await page.get_by_role("button", name="Resume").wait_for()
 
-    assert await page.get_by_role("heading", name="Runs", exact=True).count() == 0, "there is one"
-    body = {"config": {"run": "second", "model": {"path": "/m"}}}
-    created = await gateway.rest.post("/v1/runs", json=body, headers={"Authorization": f"Bearer {secret}"})
-    assert created.status_code == 200
-    await page.get_by_role("link", name="second").click()
-    await page.get_by_text("second", exact=True).first.wait_for()
-    await page.get_by_role("row").filter(has_text="waits for a launcher").wait_for()
-    assert await page.locator("#run-name").inner_text() == "second"
-    await page.get_by_text("There are no rollout servers.").wait_for()
-
 
 async def test_a_version_is_promoted_and_servers_rolled_back(
     page: Any, gateway: Gateway, queue: RedisReplayQueue

@@ -32,7 +32,6 @@ from penstock.v1 import (
 from penstock_services.gateway.access import Access, Caller
 from penstock_services.gateway.operations import AuditLog
 from penstock_services.gateway.routing import caller_of
-from penstock_services.gateway.runs.collection import RunCollection
 from penstock_services.gateway.served_runs import ServedRuns
 from penstock_services.gateway.server import serve
 from support.gateways import PROMPT, RUN, Gateway, assert_problem, rest, run_config, running, stubs
@@ -95,7 +94,7 @@ async def test_nothing_runs_without_a_caller(redis_process: Any, redis_client: A
         run.lifecycle.get_run(nobody, runs_pb2.GetRunRequest()),
         run.prompts.submit_prompts(nobody, prompts_pb2.SubmitPromptsRequest()),
         run.generation.generate(nobody, generate_pb2.GenerateRequest(text="hi")),
-        RunCollection(config, audit, served).list_runs(nobody, runs_pb2.ListRunsRequest()),
+        run.lifecycle.list_runs(nobody, runs_pb2.ListRunsRequest()),
     ):
         with pytest.raises(Unauthenticated, match="without a caller"):
             await call

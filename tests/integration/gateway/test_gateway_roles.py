@@ -73,7 +73,6 @@ GRPC_ROLES: dict[str, Role] = {
     "RunService/GetEvaluation": "read",
     "RunService/ListDeadLetters": "read",
     "RunService/CreateEvaluation": "submit",
-    "RunService/CreateRun": "admin",
     "RunService/PauseRun": "admin",
     "RunService/ResumeRun": "admin",
     "RunService/StopRun": "admin",
@@ -87,7 +86,6 @@ CONTRACTS = (datasets_pb2, generate_pb2, groups_pb2, policies_pb2, prompts_pb2, 
 
 REST_ROLES: dict[str, Role] = {
     "GET /v1/runs": "read",
-    "POST /v1/runs": "admin",
     "GET /v1/runs/{run}": "read",
     "POST /v1/runs/{run}:pause": "admin",
     "POST /v1/runs/{run}:resume": "admin",
@@ -149,7 +147,6 @@ NAMES = {
     "evaluation_id": "e", "letter_id": "1-0", "session_id": "s", "model": "test", "task_id": "t",
 }  # fmt: skip
 BODIES: dict[str, Any] = {
-    "POST /v1/runs": {"config": {}},
     "POST /v1/runs/{run}/evaluations": {"evaluation_id": "e", "prompts": [PROMPT]},
     "POST /v1/runs/{run}/prompts": {"prompts": [PROMPT]},
     "POST /v1/runs/{run}/prompts:cancel": {"prompt_ids": [1]},

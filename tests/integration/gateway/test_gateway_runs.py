@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import grpc
 import pytest
@@ -14,7 +13,6 @@ from penstock.diagnosis.terminal import alarms, server_alarms
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.heartbeats import LEARNER, Heartbeats
-from penstock.store.keys import CreatedRunsKeys
 from penstock.store.notices import MAX_OF_KIND, Event, NoticeBoard, Notices
 from penstock.store.phases import Phases
 from penstock.store.quarantine import Quarantine, Quarantines
@@ -22,7 +20,6 @@ from penstock.store.run_control import RunControl
 from penstock.v1 import (
     policies_pb2,
     policies_pb2_grpc,
-    prompts_pb2,
     runs_pb2,
     runs_pb2_grpc,
 )
@@ -213,59 +210,23 @@ async def test_dead_letters_are_paged_and_requeued(gateway: Gateway, queue: Redi
     assert caught.value.code() == grpc.StatusCode.NOT_FOUND
 
 
-async def test_a_run_is_created_once_and_served_by_its_name(gateway: Gateway, queue: RedisReplayQueue) -> None:
-    prompts, _, _, runs = stubs(gateway)
-    config = {"run": "second", "model": {"path": "/models/m"}, "redis": {"url": "redis://:secret@elsewhere:1"}}
-    to_json = run_bodies.run_to_json
-
-    def create(**changes: Any) -> Any:
-        return runs.CreateRun(runs_pb2.CreateRunRequest(config_json=json.dumps(config | changes)))
-
-    created = await both(gateway, "POST", "/v1/runs", create(), to_json, json={"config": config})
-    assert (created["run"], created["state"], created["launcher_id"]) == ("second", "CREATED", "")
-    assert "launcher" in created["detail"]
-    assert b"secret" not in b"".join((await queue.client.hgetall(CreatedRunsKeys.created)).values())
+async def test_the_run_is_listed_and_others_are_not_served(gateway: Gateway) -> None:
+    _, _, _, runs = stubs(gateway)
     listed = await both(gateway, "GET", "/v1/runs", runs.ListRuns(runs_pb2.ListRunsRequest()), run_bodies.runs_to_json)
-    assert [(run["run"], run["state"]) for run in listed["runs"]] == [("test", "WAITING"), ("second", "CREATED")]
-
-    for changes, status, field, detail in (
-        ({"seed": 2}, 409, "", "another config"),
-        ({"run": "test"}, 409, "", "the gateway's own"),
-        ({"run": "Second!"}, 400, "config.run", "small letters"),
-        ({"learner": {"Lr": 1}}, 400, "config.learner.Lr", "did you mean 'lr'?"),
-        ({"replay": {"groups_per_step": 0}}, 400, "config.replay.groups_per_step", "must be at least 1, not 0"),
-        ({"model": None}, 400, "config.model", "must be a section with keys"),
-    ):
-        answer = await gateway.rest.post("/v1/runs", json={"config": config | changes})
-        problem = answer.json()
-        assert (answer.status_code, problem["field"]) == (status, field), problem
-        assert detail in problem["detail"]
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await create(**changes)
-        assert caught.value.details() == problem["detail"]
-        assert dict(caught.value.trailing_metadata() or ()).get("field", "") == field
-
-    for path in (RUN, "/v1/runs/second"):  # two runs, two queues: the same ids
-        answer = await rest(gateway, "POST", f"{path}/prompts", json={"prompts": [PROMPT] * 2})
-        assert answer["prompt_ids"] == [1, 2]
-    await rest(gateway, "POST", "/v1/runs/second/prompts:cancel", json={"prompt_ids": [1]})
-    states = [
-        (await prompts.GetPrompt(prompts_pb2.GetPromptRequest(run=run, prompt_id=1))).state
-        for run in ("second", "test")
-    ]
-    assert states == [prompts_pb2.PromptRecord.CANCELLED, prompts_pb2.PromptRecord.PENDING]
-    assert (await gateway.rest.get("/v1/runs/third")).json()["reason"] == "NOT_FOUND"
-
-    change = runs_pb2.ChangeRunRequest(run="second")
+    assert [(run["run"], run["state"]) for run in listed["runs"]] == [("test", "WAITING")]
+    change = runs_pb2.ChangeRunRequest(run="test")
     for verb, call, state in (
-        ("pause", runs.PauseRun, "CREATED"), ("stop", runs.StopRun, "STOPPED"), ("resume", runs.ResumeRun, "CREATED"),
+        ("stop", runs.StopRun, "PAUSED"), ("pause", runs.PauseRun, "PAUSED"), ("resume", runs.ResumeRun, "WAITING"),
     ):  # fmt: skip
-        assert (await both(gateway, "POST", f"/v1/runs/second:{verb}", call(change), to_json))["state"] == state
-    assert (await rest(gateway, "GET", RUN))["state"] == "WAITING"
+        answer = await both(gateway, "POST", f"{RUN}:{verb}", call(change), run_bodies.run_to_json)
+        assert answer["state"] == state
     entries = [json.loads(line) for line in (gateway.config.folder / "audit.jsonl").read_text().splitlines()]
-    assert [(entries[i]["operation"], entries[i]["request"]) for i in (0, -1)] == [
-        ("create_run", {"run": "second"}), ("resume_run", {"run": "second"}),
-    ]  # fmt: skip
+    assert [(entry["operation"], entry["request"]) for entry in entries[::2]] == [
+        (f"{verb}_run", {"run": "test"}) for verb in ("stop", "pause", "resume")
+    ]
+    refused = await gateway.rest.get("/v1/runs/third")
+    assert refused.json()["reason"] == "NOT_FOUND" and "serves 'test'" in refused.json()["detail"]
+    assert (await gateway.rest.post("/v1/runs", json={"config": {}})).status_code == 405
 
 
 async def test_the_run_its_policies_and_its_servers(gateway: Gateway, queue: RedisReplayQueue) -> None:

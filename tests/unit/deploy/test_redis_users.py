@@ -22,7 +22,6 @@ from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.replay.results import PromptBook
 from penstock.sessions.session_store import Reward, SessionStore
 from penstock.sessions.task_store import NewTask, TaskStore
-from penstock.store.created_runs import CreatedRuns
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.heartbeats import Heartbeats
 from penstock.store.notices import Event, Notices
@@ -252,10 +251,6 @@ async def test_each_role_can_do_its_work(clients: Clients, queues: Callable[[str
     }  # fmt: skip
     assert snapshot.restarts == {"r0": 0, "learner": 0, "validator": 0}
     assert snapshot.redis_memory and 0 < snapshot.redis_memory.used_bytes < snapshot.redis_memory.limit_bytes
-    created = CreatedRuns(clients["gateway"])
-    assert await created.create(RunConfig(run="created", model=ModelConfig(path=Path("m")))) == await created.get(
-        "created"
-    )
     for role in ("gateway", "rollout"):
         assert (await PolicyRegistry(clients[role], run).get()).policy_version == 0
         assert await clients[role].ping()

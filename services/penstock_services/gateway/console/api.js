@@ -1,7 +1,7 @@
 // Calls the REST interface for the run in the address (`/?run=NAME`), or for the gateway's own run. The key is kept in the
 // session storage of this tab.
 export const runName = new URLSearchParams(location.search).get("run") ?? "-";
-const RUNS = "/v1/runs", RUN = `${RUNS}/${encodeURIComponent(runName)}`;
+const RUN = `/v1/runs/${encodeURIComponent(runName)}`;
 let asking = null;
 
 // A link of `penstock up` carries the key behind the #, where it is never sent to a server. It is taken out of the address.
@@ -46,7 +46,6 @@ export async function call(method, path, root = RUN) {
   }
 }
 
-export const allRuns = () => call("GET", "", RUNS);
 export const getAt = (path) => call("GET", path, "");
 export const get = (path) => call("GET", path);
 export const post = (path) => call("POST", path);

@@ -1,5 +1,5 @@
 // The run at a glance, refreshed every two seconds.
-import { allRuns, get, post } from "/console/api.js";
+import { get, post } from "/console/api.js";
 import { lineChart } from "/console/charts.js";
 import { card, confirmed, empty, h, number, say, table } from "/console/elements.js";
 
@@ -44,15 +44,6 @@ function servers(run) {
     [["server"], ["state"], ["version", "number"], ["lag"], ["groups", "number"], ["heartbeat"], ["engine"]], rows);
 }
 
-function otherRuns(current, runs) {
-  if (runs.length < 2) return null;
-  const rows = runs.map((run) => [
-    h("a", { href: `/?run=${encodeURIComponent(run.run)}`, "aria-current": run.run === current ? "page" : null }, run.run),
-    run.state.toLowerCase(), number(run.step), run.launcher_id, run.detail,
-  ]);
-  return card("Runs", table("Runs", [["run"], ["state"], ["step", "number"], ["launcher"], ["detail"]], rows));
-}
-
 function alarms(run) {
   const failed = run.metrics.reward_failed_ratio;
   return [
@@ -72,7 +63,7 @@ const quarantined = (run) => run.servers.filter((server) => server.is_quarantine
   `more than ${server.logprob_limit_nats.toPrecision(3)}; weights loaded again ${server.num_reloads} times`));
 
 function change(run, refresh) {
-  const isPaused = ["PAUSED", "STOPPED", "FAILED"].includes(run.state) || run.servers.some((server) => server.breaker_reason);
+  const isPaused = ["PAUSED", "STOPPED"].includes(run.state) || run.servers.some((server) => server.breaker_reason);
   const verb = isPaused ? "resume" : "pause";
   const act = async () => {
     const text = verb === "pause" ? "No prompt is leased until it is resumed." : "Prompts are leased again.";
@@ -85,7 +76,7 @@ function change(run, refresh) {
 }
 
 export async function overview(refresh) {
-  const [run, history, all] = await Promise.all([get(""), get(`/metrics?page_size=${SHOWN_STEPS}`), allRuns()]);
+  const [run, history] = await Promise.all([get(""), get(`/metrics?page_size=${SHOWN_STEPS}`)]);
   document.getElementById("run-name").textContent = run.run;
   depths.push({ x: Date.now(), y: run.queue.queued - run.queue.delivered });
   if (depths.length > SHOWN_MOMENTS) depths.shift();
@@ -108,7 +99,6 @@ export async function overview(refresh) {
     run.speed ? h("p", {}, h("b", {}, "Speed: "), run.speed) : null,
     h("div", { class: "charts" }, charts),
     card("Versions by server", servers(run)),
-    otherRuns(run.run, all.runs),
     h("div", { class: "buttons" }, change(run, refresh)),
   ];
 }

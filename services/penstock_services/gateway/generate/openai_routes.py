@@ -108,15 +108,12 @@ async def get_model(served: Served, caller: Authenticated, model: str) -> Respon
 
 async def _models(served: ServedRuns) -> list[Json]:
     own = served.config.run
-    started = [created.run for created in await served.created.list() if created.state == "STARTED"]
-    models: list[Json] = []
-    for name in (own, *(run for run in started if run != own)):
-        versions = await (await served.find(name)).generation.choice.served_versions()
-        models.append({"id": name, "policy_version": max(versions, default=None), "server_ids": []})
-        models += [
-            {"id": f"{name}@{version}", "policy_version": version, "server_ids": server_ids}
-            for version, server_ids in sorted(versions.items())
-        ]
+    versions = await (await served.find(own)).generation.choice.served_versions()
+    models: list[Json] = [{"id": own, "policy_version": max(versions, default=None), "server_ids": []}]
+    models += [
+        {"id": f"{own}@{version}", "policy_version": version, "server_ids": server_ids}
+        for version, server_ids in sorted(versions.items())
+    ]
     return [model | {"object": "model", "created": 0, "owned_by": "penstock"} for model in models]
 
 
@@ -142,9 +139,7 @@ async def _run_of(served: ServedRuns, body: SamplingBody) -> ServedRun:
         return await served.find(body.run)
     except NotFound as error:
         own = served.config.run
-        raise ModelNotFound(
-            f"the model must be {own} or {own}@VERSION, or another run that is served here, not {body.model!r}"
-        ) from error
+        raise ModelNotFound(f"the model must be {own} or {own}@VERSION, not {body.model!r}") from error
 
 
 async def _answer(

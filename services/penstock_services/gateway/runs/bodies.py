@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from penstock.v1 import runs_pb2
-from penstock_services.gateway.bodies import Body, Json, finite, plain_fields, to_json_text
+from penstock_services.gateway.bodies import Body, Json, finite, plain_fields
 from penstock_services.gateway.prompts.bodies import PromptBody, fill_prompts
-
-
-class CreateRunBody(Body):
-    config: dict[str, Any]
-    """The content of the run's YAML file. Its `redis`, `gateway`, `launcher` and `run_dir` are ignored."""
-
-    def to_proto(self) -> runs_pb2.CreateRunRequest:
-        return runs_pb2.CreateRunRequest(config_json=to_json_text(self.config, "config"))
 
 
 class CreateEvaluationBody(Body):
@@ -38,7 +28,6 @@ def run_to_json(run: runs_pb2.Run) -> Json:
         "servers": [server_to_json(server) for server in run.servers],
         "state": runs_pb2.Run.State.Name(run.state),
         "held_version": run.held_version if run.HasField("held_version") else None,
-        "launcher_id": run.launcher_id,
         "detail": run.detail,
         "num_trained": run.num_trained,
         "learning": run.learning,

@@ -8,9 +8,7 @@ from penstock.config.run import RunConfig
 from penstock.diagnosis import Finding
 from penstock.diagnosis.facts import RunStores
 from penstock.diagnosis.progress import learning_finding, speed_finding
-from penstock.errors import Conflict
 from penstock.replay.queue_types import QueueStat
-from penstock.store.created_runs import ENDING, WAITS, CreatedRuns
 from penstock.v1 import runs_pb2
 from penstock_services.gateway import validation
 from penstock_services.gateway.operations import AuditLog, operation
@@ -18,16 +16,20 @@ from penstock_services.gateway.runs.servers import servers_to_proto
 
 
 class RunHandlers:
-    def __init__(self, config: RunConfig, audit: AuditLog, stores: RunStores, created: CreatedRuns) -> None:
+    def __init__(self, config: RunConfig, audit: AuditLog, stores: RunStores) -> None:
         self.config = config
         self.audit = audit
         self.stores = stores
-        self.created = created
 
     @operation("read")
     async def get_run(self, request: runs_pb2.GetRunRequest) -> runs_pb2.Run:
         del request
         return await self.describe()
+
+    @operation("read")
+    async def list_runs(self, request: runs_pb2.ListRunsRequest) -> runs_pb2.ListRunsResponse:
+        del request
+        return runs_pb2.ListRunsResponse(runs=[await self.describe()])
 
     @operation("admin")
     async def pause_run(self, request: runs_pb2.ChangeRunRequest) -> runs_pb2.Run:
@@ -38,22 +40,13 @@ class RunHandlers:
     @operation("admin")
     async def resume_run(self, request: runs_pb2.ChangeRunRequest) -> runs_pb2.Run:
         del request
-        created = await self.created.get(self.config.run)
-        if created is not None and created.state == "STOPPING":
-            raise Conflict(f"run {created.run!r} is about to stop; resume it once it is stopped")
         await self.stores.control.resume()
-        if created is not None and created.state in ("STOPPED", "FAILED"):
-            # The same launcher takes it again, because its checkpoints are there.
-            await self.created.move(created, "CREATED", detail=WAITS)
         return await self.describe()
 
     @operation("admin")
     async def stop_run(self, request: runs_pb2.ChangeRunRequest) -> runs_pb2.Run:
         del request
         await self.stores.control.stop()
-        while (created := await self.created.get(self.config.run)) and created.state in ("CREATED", "STARTED"):
-            is_up = created.state == "STARTED"
-            await self.created.move(created, "STOPPING" if is_up else "STOPPED", detail=ENDING if is_up else "")
         return await self.describe()
 
     @operation("read")
@@ -81,8 +74,7 @@ class RunHandlers:
         return sorted(scores, key=lambda score: (score.benchmark, score.number))
 
     async def describe(self) -> runs_pb2.Run:
-        created = await self.created.get(self.config.run)
-        facts = await self.stores.read(self.config, created.state if created else None)
+        facts = await self.stores.read(self.config)
         learning, speed, stat = learning_finding(facts), speed_finding(facts), facts.stat
         return runs_pb2.Run(
             run=self.config.run,
@@ -94,8 +86,7 @@ class RunHandlers:
             servers=servers_to_proto(facts.servers, facts.drained, facts.breakers, facts.quarantines),
             state=facts.state,
             held_version=facts.orders.held_version,
-            launcher_id=created.launcher_id if created else "",
-            detail=(created.detail if created else "") or facts.state_detail,
+            detail=facts.state_detail,
             notices=[runs_pb2.Notice(**asdict(notice)) for notice in facts.notices],
             learning=learning.line,
             speed=speed.line,

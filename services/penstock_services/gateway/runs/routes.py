@@ -8,7 +8,7 @@ from fastapi import APIRouter, Query
 from starlette.responses import JSONResponse, Response
 
 from penstock.v1 import runs_pb2
-from penstock_services.gateway.routing import AllRuns, Authenticated, PageSize, RunOfPath, add_routes
+from penstock_services.gateway.routing import Authenticated, PageSize, RunOfPath, Served, add_routes
 from penstock_services.gateway.runs import bodies
 
 
@@ -17,7 +17,6 @@ def router() -> APIRouter:
     return add_routes(
         "runs",
         ("GET", "/v1/runs", list_runs),
-        ("POST", "/v1/runs", create_run),
         ("POST", f"{run}:pause", pause_run),
         ("POST", f"{run}:resume", resume_run),
         ("POST", f"{run}:stop", stop_run),
@@ -38,14 +37,9 @@ async def get_run(run: RunOfPath, caller: Authenticated) -> Response:
     return JSONResponse(bodies.run_to_json(await run.lifecycle.get_run(caller, request)))
 
 
-async def create_run(runs: AllRuns, caller: Authenticated, body: bodies.CreateRunBody) -> Response:
-    """Create a run, which a launcher starts. Sending the same config again changes nothing; another config under the
-    same name is a conflict."""
-    return JSONResponse(bodies.run_to_json(await runs.create_run(caller, body.to_proto())))
-
-
-async def list_runs(runs: AllRuns, caller: Authenticated) -> Response:
-    return JSONResponse(bodies.runs_to_json(await runs.list_runs(caller, runs_pb2.ListRunsRequest())))
+async def list_runs(served: Served, caller: Authenticated) -> Response:
+    run = await served.find("")
+    return JSONResponse(bodies.runs_to_json(await run.lifecycle.list_runs(caller, runs_pb2.ListRunsRequest())))
 
 
 async def pause_run(run: RunOfPath, caller: Authenticated) -> Response:

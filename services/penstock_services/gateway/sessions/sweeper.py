@@ -1,6 +1,6 @@
 """Finishes what nobody else will: tasks of dead workers, tasks past their deadline, and groups of dead gateways.
 
-Every gateway does this about once a second, for all runs that it serves. Each step is atomic or can be repeated, so it
+Every gateway does this about once a second, Each step is atomic or can be repeated, so it
 does not matter how many do."""
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ SWEEP_S = 1.0
 async def sweep(served: ServedRuns) -> None:
     """Sweep until the gateway stops. Errors of Redis are logged, and the next sweep tries again."""
     while not served.stopping.is_set():
-        for run in served.opened:
-            try:
-                async with asyncio.timeout(4 * run.config.redis.timeout_s):
-                    await sweep_run(run)
-            except (PenstockError, RedisError, TimeoutError) as error:
-                logger.warning("sessions and tasks of run %s were not swept: %s", run.name, error)
+        try:
+            async with asyncio.timeout(4 * served.config.redis.timeout_s):
+                await sweep_run(served.run)
+        except (PenstockError, RedisError, TimeoutError) as error:
+            logger.warning("sessions and tasks of run %s were not swept: %s", served.config.run, error)
         try:
             async with asyncio.timeout(SWEEP_S):
                 await served.stopping.wait()

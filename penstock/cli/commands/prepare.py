@@ -1,26 +1,26 @@
-"""`penstock init FILE`: write the configuration of a new run. Without options it asks, on a terminal."""
+"""Commands that prepare a run: `penstock init`, `keys` and `fetch-model`."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.cli.interruption import interruptible
-from penstock.cli.parser import Parser
+from penstock.api_keys import ROLES, make_key, read_keys
+from penstock.cli.parser import Parser, interruptible
 from penstock.config.starter import ALGORITHMS, BUILT_IN_REWARDS, Answers, starter_config
+from penstock.errors import ConfigError, InvalidInput
 
 PLACEMENTS = ("standalone", "split-collocate")
 
 
-def main(argv: Sequence[str]) -> int:
-    args = _parser().parse_args(argv)
-
-    from penstock.errors import ConfigError
-
+def init(argv: Sequence[str]) -> int:
+    """Write the configuration of a new run. Without options it asks, on a terminal."""
+    args = _init_parser().parse_args(argv)
     file: Path = args.file
     if file.exists() and not args.force:
         raise ConfigError(f"{file} exists; choose another name, or overwrite it with --force")
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> Parser:
+def _init_parser() -> Parser:
     parser = Parser(
         prog="penstock init",
         description="Write the configuration of a new run: a short YAML file with comments. Without options it asks.",
@@ -65,8 +65,6 @@ def _parser() -> Parser:
 
 
 def _from_options(file: Path, given: dict[str, Any]) -> Answers:
-    from penstock.errors import ConfigError
-
     if "model" not in given:
         raise ConfigError("--model is missing; give the folder or the Hub id of the model to train")
     return Answers(**{"run": _run_name(file), "gpus": _num_gpus_here(), **given})
@@ -174,3 +172,71 @@ def _one_of(names: Sequence[str]) -> Callable[[str], str]:
         return text
 
     return parse
+
+
+# ── keys and models ──
+
+
+def keys(argv: Sequence[str]) -> int:
+    """Make and list the API keys of a gateway. A key is printed once; only its hash is stored."""
+    parser = Parser(
+        prog="penstock keys",
+        description="Make and list the API keys of a gateway.",
+        epilog="Example: penstock keys make --name alice --role submit --file keys.txt",
+    )
+    actions = parser.add_subparsers(dest="action", required=True)
+    make = actions.add_parser("make", help="make a key, print it, and add its hash to the file")
+    make.add_argument("--name", required=True, help="who uses the key; appears in the audit log")
+    make.add_argument(
+        "--role",
+        choices=ROLES,
+        required=True,
+        help="read: view only; submit: also submit prompts; admin: also change runs and policies",
+    )
+    listing = actions.add_parser("list", help="list names and roles")
+    for action in (make, listing):
+        action.add_argument("--file", type=Path, required=True, help="file that gateway.keys_file names")
+    args = parser.parse_args(argv)
+    if args.action == "list":
+        for key in read_keys(args.file):
+            print(f"{key.name}\t{key.role}")
+        return 0
+    print(_make_key(args.file, args.name, args.role))
+    return 0
+
+
+def _make_key(path: Path, name: str, role: str) -> str:
+    if path.exists() and path.read_text().strip() and any(key.name == name for key in read_keys(path)):
+        raise InvalidInput(
+            "--name", f"{path} already has a key {name!r}; choose another name, or remove its line first"
+        )
+    secret, key = make_key(name, next(known for known in ROLES if known == role))
+    try:
+        with os.fdopen(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600), "r+") as file:
+            ends_in_line = not (text := file.read()) or text.endswith("\n")
+            file.write(("" if ends_in_line else "\n") + key.line + "\n")
+        path.chmod(0o600)
+    except OSError as error:
+        raise ConfigError(f"--file {path} cannot be written: {error.strerror}") from error
+    return secret
+
+
+def fetch_model(argv: Sequence[str]) -> int:
+    """Fetch a model once into a folder that the processes of a run share."""
+    parser = Parser(
+        prog="penstock fetch-model",
+        description="Fetch a model once into a folder. Safe to kill, to repeat, and to start twice.",
+        epilog="A private or gated model of the Hub needs HF_TOKEN. s3:// takes AWS_ACCESS_KEY_ID, "
+        "AWS_SECRET_ACCESS_KEY, AWS_REGION and AWS_ENDPOINT_URL, or the identity of a pod.",
+    )
+    parser.add_argument("source", help="Hub id such as Qwen/Qwen2.5-0.5B@main, s3://bucket/prefix, or a folder")
+    parser.add_argument("target", type=Path, help="folder that then holds the model")
+    parser.add_argument("--verify", action="store_true", help="read a folder that is complete already, and compare it")
+    parser.add_argument(
+        "--timeout", type=float, default=3600.0, metavar="S", help="longest wait for another fetch or a store (3600)"
+    )
+    args = parser.parse_args(argv)
+    from penstock.fetching.model_fetch import fetch_model as fetch
+
+    print(fetch(args.source, args.target.absolute(), args.timeout, verify=args.verify))
+    return 0

@@ -17,9 +17,9 @@ from penstock.store.fleet import SERVING_STATES, Fleet
 from penstock.store.redis_client import connect
 from penstock.store.run_control import RunControl
 from penstock.v1 import weights_pb2
-from penstock_learner.loop.batch_reader import GATHER_S, WAIT_S
+from penstock_learner.loop.batches import GATHER_S, WAIT_S
+from penstock_learner.loop.publication import PolicyPublication
 from penstock_learner.metrics import LearnerMetrics
-from penstock_learner.publication.policy_publication import PolicyPublication
 from penstock_learner.weights.member_calls import MemberCalls
 from penstock_learner.weights.push import PushReport, PushTarget
 
@@ -98,8 +98,8 @@ class Learner:
 
     async def publish(self) -> None:
         """Bring a new version to all servers, and make it current."""
-        offer = await self.publication.gather(await self.queue.allocate_version(0), self.step)
-        offer.metrics.set_result({})
+        staged = await self.publication.stage(await self.queue.allocate_version(0))
+        await self.publication.publish(staged, self.step, {})
         await self.publication.wait_until_published()
 
     async def make_steps(self, seconds: float) -> int:

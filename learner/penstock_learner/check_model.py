@@ -1,4 +1,4 @@
-"""`penstock check-model FOLDER`: whether the learner trains a model rightly, and on which path.
+"""`penstock check-model FOLDER`: whether the learner trains a model correctly, and on which path.
 
 $ penstock check-model Qwen2.5-0.5B
 model       qwen2, 494.0M parameters, float32

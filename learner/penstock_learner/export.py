@@ -57,7 +57,7 @@ def export(config: RunConfig, checkpoint: Path, out: Path, dtype: str, *, adapte
     if out.exists():
         raise ConfigError(f"--out {out} exists already; name a new folder")
     if adapter and config.learner.lora is None:
-        raise ConfigError("--adapter: the run has no learner.lora, so there is no adapter; leave --adapter out")
+        raise ConfigError("--adapter: the run has no learner.lora, so there is no adapter; omit --adapter")
     model = _load(config, checkpoint)
     if adapter:
         write_adapter(model.lm, config.model.path, out, dtype)
@@ -152,7 +152,7 @@ def _require_finite(tensors: Iterable[tuple[str, torch.Tensor]], dtype: str, out
 
 def _intact(checkpoint: Path) -> Path:
     """The same folder. Raises CheckpointDamaged if one of its files is damaged."""
-    from penstock_learner.checkpoints.loading import verify_in_this_process
+    from penstock_learner.checkpoints.store import verify_in_this_process
 
     if not (checkpoint / ".metadata").is_file():
         raise ConfigError(f"--checkpoint {checkpoint} is not a checkpoint; give a folder of RUN/checkpoints/")
@@ -162,24 +162,23 @@ def _intact(checkpoint: Path) -> Path:
 
 def _newest_intact(config: RunConfig) -> Path:
     """The run's newest checkpoint without damage. A line on stderr names each damaged one before it."""
-    from penstock_learner.checkpoints.checkpoint import CheckpointStore
-    from penstock_learner.checkpoints.loading import verify_in_this_process
+    from penstock_learner.checkpoints.store import CheckpointStore, verify_in_this_process
 
     for path in CheckpointStore(config.folder / "checkpoints", keep=1).of_the_run():
         try:
             verify_in_this_process(path)
             return path
         except CheckpointDamaged as error:
-            print(f"checkpoint {path.name} is left out: {error}", file=sys.stderr)
+            print(f"checkpoint {path.name} is skipped: {error}", file=sys.stderr)
     raise NotFound(f"run {config.run} has no intact checkpoint in {config.folder}; train first, or give --checkpoint")
 
 
 def _load(config: RunConfig, checkpoint: Path) -> CausalLM:
-    """The model with the checkpoint's weights, and with its adapter beside them if it has one, on the CPU."""
+    """The model with the checkpoint's weights, and with its adapter next to them if it has one, on the CPU."""
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
-    from penstock_learner.checkpoints.checkpoint import shards_folder
+    from penstock_learner.checkpoints.store import shards_folder
     from penstock_learner.model.adapter import add_adapter
     from penstock_learner.shards import load_shards
 

@@ -23,10 +23,8 @@ from pathlib import Path
 from penstock.config.run import RunConfig
 from penstock.errors import CheckpointDamaged, Unavailable
 from penstock.fetching.object_folder import CHUNK_BYTES, ObjectFolder
-from penstock_learner.checkpoints.flushing import flush
-from penstock_learner.checkpoints.manifest import MANIFEST_FILE, read_manifest
+from penstock_learner.checkpoint_files import MANIFEST_FILE, find_damage, flush, read_manifest
 from penstock_learner.crash_points import crash_point
-from penstock_learner.file_checksums import find_damage
 
 logger = logging.getLogger(__name__)
 FIELD = "learner.checkpoint.upload"
@@ -76,7 +74,7 @@ class CheckpointUploads:
         self._remove_old(checkpoint.name, is_usable)
 
     def fetch_newest(self, folder: Path, is_usable: Callable[[str], bool]) -> None:
-        """Fetch the newest usable checkpoint into `folder`, if that has none as new. A damaged one is left out."""
+        """Fetch the newest usable checkpoint into `folder`, if that has none as new. A damaged one is skipped."""
         here = max((path.name for path in folder.glob("term-*-step-*") if _NAME.match(path.name)), default="")
         newer = [name for name in self.newest_first() if name > here and name not in self._damaged]
         for name in filter(is_usable, newer):

@@ -18,10 +18,9 @@ from penstock_learner.model.precision import DTYPES, compute_dtype_of
 from penstock_learner.model.scalar_model import check_tokenizer, open_scalar_model
 from penstock_learner.model.self_check import require_right
 from penstock_learner.optim.optimizer import apply_gradients
-from penstock_learner.roles.dispatch import dispatched
+from penstock_learner.roles.dispatch import CriticReport, dispatched
 from penstock_learner.roles.prefix_sharing import tree_of
 from penstock_learner.roles.trainer import TrainerRank
-from penstock_learner.roles.update_reports import CriticReport
 
 
 class CriticWorker(TrainerRank):
@@ -61,16 +60,10 @@ class CriticWorker(TrainerRank):
         loss, num_clipped = (sum(column) for column in zip(*sums, strict=True))
         return CriticReport(loss, int(num_clipped), taken, nonfinite)
 
-    def rehearse(self, part: RankShard, denominators: Denominators) -> None:
-        """Compile everything that a step runs, on a batch that is not trained. Collective. Nothing of the critic
-        changes."""
-        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
-            self.values(part)
-            self.optimizer.zero_grad(set_to_none=True)
-            for micro in part.micro_batches:
-                self._accumulate(micro, part, denominators)
-            self.optimizer.rehearse()
-            self.optimizer.zero_grad(set_to_none=True)
+    def run_passes(self, part: RankShard, denominators: Denominators) -> None:
+        self.values(part)
+        for micro in part.micro_batches:
+            self._accumulate(micro, part, denominators)
 
     def _accumulate(self, micro: SequenceBatch, part: RankShard, denominators: Denominators) -> torch.Tensor:
         """Run the forward and backward pass of one micro-batch. Gradients add up to those of the whole batch.

@@ -63,7 +63,7 @@ class Rank:
         """Whether a controller has made one of the calls in STARTS."""
         self.beat_at = time.monotonic()
         self.profiler = RankProfiler(self.role, rank)
-        if config.learner.ray_address:  # a Ray that was started elsewhere has a mask and an environment of its own
+        if config.learner.ray_address:  # a Ray that was started elsewhere has its own mask and environment
             keep_files_private()
             keep_compiled_code(config)
             threading.Thread(target=self._end_when_orphaned, daemon=True).start()

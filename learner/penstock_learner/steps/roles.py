@@ -21,9 +21,8 @@ from penstock.config.learner import LearnerConfig
 from penstock.errors import ConfigError, RoleDied
 from penstock_learner.batches.partition import RankShard, partition, unpermute, unpermute_sequences
 from penstock_learner.batches.sequence_batch import SequenceBatch
-from penstock_learner.roles.actors.role_group import RoleGroup, gather_all
-from penstock_learner.roles.actors.role_recovery import RoleRecovery
-from penstock_learner.roles.trained import trains_as_policy
+from penstock_learner.roles.role_group import RoleGroup, RoleRecovery, gather_all
+from penstock_learner.roles.workers import trains_as_policy
 
 
 @dataclass(frozen=True)
@@ -225,6 +224,6 @@ class Roles(Mapping[str, Role]):
 
 
 async def gather_fields(**calls: Awaitable[NDArray[Any]] | None) -> dict[str, NDArray[Any]]:
-    """The results of calls that run at the same time, by name. A call that is None is left out."""
+    """The results of calls that run at the same time, by name. A call that is None is skipped."""
     made = {name: call for name, call in calls.items() if call is not None}
     return dict(zip(made, await gather_all(*made.values()), strict=True))

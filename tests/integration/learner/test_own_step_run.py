@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from penstock.config.run import RunConfig
-from penstock_learner.checkpoints.checkpoint import shards_folder
+from penstock_learner.checkpoints.store import shards_folder
 from support.learner_runs import GROUPS_PER_STEP, NUM_STEPS, fill_queue, make_config, outcome, run_learner, state_hash
 from support.redis_server import RedisProcess
 
 STEP = '''
 from penstock_learner.dataflow import *
 from penstock_learner.roles.critic import CriticWorker
-from penstock_learner.roles.reference import ReferenceWorker
+from penstock_learner.roles.frozen import ReferenceWorker
 
 class SecondCritic(CriticWorker):
     """A trained worker of the user's own file."""

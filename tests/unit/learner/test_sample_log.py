@@ -19,8 +19,8 @@ from penstock.samples.sample import Sample
 from penstock.samples.selection import SampleFilter, select
 from penstock.token_text import TokenText
 from penstock.trajectory import Group, Prompt, VersionSegment
-from penstock_learner.loggers.opening import StepLoggers
 from penstock_learner.loggers.samples import MAX_GROUND_TRUTH, MAX_WAITING, SampleLog, TrainedStep, spread
+from penstock_learner.loggers.step_loggers import StepLoggers
 from support.groups import make_group
 from support.scripted_engines import END, make_tokenizer_folder, spelled
 
@@ -116,7 +116,7 @@ def test_a_slow_writer_leaves_steps_out_instead_of_delaying_them(
     released.set()
     log.close()
     assert [sample.step for sample in written(config)] == list(range(MAX_WAITING, 0, -1))
-    [warning] = [message for message in caplog.messages if "left out of samples.jsonl" in message]
+    [warning] = [message for message in caplog.messages if "missing in samples.jsonl" in message]
     assert f"steps from {MAX_WAITING + 1} on" in warning
 
 

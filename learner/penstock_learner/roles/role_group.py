@@ -1,22 +1,119 @@
-"""Calls the ranks of a role: all at once, with one deadline, and with one error that names the role."""
+"""A role as the controller sees it: the Ray actors of its ranks, calls to them, and their restarts.
+
+    RoleActors      makes the actors of one role, finds those that an earlier controller left, and frees their resources
+    RoleGroup       calls the ranks: all at once, with one deadline, and with one error that names the role
+    RoleRecovery    restarts roles whose ranks died or hang, a limited number of times
+
+A set of actors has one actor per rank. On a cluster that the learner joined (`learner.ray_address`), ranks outlive the
+controller: the next controller finds them by name and adopts them, which saves it the start of the processes and the
+loading of the models. Ranks that no controller has called for a while (rank.py) free their resources themselves. In a
+private Ray, ranks end with their controller.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import re
 import secrets
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError, RayTaskError
+from ray.util import list_named_actors, remove_placement_group
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from penstock.cancellation import end_task
+from penstock.config.learner import RoleConfig
+from penstock.config.run import RunConfig
 from penstock.errors import Fenced, PenstockError, ProcessDied, RoleDied
-from penstock_learner.roles.actors.role_actors import BEAT_LANE, LANES, RoleActors
+from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.roles.dispatch import Dispatch
+from penstock_learner.roles.workers import own_workers, worker_of
 
 logger = logging.getLogger(__name__)
+SAVE_LANE = "save"
+LANES = ("push", "catch_up", SAVE_LANE)
+"""Besides the training thread, each rank has one thread per lane: for pushes, catch-up pushes and checkpoints."""
+BEAT_LANE = "beat"
+"""The thread in which a rank learns that its controller is alive."""
+
+
+def namespace_of(config: RunConfig) -> str:
+    """Ray's namespace of a run. Names of actors are unique within it."""
+    return f"penstock-{config.run}"
+
+
+@dataclass(frozen=True)
+class RoleActors:
+    """Makes and finds the actors of a role, on resources that are reserved for it."""
+
+    config: RunConfig
+    name: str
+    role: RoleConfig
+    reserved: PlacementGroup
+
+    @property
+    def outlive_controller(self) -> bool:
+        return bool(self.config.learner.ray_address)
+
+    @property
+    def has_spares(self) -> bool:
+        return self.config.learner.spare_ranks
+
+    @property
+    def can_be_adopted(self) -> bool:
+        """Whether ranks that outlive their controller fit the next one. Those of a user's class may be of another
+        version of its file."""
+        own = self.config.learner.roles.get(self.name)
+        return own is None or not own.is_own_class
+
+    def prepare(self) -> None:
+        """Import the models, which `make` needs and a controller that adopts its ranks does not. Blocks for seconds."""
+        own_workers()
+
+    def make(self, number: int, owner: str) -> list[Any]:
+        """Make one actor per rank. `number` makes the names differ from those of the other sets."""
+        worker = worker_of(self.config.learner, self.name)
+        remote: Any = ray.remote(concurrency_groups=dict.fromkeys((*LANES, BEAT_LANE), 1))(worker)
+        share = 0.5 if self.has_spares else 1.0  # a rank and its spare have the same bundle
+        try:
+            return [
+                remote.options(
+                    name=f"{self.name}-{rank}-{number}",
+                    lifetime="detached" if self.outlive_controller else None,
+                    num_cpus=self.role.cpus_per_rank * share,
+                    num_gpus=self.role.gpus_per_rank * share,
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(
+                        self.reserved, placement_group_bundle_index=rank
+                    ),
+                ).remote(self.config, rank, self.role.num_ranks, owner, self.name)
+                for rank in range(self.role.num_ranks)
+            ]
+        except ValueError as error:
+            raise Fenced(f"{error}; another learner has started ranks of this run, stop this one") from error
+
+    def find(self) -> dict[int, list[Any]]:
+        """The sets that an earlier controller left, by number. A rank of a set may have died."""
+        if not self.outlive_controller:
+            return {}
+        sets: dict[int, dict[int, Any]] = defaultdict(dict)
+        for name in list_named_actors():
+            if match := re.fullmatch(rf"{self.name}-(\d+)-(\d+)", name):
+                with contextlib.suppress(ValueError):  # it has ended meanwhile
+                    sets[int(match[2])][int(match[1])] = ray.get_actor(name)
+        return {number: [ranks[rank] for rank in sorted(ranks)] for number, ranks in sorted(sets.items())}
+
+    def give_up(self) -> None:
+        """End all ranks of the role's resource group, and free its resources."""
+        remove_placement_group(self.reserved)
+
+
 OTHER_ERRORS_S = 5.0
 """How long to wait for the errors of other ranks after one has failed. When a rank dies, another rank may report a lost
 connection first, which does not explain the failure."""
@@ -55,17 +152,17 @@ async def keep_spares(roles: Iterable[RoleGroup]) -> None:
 
 
 async def run_with_ranks(work: Awaitable[None], roles: Collection[RoleGroup], stopping: asyncio.Event) -> None:
-    """Do the controller's work, with beats and spares beside it. Then end the ranks, or let them wait for a successor
+    """Do the controller's work, with concurrent beats and spares. Then end the ranks, or let them wait for a successor
     if the controller is to stop.
 
     If the work fails because a rank fails that is still alive, for example with a broken CUDA context, the ranks end
     too: they would fail every controller that adopts them. After any other error they wait for the next controller."""
-    beside = [asyncio.create_task(task) for task in (send_beats(roles), keep_spares(roles))]
+    tasks = [asyncio.create_task(task) for task in (send_beats(roles), keep_spares(roles))]
     try:
         try:
             await work
         finally:
-            for task in beside:
+            for task in tasks:
                 await end_task(task)
     except ProcessDied:
         await gather_all(*(role.end() for role in roles))
@@ -136,7 +233,7 @@ class RoleGroup:
         return self.is_up
 
     async def refill_spares(self) -> None:
-        """Make the spares if there are none, or if one of them has died. Called beside training."""
+        """Make the spares if there are none, or if one of them has died. Called during training."""
         spares = self.spares
         if spares:
             try:
@@ -215,12 +312,12 @@ class RoleGroup:
         return (await self._gather(method, [reference], self.timeout_s))[0]
 
     async def call_beside(self, lane: str, method: str, *arguments: Any, timeout_s: float) -> Any:
-        """Call rank 0 in the lane's thread, which runs beside training."""
+        """Call rank 0 in the lane's thread, which runs concurrently with training."""
         reference = self._call(self.actors[0], method, *arguments, lane=lane)
         return (await self._gather(method, [reference], timeout_s))[0]
 
     async def call_all_beside(self, lane: str, method: str, *arguments: Any) -> list[Any]:
-        """Call every rank in the lane's thread, which runs beside training."""
+        """Call every rank in the lane's thread, which runs concurrently with training."""
         references = [self._call(actor, method, *arguments, lane=lane) for actor in self.actors]
         return await self._gather(method, references, self.timeout_s)
 
@@ -264,3 +361,40 @@ class RoleGroup:
             return cause
         reason = next(iter(str(cause).splitlines()), "")  # CUDA and Ray explain themselves at length
         return ProcessDied(f"{self.name}.{method} failed: {type(cause).__name__}: {reason} (see the rank's log)")
+
+
+class RoleRecovery:
+    """Counts the restarts of each role since `made_progress` was last called."""
+
+    def __init__(self, max_restarts: int, metrics: LearnerMetrics) -> None:
+        self.max_restarts = max_restarts
+        self.metrics = metrics
+        self._in_a_row: Counter[str] = Counter()
+
+    async def start(self, role: RoleGroup) -> None:
+        """Start the role. If a rank dies while it starts, restart it."""
+        try:
+            await role.start()
+        except RoleDied as error:
+            await self.restart(role, error)
+
+    async def restart(self, role: RoleGroup, error: RoleDied) -> None:
+        """Start a new set of ranks from the model folder. Raises ProcessDied after too many restarts in a row."""
+        while True:
+            if self._in_a_row[role.name] >= self.max_restarts:
+                raise ProcessDied(
+                    f"{error}; it was restarted {self.max_restarts} times in a row (learner.max_role_restarts); see "
+                    "the logs of its ranks, then start the learner again; it resumes from its checkpoint"
+                ) from error
+            self._in_a_row[role.name] += 1
+            self.metrics.role_restarts.labels(role.name).inc()
+            logger.warning("%s; the %s role is restarted", error, role.name)
+            try:
+                await role.start()
+                return
+            except RoleDied as again:
+                error = again
+
+    def made_progress(self) -> None:
+        """Called when a checkpoint is durable: restarts before it no longer count."""
+        self._in_a_row.clear()

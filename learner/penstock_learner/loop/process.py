@@ -4,7 +4,7 @@
               ▲                                 (take_over.py)                           │
               └──────────────────────── a role that trains has died ◄────────────────────┘
 
-When a role that trains dies, its ranks are started again and all trained roles go back to the checkpoint, under a new
+When a role that trains dies, its ranks are started again and all trained roles rewind to the checkpoint, under a new
 term, as a new learner process would. The other roles stay up. A role that only computes forward passes is restarted
 within the step (training_step.py).
 """
@@ -15,57 +15,81 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from penstock.api.records import LAST_VALIDATION
 from penstock.cancellation import end_task
 from penstock.config.run import RunConfig
-from penstock.errors import RoleDied
+from penstock.errors import QueueFull, RoleDied, Unavailable
 from penstock.machine.disk_space import DiskWatch, folder_bytes
 from penstock.process_endpoint import Readiness
 from penstock.replay.contract import GroupConsumer
 from penstock.replay.recomputed import RecomputedLogProbs
 from penstock.store.fleet import Fleet
 from penstock.store.heartbeats import LEARNER, Heartbeats
-from penstock.store.notices import Notices
+from penstock.store.notices import Event, Notices
 from penstock.store.phases import Phases
 from penstock.store.policies import PolicyRegistry
 from penstock.store.quarantine import Quarantines
 from penstock.store.run_control import RunControl
 from penstock.tracing import Tracing
-from penstock_learner.agreement.check import LogProbCheck
-from penstock_learner.agreement.quarantine import ServerQuarantine
-from penstock_learner.checkpoints.checkpoint import CheckpointStore
-from penstock_learner.checkpoints.loading import load_checkpoint
+from penstock_learner.agreement.comparison import LogProbCheck
+from penstock_learner.agreement.servers import ServerAgreement, ServerQuarantine
+from penstock_learner.checkpoints.saving import CheckpointWriter, load_checkpoint
+from penstock_learner.checkpoints.store import CheckpointStore
 from penstock_learner.checkpoints.uploads import CheckpointUploads
-from penstock_learner.checkpoints.writer import CheckpointWriter
-from penstock_learner.loggers.opening import open_loggers
-from penstock_learner.loggers.reward_model_validation import RewardModelValidation
 from penstock_learner.loggers.samples import SampleLog
-from penstock_learner.loggers.validations import ValidationLog
-from penstock_learner.loop.batch_reader import BatchReader
-from penstock_learner.loop.data_end import DataEnd
-from penstock_learner.loop.failed_rewards import FailedRewards
-from penstock_learner.loop.operator_orders import OperatorOrders
-from penstock_learner.loop.server_agreement import ServerAgreement
-from penstock_learner.loop.silent_servers import SilentServers
-from penstock_learner.loop.step_loop import StepLoop
-from penstock_learner.loop.step_profiles import StepProfiles
-from penstock_learner.loop.step_records import StepRecords
+from penstock_learner.loggers.step_loggers import open_loggers
+from penstock_learner.loggers.validations import RewardModelValidation, ValidationLog
+from penstock_learner.loop.batches import BatchReader, DataEnd, FailedRewards
+from penstock_learner.loop.publication import PolicyPublication
+from penstock_learner.loop.step_loop import OperatorOrders, StepLoop, StepProfiles, StepRecords
 from penstock_learner.loop.take_over import ChosenCheckpoint, choose_checkpoint, take_over
 from penstock_learner.loop.term import Term, begin_term
 from penstock_learner.loop.training_step import TrainingStep
 from penstock_learner.metrics import LearnerMetrics
-from penstock_learner.publication.policy_publication import PolicyPublication
-from penstock_learner.roles.actors.role_actors import LANES
-from penstock_learner.roles.actors.role_group import RoleGroup, gather_all
-from penstock_learner.roles.actors.role_recovery import RoleRecovery
 from penstock_learner.roles.prefix_sharing import prefix_sharing_roles
-from penstock_learner.roles.trained import trained_roles
-from penstock_learner.steps.skipped_updates import SkippedSteps
+from penstock_learner.roles.role_group import LANES, RoleGroup, RoleRecovery, gather_all
+from penstock_learner.roles.workers import trained_roles
+from penstock_learner.steps.step_result import SkippedSteps
 
 logger = logging.getLogger(__name__)
+FORGOTTEN_AFTER_S = 900.0
+"""How long a server stays in the list without a heartbeat. Until then, alerts and the doctor name it."""
+LOOK_S = 10.0
+
+
+class SilentServers:
+    """Forgets the silent servers of a run under a learner's term. A server that comes back joins again."""
+
+    def __init__(self, fleet: Fleet, notices: Notices, term: int, max_silence_s: float = FORGOTTEN_AFTER_S) -> None:
+        self.fleet = fleet
+        self.notices = notices
+        self.term = term
+        self.max_silence_s = max_silence_s
+
+    async def watch(self) -> None:
+        """Runs forever."""
+        while True:
+            try:
+                await self.forget()
+            except (QueueFull, Unavailable) as error:
+                logger.warning("cannot look for servers that have died: %s; trying again", error)
+            await asyncio.sleep(LOOK_S)
+
+    async def forget(self) -> None:
+        """Forget the servers that have been silent for too long, and record a notice for each. Remove the notices of
+        those that are back."""
+        for server_id, silence_s in (await self.fleet.forget_silent(self.max_silence_s, self.term)).items():
+            text = (
+                f"{server_id} sent no heartbeat for {silence_s / 60:.0f} min and has left the list of servers; read "
+                "its log, and start it again if the run needs it"
+            )
+            logger.warning("%s", text)
+            await self.notices.record(Event("server_lost", server_id, text))
+        await self.notices.remove([Event("server_lost", server.server_id, "") for server in await self.fleet.servers()])
 
 
 def vocabulary_size(model: Path) -> int | None:
@@ -173,14 +197,14 @@ class LearnerController:
                 await self.policy.call_beside(lane, "wait_idle", timeout_s=self.config.learner.rank_timeout_s)
 
     async def _adopt_or_start(self, role: RoleGroup, *, can_adopt: bool) -> None:
-        """Adopt the ranks that an earlier controller left, if they can go back to a checkpoint, or start new ones."""
+        """Adopt the ranks that an earlier controller left, or start new ones."""
         if can_adopt and await role.adopt():
             logger.info("adopted the ranks of the %s role", role.name)
         else:
             await self.recovery.start(role)
 
     async def _run_term(self, chosen: ChosenCheckpoint) -> None:
-        """Train from the checkpoint on. Publication and the operator's orders are handled in tasks beside it."""
+        """Train from the checkpoint on. Concurrent tasks handle publication and the operator's orders."""
         await self.phases.enter(LEARNER, "taking over the run and restoring its newest checkpoint")
         taken = await take_over(
             self.queue, self.checkpoints, self.resuming, chosen, self._load, self.config.replay.settle_s
@@ -198,7 +222,7 @@ class LearnerController:
         validations = ValidationLog(self.queue, steps.loggers, term.step)
         scored = self._reward_model_validation()
         silent_servers = SilentServers(self.fleet, Notices(self.fleet.client, self.config.run), term.number)
-        beside = [
+        tasks = [
             asyncio.create_task(validations.watch()),
             asyncio.create_task(publication.publish_loop()),
             asyncio.create_task(publication.catch_up_loop()),
@@ -208,11 +232,11 @@ class LearnerController:
         ]
         training = asyncio.create_task(self._train(steps, validations, scored))
         try:
-            done, _ = await asyncio.wait({*beside, training}, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait({*tasks, training}, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
         finally:
-            for task in (training, *beside):
+            for task in (training, *tasks):
                 await end_task(task)
             await steps.writer.abandon()
             await validations.end()
@@ -229,8 +253,8 @@ class LearnerController:
         )  # fmt: skip
 
     async def _train(self, steps: StepLoop, validations: ValidationLog, scored: RewardModelValidation | None) -> None:
-        """Make the steps of a term. If none follows, wait for the validation of the last policy, which is scored beside
-        training, so that it reaches the loggers."""
+        """Make the steps of a term. If none follows, wait for the validation of the last policy, so that its scores
+        reach the loggers."""
         await steps.run()
         timeout_s = self.config.dataset.validation.last_timeout_s
         if timeout_s and self.config.dataset.validation.file is not None and not self.stopping.is_set():
@@ -255,9 +279,7 @@ class LearnerController:
                 self.queue,
                 self.config.replay,
                 self.config.learner,
-                term.ledger,
-                term.manifests,
-                term.roll_backs,
+                term,
                 vocabulary_size(self.config.model.path),
                 quarantine,
                 FailedRewards(
@@ -272,7 +294,7 @@ class LearnerController:
             agreement=ServerAgreement(
                 self.log_prob_check,
                 quarantine,
-                self.training,
+                self.training.policy_log_probs,
                 self.fleet,
                 self.metrics,
                 self.config.replay.lease_ttl_s,
@@ -283,7 +305,7 @@ class LearnerController:
             loggers=loggers,
             samples=SampleLog(self.config, term.step, loggers),
             writer=CheckpointWriter(
-                self.checkpoints, self.queue, self.trained, term.ledger, self.metrics, self._on_durable_checkpoint
+                self.checkpoints, self.queue, self.trained, self.metrics, partial(self._on_durable_checkpoint, term)
             ),
             phases=self.phases,
             trained=self.trained,
@@ -297,8 +319,9 @@ class LearnerController:
     async def _load(self, checkpoint: Path) -> None:
         await load_checkpoint(checkpoint, self.trained)
 
-    def _on_durable_checkpoint(self) -> None:
-        """Called after each checkpoint: this process has one to go back to, and the roles have made progress."""
+    def _on_durable_checkpoint(self, term: Term, prompt_ids: Sequence[int]) -> None:
+        """Called after each checkpoint: this process has one to rewind to, and the roles have made progress."""
+        term.ledger.mark_durable(prompt_ids)
         if self.resuming.resume == "off":
             self.resuming = self.resuming.model_copy(update={"resume": "auto"})
         self.recovery.made_progress()

@@ -1,9 +1,11 @@
-"""Runs each logger of a run in a thread of its own, so that none can delay or end training.
+"""Runs each logger of a run in a separate thread, so that none can delay or end training.
 
     controller ─ log(metrics) ─► queue of MAX_WAITING calls ─► thread: open, log, log, …, close
 
 If a logger raises an error, the error is logged once and the logger gets no more steps. If a logger hangs, it gets no
 more steps once its queue is full. When the run ends, the controller waits for the loggers until a deadline.
+
+To add a logger, write a class in `backends.py`, and add its name to `penstock/config/loggers.py` and to `_open`.
 """
 
 from __future__ import annotations
@@ -15,14 +17,36 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
+from typing import Protocol
 
 from penstock.config.loggers import LoggerName
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError
 from penstock.samples.sample import Sample
-from penstock_learner.loggers.step_logger import StepLogger
 
 logger = logging.getLogger(__name__)
+
+
+class StepLogger(Protocol):
+    """A logger is made, called and closed in one separate thread, so it may be slow. An error ends only the logger.
+
+    It is made for the steps after `resume_step`. An earlier logger of the run may have logged some of these steps
+    already."""
+
+    def log(self, metrics: Mapping[str, float]) -> None:
+        """Write the numbers of one step, under the learner's own names. `step` is one of them."""
+
+    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Write some samples of a step, the worst first. `samples.jsonl` has all of them."""
+
+    def log_validation(self, step: int, scores: Mapping[str, float]) -> None:
+        """Write the scores of validations that are finished, under verl's names. `step` is the step that they scored,
+        which may be some steps ago."""
+
+    def close(self) -> None:
+        """Called when no step follows."""
+
+
 MAX_WAITING = 1000
 CLOSE_S = 10.0
 """How long all loggers together may take to write their last steps."""
@@ -111,19 +135,19 @@ class StepLoggers:
 
 def _open(name: LoggerName, config: RunConfig, resume_step: int) -> StepLogger:
     if name == "jsonl":
-        from penstock_learner.loggers.jsonl import JsonlLogger
+        from penstock_learner.loggers.backends import JsonlLogger
 
         return JsonlLogger(config.folder / "metrics.jsonl", resume_step)
     if name == "tensorboard":
-        from penstock_learner.loggers.tensorboard import TensorBoardLogger
+        from penstock_learner.loggers.backends import TensorBoardLogger
 
         return TensorBoardLogger(config.folder / "tensorboard", resume_step)
     if name == "wandb":
-        from penstock_learner.loggers.wandb import WandbLogger
+        from penstock_learner.loggers.backends import WandbLogger
 
         return WandbLogger(config)
     from rich.console import Console
 
-    from penstock_learner.loggers.console import ConsoleLogger
+    from penstock_learner.loggers.backends import ConsoleLogger
 
     return ConsoleLogger(Console())

@@ -1,10 +1,13 @@
-"""Writes checkpoints during training: training waits while the ranks copy their shards, but not for the files.
+"""Saves and loads checkpoints by the ranks. Training waits while they copy their shards, but not for the files.
 
     stage (training waits) ─► ranks write ─► flush and rename ─► upload ─► acknowledge
-                              └──────────────── beside the next steps ───────────────┘
+                              └──────────────── during the next steps ───────────────┘
 
 Shards, ledger and step are copied at the same moment. Groups are acknowledged after the rename, and after the upload if
 there is one (uploads.py), never before. One checkpoint is written at a time.
+
+Every file is compared with the manifest before a role changes. Which checkpoint is loaded, and which one if that is
+damaged, is decided in penstock_learner.loop.take_over.
 """
 
 from __future__ import annotations
@@ -15,32 +18,31 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from penstock.cancellation import end_task
+from penstock.errors import CheckpointDamaged, ProcessDied, RoleDied
 from penstock.replay.contract import GroupConsumer
-from penstock_learner.checkpoints.checkpoint import CheckpointStore, TrainerState, shards_folder
-from penstock_learner.checkpoints.ledger import Ledger
+from penstock_learner.checkpoint_files import FileRecord
+from penstock_learner.checkpoints.store import CheckpointStore, checksums_of, raise_if_damaged, shards_folder
+from penstock_learner.checkpoints.trainer_state import TrainerState
 from penstock_learner.crash_points import crash_point
-from penstock_learner.file_checksums import FileRecord
 from penstock_learner.metrics import LearnerMetrics
-from penstock_learner.roles.actors.role_actors import SAVE_LANE
-from penstock_learner.roles.actors.role_group import RoleGroup, gather_all
+from penstock_learner.roles.role_group import SAVE_LANE, RoleGroup, gather_all
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of one term. `on_durable` is called when one is durable."""
+    """Writes the checkpoints of one term. `on_durable` is called when one is durable, with the prompts that it covers
+    and no checkpoint before it."""
 
     def __init__(
         self,
         store: CheckpointStore,
         queue: GroupConsumer,
         trained: Mapping[str, RoleGroup],
-        ledger: Ledger,
         metrics: LearnerMetrics,
-        on_durable: Callable[[], None],
+        on_durable: Callable[[Sequence[int]], None],
     ) -> None:
         self.store = store
         self.queue = queue
         self.trained = trained
-        self.ledger = ledger
         self.metrics = metrics
         self.on_durable = on_durable
         self._writing: asyncio.Task[None] | None = None
@@ -84,8 +86,7 @@ class CheckpointWriter:
         crash_point("before_flush")
         checkpoint = await asyncio.to_thread(self.store.finish, partial, state, _shards(partial, written))
         await asyncio.to_thread(self.store.upload, checkpoint)
-        self.ledger.mark_durable(prompt_ids)
-        self.on_durable()
+        self.on_durable(prompt_ids)
         crash_point("after_flush")
         await self.queue.commit(state.step, prompt_ids, await asyncio.to_thread(self.store.oldest_step))
         crash_point("after_commit")
@@ -101,3 +102,28 @@ def _shards(partial: Path, written: Mapping[str, Sequence[Mapping[str, FileRecor
         for files in ranks
         for name, record in files.items()
     }
+
+
+async def load_checkpoint(path: Path, trained: Mapping[str, RoleGroup]) -> None:
+    """Verify a checkpoint, then restore the trained roles from it.
+
+    Raises CheckpointDamaged if a file is damaged; the roles are unchanged then. It raises the same for a checkpoint
+    without checksums that cannot be loaded, or whose weights are not finite; the roles must be restored again then."""
+    files = await asyncio.to_thread(checksums_of, path)
+    await _verify(path, files, trained)
+    try:
+        await gather_all(*(role.call_all("restore", shards_folder(path, name)) for name, role in trained.items()))
+    except ProcessDied as error:
+        if files or isinstance(error, RoleDied):
+            raise
+        raise CheckpointDamaged(f"{path} cannot be loaded: {error}") from error
+
+
+async def _verify(path: Path, files: Mapping[str, FileRecord], trained: Mapping[str, RoleGroup]) -> None:
+    """Compare the files with their checksums. All ranks of the roles share them."""
+    ranks = [(role, rank) for role in trained.values() for rank in range(role.num_ranks)]
+    shares = [dict(sorted(files.items())[index :: len(ranks)]) for index in range(len(ranks))]
+    found = await gather_all(
+        *(role.call_rank(rank, "find_damage", path, share) for (role, rank), share in zip(ranks, shares, strict=True))
+    )
+    raise_if_damaged([damage for of_rank in found for damage in of_rank])

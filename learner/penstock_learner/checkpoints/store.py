@@ -1,73 +1,41 @@
 """Checkpoints: model, optimizer, ledger, step and version as one unit.
 
 All ranks of the trained roles write their shards to `term-T-step-N.partial` (DCP). The controller adds `trainer.json`
-and the checksums of all files (manifest.py), flushes the folder and renames it to `term-T-step-N`. Only a renamed
-folder counts. Groups are acknowledged after the rename, never before. The term comes first in the name, so a checkpoint
-of a learner that was fenced off never looks newer than its successor's.
+and the checksums of all files (checkpoint_files.py), flushes the folder and renames it to `term-T-step-N`. Only a
+renamed folder counts. Groups are acknowledged after the rename, never before. The term comes first in the name, so a
+checkpoint of a learner that was fenced off never looks newer than its successor's.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
-from penstock.errors import CheckpointDamaged, ConfigError, DiskFull, Fenced
+from penstock.errors import CheckpointDamaged, ConfigError, DiskFull, Fenced, Unavailable
 from penstock.machine.disk_space import is_disk_full, measure_disk
-from penstock.records import read_known_fields
 from penstock.replay.queue_types import GoneBack
-from penstock_learner.checkpoints.flushing import flush
-from penstock_learner.checkpoints.going_back import read_going_back
-from penstock_learner.checkpoints.ledger import Ledger
-from penstock_learner.checkpoints.manifest import MANIFEST_FILE, read_manifest, write_manifest
+from penstock_learner.checkpoint_files import (
+    FileRecord,
+    find_damage,
+    flush,
+    write_manifest,
+)
+from penstock_learner.checkpoints.trainer_state import TRAINER_FILE, TrainerState, read_checksums, read_state
 from penstock_learner.checkpoints.uploads import CheckpointUploads
-from penstock_learner.file_checksums import FileRecord
 
-TRAINER_FILE = "trainer.json"
+logger = logging.getLogger(__name__)
 NO_FILES: Mapping[str, FileRecord] = MappingProxyType({})
 
 
 def shards_folder(checkpoint: Path, role: str) -> Path:
     """Where a role's ranks write their shards: the policy at the top, other roles in a folder of their name."""
     return checkpoint if role == "policy" else checkpoint / role
-
-
-@dataclass(frozen=True)
-class TrainerState:
-    """The part of a checkpoint that no rank holds, as `trainer.json` stores it."""
-
-    step: int = 0
-    policy_version: int = 0
-    term: int = 0
-    ledger: list[tuple[int, int]] = field(default_factory=list)
-    kl_coefficient: float | None = None
-    feed_positions: dict[str, int] = field(default_factory=dict)
-    """How far each dataset had been submitted. For information only: a resumed run uses the positions in Redis."""
-    store_id: str = ""
-    """Identifies the queue whose prompt ids the ledger holds."""
-    resumed_from: str = ""
-    """The value of `checkpoint.resume` if the run was started from the checkpoint that it names, or empty."""
-    num_roll_backs: int = 0
-    """How many of the operator's roll back orders were handled."""
-    roll_backs: list[tuple[int, int, bool]] = field(default_factory=list)
-    """Each version that was rolled back to or started again from, the new version that then had its weights, and
-    whether it was a start."""
-
-    def make_ledger(self) -> Ledger:
-        return Ledger(self.ledger)
-
-    def check_store(self, store_id: str) -> None:
-        """Raise ConfigError for a queue other than the ledger's: its new prompts would have the ids of trained ones."""
-        if self.store_id and self.store_id != store_id:
-            raise ConfigError(
-                "this Redis is not the one that the checkpoint was written with, or it has lost its data; correct "
-                "redis.url or restore the data, or start a new run, or set learner.checkpoint.resume to off"
-            )
 
 
 class CheckpointStore:
@@ -127,7 +95,7 @@ class CheckpointStore:
             shutil.rmtree(final, ignore_errors=True)
             partial.rename(final)
         flush(self.folder)
-        # Checkpoints that the run gave up when it went back cannot replace this one, so they do not count as kept.
+        # Checkpoints that the run abandoned in a rewind cannot replace this one, so they do not count as kept.
         usable = self.newest_first() if self.gone_back is None else self._without_abandoned(self.gone_back)
         kept = [path for path in usable if path.parent == self.folder][: self.keep]
         unfinished = [path for path in self.folder.glob("term-*-step-*.partial") if path < partial]
@@ -149,7 +117,7 @@ class CheckpointStore:
         the object store first, if there is one.
 
         If `resume` names a checkpoint, that checkpoint is used once. Afterwards the run continues from its own newer
-        checkpoints. Checkpoints that the run abandoned when it went back are left out."""
+        checkpoints. Checkpoints that the run abandoned in a rewind are skipped."""
         if resume == "off":
             return []
         if self.uploads is not None:
@@ -162,14 +130,14 @@ class CheckpointStore:
         return [Path(resume)]
 
     def of_the_run(self) -> list[Path]:
-        """The checkpoints of the run, newest first, without those that it gave up when it went back.
+        """The checkpoints of the run, newest first, without those that it abandoned in a rewind.
 
         Does not need Redis. Raises ConfigError if a learner was about to go back and has not started again since."""
-        going_back = read_going_back(self.folder)
-        if going_back is None:
+        recorded = read_rewind(self.folder)
+        if recorded is None:
             return self.newest_first()
-        gone_back = going_back.gone_back
-        if going_back.is_done:
+        gone_back = recorded.gone_back
+        if recorded.is_done:
             return self._without_abandoned(gone_back)
         later = [path for path in self.newest_first() if _term_of(path) >= gone_back.term]
         if not later:
@@ -187,7 +155,7 @@ class CheckpointStore:
         return [*later, *([self.folder / target.name if is_ours else target] if target.is_dir() else []), *earlier]
 
     def _is_usable(self, name: str, gone_back: GoneBack | None) -> bool:
-        """Whether the run has not given up the checkpoint of this name."""
+        """Whether the run has not abandoned the checkpoint of this name."""
         if gone_back is None or _term_of(Path(name)) >= gone_back.term:
             return True
         target = Path(gone_back.checkpoint)
@@ -218,7 +186,7 @@ class CheckpointStore:
     def of_version(self, policy_version: int) -> Path | None:
         """The newest checkpoint that holds the weights of a version, or None.
 
-        Reads every checkpoint's `trainer.json`, and leaves out damaged ones."""
+        Reads every checkpoint's `trainer.json`, and skips damaged ones."""
         for path in self.newest_first():
             with suppress(CheckpointDamaged):
                 if read_state(path).policy_version == policy_version:
@@ -226,52 +194,80 @@ class CheckpointStore:
         return None
 
     def newest_first(self) -> list[Path]:
-        """The finished checkpoints. They may be damaged: loading.py verifies them."""
+        """The finished checkpoints. They may be damaged: saving.py verifies them."""
         finished = (path for path in self.folder.glob("term-*-step-*") if path.suffix != ".partial")
         return sorted(finished, reverse=True)
 
 
-def read_state(path: Path) -> TrainerState:
-    """The trainer state of a finished checkpoint, which another version of Penstock may have written.
-
-    Raises CheckpointDamaged if `trainer.json` or the manifest is missing or damaged."""
-    record, _ = _read_trainer(path)
-    try:
-        state = read_known_fields(TrainerState, record)
-        ranges = [(int(a), int(b)) for a, b in state.ledger]
-        # Checkpoints from before restarts were recorded have pairs.
-        roll_backs = [(int(a), int(b), any(restart)) for a, b, *restart in state.roll_backs]
-    except (ValueError, TypeError) as error:
-        raise CheckpointDamaged(f"{path / TRAINER_FILE} is damaged ({error})") from error
-    return replace(state, ledger=ranges, roll_backs=roll_backs)
-
-
-def read_checksums(path: Path) -> dict[str, FileRecord]:
-    """The checksums of all files of a finished checkpoint. Empty if an older version of Penstock wrote it, without any.
-
-    Raises CheckpointDamaged as `read_state` does."""
-    return _read_trainer(path)[1]
-
-
-def _read_trainer(path: Path) -> tuple[dict[str, Any], dict[str, FileRecord]]:
-    """The content of `trainer.json`, compared with the manifest, and the manifest."""
-    file = path / TRAINER_FILE
-    try:
-        content = file.read_bytes()
-        record = json.loads(content)
-        has_manifest = bool(record.get("has_manifest"))
-    except FileNotFoundError as error:
-        raise CheckpointDamaged(f"{file} is missing") from error
-    except (OSError, ValueError, AttributeError) as error:
-        raise CheckpointDamaged(f"{file} is damaged ({error})") from error
-    if not has_manifest and not (path / MANIFEST_FILE).exists():
-        return record, {}
-    files = read_manifest(path)
-    expected, found = files.get(TRAINER_FILE), FileRecord.of(content)
-    if found != expected:
-        raise CheckpointDamaged(f"{file} is damaged: expected {expected}, found {found}")
-    return record, files
-
-
 def _term_of(path: Path) -> int:
     return int(path.name.split("-")[1])
+
+
+REWIND_FILE = "going-back.json"
+
+
+@dataclass(frozen=True)
+class RecordedRewind:
+    """The content of the file."""
+
+    gone_back: GoneBack
+    is_done: bool
+    """Whether Redis has the change. Otherwise a learner was about to go back."""
+
+
+def record_rewind(folder: Path, term: int, gone_back: GoneBack | None, *, is_done: bool) -> None:
+    """Write the file, or remove it if the run never went back. `term` is the learner's own: the file of a later term
+    stays as it is. Blocks."""
+    with suppress(CheckpointDamaged):
+        known = read_rewind(folder)
+        if known is not None and known.gone_back.term > term:
+            return
+    file = folder / REWIND_FILE
+    try:
+        if gone_back is None:
+            file.unlink(missing_ok=True)
+            return
+        # The run's folder may be moved or mounted elsewhere, so its own checkpoints are stored by their names.
+        path = Path(gone_back.checkpoint)
+        checkpoint = path.name if path.parent == folder.absolute() else str(path)
+        partial = folder / f"{REWIND_FILE}.partial"
+        folder.mkdir(parents=True, exist_ok=True)
+        with partial.open("w") as writing:
+            json.dump({"checkpoint": checkpoint, "term": gone_back.term, "is_done": is_done}, writing)
+        flush(partial)
+        partial.rename(file)
+        flush(folder)
+    except OSError as error:
+        raise Unavailable(f"{file} cannot be written ({error.strerror}); start the learner again") from error
+
+
+def read_rewind(folder: Path) -> RecordedRewind | None:
+    """The content of the file, or None without one. Raises CheckpointDamaged. Blocks."""
+    file = folder / REWIND_FILE
+    try:
+        record = json.loads(file.read_text())
+        checkpoint = folder.absolute() / str(record["checkpoint"])
+        return RecordedRewind(GoneBack(str(checkpoint), int(record["term"]), num_roll_backs=0), bool(record["is_done"]))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise CheckpointDamaged(f"{file} is damaged ({error}); start the learner, which writes it again") from error
+
+
+def verify_in_this_process(path: Path) -> None:
+    """Compare every file with the manifest, without ranks. Raises CheckpointDamaged. Blocks."""
+    raise_if_damaged(find_damage(path, checksums_of(path)))
+
+
+def checksums_of(path: Path) -> dict[str, FileRecord]:
+    """The checksums of a checkpoint's files. Empty, with a warning, if an older version of Penstock wrote it."""
+    files = read_checksums(path)
+    if not files:
+        logger.warning("checkpoint %s has no checksums, because an older version wrote it; it is not verified", path)
+    return files
+
+
+def raise_if_damaged(damages: list[str]) -> None:
+    if damages:
+        more = f" (and {len(damages) - 1} more files)" if len(damages) > 1 else ""
+        raise CheckpointDamaged(damages[0] + more)

@@ -1,16 +1,24 @@
-"""Checksums of files: made while a file is written, compared before it is loaded.
+"""The files of a checkpoint: checksums in pieces, the manifest that lists them, and flushing to disk.
 
-Each piece of a file has a checksum of its own, so that the pieces of one large file are compared in parallel.
+Each piece of a file has its own checksum, so that the pieces of one large file are compared in parallel. Checksums are
+compared before a file is loaded, so that a damaged one is found. `manifest.json` has two lines:
+the files as JSON, and the checksum of that line. The checksums are made while the files are written (roles/trainer.py),
+so a save reads nothing back. Manifests of older versions, which have one checksum for each whole file, are read too.
 """
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import xxhash
+
+from penstock.errors import CheckpointDamaged
 
 PIECE_BYTES = 64 * 2**20
 READ_BYTES = 2**20
@@ -112,3 +120,56 @@ def _read_checksum(path: Path, index: int, piece_bytes: int) -> str:
             checksum.update(buffer[:num_bytes])
             left -= num_bytes
     return checksum.hexdigest()
+
+
+def flush(path: Path) -> None:
+    """Wait until the content of a file, or the names in a folder, are on the disk. Blocks."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+MANIFEST_FILE = "manifest.json"
+
+
+def write_manifest(folder: Path, known: Mapping[str, FileRecord]) -> None:
+    """Describe every file of the folder. `known` are the records of files, by path, that need not be read again.
+
+    Raises CheckpointDamaged if a known file is missing or has another size. Does not flush the manifest to disk."""
+    found = {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+    for name, record in known.items():
+        if found.get(name) != record.num_bytes:
+            raise CheckpointDamaged(
+                f"{folder / name} was not written completely: expected {record.num_bytes} bytes, found "
+                f"{found.get(name, 'no file')}; is the disk full?"
+            )
+    files = {name: known.get(name) or FileRecord.of_file(folder / name) for name in sorted(found)}
+    fields = {name: {"num_bytes": file.num_bytes, "pieces": file.pieces} for name, file in files.items()}
+    line = json.dumps(fields).encode()
+    (folder / MANIFEST_FILE).write_bytes(line + b"\n" + xxhash.xxh3_128_hexdigest(line).encode() + b"\n")
+
+
+def read_manifest(folder: Path) -> dict[str, FileRecord]:
+    """The files of a checkpoint. Raises CheckpointDamaged if the manifest is missing or damaged."""
+    path = folder / MANIFEST_FILE
+    try:
+        line, checksum, rest = path.read_bytes().split(b"\n")
+        found = xxhash.xxh3_128_hexdigest(line)
+        if found.encode() != checksum or rest:
+            raise CheckpointDamaged(f"{path} is damaged: expected checksum {checksum.decode()}, found {found}")
+        files = json.loads(line)
+        return {name: _read_record(file) for name, file in files.items()}
+    except FileNotFoundError as error:
+        raise CheckpointDamaged(f"{path} is missing") from error
+    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+        raise CheckpointDamaged(
+            f"{path} is damaged: expected a line of files and its checksum, found {error}"
+        ) from error
+
+
+def _read_record(file: Mapping[str, Any]) -> FileRecord:
+    if "xxh3_128" in file:
+        return FileRecord.of_whole(int(file["num_bytes"]), file["xxh3_128"])
+    return FileRecord(int(file["num_bytes"]), tuple(file["pieces"]))

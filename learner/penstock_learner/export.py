@@ -73,7 +73,7 @@ def write_adapter(lm: Any, base: Path, out: Path, dtype: str) -> None:
     import peft
     from safetensors.torch import save_file
 
-    from penstock_learner.model.precision import DTYPES
+    from penstock_learner.model.torch_settings import DTYPES
 
     matrices = {
         f"{ADAPTER_PREFIX}{name}": matrix.to(DTYPES[dtype]).contiguous()
@@ -123,7 +123,7 @@ def write_folder(lm: Any, source: Path, out: Path, dtype: str) -> None:
     TrainingDiverged, and writes nothing, if a weight is not finite in `dtype`."""
     from transformers.utils.logging import disable_progress_bar
 
-    from penstock_learner.model.precision import DTYPES
+    from penstock_learner.model.torch_settings import DTYPES
 
     disable_progress_bar()  # it would be the only line on stderr of a command that goes well
     for parameter in lm.parameters():  # not the buffers: routers' biases stay in float32
@@ -144,7 +144,7 @@ def _written_whole(out: Path) -> Iterator[Path]:
 
 
 def _require_finite(tensors: Iterable[tuple[str, torch.Tensor]], dtype: str, out: Path) -> None:
-    from penstock_learner.model.finite import first_nonfinite
+    from penstock_learner.model.tensors import first_nonfinite
 
     if name := first_nonfinite(tensors):
         raise TrainingDiverged(f"{name} is not finite in {dtype}, so {out} is not written; choose another checkpoint")

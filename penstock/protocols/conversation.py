@@ -1,4 +1,4 @@
-"""The one form of a conversation: every protocol is translated to it, and sessions compare messages in it.
+"""The one form of a conversation: every protocol is translated to it.
 
 A call of any protocol becomes a `Conversation`: messages, tools and arguments of the chat template. `fill` writes it
 into a GenerateRequest, and `from_request` reads it back. The rollout server renders it to token ids with the model's
@@ -70,7 +70,7 @@ class Message:
     """The reasoning before the content, if it is kept apart from it. Templates read it as `reasoning_content`."""
 
     def template_fields(self) -> Json:
-        """Fields besides role and content that the chat template reads. Empty ones are left out."""
+        """Fields besides role and content that the chat template reads. Empty ones are skipped."""
         fields = {
             "name": self.name,
             "tool_calls": [call.to_json() for call in self.tool_calls],
@@ -78,12 +78,6 @@ class Message:
             "reasoning_content": self.reasoning,
         }
         return {name: value for name, value in fields.items() if value}
-
-    def canonical(self) -> str:
-        """Text that is equal for two messages that mean the same. Arguments of calls are compared as JSON values, and
-        the ids of calls are left out, because some harnesses replace them."""
-        calls = [[call.name, _json_value(call.arguments)] for call in self.tool_calls]
-        return json.dumps([self.role, self.content, self.reasoning, calls], sort_keys=True)
 
     def to_proto(self) -> prompts_pb2.Message:
         fields = self.template_fields()
@@ -179,7 +173,7 @@ def _tools(text: str) -> tuple[Json, ...]:
         raise InvalidInput("tools_json", "must be a JSON list of tools in OpenAI's function format") from error
     for number, name in enumerate(names):
         if not isinstance(name, str) or name in names[:number]:
-            raise InvalidInput(f"tools[{number}].name", f"is no text or is used twice: {name!r}")
+            raise InvalidInput(f"tools[{number}].name", f"is not text or is used twice: {name!r}")
     return tools
 
 
@@ -202,11 +196,3 @@ def _template_arguments(text: str) -> Json:
             "template_arguments_json", f"must be a JSON object without {', '.join(sorted(RESERVED_ARGUMENTS))}"
         )
     return arguments
-
-
-def _json_value(text: str) -> Any:
-    """The value of JSON text. Text that is no JSON, such as cut arguments, is a value of its own."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return [text]

@@ -31,8 +31,7 @@ from penstock.replay.queue_types import Delivery
 from penstock.samples.selection import is_sampled
 from penstock.trajectory import SESSION_SERVER, Group
 from penstock_learner.agreement.servers import ServerQuarantine
-from penstock_learner.batches.sequence_batch import SequenceBatch, no_sequences
-from penstock_learner.batches.token_check import check_tokens
+from penstock_learner.batches.sequence_batch import SequenceBatch, check_tokens, no_sequences
 from penstock_learner.loop.term import Term
 from penstock_learner.loop.training_step import TrainingStep
 

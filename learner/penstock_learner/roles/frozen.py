@@ -13,7 +13,7 @@ from penstock_learner.batches.partition import RankShard
 from penstock_learner.batches.sequence_batch import SequenceBatch
 from penstock_learner.model.backbone import ModelInputs
 from penstock_learner.model.causal_lm import CausalLM, open_model
-from penstock_learner.model.loading.weights import read_weights
+from penstock_learner.model.loading import read_weights
 from penstock_learner.model.retokenization import Retokenization
 from penstock_learner.model.scalar_model import ScalarModel, check_tokenizer, open_judge, open_scalar_model
 from penstock_learner.model.self_check import require_right

@@ -25,7 +25,7 @@ from penstock.config.learner import LearnerConfig
 from penstock.config.run import RunConfig
 from penstock.errors import WeightPushFailed
 from penstock.weights.snapshot import FILE_NAME, find_damage
-from penstock_learner.algorithms.aggregation import Denominators, aggregate
+from penstock_learner.algorithms.aggregation import Denominators, aggregate, apply_mask
 from penstock_learner.algorithms.corrections import (
     CorrectionStatistics,
     Mismatch,
@@ -35,7 +35,6 @@ from penstock_learner.algorithms.corrections import (
 )
 from penstock_learner.algorithms.kl import kl_penalty
 from penstock_learner.algorithms.losses import LossInputs, LossStatistics, policy_loss
-from penstock_learner.algorithms.segments import apply_mask
 from penstock_learner.batches.partition import RankShard
 from penstock_learner.batches.sequence_batch import SequenceBatch
 from penstock_learner.model.adapter import adapter_off, add_adapter
@@ -43,13 +42,12 @@ from penstock_learner.model.architectures import require_parallel
 from penstock_learner.model.attention.sequence_parallel import SequenceParallel, make_sequence_parallel
 from penstock_learner.model.backbone import ModelInputs
 from penstock_learner.model.causal_lm import CausalLM, open_model
-from penstock_learner.model.device_copies import required_to_device, to_device, to_host
-from penstock_learner.model.precision import DTYPES, compute_dtype_of
 from penstock_learner.model.published_layout import fit_to_folder
 from penstock_learner.model.routers import Balance, watch_routers
 from penstock_learner.model.self_check import require_right
-from penstock_learner.optim.adamw import ScaledAdamW
-from penstock_learner.optim.optimizer import apply_gradients
+from penstock_learner.model.tensors import required_to_device, to_device, to_host
+from penstock_learner.model.torch_settings import DTYPES, compute_dtype_of
+from penstock_learner.optim.optimizer import ScaledAdamW, apply_gradients
 from penstock_learner.roles.dispatch import RouterReport, UpdateReport, dispatched
 from penstock_learner.roles.prefix_sharing import tree_of
 from penstock_learner.roles.trainer import TrainerRank

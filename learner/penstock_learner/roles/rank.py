@@ -22,8 +22,7 @@ from penstock.logs import setup_logging
 from penstock.machine.garbage import spare_living_objects
 from penstock.machine.private_files import keep_files_private
 from penstock_learner.crash_points import crash_point
-from penstock_learner.model.precision import DTYPES
-from penstock_learner.model.torch_settings import set_up_torch
+from penstock_learner.model.torch_settings import DTYPES, set_up_torch
 from penstock_learner.rendezvous import open_store
 from penstock_learner.roles.dispatch import Dispatch, declarations
 from penstock_learner.roles.profiling import RankProfiler

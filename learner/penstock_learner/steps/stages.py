@@ -17,11 +17,14 @@ from numpy.typing import NDArray
 
 from penstock.config.algorithms import AlgorithmConfig, LossConfig, ValueLossConfig
 from penstock.config.learner import RewardModelConfig
-from penstock_learner.algorithms.advantages import AdvantageInputs, compute_advantages
-from penstock_learner.algorithms.aggregation import Denominators
+from penstock_learner.algorithms.advantages import (
+    AdvantageInputs,
+    compute_advantages,
+    overlong_penalty,
+    place_on_last_token,
+)
+from penstock_learner.algorithms.aggregation import Denominators, apply_mask, segment_sum
 from penstock_learner.algorithms.kl import kl_penalty, penalize_rewards
-from penstock_learner.algorithms.segments import apply_mask, segment_sum
-from penstock_learner.algorithms.shaping import overlong_penalty, place_on_last_token
 from penstock_learner.batches.partition import unpermute
 from penstock_learner.batches.sequence_batch import REWARD_PART, SequenceBatch, token_ranges
 from penstock_learner.steps.context import BatchContext, StepContext

@@ -14,19 +14,20 @@ from __future__ import annotations
 import logging
 import math
 import re
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from penstock.errors import ConfigError
 from penstock.weights.folder_tensors import safetensors_of
-from penstock_learner.model.loading.recipes import Recipe, ShapesOf, recipes_of
-from penstock_learner.model.loading.tensor_files import TensorFiles
 
 logger = logging.getLogger(__name__)
 _LORA_A, _LORA_B = ".lora_A.", ".lora_B."
@@ -266,3 +267,160 @@ def _read_generation_config(lm: Any, folder: Path) -> None:
         from transformers import GenerationConfig
 
         lm.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+
+
+# ── which tensors of the files make up which parameters ──
+#
+# Most parameters are one tensor, perhaps under another name. Some are made of several, such as the experts of a layer,
+# which files hold one by one and models hold together. transformers describes both as renamings and conversions, which
+# are used here as `from_pretrained` uses them.
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Makes one parameter or buffer of tensors in files, or several if a tensor is split."""
+
+    target: str
+    """The parameter's name, or that of the first one."""
+    sources: tuple[tuple[str, str], ...]
+    """The tensors, each after the pattern of the conversion that it fits."""
+    conversion: Any = None
+    """A `WeightConverter` of transformers. None: the parameter is the only source, unchanged."""
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether row `i` of the parameter is made of the `i`-th tensor of each pattern, and of nothing else."""
+        from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose
+
+        if self.conversion is None or not isinstance(self.conversion.operations[0], MergeModulelist):
+            return False
+        return self.conversion.operations[0].dim == 0 and all(
+            (isinstance(step, Concatenate) and step.dim > 0)
+            or (isinstance(step, Transpose) and min(step.dim0, step.dim1) > 0)
+            for step in self.conversion.operations[1:]
+        )
+
+    def convert(
+        self, files: TensorFiles, dtype: torch.dtype, shapes: ShapesOf, config: Any, rows: range | None = None
+    ) -> dict[str, Tensor]:
+        """The parameters by name, in `dtype`. With `rows`, which needs `keeps_rows`, only these rows of it."""
+        conversion = deepcopy(self.conversion)
+        counts: dict[str, int] = {}
+        for pattern, name in self.sources:
+            index = counts[pattern] = counts.get(pattern, -1) + 1
+            if rows is None or index in rows:
+                conversion.add_tensor(self.target, name, pattern, partial(_read, files, name, dtype))
+        made = conversion.convert(self.target, model=shapes, config=config)
+        return {name: made_of[0] if isinstance(made_of, list) else made_of for name, made_of in made.items()}
+
+    def pieces(
+        self, files: TensorFiles, dtype: torch.dtype, shapes: ShapesOf, config: Any, start: int, stop: int
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Rows `start` to `stop`, a few at a time, each with the index of its first row. Needs `keeps_rows`."""
+        row_bytes = math.prod(shapes.get_parameter(self.target).shape[1:]) * dtype.itemsize
+        num_rows = max(1, PIECE_BYTES // row_bytes)
+        for first in range(start, stop, num_rows):
+            rows = range(first, min(first + num_rows, stop))
+            yield first, self.convert(files, dtype, shapes, config, rows)[self.target]
+
+
+class ShapesOf:
+    """Answers what conversions ask a model for: the shape of a parameter."""
+
+    def __init__(self, state: dict[str, Tensor]) -> None:
+        self._state = state
+
+    def get_parameter(self, name: str) -> Tensor:
+        return self._state[name]
+
+
+def recipes_of(lm: Any, names: list[str]) -> list[Recipe]:
+    """The recipes for a Hugging Face model, from files with tensors of these names. Tensors that fit nothing are left
+    out, as `from_pretrained` leaves them out."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    mapping = get_model_conversion_mapping(lm)
+    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+    converters = [each for each in mapping if isinstance(each, WeightConverter)]
+    converter_of = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    state, prefix = lm.state_dict(), lm.base_model_prefix
+    found: dict[str, Recipe] = {}
+    for name in sorted(names, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, prefix, state)
+        if target not in state and name in state:
+            target, pattern = rename_source_key(name, [], [], prefix, state)
+        if target not in state:
+            continue
+        if pattern is None:
+            found.setdefault(target, Recipe(target, ((name, name),)))
+            continue
+        begun = found.get(target, Recipe(target, (), converter_of[pattern]))
+        found[target] = Recipe(target, (*begun.sources, (pattern, name)), begun.conversion)
+    # Saving the model reverts the conversions that were used. Older versions of transformers revert all of them.
+    lm._weight_conversions = [each for each in mapping if getattr(each, "was_used", lambda: True)()]
+    return list(found.values())
+
+
+def _read(files: TensorFiles, name: str, dtype: torch.dtype) -> Tensor:
+    return files.whole(name).to(dtype)
+
+
+# ── the safetensors files of a model folder, read slice by slice ──
+
+PIECE_BYTES = 2**24
+"""Most that is read at once of one tensor, if its rows are not longer."""
+_MAPPED_BYTES = 2**25
+"""Files are closed after this many bytes. Their pages, which are mapped into memory, count as the process's own."""
+
+
+class TensorFiles:
+    """Reads slices of tensors by name. Besides what it returns, it holds at most about `_MAPPED_BYTES`."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._file_of: dict[str, Path] = {}
+        self._opened: dict[Path, Any] = {}
+        self._num_mapped = 0
+        for file in files:
+            self._file_of |= dict.fromkeys(self._open(file).keys(), file)
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._file_of)
+
+    def shape(self, name: str) -> torch.Size:
+        return torch.Size(self._slice(name).get_shape())
+
+    def whole(self, name: str) -> Tensor:
+        """A tensor. It is a view of a mapped file."""
+        tensor: Tensor = self._open(self._file_of[name]).get_tensor(name)
+        self._count(tensor)
+        return tensor
+
+    def pieces(self, name: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+        """Rows `start` to `stop` of a tensor, a few at a time, each with the index of its first row."""
+        if start >= stop:
+            return
+        num_rows = max(1, PIECE_BYTES // max(1, self._slice(name)[start : start + 1].nbytes))
+        for first in range(start, stop, num_rows):
+            rows: Tensor = self._slice(name)[first : min(first + num_rows, stop)]
+            yield first, rows
+            self._count(rows)
+
+    def close(self) -> None:
+        """Close the files. A later read opens them again."""
+        self._opened.clear()
+        self._num_mapped = 0
+
+    def _slice(self, name: str) -> Any:
+        return self._open(self._file_of[name]).get_slice(name)
+
+    def _open(self, file: Path) -> Any:
+        if file not in self._opened:
+            self._opened[file] = safe_open(file, framework="pt")
+        return self._opened[file]
+
+    def _count(self, tensor: Tensor) -> None:
+        self._num_mapped += tensor.nbytes
+        if self._num_mapped > _MAPPED_BYTES:
+            self.close()

@@ -38,7 +38,7 @@ from penstock_rollout.rewards.scorer import Scorer
 def check(config: RunConfig) -> str:
     """Raise ConfigError if the config cannot work. Returns the name of the engine, without importing it.
 
-    Reward functions are loaded in a process of their own, as the server does. Nothing is written."""
+    Reward functions are loaded in a separate process, as the server does. Nothing is written."""
     check_address(config)
     check_redis(config.redis)
     check_model(config)

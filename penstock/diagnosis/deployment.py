@@ -146,7 +146,7 @@ def check_sandbox(config: RunConfig) -> list[Finding]:
     codes = [code for code in (*reward.by_data_source.values(), reward.default) if isinstance(code, CodeReward)]
     findings = []
     for confinement in dict.fromkeys(code.confinement for code in codes or [CodeReward()]):
-        command = [sys.executable, "-m", "penstock_rollout.rewards.sandbox", confinement]
+        command = [sys.executable, "-m", "penstock_rollout.rewards.sandbox.run", confinement]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=SANDBOX_TIMEOUT_S, check=False)
         except (subprocess.SubprocessError, OSError) as error:

@@ -398,7 +398,7 @@ class Verdict(Record):
     """One judgement about a run."""
 
     code: str
-    """The cause in one word: one of LEARNING_CODES or SPEED_CODES in penstock.verdicts."""
+    """The cause in one word: one of LEARNING_CODES or SPEED_CODES in penstock.diagnosis.progress."""
     level: str
     """OK, WARN or FAIL."""
     text: str
@@ -419,7 +419,7 @@ class Run(Record):
     """Metrics of the newest step. Empty before the first one."""
     servers: tuple[Server, ...]
     state: str
-    """One of penstock.run_state.RUN_STATES."""
+    """One of penstock.diagnosis.facts.RUN_STATES."""
     held_version: int | None
     """Version at which a roll back holds all servers."""
     detail: str

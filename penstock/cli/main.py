@@ -23,10 +23,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "up": ("penstock_services.local.up", "start every process of a run on this machine"),
     "submit": ("penstock.cli.commands.submit", "submit the prompts of a dataset file to a run"),
     "feed": ("penstock.cli.commands.feed", "submit the dataset of a config file to its run, and run its validations"),
-    "status": ("penstock.cli.commands.status", "show the state of a run once: step, version, queue, servers"),
-    "top": ("penstock.cli.commands.top", "watch a run live in the terminal"),
-    "doctor": ("penstock.cli.commands.doctor", "check a deployment and give advice"),
-    "watch": ("penstock.cli.commands.watch", "print the results of a run as they arrive"),
+    "status": ("penstock.cli.commands.observe:status", "show the state of a run once: step, version, queue, servers"),
+    "top": ("penstock.cli.commands.observe:top", "watch a run live in the terminal"),
+    "doctor": ("penstock.cli.commands.observe:doctor", "check a deployment and give advice"),
+    "watch": ("penstock.cli.commands.observe:watch", "print the results of a run as they arrive"),
     "samples": ("penstock.cli.commands.samples", "show what the model wrote in training: prompts, responses, rewards"),
     "policies": ("penstock.cli.commands.policies", "list, compare, promote and roll back policy versions"),
     "runs": ("penstock.cli.commands.runs", "show, list, pause, resume and stop runs; show metrics by step"),
@@ -49,8 +49,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "check-model": ("penstock_learner.check_model", "check that the learner trains a model rightly, and how"),
     "export": ("penstock_learner.export", "write a checkpoint as a Hugging Face folder"),
 }
-"""Each command's module, which has `main(argv) -> int`, and its help. Modules are given as text, because this package
-may not import the packages above it."""
+"""Each command's function, which takes `argv` and returns an exit code, and its help. A module stands for its `main`.
+They are given as text, because this package may not import the packages above it."""
 
 _EXTRAS = {
     "penstock_services": "services",
@@ -83,9 +83,9 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _run(name: str, argv: list[str]) -> int:
-    module_path = COMMANDS[name][0]
+    module_path, _, function = COMMANDS[name][0].partition(":")
     try:
-        command: Callable[[list[str]], int] = importlib.import_module(module_path).main
+        command: Callable[[list[str]], int] = getattr(importlib.import_module(module_path), function or "main")
         return command(argv)
     except PenstockError as error:
         return _fail(str(error), 2 if isinstance(error, ConfigError | InvalidInput) else 1)

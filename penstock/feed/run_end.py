@@ -9,7 +9,6 @@ from penstock.config.dataset import DatasetConfig
 from penstock.config.run import RunConfig
 from penstock.replay.contract import PromptIntake
 from penstock.replay.queue_types import FeedPosition, QueueStat
-from penstock.run_state import num_trained
 
 
 class _Counts(Protocol):
@@ -65,7 +64,7 @@ async def found_before(queue: _Counts, config: RunConfig) -> Before:
     if feed is not None and feed.position > 0:
         return Before()
     stat = await queue.stat()
-    num_done = num_trained(stat, config.replay.groups_per_step) - stat.trained
+    num_done = stat.num_trained(config.replay.groups_per_step) - stat.trained
     return Before(stat.step, stat.pending_prompts + stat.in_flight + stat.queued - num_done)
 
 

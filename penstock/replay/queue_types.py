@@ -173,3 +173,8 @@ class QueueStat:
     def samples_per_insert(self) -> float:
         """Groups trained per group inserted. Below 1 by the groups that are queued or were dropped."""
         return self.trained / self.inserted if self.inserted else 0.0
+
+    def num_trained(self, groups_per_step: int) -> int:
+        """Groups that were trained, including those of steps that no checkpoint covers yet, which count as delivered
+        here."""
+        return self.trained + min(self.delivered, max(0, self.step - self.committed_step) * groups_per_step)

@@ -50,14 +50,10 @@ class Phases:
         except PenstockError as error:
             logger.warning("cannot record the phase: %s", error)
 
-    async def read_newest(self, component: str) -> tuple[str, float] | None:
-        """The name of the newest phase of a part, and the seconds since it began; None if it has none."""
-        text = await guarded(self.client.hget(self.keys.phases, component))
-        if not text:
-            return None
-        name, entered_at_ms = json.loads(text)[-1]
+    async def age_s(self, phase: Phase) -> float:
+        """Seconds since the phase began."""
         seconds, microseconds = await guarded(self.client.time())
-        return name, int(seconds) + int(microseconds) / 1e6 - int(entered_at_ms) / 1000
+        return int(seconds) + int(microseconds) / 1e6 - phase.entered_at_ms / 1000
 
     async def by_component(self) -> dict[str, list[Phase]]:
         """The newest phases of each part, oldest first."""

@@ -23,12 +23,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector as Metrics
 
 from penstock.machine.ports import free_port, wait_for_port
-from penstock.replay.queue_types import QueueStat
 from penstock.sessions.task_store import TaskStat
 from penstock.store.redis_memory import RedisMemory
 from penstock_services.gateway.metrics.gateway import GatewayMetrics
-from penstock_services.gateway.metrics.run import RunLimits, RunSnapshot
+from penstock_services.gateway.metrics.run import RunSnapshot
 from support.processes import ROOT, until
+from support.run_facts import run_facts
 
 DEPLOY = ROOT / "deploy"
 _SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
@@ -36,9 +36,8 @@ _SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"),
 
 def gateway_metrics() -> GatewayMetrics:
     """Return the metrics of a gateway that serves an empty run."""
-    gateway = GatewayMetrics(CollectorRegistry(), RunLimits())
-    stat = QueueStat(*[0] * len(QueueStat.__dataclass_fields__))
-    gateway.run.snapshot = RunSnapshot(stat, {"test": 1}, redis_memory=RedisMemory(0, 0))
+    gateway = GatewayMetrics(CollectorRegistry(), "standalone")
+    gateway.run.snapshot = RunSnapshot(run_facts(), {"test": 1}, redis_memory=RedisMemory(0, 0))
     gateway.sessions.stat = TaskStat(*[0] * len(TaskStat.__dataclass_fields__))
     return gateway
 

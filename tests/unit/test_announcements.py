@@ -10,16 +10,23 @@ from typing import Any, cast
 import pytest
 
 from penstock.api.records import FIRST_BATCH, Notice, Part, Phase, QueueStat, Run, Server, Verdict
+from penstock.diagnosis import log_lines
+from penstock.diagnosis.display import Progress
+from penstock.diagnosis.facts import NO_LEARNER
+from penstock.diagnosis.log_lines import (
+    NO_PROMPTS_AFTER_S,
+    SLOW_AFTER_S,
+    STILL_AFTER_S,
+    Announcements,
+    buried_everything,
+    waiting_for,
+)
 from penstock.errors import Conflict
-from penstock.run_state import NO_LEARNER
-from penstock_services.local import announcements, processes
-from penstock_services.local.announcements import STILL_AFTER_S, Announcements, buried_everything, waiting_for
-from penstock_services.local.display import Progress
+from penstock_services.local import processes
 from penstock_services.local.local_run import LocalRun
 from penstock_services.local.news import News
 from penstock_services.local.processes import Child, ProcessGroup
 from penstock_services.local.training_demo import check_not_paused
-from penstock_services.local.verdict_lines import NO_PROMPTS_AFTER_S, SLOW_AFTER_S
 
 QUEUE = QueueStat(**dict.fromkeys(QueueStat.model_fields, 0))
 RUN = Run(
@@ -100,7 +107,7 @@ def test_a_server_that_leases_nothing_is_said_once() -> None:
 
 def test_each_phase_of_the_start_is_a_line_with_the_time_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
-    monkeypatch.setattr(announcements.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(log_lines.time, "monotonic", lambda: clock[0])
     old = part("learner", ("training", 10))
     said = Announcements(run_with(parts=(old,)))
     assert said.new_lines(run_with(parts=(old,))) == []
@@ -132,7 +139,7 @@ def test_a_run_that_is_stopped_while_it_starts_says_what_it_waited_for() -> None
 
 def test_a_learner_without_prompts_says_so_once_and_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
-    monkeypatch.setattr(announcements.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(log_lines.time, "monotonic", lambda: clock[0])
     said, ready = Announcements(RUN), part("learner", (FIRST_BATCH, 1000))
     lacking = Verdict(code="prompts", level="WARN", text="no step yet: no prompt", advice="submit some")
     idle = run_with(parts=(ready,), speed_verdict=lacking)

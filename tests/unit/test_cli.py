@@ -20,12 +20,12 @@ from rich.console import Console
 
 from penstock.api.records import Policy, QueueStat, Run, Server
 from penstock.cli import main as cli
-from penstock.cli.commands import policies, top
+from penstock.cli.commands import observe, policies
 from penstock.cli.connection import only_gateway
 from penstock.client import SyncPenstockClient
+from penstock.diagnosis.terminal import sparkline
 from penstock.errors import ConfigError, InvalidInput, PenstockError, Unavailable
 from penstock.restarting import write_restarting
-from penstock.sparkline import sparkline
 
 HEAVY = ("torch", "vllm", "ray", "grpc", "fastapi", "httpx", "numpy", "pyarrow", "redis", "pydantic", "rich")
 LIGHT_COMMANDS = (
@@ -306,7 +306,7 @@ def test_top_fits_80_columns_with_a_line_for_each_server() -> None:
     series = {"penstock_heartbeat_age_seconds": {"learner": 1.0, "rollout-9": 2.0}}
     screen = io.StringIO()
     console = Console(file=screen, width=80)
-    console.print(top.draw(top.Look(RUN, series, [0.1, 0.9])))
+    console.print(observe._draw(observe.RunReading(RUN, series, [0.1, 0.9])))
     lines = screen.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     [header] = [line for line in lines if line.startswith("server")]
@@ -325,8 +325,8 @@ def test_the_sparkline_of_top_starts_with_the_steps_before() -> None:
         return httpx.Response(200, json={"steps": steps})
 
     with SyncPenstockClient("http://gateway", transport=httpx.MockTransport(respond)) as client:
-        assert top.rewards_of(client) == [0.25, 0.5, 0.75, 1.0]
-    assert sparkline([0.25, 0.5, 0.75, 1.0], top.HISTORY) == "▃▅▇█"
+        assert observe.rewards_of(client) == [0.25, 0.5, 0.75, 1.0]
+    assert sparkline([0.25, 0.5, 0.75, 1.0], observe.HISTORY) == "▃▅▇█"
 
 
 def test_the_doctor_takes_the_folder_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

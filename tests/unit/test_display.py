@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from penstock.api.records import QueueStat, Run
-from penstock.cli.commands.status import alarms
 from penstock.config.loading import validate
-from penstock.sparkline import sparkline
-from penstock_services.local import display
-from penstock_services.local.display import LINE_EVERY_S, WAITING_AFTER_S, LineDisplay
+from penstock.diagnosis import display
+from penstock.diagnosis.display import LINE_EVERY_S, WAITING_AFTER_S, LineDisplay
+from penstock.diagnosis.terminal import alarms, sparkline
 from penstock_services.local.supervisor import say_validations
 
 QUEUE = QueueStat(**dict.fromkeys(QueueStat.model_fields, 0) | {"pending_prompts": 7, "queued": 5, "delivered": 3})

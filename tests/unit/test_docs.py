@@ -19,14 +19,14 @@ from pydantic import Field
 
 from penstock.client import SyncPenstockClient
 from penstock.config.loading import validate
-from penstock.replay.queue_types import QueueStat
 from penstock.sessions.task_store import TaskStat
 from penstock.store.redis_memory import RedisMemory
 from penstock_learner.metrics import LearnerMetrics
 from penstock_rollout.agents.verl.stand_ins import verl_names
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_services.gateway.metrics.gateway import GatewayMetrics
-from penstock_services.gateway.metrics.run import RunLimits, RunSnapshot
+from penstock_services.gateway.metrics.run import RunSnapshot
+from support.run_facts import run_facts
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("docs/*.md"), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md"))])
@@ -150,10 +150,9 @@ def _declared() -> set[tuple[str, str, str]]:
     registries = {process: CollectorRegistry() for process in ("learner", "rollout", "gateway")}
     LearnerMetrics(registries["learner"], placement="standalone")
     RolloutMetrics(registries["rollout"])
-    gateway = GatewayMetrics(registries["gateway"], RunLimits())
-    stat = QueueStat(**{field.name: 0 for field in fields(QueueStat)})
+    gateway = GatewayMetrics(registries["gateway"], "standalone")
     gateway.sessions.stat = TaskStat(**{field.name: 0 for field in fields(TaskStat)})
-    gateway.render(RunSnapshot(stat, redis_memory=RedisMemory(0, 0)))
+    gateway.render(RunSnapshot(run_facts(), redis_memory=RedisMemory(0, 0)))
     return {
         (f"{metric.name}_total" if metric.type == "counter" else metric.name, metric.type, process)
         for process, registry in registries.items()

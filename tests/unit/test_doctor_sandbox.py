@@ -9,7 +9,7 @@ import pytest
 
 from penstock.config.rewards import CodeReward, RewardConfig
 from penstock.config.run import RunConfig
-from penstock.doctor import machine
+from penstock.diagnosis import deployment
 
 
 def config_with(reward: RewardConfig, folder: Path) -> RunConfig:
@@ -18,7 +18,7 @@ def config_with(reward: RewardConfig, folder: Path) -> RunConfig:
 
 
 def test_the_sandbox_is_tried(tmp_path: Path) -> None:
-    (finding,) = machine.check_sandbox(config_with(RewardConfig(), tmp_path))
+    (finding,) = deployment.check_sandbox(config_with(RewardConfig(), tmp_path))
     assert finding.check == "sandbox"
     assert "confined by" in finding.text if finding.level == "ok" else finding.advice
 
@@ -33,8 +33,8 @@ def test_a_machine_without_a_sandbox_fails_only_runs_with_code(
         asked.append(command[-1])
         return subprocess.CompletedProcess(command, 1, "this machine cannot isolate\n", "")
 
-    monkeypatch.setattr(machine.subprocess, "run", answer)
+    monkeypatch.setattr(deployment.subprocess, "run", answer)
     reward = RewardConfig(default=CodeReward(confinement="bubblewrap")) if configured else RewardConfig()
-    (finding,) = machine.check_sandbox(config_with(reward, tmp_path))
+    (finding,) = deployment.check_sandbox(config_with(reward, tmp_path))
     assert (finding.level, finding.text) == (level, "this machine cannot isolate")
     assert asked == ["bubblewrap" if configured else "auto"]

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from penstock.replay.queue_types import QueueStat
-from penstock.store.fleet import ServerRecord
 from penstock.store.redis_memory import RedisMemory
 from penstock.store.run_control import Orders
-from penstock_services.gateway.metrics.run import RunCollector, RunLimits, RunSnapshot
+from penstock_services.gateway.metrics.run import RunCollector, RunSnapshot
+from support.run_facts import STAT, run_facts
 
 STEP = {"reward_mean": 0.2, "zero_advantage_group_ratio": 1.0, "step_s": 10.0, "wait_s": 1.0, "update_s": 9.0}
-SNAPSHOT = RunSnapshot(
-    QueueStat(**{field.name: 0 for field in fields(QueueStat)} | {"step": 12, "term": 1}),
-    servers=[ServerRecord("s", "a:1", "vllm", "READY")],
-    heartbeat_ages_s={"learner": 0.5},
-    steps=[STEP] * 12,
-)
+FACTS = run_facts([STEP] * 12, stat=replace(STAT, step=12))
 
 
 def collected(name: str, **changes: Any) -> dict[str, float]:
     """Value of each series of a metric by its label."""
-    collector = RunCollector(RunLimits(max_staleness=2))
-    collector.snapshot = replace(SNAPSHOT, **changes)
+    collector = RunCollector()
+    memory = changes.pop("redis_memory", None)
+    collector.snapshot = RunSnapshot(replace(FACTS, **changes), redis_memory=memory)
     samples = [sample for family in collector.collect() for sample in family.samples if sample.name == name]
     return {next(iter(sample.labels.values()), ""): sample.value for sample in samples}
 

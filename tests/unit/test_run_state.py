@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from penstock.cli.commands.submit import submitted_line
-from penstock.replay.queue_types import QueueStat
-from penstock.run_state import (
-    PROCESS_START_S,
-    PROCESS_STARTED,
-    RUN_STATES,
-    RunFacts,
-    has_servers,
-    is_learner_starting,
-    num_trained,
-    progress,
-    run_state,
-    state_detail,
-)
+from penstock.diagnosis.facts import PROCESS_START_S, PROCESS_STARTED, RUN_STATES, progress
 from penstock.store.fleet import ServerRecord
-from penstock.store.phases import Phases
+from penstock.store.phases import Phase
 from penstock.store.run_control import Orders
 from penstock.v1 import runs_pb2
+from support.run_facts import STAT, run_facts
 
 PAUSED, STOPPED = Orders(is_paused=True), Orders(is_paused=True, stop_term=3, term=3)
-RUNNING = RunFacts(
-    step=18, num_steps=60, finished_step=-1, term=3, orders=Orders(term=3), has_learner=True, has_servers=True
-)  # fmt: skip
-STAT = QueueStat(**{field.name: 0 for field in fields(QueueStat)})
+NO_LEARNER: dict[str, Any] = {"heartbeat_ages_s": {}}
+STARTING: dict[str, Any] = {"phases": {"learner": [Phase(PROCESS_STARTED, 0)]}}
 
 
 @pytest.mark.parametrize(
@@ -38,30 +25,34 @@ STAT = QueueStat(**{field.name: 0 for field in fields(QueueStat)})
     [
         ({}, "RUNNING", ""),
         ({"num_steps": 0}, "RUNNING", ""),
-        ({"has_servers": False}, "WAITING", "no rollout server has joined yet"),
-        ({"has_learner": False, "term": 0, "step": 0}, "WAITING", "no learner has started yet"),
-        ({"has_learner": False}, "STOPPED", "no learner is alive"),
-        ({"is_learner_starting": True}, "WAITING", "the learner is starting"),
-        ({"is_learner_starting": True, "has_learner": False}, "WAITING", "the learner is starting"),
-        ({"is_learner_starting": True, "finished_step": 18}, "WAITING", "the learner is starting"),
-        ({"is_learner_starting": True, "orders": PAUSED}, "PAUSED", "why"),
-        ({"has_learner": False, "step": 60}, "FINISHED", ""),
-        ({"has_learner": False, "step": 63}, "FINISHED", ""),
-        ({"has_learner": False, "step": 60, "num_steps": 0}, "STOPPED", "no learner is alive"),
-        ({"has_learner": False, "finished_step": 18}, "FINISHED", ""),
-        ({"has_learner": False, "finished_step": 17}, "STOPPED", "no learner is alive"),
+        ({"servers": []}, "WAITING", "no rollout server has joined yet"),
+        ({**NO_LEARNER, "term": 0, "step": 0}, "WAITING", "no learner has started yet"),
+        ({**NO_LEARNER}, "STOPPED", "no learner is alive"),
+        ({**STARTING}, "WAITING", "the learner is starting"),
+        ({**STARTING, **NO_LEARNER}, "WAITING", "the learner is starting"),
+        ({**STARTING, "finished_step": 18}, "WAITING", "the learner is starting"),
+        ({**STARTING, "orders": PAUSED}, "PAUSED", "why"),
+        ({**NO_LEARNER, "step": 60}, "FINISHED", ""),
+        ({**NO_LEARNER, "step": 63}, "FINISHED", ""),
+        ({**NO_LEARNER, "step": 60, "num_steps": 0}, "STOPPED", "no learner is alive"),
+        ({**NO_LEARNER, "finished_step": 18}, "FINISHED", ""),
+        ({**NO_LEARNER, "finished_step": 17}, "STOPPED", "no learner is alive"),
         ({"finished_step": 18}, "RUNNING", ""),
         ({"step": 60}, "RUNNING", ""),
         ({"orders": PAUSED}, "PAUSED", "why"),
-        ({"orders": PAUSED, "has_servers": False}, "PAUSED", "why"),
-        ({"orders": PAUSED, "has_learner": False}, "PAUSED", "why"),
+        ({"orders": PAUSED, "servers": []}, "PAUSED", "why"),
+        ({"orders": PAUSED, **NO_LEARNER}, "PAUSED", "why"),
         ({"orders": STOPPED}, "STOPPED", ""),
-        ({"orders": STOPPED, "has_learner": False}, "STOPPED", ""),
+        ({"orders": STOPPED, **NO_LEARNER}, "STOPPED", ""),
     ],
 )
 def test_the_state_and_why(changes: dict[str, Any], state: str, detail: str) -> None:
-    facts = replace(RUNNING, **changes)
-    assert (run_state(facts), state_detail(facts, pause_reason="why")) == (state, detail)
+    """`num_steps` is of the config, and counts are of the queue."""
+    counts = {name: changes.pop(name) for name in ("step", "term", "finished_step") if name in changes}
+    sections = {"learner": {"num_steps": changes.pop("num_steps", 60)}}
+    stat = replace(STAT, **{"step": 18, **counts})
+    facts = run_facts((), sections, stat=stat, pause_reason="why", **changes)
+    assert (facts.state, facts.state_detail) == (state, detail)
 
 
 def test_the_api_has_the_same_states() -> None:
@@ -70,15 +61,15 @@ def test_the_api_has_the_same_states() -> None:
 
 def test_a_server_counts_once_its_engine_is_up() -> None:
     joining = ServerRecord("s", "a:1", "torch")
-    assert not has_servers([]) and not has_servers([joining])
-    assert has_servers([joining, replace(joining, state="STALE")])
+    assert not run_facts(servers=[]).has_servers and not run_facts(servers=[joining]).has_servers
+    assert run_facts(servers=[joining, replace(joining, state="STALE")]).has_servers
 
 
 def test_groups_of_finished_steps_count_as_trained_before_a_checkpoint_covers_them() -> None:
     stat = replace(STAT, step=18, delivered=80)
-    assert num_trained(stat, groups_per_step=4) == 72, "two batches are read ahead"
-    assert num_trained(replace(stat, trained=40, committed_step=10, delivered=40), groups_per_step=4) == 72
-    assert num_trained(replace(stat, trained=72, committed_step=18, delivered=0), groups_per_step=4) == 72
+    assert stat.num_trained(4) == 72, "two batches are read ahead"
+    assert replace(stat, trained=40, committed_step=10, delivered=40).num_trained(4) == 72
+    assert replace(stat, trained=72, committed_step=18, delivered=0).num_trained(4) == 72
 
 
 @pytest.mark.parametrize(
@@ -110,14 +101,10 @@ def test_a_submission_says_what_is_new(num_replayed: int, start: str, end: str) 
         ("waiting for the first batch", 5, True, False), ("training", 5, True, False), ("training", 5, False, False),
     ],
 )  # fmt: skip
-async def test_a_learner_is_starting_until_it_is_ready_to_train(
+def test_a_learner_is_starting_until_it_is_ready_to_train(
     phase: str | None, age_s: float, is_alive: bool, is_starting: bool
 ) -> None:
-    class Recorded(Phases):
-        def __init__(self) -> None:
-            pass
-
-        async def read_newest(self, component: str) -> tuple[str, float] | None:
-            return (phase, age_s) if phase is not None and component == "learner" else None
-
-    assert await is_learner_starting(Recorded(), is_alive) == is_starting
+    phases = {"rollout-0": [Phase(PROCESS_STARTED, 0)]} | ({} if phase is None else {"learner": [Phase(phase, 0)]})
+    beats = {"learner": 0.5} if is_alive else {}
+    facts = run_facts(phases=phases, learner_phase_age_s=age_s, heartbeat_ages_s=beats)
+    assert facts.is_learner_starting == is_starting

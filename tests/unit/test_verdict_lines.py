@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 
 from penstock.api.records import QueueStat, Run, Verdict
-from penstock.verdicts import FEW_STEPS, NEWEST_STEPS, SPEED_STEPS
-from penstock_services.local import verdict_lines
-from penstock_services.local.announcements import Announcements
-from penstock_services.local.verdict_lines import REPEAT_AFTER_S, SLOW_AFTER_S
+from penstock.diagnosis import log_lines
+from penstock.diagnosis.log_lines import REPEAT_AFTER_S, SLOW_AFTER_S, Announcements
+from penstock.diagnosis.progress import FEW_STEPS, NEWEST_STEPS, SPEED_STEPS
 
 RUN = Run(
     run="test", step=100, policy_version=100, term=1, queue=QueueStat(**dict.fromkeys(QueueStat.model_fields, 0)),
@@ -79,7 +78,7 @@ def test_a_paused_run_and_one_of_an_older_gateway_have_no_verdict() -> None:
 
 def test_a_slow_run_says_what_it_waits_for_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     clock: Any = [0.0]
-    monkeypatch.setattr(verdict_lines.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(log_lines.time, "monotonic", lambda: clock[0])
     announcements = Announcements(RUN)
 
     def lines(seconds: float, verdict: Verdict, num_steps: int = SPEED_STEPS) -> list[str]:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from penstock.replay.queue_types import QueueStat
+from penstock.diagnosis.facts import RunFacts
+from penstock.diagnosis.progress import Steps, learning_finding, speed_finding
+from penstock.store.breakers import OpenBreaker
 from penstock.store.fleet import ServerRecord
-from penstock.v1 import policies_pb2
-from penstock.verdicts import Situation, Steps, learning_verdict, speed_verdict, steps_of
+from penstock.store.run_control import Orders
+from support import run_facts
 
-STAT = QueueStat(**{field.name: 0 for field in fields(QueueStat)} | {"policy_version": 20, "pending_prompts": 100})
+STAT = replace(run_facts.STAT, policy_version=20, pending_prompts=100)
 SERVER = ServerRecord("s", "a:1", "vllm", "READY", policy_version=19, running_groups=8, running_requests=64)
+BREAKER = OpenBreaker("s", "non_finite", num_failures=8, open_s=1.0, probe_in_s=1.0)
 STEP = {
     "reward_mean": 0.25, "reward_failed_ratio": 0.0, "truncated_ratio": 0.1, "zero_advantage_group_ratio": 0.4,
     "skipped": 0.0, "lr": 1e-6, "grad_norm": 0.3, "entropy": 0.8, "kl_reference": 0.01, "staleness_mean": 1.0,
@@ -22,8 +25,9 @@ STEP = {
 }  # fmt: skip
 
 
-def situation(steps: Steps = (STEP,) * 12, **changes: Any) -> Situation:
-    return replace(Situation(steps, "RUNNING", STAT, [SERVER], max_staleness=2, groups_per_step=10), **changes)
+def facts(steps: Steps = (STEP,) * 12, dataset: dict[str, Any] | None = None, **changes: Any) -> RunFacts:
+    sections = {"replay": {"max_staleness": 2, "groups_per_step": 10}, "dataset": dataset or {}}
+    return run_facts.run_facts(steps, sections, **{"stat": STAT, "servers": [SERVER], **changes})
 
 
 def with_rewards(*rewards: float, **numbers: float) -> Steps:
@@ -47,10 +51,10 @@ def with_rewards(*rewards: float, **numbers: float) -> Steps:
     ],
 )  # fmt: skip
 def test_the_cause_of_a_flat_reward(numbers: dict[str, float], code: str, level: str, said: str) -> None:
-    verdict = learning_verdict(situation(with_rewards(*[0.25] * 12, **numbers)))
-    assert (verdict.code, verdict.level) == (code, level)
-    assert verdict.text.startswith("reward 0.25 over 12 steps, flat") and said in verdict.text
-    assert verdict.advice and verdict.line.endswith(verdict.advice)
+    finding = learning_finding(facts(with_rewards(*[0.25] * 12, **numbers)))
+    assert (finding.code, finding.level) == (code, level)
+    assert finding.text.startswith("reward 0.25 over 12 steps, flat") and said in finding.text
+    assert finding.advice and finding.line.endswith(finding.advice)
 
 
 @pytest.mark.parametrize(
@@ -65,29 +69,29 @@ def test_the_cause_of_a_flat_reward(numbers: dict[str, float], code: str, level:
     ],
 )
 def test_the_trend_of_the_reward(rewards: tuple[float, ...], code: str) -> None:
-    assert learning_verdict(situation(with_rewards(*rewards))).code == code
+    assert learning_finding(facts(with_rewards(*rewards))).code == code
 
 
 def test_a_learned_task_is_no_failure() -> None:
     """All groups are equal, because all samples are right; all wrong is a failure."""
     range_of = {"zero_advantage_group_ratio": 0.96, "reward_min": 0.0, "reward_max": 1.0}
-    solved = learning_verdict(situation(with_rewards(*[0.99] * 12, **range_of)))
+    solved = learning_finding(facts(with_rewards(*[0.99] * 12, **range_of)))
     assert (solved.code, solved.level) == ("solved", "ok")
-    assert learning_verdict(situation(with_rewards(*[0.02] * 12, **range_of))).code == "no_spread"
+    assert learning_finding(facts(with_rewards(*[0.02] * 12, **range_of))).code == "no_spread"
     all_wrong = with_rewards(*[0.0] * 12, **range_of | {"reward_max": 0.0})
-    assert learning_verdict(situation(all_wrong)).code == "no_spread"
+    assert learning_finding(facts(all_wrong)).code == "no_spread"
 
 
 def test_failing_rewards_are_named_from_the_first_step_and_even_if_the_reward_rises() -> None:
-    assert learning_verdict(situation(with_rewards(0.0, reward_failed_ratio=1.0))).code == "rewards_fail"
+    assert learning_finding(facts(with_rewards(0.0, reward_failed_ratio=1.0))).code == "rewards_fail"
     rising = with_rewards(*(0.1 * number for number in range(9)), reward_failed_ratio=0.95)
-    assert learning_verdict(situation(rising)).code == "rewards_fail"
+    assert learning_finding(facts(rising)).code == "rewards_fail"
 
 
 def test_weights_that_do_not_arrive_are_named() -> None:
     behind = replace(SERVER, policy_version=15)
-    assert learning_verdict(situation(servers=[SERVER, behind])).code == "weights"
-    assert learning_verdict(situation(servers=[SERVER, replace(behind, state="EVICTED")])).code == "flat"
+    assert learning_finding(facts(servers=[SERVER, behind])).code == "weights"
+    assert learning_finding(facts(servers=[SERVER, replace(behind, state="EVICTED")])).code == "flat"
 
 
 @pytest.mark.parametrize(
@@ -112,40 +116,40 @@ def test_what_a_run_waits_for(
     times: dict[str, float], server: dict[str, Any], stat: dict[str, int], code: str, said: str
 ) -> None:
     steps, servers = [STEP | times] * 12, [replace(SERVER, **server)]
-    verdict = speed_verdict(situation(steps, servers=servers, stat=replace(STAT, **stat)))
-    assert verdict.code == code and said in verdict.text
+    finding = speed_finding(facts(steps, servers=servers, stat=replace(STAT, **stat)))
+    assert finding.code == code and said in finding.text
 
 
 @pytest.mark.parametrize(
     ("changes", "code"),
-    [({"state": "PAUSED"}, "not_running"), ({"servers": []}, "servers"), ({"num_paused_servers": 1}, "failures"),
+    [({"orders": Orders(is_paused=True)}, "not_running"), ({"servers": []}, "not_running"),
+     ({"breakers": {"s": BREAKER}}, "failures"),
      ({"servers": [replace(SERVER, state="EVICTED")]}, "servers"), ({"steps": ()}, "groups")],
 )  # fmt: skip
 def test_a_run_that_cannot_make_steps(changes: dict[str, Any], code: str) -> None:
-    assert speed_verdict(situation(**changes)).code == code
+    assert speed_finding(facts(**changes)).code == code
 
 
 @pytest.mark.parametrize(("server", "stat"), [({}, {}), ({"running_groups": 0}, {"queued": 12})])
 def test_the_time_before_the_first_step_is_not_called_slow(server: dict[str, Any], stat: dict[str, int]) -> None:
     servers, counts = [replace(SERVER, **server)], replace(STAT, **stat)
-    verdict = speed_verdict(situation((), servers=servers, stat=counts))
-    assert verdict.text.startswith(f"no step yet: {counts.in_flight} groups are being generated") and not verdict.advice
+    finding = speed_finding(facts((), servers=servers, stat=counts))
+    assert finding.text.startswith(f"no step yet: {counts.in_flight} groups are being generated") and not finding.advice
 
 
 @pytest.mark.parametrize(
-    ("has_dataset", "level", "text", "advice"),
-    [(False, "ok", "no prompt to train on has been submitted", "`penstock submit FILE`"),
-     (True, "warn", "the feed has not submitted a prompt of the dataset", "the log of the feed")],
+    ("dataset", "level", "text", "advice"),
+    [({}, "ok", "no prompt to train on has been submitted", "`penstock submit FILE`"),
+     ({"file": "train.jsonl"}, "warn", "the feed has not submitted a prompt of the dataset", "the log of the feed")],
 )  # fmt: skip
-def test_a_run_that_nobody_submitted_a_prompt_to(has_dataset: bool, level: str, text: str, advice: str) -> None:
+def test_a_run_that_nobody_submitted_a_prompt_to(dataset: dict[str, Any], level: str, text: str, advice: str) -> None:
     idle, empty = replace(SERVER, running_groups=0), replace(STAT, pending_prompts=0)
-    verdict = speed_verdict(situation((), servers=[idle], stat=empty, has_dataset=has_dataset))
-    assert (verdict.code, verdict.level) == ("prompts", level)
-    assert verdict.text == f"no step yet: {text}" and advice in verdict.advice
+    finding = speed_finding(facts((), servers=[idle], stat=empty, dataset=dataset))
+    assert (finding.code, finding.level) == ("prompts", level)
+    assert finding.text == f"no step yet: {text}" and advice in finding.advice
 
 
-def test_versions_without_a_step_are_left_out() -> None:
+def test_versions_without_a_step_are_skipped() -> None:
     """A restarted learner publishes its weights again, and a roll back publishes old ones."""
     metrics: list[dict[str, float]] = [{}, {"reward_mean": 2.0}, {"logprob_mismatch": 1.0}, {"reward_mean": 1.0}]
-    policies = [policies_pb2.Policy(metrics=each) for each in metrics]
-    assert [step["reward_mean"] for step in steps_of(policies)] == [1.0, 2.0]
+    assert [step["reward_mean"] for step in facts(metrics).steps] == [2.0, 1.0]

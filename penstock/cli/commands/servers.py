@@ -43,23 +43,13 @@ def main(argv: Sequence[str]) -> int:
 
 def _print(servers: Sequence[Server]) -> None:
     from rich.console import Console
-    from rich.table import Table
 
-    from penstock.cli.commands.status import paused_servers, quarantined_servers
+    from penstock.diagnosis.terminal import ADDRESS_COLUMNS, server_alarms, server_table
 
     console = Console()
     if not servers:
         console.print("no rollout server has joined; see `penstock status`")
         return
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("server", "state", "version", "groups", "engine", "address"):
-        table.add_column(name, overflow="fold")
-    for server in servers:
-        state = ", ".join([server.state, *(["drained"] if server.is_drained else [])])
-        table.add_row(
-            server.server_id, state, str(server.policy_version), str(server.running_groups), server.engine,
-            server.address,
-        )  # fmt: skip
-    console.print(table)
-    for line in (*paused_servers(servers), *quarantined_servers(servers)):
+    console.print(server_table(servers, ADDRESS_COLUMNS))
+    for line in server_alarms(servers):
         console.print(line)

@@ -6,7 +6,7 @@ import time
 from bisect import bisect_left
 from collections import Counter as Tally
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Self
@@ -17,28 +17,13 @@ from prometheus_client.registry import Collector
 
 from penstock import __version__
 from penstock.config.run import RunConfig
+from penstock.diagnosis.facts import RUN_STATES, RunFacts, RunStores
+from penstock.diagnosis.progress import LEARNING_CODES, SPEED_CODES, learning_finding, speed_finding
 from penstock.metrics import SHORT_SECONDS, DiskGauges, HostMemoryGauges
 from penstock.replay.queue_types import QueueStat
-from penstock.replay.redis_queue import RedisReplayQueue
-from penstock.run_state import RUN_STATES, RunFacts, RunState, has_learner, has_servers, is_learner_starting, run_state
 from penstock.sessions.task_store import TaskStat
-from penstock.store.fleet import Fleet, ServerRecord
-from penstock.store.heartbeats import Heartbeats
-from penstock.store.phases import Phases
-from penstock.store.policies import PolicyRegistry
 from penstock.store.redis_memory import RedisMemory, read_redis_memory
-from penstock.store.run_control import Orders, RunControl
 from penstock.v1 import runs_pb2
-from penstock.verdicts import (
-    LEARNING_CODES,
-    LOOKED_BACK_VERSIONS,
-    SPEED_CODES,
-    Situation,
-    Steps,
-    learning_verdict,
-    speed_verdict,
-    steps_of,
-)
 from penstock_services.gateway.sessions.recorder import SessionTraffic
 
 _EDGES = (*map(str, SHORT_SECONDS), "+Inf")
@@ -154,109 +139,37 @@ _DEAD_REASONS = ("corrupt", "schema", "shape", "non_finite", "identity")
 _EXPIRED_REASONS = ("stale", "no_spread", "quarantined", "reward_failed")
 """Known reasons. Their series start at 0, so that a first increase is seen."""
 _LEVELS = {"ok": 1, "warn": 2, "fail": 3}
-"""Value of the verdict that a run has; the others are 0."""
-
-
-@dataclass(frozen=True)
-class RunLimits:
-    """Facts of the run's config that its metrics use."""
-
-    capacity_bytes: int = 0
-    max_staleness: int = 0
-    placement: str = ""
-    num_steps: int = 0
-    silence_s: float = 30.0
-    """A part whose last heartbeat is older than this counts as not running."""
-
-    @classmethod
-    def of(cls, config: RunConfig) -> RunLimits:
-        replay = config.replay
-        return cls(
-            replay.capacity_bytes,
-            replay.max_staleness,
-            config.learner.placement,
-            config.learner.num_steps,
-            replay.lease_ttl_s,
-        )
+"""Value of the finding that a run has; the others are 0."""
 
 
 @dataclass(frozen=True)
 class RunSnapshot:
-    stat: QueueStat
+    """The facts of a run, and what only its metrics show."""
+
+    facts: RunFacts
     dead_letter_reasons: dict[str, int] = field(default_factory=dict)
     expired_reasons: dict[str, int] = field(default_factory=dict)
-    servers: Sequence[ServerRecord] = ()
-    heartbeat_ages_s: dict[str, float] = field(default_factory=dict)
     restarts: dict[str, int] = field(default_factory=dict)
     scores: dict[str, float] = field(default_factory=dict)
-    orders: Orders = Orders()
-    pause_reason: str = ""
-    """Why the run paused itself; empty if it did not."""
-    steps: Steps = ()
-    """Metrics of the newest steps, oldest first."""
     redis_memory: RedisMemory | None = None
-    paused_servers: int = 0
-    """Servers whose breaker is open: they lease no prompt because everything that they tried failed."""
-    quarantined_servers: int = 0
-    is_learner_starting: bool = False
-    """Servers whose groups are not trained because their log-probs disagree with the learner's."""
 
     @classmethod
-    async def take(
-        cls,
-        queue: RedisReplayQueue,
-        fleet: Fleet,
-        heartbeats: Heartbeats,
-        control: RunControl,
-        policies: PolicyRegistry,
-        phases: Phases,
-        silence_s: float,
-    ) -> RunSnapshot:
-        stat = await queue.stat()
-        dead, expired = await queue.dead_letter_reasons(), await queue.expired_reasons()
-        servers = await fleet.servers()
-        ages = await heartbeats.ages_s() | {server.server_id: server.heartbeat_age_ms / 1000 for server in servers}
-        is_starting = await is_learner_starting(phases, has_learner(ages, silence_s))
-        restarts, scores = await heartbeats.restarts(), await queue.evaluation_scores()
-        orders = await control.orders()
-        known = {server.server_id for server in servers}
+    async def take(cls, stores: RunStores, config: RunConfig) -> RunSnapshot:
+        queue = stores.queue
         return cls(
-            stat=stat,
-            dead_letter_reasons=dead,
-            expired_reasons=expired,
-            servers=servers,
-            heartbeat_ages_s=ages,
-            restarts=restarts,
-            scores=scores,
-            orders=orders,
-            pause_reason=await control.pause_reason() if orders.is_paused else "",
-            steps=steps_of(await policies.newest_first(None, LOOKED_BACK_VERSIONS)),
-            redis_memory=await read_redis_memory(queue.client, queue.keys),
-            paused_servers=sum(breaker.server_id in known for breaker in await control.open_breakers()),
-            quarantined_servers=len(known & (await control.quarantines()).keys()),
-            is_learner_starting=is_starting,
-        )
-
-    def run_state(self, limits: RunLimits) -> RunState:
-        return run_state(
-            RunFacts(
-                step=self.stat.step,
-                num_steps=limits.num_steps,
-                finished_step=self.stat.finished_step,
-                term=self.stat.term,
-                orders=self.orders,
-                has_learner=has_learner(self.heartbeat_ages_s, limits.silence_s),
-                has_servers=has_servers(self.servers),
-                is_learner_starting=self.is_learner_starting,
-            )
+            await stores.read(config),
+            await queue.dead_letter_reasons(),
+            await queue.expired_reasons(),
+            await stores.heartbeats.restarts(),
+            await queue.evaluation_scores(),
+            await read_redis_memory(queue.client, queue.keys),
         )
 
 
 class RunCollector(Collector):
     """Collects the run's metrics. The label `queue` is `prompts` for rollout servers and `groups` for the learner."""
 
-    def __init__(self, limits: RunLimits) -> None:
-        self.limits = limits
+    def __init__(self) -> None:
         self.snapshot: RunSnapshot | None = None
 
     def describe(self) -> Iterable[Metric]:
@@ -265,7 +178,7 @@ class RunCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         if self.snapshot is None:
             return
-        stat = self.snapshot.stat
+        stat, replay = self.snapshot.facts.stat, self.snapshot.facts.config.replay
         ready = stat.queued - stat.delivered
         yield _by_queue("depth", "Waiting entries.", prompts=stat.pending_prompts, groups=ready)
         yield _by_queue(
@@ -273,7 +186,7 @@ class RunCollector(Collector):
         )
         yield _by_queue("bytes", "Bytes of waiting groups.", groups=stat.queued_bytes)
         yield _by_queue("saved_bytes", "Bytes of saved tokens of unfinished samples.", prompts=stat.saved_bytes)
-        yield _by_queue("capacity_bytes", "Bytes at which producers wait.", groups=self.limits.capacity_bytes)
+        yield _by_queue("capacity_bytes", "Bytes at which producers wait.", groups=replay.capacity_bytes)
         ages = {"prompts": stat.pending_age_ms / 1000, "groups": stat.ready_age_ms / 1000}
         yield _by_queue("oldest_age_seconds", "Age of the next entry in line.", **ages)
         for name in ("admitted", "inserted", "trained", "redelivered", "reclaimed"):
@@ -282,7 +195,7 @@ class RunCollector(Collector):
         expired = dict.fromkeys(_EXPIRED_REASONS, 0) | self.snapshot.expired_reasons
         yield _counters("dead_lettered", "Groups dead-lettered as unusable.", "reason", dead)
         yield _counters("expired", "Groups dropped: too old, not worth training, or cancelled.", "reason", expired)
-        yield from self._limiter(stat)
+        yield from self._limiter(stat, replay.max_staleness)
         yield from self._state(self.snapshot)
         yield from self._parts(self.snapshot)
         yield GaugeMetricFamily(
@@ -293,26 +206,18 @@ class RunCollector(Collector):
 
     def _state(self, snapshot: RunSnapshot) -> Iterator[Metric]:
         """State of the run, operators' orders, what the run waits for, and the memory that is left for it."""
-        current = snapshot.run_state(self.limits)
-        states = {state.lower(): int(state == current) for state in RUN_STATES}
+        facts = snapshot.facts
+        states = {state.lower(): int(state == facts.state) for state in RUN_STATES}
         yield _gauges("run_state", "1 for the current state of the run.", "state", states)
-        is_paused, is_own = snapshot.orders.is_paused, bool(snapshot.pause_reason)
+        is_paused, is_own = facts.orders.is_paused, bool(facts.pause_reason)
         pauses = {"operator": int(is_paused and not is_own), "run": int(is_paused and is_own)}
         yield _gauges("run_paused", "1 if the run is paused by an operator, or by the run itself.", "who", pauses)
-        yield CounterMetricFamily("penstock_roll_backs", "Roll backs of the policy.", value=snapshot.orders.roll_backs)
-        situation = Situation(
-            snapshot.steps,
-            current,
-            snapshot.stat,
-            snapshot.servers,
-            snapshot.paused_servers,
-            self.limits.max_staleness,
-        )
-        for name, documentation, codes, verdict in (
-            ("learning", "Whether the reward rises, or why not.", LEARNING_CODES, learning_verdict(situation)),
-            ("speed", "What the run waits for most.", SPEED_CODES, speed_verdict(situation)),
+        yield CounterMetricFamily("penstock_roll_backs", "Roll backs of the policy.", value=facts.orders.roll_backs)
+        for name, documentation, codes, finding in (
+            ("learning", "Whether the reward rises, or why not.", LEARNING_CODES, learning_finding(facts)),
+            ("speed", "What the run waits for most.", SPEED_CODES, speed_finding(facts)),
         ):
-            levels: dict[str, int] = {code: _LEVELS[verdict.level] if code == verdict.code else 0 for code in codes}
+            levels: dict[str, int] = {code: _LEVELS[finding.level] if code == finding.code else 0 for code in codes}
             yield _gauges(f"run_{name}", documentation, "verdict", levels)
         if memory := snapshot.redis_memory:
             yield GaugeMetricFamily("penstock_redis_memory_used_bytes", "Memory of Redis.", value=memory.used_bytes)
@@ -322,29 +227,29 @@ class RunCollector(Collector):
 
     def _parts(self, snapshot: RunSnapshot) -> Iterator[Metric]:
         """State of the run's parts."""
-        by_state: dict[str, int] = Tally(server.state for server in snapshot.servers)
+        by_state: dict[str, int] = Tally(server.state for server in snapshot.facts.servers)
         servers = {state: by_state.get(state, 0) for state in runs_pb2.Server.State.keys()[1:]}
         yield _gauges("rollout_servers", "Rollout servers by state.", "state", servers)
         yield GaugeMetricFamily(
             "penstock_rollout_servers_paused",
             "Rollout servers that lease nothing because everything that they tried failed.",
-            value=snapshot.paused_servers,
+            value=len(snapshot.facts.breakers),
         )
         yield GaugeMetricFamily(
             "penstock_rollout_servers_quarantined",
             "Rollout servers whose groups are not trained because their log-probs disagree with the learner's.",
-            value=snapshot.quarantined_servers,
+            value=len(snapshot.facts.quarantines),
         )
-        ages = snapshot.heartbeat_ages_s
+        ages = snapshot.facts.ages_s
         yield _gauges("heartbeat_age_seconds", "Time since the last heartbeat.", "component", ages)
         restarts = snapshot.restarts
         yield _counters("component_restarts", "Restarts of a component.", "component", restarts)
         yield _gauges("eval_score", "Mean reward of the newest finished evaluation.", "benchmark", snapshot.scores)
 
-    def _limiter(self, stat: QueueStat) -> Iterator[Metric]:
+    def _limiter(self, stat: QueueStat, max_staleness: int) -> Iterator[Metric]:
         """Limits of admission and how close the run is to them."""
         for name, documentation, value in (
-            ("staleness_limit_versions", "Largest staleness that admission allows.", self.limits.max_staleness),
+            ("staleness_limit_versions", "Largest staleness that admission allows.", max_staleness),
             ("queue_admission_limit", "Upper bound on trained + queued + in-flight groups.", stat.admission_limit),
             ("queue_admission_room", "Prompts that may be admitted now.", stat.admission_room),
             ("queue_samples_per_insert", "Groups trained per group appended.", stat.samples_per_insert),
@@ -371,12 +276,12 @@ def _by_queue(name: str, documentation: str, **values: float) -> Metric:
 
 
 class GatewayMetrics:
-    def __init__(self, registry: CollectorRegistry, limits: RunLimits) -> None:
+    def __init__(self, registry: CollectorRegistry, placement: str) -> None:
         self.registry = registry
         self.requests = RequestSeries()
         registry.register(self.requests)
         info = Gauge("penstock_build_info", "Always 1.", ["placement", "version"], registry=registry)
-        info.labels(limits.placement, __version__).set(1)
+        info.labels(placement, __version__).set(1)
         self.disk = DiskGauges(registry)
         HostMemoryGauges(registry)
         self.keys = Gauge("penstock_gateway_api_keys", "API keys that are valid.", registry=registry)
@@ -385,7 +290,7 @@ class GatewayMetrics:
         )
         self.sessions = SessionCollector()
         registry.register(self.sessions)
-        self.run = RunCollector(limits)
+        self.run = RunCollector()
         registry.register(self.run)
 
     def observe(self, protocol: str) -> Observation:

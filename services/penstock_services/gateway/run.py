@@ -13,17 +13,12 @@ from starlette.responses import JSONResponse, Response
 
 from penstock.api.records import Record
 from penstock.config.run import RunConfig
+from penstock.diagnosis.facts import RunStores
 from penstock.errors import PenstockError, Unavailable
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.sessions.session_store import SessionStore
 from penstock.sessions.task_store import TaskStore
-from penstock.store.fleet import Fleet
-from penstock.store.heartbeats import Heartbeats
-from penstock.store.notices import Notices
-from penstock.store.phases import Phases
-from penstock.store.policies import PolicyRegistry
 from penstock.store.redis_client import RedisClient
-from penstock.store.run_control import RunControl
 from penstock.token_text import TokenText
 from penstock.tracing import Tracing
 from penstock_services.gateway import problems
@@ -64,11 +59,7 @@ class ServedRun:
     client: RedisClient
     stopping: asyncio.Event
     """Set when the gateway stops: streams end."""
-    queue: RedisReplayQueue
-    fleet: Fleet
-    heartbeats: Heartbeats
-    control: RunControl
-    registry: PolicyRegistry
+    stores: RunStores
     prompts: PromptHandlers
     groups: GroupHandlers
     samples: SampleHandlers
@@ -90,8 +81,8 @@ class ServedRun:
         """Reads the tokenizer's file, so call it in a thread. Streams and long waits read over `streams`, so that they
         cannot take the connections of other requests."""
         stopping = asyncio.Event()
-        queue, fleet = RedisReplayQueue(client, config.run, config.replay), Fleet(client, config.run)
-        registry, control = PolicyRegistry(client, config.run), RunControl(client, config.run)
+        stores = RunStores.of(client, config)
+        queue, fleet, registry, control = stores.queue, stores.fleet, stores.policies, stores.control
         texts = TokenText.load(config.model.path)
         groups, servers = GroupReader(config.run, queue, texts), ServerHandlers(config, audit, fleet, control)
         sessions = SessionStore(client, config.run, config.gateway.session_ttl_s, config.gateway.sessions)
@@ -102,26 +93,12 @@ class ServedRun:
             config=config,
             client=client,
             stopping=stopping,
-            queue=queue,
-            fleet=fleet,
-            heartbeats=Heartbeats(client, config.run),
-            control=control,
-            registry=registry,
+            stores=stores,
             prompts=PromptHandlers(config, audit, queue, watched, stopping, tracing),
             groups=GroupHandlers(config, audit, groups),
             samples=SampleHandlers(config, audit),
             policies=PolicyHandlers(config, audit, registry, fleet, control, stopping),
-            lifecycle=RunHandlers(
-                config,
-                audit,
-                queue,
-                registry,
-                fleet,
-                control,
-                Notices(client, config.run),
-                Heartbeats(client, config.run),
-                Phases(client, config.run),
-            ),
+            lifecycle=RunHandlers(config, audit, stores),
             servers=servers,
             evaluations=EvaluationHandlers(config, audit, queue),
             dead_letters=DeadLetterHandlers(config, audit, queue),
@@ -206,15 +183,7 @@ class ProbeHandlers:
         try:
             async with asyncio.timeout(READY_TIMEOUT_S):
                 sessions.stat = await run.tasks.tasks.stat()
-                return await RunSnapshot.take(
-                    run.queue,
-                    run.fleet,
-                    run.heartbeats,
-                    run.control,
-                    run.registry,
-                    run.lifecycle.phases,
-                    run.config.replay.lease_ttl_s,
-                )
+                return await RunSnapshot.take(run.stores, run.config)
         except (PenstockError, RedisError, TimeoutError) as error:
             logger.warning("scraped without the run's metrics: %s", error)
             return None

@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
+
 from pydantic import Field
 
 from penstock.api import records
 from penstock.api.conversion import message_of
 from penstock.config.run import RunConfig
+from penstock.diagnosis import Finding
+from penstock.diagnosis.facts import RunStores
+from penstock.diagnosis.progress import learning_finding, speed_finding
 from penstock.errors import NotFound
 from penstock.replay.inspection import DeadLetter, QueueInspector
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.replay.results import entry_order
-from penstock.run_state import (
-    RunFacts,
-    has_learner,
-    has_servers,
-    is_learner_starting,
-    num_trained,
-    run_state,
-    state_detail,
-)
 from penstock.store.breakers import OpenBreaker
 from penstock.store.fleet import Fleet, ServerRecord
-from penstock.store.heartbeats import Heartbeats
-from penstock.store.notices import Notices
-from penstock.store.phases import Phases
-from penstock.store.policies import PolicyRegistry
 from penstock.store.quarantine import Quarantine
 from penstock.store.run_control import RunControl
 from penstock.v1 import runs_pb2
-from penstock.verdicts import LOOKED_BACK_VERSIONS, Situation, Verdict, learning_verdict, speed_verdict, steps_of
 from penstock_services.gateway import validation
 from penstock_services.gateway.operations import RUN, AuditLog, operation
 
@@ -51,20 +42,10 @@ class ListDeadLetters(records.Page):
 
 
 class RunHandlers:
-    def __init__(
-        self, config: RunConfig, audit: AuditLog, queue: RedisReplayQueue, policies: PolicyRegistry, fleet: Fleet,
-        control: RunControl, notices: Notices, heartbeats: Heartbeats,
-        phases: Phases,
-    ) -> None:  # fmt: skip
+    def __init__(self, config: RunConfig, audit: AuditLog, stores: RunStores) -> None:
         self.config = config
         self.audit = audit
-        self.queue = queue
-        self.policies = policies
-        self.fleet = fleet
-        self.control = control
-        self.notices = notices
-        self.heartbeats = heartbeats
-        self.phases = phases
+        self.stores = stores
 
     @operation("GET", RUN, "RunService.GetRun", scope="read", answer=records.Run)
     async def get_run(self, request: runs_pb2.GetRunRequest) -> runs_pb2.Run:
@@ -80,20 +61,20 @@ class RunHandlers:
     async def pause_run(self, request: runs_pb2.ChangeRunRequest) -> runs_pb2.Run:
         """Pause the run: no prompt is leased until it is resumed."""
         del request
-        await self.control.pause()
+        await self.stores.control.pause()
         return await self.describe()
 
     @operation("POST", f"{RUN}:resume", "RunService.ResumeRun", scope="admin", answer=records.Run)
     async def resume_run(self, request: runs_pb2.ChangeRunRequest) -> runs_pb2.Run:
         del request
-        await self.control.resume()
+        await self.stores.control.resume()
         return await self.describe()
 
     @operation("POST", f"{RUN}:stop", "RunService.StopRun", scope="admin", answer=records.Run)
     async def stop_run(self, request: runs_pb2.ChangeRunRequest) -> runs_pb2.Run:
         """Pause the run. The learner finishes its step, writes a checkpoint and ends."""
         del request
-        await self.control.stop()
+        await self.stores.control.stop()
         return await self.describe()
 
     @operation(
@@ -101,7 +82,7 @@ class RunHandlers:
     )
     async def list_metrics(self, request: runs_pb2.ListMetricsRequest) -> runs_pb2.ListMetricsResponse:
         """List the metrics of the steps that made the newest versions, oldest first."""
-        newest = await self.policies.newest_first(None, validation.checked_page_size(request.page_size))
+        newest = await self.stores.policies.newest_first(None, validation.checked_page_size(request.page_size))
         names = frozenset(request.names)
         steps = [
             message_of(
@@ -115,7 +96,7 @@ class RunHandlers:
 
     async def _scores(self) -> list[runs_pb2.Score]:
         """Scores of finished evaluations, by benchmark and number."""
-        history = await self.queue.evaluation_history()
+        history = await self.stores.queue.evaluation_history()
         scores = [
             runs_pb2.Score(benchmark=benchmark, number=int(number), score=score)
             for (benchmark, _, number), score in ((name.rpartition("-"), score) for name, score in history.items())
@@ -123,50 +104,34 @@ class RunHandlers:
         return sorted(scores, key=lambda score: (score.benchmark, score.number))
 
     async def describe(self) -> runs_pb2.Run:
-        stat, orders = await self.queue.stat(), await self.control.orders()
-        newest = await self.policies.newest_first(None, LOOKED_BACK_VERSIONS)
-        steps = steps_of(newest)
-        servers, breakers = await self.fleet.servers(), await self.control.open_breakers()
-        is_alive = has_learner(await self.heartbeats.ages_s(), self.config.replay.lease_ttl_s)
-        facts = RunFacts(
-            step=stat.step,
-            num_steps=self.config.learner.num_steps,
-            finished_step=stat.finished_step,
-            term=stat.term,
-            orders=orders,
-            has_learner=is_alive,
-            has_servers=has_servers(servers),
-            is_learner_starting=await is_learner_starting(self.phases, is_alive),
-        )
-        situation = Situation(steps, run_state(facts), stat, servers, len(breakers)).within(self.config)
-        learning, speed = learning_verdict(situation), speed_verdict(situation)
-        reason = await self.control.pause_reason() if orders.is_paused else ""
+        facts = await self.stores.read(self.config)
+        learning, speed, stat = learning_finding(facts), speed_finding(facts), facts.stat
         return runs_pb2.Run(
             run=self.config.run,
             step=stat.step,
             policy_version=stat.policy_version,
             term=stat.term,
             queue=message_of(runs_pb2.QueueStat, stat),
-            metrics=next((policy.metrics for policy in newest if policy.metrics), {}),
-            servers=await list_servers(self.fleet, self.control),
-            state=run_state(facts),
-            held_version=orders.held_version,
-            detail=state_detail(facts, reason),
-            notices=[message_of(runs_pb2.Notice, notice) for notice in await self.notices.newest_first()],
+            metrics=next((policy.metrics for policy in facts.policies if policy.metrics), {}),
+            servers=servers_to_proto(facts.servers, facts.drained, facts.breakers, facts.quarantines),
+            state=facts.state,
+            held_version=facts.orders.held_version,
+            detail=facts.state_detail,
+            notices=[message_of(runs_pb2.Notice, notice) for notice in facts.notices],
             learning=learning.line,
             speed=speed.line,
-            learning_verdict=_verdict_to_proto(learning),
-            speed_verdict=_verdict_to_proto(speed),
+            learning_verdict=_finding_to_proto(learning),
+            speed_verdict=_finding_to_proto(speed),
             parts=[
                 runs_pb2.Part(component=component, phases=[message_of(runs_pb2.Phase, phase) for phase in phases])
-                for component, phases in (await self.phases.by_component()).items()
+                for component, phases in facts.phases.items()
             ],
-            num_trained=num_trained(stat, self.config.replay.groups_per_step),
+            num_trained=stat.num_trained(self.config.replay.groups_per_step),
         )
 
 
-def _verdict_to_proto(verdict: Verdict) -> runs_pb2.Verdict:
-    return message_of(runs_pb2.Verdict, verdict, level=verdict.level.upper())
+def _finding_to_proto(finding: Finding) -> runs_pb2.Verdict:
+    return message_of(runs_pb2.Verdict, finding, level=finding.level.upper())
 
 
 class ServerHandlers:
@@ -209,11 +174,18 @@ async def list_servers(fleet: Fleet, control: RunControl) -> list[runs_pb2.Serve
     drained = await control.drained()
     breakers = {breaker.server_id: breaker for breaker in await control.open_breakers()}
     quarantines = await control.quarantines()
+    return servers_to_proto(await fleet.servers(), drained, breakers, quarantines)
+
+
+def servers_to_proto(
+    servers: Sequence[ServerRecord], drained: Collection[str], breakers: Mapping[str, OpenBreaker],
+    quarantines: Mapping[str, Quarantine],
+) -> list[runs_pb2.Server]:  # fmt: skip
     return [
         _server_to_proto(
             record, record.server_id in drained, breakers.get(record.server_id), quarantines.get(record.server_id)
         )
-        for record in await fleet.servers()
+        for record in servers
     ]
 
 

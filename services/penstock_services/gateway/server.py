@@ -34,7 +34,7 @@ from penstock.store.redis_client import connect
 from penstock.tracing import open_tracing
 from penstock_services.gateway.access import Access, check_gateway, read_certificates
 from penstock_services.gateway.connections import Connections, LimitedProtocol
-from penstock_services.gateway.metrics import GatewayMetrics, RunLimits
+from penstock_services.gateway.metrics import GatewayMetrics
 from penstock_services.gateway.operations import AuditLog
 from penstock_services.gateway.rest import RestApp
 from penstock_services.gateway.rpc import RpcServer
@@ -69,7 +69,7 @@ async def serve(config: RunConfig, ready: Ready | None = None, stop: asyncio.Eve
         audit = AuditLog(config.folder / "audit.jsonl")
         run = await asyncio.to_thread(ServedRun.create, client, streams, config, audit, tracing)
         stack.push_async_callback(run.close)
-        metrics = GatewayMetrics(CollectorRegistry(), RunLimits.of(config))
+        metrics = GatewayMetrics(CollectorRegistry(), config.learner.placement)
         if config.folder.exists():
             metrics.disk.follow("run_dir", DiskWatch(config.folder, "the run and its uploaded datasets"))
         host = config.gateway.host

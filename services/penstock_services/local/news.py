@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from penstock.api.records import Run
+from penstock.diagnosis.display import Progress
+from penstock.diagnosis.log_lines import Announcements, waiting_for
 from penstock.errors import Unavailable
-from penstock_services.local.announcements import Announcements, waiting_for
-from penstock_services.local.display import Progress
 from penstock_services.local.local_run import LocalRun
 
 ANSWER_S = 0.5

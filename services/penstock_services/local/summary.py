@@ -12,7 +12,7 @@ from rich.table import Table
 
 from penstock.api.records import Run
 from penstock.config.run import RunConfig
-from penstock.sparkline import sparkline
+from penstock.diagnosis.terminal import sparkline
 
 History = Sequence[dict[str, float]]
 

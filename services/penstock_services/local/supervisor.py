@@ -11,11 +11,11 @@ from pathlib import Path
 
 from penstock.api.records import Run
 from penstock.config.run import RunConfig
+from penstock.diagnosis.display import SHOWN_METRICS, History, LineDisplay
+from penstock.diagnosis.log_lines import PAUSED_STATES, buried_everything
 from penstock.errors import DeadlineExceeded, InvalidInput, NotFound, ProcessDied
 from penstock.feed.feed_process import feed_file
 from penstock.feed.validation import evaluation_id, read_results, result_line, validated_steps
-from penstock_services.local.announcements import PAUSED_STATES, buried_everything
-from penstock_services.local.display import SHOWN_METRICS, History, LineDisplay
 from penstock_services.local.local_run import LocalRun
 from penstock_services.local.news import News
 

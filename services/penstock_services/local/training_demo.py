@@ -14,12 +14,12 @@ from typing import Any
 
 from penstock.api.records import Run
 from penstock.config.run import RunConfig
+from penstock.diagnosis.display import Progress, make_display
+from penstock.diagnosis.facts import NO_LEARNER
+from penstock.diagnosis.log_lines import PAUSED_STATES
 from penstock.errors import ConfigError, Conflict, DeadlineExceeded
 from penstock.feed.datasets import read_prompts
-from penstock.run_state import NO_LEARNER
 from penstock.trajectory import Prompt, Sampling
-from penstock_services.local.announcements import PAUSED_STATES
-from penstock_services.local.display import Progress, make_display
 from penstock_services.local.local_run import LocalRun
 from penstock_services.local.news import News
 from penstock_services.local.summary import print_summary, read_history, summarise, write_plot

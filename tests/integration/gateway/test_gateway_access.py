@@ -100,7 +100,7 @@ async def test_nothing_runs_without_a_caller(redis_process: Any, redis_client: A
             await call
     with pytest.raises(Unauthenticated, match="without authentication"):
         await caller_of(Request({"type": "http", "path": "/v1/runs", "headers": [], "query_string": b""}))
-    assert not (await run.control.orders()).is_paused and not audit.path.exists()
+    assert not (await run.stores.control.orders()).is_paused and not audit.path.exists()
     with pytest.raises(TypeError):
         Caller()  # type: ignore[call-arg]
     await served.close()

@@ -8,8 +8,8 @@ import grpc
 import pytest
 
 from penstock.api.records import Run
-from penstock.cli.commands.status import alarms, paused_servers, quarantined_servers
-from penstock.cli.commands.top import parse_series
+from penstock.cli.commands.observe import parse_series
+from penstock.diagnosis.terminal import alarms, server_alarms
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.heartbeats import LEARNER, Heartbeats
@@ -48,7 +48,7 @@ async def test_a_server_paused_by_failures_is_seen_and_resumed(gateway: Gateway,
     assert (server["breaker_reason"], server["breaker_failures"], run["state"]) == ("non_finite", limit, "WAITING")
     series = parse_series((await gateway.rest.get("/metrics")).text)
     assert series["penstock_rollout_servers_paused"] == {"": 1.0}
-    [line] = paused_servers(Run.model_validate(run).servers)
+    [line] = server_alarms(Run.model_validate(run).servers)
     assert line.plain.startswith(f"s leases nothing: its last {limit} attempts failed, the newest with non_finite")
 
     change = runs_pb2.ChangeRunRequest()
@@ -68,7 +68,7 @@ async def test_a_server_in_quarantine_is_seen_with_its_numbers(gateway: Gateway,
     assert shown == [True, 0.5, 0.125, 2]
     series = parse_series((await gateway.rest.get("/metrics")).text)
     assert series["penstock_rollout_servers_quarantined"] == {"": 1.0}
-    [line] = quarantined_servers(Run.model_validate(run).servers)
+    [line] = server_alarms(Run.model_validate(run).servers)
     assert line.plain.startswith("s is in quarantine: its log-probs differ by 0.5 nats a token, more than 0.125")
 
 

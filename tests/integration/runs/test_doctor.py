@@ -18,8 +18,8 @@ from penstock.config.learner import RewardModelConfig
 from penstock.config.loading import dump_config, validate
 from penstock.config.run import RunConfig
 from penstock.config.service import RedisConfig
-from penstock.doctor import Finding, examine
-from penstock.doctor.machine import check_gpus, check_ports
+from penstock.diagnosis import Finding
+from penstock.diagnosis.deployment import check_gpus, check_ports, examine
 from penstock.machine.ports import free_port
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, ServerRecord
@@ -135,7 +135,7 @@ async def test_a_server_in_quarantine_is_named_with_its_numbers(
 async def test_a_run_that_can_admit_nothing_is_found(
     config: RunConfig, redis_client: redis.Redis, queue: RedisReplayQueue
 ) -> None:
-    """A learner that was set back below the committed step waits for ever, and no group is unaccounted for."""
+    """A learner that was set back below the committed step waits forever, and no group is unaccounted for."""
     counters = {"step": 480, "committed_step": 485, "trained": 10_000_000, "admitted": 10_000_000}
     await redis_client.hset("penstock:{test}:counters", mapping=counters)
     findings = await examine(config)

@@ -14,6 +14,7 @@ from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
 
 from penstock.config.service import BreakerConfig, RedisConfig, ReplayConfig, SessionLimits
+from penstock.diagnosis.facts import RunStores
 from penstock.errors import PenstockError
 from penstock.replay.queue_types import Lease, SavedTokens
 from penstock.replay.redis_queue import RedisReplayQueue
@@ -242,12 +243,9 @@ async def test_each_role_can_do_its_work(clients: Clients, queues: Callable[[str
     async with Heartbeats(clients["gateway"], run).beating("validator"):  # the feed has the user of the gateway
         assert "validator" in await Heartbeats(clients["learner"], run).ages_s()
     async with Heartbeats(clients["learner"], run).beating("learner"):
-        heartbeats, control = Heartbeats(clients["gateway"], run), RunControl(clients["gateway"], run)
-        policies = PolicyRegistry(clients["gateway"], run)
-        snapshot = await RunSnapshot.take(
-            gateway, fleets["gateway"], heartbeats, control, policies, Phases(clients["gateway"], run), 15.0
-        )
-    assert set(snapshot.heartbeat_ages_s) == {"learner"} and snapshot.scores == {
+        config = RunConfig(run=run, model=ModelConfig(path=Path("m")))
+        snapshot = await RunSnapshot.take(RunStores.of(clients["gateway"], config), config)
+    assert set(snapshot.facts.ages_s) == {"learner"} and snapshot.scores == {
         "math/reward/mean@1": 1.0, "math/reward_model/mean@1": 0.5, "e": 1.0,
     }  # fmt: skip
     assert snapshot.restarts == {"r0": 0, "learner": 0, "validator": 0}

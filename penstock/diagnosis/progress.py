@@ -1,27 +1,21 @@
 """Why a run does not learn, and why it is slow: one line each, with the numbers behind it.
 
-Both are pure functions of what the run has reported: the metrics of its newest steps, its queue and its servers. The
-gateway shows them with the run, and `penstock doctor` as checks. A cause that hides others comes first: while rewards
-fail, nothing else about the reward means anything.
+Both are pure functions of the run's facts. The gateway shows them with the run, and `penstock doctor` as checks. A
+cause that hides others comes first: while rewards fail, nothing else about the reward means anything.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import fmean, variance
 from typing import Literal, get_args
 
-from penstock.config.run import RunConfig
-from penstock.replay.queue_types import QueueStat
-from penstock.run_state import RunState, num_trained
-from penstock.store.fleet import SERVING_STATES, ServerRecord
-from penstock.v1 import policies_pb2
+from penstock.diagnosis import Finding, Level
+from penstock.diagnosis.facts import RunFacts
 
 NEWEST_STEPS = 30
 """Steps that the trend of the reward is taken from."""
-LOOKED_BACK_VERSIONS = 50
-"""Versions whose metrics are read, since not every version has been made by a step."""
 FEW_STEPS = 6
 """Fewer steps than this show no trend."""
 ENOUGH_STEPS = 12
@@ -54,105 +48,62 @@ LEARNING_CODES: tuple[LearningCode, ...] = get_args(LearningCode)
 SPEED_CODES: tuple[SpeedCode, ...] = get_args(SpeedCode)
 
 
-@dataclass(frozen=True)
-class Verdict:
-    code: LearningCode | SpeedCode
-    """The cause in one word, for programs."""
-    text: str
-    level: Literal["ok", "warn", "fail"] = "ok"
-    advice: str = ""
-    """What to do about it; empty if there is nothing to do."""
-
-    @property
-    def line(self) -> str:
-        return f"{self.text}; {self.advice}" if self.advice else self.text
+def _learning(code: LearningCode, text: str, level: Level = "ok", advice: str = "") -> Finding:
+    return Finding("learning", level, text, advice, code)
 
 
-def steps_of(newest_first: Iterable[policies_pb2.Policy]) -> list[Mapping[str, float]]:
-    """The metrics of the steps that made these versions, oldest first. A version without a step has no reward: the
-    first one, one that a restarted learner publishes again, and one of a roll back."""
-    steps: list[Mapping[str, float]] = [policy.metrics for policy in newest_first if "reward_mean" in policy.metrics]
-    return steps[::-1]
+def _speed(code: SpeedCode, text: str, level: Level = "ok", advice: str = "") -> Finding:
+    return Finding("speed", level, text, advice, code)
 
 
-@dataclass(frozen=True)
-class Situation:
-    """What the verdicts look at."""
-
-    steps: Steps
-    """Metrics of the newest steps, oldest first."""
-    state: RunState
-    stat: QueueStat
-    servers: Sequence[ServerRecord] = ()
-    num_paused_servers: int = 0
-    """Servers that lease nothing because everything that they tried failed."""
-    max_staleness: int = 0
-    groups_per_step: int = 1
-    has_dataset: bool = False
-    """Whether a feed submits prompts of a dataset. Otherwise only clients do."""
-
-    def within(self, config: RunConfig) -> Situation:
-        """The same with the limits of the run's config."""
-        return replace(
-            self,
-            max_staleness=config.replay.max_staleness,
-            groups_per_step=config.replay.groups_per_step,
-            has_dataset=config.dataset.file is not None,
-        )
-
-    @property
-    def serving(self) -> list[ServerRecord]:
-        return [server for server in self.servers if server.state in SERVING_STATES]
-
-
-def learning_verdict(situation: Situation) -> Verdict:
+def learning_finding(facts: RunFacts) -> Finding:
     """Whether the reward rises, and if not, the most likely cause."""
-    steps = situation.steps[-NEWEST_STEPS:]
+    steps = facts.steps[-NEWEST_STEPS:]
     if not steps:
-        return Verdict("no_step", "no step yet")
+        return _learning("no_step", "no step yet")
     rewards = [step["reward_mean"] for step in steps]
     reward, trend = f"reward {fmean(rewards):.3g} over {_count(len(steps), 'step')}", _trend(rewards)
     failed = _mean(steps, "reward_failed_ratio")
     if failed < MANY and trend == "rising":
-        return Verdict("rising", f"{reward}, rising from {rewards[0]:.3g} to {rewards[-1]:.3g}")
-    if cause := next(_causes(situation, steps), None):
+        return _learning("rising", f"{reward}, rising from {rewards[0]:.3g} to {rewards[-1]:.3g}")
+    if cause := next(_causes(facts, steps), None):
         known = "" if trend == "unknown" else f", {trend}"
         return replace(cause, text=f"{reward}{known}: {cause.text}")
     if trend == "unknown" or (trend == "flat" and len(steps) < ENOUGH_STEPS):
-        return Verdict("few_steps", f"{reward}: too few steps to tell")
+        return _learning("few_steps", f"{reward}: too few steps to tell")
     numbers = (
         f"{1 - _mean(steps, 'zero_advantage_group_ratio'):.0%} of the groups have spread, learning rate "
         f"{_mean(steps, 'lr'):.2g}, gradient norm {_mean(steps, 'grad_norm'):.2g}, KL "
         f"{_mean(steps, 'kl_reference'):.2g}, staleness {_mean(steps, 'staleness_mean'):.2g}"
     )
     advice = "read samples, and compare learner.lr with what worked for this model"
-    return Verdict(trend, f"{reward}, {trend}, without an obvious cause ({numbers})", "warn", advice)
+    return _learning(trend, f"{reward}, {trend}, without an obvious cause ({numbers})", "warn", advice)
 
 
-def _causes(situation: Situation, steps: Steps) -> Iterator[Verdict]:
+def _causes(facts: RunFacts, steps: Steps) -> Iterator[Finding]:
     """Causes of a reward that does not rise, from the one that explains most to the one that explains least."""
     failed, truncated = _mean(steps, "reward_failed_ratio"), _mean(steps, "truncated_ratio")
-    failures = Verdict(
+    failures = _learning(
         "rewards_fail", f"the reward function fails on {failed:.0%} of the samples", "fail", "correct the reward"
     )
     if failed >= MANY:
         yield failures
     if truncated >= MANY:
-        yield Verdict("truncated", f"{truncated:.0%} of the responses are cut at max_tokens", "fail", "raise it")
+        yield _learning("truncated", f"{truncated:.0%} of the responses are cut at max_tokens", "fail", "raise it")
     if _is_solved(steps):
-        yield Verdict("solved", "almost all samples get the highest reward, so there is little left to learn")
+        yield _learning("solved", "almost all samples get the highest reward, so there is little left to learn")
     if (flat := _mean(steps, "zero_advantage_group_ratio")) >= MANY:
         text = f"{flat:.0%} of the groups have no spread in reward, so they train nothing"
-        yield Verdict("no_spread", text, "fail", "give easier or harder prompts, or a reward with more steps")
+        yield _learning("no_spread", text, "fail", "give easier or harder prompts, or a reward with more steps")
     if (skipped := _mean(steps, "skipped")) >= HALF:
         text = f"{skipped:.0%} of the steps were skipped because a gradient was not finite"
-        yield Verdict("skipped", text, "fail", "see docs/runbooks.md#nonfinitesteps")
+        yield _learning("skipped", text, "fail", "see docs/runbooks.md#nonfinitesteps")
     if (lr := _mean(steps, "lr", default=1.0)) <= LOWEST_LR:
-        yield Verdict("learning_rate", f"the learning rate is {lr:.2g}", "fail", "see learner.lr and its schedule")
-    lag = max((situation.stat.policy_version - server.policy_version for server in situation.serving), default=0)
-    if lag > situation.max_staleness + 2:
+        yield _learning("learning_rate", f"the learning rate is {lr:.2g}", "fail", "see learner.lr and its schedule")
+    lag = max((facts.stat.policy_version - server.policy_version for server in facts.serving), default=0)
+    if lag > facts.config.replay.max_staleness + 2:
         text = f"new weights do not arrive: a server is {lag} versions behind the learner"
-        yield Verdict("weights", text, "fail", "see docs/runbooks.md#policyversionskew")
+        yield _learning("weights", text, "fail", "see docs/runbooks.md#policyversionskew")
     effective = _mean(steps, "effective_sample_ratio", default=1.0)
     rejected = _mean(steps, "is_rejected_ratio")
     if rejected >= HALF or effective <= LOW_EFFECTIVE:
@@ -160,99 +111,99 @@ def _causes(situation: Situation, steps: Steps) -> Iterator[Verdict]:
             f"the samples are too old: staleness {_mean(steps, 'staleness_mean'):.2g}, {rejected:.0%} of the tokens "
             f"rejected, an effective share of {effective:.0%}"
         )
-        yield Verdict("stale", text, "warn", "lower replay.max_staleness")
+        yield _learning("stale", text, "warn", "lower replay.max_staleness")
     if (entropy := _mean(steps, "entropy", default=1.0)) < COLLAPSED_ENTROPY_NATS:
         text = f"the policy gives almost the same answer every time: entropy {entropy:.2g} nats a token"
-        yield Verdict("collapsed", text, "warn", "go back to an earlier version, with a lower learner.lr")
+        yield _learning("collapsed", text, "warn", "go back to an earlier version, with a lower learner.lr")
     if (kl := _mean(steps, "kl_reference")) >= FAR_KL_NATS:
         text = f"the policy is far from its reference: KL {kl:.2g} nats a token"
-        yield Verdict("kl", text, "warn", "lower learner.lr, or raise the KL coefficient")
+        yield _learning("kl", text, "warn", "lower learner.lr, or raise the KL coefficient")
     if failed:
         yield replace(failures, level="warn")
 
 
-def speed_verdict(situation: Situation) -> Verdict:
+def speed_finding(facts: RunFacts) -> Finding:
     """What the run waits for most."""
-    steps = situation.steps[-SPEED_STEPS:]
-    if situation.state != "RUNNING":
-        waits = " for its learner or its servers to start" if situation.state == "WAITING" else ""
-        return Verdict("not_running", f"the run is {situation.state.lower()}{waits}")
-    if not situation.serving:
+    steps = facts.steps[-SPEED_STEPS:]
+    if facts.state != "RUNNING":
+        waits = " for its learner or its servers to start" if facts.state == "WAITING" else ""
+        return _speed("not_running", f"the run is {facts.state.lower()}{waits}")
+    if not facts.serving:
         advice = "see docs/runbooks.md#rolloutserversdown"
-        return Verdict("servers", f"no server serves, of {len(situation.servers)} in the list", "fail", advice)
-    if situation.num_paused_servers == len(situation.servers):
+        return _speed("servers", f"no server serves, of {len(facts.servers)} in the list", "fail", advice)
+    if len(facts.breakers) == len(facts.servers):
         text = "no server leases a prompt, because everything that they tried failed"
-        return Verdict("failures", text, "fail", "see docs/runbooks.md#leasingpaused")
+        return _speed("failures", text, "fail", "see docs/runbooks.md#leasingpaused")
     step_s, wait_s = _mean(steps, "step_s"), _mean(steps, "wait_s")
     if step_s and wait_s < LEARNER_BOUND * step_s:
-        return _learner_verdict(steps, step_s, wait_s)
+        return _learner_finding(steps, step_s, wait_s)
     waits = f"the learner waits {wait_s / step_s:.0%} of {step_s:.3g} s a step" if step_s else "no step yet"
-    cause = _producer_verdict(situation)
+    cause = _producer_finding(facts)
     if not step_s and cause.code in ("admission", "groups"):
-        return _start_verdict(situation)
+        return _start_finding(facts)
     return replace(cause, text=f"{waits}: {cause.text}")
 
 
-def _start_verdict(situation: Situation) -> Verdict:
+def _start_finding(facts: RunFacts) -> Finding:
     """What is under way before the first step. It says nothing yet about the speed of the run."""
-    stat = situation.stat
+    stat = facts.stat
     text = f"no step yet: {stat.in_flight} groups are being generated, and {stat.queued} wait for the learner"
-    return Verdict("groups", text)
+    return _speed("groups", text)
 
 
-def _learner_verdict(steps: Steps, step_s: float, wait_s: float) -> Verdict:
+def _learner_finding(steps: Steps, step_s: float, wait_s: float) -> Finding:
     shares = {name: _mean(steps, f"{name}_s") / step_s for name in ("update", "forward", "gather")}
     listed = ", ".join(f"{name} {share:.0%}" for name, share in sorted(shares.items(), key=lambda item: -item[1]))
     text = f"{step_s:.3g} s a step, of which {listed}, waiting {wait_s / step_s:.0%}"
     if shares["gather"] >= LEARNER_BOUND:
-        return Verdict("weights", f"gathering the weights takes long: {text}", "warn", "see docs/weight-push.md")
-    return Verdict("learner", f"the learner is the bottleneck: {text}")
+        return _speed("weights", f"gathering the weights takes long: {text}", "warn", "see docs/weight-push.md")
+    return _speed("learner", f"the learner is the bottleneck: {text}")
 
 
-def _producer_verdict(situation: Situation) -> Verdict:
+def _producer_finding(facts: RunFacts) -> Finding:
     """What keeps the servers from making groups faster."""
-    stat, serving = situation.stat, situation.serving
+    stat, serving = facts.stat, facts.serving
     groups, scoring = sum(s.running_groups for s in serving), sum(s.scoring_groups for s in serving)
     running, waiting = sum(s.running_requests for s in serving), sum(s.waiting_requests for s in serving)
     kv_usage = max(server.kv_cache_usage for server in serving)
     where = f"{_count(groups, 'group')} on {_count(len(serving), 'server')}"
     if not stat.pending_prompts and not groups:
-        return _prompts_verdict(situation)
+        return _prompts_finding(facts)
     if not groups and stat.admission_room <= 0:
         ready = stat.queued - stat.delivered
         text = f"no prompt is admitted, because the staleness bound is reached; {ready} groups are ready"
-        return Verdict("admission", text, "warn", "raise replay.max_staleness")
+        return _speed("admission", text, "warn", "raise replay.max_staleness")
     if groups and scoring >= HALF * groups:
         text = f"rewards take long: {scoring} of {where} are being scored"
-        return Verdict("rewards", text, "warn", "raise rollout.reward.num_processes")
+        return _speed("rewards", text, "warn", "raise rollout.reward.num_processes")
     if waiting and kv_usage >= FULL_KV:
         text = f"the KV cache is full ({kv_usage:.0%}): {waiting} requests wait and {running} run"
-        return Verdict("kv_full", text, "warn", "give the engines more memory, or ask for shorter responses")
+        return _speed("kv_full", text, "warn", "give the engines more memory, or ask for shorter responses")
     if waiting > running:
         text = f"the engines are saturated: {waiting} requests wait and {running} run"
-        return Verdict("engine", text, "warn", "add servers")
+        return _speed("engine", text, "warn", "add servers")
     advice = "add servers, or raise rollout.max_concurrent_groups"
-    return Verdict("groups", f"generation takes long: {where}, {running} requests run", advice=advice)
+    return _speed("groups", f"generation takes long: {where}, {running} requests run", advice=advice)
 
 
-def _prompts_verdict(situation: Situation) -> Verdict:
+def _prompts_finding(facts: RunFacts) -> Finding:
     """Servers have nothing to do. Prompts of evaluations do not count: they are not trained."""
-    stat = situation.stat
+    stat = facts.stat
     if stat.admitted:
-        per_step = situation.groups_per_step
-        ready = stat.queued + stat.trained - num_trained(stat, per_step)
+        per_step = facts.config.replay.groups_per_step
+        ready = stat.queued + stat.trained - stat.num_trained(per_step)
         text = f"no prompts are pending, and {ready} of the {per_step} groups of a step are ready"
-        return Verdict("prompts", text, advice="submit some, or feed a dataset")
-    if situation.has_dataset:
+        return _speed("prompts", text, advice="submit some, or feed a dataset")
+    if facts.config.dataset.file is not None:
         advice = "the log of the feed says what it does"
-        return Verdict("prompts", "the feed has not submitted a prompt of the dataset", "warn", advice)
+        return _speed("prompts", "the feed has not submitted a prompt of the dataset", "warn", advice)
     advice = "use `penstock submit FILE` or a client, or set dataset.file and start the run again"
-    return Verdict("prompts", "no prompt to train on has been submitted", advice=advice)
+    return _speed("prompts", "no prompt to train on has been submitted", advice=advice)
 
 
 def _is_solved(steps: Steps) -> bool:
-    """Whether the mean reward is close to the highest one that samples get. False while all rewards are equal: nobody
-    knows then whether they are high."""
+    """Whether the mean reward is close to the highest one that samples get. False while all rewards are equal: it
+    is unknown then whether they are high."""
     highest = max((step["reward_max"] for step in steps if "reward_max" in step), default=0.0)
     lowest = min((step["reward_min"] for step in steps if "reward_min" in step), default=0.0)
     mean = _mean(steps, "reward_mean")

@@ -18,8 +18,8 @@ from rich.text import Text
 
 from penstock.api.records import Run
 from penstock.config.run import RunConfig
-from penstock.run_state import progress
-from penstock.sparkline import sparkline
+from penstock.diagnosis.facts import progress
+from penstock.diagnosis.terminal import sparkline
 
 History = Sequence[dict[str, float]]
 COLUMNS = ("step", "version", "reward", "staleness", "tokens/s", "queue")

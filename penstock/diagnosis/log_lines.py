@@ -1,7 +1,9 @@
-"""What `penstock up` and `penstock demo` say about a run: the phases of its start, what goes wrong, and why it does not
-learn or is slow, each once.
+"""What `penstock up` and `penstock demo` print about a run: the phases of its start, what goes wrong, and why it does
+not learn or is slow, each once.
 
-The processes of the run report all of it to Redis. Nothing here waits or prints.
+The processes of the run report all of it to Redis. Nothing here waits or prints. `penstock top` and `penstock doctor`
+show every finding at once. Here, one about learning or speed becomes a line once it has held for a while, and another
+line when it changes. Only a finding with advice is printed, and that the reward rises again.
 """
 
 from __future__ import annotations
@@ -9,15 +11,21 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from penstock.api.records import READY_PHASES, Part, Phase, Run
-from penstock.run_state import NO_LEARNER
-from penstock_services.local.verdict_lines import LearningLine, NoPromptsLine, SpeedLine, lacks_prompts
+from penstock.api.records import FIRST_BATCH, READY_PHASES, Part, Phase, Run, Verdict
+from penstock.diagnosis.facts import NO_LEARNER
+from penstock.diagnosis.progress import FEW_STEPS, NEWEST_STEPS, SPEED_STEPS
 
 STILL_AFTER_S = 15.0
 """A phase that takes this long is mentioned again, and then after each further time of this length."""
 PAUSED_STATES = ("PAUSED", "STOPPED")
-SAID_BY_SUPERVISOR = "process_restarted"
-"""The kind of notice that the supervisor itself records, and says when it happens."""
+PRINTED_BY_SUPERVISOR = "process_restarted"
+"""The kind of notice that the supervisor itself records, and prints when it happens."""
+SLOW_AFTER_S = 60.0
+"""How long a verdict about the speed must hold. What servers do differs from second to second."""
+NO_PROMPTS_AFTER_S = 5.0
+"""How long no prompts must have been submitted. The feed of a dataset needs a moment."""
+REPEAT_AFTER_S = 600.0
+"""How long the same verdict about the speed is not printed again."""
 
 
 class Announcements:
@@ -78,7 +86,7 @@ class Announcements:
         lines = []
         for notice in reversed(run.notices):
             key = (notice.kind, notice.text)
-            if notice.kind != SAID_BY_SUPERVISOR and notice.count > self._counts.get(key, 0):
+            if notice.kind != PRINTED_BY_SUPERVISOR and notice.count > self._counts.get(key, 0):
                 lines.append(notice.text)
                 lines += [f"    {line}" for line in notice.detail.splitlines()]
                 self._counts[key] = _EVERY_COUNT
@@ -136,3 +144,87 @@ def _new_phases(part: Part, known: Sequence[Phase]) -> list[str]:
             took = f" ({part.phases[index - 1].name}: {seconds:.1f} s)"
         lines.append(f"{part.component}: {phase.name}{took}")
     return lines
+
+
+class LearningLine:
+    """Tells why the reward does not rise: a failure after FEW_STEPS steps, everything else after NEWEST_STEPS. Steps of
+    an earlier `penstock up` do not count."""
+
+    def __init__(self, before: Run) -> None:
+        self._first_step = before.step
+        self._code, self._since_step = "", before.step
+        self._said_code, self._said_step = "", before.step
+
+    def new_lines(self, run: Run) -> list[str]:
+        verdict = run.learning_verdict
+        if verdict is None or run.state != "RUNNING":
+            return []
+        if verdict.code != self._code:
+            self._code, self._since_step = verdict.code, run.step
+        if verdict.code == self._said_code or run.step - self._since_step < FEW_STEPS:
+            return []
+        is_better = verdict.code == "rising" and self._said_code
+        if not verdict.advice and not is_better:
+            return []
+        since = self._first_step if verdict.level == "FAIL" else max(self._first_step, self._said_step)
+        if run.step - since < (FEW_STEPS if verdict.level == "FAIL" else NEWEST_STEPS):
+            return []
+        self._said_code, self._said_step = verdict.code, run.step
+        return [f"learning: {_line(verdict)}"]
+
+
+class NoPromptsLine:
+    """Tells that a learner waits for its first batch because no one submits prompts, and how to submit some. It does so
+    once, until more of them arrive."""
+
+    def __init__(self) -> None:
+        self._text, self._since_s, self._is_said = "", 0.0, False
+
+    def new_lines(self, run: Run) -> list[str]:
+        verdict = run.speed_verdict
+        if verdict is None or not any(lacks_prompts(run, part) for part in run.parts):
+            return []
+        if verdict.text != self._text:
+            self._text, self._since_s, self._is_said = verdict.text, time.monotonic(), False
+        if self._is_said or time.monotonic() - self._since_s < NO_PROMPTS_AFTER_S:
+            return []
+        self._is_said = True
+        return [_line(verdict)]
+
+
+def lacks_prompts(run: Run, part: Part) -> bool:
+    """Whether this part is a learner that waits for its first batch only because no prompts are pending."""
+    is_waiting = part.phases[-1].name == FIRST_BATCH and run.state == "RUNNING"
+    return is_waiting and run.speed_verdict is not None and run.speed_verdict.code == "prompts"
+
+
+class SpeedLine:
+    """Tells what a slow run waits for, once it has waited for that for SLOW_AFTER_S."""
+
+    def __init__(self, before: Run) -> None:
+        self._first_step = before.step
+        self._code, self._since_s = "", 0.0
+        self._said_s: dict[str, float] = {}
+
+    def new_lines(self, run: Run) -> list[str]:
+        verdict, now_s = run.speed_verdict, time.monotonic()
+        if verdict is None:
+            return []
+        if verdict.code != self._code:
+            self._code, self._since_s = verdict.code, now_s
+        elif self._is_due(run, verdict, now_s):
+            is_new = now_s - self._said_s.get(verdict.code, -REPEAT_AFTER_S) >= REPEAT_AFTER_S
+            self._said_s[verdict.code] = now_s
+            return [f"speed: {_line(verdict)}"] if is_new else []
+        return []
+
+    def _is_due(self, run: Run, verdict: Verdict, now_s: float) -> bool:
+        if run.state != "RUNNING" or not verdict.advice or now_s - self._since_s < SLOW_AFTER_S:
+            return False
+        if any(lacks_prompts(run, part) for part in run.parts):
+            return False  # NoPromptsLine has printed it
+        return verdict.level != "OK" or run.step - self._first_step >= SPEED_STEPS
+
+
+def _line(verdict: Verdict) -> str:
+    return f"{verdict.text}; {verdict.advice}" if verdict.advice else verdict.text

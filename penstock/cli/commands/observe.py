@@ -1,0 +1,206 @@
+"""Commands that show a run and change nothing: `penstock status`, `top`, `watch` and `doctor`."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.cli.connection import add_gateway_arguments, load_started_config, newest_config, open_client
+from penstock.cli.interruption import interruptible, run_interruptible
+from penstock.cli.json_output import to_json
+from penstock.cli.overrides import parse_with_overrides
+from penstock.cli.parser import Parser
+from penstock.errors import ConfigError, InvalidInput, Unavailable
+
+if TYPE_CHECKING:
+    from penstock.api.records import Result, Run
+    from penstock.client import SyncPenstockClient
+
+DEADLINE_S = 5.0
+WATCH_DEADLINE_S = 60.0
+HISTORY = 60
+
+
+def status(argv: Sequence[str]) -> int:
+    parser = Parser(prog="penstock status", description="Show the state of a run: step, version, queue, servers.")
+    add_gateway_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    args = parser.parse_args(argv)
+    with open_client(args, DEADLINE_S) as client:
+        run = client.get_run()
+    if args.json:
+        print(to_json(run))
+        return 0
+    from rich.console import Console
+
+    from penstock.diagnosis.terminal import run_parts
+
+    Console().print(*run_parts(run), sep="\n")
+    return 0
+
+
+def doctor(argv: Sequence[str]) -> int:
+    """Print one line per check, with advice."""
+    parser = Parser(
+        prog="penstock doctor",
+        description="Check a deployment: Redis, clocks, ports, weights, log-probs, GPUs. Exits with 1 on a failure.",
+        epilog="Any config field can be overridden: --redis.url redis://…",
+    )
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--config",
+        type=Path,
+        help="YAML file of the run (default: that of the run that is up in runs/, else the newest)",
+    )
+    which.add_argument("--run-dir", type=Path, metavar="DIR", help="folder of a run on this machine")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    args, overrides = parse_with_overrides(parser, argv)
+
+    from penstock.diagnosis.deployment import examine
+    from penstock.diagnosis.terminal import print_findings
+
+    written = None if args.run_dir is None else args.run_dir / "config.yaml"
+    if written is not None and not written.is_file():
+        raise ConfigError(f"{args.run_dir} has no config.yaml; give the folder of a run that was started")
+    config = load_started_config(args.config or written or newest_config(), overrides)
+    if args.run_dir is not None and args.run_dir.resolve().name == config.run:
+        # The written path may be relative to the folder in which the run was started.
+        config = config.model_copy(update={"run_dir": args.run_dir.resolve().parent})
+    findings = run_interruptible(examine(config), "while it examined the run")
+    if args.json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        print_findings(findings)
+    return int(any(finding.level == "fail" for finding in findings))
+
+
+# ── watch ──
+
+
+def watch(argv: Sequence[str]) -> int:
+    """Print a line for each prompt that finishes. `--cursor` continues after an earlier line."""
+    parser = Parser(
+        prog="penstock watch", description="Print the results of a run as they arrive. Press Ctrl-C to end."
+    )
+    add_gateway_arguments(parser)
+    parser.add_argument(
+        "--cursor", default="", help="start after this result; 0 starts with the oldest (default: new results only)"
+    )
+    parser.add_argument("--limit", type=int, metavar="N", help="stop after N results")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line, with the groups")
+    args = parser.parse_args(argv)
+    with open_client(args, WATCH_DEADLINE_S) as client, interruptible("while it waited for results"):
+        for number, result in enumerate(client.results(args.cursor, with_groups=True), 1):
+            print(to_json(result, indent=None) if args.json else _result_line(result), flush=True)
+            if number == args.limit:
+                break
+    return 0
+
+
+def _result_line(result: Result) -> str:
+    words = [result.cursor, f"prompt {result.prompt_id}", result.state, result.reason]
+    if result.group is not None:
+        rewards = " ".join(f"{trajectory.reward:g}" for trajectory in result.group.trajectories)
+        words.append(f"rewards {rewards} by {result.group.server_id}")
+    return "  ".join(word for word in words if word)
+
+
+# ── top ──
+
+
+def top(argv: Sequence[str]) -> int:
+    """Watch a run. The numbers come from the gateway's API and its /metrics."""
+    parser = Parser(
+        prog="penstock top", description="Watch a run: steps, queue, servers and components. Press Ctrl-C to end."
+    )
+    add_gateway_arguments(parser)
+    parser.add_argument("--once", action="store_true", help="print the state once and exit")
+    parser.add_argument(
+        "--interval", type=float, default=1.0, metavar="S", help="seconds between updates (default: %(default)s)"
+    )
+    args = parser.parse_args(argv)
+    if args.run:
+        raise InvalidInput(
+            "--run",
+            "`top` shows a gateway's own run only; use `penstock status --run`, or the URL of the run's own gateway",
+        )
+    from rich.console import Console
+    from rich.live import Live
+
+    with open_client(args, DEADLINE_S) as client:
+        console = Console()
+        if args.once:
+            console.print(_draw(_read(client)))
+            return 0
+        screen = Live(console=console, screen=True, auto_refresh=False) if console.is_terminal else nullcontext()
+        with interruptible("after it watched the run"), screen as live:
+            while True:
+                if live is None:  # a file or a pipe, which has no screen to draw on
+                    console.print(_draw(_read(client)))
+                else:
+                    live.update(_draw(_read(client)), refresh=True)
+                time.sleep(max(args.interval, 0.1))
+
+
+@dataclass(frozen=True)
+class RunReading:
+    """What `top` shows of a run at one moment."""
+
+    run: Run
+    """The run as the gateway's API describes it."""
+    series: dict[str, dict[str, float]]
+    """The gateway's metrics with at most one label, by name and then by the label's value ("" without a label)."""
+    rewards: list[float]
+    """Mean reward of the newest steps, oldest first."""
+
+
+def _read(client: SyncPenstockClient) -> RunReading:
+    import httpx
+
+    url = f"{client.address.url}/metrics"
+    run = client.get_run()
+    try:
+        text = httpx.get(url, timeout=DEADLINE_S, trust_env=False).raise_for_status().text
+    except httpx.HTTPError as error:
+        raise Unavailable(f"{url} does not answer ({error}); is it a gateway?") from error
+    return RunReading(run, parse_series(text), rewards_of(client))
+
+
+def rewards_of(client: SyncPenstockClient) -> list[float]:
+    """Mean reward of the newest steps, oldest first."""
+    rewards = (step.metrics.get("reward_mean") for step in client.metrics(HISTORY, ["reward_mean"]))
+    return [reward for reward in rewards if reward is not None]
+
+
+def parse_series(text: str) -> dict[str, dict[str, float]]:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    series: dict[str, dict[str, float]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if len(sample.labels) <= 1:
+                series.setdefault(sample.name, {})[next(iter(sample.labels.values()), "")] = sample.value
+    return series
+
+
+def _draw(reading: RunReading) -> Any:
+    from rich.console import Group
+    from rich.text import Text
+
+    from penstock.diagnosis.terminal import plain_table, run_parts, sparkline
+
+    series = reading.series
+    components = plain_table("component", "heartbeat", "restarts", title="components")
+    for component, age_s in sorted(series.get("penstock_heartbeat_age_seconds", {}).items()):
+        restarts = series.get("penstock_component_restarts_total", {}).get(component, 0.0)
+        components.add_row(component, f"{age_s:.1f} s ago", f"{restarts:.0f}")
+    ages, scores = series.get("penstock_queue_oldest_age_seconds", {}), series.get("penstock_eval_score", {})
+    numbers = [f"oldest of {queue} {age_s:.1f} s" for queue, age_s in ages.items()]
+    numbers += [f"score of {name!r} {score:.3f}" for name, score in scores.items()]
+    rewards = [Text(f"reward {sparkline(reading.rewards, HISTORY)}", style="green")] if reading.rewards else []
+    return Group(*run_parts(reading.run), components, Text("  ".join(numbers)), *rewards)

@@ -1,0 +1,293 @@
+"""`penstock doctor`: the examination of a deployment. Each finding has advice on what to do.
+
+The checks only read. They use the rights of the config's Redis user: what that user may not read becomes a warning.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from redis.exceptions import AuthenticationError, NoPermissionError, RedisError, ResponseError
+
+from penstock.config.gpu_bundles import num_gpus
+from penstock.config.rewards import CodeReward
+from penstock.config.run import RunConfig
+from penstock.diagnosis import Finding, Level
+from penstock.diagnosis.facts import RunStores
+from penstock.diagnosis.run_findings import run_findings
+from penstock.errors import PenstockError
+from penstock.machine.disk_space import folder_bytes, measure_disk
+from penstock.machine.gpus import gpu_names, nvidia_smi
+from penstock.machine.ports import port_is_free
+from penstock.start_checks import check_datasets, check_first_rows, check_lengths, check_model, check_rewards
+from penstock.store.redis_client import RedisClient, connect
+
+CONNECT_TIMEOUT_S = 2.0
+MIN_FREE_BYTES = 5 * 2**30
+SANDBOX_TIMEOUT_S = 60.0
+MIN_REDIS = (6, 2)
+EVERYSEC_LOSS_S = 2.0
+CLOCK_WARN_S, CLOCK_FAIL_S = 1.0, 30.0
+_NEXT_START: dict[str, Callable[[RunConfig], None]] = {
+    "model": check_model,
+    "rewards": lambda config: check_rewards(config.rollout.reward),
+    "dataset": check_datasets,
+    "rows": check_first_rows,
+    "lengths": check_lengths,
+}
+"""What the next start of a stopped run needs."""
+
+
+async def examine(config: RunConfig) -> list[Finding]:
+    """Run every check, in the order in which the findings are shown. Without an answer from Redis, the checks that need
+    it are skipped. It is not a fault that the private Redis of a stopped run does not answer."""
+    findings = [*check_ports(config), check_disk(config), *check_gpus(config), *check_sandbox(config)]
+    client = connect(config.redis)
+    try:
+        redis_findings = await check_redis(client, config)
+        if is_stopped(config) and any(finding.level == "fail" for finding in redis_findings):
+            return [*check_stopped(config), *findings]
+        findings += redis_findings
+        if all(finding.check != "redis" or finding.level != "fail" for finding in redis_findings):
+            findings += [await check_clock(client), *await check_run(client, config)]
+    finally:
+        await client.aclose()
+    return findings
+
+
+async def check_run(client: RedisClient, config: RunConfig) -> list[Finding]:
+    """Check the run's queue, servers, components and policies, and that its servers listen."""
+    stores = RunStores.of(client, config)
+    try:
+        facts, dead = await stores.read(config), await stores.queue.dead_letter_reasons()
+    except PenstockError as refused:
+        return [Finding("run", "warn", f"cannot be read: {refused}", "use a Redis user that may read the run's keys")]
+    listening = [check_listens(server.server_id, *server.address.rsplit(":", 1)) for server in facts.servers]
+    return [*run_findings(facts, dead), *listening]
+
+
+# ── a stopped run ──
+
+
+def is_stopped(config: RunConfig) -> bool:
+    """Whether the process that supervised the run here has ended. False if the run was not started by `penstock up`."""
+    try:
+        supervisor = int((config.folder / "lock").read_text())
+    except (OSError, ValueError):
+        return False
+    try:
+        os.kill(supervisor, 0)
+    except OSError as error:
+        return isinstance(error, ProcessLookupError)
+    return False
+
+
+def check_stopped(config: RunConfig) -> list[Finding]:
+    """Say that the run is stopped and from where it continues, and check what its next start needs."""
+    newest = max(config.folder.glob("checkpoints/term-*-step-*"), default=None)
+    where = f"at its newest checkpoint, {newest.name}" if newest else "from the start: it has no checkpoint yet"
+    findings = [Finding("run", "ok", f"{config.run} is stopped; `penstock up` with its config continues it {where}")]
+    for name, check in _NEXT_START.items():
+        try:
+            check(config)
+        except PenstockError as error:
+            findings.append(Finding(name, "fail", f"the next start would fail: {error}"))
+        else:
+            findings.append(Finding(name, "ok", "the next start finds it as it should be"))
+    return findings
+
+
+# ── this machine ──
+
+
+def check_ports(config: RunConfig) -> list[Finding]:
+    """Check that the processes of a run listen where they said. If the run is not up, check that its ports are free."""
+    findings = []
+    files = [] if is_stopped(config) else sorted(config.folder.glob("*.json"))
+    for path in files:
+        fields = json.loads(path.read_text())
+        if isinstance(fields, dict) and "host" in fields:
+            ports = [value for name, value in fields.items() if name.endswith("port")]
+            findings += [check_listens(path.stem, fields["host"], port) for port in ports]
+    if findings:
+        return findings
+    gateway, rollout, learner = config.gateway, config.rollout, config.learner
+    for name, host, port in (
+        ("gateway.port", gateway.host, gateway.port), ("gateway.grpc_port", gateway.host, gateway.grpc_port),
+        ("rollout.port", rollout.host, rollout.port), ("rollout.metrics_port", rollout.host, rollout.metrics_port),
+        ("learner.metrics_port", learner.metrics_host, learner.metrics_port),
+    ):  # fmt: skip
+        if port and not port_is_free(host, port):
+            findings.append(Finding("ports", "fail", f"{name} {port} is in use", f"set {name} to a free one, or 0"))
+    return findings or [Finding("ports", "ok", "the run is not up here; its ports are free")]
+
+
+def check_listens(part: str, host: str, port: int | str) -> Finding:
+    try:
+        with socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S):
+            return Finding("ports", "ok", f"{part} listens on {host}:{port}")
+    except OSError as error:
+        text = f"{part} does not answer on {host}:{port} ({error.strerror or error})"
+        return Finding("ports", "fail", text, "start it, or check the network and firewall")
+
+
+def check_disk(config: RunConfig) -> Finding:
+    """Check the space for checkpoints and snapshots. Two times the newest checkpoint must fit."""
+    space = measure_disk(config.folder)
+    newest = max(config.folder.glob("checkpoints/term-*-step-*"), default=None)
+    needed = 2 * folder_bytes(newest) if newest else 0
+    if space.free_bytes < max(MIN_FREE_BYTES, needed):
+        return Finding("disk", "warn", str(space), "free space for checkpoints and snapshots, or move run_dir")
+    return Finding("disk", "ok", str(space))
+
+
+def check_sandbox(config: RunConfig) -> list[Finding]:
+    """Say how this machine isolates the programs of code rewards, by running one. Empty without a rollout server."""
+    if importlib.util.find_spec("penstock_rollout") is None:
+        return []
+    reward = config.rollout.reward
+    codes = [code for code in (*reward.by_data_source.values(), reward.default) if isinstance(code, CodeReward)]
+    findings = []
+    for confinement in dict.fromkeys(code.confinement for code in codes or [CodeReward()]):
+        command = [sys.executable, "-m", "penstock_rollout.rewards.sandbox", confinement]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=SANDBOX_TIMEOUT_S, check=False)
+        except (subprocess.SubprocessError, OSError) as error:
+            findings.append(Finding("sandbox", "warn", f"could not be tried: {error}", "run penstock doctor again"))
+            continue
+        text = (done.stdout or done.stderr).strip().splitlines()[-1:] or ["no answer"]
+        if done.returncode == 0:
+            findings.append(Finding("sandbox", "ok", f"code rewards run {text[0]}"))
+        else:
+            level: Level = "fail" if codes else "warn"
+            findings.append(Finding("sandbox", level, text[0], "see docs/rewards.md; other rewards work"))
+    return findings
+
+
+def check_gpus(config: RunConfig) -> list[Finding]:
+    """Compare the GPUs of this machine with what the learner needs, and check that NVLink connects them."""
+    wanted = num_gpus(config.learner.placement, config.learner.needed_roles)
+    names = gpu_names()
+    if not names:
+        if wanted and not config.learner.ray_address:
+            advice = "install the driver, or set learner.*.gpus_per_rank to 0"
+            return [Finding("gpus", "fail", f"none here, but the learner needs {wanted}", advice)]
+        return [Finding("gpus", "ok", "none here, and the learner needs none here")]
+    found = f"{len(names)} x {names[0]}"
+    if wanted > len(names) and not config.learner.ray_address:
+        return [Finding("gpus", "fail", f"{found}, but the learner needs {wanted}", "lower learner.*.num_ranks")]
+    if len(names) == 1:
+        return [Finding("gpus", "ok", found)]
+    # Each row of the matrix has an X on the diagonal; the header has none.
+    rows = [cells for line in nvidia_smi("topo", "-m") if "X" in (cells := line.split()) and cells[0].startswith("GPU")]
+    links = {cell for row in rows for cell in row[1 : len(names) + 1]} - {"X"}
+    if links and all(link.startswith("NV") for link in links):
+        return [Finding("gpus", "ok", f"{found}, linked by NVLink")]
+    advice = "place policy ranks, and the GPUs of one server, on linked GPUs"
+    return [Finding("gpus", "warn", f"{found}, not all linked by NVLink ({', '.join(sorted(links))})", advice)]
+
+
+# ── Redis ──
+
+
+async def check_redis(client: RedisClient, config: RunConfig) -> list[Finding]:
+    """Check that Redis answers, is new enough, writes to disk and does not evict keys."""
+    asked: Any = client.info()
+    try:
+        info: dict[str, Any] = await asked
+    except (NoPermissionError, ResponseError) as error:
+        advice = "use a redis.url with the operator's user"
+        return [Finding("redis", "warn", f"this user may not run INFO ({error})", advice)]
+    except AuthenticationError as error:
+        advice = "correct redis.url or redis.password_file"
+        return [Finding("redis", "fail", f"refuses the user or password ({error})", advice)]
+    except (RedisError, OSError) as error:
+        return [
+            Finding("redis", "fail", f"does not answer ({error})", "check redis.url and that the server is running")
+        ]
+    fsync = await _setting(client, "appendfsync")
+    findings = [_version(info), _durability(info, fsync, config.replay.settle_s), _memory(info)]
+    return findings + _disk(config, await _setting(client, "dir"))
+
+
+def _version(info: dict[str, Any]) -> Finding:
+    version = str(info.get("valkey_version") or info["redis_version"])
+    if tuple(int(part) for part in version.split(".")[:2]) < MIN_REDIS:
+        return Finding("redis", "fail", f"version {version} is too old", "upgrade to 6.2 or newer")
+    return Finding("redis", "ok", f"version {version}")
+
+
+def _durability(info: dict[str, Any], fsync: str, settle_s: float) -> Finding:
+    name = "durability"
+    if not info.get("aof_enabled"):
+        return Finding(name, "fail", "no append-only file: a restart loses the queue", "set appendonly yes")
+    if info.get("aof_last_write_status", "ok") != "ok":
+        return Finding(
+            name, "fail", "the last write of the append-only file failed", "free disk space on the Redis machine"
+        )
+    if fsync == "no":
+        return Finding(name, "warn", "appendfsync no: a crash may lose 30 s of writes", "set appendfsync everysec")
+    if fsync == "everysec" and settle_s < EVERYSEC_LOSS_S:
+        text = f"append-only file, fsync every second, and replay.settle_s is {settle_s:g}"
+        return Finding(
+            name, "warn", text, "set replay.settle_s to 2, so that a crash of the Redis machine loses nothing"
+        )
+    return Finding(name, "ok", f"append-only file, fsync {fsync or 'unknown'}")
+
+
+def _memory(info: dict[str, Any]) -> Finding:
+    policy, limit, used = info.get("maxmemory_policy", ""), int(info.get("maxmemory", 0)), int(info["used_memory"])
+    if limit and policy != "noeviction":
+        return Finding("memory", "fail", f"{policy} may evict prompts and groups", "set maxmemory-policy noeviction")
+    if limit and used > 0.9 * limit:
+        text = f"{used / limit:.0%} of maxmemory is used"
+        return Finding("memory", "warn", text, "raise maxmemory, or lower replay.capacity_bytes")
+    return Finding("memory", "ok", f"{used / 2**20:.0f} MiB used, {policy or 'no limit'}")
+
+
+def _disk(config: RunConfig, folder: str) -> list[Finding]:
+    """Check the space for the append-only file, if Redis runs on this machine. A Redis whose disk is full refuses all
+    writes."""
+    url = urlsplit(config.redis.url)
+    is_here = url.scheme == "unix" or url.hostname in ("localhost", "127.0.0.1", "::1")
+    if not is_here or not folder or not Path(folder).is_dir():
+        return []
+    space = measure_disk(Path(folder))
+    if space.is_low:
+        return [Finding("disk", "warn", f"{space}, the folder of Redis", "free space, before Redis refuses writes")]
+    return [Finding("disk", "ok", f"{space}, the folder of Redis")]
+
+
+async def _setting(client: RedisClient, name: str) -> str:
+    """Value of a setting; empty if this user or a managed Redis does not allow CONFIG GET."""
+    asked: Any = client.config_get(name)
+    try:
+        found = await asked
+    except RedisError:
+        return ""
+    value = found.get(name, found.get(name.encode(), ""))
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+async def check_clock(client: RedisClient) -> Finding:
+    """Compare this machine's clock with Redis'. Leases use Redis' clock only; ages of groups and traces use both."""
+    asked: Any = client.time()
+    started = time.time()
+    seconds, microseconds = await asked
+    offset_s = int(seconds) + int(microseconds) / 1e6 - (started + time.time()) / 2
+    text = f"this clock is {abs(offset_s):.2f} s {'behind' if offset_s > 0 else 'ahead of'} that of Redis"
+    if abs(offset_s) < CLOCK_WARN_S:
+        return Finding("clock", "ok", text)
+    return Finding(
+        "clock", "fail" if abs(offset_s) >= CLOCK_FAIL_S else "warn", text, "synchronise this machine's clock (NTP)"
+    )

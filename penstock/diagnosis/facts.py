@@ -1,0 +1,180 @@
+"""The facts about a run, and its state. The API, the metrics, the console and every command show `RunFacts.state`.
+
+WAITING    no learner is ready to train yet, or no rollout server has joined yet; Run.detail says which
+RUNNING    a learner is ready to train, and there are rollout servers
+PAUSED     an operator, or the run itself, has paused leasing; Run.detail has the reason
+STOPPED    an operator has stopped the run, or no learner is alive
+FINISHED   the last step was made, or the dataset has ended
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal, get_args
+
+from penstock.api.records import FIRST_BATCH, READY_PHASES
+from penstock.config.run import RunConfig
+from penstock.replay.queue_types import QueueStat
+from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.store.breakers import OpenBreaker
+from penstock.store.fleet import SERVING_STATES, Fleet, ServerRecord
+from penstock.store.heartbeats import LEARNER, Heartbeats
+from penstock.store.notices import Notice, Notices
+from penstock.store.phases import Phase, Phases
+from penstock.store.policies import PolicyRegistry
+from penstock.store.quarantine import Quarantine
+from penstock.store.redis_client import RedisClient
+from penstock.store.run_control import Orders, RunControl
+from penstock.v1 import policies_pb2
+
+RunState = Literal["WAITING", "RUNNING", "PAUSED", "STOPPED", "FINISHED"]
+RUN_STATES: tuple[RunState, ...] = get_args(RunState)
+NO_LEARNER = "no learner is alive"
+"""Detail of a run that is STOPPED without an order."""
+PROCESS_STARTED = "starting its process"
+"""Phase of a learner that `penstock up` has started and that has not reported anything yet."""
+PROCESS_START_S = 180.0
+"""How long a process may take to import its libraries. A learner that is silent for longer is not starting."""
+LOOKED_BACK_VERSIONS = 50
+"""Versions whose metrics are read, since not every version has been made by a step."""
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What Redis holds about a run at one moment, and the run's config."""
+
+    config: RunConfig
+    stat: QueueStat
+    orders: Orders = Orders()
+    pause_reason: str = ""
+    """Why the run paused itself; empty if it did not, or is not paused."""
+    servers: Sequence[ServerRecord] = ()
+    drained: frozenset[str] = frozenset()
+    """Servers that an operator has drained."""
+    breakers: Mapping[str, OpenBreaker] = field(default_factory=dict)
+    """Servers in the list that lease nothing because everything that they tried failed."""
+    quarantines: Mapping[str, Quarantine] = field(default_factory=dict)
+    """Servers in the list whose groups are not trained because their log-probs disagree with the learner's."""
+    heartbeat_ages_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds since the last heartbeat of each component that is not a rollout server."""
+    phases: Mapping[str, Sequence[Phase]] = field(default_factory=dict)
+    """The phases of each process, oldest first."""
+    learner_phase_age_s: float = 0.0
+    """Seconds since the learner entered its newest phase."""
+    policies: Sequence[policies_pb2.Policy] = ()
+    """The newest versions, the newest first."""
+    notices: Sequence[Notice] = ()
+    """Newest first."""
+
+    @cached_property
+    def steps(self) -> Sequence[Mapping[str, float]]:
+        """The metrics of the steps that made the newest versions, oldest first. A version without a step has no reward:
+        the first one, one that a restarted learner publishes again, and one of a roll back."""
+        return [policy.metrics for policy in reversed(self.policies) if "reward_mean" in policy.metrics]
+
+    @property
+    def serving(self) -> list[ServerRecord]:
+        return [server for server in self.servers if server.state in SERVING_STATES]
+
+    @property
+    def ages_s(self) -> dict[str, float]:
+        """Seconds since the last heartbeat of each component and server."""
+        return {**self.heartbeat_ages_s, **{s.server_id: s.heartbeat_age_ms / 1000 for s in self.servers}}
+
+    @property
+    def has_learner(self) -> bool:
+        """Whether the learner's heartbeat is recent."""
+        silence_s = self.config.replay.lease_ttl_s
+        return self.heartbeat_ages_s.get(LEARNER, silence_s) < silence_s
+
+    @property
+    def is_learner_starting(self) -> bool:
+        """Whether the newest learner process is not ready to train yet: it loads the model, for example. It has no
+        heartbeat until it has imported its libraries."""
+        phases = self.phases.get(LEARNER)
+        if not phases:
+            return False
+        name = phases[-1].name
+        if not self.has_learner:
+            return name == PROCESS_STARTED and self.learner_phase_age_s < PROCESS_START_S
+        return name not in (FIRST_BATCH, *READY_PHASES)
+
+    @property
+    def has_servers(self) -> bool:
+        """Whether a server is beyond JOINING. One that has crashed counts, until it leaves: its heartbeat tells."""
+        return any(server.state != "JOINING" for server in self.servers)
+
+    @property
+    def state(self) -> RunState:
+        """Operators' orders count first, then what is alive."""
+        if self.orders.is_paused:
+            return "STOPPED" if self.orders.is_stopped else "PAUSED"
+        if self.is_learner_starting:
+            return "WAITING"
+        if not self.has_learner:
+            if 0 < self.config.learner.num_steps <= self.stat.step or self.stat.finished_step == self.stat.step:
+                return "FINISHED"
+            return "STOPPED" if self.stat.term else "WAITING"
+        return "RUNNING" if self.has_servers else "WAITING"
+
+    @property
+    def state_detail(self) -> str:
+        """Why the run is in its state, in a few words; empty if there is nothing to add."""
+        if self.state == "PAUSED":
+            return self.pause_reason
+        if self.state == "WAITING":
+            if self.is_learner_starting:
+                return "the learner is starting"
+            return "no rollout server has joined yet" if self.has_learner else "no learner has started yet"
+        return NO_LEARNER if self.state == "STOPPED" and not self.orders.is_stopped else ""
+
+
+@dataclass(frozen=True)
+class RunStores:
+    """Everything in Redis that describes one run."""
+
+    queue: RedisReplayQueue
+    fleet: Fleet
+    heartbeats: Heartbeats
+    control: RunControl
+    policies: PolicyRegistry
+    notices: Notices
+    phases: Phases
+
+    @classmethod
+    def of(cls, client: RedisClient, config: RunConfig) -> RunStores:
+        run = config.run
+        return cls(
+            RedisReplayQueue(client, run, config.replay), Fleet(client, run), Heartbeats(client, run),
+            RunControl(client, run), PolicyRegistry(client, run), Notices(client, run), Phases(client, run),
+        )  # fmt: skip
+
+    async def read(self, config: RunConfig) -> RunFacts:
+        """Read all facts. Only reads."""
+        stat, orders, servers = await self.queue.stat(), await self.control.orders(), await self.fleet.servers()
+        known = {server.server_id for server in servers}
+        breakers, quarantines = await self.control.open_breakers(), await self.control.quarantines()
+        phases = await self.phases.by_component()
+        return RunFacts(
+            config=config,
+            stat=stat,
+            orders=orders,
+            pause_reason=await self.control.pause_reason() if orders.is_paused else "",
+            servers=servers,
+            drained=await self.control.drained(),
+            breakers={breaker.server_id: breaker for breaker in breakers if breaker.server_id in known},
+            quarantines={name: quarantine for name, quarantine in quarantines.items() if name in known},
+            heartbeat_ages_s=await self.heartbeats.ages_s(),
+            phases=phases,
+            learner_phase_age_s=await self.phases.age_s(phases[LEARNER][-1]) if LEARNER in phases else 0.0,
+            policies=await self.policies.newest_first(None, LOOKED_BACK_VERSIONS),
+            notices=await self.notices.newest_first(),
+        )
+
+
+def progress(step: int, num_steps: int) -> str:
+    """`63/60` says nothing, so the last step is shown only while it is ahead: after `num_steps` was lowered, or without
+    one, this is the step alone."""
+    return f"{step}/{num_steps}" if num_steps > 0 and step <= num_steps else str(step)

@@ -1,0 +1,164 @@
+"""The parts of a run on a terminal, for `penstock status`, `top`, `servers` and `doctor`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from penstock.api.records import Metrics, Run, Server
+from penstock.diagnosis import Finding
+
+COLUMNS = 80
+_BARS = "▁▂▃▄▅▆▇█"
+_DIGEST_LENGTH = 8
+_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+_STEP_METRICS = {
+    "reward_mean": "reward", "staleness_mean": "staleness", "tokens_per_second": "tokens/s", "loss": "loss",
+    "entropy": "entropy", "kl_reference": "KL", "grad_norm": "grad norm", "logprob_mismatch": "mismatch",
+}  # fmt: skip
+STATUS_COLUMNS = ("server", "state", "version", "digest", "groups", "heartbeat", "engine")
+"""Columns of the servers that fit on 80 characters."""
+ADDRESS_COLUMNS = ("server", "state", "version", "groups", "engine", "address")
+
+
+def run_parts(run: Run) -> list[RenderableType]:
+    """All that a run's status shows, from top to bottom."""
+    learning = (("learning  ", run.learning), ("speed     ", run.speed))
+    verdicts = [Text.assemble((label, "dim"), text) for label, text in learning if text]
+    table = server_table(run.servers, STATUS_COLUMNS, "rollout servers") if run.servers else Text("no rollout servers")
+    return [_headline(run), *alarms(run), step_numbers(run.metrics), *verdicts, queue_numbers(run), table]
+
+
+def _headline(run: Run) -> Text:
+    """State, step and version of a run."""
+    head = Text.assemble(
+        ("run ", "dim"), (run.run, "bold"), ("  state ", "dim"), (run.state.lower(), "bold"), ("  step ", "dim"),
+        (str(run.step), "bold"), ("  version ", "dim"), (str(run.policy_version), "bold"),
+        ("  term ", "dim"), str(run.term),
+    )  # fmt: skip
+    if run.queue.conservation_error:
+        head.append(f"  conservation off by {run.queue.conservation_error}", "bold red")
+    return head
+
+
+def alarms(run: Run) -> list[Text]:
+    """A line for everything that keeps the run from learning: its pause, what its processes do until they have started,
+    servers that do not count, and notices."""
+    lines = [Text(f"{run.state.lower()}: {run.detail}", style="bold yellow")] if run.detail else []
+    if run.roll_back_text:
+        lines.append(Text(run.roll_back_text, style="bold yellow"))
+    parts = run.parts if run.state in ("WAITING", "RUNNING") else ()
+    lines += [Text(f"{part.component}: {part.phases[-1].name}") for part in parts if part.is_starting]
+    if failed := run.metrics.get("reward_failed_ratio") or 0.0:
+        lines.append(Text(f"the reward failed on {failed:.0%} of the samples of the newest step", style="bold red"))
+    lines += server_alarms(run.servers)
+    for notice in run.notices:
+        times = "" if notice.count == 1 else f" ({notice.count} times)"
+        lines.append(Text(notice.text + times, style="yellow"))
+    return lines
+
+
+def server_alarms(servers: Sequence[Server]) -> list[Text]:
+    """A line for each server whose breaker is open, and then for each in quarantine."""
+    paused = [
+        f"{server.server_id} leases nothing: its last {server.breaker_failures} attempts failed, the newest with "
+        f"{server.breaker_reason}; see docs/runbooks.md#leasingpaused"
+        for server in servers
+        if server.breaker_reason
+    ]
+    quarantined = [
+        f"{server.server_id} is in quarantine: its log-probs differ by {server.logprob_mismatch_nats:.3g} nats a "
+        f"token, more than {server.logprob_limit_nats:.3g}; weights loaded again {server.num_reloads} times; see "
+        "docs/runbooks.md#serverquarantined"
+        for server in servers
+        if server.is_quarantined
+    ]
+    return [Text(line, style="bold red") for line in (*paused, *quarantined)]
+
+
+def step_numbers(metrics: Metrics) -> Text:
+    """Key metrics of the step that made the newest version. `--json` shows all metrics."""
+    shown = [(label, metrics[name]) for name, label in _STEP_METRICS.items() if metrics.get(name) is not None]
+    return Text(_lines([f"{label} {value:.4g}" for label, value in shown]) or "no step yet")
+
+
+def queue_numbers(run: Run) -> Text:
+    """The groups of the queue by state. `training` are those that the learner took for a step that is not done."""
+    queue = run.queue
+    trained = queue.trained if run.num_trained is None else run.num_trained
+    numbers = {
+        "pending prompts": queue.pending_prompts,
+        "in flight": queue.in_flight,
+        f"ready ({queue.queued_bytes / 2**20:.1f} MiB)": queue.queued - queue.delivered,
+        "training": queue.delivered + queue.trained - trained,
+        "trained": trained,
+        "expired": queue.expired,
+        "dead-lettered": queue.dead_lettered,
+        "reclaimed": queue.reclaimed,
+    }
+    lines = _lines(["groups", *(f"{name} {value}" for name, value in numbers.items())])
+    return Text.assemble(("groups", "dim"), lines.removeprefix("groups"))
+
+
+def _lines(items: Sequence[str]) -> str:
+    """The items side by side, on lines of at most 80 columns that break between two items."""
+    lines = [""]
+    for item in items:
+        longer = f"{lines[-1]}  {item}" if lines[-1] else item
+        if len(longer) > COLUMNS:
+            lines.append(item)
+        else:
+            lines[-1] = longer
+    return "\n".join(lines)
+
+
+def server_table(servers: Sequence[Server], columns: Sequence[str], title: str | None = None) -> Table:
+    """A row per server. `--json` has everything."""
+    table = plain_table(*columns, title=title)
+    for server in servers:
+        marks = {"drained": server.is_drained, "quarantined": server.is_quarantined}
+        state = ", ".join([server.state, *(mark for mark, is_set in marks.items() if is_set)])
+        cells = {
+            "server": server.server_id,
+            "state": state if state == "READY" else f"[yellow]{state}[/]",
+            "version": str(server.policy_version),
+            "digest": server.weights_digest[:_DIGEST_LENGTH] or "model folder",
+            "groups": str(server.running_groups),
+            "heartbeat": f"{server.heartbeat_age_ms / 1000:.1f} s",
+            "engine": server.engine,
+            "address": server.address,
+        }
+        table.add_row(*(cells[name] for name in columns))
+    return table
+
+
+def plain_table(*columns: str, right: Sequence[str] = (), whole: Sequence[str] = (), title: str | None = None) -> Table:
+    """A table without a frame. Columns in `right` are aligned to the right, and those in `whole` are not wrapped."""
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in columns:
+        is_whole = name in whole or name == "heartbeat"
+        table.add_column(name, justify="right" if name in right else "left", overflow="fold", no_wrap=is_whole)
+    return table
+
+
+def print_findings(findings: Sequence[Finding]) -> None:
+    """One line per finding, with its advice."""
+    console = Console(soft_wrap=True, highlight=False)
+    for finding in findings:
+        advice = f": {finding.advice}" if finding.advice else ""
+        level = f"[{_STYLES[finding.level]}]{finding.level:<4}[/]"
+        console.print(f"{level}  {finding.check:<12}  {escape(finding.text + advice)}")
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Draw values as bars, the newest on the right. More values than `width` are averaged. The scale is from 0 to 1, or
+    wider if a value is outside."""
+    if len(values) > width:
+        edges = [round(i * len(values) / width) for i in range(width + 1)]
+        values = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    low, high = min([0.0, *values]), max([1.0, *values])
+    return "".join(_BARS[min(int((value - low) / (high - low) * len(_BARS)), len(_BARS) - 1)] for value in values)

@@ -222,7 +222,7 @@ class GenerateHandlers:
         """An answer for the caller of an HTTP request, which ends if its key is removed."""
         assert http.caller is not None
         opening = self._open_answer(http.caller.name, request)
-        return while_valid(await bounded(opening, 2 * self.config.redis.timeout_s), http.caller, "submit", "generate")
+        return while_valid(await bounded(opening, 2 * self.config.redis.timeout_s), http.caller, http.operation)
 
     async def _open_answer(
         self, key_name: str, request: generate_pb2.GenerateRequest

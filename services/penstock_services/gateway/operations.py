@@ -152,24 +152,21 @@ class ServedOperation:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_method", getattr(self.owner, self.operation.name))
 
-    async def call(self, caller: Caller, read: Callable[[], Awaitable[Message]], run: str = "") -> Any:
+    async def call(self, caller: Caller | None, read: Callable[[], Awaitable[Message]], run: str = "") -> Any:
         """Answer a request of `caller`. `read` reads the request, and `run` is the run that its path names.
 
         The caller's scope is checked first: a caller with too weak a key learns nothing of runs and requests. A call
         that needs the role admin goes into the audit log, however it ends."""
         operation, request, outcome = self.operation, None, "OK"
-        if not isinstance(caller, Caller):
-            raise Unauthenticated(f"{operation.name} was called without a caller")
-        assert operation.scope is not None
         try:
-            caller.check(operation.scope, operation.name)
+            check_scope(caller, operation)
             self._check_run(run)
             request = await read()
             if not run:
                 self._check_run(getattr(request, "run", ""))
             answer = await self._answer(request, caller)
             if isinstance(answer, AsyncIterator):
-                return while_valid(answer, caller, operation.scope, operation.name)
+                return while_valid(answer, caller, operation)
             return answer
         except PenstockError as error:
             outcome = error.reason
@@ -178,10 +175,10 @@ class ServedOperation:
             outcome = "FAILED"
             raise
         finally:
-            if operation.scope == "admin":
+            if operation.scope == "admin" and caller is not None:
                 self.owner.audit.write(caller, operation.name, request, run, outcome)
 
-    async def _answer(self, request: Message, caller: Caller) -> Any:
+    async def _answer(self, request: Message, caller: Caller | None) -> Any:
         operation = self.operation
         answer = self._method(caller, request) if operation.takes_caller else self._method(request)
         if operation.keeps_deadline:
@@ -194,11 +191,19 @@ class ServedOperation:
             raise NotFound(f"run {run!r} is not served here; this gateway serves {own!r}")
 
 
-async def while_valid(items: AsyncIterator[T], caller: Caller, scope: Role, name: str) -> AsyncIterator[T]:
+def check_scope(caller: Caller | None, operation: Operation) -> None:
+    """Raise Unauthenticated or PermissionDenied unless the caller's key is valid and its role suffices."""
+    if not isinstance(caller, Caller):
+        raise Unauthenticated(f"{operation.name} was called without a caller")
+    assert operation.scope is not None
+    caller.check(operation.scope, operation.name)
+
+
+async def while_valid(items: AsyncIterator[T], caller: Caller | None, operation: Operation) -> AsyncIterator[T]:
     """Yield the items of a stream until the caller's key is removed."""
     try:
         async for item in items:
-            caller.check(scope, name)
+            check_scope(caller, operation)
             yield item
     finally:
         if isinstance(items, AsyncGenerator):

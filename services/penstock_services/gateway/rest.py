@@ -31,7 +31,7 @@ from penstock_services.gateway import problems
 from penstock_services.gateway.access import Access, AllowedHosts, Caller
 from penstock_services.gateway.connections import DISCARD_TIMEOUT_S
 from penstock_services.gateway.metrics import GatewayMetrics, Observation
-from penstock_services.gateway.operations import Operation, ServedOperation
+from penstock_services.gateway.operations import Operation, ServedOperation, check_scope
 
 logger = logging.getLogger(__name__)
 KEEP_ALIVE_S = 10.0
@@ -242,10 +242,9 @@ class RestApp:
 
 async def call_http(served: ServedOperation, request: HttpRequest) -> Response:
     """Answer a request of an operation that only REST has."""
-    operation = served.operation
+    operation = request.operation = served.operation
     if operation.scope is not None:
-        assert request.caller is not None
-        request.caller.check(operation.scope, operation.name)
+        check_scope(request.caller, operation)
     if operation.takes is None:
         response: Response = await operation.method(served.owner, request)
     else:
@@ -257,7 +256,6 @@ async def call_http(served: ServedOperation, request: HttpRequest) -> Response:
 
 async def call_operation(served: ServedOperation, request: HttpRequest) -> Response:
     operation = request.operation = served.operation
-    assert request.caller is not None
 
     async def read() -> ProtoMessage:
         if operation.read is not None:

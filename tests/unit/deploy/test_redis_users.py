@@ -13,6 +13,7 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
 
+from penstock.config.run import ModelConfig, RunConfig
 from penstock.config.service import BreakerConfig, RedisConfig, ReplayConfig, SessionLimits
 from penstock.diagnosis.facts import RunStores
 from penstock.errors import PenstockError
@@ -30,7 +31,7 @@ from penstock.store.quarantine import Quarantine, Quarantines
 from penstock.store.redis_client import connect
 from penstock.store.run_control import RunControl
 from penstock.v1 import policies_pb2
-from penstock_services.gateway.metrics.run import RunSnapshot
+from penstock_services.gateway.metrics import RunSnapshot
 from support.redis_server import SCRIPTS, redis_with_users
 
 ROLES = ("gateway", "rollout", "learner")

@@ -198,7 +198,7 @@ class GenerateHandlers:
 
     def _check_model(self, body: SamplingBody) -> None:
         own = self.config.run
-        if body.run != own:
+        if body.model.partition("@")[0] != own:
             raise ModelNotFound(f"the model must be {own} or {own}@VERSION, not {body.model!r}")
 
     async def _respond(self, http: HttpRequest, body: SamplingBody, exchange: Exchange) -> Response:

@@ -195,7 +195,7 @@ class PolicyHandlers:
             return None if operation.name == "get_policy" else (await self._policy(None)).policy_version
         if text.isascii() and text.isdecimal() and len(text) < 19:
             return int(text)
-        raise InvalidInput(field, f"must be a number or latest, not {text!r}")
+        raise InvalidInput(field, f"must be a version's number, latest or current, not {text!r}")
 
     async def _usable(self, policy_version: int) -> policies_pb2.Policy:
         policy = await self._policy(policy_version)

@@ -25,7 +25,7 @@ NOT_SERVED = {"trace_parent", "segments", "routed_experts", "token_rewards", "se
 """Fields that belong to the learner or to tracing."""
 
 
-def filled(kind: Any, depth: int = 0) -> Any:
+def filled(kind: Any) -> Any:
     """A message with a value in every field."""
     message = GetMessageClass(kind)()
     for number, field in enumerate(kind.fields, 1):
@@ -33,14 +33,15 @@ def filled(kind: Any, depth: int = 0) -> Any:
             key = 2 if field.message_type.fields_by_name["key"].cpp_type != FieldDescriptor.CPPTYPE_STRING else "key"
             getattr(message, field.name)[key] = number
         elif field.message_type is not None:
-            part = filled(field.message_type, depth + 1)
+            part = filled(field.message_type)
             target = getattr(message, field.name)
             target.add().CopyFrom(part) if field.is_repeated else target.CopyFrom(part)
         elif field.name.endswith("_json"):
             setattr(message, field.name, json.dumps({"name": number}))
+        elif field.name == "group":
+            message.group = filled(groups_pb2.Group.DESCRIPTOR).SerializeToString()
         elif field.type == FieldDescriptor.TYPE_BYTES:
-            group = filled(groups_pb2.Group.DESCRIPTOR, depth + 1).SerializeToString()
-            setattr(message, field.name, group if field.name == "group" else bytes(range(8)))
+            setattr(message, field.name, bytes(range(8)))
         else:
             value = {FieldDescriptor.CPPTYPE_STRING: f"{field.name} {number}", FieldDescriptor.CPPTYPE_BOOL: True}.get(
                 field.cpp_type, 1 if field.enum_type is not None else number
@@ -111,7 +112,7 @@ def test_a_prompt_comes_back_as_it_was_submitted() -> None:
     assert tokens.HasField("sampling") and not tokens.sampling.HasField("seed")
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), "\ud800", 10**5000])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), "\ud800", 10**5000], ids=["nan", "inf", "half", "long"])
 def test_what_json_cannot_hold_is_refused_by_its_path(value: Any) -> None:
     task = NewTaskRequest.model_construct(payload=value)
     request = SubmitTasks.model_construct(tasks=(task,))

@@ -53,7 +53,7 @@ class Steps:
 
     def __init__(self, engine: VllmEngine) -> None:
         self._ends: list[tuple[float, str]] = []
-        queue = engine._llm.engine_core.outputs_queue
+        queue = engine.llm.engine_core.outputs_queue
         self._put: Callable[[Any], None] = queue.put_nowait
         queue.put_nowait = self._record
 

@@ -6,7 +6,9 @@ python docs/make_faults.py
 from __future__ import annotations
 
 import json
+import re
 from itertools import groupby
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ A row passes if what must happen did happen, nothing was ever unaccounted for (c
 
 **Recovery** is the time in seconds from the fault until the run trains again and the part serves again. For a fault
 that lasts, it counts from the fault's end, unless the row says otherwise. An empty cell was not measured. The fast rows
-are part of `make test`; `make chaos` runs all of them.
+are part of `make test`; `make chaos` runs all of them. Tests are in `tests/faults/` and `tests/integration/`.
 
 """
 
@@ -43,17 +45,35 @@ def build() -> str:
 
 
 def _table(rows: list[dict[str, Any]]) -> list[str]:
-    head = ("fault", "how it is made", "what must happen", "outcome", "lost", "doubled", "recovery", "in", "test")
+    """One line for each test: its cases differ in the fault alone."""
+    head = ("fault", "how it is made", "what must happen", "lost", "doubled", "recovery", "in", "test")
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    cases: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for row in rows:
-        file, _, test = row["test"].partition("::")
+        test = row["test"].partition("[")[0]
+        outcome = "" if row["outcome"] == "passed" else f" (**{row['outcome']}**)"
+        cases.setdefault((test, row["how"], row["must"] + outcome, row["command"]), []).append(row)
+    for (test, how, must, command), of_test in cases.items():
         cells = [
-            row["fault"], row["how"], row["must"], row["outcome"], row["lost"], row["doubled"], row["recovery_s"],
-            f"`{row['command']}`",
-            f"`{test.partition('[')[0].removeprefix('test_')}` in `{file}`",
+            _fault([row["fault"] for row in of_test]), how, must,
+            *(_range([row[name] for row in of_test]) for name in ("lost", "doubled", "recovery_s")),
+            f"`{command}`", f"`{test.rpartition('::')[2].removeprefix('test_')}`",
         ]  # fmt: skip
-        lines.append(f"| {' | '.join('' if cell is None else str(cell) for cell in cells)} |")
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def _fault(names: list[str]) -> str:
+    """The names of all cases, with what they begin with written once."""
+    if len(names) == 1:
+        return names[0]
+    shared = re.sub(r"\S*$", "", commonprefix(names))
+    return shared.rstrip(": ,") + ": " + ", ".join(name[len(shared) :] for name in names)
+
+
+def _range(values: list[float | None]) -> str:
+    known = sorted({value for value in values if value is not None})
+    return "" if not known else str(known[0]) if len(known) == 1 else f"{known[0]} to {known[-1]}"
 
 
 if __name__ == "__main__":

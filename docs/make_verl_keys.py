@@ -5,6 +5,7 @@ python docs/make_verl_keys.py
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -26,7 +27,7 @@ text. A key that is in no table is reported as not known.
 
 - **same**: our field means the same.
 - **changed**: our field is set from it, with the difference that is noted.
-- **not needed**: nothing is lost without it.
+- **not needed**: nothing is lost without it. The import's report says why.
 - **none**: there is no counterpart; the note says why, or what to do. A value that asks for nothing, such as verl's
   default, is not reported.
 """
@@ -49,7 +50,12 @@ def build() -> str:
 
 
 def _section(title: str, rows: Iterable[Key]) -> str:
-    lines = [f"\n## {title}", "| verl | ours | | note |", "|---|---|---|---|", *map(_line, rows)]
+    """A table of the keys that mean something here, and a list of those that are not needed."""
+    rows = list(rows)
+    lines = [f"\n## {title}", "| verl | ours | | note |", "|---|---|---|---|"]
+    lines += [_line(row) for row in rows if row.status != "unneeded"]
+    if unneeded := [f"`{row.verl}`" for row in rows if row.status == "unneeded"]:
+        lines += ["", textwrap.fill("Not needed: " + ", ".join(unneeded) + ".", 140, break_on_hyphens=False)]
     return "\n".join(lines) + "\n"
 
 

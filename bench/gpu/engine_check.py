@@ -37,7 +37,7 @@ from penstock.weights.manifest import TensorShape, allocate_buckets, build_manif
 from penstock.weights.snapshot import write_snapshot
 from penstock_rollout.engines.engine import Engine, GenerateRequest, TokenChunk
 from penstock_rollout.engines.factory import create_engine
-from penstock_rollout.engines.sglang.start import honours_seeds
+from penstock_rollout.engines.sglang.server import honours_seeds
 from support.answers import Answer
 
 STARTED = time.monotonic()

@@ -42,8 +42,8 @@ from penstock_learner.model.sharding import prepare_for_training
 from penstock_learner.model.torch_settings import set_up_torch
 from penstock_learner.optim.adamw import local_shard
 from penstock_learner.optim.optimizer import make_optimizer
-from penstock_learner.roles.policy_update import PolicyUpdate
-from penstock_learner.steps.advantages import denominators_of
+from penstock_learner.roles.policy import PolicyUpdate
+from penstock_learner.steps.stages import denominators_of
 from penstock_learner.weights.gathering import PushedWeights
 from penstock_learner.weights.publisher import WeightPublisher
 

@@ -26,9 +26,10 @@ from penstock.config.agents import AdaptiveConcurrencyConfig, AgentsConfig
 from penstock.config.rollout import EngineConfig, RewardConfig, RolloutConfig
 from penstock.config.service import ReplayConfig
 from penstock.trajectory import Prompt, Sampling
+from penstock.weights.folder_tensors import stop_token_ids
 from penstock_rollout.agents.registry import Agents
 from penstock_rollout.engines.engine import EngineStats, GenerateRequest
-from penstock_rollout.engines.vllm.engine import VllmEngine
+from penstock_rollout.engines.vllm.engine import VllmEngine, sampling_params
 from penstock_rollout.groups.group_maker import GroupMaker
 from penstock_rollout.groups.producer import Producer
 from penstock_rollout.metrics import RolloutMetrics
@@ -134,6 +135,7 @@ class Paths:
     def __init__(self, engine: VllmEngine, queue: Queue, folder: Path, load: Load, vocab_size: int) -> None:
         self.engine = engine
         self.queue = queue
+        self.folder = folder
         self.load = load
         self.vocab_size = vocab_size
         metrics, tokenization = RolloutMetrics(CollectorRegistry()), Tokenization(folder)
@@ -184,7 +186,7 @@ class Paths:
 
     async def _window(self) -> Window:
         """The engine's output rate, by its own count, once it is full."""
-        load, num_tokens = self.engine._load, self.load.window_tokens
+        load, num_tokens = self.engine.load, self.load.window_tokens
         goal = load.num_generated_tokens + num_tokens
         await self._until(lambda: load.num_generated_tokens >= goal, "an engine that is full")
         counted, started, cpu_started = load.num_generated_tokens, time.perf_counter(), time.process_time()
@@ -195,8 +197,8 @@ class Paths:
 
     def _stats(self) -> EngineStats:
         """Statistics that include requests which bypass the server."""
-        waiting, running = self.engine._load.waiting_requests, len(self.engine._llm.output_processor.request_states)
-        return EngineStats(running - waiting, waiting, self.engine._load.kv_cache_usage)
+        waiting, running = self.engine.load.waiting_requests, len(self.engine.llm.output_processor.request_states)
+        return EngineStats(running - waiting, waiting, self.engine.load.kv_cache_usage)
 
     async def _until(self, condition: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + WAIT_TIMEOUT_S
@@ -213,7 +215,7 @@ class Paths:
         producer, stat = self.producer, await self.queue.stat()
         failures = {labels[0]: child._value.get() for labels, child in producer.metrics.failures._metrics.items()}
         return (
-            f"{self.engine._load.num_generated_tokens} tokens so far, {self._stats()}; groups: "
+            f"{self.engine.load.num_generated_tokens} tokens so far, {self._stats()}; groups: "
             f"{producer.num_running} running of {producer.concurrency.limit} allowed, {len(producer._appending)} "
             f"being appended, {stat.pending_prompts} pending, {stat.queued} queued, {stat.dead_lettered} dead; "
             f"given back: {failures}"
@@ -223,13 +225,14 @@ class Paths:
         """Measure AsyncLLM.generate, called as a script would call it."""
         from vllm.inputs.engine import tokens_input
 
-        llm = self.engine._llm
+        llm = self.engine.llm
+        stop_ids = list(stop_token_ids(self.folder))
         requests = self._requests(self.load.prompts(self.vocab_size, next(self._seeds)))
 
         async def work() -> None:
             for request in requests:
                 prompt = tokens_input(list(request.prompt_token_ids), cache_salt="bare")
-                async for _ in llm.generate(prompt, self.engine._params(request), request.request_id):
+                async for _ in llm.generate(prompt, sampling_params(request, stop_ids), request.request_id):
                     pass
 
         async with asyncio.TaskGroup() as tasks:
@@ -256,7 +259,7 @@ class Paths:
 
     async def _until_idle(self) -> None:
         """Wait until the engine is empty. Requests that still ran when a window ended were aborted."""
-        states = self.engine._llm.output_processor.request_states
+        states = self.engine.llm.output_processor.request_states
         await self._until(lambda: not states and not self.producer.num_running, "an engine that is empty")
 
     async def _train(self) -> None:

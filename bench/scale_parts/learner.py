@@ -17,12 +17,11 @@ from penstock.store.fleet import SERVING_STATES, Fleet
 from penstock.store.redis_client import connect
 from penstock.store.run_control import RunControl
 from penstock.v1 import weights_pb2
-from penstock_learner.loop.batch_reader import GATHER_S, WAIT_S
+from penstock_learner.loop.batches import GATHER_S, WAIT_S
+from penstock_learner.loop.publication import PolicyPublication
 from penstock_learner.metrics import LearnerMetrics
-from penstock_learner.publication.policy_publication import PolicyPublication
 from penstock_learner.weights.member_calls import MemberCalls
-from penstock_learner.weights.push_report import PushReport
-from penstock_learner.weights.senders.sender import PushTarget
+from penstock_learner.weights.push import PushReport, PushTarget
 
 START_TIMEOUT_S = 180.0
 

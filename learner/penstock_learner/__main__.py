@@ -6,14 +6,14 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.cli.overrides import parse_with_overrides
-from penstock.cli.parser import Parser
+from penstock.cli.parser import Parser, parse_with_overrides
 from penstock.errors import PenstockError, RayDied
 from penstock.logs import setup_logging
 
@@ -63,8 +63,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 async def serve(config: RunConfig) -> None:
     """Start Ray, place the roles and train. Stops everything that it started before it returns."""
-    from penstock_learner.roles.actors.ray_environment import prepare_environment
-
     prepare_environment(config)
     from prometheus_client import CollectorRegistry
 
@@ -77,13 +75,16 @@ async def serve(config: RunConfig) -> None:
     from penstock.store.phases import Phases
     from penstock.store.redis_client import connect
     from penstock.tracing import open_tracing
-    from penstock_learner.loggers.opening import check_loggers
+    from penstock_learner.loggers.step_loggers import check_loggers
     from penstock_learner.loop.controller import LearnerController
     from penstock_learner.metrics import LearnerMetrics
-    from penstock_learner.roles.actors.placement import place_roles
-    from penstock_learner.roles.actors.ray_cluster import ray_cluster, remove_abandoned_folders
-    from penstock_learner.roles.actors.ray_watch import run_while_ray_lives
-    from penstock_learner.roles.actors.role_group import run_with_ranks
+    from penstock_learner.roles.ray_cluster import (
+        place_roles,
+        ray_cluster,
+        remove_abandoned_folders,
+        run_while_ray_lives,
+    )
+    from penstock_learner.roles.role_group import run_with_ranks
 
     learner = config.learner
     check_loggers(learner.loggers)
@@ -118,6 +119,30 @@ async def serve(config: RunConfig) -> None:
 
         await run_while_ray_lives(train())
         logger.info("finished")
+
+
+def prepare_environment(config: RunConfig) -> None:
+    """Turn off telemetry and downloads, and set the threads per rank. Call before ray is imported, which reads these
+    environment variables.
+
+    A private Ray gets a token, and listens on loopback only, as do the process groups of its ranks. A cluster that is
+    joined has its own settings."""
+    from penstock.machine.ports import is_loopback, keep_collectives_on_loopback
+
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ["HF_HUB_OFFLINE"] = "1"  # the models are local by now, and ranks make no network calls
+    os.environ["OMP_NUM_THREADS"] = str(config.learner.threads_per_rank)
+    if config.learner.profile.ray_timeline:
+        os.environ["RAY_PROFILING"] = "1"
+    if not config.learner.ray_address:
+        os.environ["RAY_AUTH_MODE"] = "token"
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+        # On Linux, Ray replaces the address 127.0.0.1 with that of another interface, and then listens on all of them,
+        # unless this says that the node belongs to no cluster.
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+        if is_loopback(config.learner.publish_host or "127.0.0.1"):
+            keep_collectives_on_loopback()
 
 
 if __name__ == "__main__":

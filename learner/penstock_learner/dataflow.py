@@ -6,13 +6,11 @@ roles. They import the models, so a file with steps alone should not import them
 
 from penstock_learner.batches.partition import RankShard
 from penstock_learner.batches.sequence_batch import SequenceBatch, concat
-from penstock_learner.roles.actors.role_group import gather_all
 from penstock_learner.roles.dispatch import dispatched
-from penstock_learner.steps.advantages import denominators_of, with_advantages
-from penstock_learner.steps.ahead import ahead
+from penstock_learner.roles.role_group import gather_all
 from penstock_learner.steps.context import BatchContext, StepContext
 from penstock_learner.steps.roles import Role, Roles, Update, gather_fields
-from penstock_learner.steps.updates import update_critic, update_policy
+from penstock_learner.steps.stages import ahead, denominators_of, update_critic, update_policy, with_advantages
 
 __all__ = [
     "BatchContext",

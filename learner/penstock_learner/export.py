@@ -15,8 +15,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.cli.overrides import parse_with_overrides
-from penstock.cli.parser import Parser
+from penstock.cli.parser import Parser, parse_with_overrides
 from penstock.errors import CheckpointDamaged, ConfigError, NotFound, TrainingDiverged
 
 if TYPE_CHECKING:
@@ -179,10 +178,10 @@ def _load(config: RunConfig, checkpoint: Path) -> CausalLM:
     """The model with the checkpoint's weights, and with its adapter beside them if it has one, on the CPU."""
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-    from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 
     from penstock_learner.checkpoints.checkpoint import shards_folder
     from penstock_learner.model.adapter import add_adapter
+    from penstock_learner.shards import load_shards
 
     model = _load_plain(config)
     if config.learner.lora is not None:
@@ -190,7 +189,7 @@ def _load(config: RunConfig, checkpoint: Path) -> CausalLM:
     state: dict[str, Any] = {"model": get_model_state_dict(model)}
     try:
         with warnings.catch_warnings(action="ignore", category=UserWarning):  # DCP warns that only one process loads
-            load_shards(state, checkpoint_id=shards_folder(checkpoint, "policy"), no_dist=True)
+            load_shards(state, shards_folder(checkpoint, "policy"), no_dist=True)
     except (CheckpointException, OSError, RuntimeError) as error:
         raise ConfigError(
             f"checkpoint {checkpoint} does not fit model.path {config.model.path} ({type(error).__name__}); give the "

@@ -16,7 +16,7 @@ from penstock.weights.cluster_key import ClusterKey
 from penstock_learner.checkpoints.checkpoint import CheckpointStore
 from penstock_learner.checkpoints.going_back import read_going_back
 from penstock_learner.checkpoints.uploads import CheckpointUploads
-from penstock_learner.loggers.opening import check_loggers
+from penstock_learner.loggers.step_loggers import check_loggers
 from penstock_learner.model.plain_layouts import is_plain
 
 
@@ -66,7 +66,7 @@ def _check_gpus(config: RunConfig) -> None:
     if not config.learner.ray_address and num_gpus(config.learner.placement, roles):
         import torch
 
-        from penstock_learner.roles.actors.placement import check_gpus
+        from penstock_learner.roles.ray_cluster import check_gpus
 
         check_gpus(config.learner, roles, torch.cuda.device_count())
 

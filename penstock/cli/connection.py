@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.cli.interruption import interruptible
+from penstock.cli.parser import interruptible
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -1,4 +1,6 @@
-"""The argument parser of every command. A mistake is one line with the nearest name that is meant, and exit code 2.
+"""The command line of every command: options, overrides of the config, and Ctrl-C.
+
+A mistake is one line with the nearest name that is meant, and exit code 2:
 
 penstock top: error: unknown option --intervall; did you mean --interval?
 penstock up: error: CONFIG is missing (YAML file of the run); see `penstock up --help`
@@ -11,9 +13,11 @@ import difflib
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn, TypeVar
 
+T = TypeVar("T")
 EXIT_USAGE = 2
 MAX_USAGE_LINES = 4
 _KINDS = {"int": "a whole number", "float": "a number"}
@@ -170,3 +174,67 @@ def listed(words: Sequence[str], last: str = "or") -> str:
     """`a, b or c`."""
     *others, end = words
     return f"{', '.join(others)} {last} {end}" if others else end
+
+
+def parse_with_overrides(parser: Parser, argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options, and the overrides: `--section.field value` and `--section.field=value`, in any order.
+
+    A name that is neither an option nor a field of the config is refused, with the nearest known one."""
+    options: list[str] = []
+    overrides: list[str] = []
+    words = list(sys.argv[1:] if argv is None else argv)
+    while words:
+        word = words.pop(0)
+        name, equals, _ = word.partition("=")
+        if not name.startswith("--") or name in parser.option_names or name == "--":
+            options.append(word)
+            continue
+        _check_name(parser, name)
+        overrides.append(word)
+        if not equals and words and not words[0].startswith("--"):
+            overrides.append(words.pop(0))
+    return parser.parse_args(options), overrides
+
+
+def _check_name(parser: Parser, name: str) -> None:
+    if "." in name:
+        return
+    from penstock.config.run import RunConfig
+
+    if name[2:].replace("-", "_") in RunConfig.model_fields:
+        return
+    if hint := did_you_mean(name, parser.option_names, cutoff=0.75):
+        parser.error(f"unknown option {name}; {hint}")
+    from penstock.config.explanation import hint_for_key
+
+    parser.error(f"unknown option {name}; {hint_for_key([name[2:].replace('-', '_')], RunConfig)}")
+
+
+@contextmanager
+def interruptible(text: str) -> Iterator[None]:
+    """Within the block, Ctrl-C reports what was interrupted: `while it waited for Redis`. The innermost block reports.
+    `penstock.cli.main` prints it as one line and exits with 130."""
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        raise interrupt if str(interrupt) else KeyboardInterrupt(text) from None
+
+
+def run_interruptible(work: Coroutine[Any, Any, T], text: str) -> T:
+    """Like `asyncio.run`, for work that may swallow a cancellation, as calls of Redis do: Ctrl-C cancels it until it
+    has ended."""
+    import asyncio
+
+    from penstock.cancellation import end_task
+
+    async def supervised() -> T:
+        task = asyncio.create_task(work)
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            await end_task(task)
+            raise
+        return task.result()
+
+    with interruptible(text):
+        return asyncio.run(supervised())

@@ -1,6 +1,6 @@
-"""Names and shapes of the tensors in a Hugging Face model folder. Both sides of a weight push use them.
+"""What a Hugging Face model folder says without loading it: names and shapes of its tensors, and its stop tokens.
 
-A push has exactly these tensors, so an engine can load it as it has loaded the folder. Left out are tensors that no
+A push has exactly these tensors, so an engine can load it as it has loaded the folder. Skipped are tensors that no
 forward pass of the model uses: those that predict several tokens ahead, which are layers beyond `num_hidden_layers`
 (GLM-4.5, DeepSeek-V3) or are named `mtp` (Qwen3-Next, MiMo-V2), and in old folders the tables of rotary embeddings and
 the causal masks of attention (GPT-2, GPT-NeoX).
@@ -48,7 +48,7 @@ def weight_files(folder: Path) -> list[Path]:
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor that a push contains, read from the headers of the safetensors files.
 
-    A tied head is left out. Raises ConfigError for a folder without safetensors files."""
+    A tied head is skipped. Raises ConfigError for a folder without safetensors files."""
     shapes: dict[str, tuple[int, ...]] = {}
     for path in weight_files(folder):
         with path.open("rb") as file:
@@ -77,3 +77,12 @@ def read_json(path: Path) -> dict[str, Any]:
         return {}
     parsed = json.loads(path.read_text())
     return parsed if isinstance(parsed, dict) else {}
+
+
+def stop_token_ids(folder: Path) -> tuple[int, ...]:
+    """Return the ids that end a response: those of generation_config.json, else those of config.json."""
+    for name in ("generation_config.json", "config.json"):
+        eos = read_json(folder / name).get("eos_token_id")
+        if eos is not None:
+            return tuple(eos) if isinstance(eos, list) else (eos,)
+    return ()

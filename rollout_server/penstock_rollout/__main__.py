@@ -8,8 +8,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock.cli.overrides import parse_with_overrides
-from penstock.cli.parser import Parser
+from penstock.cli.parser import Parser, parse_with_overrides
 from penstock.errors import PenstockError, described, first_error
 from penstock.logs import setup_logging
 

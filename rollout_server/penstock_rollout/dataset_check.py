@@ -13,8 +13,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from penstock.cli.overrides import parse_with_overrides
-from penstock.cli.parser import Parser
+from penstock.cli.parser import Parser, parse_with_overrides
 from penstock.config.dataset import listed_files
 from penstock.config.loading import load_config
 from penstock.config.run import RunConfig

@@ -24,10 +24,10 @@ from penstock.weights.checksums import MIX64, host_checksum
 from penstock.weights.cuda.mix64 import device_mix64
 from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import TensorShape, build_manifest
-from penstock_learner.weights.device_memory import DeviceMemory
-from penstock_learner.weights.memory_pool import MemoryPool
+from penstock_learner.weights.memory import DeviceMemory, MemoryPool
+from penstock_learner.weights.push import PushTarget
 from penstock_learner.weights.senders.cuda_ipc import CudaIpcSender
-from penstock_learner.weights.senders.sender import PushTarget, Shipment
+from penstock_learner.weights.senders.sender import Shipment
 from penstock_learner.weights.staging import StagedVersion, checksum_name
 from penstock_rollout.weights import stage as stage_module
 from penstock_rollout.weights.stage import WeightStage
@@ -149,9 +149,9 @@ async def _push_to_torch_engine(config: dict[str, Any], model: Path, call: Calla
     from penstock_rollout.engines.engine import GenerateRequest
     from penstock_rollout.engines.torch.engine import TorchEngine
     from penstock_rollout.fleet.internal_listener import make_listener
+    from penstock_rollout.fleet.membership import available_transports
     from penstock_rollout.fleet.weight_member import WeightMember
     from penstock_rollout.metrics import RolloutMetrics
-    from penstock_rollout.weights.available import available_transports
 
     engine = TorchEngine(EngineConfig(name="torch", max_model_len=64), model, "float32", 0)
     await engine.start(policy_version=0)

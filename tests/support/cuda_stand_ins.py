@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGro
 
 from penstock.errors import WeightPushFailed
 from penstock.weights.cuda import libraries
-from penstock.weights.cuda.nccl_library import UNIQUE_ID_BYTES
+from penstock.weights.cuda.libraries import UNIQUE_ID_BYTES
 from penstock.weights.cuda.stream import NOT_READY, SUCCESS
 from penstock.weights.deadline import Deadline
 from penstock_learner.weights.senders import nccl as sending

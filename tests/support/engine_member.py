@@ -15,13 +15,13 @@ from penstock.trajectory import Sampling
 from penstock.v1 import weights_pb2_grpc
 from penstock.weights.cluster_key import ClusterKey
 from penstock.weights.transports import host_id
-from penstock_learner.weights.senders.sender import PushTarget
+from penstock_learner.weights.push import PushTarget
 from penstock_rollout.engines.engine import Engine, GenerateRequest
 from penstock_rollout.engines.factory import create_engine
 from penstock_rollout.fleet.internal_listener import make_listener
+from penstock_rollout.fleet.membership import available_transports
 from penstock_rollout.fleet.weight_member import WeightMember
 from penstock_rollout.metrics import RolloutMetrics
-from penstock_rollout.weights.available import available_transports
 from support.learner_runs import make_config
 
 HOST = "127.0.0.1"

@@ -16,11 +16,10 @@ from penstock.config.loading import validate
 from penstock.config.run import RunConfig
 from penstock_learner.loop.training_step import TrainingStep
 from penstock_learner.metrics import LearnerMetrics
-from penstock_learner.roles.actors.role_recovery import RoleRecovery
 from penstock_learner.roles.dispatch import declarations
 from penstock_learner.roles.rank import Rank
-from penstock_learner.roles.trained import trained_roles
-from penstock_learner.roles.workers import worker_of
+from penstock_learner.roles.role_group import RoleRecovery
+from penstock_learner.roles.workers import trained_roles, worker_of
 from penstock_learner.steps.skipped_updates import SkippedSteps
 
 RankT = TypeVar("RankT", bound=Rank)

@@ -23,7 +23,7 @@ from penstock.trajectory import Sampling, VersionSegment
 from penstock.v1 import weights_pb2
 from penstock.weights.checksums import XXH3_PIECES, host_checksum
 from penstock.weights.manifest import TensorShape, allocate_buckets, build_manifest
-from penstock.weights.relay_groups import group_places
+from penstock.weights.transports import group_places
 from penstock_learner.model.architectures import ModelPath
 from penstock_learner.model.causal_lm import CausalLM
 from penstock_learner.weights.gathering import PushedWeights
@@ -32,7 +32,7 @@ from penstock_rollout.engines.factory import create_engine
 from penstock_rollout.engines.sglang.engine import SglangEngine
 from penstock_rollout.engines.torch.engine import TorchEngine
 from penstock_rollout.engines.vllm import engine as vllm_engine
-from penstock_rollout.engines.vllm import stamps as vllm_stamps
+from penstock_rollout.engines.vllm import older_vllm
 from support.answers import Answer
 from support.tiny_models import make_tiny_qwen2
 
@@ -199,8 +199,8 @@ class ComparedStamps:
     """Our stamps and vLLM's stamps of the same tokens. Raises if they differ."""
 
     def __init__(self, llm: Any) -> None:
-        self._own = vllm_stamps.OwnStamps(llm)
-        self._native = vllm_stamps.NativeStamps(llm)
+        self._own = older_vllm.OwnStamps(llm)
+        self._native = vllm_engine.NativeStamps(llm)
         self.begin = self._own.begin
         self.end = self._own.end
         self.has_token = self._own.has_token
@@ -240,7 +240,7 @@ async def start_engine(
     does both. `vllm-parallel` has two workers."""
     if kind != "torch" and importlib.util.find_spec("vllm") is None:
         pytest.skip("vllm is not installed")
-    if "-stamps" in kind and not vllm_stamps.reports_versions():
+    if "-stamps" in kind and not older_vllm.reports_versions():
         pytest.skip("this vllm does not say which version made a token")
     write_model(folder)
     name: Any = kind.partition("-")[0]
@@ -251,7 +251,7 @@ async def start_engine(
     engine = make_engine(config, folder, report_experts=report_experts)
     with pytest.MonkeyPatch.context() as patch:
         if kind == "vllm-own-stamps":
-            patch.setattr(vllm_stamps, "reports_versions", lambda: False)
+            patch.setattr(vllm_engine, "reports_versions", lambda: False)
         if kind.startswith("vllm-compared-stamps"):
             patch.setattr(vllm_engine, "create_stamps", ComparedStamps)
         if kind.endswith("-by-calls"):

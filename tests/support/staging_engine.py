@@ -34,7 +34,7 @@ from penstock.v1 import weights_pb2
 from penstock.weights.checksums import XXH3_PIECES, host_checksum, weights_digest
 from penstock.weights.cuda.nccl_group import NcclGroup
 from penstock.weights.deadline import Deadline
-from penstock_learner.weights.push_attempt import PushAttempt
+from penstock_learner.weights.member_calls import MemberCalls
 from penstock_rollout.engines.engine import CommitReport, EngineStats, GenerateRequest, TokenChunk
 from penstock_rollout.weights import stage as stage_module
 from penstock_rollout.weights.reception import Arrived, Receiver, Reception, find_receiver
@@ -101,13 +101,13 @@ def inject(fault: Fault) -> None:
     """Make the fault happen in this process, at the phases of a transfer and at a publisher's commit."""
     _inject_into_receivers(fault)
     _inject_into_groups(fault)
-    commit = PushAttempt._commit
+    commit = MemberCalls.commit
 
-    def faulty_commit(self: PushAttempt, deadline: Deadline) -> dict[str, str]:
+    def faulty_commit(self: MemberCalls, members: Any, request: Any) -> Any:
         fault.at("commit")
-        return commit(self, deadline)
+        return commit(self, members, request)
 
-    PushAttempt._commit = faulty_commit  # type: ignore[method-assign]
+    MemberCalls.commit = faulty_commit  # type: ignore[method-assign]
 
 
 def _inject_into_receivers(fault: Fault) -> None:

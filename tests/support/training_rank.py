@@ -33,9 +33,9 @@ from penstock_learner.model.precision import DTYPES, compute_dtype_of
 from penstock_learner.model.sharding import full_weight, prepare_for_training
 from penstock_learner.model.torch_settings import set_up_torch
 from penstock_learner.optim.optimizer import make_optimizer
-from penstock_learner.roles.policy_update import PolicyUpdate
+from penstock_learner.roles.policy import PolicyUpdate
 from penstock_learner.roles.trainer import TrainerRank
-from penstock_learner.steps.advantages import denominators_of, with_advantages
+from penstock_learner.steps.stages import denominators_of, with_advantages
 from support.groups import make_group
 
 CPU = torch.device("cpu")

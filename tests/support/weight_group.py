@@ -29,12 +29,12 @@ from penstock.weights.cuda.nccl_group import NcclGroup
 from penstock.weights.deadline import Deadline
 from penstock.weights.transports import host_id
 from penstock_learner.weights.publisher import WeightPublisher
-from penstock_learner.weights.senders.sender import PushTarget
+from penstock_learner.weights.push import PushTarget
 from penstock_rollout.fleet.internal_listener import make_listener
+from penstock_rollout.fleet.membership import available_transports
 from penstock_rollout.fleet.weight_member import WeightMember
 from penstock_rollout.metrics import RolloutMetrics
-from penstock_rollout.weights.available import available_transports
-from penstock_rollout.weights.device_name import device_uuid
+from penstock_rollout.weights.reception import device_uuid
 from support.cuda_stand_ins import NcclBinding
 from support.staging_engine import Fault, ForkedWorker, LocalWorker, Say, StagingEngine, Worker, digest_of, inject
 

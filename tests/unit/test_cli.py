@@ -20,7 +20,7 @@ from rich.console import Console
 
 from penstock.api.records import Policy, QueueStat, Run, Server
 from penstock.cli import main as cli
-from penstock.cli.commands import observe, policies
+from penstock.cli.commands import control, observe
 from penstock.cli.connection import only_gateway
 from penstock.client import SyncPenstockClient
 from penstock.diagnosis.terminal import sparkline
@@ -346,7 +346,9 @@ def test_the_table_of_policies_shows_snapshots_on_80_columns(
         snapshot_path="/runs/snapshots/version-450", state="PUBLISHED", metrics={"reward_mean": 0.5},
         server_ids=("rollout-0",), is_held=True, pins=(),
     )  # fmt: skip
-    policies._print([held, held.model_copy(update={"policy_version": 449, "snapshot_path": "", "is_held": False})])
+    control.print_policies(
+        [held, held.model_copy(update={"policy_version": 449, "snapshot_path": "", "is_held": False})]
+    )
     head, first, marks, second = capsys.readouterr().out.splitlines()
     assert head.split() == [
         "version",

@@ -37,7 +37,7 @@ def filled(kind: Any) -> Any:
             target = getattr(message, field.name)
             target.add().CopyFrom(part) if field.is_repeated else target.CopyFrom(part)
         elif field.name.endswith("_json"):
-            setattr(message, field.name, json.dumps({"name": number}))
+            setattr(message, field.name, json.dumps({"name": f"name {number}"}))
         elif field.name == "group":
             message.group = filled(groups_pb2.Group.DESCRIPTOR).SerializeToString()
         elif field.type == FieldDescriptor.TYPE_BYTES:

@@ -15,7 +15,7 @@ from penstock.cli import main as cli
 from penstock.config.gpu_bundles import num_gpus
 from penstock.config.loading import load_config
 from penstock.config.starter import ALGORITHMS, Answers, starter_config
-from penstock_services.local.gpu_division import divide_gpus
+from penstock_services.local.local_run import divide_gpus
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "arithmetic"

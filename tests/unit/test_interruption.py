@@ -14,7 +14,7 @@ import pytest
 
 from penstock.cli import main as cli
 from penstock.config.loading import dump_config, validate
-from penstock_services.local import up
+from penstock_services.local import commands
 
 ROOT = Path(__file__).parents[2]
 
@@ -82,4 +82,4 @@ def test_an_interrupted_run_is_no_success(
     monkeypatch.setattr("penstock_services.local.supervisor.supervise", interrupted)
     file = tmp_path / "run.yaml"
     file.write_text(dump_config(validate({"model": {"path": str(ROOT / "examples/arithmetic/model")}}, "test")))
-    assert up.main([str(file)]) == 130
+    assert commands.up([str(file)]) == 130

@@ -6,7 +6,7 @@ from collections import defaultdict
 
 import pytest
 
-from penstock.weights.relay_groups import GroupPlace, group_places
+from penstock.weights.transports import GroupPlace, group_places
 
 
 def test_few_workers_are_one_group() -> None:

@@ -14,11 +14,8 @@ import pytest
 
 from penstock.api.records import Server
 from penstock.errors import ProcessDied
-from penstock_services.local import hung_servers
-from penstock_services.local import restarts as restarts_module
-from penstock_services.local.hung_servers import HungServers
-from penstock_services.local.processes import Child, ProcessGroup
-from penstock_services.local.restarts import Restart, Restarts
+from penstock_services.local import processes
+from penstock_services.local.processes import Child, HungServers, ProcessGroup, Restart, Restarts
 from support.processes import until
 
 SERVER = "rollout-0"
@@ -49,7 +46,7 @@ def test_a_killed_process_is_started_again_after_growing_waits_up_to_the_limit(
     group: ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     restarts, now = Restarts(group, (SERVER,), 2, is_starting), [0.0]
-    monkeypatch.setattr(restarts_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(processes.time, "monotonic", lambda: now[0])
     group.start(SERVER, ["sleep", "1000"])
     assert restarts.check() == []
     for number, delay_s in ((1, 1.0), (2, 2.0)):
@@ -69,12 +66,12 @@ def test_a_killed_process_is_started_again_after_growing_waits_up_to_the_limit(
 def test_a_process_that_ran_for_long_has_all_its_restarts_again(
     group: ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(restarts_module, "BACK_OFF_S", 0.0)
+    monkeypatch.setattr(processes, "BACK_OFF_S", 0.0)
     restarts = Restarts(group, (SERVER,), 1, is_starting)
     group.start(SERVER, ["sleep", "1000"])
     for _ in range(2):
         kill(group)
-        group.children[0].started_at -= restarts_module.HEALTHY_S + 1
+        group.children[0].started_at -= processes.HEALTHY_S + 1
         [found] = restarts.check()
         assert found.number == 1
         until(lambda: restarts.check() == [] and group.children[0].exit_code is None, "the new process")
@@ -89,7 +86,7 @@ def served(age_s: float, name: str = SERVER) -> Server:
 
 def test_a_server_hangs_if_every_status_for_long_shows_no_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(hung_servers.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(processes.time, "monotonic", lambda: now[0])
     hung = HungServers(recent_s=15, limit_s=100)
 
     def look(age_s: float | None, *may_hang: str, after_s: float = 5) -> dict[str, float]:
@@ -110,7 +107,7 @@ def test_a_server_hangs_if_every_status_for_long_shows_no_heartbeat(monkeypatch:
 
 def test_a_stopped_server_hangs_as_soon_as_its_heartbeat_is_old(monkeypatch: pytest.MonkeyPatch) -> None:
     now, hung = [0.0], HungServers(recent_s=15, limit_s=100)
-    monkeypatch.setattr(hung_servers.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(processes.time, "monotonic", lambda: now[0])
 
     def look(age_s: float, *stopped: str) -> tuple[dict[str, float], dict[str, float]]:
         now[0] += 1

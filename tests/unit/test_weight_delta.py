@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import WeightPushFailed
-from penstock_learner.weights import delta_encoding
-from penstock_learner.weights.delta_encoding import encode, encode_with_torch
-from penstock_rollout.weights import delta_decoding
-from penstock_rollout.weights.delta_decoding import apply
+from penstock_learner.weights import deltas
+from penstock_learner.weights.deltas import encode, encode_with_torch
+from penstock_rollout.weights import stage
+from penstock_rollout.weights.stage import apply
 
 ITEM_BYTES = st.sampled_from([1, 2, 4, 8])
 
@@ -51,7 +51,7 @@ def test_the_encoder_for_gpus_gives_the_same_bytes(num_items: int, item_bytes: i
 @pytest.mark.parametrize("changed", [0.0, 0.00001, 0.001, 0.01, 0.2])
 def test_the_encoder_for_gpus_gives_the_same_bytes_in_chunks(changed: float, monkeypatch: pytest.MonkeyPatch) -> None:
     base, bucket = buckets(400_000, 2, changed, 5)
-    monkeypatch.setattr(delta_encoding, "CHUNK_WORDS", 777)
+    monkeypatch.setattr(deltas, "CHUNK_WORDS", 777)
     wire, of_torch = encode(base, bucket, 2), encode_with_torch(base, bucket, 2)
     assert wire is not None and of_torch is not None
     assert torch.equal(wire, of_torch)
@@ -69,8 +69,8 @@ def test_changes_at_the_limits_of_a_gap_are_restored(position: int) -> None:
 
 
 def test_buckets_of_many_chunks_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delta_encoding, "CACHED_WORDS", 100)
-    monkeypatch.setattr(delta_decoding, "CHUNK_ITEMS", 7)
+    monkeypatch.setattr(deltas, "CACHED_WORDS", 100)
+    monkeypatch.setattr(stage, "CHUNK_ITEMS", 7)
     base, bucket = buckets(4096, 2, 0.05, 3)
     wire = encode(base, bucket, 2)
     assert wire is not None

@@ -15,10 +15,9 @@ from penstock.config.run import RunConfig
 from penstock.v1 import weights_pb2
 from penstock.weights.checksums import MIX64, weights_digest
 from penstock_rollout.engines.engine import CommitReport
-from penstock_rollout.weights.available import reported_nccl_version
-from penstock_rollout.weights.device_name import device_uuid
-from penstock_rollout.weights.stage import bucket_checksum
-from penstock_rollout.weights.stage_slot import StageSlot
+from penstock_rollout.fleet.membership import reported_nccl_version
+from penstock_rollout.weights.reception import device_uuid
+from penstock_rollout.weights.stage import StageSlot, bucket_checksum
 from weights_gpu_parts.engine import member
 from weights_gpu_parts.ranks import be_a_host_of_its_own
 
@@ -36,14 +35,15 @@ class ResidentEngine:
         self.policy_version = 0
         self.weights_digest = ""
         self.weights: dict[str, torch.Tensor] = {}
-        self._slot = StageSlot(Path("unused"))
+        self._slot = StageSlot(Path("unused"), device)
 
     @property
     def retained_version(self) -> int | None:
-        return self._slot.retained_version
+        loaded = self._slot.loaded
+        return loaded.kept_version if loaded is not None else None
 
     async def stage_weights(self, announcement: weights_pb2.AnnounceRequest) -> None:
-        self._slot.begin(announcement, self.device)
+        self._slot.begin(announcement)
 
     async def commit_weights(self, policy_version: int, bucket_checksums: list[str], timeout_s: float) -> CommitReport:
         stage = await self._slot.verified(policy_version, bucket_checksums, timeout_s)

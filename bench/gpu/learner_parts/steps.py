@@ -22,8 +22,8 @@ from penstock_learner.model.causal_lm import CausalLM
 from penstock_learner.model.precision import DTYPES
 from penstock_learner.model.sharding import prepare_for_training
 from penstock_learner.optim.optimizer import make_optimizer
-from penstock_learner.roles.policy_update import PolicyUpdate
-from penstock_learner.steps.advantages import denominators_of
+from penstock_learner.roles.policy import PolicyUpdate
+from penstock_learner.steps.stages import denominators_of
 
 GIB = 2**30
 LR = 1e-6

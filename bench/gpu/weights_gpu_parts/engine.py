@@ -115,7 +115,7 @@ class Publisher:
         return time.monotonic() - started
 
     def push(self, version: int, target: dict[str, Any]) -> dict[str, Any]:
-        from penstock_learner.weights.senders.sender import PushTarget
+        from penstock_learner.weights.push import PushTarget
 
         started = time.monotonic()
         report = self._publisher.push(version, [PushTarget(**target)])
@@ -163,9 +163,9 @@ async def member(config: RunConfig, engine: Any) -> AsyncIterator[dict[str, Any]
     from penstock.weights.cluster_key import ClusterKey
     from penstock.weights.transports import host_id
     from penstock_rollout.fleet.internal_listener import make_listener
+    from penstock_rollout.fleet.membership import available_transports
     from penstock_rollout.fleet.weight_member import WeightMember
     from penstock_rollout.metrics import RolloutMetrics
-    from penstock_rollout.weights.available import available_transports
 
     key = ClusterKey.of(config)
     key.make_if_missing()

@@ -17,7 +17,7 @@ from penstock.weights.checksums import weights_digest
 from penstock.weights.cuda.ipc import IpcOffer, Mappings
 from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import TensorShape, build_manifest
-from penstock_learner.weights.memory_pool import MemoryPool
+from penstock_learner.weights.memory import MemoryPool
 from penstock_learner.weights.senders.cuda_ipc import CudaIpcSender
 from penstock_learner.weights.senders.sender import Shipment
 from penstock_learner.weights.staging import StagedVersion, checksum_name

@@ -1,6 +1,6 @@
 """The learner's side of a quarantine: who is in it, which groups it refuses, and when weights are loaded again.
 
-penstock/store/quarantine.py draws the phases. The servers' weights are loaded by publication/policy_publication.py.
+penstock/store/quarantine.py draws the phases. The servers' weights are loaded by loop/publication.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import replace
 from penstock.store.fleet import ServerRecord
 from penstock.store.quarantine import Quarantine, Quarantines
 from penstock.trajectory import Group
-from penstock_learner.agreement.check import Verdict
+from penstock_learner.agreement.comparison import Verdict
 
 logger = logging.getLogger(__name__)
 NUM_PROBES = 2

@@ -1,9 +1,9 @@
 """Checkpoints: model, optimizer, ledger, step and version as one unit.
 
 All ranks of the trained roles write their shards to `term-T-step-N.partial` (DCP). The controller adds `trainer.json`
-and the checksums of all files (manifest.py), flushes the folder and renames it to `term-T-step-N`. Only a renamed
-folder counts. Groups are acknowledged after the rename, never before. The term comes first in the name, so a checkpoint
-of a learner that was fenced off never looks newer than its successor's.
+and the checksums of all files (checkpoint_files.py), flushes the folder and renames it to `term-T-step-N`. Only a
+renamed folder counts. Groups are acknowledged after the rename, never before. The term comes first in the name, so a
+checkpoint of a learner that was fenced off never looks newer than its successor's.
 """
 
 from __future__ import annotations
@@ -21,12 +21,10 @@ from penstock.errors import CheckpointDamaged, ConfigError, DiskFull, Fenced
 from penstock.machine.disk_space import is_disk_full, measure_disk
 from penstock.records import read_known_fields
 from penstock.replay.queue_types import GoneBack
-from penstock_learner.checkpoints.flushing import flush
+from penstock_learner.checkpoint_files import MANIFEST_FILE, FileRecord, flush, read_manifest, write_manifest
 from penstock_learner.checkpoints.going_back import read_going_back
 from penstock_learner.checkpoints.ledger import Ledger
-from penstock_learner.checkpoints.manifest import MANIFEST_FILE, read_manifest, write_manifest
 from penstock_learner.checkpoints.uploads import CheckpointUploads
-from penstock_learner.file_checksums import FileRecord
 
 TRAINER_FILE = "trainer.json"
 NO_FILES: Mapping[str, FileRecord] = MappingProxyType({})

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from penstock.errors import CheckpointDamaged, Unavailable
 from penstock.replay.queue_types import GoneBack
-from penstock_learner.checkpoints.flushing import flush
+from penstock_learner.checkpoint_files import flush
 
 GOING_BACK_FILE = "going-back.json"
 

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from penstock.errors import CheckpointDamaged, ProcessDied, RoleDied
+from penstock_learner.checkpoint_files import FileRecord, find_damage
 from penstock_learner.checkpoints.checkpoint import read_checksums, shards_folder
-from penstock_learner.file_checksums import FileRecord, find_damage
-from penstock_learner.roles.actors.role_group import RoleGroup, gather_all
+from penstock_learner.roles.role_group import RoleGroup, gather_all
 
 logger = logging.getLogger(__name__)
 

@@ -9,10 +9,13 @@ it chooses a checkpoint, also after it has taken its term: a learner before it m
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
+import secrets
 import shutil
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,14 +23,14 @@ from pathlib import Path
 from penstock.config.run import RunConfig
 from penstock.errors import CheckpointDamaged, Unavailable
 from penstock.fetching.object_folder import CHUNK_BYTES, ObjectFolder
-from penstock_learner.checkpoints.flushing import flush
-from penstock_learner.checkpoints.manifest import MANIFEST_FILE, read_manifest
+from penstock_learner.checkpoint_files import MANIFEST_FILE, find_damage, flush, read_manifest
 from penstock_learner.crash_points import crash_point
-from penstock_learner.file_checksums import find_damage
 
 logger = logging.getLogger(__name__)
 FIELD = "learner.checkpoint.upload"
 NUM_THREADS = 4
+ABANDONED_AFTER_S = 86_400.0
+"""Age of a folder of a fetch from which on it belongs to a learner that crashed, and is removed."""
 _NAME = re.compile(r"^term-\d{6,}-step-\d{8,}$")
 
 
@@ -88,10 +91,13 @@ class CheckpointUploads:
         self.store.upload(checkpoint / name, f"{checkpoint.name}/{name}")
 
     def _fetch(self, name: str, folder: Path) -> None:
-        """Download a checkpoint beside the others, compare it with its manifest, and give it its name."""
+        """Download a checkpoint, compare it with its manifest, and only then give it its name.
+
+        Each fetch has a folder of a unique name, and the rename is atomic. So concurrent fetches cannot tear a
+        checkpoint: the one that ends last finds that it exists, and uses that."""
         logger.info("fetching %s from %s", name, self.store.url)
-        partial = folder / f"fetch-{name}"
-        shutil.rmtree(partial, ignore_errors=True)
+        _remove_abandoned(folder)
+        partial = folder / f"fetch-{name}-{secrets.token_hex(4)}"
         partial.mkdir(parents=True)
         try:
             (partial / MANIFEST_FILE).write_bytes(self.store.read(f"{name}/{MANIFEST_FILE}"))
@@ -104,7 +110,11 @@ class CheckpointUploads:
                 raise CheckpointDamaged(damages[0])
             for path in (*partial.rglob("*"), partial):
                 flush(path)
-            partial.rename(folder / name)
+            try:
+                partial.rename(folder / name)
+            except OSError:
+                if not (folder / name).is_dir():
+                    raise
             flush(folder)
         except FileNotFoundError as error:
             raise CheckpointDamaged(f"an object is missing ({error})") from error
@@ -145,3 +155,11 @@ class CheckpointUploads:
             if _NAME.match(name):
                 checkpoints.setdefault(name, set()).add(file)
         return checkpoints
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove what crashed fetches have left. A folder that another learner may still be filling stays."""
+    for left in folder.glob("fetch-*"):
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - left.stat().st_mtime > ABANDONED_AFTER_S:
+                shutil.rmtree(left, ignore_errors=True)

@@ -16,13 +16,12 @@ from pathlib import Path
 
 from penstock.cancellation import end_task
 from penstock.replay.contract import GroupConsumer
+from penstock_learner.checkpoint_files import FileRecord
 from penstock_learner.checkpoints.checkpoint import CheckpointStore, TrainerState, shards_folder
 from penstock_learner.checkpoints.ledger import Ledger
 from penstock_learner.crash_points import crash_point
-from penstock_learner.file_checksums import FileRecord
 from penstock_learner.metrics import LearnerMetrics
-from penstock_learner.roles.actors.role_actors import SAVE_LANE
-from penstock_learner.roles.actors.role_group import RoleGroup, gather_all
+from penstock_learner.roles.role_group import SAVE_LANE, RoleGroup, gather_all
 
 
 class CheckpointWriter:

@@ -25,7 +25,7 @@ from penstock.samples.files import SampleFile
 from penstock.samples.sample import Sample, line_of
 from penstock.token_text import TokenText
 from penstock.trajectory import Group
-from penstock_learner.loggers.opening import StepLoggers
+from penstock_learner.loggers.step_loggers import StepLoggers
 
 logger = logging.getLogger(__name__)
 MAX_WAITING = 4

@@ -1,20 +1,42 @@
-"""Sends the scores of finished validations to the loggers, beside training.
+"""Validations: their scores go to the loggers, and the learner's reward model scores their samples, alongside training.
 
 The feed validates and rollout servers score, so the learner learns of a score from the queue. Evaluations whose id is
 `NAME-STEP` count as validations. The last policy is validated after the last step, so the learner waits for it.
+
+Rollout servers score validations with their own rewards, and keep the groups for the reward model in the queue. When
+a validation has finished, its groups are read in parts of a step's size and scored. A training batch that needs the
+reward model waits for one part at most. The scores of each data source are recorded in the queue, as the feed does:
+
+    SOURCE/reward_model/mean@k        the model's score
+    SOURCE/combined_reward/mean@k     the reward as training has it: `learner.reward_model.combine` and `coefficient`
+    SOURCE/combined_reward/best@k/mean
+
+From there they reach the loggers, the console and Prometheus as all scores do.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
+from collections.abc import Awaitable, Callable, Sequence
 
-from penstock.errors import PenstockError
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.cancellation import end_task
+from penstock.codec import decode_group
+from penstock.config.learner import RewardModelConfig
+from penstock.errors import PenstockError, PoisonGroup, QueueFull, Unavailable
 from penstock.replay.contract import GroupConsumer
+from penstock.sample_scores import PromptSamples, scores_by_source
 from penstock.store.heartbeats import VALIDATOR, Heartbeats
-from penstock_learner.loggers.opening import StepLoggers
-from penstock_learner.loggers.verl_names import VALIDATION
+from penstock.trajectory import Group
+from penstock_learner.batches.token_check import check_tokens
+from penstock_learner.loggers.backends import VALIDATION
+from penstock_learner.loggers.step_loggers import StepLoggers
+from penstock_learner.steps.stages import combined
 
 logger = logging.getLogger(__name__)
 POLL_S, END_S = 5.0, 2.0
@@ -110,3 +132,131 @@ def _is_score_of(name: str, step: int) -> bool:
     """Whether the feed has recorded this score after its validation of the step. It does so last."""
     benchmark, of_step = name_and_step(name)
     return of_step == step and "/reward/" in benchmark
+
+
+Score = Callable[[Sequence[Group]], Awaitable[NDArray[np.float32]]]
+"""The reward model's scores of all samples of the groups, in order."""
+
+
+class RewardModelValidation:
+    """Scores each finished validation once, at most `groups_at_once` groups in one call. Tokens beyond
+    `vocabulary_size` are refused; without it, tokens are not checked."""
+
+    def __init__(
+        self, queue: GroupConsumer, score: Score, config: RewardModelConfig, groups_at_once: int,
+        vocabulary_size: int | None = None,
+    ) -> None:  # fmt: skip
+        self.queue = queue
+        self.score = score
+        self.config = config
+        self.groups_at_once = groups_at_once
+        self.vocabulary_size = vocabulary_size
+        self._seen: set[str] = set()
+        """Evaluations that were scored, or have nothing to score."""
+        self._looking = asyncio.Lock()
+
+    async def watch(self) -> None:
+        """Runs for ever. A death of the reward model is handled as in training."""
+        while True:
+            try:
+                await self.look()
+            except (QueueFull, Unavailable) as error:
+                logger.warning("validations cannot be scored by the reward model: %s; trying again", error)
+            await asyncio.sleep(POLL_S)
+
+    async def look(self) -> None:
+        """Score the validations that have finished since the last look."""
+        async with self._looking:
+            finished = [name for name in await self.queue.evaluation_history() if not is_named_score(name)]
+            for evaluation_id in sorted(finished, key=lambda name: name_and_step(name)[1]):
+                if evaluation_id not in self._seen:
+                    await self._score(evaluation_id)
+                    self._seen.add(evaluation_id)
+
+    async def finish(self, timeout_s: float, stopping: asyncio.Event) -> None:
+        """Score the last validation, before the learner ends. Takes at most `timeout_s`, and ends when `stopping` is
+        set."""
+        looking, stopped = asyncio.create_task(self.look()), asyncio.create_task(stopping.wait())
+        try:
+            await asyncio.wait({looking, stopped}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if looking.done():
+                looking.result()
+            elif not stopped.done():
+                logger.warning(
+                    "the reward model has not scored the last validation in time, so its scores are missing in the "
+                    "loggers; raise dataset.validation.last_timeout_s"
+                )
+        except (QueueFull, Unavailable) as error:
+            logger.warning("the last validation is not scored by the reward model: %s", error)
+        finally:
+            await end_task(looking)
+            await end_task(stopped)
+
+    async def _score(self, evaluation_id: str) -> None:
+        """Score the kept groups, record the scores and forget the groups. Without all groups nothing is recorded: a
+        part of them would be those of short samples."""
+        kept = await self.queue.kept_groups(evaluation_id)
+        if kept.num_left_out:
+            logger.warning(
+                "%s is not scored by the reward model: %d groups had no room; raise replay.capacity_bytes, of which "
+                "a quarter is for the groups of a validation", evaluation_id, kept.num_left_out,
+            )  # fmt: skip
+        elif kept.prompt_ids:
+            try:
+                scored, own = await self._samples(evaluation_id, kept.prompt_ids)
+            except PoisonGroup as error:
+                logger.error("%s is not scored by the reward model: %s", evaluation_id, error)
+            else:
+                await self._record(evaluation_id, scored, own)
+        else:
+            return
+        await self.queue.forget_kept(evaluation_id)
+
+    async def _samples(
+        self, evaluation_id: str, prompt_ids: Sequence[int]
+    ) -> tuple[list[PromptSamples], list[PromptSamples]]:
+        """The samples of all groups with their combined rewards, and with the reward model's scores."""
+        rewarded, scored = [], []
+        for first in range(0, len(prompt_ids), self.groups_at_once):
+            part = prompt_ids[first : first + self.groups_at_once]
+            payloads = await self.queue.fetch_kept(evaluation_id, part)
+            if len(payloads) < len(part):
+                raise PoisonGroup("identity", "its groups have expired")
+            groups = await asyncio.to_thread(self._decode, payloads)
+            scores, start = await self.score(groups), 0
+            for group in groups:
+                rewards = np.array([trajectory.reward for trajectory in group.trajectories], dtype=np.float32)
+                own = scores[start : start + len(rewards)]
+                start += len(rewards)
+                both = combined(rewards, own, self.config)
+                rewarded.append(PromptSamples(group.data_source, tuple(both.tolist())))
+                scored.append(PromptSamples(group.data_source, tuple(own.tolist())))
+        return rewarded, scored
+
+    def _decode(self, payloads: Sequence[bytes]) -> list[Group]:
+        groups = [decode_group(payload) for payload in payloads]
+        if self.vocabulary_size is not None:
+            for group in groups:
+                check_tokens(group, self.vocabulary_size)
+        return groups
+
+    async def _record(
+        self, evaluation_id: str, rewarded: Sequence[PromptSamples], scored: Sequence[PromptSamples]
+    ) -> None:
+        if not all(math.isfinite(score) for prompt in scored for score in prompt.rewards):
+            logger.error(
+                "the reward model's scores of %s are not finite, so they are not recorded; check "
+                "learner.reward_model.path", evaluation_id,
+            )  # fmt: skip
+            return
+        name, step = name_and_step(evaluation_id)
+        scores = {
+            f"{source or name}/combined_reward/{kind}": value
+            for source, kinds in scores_by_source(rewarded).items()
+            for kind, value in kinds.items()
+        }
+        for source, kinds in scores_by_source(scored).items():
+            scores |= {f"{source or name}/reward_model/{k}": v for k, v in kinds.items() if k.startswith("mean@")}
+        await self.queue.record_scores(step, scores)
+        shown = "  ".join(f"{score} {value:.3f}" for score, value in scores.items())
+        logger.info("validation at step %d, by the reward model: %s", step, shown)

@@ -1,8 +1,8 @@
 """The learner controller: starts the roles, and trains one term after another until the run is done.
 
-    run ─► start roles ─► take a term (take_over.py) ─► restore the newest checkpoint ─► steps (step_loop.py) ─► end
-              ▲                                                                             │
-              └──────────────────────── a role that trains has died ◄───────────────────────┘
+    run ─► choose a checkpoint ─► start roles ─► take a term ─► load the checkpoint ─► steps (step_loop.py) ─► end
+              ▲                                 (take_over.py)                           │
+              └──────────────────────── a role that trains has died ◄────────────────────┘
 
 When a role that trains dies, its ranks are started again and all trained roles go back to the checkpoint, under a new
 term, as a new learner process would. The other roles stay up. A role that only computes forward passes is restarted
@@ -34,35 +34,29 @@ from penstock.store.policies import PolicyRegistry
 from penstock.store.quarantine import Quarantines
 from penstock.store.run_control import RunControl
 from penstock.tracing import Tracing
-from penstock_learner.agreement.check import LogProbCheck
+from penstock_learner.agreement.comparison import LogProbCheck
 from penstock_learner.agreement.quarantine import ServerQuarantine
 from penstock_learner.checkpoints.checkpoint import CheckpointStore
 from penstock_learner.checkpoints.loading import load_checkpoint
 from penstock_learner.checkpoints.uploads import CheckpointUploads
 from penstock_learner.checkpoints.writer import CheckpointWriter
-from penstock_learner.loggers.opening import open_loggers
-from penstock_learner.loggers.reward_model_validation import RewardModelValidation
 from penstock_learner.loggers.samples import SampleLog
-from penstock_learner.loggers.validations import ValidationLog
-from penstock_learner.loop.batch_reader import BatchReader
-from penstock_learner.loop.data_end import DataEnd
-from penstock_learner.loop.failed_rewards import FailedRewards
+from penstock_learner.loggers.step_loggers import open_loggers
+from penstock_learner.loggers.validations import RewardModelValidation, ValidationLog
+from penstock_learner.loop.batches import BatchReader, DataEnd, FailedRewards
 from penstock_learner.loop.operator_orders import OperatorOrders
+from penstock_learner.loop.publication import PolicyPublication
 from penstock_learner.loop.server_agreement import ServerAgreement
 from penstock_learner.loop.silent_servers import SilentServers
-from penstock_learner.loop.step_loop import StepLoop
-from penstock_learner.loop.step_profiles import StepProfiles
+from penstock_learner.loop.step_loop import StepLoop, StepProfiles
 from penstock_learner.loop.step_records import StepRecords
-from penstock_learner.loop.take_over import find_checkpoint, take_over
+from penstock_learner.loop.take_over import ChosenCheckpoint, choose_checkpoint, take_over
 from penstock_learner.loop.term import Term, begin_term
 from penstock_learner.loop.training_step import TrainingStep
 from penstock_learner.metrics import LearnerMetrics
-from penstock_learner.publication.policy_publication import PolicyPublication
-from penstock_learner.roles.actors.role_actors import LANES
-from penstock_learner.roles.actors.role_group import RoleGroup, gather_all
-from penstock_learner.roles.actors.role_recovery import RoleRecovery
 from penstock_learner.roles.prefix_sharing import prefix_sharing_roles
-from penstock_learner.roles.trained import trained_roles
+from penstock_learner.roles.role_group import LANES, RoleGroup, RoleRecovery, gather_all
+from penstock_learner.roles.workers import trained_roles
 from penstock_learner.steps.skipped_updates import SkippedSteps
 
 logger = logging.getLogger(__name__)
@@ -118,18 +112,21 @@ class LearnerController:
     async def run(self) -> None:
         """Train until the last step, or until `stopping`. Roles that die are started again.
 
-        A learner that is to stop before it has taken a term takes none and adopts no ranks, so that it fences
-        nobody. Nor does a learner whose term has passed: it raises Fenced."""
+        The checkpoint to continue from is chosen once, before any role starts: to adopt ranks fences the controller
+        before, so a checkpoint that may not be used raises first. A learner that is to stop before it has taken a term
+        takes none and adopts no ranks, so that it fences no one. Nor does a learner whose term has passed: it raises
+        Fenced."""
         died: RoleDied | None = None
         self._watch_disk()
         while not self.stopping.is_set():
             try:
                 await self.phases.enter(LEARNER, f"loading the model into the ranks of {', '.join(self.roles)}")
-                await self._start_roles(died)
+                chosen = await choose_checkpoint(self.queue, self.checkpoints, self.resuming)
+                await self._start_roles(died, chosen)
                 logger.info("the roles are ready")
                 if not self.stopping.is_set():
                     await self._raise_if_fenced()
-                    await self._run_term()
+                    await self._run_term(chosen)
                 return
             except RoleDied as error:
                 died, self._is_training = error, False
@@ -147,12 +144,16 @@ class LearnerController:
         if self._has_term:
             await self.queue.commit(0, [])
 
-    async def _start_roles(self, died: RoleDied | None) -> None:
+    async def _start_roles(self, died: RoleDied | None, chosen: ChosenCheckpoint) -> None:
         """Start all roles, or after a death the dead one. Without a checkpoint, all trained roles start again too."""
+        has_checkpoint = chosen.checkpoint is not None
         if died is None:
-            await gather_all(*(self._adopt_or_start(role) for role in self.roles.values()))
+            starting = (
+                self._adopt_or_start(role, can_adopt=has_checkpoint or name not in self.trained)
+                for name, role in self.roles.items()
+            )
+            await gather_all(*starting)
             return
-        has_checkpoint = await asyncio.to_thread(self.checkpoints.candidates, self.resuming.resume)
         restarted = {died.role} if has_checkpoint else {died.role, *self.trained}
         # This death may have interrupted the restart of another role. It is started again, without being counted twice.
         half_started = [role for name, role in self.roles.items() if name not in restarted and not role.is_up]
@@ -165,20 +166,19 @@ class LearnerController:
                 # A push of the old term that still runs would collide with the pushes of the new one.
                 await self.policy.call_beside(lane, "wait_idle", timeout_s=self.config.learner.rank_timeout_s)
 
-    async def _adopt_or_start(self, role: RoleGroup) -> None:
-        """Adopt the ranks that an earlier controller left, if they can go back to a checkpoint, or start new ones.
-
-        To adopt fences the earlier controller. So a checkpoint that may not be used raises before."""
-        found = await find_checkpoint(self.queue, self.checkpoints, self.resuming)
-        if (found is not None or role.name not in self.trained) and await role.adopt():
+    async def _adopt_or_start(self, role: RoleGroup, *, can_adopt: bool) -> None:
+        """Adopt the ranks that an earlier controller left, if they can go back to a checkpoint, or start new ones."""
+        if can_adopt and await role.adopt():
             logger.info("adopted the ranks of the %s role", role.name)
         else:
             await self.recovery.start(role)
 
-    async def _run_term(self) -> None:
-        """Train from the newest checkpoint on. Publication and the operator's orders are handled in tasks beside it."""
+    async def _run_term(self, chosen: ChosenCheckpoint) -> None:
+        """Train from the checkpoint on. Publication and the operator's orders are handled in tasks beside it."""
         await self.phases.enter(LEARNER, "taking over the run and restoring its newest checkpoint")
-        taken = await take_over(self.queue, self.checkpoints, self.resuming, self._load, self.config.replay.settle_s)
+        taken = await take_over(
+            self.queue, self.checkpoints, self.resuming, chosen, self._load, self.config.replay.settle_s
+        )
         self._has_term = True
         term = await begin_term(self.config, self.queue, taken)
         self._is_training = True

@@ -21,7 +21,7 @@ from penstock.store.policies import PolicyRegistry
 from penstock.trajectory import Group
 from penstock_learner.checkpoints.checkpoint import CheckpointStore
 from penstock_learner.checkpoints.loading import load_checkpoint
-from penstock_learner.roles.actors.role_group import RoleGroup
+from penstock_learner.roles.role_group import RoleGroup
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """Compares every server with the learner before a batch is trained, and keeps servers that disagree out of training.
 
-    batch ─► samples ─► the policy's log-probs ─► verdicts (agreement/check.py) ─► agreement/quarantine.py
+    batch ─► samples ─► the policy's log-probs ─► verdicts (agreement/comparison.py) ─► agreement/quarantine.py
 
 The run ends only if every server of the fleet is beyond the configured limit, and loading its weights again did not
 help or could not have helped. By then nothing of the batch was trained.
@@ -17,10 +17,9 @@ from numpy.typing import NDArray
 
 from penstock.store.fleet import Fleet
 from penstock.trajectory import Group
-from penstock_learner.agreement.check import LogProbCheck, Verdict, disagreement
+from penstock_learner.agreement.comparison import LogProbCheck, Sample, Verdict, choose, compare, disagreement, enough
 from penstock_learner.agreement.quarantine import ServerQuarantine
-from penstock_learner.agreement.samples import Sample, choose, compare, enough
-from penstock_learner.loop.batch_reader import Batch
+from penstock_learner.loop.batches import Batch
 from penstock_learner.loop.roll_back import RollBack, in_steps
 from penstock_learner.loop.training_step import TrainingStep
 from penstock_learner.metrics import LearnerMetrics

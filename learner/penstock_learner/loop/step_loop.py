@@ -19,10 +19,12 @@ A roll back is followed between two steps (roll_back.py). The weights of the old
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from penstock.api.records import FIRST_BATCH
 from penstock.config.run import RunConfig
@@ -38,27 +40,48 @@ from penstock_learner.batches.sequence_batch import SequenceBatch
 from penstock_learner.checkpoints.checkpoint import CheckpointStore
 from penstock_learner.checkpoints.writer import CheckpointWriter
 from penstock_learner.crash_points import crash_point
-from penstock_learner.loggers.opening import StepLoggers
 from penstock_learner.loggers.samples import SampleLog, TrainedStep
-from penstock_learner.loop.batch_ahead import BatchAhead
-from penstock_learner.loop.batch_reader import Batch, BatchReader
-from penstock_learner.loop.data_end import DataEnd
+from penstock_learner.loggers.step_loggers import StepLoggers
+from penstock_learner.loop.batches import Batch, BatchAhead, BatchReader, DataEnd
 from penstock_learner.loop.operator_orders import OperatorOrders
+from penstock_learner.loop.publication import PolicyPublication
 from penstock_learner.loop.roll_back import RollBack, load_version
 from penstock_learner.loop.server_agreement import ServerAgreement
 from penstock_learner.loop.step_metrics import overhead_metrics
-from penstock_learner.loop.step_profiles import StepProfiles
 from penstock_learner.loop.step_records import StepRecords
 from penstock_learner.loop.term import Term
 from penstock_learner.loop.training_step import TrainingStep
-from penstock_learner.publication.policy_publication import PolicyPublication
-from penstock_learner.roles.actors.role_group import RoleGroup
+from penstock_learner.roles.profiling import profiles_folder
+from penstock_learner.roles.role_group import RoleGroup, gather_all
 
 logger = logging.getLogger(__name__)
 SMALL_VOCABULARY = 256
 """Tokens that every model has, if its config does not say how many there are."""
 STARVED_SHARE = 0.25
 """Share of `batch_timeout_s` after which a learner without a batch acknowledges its groups early."""
+
+
+class StepProfiles:
+    """Tells the configured ranks of every role to record the configured steps."""
+
+    def __init__(self, config: RunConfig, roles: Mapping[str, RoleGroup]) -> None:
+        self.config = config.learner.profile
+        self.folder = profiles_folder(config)
+        self.roles = roles
+
+    @contextlib.asynccontextmanager
+    async def of_step(self, step: int) -> AsyncIterator[None]:
+        """Record what the roles do in the `async with` block. A step that fails writes no trace."""
+        if step not in self.config.steps:
+            yield
+            return
+        await self._call("start_profile")
+        yield
+        await self._call("write_profile", self.folder, step)
+
+    async def _call(self, method: str, *arguments: Path | int) -> None:
+        ranks = [(role, rank) for role in self.roles.values() for rank in self.config.ranks if rank < role.num_ranks]
+        await gather_all(*(role.call_rank(rank, method, *arguments) for role, rank in ranks))
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 
 from penstock.config.learner import LearnerConfig
 from penstock.tracing import Tracing
-from penstock_learner.loggers.opening import StepLoggers
-from penstock_learner.loop.batch_reader import Batch
+from penstock_learner.loggers.step_loggers import StepLoggers
+from penstock_learner.loop.batches import Batch
 from penstock_learner.loop.roll_back import oldest_version
 from penstock_learner.loop.step_metrics import mean_rewards
 from penstock_learner.loop.term import Term
 from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.model.utilisation import RankUsage, mfu, peak_flops
-from penstock_learner.roles.actors.role_group import RoleGroup
+from penstock_learner.roles.role_group import RoleGroup
 
 logger = logging.getLogger(__name__)
 USAGE_EVERY_S = 5.0

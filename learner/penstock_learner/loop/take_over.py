@@ -1,7 +1,9 @@
-"""Taking over a run: a learner takes a new term, and only then chooses the checkpoint that it continues from.
+"""Taking over a run: a learner chooses a checkpoint, takes a new term, and continues from the checkpoint.
 
-The order matters. Until the term is taken, the learner before this one may still commit, and the checkpoint that was
-newest a moment ago no longer covers everything that was acknowledged. From then on nobody else can commit.
+The controller chooses once, before any role starts (`choose_checkpoint`). A choice that is refused ends the learner
+before it has fenced anyone. Until the term is taken, the learner before this one may still commit, and the checkpoint
+that was newest no longer covers everything that was acknowledged. So `take_over` looks for a newer one once it has the
+term: from then on no one else can commit.
 
     newest checkpoint ─► does it cover every committed group? ─► load it, which verifies its files ─► restore the queue
          ▲                 │ no: refuse it, or go back if           │
@@ -46,13 +48,15 @@ class TakeOver:
 
 
 @dataclass(frozen=True)
-class _Choice:
+class ChosenCheckpoint:
     """The state to continue from, and its checkpoint. Without one, the roles keep the weights of the model folder."""
 
     checkpoint: Path | None
     state: TrainerState
     uncovered: list[int]
     """Committed prompts that the state was not trained on. The run must go back to use it."""
+    committed: Committed
+    """What was committed when the checkpoint was chosen."""
 
     @property
     def path(self) -> str:
@@ -60,14 +64,17 @@ class _Choice:
 
 
 async def take_over(
-    queue: GroupConsumer, checkpoints: CheckpointStore, config: CheckpointConfig, load: Load, settle_s: float
-) -> TakeOver:
-    """Fence every earlier learner, then choose and load the checkpoint, and go back to it if the config asks for that.
+    queue: GroupConsumer, checkpoints: CheckpointStore, config: CheckpointConfig, chosen: ChosenCheckpoint, load: Load,
+    settle_s: float,
+) -> TakeOver:  # fmt: skip
+    """Fence every earlier learner, then load the chosen checkpoint or a newer one that the learner before has finished
+    meanwhile, and go back to it if the config asks for that.
 
-    A checkpoint that does not cover all committed groups, or belongs to another store, is refused before the term is
-    taken: such a learner fences nobody."""
+    A checkpoint that no longer covers all committed groups is refused before the term is taken: such a learner fences
+    no one."""
     store_id = await queue.store_id()
-    await _choose(queue, checkpoints, config, store_id)
+    if await queue.committed() != chosen.committed:
+        await choose_checkpoint(queue, checkpoints, config)
     term = await queue.take_term(await asyncio.to_thread(checkpoints.newest_term))
     # Redis could still lose the new term, and the term before it would be valid again. So wait before acting under it.
     await asyncio.sleep(settle_s)
@@ -97,9 +104,14 @@ async def take_over(
     return TakeOver(term, store_id, state, has_gone_back)
 
 
-async def find_checkpoint(queue: GroupConsumer, checkpoints: CheckpointStore, config: CheckpointConfig) -> Path | None:
-    """The checkpoint that a take-over would use. Raises as `take_over` does, and fences nobody."""
-    return (await _choose(queue, checkpoints, config, await queue.store_id())).checkpoint
+async def choose_checkpoint(
+    queue: GroupConsumer, checkpoints: CheckpointStore, config: CheckpointConfig
+) -> ChosenCheckpoint:
+    """The checkpoint to continue from: the newest one that is intact and may be used, fetched if it was uploaded.
+
+    Fences no one. Raises ConfigError if the checkpoint does not cover all committed groups or belongs to another store,
+    and CheckpointDamaged if none is intact."""
+    return await _choose(queue, checkpoints, config, await queue.store_id())
 
 
 async def _choose(
@@ -108,7 +120,7 @@ async def _choose(
     config: CheckpointConfig,
     store_id: str,
     load: Load | None = None,
-) -> _Choice:
+) -> ChosenCheckpoint:
     """The newest checkpoint that is intact and may be used. It is loaded if `load` is given."""
     # Read first: a commit that comes between the two reads belongs to a checkpoint that the second one sees.
     committed = await queue.committed()
@@ -132,12 +144,12 @@ async def _choose(
 def _checked(
     path: Path | None, state: TrainerState, committed: Committed, config: CheckpointConfig, store_id: str,
     damaged: list[str],
-) -> _Choice:  # fmt: skip
+) -> ChosenCheckpoint:  # fmt: skip
     """The choice of this checkpoint. Raises ConfigError if the run may not continue from it."""
     state.check_store(store_id)
     if path == Path(config.resume):
         state = replace(state, resumed_from=config.resume)
-    choice = _Choice(path, state, state.make_ledger().missing(committed.trained))
+    choice = ChosenCheckpoint(path, state, state.make_ledger().missing(committed.trained), committed)
     if not choice.uncovered:
         return choice
     newer = f"; newer checkpoints are damaged: {'; '.join(damaged)}" if damaged else ""
@@ -161,7 +173,7 @@ def _checked(
     return choice
 
 
-def _asks_for(config: CheckpointConfig, choice: _Choice) -> bool:
+def _asks_for(config: CheckpointConfig, choice: ChosenCheckpoint) -> bool:
     """Whether the config asks to go back to this checkpoint."""
     return config.go_back and choice.checkpoint == Path(config.resume)
 

@@ -10,7 +10,7 @@ from penstock.replay.contract import GroupConsumer
 from penstock_learner.algorithms.kl import KLController, make_kl_controller
 from penstock_learner.checkpoints.checkpoint import TrainerState
 from penstock_learner.checkpoints.ledger import Ledger
-from penstock_learner.loop.batch_reader import Batch
+from penstock_learner.loop.batches import Batch
 from penstock_learner.loop.roll_back import RollBack
 from penstock_learner.loop.take_over import TakeOver, restore_batches
 

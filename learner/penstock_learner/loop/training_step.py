@@ -1,6 +1,6 @@
 """Runs the step's program on one batch after another, and makes sure that what it returns is a trained step.
 
-The program is our own (steps/grpo.py, steps/ppo.py) or a user's (steps/program.py). It may call the roles in any way.
+The program is our own or a user's (steps/program.py). It may call the roles in any way.
 A step counts as trained only if every call that it made has ended and none has failed. Otherwise the controller goes
 back to a checkpoint, or the learner ends, and the batch is trained again from there.
 """
@@ -20,15 +20,14 @@ from penstock_learner.batches.sequence_batch import SequenceBatch, batch_of
 from penstock_learner.loop.roll_back import RollBack
 from penstock_learner.loop.step_metrics import batch_metrics, reward_part_means, sample_metrics
 from penstock_learner.metrics import LearnerMetrics
-from penstock_learner.roles.actors.role_group import RoleGroup
-from penstock_learner.roles.actors.role_recovery import RoleRecovery
+from penstock_learner.roles.role_group import RoleGroup, RoleRecovery
 from penstock_learner.steps.context import AheadBatch, BatchContext, StepContext
 from penstock_learner.steps.program import load_program
 from penstock_learner.steps.rehearsal import rehearse
 from penstock_learner.steps.roles import Calls, RoleAccess, Roles
 from penstock_learner.steps.skipped_updates import SkippedSteps
+from penstock_learner.steps.stages import proximal_log_probs
 from penstock_learner.steps.update_metrics import metrics_of_updates, ratio_counts
-from penstock_learner.steps.updates import proximal_log_probs
 
 
 class TrainingStep:

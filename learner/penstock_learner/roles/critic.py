@@ -18,10 +18,9 @@ from penstock_learner.model.precision import DTYPES, compute_dtype_of
 from penstock_learner.model.scalar_model import check_tokenizer, open_scalar_model
 from penstock_learner.model.self_check import require_right
 from penstock_learner.optim.optimizer import apply_gradients
-from penstock_learner.roles.dispatch import dispatched
+from penstock_learner.roles.dispatch import CriticReport, dispatched
 from penstock_learner.roles.prefix_sharing import tree_of
 from penstock_learner.roles.trainer import TrainerRank
-from penstock_learner.roles.update_reports import CriticReport
 
 
 class CriticWorker(TrainerRank):

@@ -1,32 +1,295 @@
-"""The policy role: trains the policy with FSDP2, gathers its weights, and (rank 0) publishes them."""
+"""The policy role: trains the policy with FSDP2, gathers its weights, and (rank 0) publishes them.
+
+`PolicyUpdate` is one update on one rank: forward and backward passes of the micro-batches, then the optimizer. It knows
+nothing of Ray, the queue or publication. It needs a process group and a model from `prepare_for_training`.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import reduce
+from operator import add
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from safetensors import safe_open
+from torch import Tensor
 
+from penstock.config.learner import LearnerConfig
+from penstock.config.run import RunConfig
 from penstock.errors import WeightPushFailed
 from penstock.weights.snapshot import FILE_NAME, find_damage
-from penstock_learner.algorithms.aggregation import Denominators
+from penstock_learner.algorithms.aggregation import Denominators, aggregate
+from penstock_learner.algorithms.corrections import (
+    CorrectionStatistics,
+    Mismatch,
+    correct,
+    interpolate_log_probs,
+    measure_mismatch,
+)
+from penstock_learner.algorithms.kl import kl_penalty
+from penstock_learner.algorithms.losses import LossInputs, LossStatistics, policy_loss
+from penstock_learner.algorithms.segments import apply_mask
 from penstock_learner.batches.partition import RankShard
-from penstock_learner.model.adapter import adapter_off
-from penstock_learner.model.attention.sequence_parallel import make_sequence_parallel
-from penstock_learner.model.precision import compute_dtype_of
+from penstock_learner.batches.sequence_batch import SequenceBatch
+from penstock_learner.model.adapter import adapter_off, add_adapter
+from penstock_learner.model.architectures import require_parallel
+from penstock_learner.model.attention.sequence_parallel import SequenceParallel, make_sequence_parallel
+from penstock_learner.model.backbone import ModelInputs
+from penstock_learner.model.causal_lm import CausalLM, open_model
+from penstock_learner.model.device_copies import required_to_device, to_device, to_host
+from penstock_learner.model.precision import DTYPES, compute_dtype_of
+from penstock_learner.model.published_layout import fit_to_folder
+from penstock_learner.model.routers import Balance, watch_routers
 from penstock_learner.model.self_check import require_right
-from penstock_learner.roles.dispatch import dispatched
-from penstock_learner.roles.policy_model import open_policy
-from penstock_learner.roles.policy_update import PolicyUpdate
+from penstock_learner.optim.adamw import ScaledAdamW
+from penstock_learner.optim.optimizer import apply_gradients
+from penstock_learner.roles.dispatch import RouterReport, UpdateReport, dispatched
+from penstock_learner.roles.prefix_sharing import tree_of
 from penstock_learner.roles.trainer import TrainerRank
-from penstock_learner.roles.update_reports import UpdateReport
 from penstock_learner.weights.gathering import PushedWeights
 from penstock_learner.weights.publisher import WeightPublisher
-from penstock_learner.weights.push_report import PushReport
-from penstock_learner.weights.senders.sender import PushTarget
+from penstock_learner.weights.push import PushReport, PushTarget
+
+
+def open_policy(config: RunConfig) -> CausalLM:
+    """The model of `model.path`, with an adapter and with watched routers if the config asks for them.
+
+    It is on the meta device until `TrainerRank.prepare` reads its weights."""
+    learner = config.learner
+    model = open_model(
+        config.model.path, DTYPES[learner.master_dtype], learner.logprob_chunk_tokens, compiled=learner.compile
+    )
+    require_parallel(model.lm.config, model.path, learner.sequence_parallel)
+    fit_to_folder(model.lm, config.model.path, "model.path")
+    if learner.lora is not None:
+        add_adapter(model, learner.lora)
+    model.watch = watch_routers(model.lm, learner)
+    return model
+
+
+T = TypeVar("T", LossStatistics, CorrectionStatistics, Mismatch)
+
+
+@dataclass(frozen=True)
+class _MicroReport:
+    """The results of one micro-batch, as tensors on the device. They may not have been computed yet."""
+
+    sums: Tensor
+    """[3] loss, penalty and entropy."""
+    statistics: LossStatistics
+    correction: CorrectionStatistics
+    mismatch: Mismatch
+    routing: _Routing | None
+    log_probs: Tensor
+    """[T] log-probs of the response tokens."""
+
+
+@dataclass(frozen=True)
+class _Routing:
+    """How a micro-batch used the experts, and its weight among the micro-batches of an update."""
+
+    balance: Balance
+    weight: float
+
+
+class PolicyUpdate:
+    """Updates the policy's model with its optimizer."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        optimizer: ScaledAdamW,
+        learner: LearnerConfig,
+        device: torch.device,
+        parallel: SequenceParallel | None = None,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.learner = learner
+        self.device = device
+        self.parallel = parallel
+
+    def run(
+        self, part: RankShard, denominators: Denominators, step: int, version: int, kl_coefficient: float
+    ) -> UpdateReport:
+        """Take one optimizer step, of which this rank computes its part. Collective.
+
+        `version` is the version of the weights before the step."""
+        self.optimizer.zero_grad(set_to_none=True)
+        reports = [
+            self._accumulate(micro, self._inputs(micro, part), denominators, version, kl_coefficient)
+            for micro in part.micro_batches
+        ]
+        on_device = torch.stack([report.sums for report in reports])
+        first = max(self.learner.critic_warmup_steps, 1)
+        taken = apply_gradients(
+            self.model,
+            self.optimizer,
+            self.learner,
+            step - first,
+            lr=self.learner.lr,
+            losses=on_device[:, :2],
+            hold=step < first,
+        )
+        sums = on_device.tolist()
+        statistics, correction, mismatch = _on_host(
+            reduce(add, [report.statistics for report in reports]),
+            reduce(CorrectionStatistics.merge, [report.correction for report in reports]),
+            reduce(add, [report.mismatch for report in reports]),
+        )
+        nonfinite = tuple(index for index, (loss, kl, _) in enumerate(sums) if not math.isfinite(loss + kl))
+        loss, kl, entropy = (sum(column) for column in zip(*sums, strict=True))
+        return UpdateReport(
+            loss,
+            kl,
+            entropy,
+            statistics,
+            correction,
+            mismatch,
+            taken,
+            nonfinite,
+            _router_report([report.routing for report in reports if report.routing is not None]),
+            self._own_proximal(part, reports),
+        )
+
+    def log_probs(self, part: RankShard) -> NDArray[np.float32]:
+        """[T] log-probs of this rank's micro-batches under the current weights, without gradient."""
+        return forward_log_probs(self.model, part, self.device, self.parallel)
+
+    def rehearse(self, part: RankShard, denominators: Denominators) -> None:
+        """Compile everything that a step runs, on a batch that is not trained. Collective.
+
+        Weights, the numbers of the optimizer and random numbers stay as they are."""
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            self.log_probs(part)
+            self.optimizer.zero_grad(set_to_none=True)
+            for micro in part.micro_batches:
+                self._accumulate(micro, self._inputs(micro, part), denominators, version=0, kl_coefficient=0.0)
+            self.optimizer.rehearse()
+            self.optimizer.zero_grad(set_to_none=True)
+
+    def _inputs(self, micro: SequenceBatch, part: RankShard) -> ModelInputs:
+        return ModelInputs.of(micro, self.device, self.parallel, tree=tree_of(micro, part, self.model))
+
+    def _accumulate(
+        self,
+        micro: SequenceBatch,
+        inputs: ModelInputs,
+        denominators: Denominators,
+        version: int,
+        kl_coefficient: float,
+    ) -> _MicroReport:
+        """Run the forward and backward pass of one micro-batch. Gradients add up to those of the whole batch.
+
+        Nothing is read back, so the host prepares the next micro-batch while this one runs."""
+        config = self.learner.algorithm
+        log_probs, entropy = self.model(inputs)
+        mask, sequence_ids = to_device(micro.loss_mask, self.device).bool(), to_device(micro.sequence_ids, self.device)
+        behaviour = to_device(micro.behaviour_log_probs, self.device)
+        advantages = required_to_device(micro.advantages, self.device)
+        old = self._proximal(micro, log_probs, behaviour)
+        outputs = policy_loss(LossInputs(log_probs, old, advantages, mask, sequence_ids, behaviour), config.loss)
+        numerator = log_probs.detach() if config.correction.mode == "bypass" else old
+        correction = correct(numerator, behaviour, mask, sequence_ids, config.correction)
+        mode = config.loss.aggregation_mode
+        loss = aggregate(correction.apply(outputs.per_token), mask, sequence_ids, mode, denominators)
+        kl_sum = torch.zeros_like(loss.detach())
+        total = loss
+        if micro.reference_log_probs is not None:
+            reference = to_device(micro.reference_log_probs, self.device)
+            kl = kl_penalty(log_probs, reference, correction.kept, config.kl.penalty)
+            kl_sum = kl.detach().sum()
+            if config.kl.in_loss:
+                in_loss = config.kl.loss_penalty or config.kl.penalty
+                if in_loss != config.kl.penalty:
+                    kl = kl_penalty(log_probs, reference, correction.kept, in_loss)
+                factor = config.kl.loss_factor(kl_coefficient)
+                total = loss + factor * aggregate(kl, mask, sequence_ids, mode, denominators)
+        if config.loss.entropy_coefficient:
+            bonus = aggregate(apply_mask(entropy, mask), mask, sequence_ids, mode, denominators)
+            total = total - config.loss.entropy_coefficient * bonus
+        routing = self._routing(micro, denominators)
+        if routing is not None and self.learner.router.aux_loss_coefficient > 0:
+            # Ranks that share sequences compute the loss of their own tokens. Its mean over them counts.
+            weight = routing.weight / (1 if self.parallel is None else self.parallel.size)
+            total = total + self.learner.router.aux_loss_coefficient * weight * routing.balance.loss
+        # FSDP averages gradients over ranks. The denominators are global, so the sum is needed.
+        (total * dist.get_world_size()).backward()
+        versions = to_device(micro.unmixed_versions, self.device)
+        mismatch = measure_mismatch(log_probs, behaviour, mask, versions, version)
+        sums = torch.stack([loss.detach(), kl_sum, apply_mask(entropy.detach(), mask).sum()])
+        return _MicroReport(
+            sums, outputs.statistics, correction.statistics, mismatch, routing, log_probs.detach().float()
+        )
+
+    def _routing(self, micro: SequenceBatch, denominators: Denominators) -> _Routing | None:
+        """How the forward pass that just ended used the experts. None for a dense model."""
+        balance = None if self.model.watch is None else self.model.watch.balance()
+        if balance is None:
+            return None
+        return _Routing(balance, int(micro.loss_mask.sum()) / max(denominators.num_tokens, 1))
+
+    def _proximal(self, micro: SequenceBatch, log_probs: Tensor, behaviour: Tensor) -> Tensor:
+        """Log-probs of the proximal policy under the configured correction mode.
+
+        The micro-batches of a step's first update may lack them: its weights are those of the proximal policy."""
+        config = self.learner.algorithm.correction
+        if config.mode == "bypass":
+            return behaviour
+        if config.proximal == "interpolated":
+            return interpolate_log_probs(behaviour, log_probs, config.interpolation)
+        return log_probs.detach() if micro.old_log_probs is None else to_device(micro.old_log_probs, self.device)
+
+    def _own_proximal(self, part: RankShard, reports: Sequence[_MicroReport]) -> NDArray[np.float32] | None:
+        """The proximal policy's log-probs, if the controller did not give them and they were computed here."""
+        is_own = self.learner.algorithm.correction.recomputes and part.micro_batches[0].old_log_probs is None
+        return torch.cat([report.log_probs for report in reports]).cpu().numpy() if is_own else None
+
+
+def _router_report(parts: Sequence[_Routing]) -> RouterReport | None:
+    """Counts leave out micro-batches that only fill up a rank."""
+    counted = [part for part in parts if part.weight > 0]
+    if not counted:
+        return None
+    return RouterReport(
+        aux_loss=sum(part.weight * float(part.balance.loss.detach()) for part in counted),
+        counts=torch.stack([part.balance.counts for part in counted]).sum(dim=0).cpu().numpy(),
+        replayed_share=sum(part.weight * float(part.balance.replayed_share) for part in counted),
+    )
+
+
+def _on_host(
+    statistics: LossStatistics, correction: CorrectionStatistics, mismatch: Mismatch
+) -> tuple[LossStatistics, CorrectionStatistics, Mismatch]:
+    """The sums of an update on the host: the controller may have no GPU."""
+    parts = (statistics, correction, mismatch)
+    copies = iter(to_host([getattr(part, field.name) for part in parts for field in fields(part)]))
+    return _filled(statistics, copies), _filled(correction, copies), _filled(mismatch, copies)
+
+
+def _filled(part: T, tensors: Iterator[Tensor]) -> T:
+    """The dataclass with the next tensors in place of its own."""
+    return replace(part, **{field.name: next(tensors) for field in fields(part)})
+
+
+def forward_log_probs(
+    model: CausalLM, part: RankShard, device: torch.device, parallel: SequenceParallel | None = None
+) -> NDArray[np.float32]:
+    """[T] log-probs of every micro-batch, concatenated, without gradient."""
+    with torch.no_grad():
+        results = [
+            model(ModelInputs.of(micro, device, parallel, tree=tree_of(micro, part, model)))[0].float().cpu().numpy()
+            for micro in part.micro_batches
+        ]
+    joined: NDArray[np.float32] = np.concatenate(results)
+    return joined
 
 
 class PolicyWorker(TrainerRank):

@@ -1,24 +1,27 @@
-"""Code that policy and critic share: FSDP2, AdamW, and their part of a checkpoint."""
+"""Code that policy and critic share: FSDP2, AdamW, and their part of a checkpoint.
+
+The checksums of its files are computed while they are written."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from penstock.errors import CheckpointDamaged, TrainingDiverged
-from penstock_learner.file_checksums import FileRecord, find_damage
+from penstock_learner.checkpoint_files import READ_BYTES, FileRecord, PieceChecksums, find_damage
 from penstock_learner.model.causal_lm import CausalLM
 from penstock_learner.model.finite import first_nonfinite
 from penstock_learner.model.loading.weights import read_weights
@@ -28,8 +31,66 @@ from penstock_learner.model.sharding import prepare_for_training
 from penstock_learner.model.utilisation import RankUsage, measure_usage
 from penstock_learner.optim.adamw import local_shard
 from penstock_learner.optim.optimizer import make_optimizer
-from penstock_learner.roles.hashing_writer import HashingWriter
 from penstock_learner.roles.rank import Rank
+from penstock_learner.shards import load_shards
+
+
+class HashingWriter(FileSystemWriter):
+    """Writes a rank's shards, and on rank 0 the index of all shards. `records` describes the files by name."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.records: dict[str, FileRecord] = {}
+        self.fs = _HashingFileSystem(self.records)
+
+
+class _HashingFileSystem(FileSystem):
+    def __init__(self, records: dict[str, FileRecord]) -> None:
+        self.records = records
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
+        with Path(path).open(mode) as file:
+            stream = _HashedFile(file)
+            yield stream
+            self.records[Path(path).name] = stream.checksums.record()
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        super().rename(path, new_path)
+        self.records[Path(new_path).name] = self.records.pop(Path(path).name)
+
+
+class _HashedFile(io.IOBase):
+    """A file that is written from start to end, and hashed meanwhile."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file = file
+        self.checksums = PieceChecksums()
+
+    def write(self, content: Any) -> int:
+        view = memoryview(content).cast("B")
+        for start in range(0, len(view), READ_BYTES):
+            part = view[start : start + READ_BYTES]
+            self.checksums.add(part)
+            self.file.write(part)
+        return len(view)
+
+    def tell(self) -> int:
+        return self.checksums.num_bytes
+
+    def writable(self) -> bool:
+        return True
+
+    def flush(self) -> None:
+        if not self.file.closed:
+            self.file.flush()
+
+    def fileno(self) -> int:
+        return self.file.fileno()
+
+    def close(self) -> None:
+        super().close()
+        self.file.close()
 
 
 class TrainerRank(Rank):
@@ -88,7 +149,7 @@ class TrainerRank(Rank):
             saving.exception(self.config.learner.rank_timeout_s)
         state = self._state()
         with _one_line_errors(folder):
-            load_shards(state, checkpoint_id=folder)
+            load_shards(state, folder)
         if name := self._first_nonfinite(state):
             raise CheckpointDamaged(f"{folder} holds weights that are not finite: {name}")
         set_state_dict(

@@ -7,8 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock.cli.overrides import parse_with_overrides
-from penstock.cli.parser import Parser
+from penstock.cli.parser import Parser, parse_with_overrides
 from penstock.errors import ConfigError
 
 INTERRUPTED = 130

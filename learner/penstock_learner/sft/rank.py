@@ -27,7 +27,7 @@ from penstock_learner.model.precision import compute_dtype_of
 from penstock_learner.model.self_check import require_right
 from penstock_learner.model.torch_settings import set_up_torch
 from penstock_learner.optim.optimizer import apply_gradients
-from penstock_learner.roles.policy_model import open_policy
+from penstock_learner.roles.policy import open_policy
 from penstock_learner.roles.trainer import TrainerRank
 
 

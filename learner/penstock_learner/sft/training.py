@@ -28,7 +28,7 @@ from penstock.feed.dataset_files import shown_files
 from penstock.feed.epoch_order import EpochOrder, require_drawn
 from penstock_learner.batches.sequence_batch import SequenceBatch
 from penstock_learner.export import export
-from penstock_learner.loggers.opening import StepLoggers, check_loggers, open_loggers
+from penstock_learner.loggers.step_loggers import StepLoggers, check_loggers, open_loggers
 from penstock_learner.sft.checkpoints import SupervisedCheckpoints
 from penstock_learner.sft.data import ExampleReader, Examples, Row, batch_of_examples
 from penstock_learner.sft.rank import SupervisedRank

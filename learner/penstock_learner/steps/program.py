@@ -1,4 +1,4 @@
-"""The program of a run's steps: our own, or functions of a user's file (`learner.step`, `learner.ahead`)."""
+"""The program of a run's steps: GRPO, PPO, or functions of a user's file (`learner.step`, `learner.ahead`)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,44 @@ from penstock.config.learner import LearnerConfig
 from penstock.errors import ConfigError, PenstockError
 from penstock.user_code import load_callable
 from penstock_learner.batches.sequence_batch import SequenceBatch
-from penstock_learner.steps import grpo, ppo
-from penstock_learner.steps.ahead import ahead as own_ahead
+from penstock_learner.roles.role_group import gather_all
 from penstock_learner.steps.context import Ahead, BatchContext, Step, StepContext
-from penstock_learner.steps.roles import Calls, Roles
+from penstock_learner.steps.roles import Calls, Roles, gather_fields
+from penstock_learner.steps.stages import ahead as own_ahead
+from penstock_learner.steps.stages import (
+    log_probs_before,
+    update_critic,
+    update_policy,
+    with_advantages,
+    with_own_log_probs,
+)
+
+
+async def own_step(batch: SequenceBatch, roles: Roles, context: StepContext) -> tuple[SequenceBatch, dict[str, float]]:
+    """GRPO and every other algorithm without a critic, or PPO with one.
+
+        a step ahead: scores, reference log-probs ┐                 ┌► policy updates
+        proximal log-probs                        ├─► advantages ─► ┤
+        values, with a critic                     ┘                 └► critic updates
+
+    The entries of a column run at the same time. A policy with an adapter is its own reference: it computes the
+    reference's log-probs in the step."""
+    policy, critic = roles.policy, roles.critic if "critic" in roles else None
+    forwards = gather_fields(
+        old_log_probs=log_probs_before(policy, batch, context) if context.recomputes_log_probs else None,
+        reference_log_probs=policy.reference_log_probs(batch) if context.config.policy_is_reference else None,
+        values=critic.values(batch) if critic is not None else None,
+    )
+    batch, computed = await gather_all(context.ahead(), forwards)
+    batch = batch.with_token_fields(**computed)
+    batch = with_advantages(batch, context.algorithm, context.kl_coefficient)
+    parts = context.minibatches(batch)
+    training = [update_policy(policy, parts, context)]
+    if critic is not None:
+        training.append(update_critic(critic, parts, context))
+    updates = (await gather_all(*training))[0]
+    return with_own_log_probs(batch, updates, context), {}
+
 
 PARAMETERS = ("batch", "roles", "context")
 
@@ -55,7 +89,7 @@ class StepProgram:
 
 def load_program(config: LearnerConfig) -> StepProgram:
     """The program that the config names. Raises ConfigError if a function cannot be loaded or called as a step."""
-    step: Step = ppo.step if config.critic is not None else grpo.step
+    step: Step = own_step
     ahead: Ahead = own_ahead
     if config.step:
         step = _load(config.step, "learner.step")

@@ -14,9 +14,9 @@ import numpy as np
 
 from penstock.config.learner import LearnerConfig
 from penstock_learner.batches.sequence_batch import SequenceBatch
-from penstock_learner.roles.actors.role_group import RoleGroup, gather_all
-from penstock_learner.steps.advantages import denominators_of
+from penstock_learner.roles.role_group import RoleGroup, gather_all
 from penstock_learner.steps.roles import RoleAccess
+from penstock_learner.steps.stages import denominators_of
 
 MIXED, LONG, EQUAL = "mixed lengths", "long prompts", "equal lengths"
 _SIZES = {MIXED: ((48, 64), (80, 96)), LONG: ((560, 288), (592, 320)), EQUAL: ((1, 64), (1, 80))}

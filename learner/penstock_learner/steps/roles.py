@@ -21,9 +21,8 @@ from penstock.config.learner import LearnerConfig
 from penstock.errors import ConfigError, RoleDied
 from penstock_learner.batches.partition import RankShard, partition, unpermute, unpermute_sequences
 from penstock_learner.batches.sequence_batch import SequenceBatch
-from penstock_learner.roles.actors.role_group import RoleGroup, gather_all
-from penstock_learner.roles.actors.role_recovery import RoleRecovery
-from penstock_learner.roles.trained import trains_as_policy
+from penstock_learner.roles.role_group import RoleGroup, RoleRecovery, gather_all
+from penstock_learner.roles.workers import trains_as_policy
 
 
 @dataclass(frozen=True)

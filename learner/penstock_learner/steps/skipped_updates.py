@@ -12,7 +12,7 @@ import numpy as np
 from penstock.errors import TrainingDiverged
 from penstock_learner.batches.partition import RankShard
 from penstock_learner.batches.sequence_batch import SequenceBatch
-from penstock_learner.roles.update_reports import TrainedReport
+from penstock_learner.roles.dispatch import TrainedReport
 
 _RATES = {"policy": "learner.lr", "critic": "learner.critic.lr"}
 """The learning rates of the trained roles. That of any other role is in `learner.roles`."""

@@ -11,7 +11,7 @@ import numpy as np
 from penstock.config.algorithms import AlgorithmConfig
 from penstock_learner.algorithms.corrections import CorrectionStatistics
 from penstock_learner.batches.sequence_batch import SequenceBatch
-from penstock_learner.roles.update_reports import CriticReport, TrainedReport, UpdateReport
+from penstock_learner.roles.dispatch import CriticReport, TrainedReport, UpdateReport
 from penstock_learner.steps.roles import Update
 
 _WITHOUT_UPDATES = (

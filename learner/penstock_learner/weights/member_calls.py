@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
@@ -16,14 +16,13 @@ import grpc
 from penstock.config.run import RunConfig
 from penstock.v1 import weights_pb2, weights_pb2_grpc
 from penstock.weights.cluster_key import ClusterKey
-from penstock_learner.weights.senders.sender import PushTarget
+from penstock_learner.weights.push import PushTarget
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 """Large enough for the manifests of models with many thousand tensors."""
 PING_MS, SILENCE_MS = 1000, 4000
 """A member that answers no ping, or no connection attempt, for SILENCE_MS is unreachable. Its calls fail then, however
 long their deadline is. The member's network thread answers pings, so a busy member is not silent."""
-
 CLOSE_TIMEOUT_S = 10.0
 
 _Answered = tuple[dict[str, Any], dict[str, str]]
@@ -45,21 +44,16 @@ class MemberCalls:
     def announce(
         self, members: Sequence[PushTarget], requests: Sequence[weights_pb2.AnnounceRequest]
     ) -> tuple[dict[str, weights_pb2.AnnounceResponse], dict[str, str]]:
-        timeout_s = self.config.ready_timeout_s
-        return self._wait(self._call_all(members, lambda stub: stub.Announce, requests, timeout_s, "announce"))
+        return self._call_all("Announce", members, requests, self.config.ready_timeout_s)
 
     def commit(
         self, members: Sequence[PushTarget], request: weights_pb2.CommitRequest
     ) -> tuple[dict[str, weights_pb2.CommitResponse], dict[str, str]]:
-        requests = [request] * len(members)
-        timeout_s = request.deadline_s
-        return self._wait(self._call_all(members, lambda stub: stub.Commit, requests, timeout_s, "commit"))
+        return self._call_all("Commit", members, [request] * len(members), request.deadline_s)
 
     def abort(self, members: Sequence[PushTarget], request: weights_pb2.AbortRequest) -> dict[str, str]:
         """Return the members that did not answer."""
-        requests = [request] * len(members)
-        timeout_s = self.config.ready_timeout_s
-        return self._wait(self._call_all(members, lambda stub: stub.Abort, requests, timeout_s, "abort"))[1]
+        return self._call_all("Abort", members, [request] * len(members), self.config.ready_timeout_s)[1]
 
     def close(self) -> None:
         """Close the channels. A later call opens them again."""
@@ -69,32 +63,28 @@ class MemberCalls:
             asyncio.run_coroutine_threadsafe(self._close_channels(), loop).result(CLOSE_TIMEOUT_S)
             loop.call_soon_threadsafe(loop.stop)
 
-    def _wait(self, calls: Coroutine[Any, Any, _Answered]) -> _Answered:
-        """Make the calls in the thread of the channels, and wait here until they have ended."""
-        return asyncio.run_coroutine_threadsafe(calls, self._open()).result()
-
-    async def _call_all(
-        self,
-        members: Sequence[PushTarget],
-        method: Callable[[Any], Any],
-        requests: Sequence[Any],
-        timeout_s: float,
-        phase: str,
+    def _call_all(
+        self, method: str, members: Sequence[PushTarget], requests: Sequence[Any], timeout_s: float
     ) -> _Answered:
-        """Start all calls, then wait for each. They end at their own deadline, so no wait is longer."""
-        metadata = self.key.metadata()
-        calls = [
-            method(self._stub(member))(request, timeout=timeout_s, metadata=metadata)
-            for member, request in zip(members, requests, strict=True)
-        ]
-        answers: dict[str, Any] = {}
-        failures: dict[str, str] = {}
-        for member, call in zip(members, calls, strict=True):
-            try:
-                answers[member.server_id] = await call
-            except grpc.aio.AioRpcError as error:
-                failures[member.server_id] = f"{phase}: {error.code().name}: {error.details()}"
-        return answers, failures
+        """Start all calls in the thread of the channels, and wait for each. They end at their own deadline, so no wait
+        is longer."""
+
+        async def call_all() -> _Answered:
+            metadata = self.key.metadata()
+            calls = [
+                getattr(self._stub(member), method)(request, timeout=timeout_s, metadata=metadata)
+                for member, request in zip(members, requests, strict=True)
+            ]
+            answers: dict[str, Any] = {}
+            failures: dict[str, str] = {}
+            for member, call in zip(members, calls, strict=True):
+                try:
+                    answers[member.server_id] = await call
+                except grpc.aio.AioRpcError as error:
+                    failures[member.server_id] = f"{method.lower()}: {error.code().name}: {error.details()}"
+            return answers, failures
+
+        return asyncio.run_coroutine_threadsafe(call_all(), self._open()).result()
 
     def _stub(self, member: PushTarget) -> Any:
         if member.address not in self._channels:

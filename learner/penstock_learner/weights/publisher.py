@@ -1,7 +1,13 @@
 """The weight publisher stages versions as buckets and pushes them to the members of the weight group.
 
-`push` tries until every member has the version or has left. If a member fails before the commit, the push starts again
-without it. push_attempt.py has the phases of one attempt.
+`push` tries until every member has the version or has left. An attempt has a fixed set of members:
+
+    open ──► announce ──all ready──► send, bucket by bucket ──► hash, verify and commit
+                 │                          │
+                 └───── a member failed ────┴──► abort: no member has committed, and the push starts again without it
+
+No member or publisher enters a collective before every member has answered the announcement. Every call and every
+collective has a deadline. Sending, hashing and the commit share one: each gets what is left of it.
 """
 
 from __future__ import annotations
@@ -15,29 +21,21 @@ from pathlib import Path
 import torch
 
 from penstock.config.run import RunConfig
-from penstock.errors import TrainingDiverged
+from penstock.errors import TrainingDiverged, WeightPushFailed
 from penstock.machine.open_files import raise_file_limit
 from penstock.v1 import weights_pb2
 from penstock.weights.checksums import weights_digest
 from penstock.weights.cuda import libraries
-from penstock.weights.cuda.nccl_group import version_mismatch
 from penstock.weights.deadline import Deadline
-from penstock.weights.manifest import TensorShape, build_manifest
+from penstock.weights.manifest import TensorShape, build_manifest, wire_sizes
 from penstock.weights.transports import has_cupy, host_id
 from penstock_learner.model.precision import DTYPES
-from penstock_learner.weights.delta_choice import DeltaChoice
-from penstock_learner.weights.delta_shipment import delta_shipment
-from penstock_learner.weights.device_memory import device_uuid
+from penstock_learner.weights.deltas import DeltaChoice, delta_shipment
 from penstock_learner.weights.member_calls import MemberCalls
-from penstock_learner.weights.memory import MemoryKind
-from penstock_learner.weights.memory_pool import MemoryPool
-from penstock_learner.weights.push_attempt import AttemptOutcome, PushAttempt
-from penstock_learner.weights.push_report import PushReport
-from penstock_learner.weights.senders.factory import make_sender
-from penstock_learner.weights.senders.sender import PushTarget, Sender, Shipment
-from penstock_learner.weights.senders.snapshot import SnapshotSender
-from penstock_learner.weights.senders.transport_choice import PublisherPlace, choose_transport
-from penstock_learner.weights.snapshot_folder import write_snapshot_folder
+from penstock_learner.weights.memory import MemoryKind, MemoryPool, device_uuid
+from penstock_learner.weights.push import PushReport, PushTarget, num_ranks
+from penstock_learner.weights.senders.choice import PublisherPlace, choose_transport, make_sender, why_unable
+from penstock_learner.weights.senders.sender import Sender, Shipment, SnapshotSender, write_snapshot_folder
 from penstock_learner.weights.staging import StagedVersion, checksum_name
 
 logger = logging.getLogger(__name__)
@@ -62,7 +60,7 @@ class WeightPublisher:
         self._begun = threading.Condition()
         """Notified when a version is added to `staged`."""
         self._leaving: list[StagedVersion] = []
-        """Versions that nobody needed when the newest began, and whose buckets were still being hashed."""
+        """Versions that nothing needed when the newest began, and whose buckets were still being hashed."""
         self._memory = MemoryPool(self.device)
         self._calls = MemberCalls(config)
         self._senders: dict[tuple[str, str], Sender] = {}
@@ -136,50 +134,45 @@ class WeightPublisher:
     ) -> PushReport:
         """Push a staged version to as many targets as can take it. Does not raise if members fail.
 
-        A version that is not finite is pushed to nobody. `base_version` is the version that all targets serve. The push
-        may send a delta on it."""
+        A version that is not finite is pushed to no one. `base_version` is the version that all targets serve. Only the
+        first attempt may send a delta on it: members apply a delta to the base itself, so after an attempt that failed
+        they may not have the base any more."""
         self._deadline("staging").wait_for(self._begun, lambda: policy_version in self.staged)
         staged = self.staged[policy_version]
-        report = PushReport(policy_version)
+        base = None if base_version is None else self.staged.get(base_version)
+        choice = self._delta_choices.setdefault(lane, DeltaChoice())
+        report, members = PushReport(policy_version), list(targets)
         try:
-            self._push(staged, list(targets), transport, base_version, lane, report)
+            while members:
+                started = time.monotonic()
+                report.transport = transport or self._transport(members)
+                names = [member.server_id for member in members]
+                tries_delta = base is not None and self._sends_delta(report.transport, names, choice)
+                shipment = Shipment(staged.manifest, staged)
+                if base is not None and tries_delta:
+                    with report.timed("encode"):
+                        shipment = delta_shipment(staged, base, self._deadline("encoding a delta"))
+                base = None
+                failed = {m.server_id: why for m in members if (why := why_unable(report.transport, m))}
+                if not failed:
+                    sender, timeout_s = self._sender(lane, report.transport), self.config.weights.push_timeout_s
+                    try:
+                        failed = attempt(shipment, members, sender, self._calls, timeout_s, report)
+                    except BaseMissing:
+                        continue
+                if not failed:
+                    choice.record(report.transport, names, time.monotonic() - started, tried_delta=tries_delta)
+                report.failed |= failed
+                if report.committed:
+                    break
+                members = [member for member in members if member.server_id not in failed]
+                if self._is_superseded(policy_version):
+                    report.superseded = [member.server_id for member in members]
+                    break
             report.weights_digest = weights_digest(staged.checksums(self._deadline("hashing")))
         except TrainingDiverged:
             report.nonfinite = staged.nonfinite
         return report
-
-    def _push(
-        self,
-        staged: StagedVersion,
-        members: list[PushTarget],
-        transport: str | None,
-        base_version: int | None,
-        lane: str,
-        report: PushReport,
-    ) -> None:
-        """Try until every member has the version or has left. Only the first attempt may send a delta: members apply it
-        to the base itself, so after an attempt that failed they may not have the base any more."""
-        base = None if base_version is None else self.staged.get(base_version)
-        choice = self._delta_choices.setdefault(lane, DeltaChoice())
-        while members:
-            started = time.monotonic()
-            report.transport = transport or self._transport(members)
-            names = [member.server_id for member in members]
-            tries_delta = base is not None and self._sends_delta(report.transport, names, choice)
-            shipment = self._shipment(staged, base if tries_delta else None, report)
-            outcome = self._attempt(shipment, members, lane, report)
-            base = None
-            if outcome.needs_full:
-                continue
-            if outcome.is_success:
-                choice.record(report.transport, names, time.monotonic() - started, tried_delta=tries_delta)
-            report.failed |= outcome.failed
-            if report.committed:
-                break
-            members = [member for member in members if member.server_id not in outcome.failed]
-            if self._is_superseded(staged.policy_version):
-                report.superseded = [member.server_id for member in members]
-                break
 
     def write_snapshot(self, policy_version: int, folder: Path) -> None:
         """Write a version to a folder that engines and Hugging Face can load. Snapshot pushes then use the folder."""
@@ -193,22 +186,6 @@ class WeightPublisher:
         if self.config.weights.delta == "auto":
             return choice.takes_delta(transport, members)
         return bool(self.config.weights.delta) and transport not in NO_DELTA_TRANSPORTS
-
-    def _shipment(self, staged: StagedVersion, base: StagedVersion | None, report: PushReport) -> Shipment:
-        """Make a delta on the base, or whole buckets without one."""
-        if base is None:
-            return Shipment(staged.manifest, staged)
-        with report.timed("encode"):
-            return delta_shipment(staged, base, self._deadline("encoding a delta"))
-
-    def _attempt(self, shipment: Shipment, members: list[PushTarget], lane: str, report: PushReport) -> AttemptOutcome:
-        """Try once. Members that do not support the transport fail before anything is sent."""
-        unable = {m.server_id: why for m in members if (why := why_unable(report.transport, m))}
-        if unable:
-            return AttemptOutcome(unable)
-        sender = self._sender(lane, report.transport)
-        timeout_s = self.config.weights.push_timeout_s
-        return PushAttempt(shipment, members, sender, self._calls, timeout_s, report).run()
 
     def _is_superseded(self, policy_version: int) -> bool:
         versions = list(self.staged.items())  # the training thread adds to it
@@ -253,10 +230,103 @@ class WeightPublisher:
         return "shared" if weights.transport in ("auto", "shm") else "host"
 
 
-def why_unable(transport: str, member: PushTarget) -> str:
-    """Return why the member cannot receive by the transport, or an empty string if it can."""
-    if transport not in member.transports:
-        return f"it cannot receive by {transport}; set weights.transport to auto, or install what the transport needs"
-    if transport == "nccl" and (own := libraries.nccl_version()) != member.nccl_version:
-        return version_mismatch(own, member.nccl_version)
-    return ""
+class BaseMissing(Exception):
+    """A member does not have the base of the delta. No member has committed."""
+
+
+def attempt(
+    shipment: Shipment,
+    members: Sequence[PushTarget],
+    sender: Sender,
+    calls: MemberCalls,
+    timeout_s: float,
+    report: PushReport,
+) -> dict[str, str]:
+    """Try once to bring a shipment to a fixed set of members. Returns the members that must leave, with the reason.
+
+    `timeout_s` is the deadline from the first bucket to the last commit. The durations, and after a commit the results,
+    are added to `report`. If a phase before the commit fails, no member has committed. That is also so if it raises:
+    BaseMissing, or TrainingDiverged because the version turns out not to be finite."""
+    manifest, staged = shipment.manifest, shipment.staged
+
+    def abort(told: Sequence[PushTarget], reason: str) -> dict[str, str]:
+        """Tell members to drop the stage. Returns those that do not answer, which may still read the buckets."""
+        silent = calls.abort(
+            told, weights_pb2.AbortRequest(policy_version=manifest.policy_version, reason=reason, term=manifest.term)
+        )
+        if silent:
+            staged.memory.is_reusable = False
+        return silent
+
+    try:
+        with report.timed("announce"):
+            rendezvous = sender.open(shipment, members, Deadline(timeout_s, "opening the transfer"))
+            answers, failed = calls.announce(members, _announcements(shipment, members, rendezvous, timeout_s, report))
+        needs_full = any(answer.needs_full for answer in answers.values())
+        if failed or needs_full:
+            # Members that failed get no abort, because the publisher would have to wait for them again. Such a member
+            # may have staged the version nevertheless, and may read the buckets until its own deadline.
+            sender.close(failed=True)
+            if failed:
+                staged.memory.is_reusable = False
+            left = [member for member in members if member.server_id not in failed]
+            abort(left, "the push starts again without a member that failed")
+            if needs_full:
+                raise BaseMissing
+            return failed
+
+        deadline = Deadline(timeout_s, "the push")
+        try:
+            with report.timed("transfer"):
+                sender.send(shipment, members, deadline)
+        except WeightPushFailed as error:
+            # It is not known which member broke the transfer. Those that do not answer an abort count as failed. If all
+            # answer, all leave the push, and are served as late joiners afterwards.
+            sender.close(failed=True)
+            staged.memory.is_reusable = False
+            silent = abort(members, "the transfer broke")
+            return silent or {member.server_id: f"transfer: {error}" for member in members}
+
+        with report.timed("commit"):
+            checksums = staged.checksums(deadline)
+            deadline.check()  # if no time is left, no member is told to commit
+            request = weights_pb2.CommitRequest(
+                policy_version=manifest.policy_version,
+                term=manifest.term,
+                bucket_checksums=checksums,
+                deadline_s=deadline.remaining_s,
+            )
+            responses, failed = calls.commit(members, request)
+        report.committed = sorted(responses)
+        workers = sum(len(member.devices) for member in members if member.server_id in responses)
+        report.num_bytes = sum(wire_sizes(manifest)) * workers
+        report.running_requests = sum(response.running_requests for response in responses.values())
+        report.seconds["receive"] = max((response.receive_s for response in responses.values()), default=0.0)
+        report.seconds["load"] = max((response.load_s for response in responses.values()), default=0.0)
+        report.seconds["pause"] = max((response.paused_s for response in responses.values()), default=0.0)
+        sender.close(failed=bool(failed))
+        if failed:
+            abort([member for member in members if member.server_id in failed], "it did not commit in time")
+        return failed
+    except (WeightPushFailed, TrainingDiverged) as error:
+        sender.close(failed=True)
+        abort(members, str(error))
+        if isinstance(error, TrainingDiverged):
+            raise
+        return {member.server_id: str(error) for member in members}
+
+
+def _announcements(
+    shipment: Shipment, members: Sequence[PushTarget], rendezvous: str, timeout_s: float, report: PushReport
+) -> list[weights_pb2.AnnounceRequest]:
+    """The announcement to each member, with the rank of its first worker."""
+    requests, rank = [], 1
+    for member in members:
+        requests.append(
+            weights_pb2.AnnounceRequest(
+                manifest=shipment.manifest, transport=report.transport, rendezvous=rendezvous, rank=rank,
+                world_size=num_ranks(members), deadline_s=timeout_s,
+            )
+        )  # fmt: skip
+        rank += len(member.devices)
+    return requests

@@ -13,9 +13,7 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.cli.interruption import run_interruptible
-from penstock.cli.overrides import parse_with_overrides
-from penstock.cli.parser import Parser
+from penstock.cli.parser import Parser, parse_with_overrides, run_interruptible
 
 TERMINATED = 128 + signal.SIGTERM
 """Exit code after SIGTERM. It is not 0, because not everything was submitted."""

@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.connection import add_gateway_arguments, load_started_config, newest_config, open_client
-from penstock.cli.interruption import interruptible, run_interruptible
-from penstock.cli.json_output import to_json
-from penstock.cli.overrides import parse_with_overrides
-from penstock.cli.parser import Parser
+from penstock.cli.output import to_json
+from penstock.cli.parser import Parser, interruptible, parse_with_overrides, run_interruptible
 from penstock.errors import ConfigError, InvalidInput, Unavailable
 
 if TYPE_CHECKING:

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.connection import RUNS_FOLDER, load_started_config, newest_config
-from penstock.cli.interruption import run_interruptible
-from penstock.cli.parser import Parser
+from penstock.cli.parser import Parser, run_interruptible
 from penstock.errors import ConfigError, InvalidInput, NotFound, PenstockError
 
 if TYPE_CHECKING:
@@ -162,8 +161,7 @@ async def _stat(args: argparse.Namespace, inspector: QueueInspector) -> int:
 
 
 async def _peek(args: argparse.Namespace, inspector: QueueInspector) -> int:
-    from penstock.cli.group_text import print_group
-    from penstock.cli.queue_tables import group_record, print_groups, summary_record
+    from penstock.cli.queue_tables import group_record, print_group, print_groups, summary_record
     from penstock.replay.inspection import decoded_prompt
 
     if args.prompt_id is not None:

@@ -126,7 +126,7 @@ def _range(option: str, text: str | None) -> Range:
 def _print(samples: Sequence[Sample], max_characters: int | None) -> None:
     from rich.console import Console
 
-    from penstock.cli.terminal_text import labelled
+    from penstock.cli.output import labelled
 
     console = Console()
     for sample in samples:
@@ -137,7 +137,7 @@ def _print(samples: Sequence[Sample], max_characters: int | None) -> None:
 def _head(sample: Sample) -> Any:
     from rich.text import Text
 
-    from penstock.cli.terminal_text import shown
+    from penstock.cli.output import shown
 
     reward = "none" if sample.reward is None else f"{sample.reward:g}"
     parts = "".join(f"  {name} {value:g}" for name, value in sample.reward_parts.items() if value is not None)

@@ -15,13 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.cli.connection import add_gateway_arguments, open_client
-from penstock.cli.interruption import interruptible
-from penstock.cli.parser import Parser
+from penstock.cli.output import progress_bar
+from penstock.cli.parser import Parser, interruptible
 from penstock.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
     from penstock.client import SyncPenstockClient
     from penstock.trajectory import Prompt
 
@@ -88,16 +86,6 @@ def wait_all(client: SyncPenstockClient, prompt_ids: Sequence[int], timeout_s: f
         for prompt_id in prompt_ids:
             client.wait_for_prompt(prompt_id, max(0.0, deadline - time.monotonic()))
             progress.advance(task)
-
-
-def progress_bar(text: str) -> Progress:
-    """A progress bar on stderr, shown only if that is a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn(text), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def submit_all(client: SyncPenstockClient, prompts: Sequence[Prompt], epoch: int) -> tuple[int, list[int]]:

@@ -1,6 +1,6 @@
 """An NCCL communicator with deadlines. The publisher is rank 0; every worker of every member has a rank.
 
-NCCL itself waits for its peers for ever. So its communicators are non-blocking, and every wait polls with a Deadline.
+NCCL itself waits for its peers forever. So its communicators are non-blocking, and every wait polls with a Deadline.
 `abort` ends everything that still runs.
 """
 
@@ -196,3 +196,40 @@ class NcclGroup:
             if self._is_aborted:
                 raise WeightPushFailed("the NCCL group was aborted")
             return call()
+
+
+NUM_SLOTS = 2
+
+
+class Relay:
+    """Broadcasts from or to host memory by way of two GPU buffers: one is copied while the other is broadcast.
+
+    Lives as long as its group. Before each bucket the caller must wait for the one that came NUM_SLOTS earlier."""
+
+    def __init__(self, group: NcclGroup, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self._group = group
+        self._slots = [DeviceAllocation(max_bytes, group.device_index) for _ in range(NUM_SLOTS)]
+        self._num_used = 0
+
+    def send(self, pointer: int, num_bytes: int, deadline: Deadline) -> int:
+        """Copy to the GPU, then enqueue the broadcast. Returns its event. Earlier broadcasts run meanwhile."""
+        slot = self._next_slot()
+        self._group.wait(self._group.copy(slot.pointer, pointer, num_bytes), deadline)
+        return self._group.broadcast(slot.pointer, num_bytes, deadline, hold=slot)
+
+    def receive(self, pointer: int, num_bytes: int, deadline: Deadline, hold: object) -> tuple[int, int]:
+        """Enqueue the broadcast, then the copy to pinned memory that `hold` owns. Returns their events, for `wait`."""
+        slot = self._next_slot()
+        arrived = self._group.broadcast(slot.pointer, num_bytes, deadline, hold=(slot, hold))
+        return arrived, self._group.copy(pointer, slot.pointer, num_bytes, after=arrived)
+
+    def wait(self, received: tuple[int, int], deadline: Deadline) -> None:
+        arrived, copied = received
+        self._group.wait(copied, deadline)
+        self._group.wait(arrived, deadline)
+
+    def _next_slot(self) -> DeviceAllocation:
+        slot = self._slots[self._num_used % NUM_SLOTS]
+        self._num_used += 1
+        return slot

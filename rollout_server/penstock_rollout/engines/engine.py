@@ -11,7 +11,7 @@ Every engine guarantees the following (tests/integration/engines/test_engine_con
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -56,6 +56,19 @@ class TokenChunk:
     routed_experts: ExpertIds | None = None
     """[tokens, layers, top_k] the experts that were chosen for all tokens of prompt and response but the last. Set on
     the last chunk only, if the engine was created to report them."""
+
+
+def clip_segments(segments: Iterable[VersionSegment], start: int, end: int) -> tuple[VersionSegment, ...]:
+    """Return the parts of the segments that lie in [start, end)."""
+    clipped = (VersionSegment(max(s.start, start), min(s.end, end), s.policy_version) for s in segments)
+    return tuple(segment for segment in clipped if segment.start < segment.end)
+
+
+def segments_of(starts: Sequence[tuple[int, int]], start: int, end: int) -> tuple[VersionSegment, ...]:
+    """Return the part of [start, end) that each version produced. `starts` has a version and its first token."""
+    lasts = [first for _, first in starts[1:]] + [end]
+    whole = (VersionSegment(first, last, version) for (version, first), last in zip(starts, lasts, strict=False))
+    return clip_segments(whole, start, end)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from penstock.errors import ConfigError, Unavailable
 from penstock.machine.garbage import spare_living_objects
 from penstock.weights.folder_tensors import read_json
 from penstock_rollout.engines.engine import Engine
-from penstock_rollout.engines.vllm.start import is_cpu_build, start_standby
+from penstock_rollout.engines.vllm.standby import start_standby
+from penstock_rollout.engines.vllm.start import is_cpu_build
 
 logger = logging.getLogger(__name__)
 _NOT_UPDATED_BY_VLLM = ("gpt_oss",)

@@ -18,7 +18,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from functools import cache
+from pathlib import Path
 
 from penstock.config.run import RunConfig
 from penstock.errors import NotFound, Unavailable, WeightPushFailed
@@ -26,13 +28,13 @@ from penstock.logs import bind
 from penstock.process_endpoint import Readiness
 from penstock.store.fleet import SERVING_STATES, Fleet, Reported, ServerRecord, ServerState
 from penstock.store.policies import PolicyRegistry
-from penstock.v1 import policies_pb2
-from penstock.weights.transports import host_id
+from penstock.v1 import policies_pb2, weights_pb2
+from penstock.weights.cuda import libraries
+from penstock.weights.snapshot import read_published_manifest
+from penstock.weights.transports import TRANSPORTS, has_cupy, host_id
 from penstock_rollout.engines.engine import Engine
-from penstock_rollout.fleet.catch_up import load_snapshot
 from penstock_rollout.fleet.weight_member import WeightMember
 from penstock_rollout.metrics import RolloutMetrics
-from penstock_rollout.weights.available import available_transports, reported_nccl_version
 
 logger = logging.getLogger(__name__)
 REPORT_S = 0.5
@@ -196,3 +198,47 @@ class FleetMembership:
             waiting_requests=load.waiting_requests,
             kv_cache_usage=load.kv_cache_usage,
         )
+
+
+async def load_snapshot(engine: Engine, policy: policies_pb2.Policy, timeout_s: float) -> None:
+    """Load a published version into the engine.
+
+    Raises WeightPushFailed and changes nothing if the snapshot is missing or is not the one that was published."""
+    folder = Path(policy.snapshot_path)
+    snapshot = read_published_manifest(folder, policy.weights_digest)
+    checksums = list(snapshot.bucket_checksums)
+    if snapshot.manifest.policy_version != policy.policy_version:
+        raise WeightPushFailed(f"{folder} is not the published version {policy.policy_version}")
+    announcement = weights_pb2.AnnounceRequest(
+        manifest=snapshot.manifest,
+        transport="snapshot",
+        rendezvous=str(folder),
+        rank=1,
+        world_size=2,
+        deadline_s=timeout_s,
+    )
+    await engine.stage_weights(announcement)
+    await engine.commit_weights(policy.policy_version, checksums, timeout_s)
+    logger.info("loaded version %d from %s", policy.policy_version, folder)
+
+
+def available_transports(devices: Sequence[str]) -> tuple[str, ...]:
+    """Return the transports for an engine whose workers keep their weights on `devices`."""
+    names = {"gloo", "snapshot"}
+    if host_id():
+        names.add("shm")
+    if "cpu" not in devices and has_cupy():
+        names.add("cuda_ipc")
+        if _nccl_version():
+            names.add("nccl")
+    return tuple(name for name in TRANSPORTS if name in names)
+
+
+def reported_nccl_version(devices: Sequence[str]) -> str:
+    """Return the version of NCCL if such an engine can receive by `nccl`, else an empty string."""
+    return _nccl_version() if "nccl" in available_transports(devices) else ""
+
+
+@cache
+def _nccl_version() -> str:
+    return libraries.nccl_version()

@@ -10,7 +10,7 @@ from typing import Any
 
 from penstock.errors import ConfigError, InvalidInput
 from penstock.trajectory import Prompt
-from penstock_rollout.engines.model_folder import stop_token_ids
+from penstock.weights.folder_tensors import stop_token_ids
 from penstock_rollout.text.chat_turns import ChatTurns, Message
 
 ToolSchemas = Sequence[Mapping[str, Any]]

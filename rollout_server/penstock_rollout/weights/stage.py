@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -17,9 +18,9 @@ from penstock.errors import WeightPushFailed
 from penstock.v1 import weights_pb2
 from penstock.weights.checksums import MIX64, RunningChecksum, host_checksum
 from penstock.weights.deadline import Deadline
+from penstock.weights.delta import HEADER, parse_layout
 from penstock.weights.manifest import item_bytes
-from penstock_rollout.weights.adapter import merged_weights
-from penstock_rollout.weights.delta_decoding import apply
+from penstock_rollout.weights.model_tensors import merged_weights
 from penstock_rollout.weights.reception import Arrived, Reception, find_receiver
 
 TORCH_DTYPES = {
@@ -39,6 +40,9 @@ HASH_PIECE_BYTES = 8 * 2**20
 """Size of the pieces in which a bucket is copied from the GPU and hashed."""
 NUM_DELTA_HASHERS = 3
 """Threads that hash buckets that were sent as deltas. Whole buckets arrive no faster than one thread hashes them."""
+ITEMS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+CHUNK_ITEMS = 2**22
+"""Items that are written at once. It bounds the memory that decoding needs, which on a GPU is the engine's."""
 
 Phase = Literal["receiving", "received", "failed"]
 Tensors = list[tuple[str, torch.Tensor]]
@@ -68,7 +72,7 @@ class WeightStage:
         self.failure = ""
         self.receive_s = 0.0
         self.buckets: list[torch.Tensor] = []
-        self._announcement = announcement
+        self.announcement = announcement
         self._model_folder = model_folder
         self._worker = worker
         self._device = device or torch.device("cpu")
@@ -145,7 +149,7 @@ class WeightStage:
 
     def _receive(self) -> None:
         """Receive the buckets in order. Other threads hash each bucket while the next one arrives."""
-        announcement, is_delta = self._announcement, self.manifest.HasField("base_version")
+        announcement, is_delta = self.announcement, self.manifest.HasField("base_version")
         if is_delta and self.manifest.base_version != self._base_version:
             raise WeightPushFailed(f"version {self.manifest.base_version}, the base of the delta, was not kept")
         base = list(self._taken)
@@ -196,13 +200,6 @@ class WeightStage:
         return self._device if free_bytes >= needed else torch.device("cpu")
 
 
-def kept_version_of(announcement: weights_pb2.AnnounceRequest) -> int | None:
-    """Return the version that a delta can be sent on once the announced one is loaded. An engine whose stage is in
-    another process asks this instead of `WeightStage.kept_version`."""
-    is_kept = announcement.manifest.retain and announcement.transport != "shm"  # these pages are the publisher's
-    return announcement.manifest.policy_version if is_kept else None
-
-
 @contextmanager
 def beside_the_engine(device: torch.device) -> Iterator[None]:
     """Make `device` current in this thread, with a stream that is independent of the engine's streams.
@@ -250,3 +247,95 @@ def named_tensors(
     for spec in manifest.tensors:
         raw = buckets[spec.bucket][spec.offset_bytes : spec.offset_bytes + spec.num_bytes]
         yield spec.name, raw.view(TORCH_DTYPES[spec.dtype]).reshape(tuple(spec.shape))
+
+
+class StageSlot:
+    """The stages of one worker: at most one new stage, and the one loaded last. Beginning another stage aborts the new
+    one."""
+
+    def __init__(self, model_folder: Path, device: torch.device | None = None, worker: int = 0) -> None:
+        self.loaded: WeightStage | None = None
+        """The stage that the engine loaded last. The next stage uses it as `WeightStage.last`."""
+        self._model_folder = model_folder
+        self._device = device
+        self._worker = worker
+        self._stage: WeightStage | None = None
+
+    def begin(self, announcement: weights_pb2.AnnounceRequest) -> None:
+        """Start to receive the announced version."""
+        self.abort()
+        self._stage = WeightStage(
+            announcement, self._model_folder, worker=self._worker, device=self._device, last=self.loaded
+        )
+        self._stage.start()
+
+    def staged(self, policy_version: int) -> WeightStage:
+        """Return the stage of that version, which may still receive. Raises WeightPushFailed if there is none."""
+        stage = self._stage
+        if stage is None or stage.manifest.policy_version != policy_version:
+            staged = stage.manifest.policy_version if stage else None
+            raise WeightPushFailed(f"version {policy_version} is not staged; {staged} is")
+        return stage
+
+    async def verified(self, policy_version: int, bucket_checksums: list[str], timeout_s: float) -> WeightStage:
+        """Wait for the stage of that version, compare its checksums and return it.
+
+        Raises WeightPushFailed if the version is not staged, fails, does not arrive in time or has other checksums. The
+        stage then leaves the slot, whether it is returned or not."""
+        stage = self.staged(policy_version)
+        await asyncio.wait([asyncio.wrap_future(stage.done)], timeout=timeout_s)
+        return self._compared(stage, bucket_checksums, timeout_s)
+
+    def wait_verified(self, policy_version: int, bucket_checksums: list[str], timeout_s: float) -> WeightStage:
+        """Do what `verified` does, and block meanwhile."""
+        stage = self.staged(policy_version)
+        wait([stage.done], timeout_s)
+        return self._compared(stage, bucket_checksums, timeout_s)
+
+    def take(self) -> WeightStage:
+        """Return the stage, which the caller has verified, and empty the slot."""
+        stage, self._stage = self._stage, None
+        assert stage is not None and stage.phase == "received"
+        return stage
+
+    def abort(self) -> None:
+        if self._stage is not None:
+            self._drop(self._stage)
+
+    def _compared(self, stage: WeightStage, bucket_checksums: list[str], timeout_s: float) -> WeightStage:
+        has_arrived = stage.done.done()
+        self._drop(stage)
+        if not has_arrived:
+            raise WeightPushFailed(f"version {stage.manifest.policy_version} did not arrive within {timeout_s:g} s")
+        if why := stage.failure or stage.mismatch(bucket_checksums):
+            raise WeightPushFailed(why)
+        return stage
+
+    def _drop(self, stage: WeightStage) -> None:
+        """End the stage's thread. Empty the slot, unless another stage has taken its place."""
+        stage.abort()
+        if self._stage is stage:
+            self._stage = None
+
+
+def apply(bucket: torch.Tensor, wire: torch.Tensor, item_bytes: int) -> None:
+    """Apply a delta (penstock/weights/delta.py) to a bucket in place.
+
+    On a GPU the kernels run on the current stream, and are done at the return.
+
+    Raises WeightPushFailed if `wire` is not a valid delta. It then never writes outside the bucket, but a part of the
+    delta may have been applied."""
+    layout = parse_layout(bytes(wire[: HEADER.size].tolist()), wire.numel(), item_bytes)
+    wire = wire.to(bucket.device)
+    items = bucket.view(ITEMS[item_bytes])
+    gaps = wire[layout.gaps].view(ITEMS[layout.gap_bytes]).split(CHUNK_ITEMS)
+    values = wire[layout.values].view(ITEMS[item_bytes]).split(CHUNK_ITEMS)
+    last = torch.full((1,), -1, dtype=torch.int64, device=bucket.device)
+    for gap, value in zip(gaps, values, strict=True):
+        positions = (gap.long() & (2 ** (8 * layout.gap_bytes) - 1)).cumsum(0) + last
+        first, last = positions[:1], positions[-1:]
+        if len(positions) and not (int(first) >= 0 and int(last) < len(items)):
+            raise WeightPushFailed("a delta points outside its bucket")
+        items[positions] = value
+    if bucket.is_cuda:
+        torch.cuda.current_stream().synchronize()

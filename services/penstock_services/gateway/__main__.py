@@ -8,8 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from penstock.cli.overrides import parse_with_overrides
-from penstock.cli.parser import Parser
+from penstock.cli.parser import Parser, parse_with_overrides
 from penstock.errors import PenstockError
 from penstock.machine.garbage import spare_living_objects
 from penstock.machine.open_files import raise_file_limit

@@ -17,6 +17,7 @@ import psutil
 from penstock.api.records import Server
 from penstock.api_keys import OWN_KEY_FILE, read_own_key, read_secret
 from penstock.client import PenstockClient
+from penstock.config.gpu_bundles import num_gpus
 from penstock.config.loading import dump_config, load_config
 from penstock.config.run import RunConfig
 from penstock.diagnosis.facts import PROCESS_STARTED
@@ -30,15 +31,13 @@ from penstock.store.notices import Event, Notices
 from penstock.store.phases import Phases
 from penstock.store.redis_client import connect
 from penstock.weights.cluster_key import ClusterKey
-from penstock_services.local.gpu_division import divide_gpus
-from penstock_services.local.hung_servers import HungServers
 from penstock_services.local.private_redis import find_redis_server, write_config
-from penstock_services.local.processes import Child, ProcessGroup
-from penstock_services.local.restarts import Restart, Restarts
+from penstock_services.local.processes import Child, HungServers, ProcessGroup, Restart, Restarts
 from penstock_services.local.start_check import check_before_start
 
 logger = logging.getLogger(__name__)
 LEARNER, GATEWAY = "learner", "gateway"
+VARIABLE = "CUDA_VISIBLE_DEVICES"
 ORPHANS_S = 60.0
 """How long a start waits for the processes of a run whose supervisor was killed."""
 
@@ -46,8 +45,8 @@ ORPHANS_S = 60.0
 class LocalRun:
     """`async with LocalRun(config) as run:` starts Redis and the gateway; `run.start_workers()` starts the rest.
 
-    With `workers_at_once`, the learner and the rollout servers are started beside the gateway. They take much longer,
-    and need only Redis.
+    With `workers_at_once`, the learner and the rollout servers are started concurrently with the gateway. They take
+    much longer, and need only Redis.
 
     Leaving the block ends every process. The run's folder stays, and starting the run again continues it."""
 
@@ -249,3 +248,20 @@ class LocalRun:
         lock.write(str(os.getpid()))
         lock.flush()
         self.processes.held_file = lock
+
+
+def divide_gpus(config: RunConfig, gpus: Sequence[str]) -> dict[str, dict[str, str]]:
+    """The environment that each process gets: the learner has the first GPUs, then each rollout server its own.
+
+    Empty if there are too few GPUs for that. All processes then see all of them, and share them as
+    `learner.*.gpus_per_rank` and `rollout.engine.gpu_memory_utilization` say."""
+    learner = config.learner
+    num_for_learner = 0 if learner.ray_address else num_gpus(learner.placement, learner.needed_roles)
+    num_per_server = config.rollout.engine.tensor_parallel_size
+    if not gpus or num_for_learner + config.rollout.num_servers * num_per_server > len(gpus):
+        return {}
+    divided = {"learner": {VARIABLE: ",".join(gpus[:num_for_learner])}} if num_for_learner else {}
+    for index in range(config.rollout.num_servers):
+        start = num_for_learner + index * num_per_server
+        divided[f"rollout-{index}"] = {VARIABLE: ",".join(gpus[start : start + num_per_server])}
+    return divided

@@ -1,4 +1,4 @@
-"""Child processes of a local run, which are started, checked, started again and ended together.
+"""The processes of a local run: started, checked, started again and ended together.
 
 On Linux this process adopts the orphans of its children (subreaper), so that no grandchild outlives the run. If this
 process is killed, `orphan_cleanup.py` ends the children.
@@ -13,18 +13,28 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
 import psutil
 
+from penstock.api.records import Server
+from penstock.config.run import RunConfig
 from penstock.errors import ProcessDied
 from penstock_services.local.orphan_cleanup import GRACE_S, OrphanCleanup
 
 QUIET_S = 3.0
 """A child that takes longer than this to end is mentioned."""
+BACK_OFF_S = 1.0
+"""Wait before the first restart of a process. It doubles with each further one, up to BACK_OFF_CAP_S."""
+BACK_OFF_CAP_S = 60.0
+WRONG_INPUT = 2
+"""Exit code for a wrong config or wrong data, such as a dataset of which every prompt was dead-lettered."""
+HEALTHY_S = 600.0
+"""A process that has run for this long has all its restarts again."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -98,7 +108,7 @@ class ProcessGroup:
         self.children: list[Child] = []
         self._cleanup: OrphanCleanup | None = None
         self._others = {process.pid for process in psutil.Process().children()}
-        """Children that this process had before. They are none of the run's."""
+        """Children that this process had before. They do not belong to the run."""
 
     def start(
         self,
@@ -254,3 +264,119 @@ def _end_with_parent() -> None:
 def _prctl(option: int, value: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Restart:
+    """A process has ended and will be started again."""
+
+    name: str
+    text: str
+    """One line that says how it ended."""
+    delay_s: float
+    number: int
+    """1 for the first restart."""
+
+
+class Restarts:
+    """Starts children again that were killed, or that ended after they were ready, as Kubernetes does in a cluster.
+
+    A child that ends during its start, or with WRONG_INPUT, would do so again. Its end is the end of the run,
+    and so is that of a child which is not in `names`, or which has used up its restarts."""
+
+    def __init__(
+        self, processes: ProcessGroup, names: Sequence[str], max_restarts: int, was_ready: Callable[[Child], bool]
+    ) -> None:
+        self.processes = processes
+        self.names = names
+        self.max_restarts = max_restarts
+        self.was_ready = was_ready
+        self._num_restarts: Counter[str] = Counter()
+        """Restarts of each child since it last ran for HEALTHY_S."""
+        self._due_at: dict[str, float] = {}
+        """When the children that wait for their restart are started."""
+        self.ended: dict[str, str] = {}
+        """The children that are not ready again, each with one line that says how it ended."""
+
+    def check(self, may_finish: Sequence[str] = ()) -> list[Restart]:
+        """Start the children whose wait is over, and return those that have ended since the last call. Raises
+        ProcessDied for a child that is not started again."""
+        found = []
+        for child in self.processes.ended(may_finish):
+            if child.name not in self._due_at:
+                found.append(self._plan(child))
+            elif time.monotonic() >= self._due_at[child.name]:
+                del self._due_at[child.name]
+                self.processes.start_again(child)
+        for child in self.processes.children:
+            if child.name in self.ended and child.exit_code is None and self.was_ready(child):
+                del self.ended[child.name]
+        return found
+
+    def _plan(self, child: Child) -> Restart:
+        if time.time() - child.started_at > HEALTHY_S:
+            self._num_restarts[child.name] = 0
+        done = self._num_restarts[child.name]
+        is_lasting = child.exit_code == WRONG_INPUT or not (child.was_killed or self.was_ready(child))
+        if child.name not in self.names or is_lasting:
+            raise child.error()
+        if done >= self.max_restarts:
+            raise ProcessDied(f"{child.error()}; max_restarts is {done}") if done else child.error()
+        self._num_restarts[child.name] = done + 1
+        delay_s = min(BACK_OFF_CAP_S, BACK_OFF_S * 2**done)
+        self._due_at[child.name] = time.monotonic() + delay_s
+        self.ended[child.name] = str(child.error())
+        return Restart(child.name, self.ended[child.name], delay_s, done + 1)
+
+
+class HungServers:
+    """Finds rollout servers whose process is there, but sends no heartbeat.
+
+    A server hangs if the statuses of `limit_s` in all, without one between them that differs, showed it without a
+    recent heartbeat.
+
+    The age of a heartbeat alone is not enough: after Redis was away, all of them are old for a moment. So a time
+    without a status counts as `recent_s` at most. It does not begin the count again: on a busy machine a status is
+    missing now and then.
+
+    A process that is stopped, by SIGSTOP or a debugger, does nothing that it must be given time for: it hangs as soon
+    as its heartbeat is no longer recent."""
+
+    def __init__(self, recent_s: float, limit_s: float) -> None:
+        self.recent_s = recent_s
+        self.limit_s = limit_s
+        self._looked_s = time.monotonic()
+        self._silent_s: dict[str, float] = {}
+        self.newly_silent: dict[str, float] = {}
+        """Servers that the two newest looks have found without a recent heartbeat, and the one before them has not."""
+
+    @classmethod
+    def of(cls, config: RunConfig) -> HungServers:
+        # A server that loads a snapshot sends no heartbeat meanwhile, and has `push_timeout_s` for it.
+        recent_s = config.replay.lease_ttl_s
+        return cls(recent_s, recent_s + config.weights.push_timeout_s)
+
+    def look(
+        self, servers: Sequence[Server] | None, may_hang: Collection[str], stopped: Collection[str] = ()
+    ) -> dict[str, float]:
+        """The servers that hang, with the seconds since their last heartbeat. `servers` is None if the status could
+        not be read. Servers that are not in `may_hang`, because they are starting, are left alone. Those in `stopped`
+        have a stopped process."""
+        self.newly_silent = {}
+        if servers is None:
+            return {}
+        now_s = time.monotonic()
+        passed_s, self._looked_s = min(now_s - self._looked_s, self.recent_s), now_s
+        silent = {
+            server.server_id: server.heartbeat_age_ms / 1000
+            for server in servers
+            if server.server_id in may_hang and server.heartbeat_age_ms > 1000 * self.recent_s
+        }
+        before = self._silent_s
+        self._silent_s = {name: before[name] + passed_s if name in before else 0.0 for name in silent}
+        self.newly_silent = {name: age_s for name, age_s in silent.items() if before.get(name) == 0}
+        return {
+            name: age_s
+            for name, age_s in silent.items()
+            if self._silent_s[name] > (0 if name in stopped else self.limit_s)
+        }

@@ -29,17 +29,17 @@ from penstock.v1 import policies_pb2
 from penstock.weights.checksums import host_checksum, weights_digest
 from penstock.weights.manifest import TensorShape, allocate_buckets, build_manifest
 from penstock.weights.snapshot import write_snapshot
-from penstock_learner.agreement.check import MIN_STEPS, LogProbCheck
+from penstock_learner.agreement.comparison import MIN_STEPS, LogProbCheck
 from penstock_learner.agreement.quarantine import ServerQuarantine
 from penstock_learner.batches.sequence_batch import batch_of
-from penstock_learner.loop.batch_reader import Batch
+from penstock_learner.loop.batches import Batch
 from penstock_learner.loop.server_agreement import ServerAgreement
 from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.model.backbone import ModelInputs
 from penstock_learner.model.causal_lm import load_model
 from penstock_rollout.engines.engine import GenerateRequest
 from penstock_rollout.engines.torch.engine import TorchEngine
-from penstock_rollout.fleet.catch_up import load_snapshot
+from penstock_rollout.fleet.membership import load_snapshot
 from support.faults.faulty_server import Fault, FaultyEngine
 from support.tiny_models import make_tiny_qwen2
 

@@ -16,7 +16,7 @@ from support.redis_server import RedisProcess
 STEP = '''
 from penstock_learner.dataflow import *
 from penstock_learner.roles.critic import CriticWorker
-from penstock_learner.roles.reference import ReferenceWorker
+from penstock_learner.roles.frozen import ReferenceWorker
 
 class SecondCritic(CriticWorker):
     """A trained worker of the user's own file."""

@@ -18,9 +18,9 @@ from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.quarantine import Quarantines
 from penstock.trajectory import Group, Trajectory, VersionSegment
-from penstock_learner.agreement.check import STRIKES, LogProbCheck
+from penstock_learner.agreement.comparison import STRIKES, LogProbCheck
 from penstock_learner.agreement.quarantine import NUM_PROBES, ServerQuarantine
-from penstock_learner.loop.batch_reader import Batch
+from penstock_learner.loop.batches import Batch
 from penstock_learner.loop.server_agreement import RELOADS_THAT_FAILED, ServerAgreement
 from penstock_learner.metrics import OTHER_SERVERS, LearnerMetrics
 from support.groups import make_group

@@ -104,7 +104,7 @@ def test_a_group_that_cannot_be_decoded_is_shown_and_not_exported(tools: Tools, 
     assert "wrong magic" in tools.json("peek")[0]["problem"]
     assert "wrong magic" in tools("peek", "--prompt-id", "1", code=1)
     shown = tools("export", str(recording))
-    assert "exported 1 groups" in shown and "left out prompt 1: corrupt" in shown
+    assert "exported 1 groups" in shown and "skipped prompt 1: corrupt" in shown
 
 
 # ── dead letters ──

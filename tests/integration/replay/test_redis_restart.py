@@ -17,7 +17,7 @@ from penstock.errors import Unavailable
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.redis_client import RedisClient, connect
 from penstock_learner.checkpoints.ledger import Ledger
-from penstock_learner.loop.batch_reader import BatchReader
+from penstock_learner.loop.batches import BatchReader
 from support.groups import make_group
 from support.redis_server import RedisProcess
 

@@ -19,9 +19,8 @@ from penstock.weights.cuda import libraries
 from penstock.weights.cuda.ipc import IpcOffer
 from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import TensorShape, build_manifest
-from penstock_learner.weights import device_memory
-from penstock_learner.weights.memory import MemoryKind
-from penstock_learner.weights.memory_pool import MemoryPool
+from penstock_learner.weights import memory as bucket_memory
+from penstock_learner.weights.memory import MemoryKind, MemoryPool
 from penstock_learner.weights.senders import cuda_ipc as sending
 from penstock_learner.weights.senders.cuda_ipc import CudaIpcSender
 from penstock_learner.weights.senders.sender import Shipment
@@ -44,7 +43,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[RuntimeStandIn]:
     stand_in = RuntimeStandIn()
     receiving._copy_stream.cache_clear()
     monkeypatch.setattr(libraries, "runtime", lambda: stand_in)
-    monkeypatch.setattr(device_memory, "bytes_at", host_bytes)
+    monkeypatch.setattr(bucket_memory, "bytes_at", host_bytes)
     monkeypatch.setattr(sending, "device_uuid", lambda device: "GPU-1")
     monkeypatch.setattr(receiving, "device_uuid", lambda device: "GPU-1")
     yield stand_in

@@ -23,8 +23,9 @@ from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import TensorShape, build_manifest
 from penstock.weights.transports import GLOO_PIECE_BYTES
 from penstock_learner.weights.memory import HostMemory
+from penstock_learner.weights.push import PushTarget
 from penstock_learner.weights.senders.gloo import GlooSender
-from penstock_learner.weights.senders.sender import PushTarget, Shipment
+from penstock_learner.weights.senders.sender import Shipment
 from penstock_learner.weights.staging import StagedVersion
 from penstock_rollout.weights.receivers import gloo
 from penstock_rollout.weights.stage import WeightStage

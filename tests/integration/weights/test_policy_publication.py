@@ -19,11 +19,11 @@ from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.policies import PolicyRegistry
 from penstock.store.quarantine import Quarantines
 from penstock.store.redis_client import connect
-from penstock_learner.agreement.check import Verdict
+from penstock_learner.agreement.comparison import Verdict
 from penstock_learner.agreement.quarantine import ServerQuarantine
+from penstock_learner.loop.publication import PolicyPublication
 from penstock_learner.metrics import LearnerMetrics
-from penstock_learner.publication.policy_publication import PolicyPublication
-from penstock_learner.weights.push_report import PushReport
+from penstock_learner.weights.push import PushReport
 from support.learner_runs import make_config
 from support.redis_server import RedisProcess
 
@@ -226,8 +226,8 @@ async def test_a_member_that_failed_is_in_no_push_until_it_has_caught_up_alone(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server that the learner cannot reach still reports to Redis, so it is STALE again after each failure."""
-    monkeypatch.setattr("penstock_learner.publication.followers.FIRST_BACKOFF_S", 0.01)
-    monkeypatch.setattr("penstock_learner.publication.policy_publication.POLL_S", 0.02)
+    monkeypatch.setattr("penstock_learner.loop.publication.FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr("penstock_learner.loop.publication.POLL_S", 0.02)
     policy = setting.policy
     await setting.join("a", "READY", 0)
     await setting.join("b", "READY", 0)
@@ -262,7 +262,7 @@ async def test_a_member_that_failed_is_in_no_push_until_it_has_caught_up_alone(
 async def test_a_server_in_quarantine_gets_the_whole_current_version_again(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock_learner.publication.policy_publication.POLL_S", 0.02)
+    monkeypatch.setattr("penstock_learner.loop.publication.POLL_S", 0.02)
     publication, policy = setting.publication, setting.policy
     quarantine = with_quarantine(publication, setting)
     await setting.join("a", "READY", 0)
@@ -294,7 +294,7 @@ async def test_the_only_servers_left_sample_enough_for_a_batch_to_be_compared(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A batch is compared when it is full. Two probes of each server would never fill it."""
-    monkeypatch.setattr("penstock_learner.publication.policy_publication.POLL_S", 0.02)
+    monkeypatch.setattr("penstock_learner.loop.publication.POLL_S", 0.02)
     publication = setting.publication
     quarantine = with_quarantine(publication, setting)
     await setting.join("a", "READY", 0)
@@ -308,7 +308,7 @@ async def test_the_only_servers_left_sample_enough_for_a_batch_to_be_compared(
 async def test_a_server_that_was_started_again_is_not_put_back_into_quarantine(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock_learner.publication.policy_publication.POLL_S", 0.02)
+    monkeypatch.setattr("penstock_learner.loop.publication.POLL_S", 0.02)
     publication = setting.publication
     quarantine = with_quarantine(publication, setting)
     await setting.join("a", "READY", 0)

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.config.loading import dump_config
 from penstock.config.run import RunConfig
-from penstock.weights.relay_groups import group_places
+from penstock.weights.transports import group_places
 from penstock_learner.weights.publisher import WeightPublisher
 from support.learner_runs import make_config
 from support.weight_group import MemberOptions, MemberProcess, stage_weights

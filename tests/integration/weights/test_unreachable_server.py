@@ -18,10 +18,10 @@ from penstock.config.service import RedisConfig
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.redis_client import connect
+from penstock_learner.loop.publication import PolicyPublication
 from penstock_learner.metrics import LearnerMetrics
-from penstock_learner.publication.policy_publication import PolicyPublication
 from penstock_learner.weights.publisher import WeightPublisher
-from penstock_learner.weights.senders.sender import PushTarget
+from penstock_learner.weights.push import PushTarget
 from penstock_rollout.engines.engine import Engine
 from support.engine_member import HOST, config_of, member
 from support.faults.proxy import FaultyProxy
@@ -92,7 +92,7 @@ class Scene:
 async def scene(folder: Path, redis: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Scene]:
     """Version 1 is served by both. The far server goes on reporting to Redis when it is cut off."""
     monkeypatch.setattr("penstock_learner.weights.member_calls.SILENCE_MS", 1000)
-    monkeypatch.setattr("penstock_learner.publication.followers.MAX_BACKOFF_S", 0.5)
+    monkeypatch.setattr("penstock_learner.loop.publication.MAX_BACKOFF_S", 0.5)
     config = config_of(folder, make_tiny_qwen2(folder / "model", seed=1), None, "shm")
     weights = config.weights.model_copy(update={"ready_timeout_s": FOREVER_S, "push_timeout_s": FOREVER_S})
     config = config.model_copy(update={"weights": weights, "redis": RedisConfig(url=redis.url)})

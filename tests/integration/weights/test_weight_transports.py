@@ -17,12 +17,12 @@ from penstock.v1 import weights_pb2, weights_pb2_grpc
 from penstock.weights.cluster_key import ClusterKey
 from penstock.weights.cuda import libraries
 from penstock.weights.deadline import Deadline
-from penstock_learner.weights import delta_shipment
+from penstock_learner.weights import deltas
 from penstock_learner.weights.memory import SharedMemory
 from penstock_learner.weights.publisher import WeightPublisher
-from penstock_learner.weights.push_report import PushReport
-from penstock_learner.weights.senders.factory import make_sender
-from penstock_learner.weights.senders.sender import PushTarget, Shipment
+from penstock_learner.weights.push import PushReport, PushTarget
+from penstock_learner.weights.senders.choice import make_sender
+from penstock_learner.weights.senders.sender import Shipment
 from penstock_learner.weights.staging import StagedVersion
 from support.cuda_stand_ins import install_nccl_stand_in
 from support.learner_runs import make_config
@@ -340,7 +340,7 @@ def test_without_memory_for_a_delta_the_buckets_are_sent_whole(
     def no_memory(*_: object) -> None:
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(delta_shipment, "encode", no_memory)
+    monkeypatch.setattr(deltas, "encode", no_memory)
     config = config_of(tmp_path, "gloo", delta=True)
     publisher = WeightPublisher(config, "127.0.0.1")
     member = start(config)

@@ -24,8 +24,8 @@ from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.redis_client import connect
 from penstock_learner.checkpoints.checkpoint import CheckpointStore, TrainerState
 from penstock_learner.crash_points import crash_point
-from penstock_learner.loop.batch_reader import Batch, BatchReader
-from penstock_learner.loop.take_over import restore_batches, take_over
+from penstock_learner.loop.batches import Batch, BatchReader
+from penstock_learner.loop.take_over import choose_checkpoint, restore_batches, take_over
 from support.chaos.workload import (
     FENCED,
     RUN,
@@ -80,7 +80,8 @@ class ChaosLearner:
         self.folded = Folded({}, 0)
         resuming = CheckpointConfig(resume=self.settings.go_back_to or "auto", go_back=bool(self.settings.go_back_to))
         settle_s = self.settings.replay_config.settle_s
-        taken = await take_over(self.queue, self.checkpoints, resuming, self._load, settle_s)
+        chosen = await choose_checkpoint(self.queue, self.checkpoints, resuming)
+        taken = await take_over(self.queue, self.checkpoints, resuming, chosen, self._load, settle_s)
         state = taken.state
         self.resumed_from = state.resumed_from
         self.term, self.store_id = taken.term, taken.store_id

@@ -23,8 +23,8 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from penstock.trajectory import Sampling
+from penstock.weights.folder_tensors import stop_token_ids
 from penstock_rollout.engines.engine import GenerateRequest
-from penstock_rollout.engines.model_folder import stop_token_ids
 from penstock_rollout.engines.torch.batch import DecodeBatch, Row
 from support.sglang.plugins import Plugins
 

@@ -32,7 +32,7 @@ CHANGED = (
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_worker_groups_hold_the_bundles_of_the_placement(placement: str, tmp_path: Path) -> None:
     pytest.importorskip("ray")
-    from penstock_learner.roles.actors.placement import active_resource_groups, bundles
+    from penstock_learner.roles.ray_cluster import active_resource_groups, bundles
 
     manifests = render(values=placement)
     config = run_config(manifests, tmp_path)

@@ -23,9 +23,9 @@ from penstock.weights.manifest import TensorShape, allocate_buckets, build_manif
 from penstock.weights.snapshot import FILE_NAME, MANIFEST_NAME, read_manifest, read_snapshot, write_snapshot
 from penstock_learner.checkpoints.checkpoint import TRAINER_FILE, CheckpointStore, TrainerState, read_state
 from penstock_rollout.agents.tool_calls import TOOL_FORMATS, MalformedCall, ToolCall
-from penstock_rollout.engines.manifest_check import check_manifest
 from penstock_rollout.rewards.function import normalise_score
 from penstock_rollout.rewards.rules import exact_match, gsm8k, regex
+from penstock_rollout.weights.model_tensors import check_manifest
 from support.fuzzing import BUDGETS, damaged, json_values, try_examples
 from support.groups import make_group
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock_learner.weights.delta_choice import DeltaChoice
+from penstock_learner.weights.deltas import DeltaChoice
 
 MEMBERS = ["a", "b"]
 

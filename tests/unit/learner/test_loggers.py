@@ -23,9 +23,8 @@ from penstock.config.loading import validate
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError
 from penstock.samples.sample import Sample
-from penstock_learner.loggers.console import ConsoleLogger
-from penstock_learner.loggers.opening import MAX_WAITING, LoggerThread, StepLoggers, check_loggers, open_loggers
-from penstock_learner.loggers.verl_names import VERL_NAMES, under_verl_names
+from penstock_learner.loggers.backends import VERL_NAMES, ConsoleLogger, under_verl_names
+from penstock_learner.loggers.step_loggers import MAX_WAITING, LoggerThread, StepLoggers, check_loggers, open_loggers
 
 METRICS_PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
 

@@ -15,7 +15,7 @@ from penstock.errors import ConfigError, ProcessDied, RoleDied
 from penstock_learner import dataflow
 from penstock_learner.loop.training_step import TrainingStep
 from penstock_learner.roles.dispatch import dispatched
-from penstock_learner.roles.trained import trained_roles
+from penstock_learner.roles.workers import trained_roles
 from penstock_learner.start_check import check_step
 from penstock_learner.steps.program import load_program
 from support.groups import make_group
@@ -318,7 +318,7 @@ def test_the_check_names_what_is_wrong_with_a_worker(tmp_path: Path) -> None:
         "from penstock_learner.roles.rank import Rank\nclass Plain: ...\nclass Silent(Rank): ...\n"
         "async def step(batch, roles, context): ...\n"
     )
-    for name, message in {"Plain": "is no worker; derive the class", "Silent": "has no method for steps"}.items():
+    for name, message in {"Plain": "is not a worker; derive the class", "Silent": "has no method for steps"}.items():
         overrides = ["--learner.step", f"{tmp_path}/own.py:step"]
         overrides += ["--learner.roles", f"{{mine: {{worker: '{tmp_path}/own.py:{name}'}}}}"]
         with pytest.raises(ConfigError, match=message):

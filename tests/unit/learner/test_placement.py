@@ -8,7 +8,7 @@ from penstock.config.gpu_bundles import active_resource_groups, bundles, num_gpu
 from penstock.config.learner import LearnerConfig, RoleConfig
 from penstock.config.loading import validate
 from penstock.errors import ConfigError
-from penstock_learner.roles.actors.placement import check_gpus, num_cpus
+from penstock_learner.roles.ray_cluster import check_gpus, num_cpus
 
 ROLES = {"policy": RoleConfig(num_ranks=2, gpus_per_rank=0.5), "reference": RoleConfig(num_ranks=1, gpus_per_rank=0.5)}
 

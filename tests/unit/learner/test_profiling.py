@@ -13,7 +13,7 @@ import torch
 from penstock.config.loading import validate
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError
-from penstock_learner.loop.step_profiles import StepProfiles
+from penstock_learner.loop.step_loop import StepProfiles
 from penstock_learner.roles.rank import Rank
 
 

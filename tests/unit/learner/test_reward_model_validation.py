@@ -18,9 +18,8 @@ from penstock.config.learner import RewardModelConfig
 from penstock.config.service import ReplayConfig
 from penstock.errors import Unavailable
 from penstock.trajectory import Group
-from penstock_learner.loggers.opening import StepLoggers
-from penstock_learner.loggers.reward_model_validation import RewardModelValidation
-from penstock_learner.loggers.validations import ValidationLog
+from penstock_learner.loggers.step_loggers import StepLoggers
+from penstock_learner.loggers.validations import RewardModelValidation, ValidationLog
 from support.groups import groups_of, make_group
 from support.learner_ranks import make_step
 from support.memory_queue import MemoryReplayQueue

@@ -19,8 +19,8 @@ from penstock.samples.sample import Sample
 from penstock.samples.selection import SampleFilter, select
 from penstock.token_text import TokenText
 from penstock.trajectory import Group, Prompt, VersionSegment
-from penstock_learner.loggers.opening import StepLoggers
 from penstock_learner.loggers.samples import MAX_GROUND_TRUTH, MAX_WAITING, SampleLog, TrainedStep, spread
+from penstock_learner.loggers.step_loggers import StepLoggers
 from support.groups import make_group
 from support.scripted_engines import END, make_tokenizer_folder, spelled
 

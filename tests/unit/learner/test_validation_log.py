@@ -11,7 +11,7 @@ import pytest
 from penstock.config.service import ReplayConfig
 from penstock.errors import Unavailable
 from penstock.store.heartbeats import VALIDATOR
-from penstock_learner.loggers.opening import StepLoggers
+from penstock_learner.loggers.step_loggers import StepLoggers
 from penstock_learner.loggers.validations import ValidationLog
 from support.memory_queue import MemoryReplayQueue
 from support.replay_backends import queue_with

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from prometheus_client import CollectorRegistry
 
-from penstock_rollout.engines import generating_time
-from penstock_rollout.engines.generating_time import GeneratingTime
+from penstock_rollout.engines import serving
+from penstock_rollout.engines.serving import GeneratingTime
 from penstock_rollout.metrics import RolloutMetrics
 
 
@@ -20,7 +20,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(generating_time, "time", clock)
+    monkeypatch.setattr(serving, "time", clock)
     return clock
 
 

@@ -13,8 +13,8 @@ from penstock.config.rollout import EngineConfig
 from penstock.errors import ConfigError, Unavailable
 from penstock.trajectory import Sampling, VersionSegment
 from penstock_rollout.engines.factory import resolve_engine_name
-from penstock_rollout.engines.sglang.messages import Response, generate_body, read_event
-from penstock_rollout.engines.sglang.start import server_arguments
+from penstock_rollout.engines.sglang.calls import Response, generate_body, read_event
+from penstock_rollout.engines.sglang.server import server_arguments
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "support" / "sglang" / "schema.json").read_text())
 

@@ -16,9 +16,7 @@ from penstock.v1 import weights_pb2
 from penstock.weights.checksums import XXH3_PIECES, host_checksum
 from penstock.weights.manifest import TensorShape, allocate_buckets, build_manifest
 from penstock.weights.snapshot import write_snapshot
-from penstock_rollout.engines.sglang.plugin import announce_plugin
-from penstock_rollout.engines.sglang.stage_socket import StageCalls, serve_stage, socket_path
-from penstock_rollout.engines.sglang.stage_worker import StageWorker
+from penstock_rollout.engines.sglang.plugin import StageCalls, StageWorker, announce_plugin, serve_stage, socket_path
 
 
 def announced(version: int, folder: Path) -> tuple[weights_pb2.AnnounceRequest, list[str]]:

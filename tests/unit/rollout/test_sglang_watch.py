@@ -12,8 +12,7 @@ import pytest
 
 from penstock_rollout.engines.sglang import server as sglang_server
 from penstock_rollout.engines.sglang.calls import Load
-from penstock_rollout.engines.sglang.server import SglangServer
-from penstock_rollout.engines.sglang.start import SglangChild
+from penstock_rollout.engines.sglang.server import SglangChild, SglangServer
 from support.processes import until
 
 

@@ -10,8 +10,7 @@ import torch
 
 from penstock.trajectory import Sampling
 from penstock_rollout.engines.engine import GenerateRequest
-from penstock_rollout.engines.torch.batch import DecodeBatch
-from penstock_rollout.engines.torch.small_products import MAX_MULTIPLICATIONS, SmallProducts
+from penstock_rollout.engines.torch.batch import MAX_MULTIPLICATIONS, DecodeBatch, SmallProducts
 from support.tiny_architectures import tiny_model
 
 

@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from penstock.trajectory import Sampling
 from penstock_rollout.engines.engine import GenerateRequest
-from penstock_rollout.engines.torch.batch import DecodeBatch, Row
-from penstock_rollout.engines.torch.expert_recorder import ExpertRecorder
+from penstock_rollout.engines.torch.batch import DecodeBatch, ExpertRecorder, Row
 from support.tiny_architectures import tiny_model
 from support.tiny_models import make_tiny_qwen2
 

@@ -14,8 +14,7 @@ from penstock.errors import InvalidInput
 from penstock.trajectory import Sampling
 from penstock_rollout.engines.engine import GenerateRequest, OutputConstraint
 from penstock_rollout.engines.sglang.engine import SglangEngine
-from penstock_rollout.engines.vllm.engine import VllmEngine
-from penstock_rollout.engines.vllm.sampling import sampling_params
+from penstock_rollout.engines.vllm.engine import VllmEngine, sampling_params
 from penstock_rollout.engines.vllm.start import engine_arguments
 from support.answers import CONSTRAINTS
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from penstock_rollout.engines.vllm.stamps import OwnStamps
+from penstock_rollout.engines.vllm.older_vllm import OwnStamps
 from support.vllm_stand_ins import imported_beside
 
 TIMINGS = [(0.5, 0.01), (0.6, 0.02)]

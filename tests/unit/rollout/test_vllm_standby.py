@@ -16,11 +16,10 @@ import pytest
 
 from penstock.config.rollout import EngineConfig
 from penstock_rollout.engines.vllm import standby as module
-from penstock_rollout.engines.vllm import start
 from penstock_rollout.engines.vllm.standby import SWITCH, Standby, _StandbyContext
 from support.processes import is_alive, until
 
-PRELOAD = "import penstock_rollout.engines.vllm.standby_process as p; p._preload = lambda _: {!r}; "
+PRELOAD = "import penstock_rollout.engines.vllm.standby as p; p._preload = lambda _: {!r}; "
 MAIN = "p.main({}, {}, {}, {!r})"
 SERVER = f"""
 import time
@@ -149,7 +148,7 @@ def test_where_it_is_used(
     (tmp_path / "config.json").write_text('{"architectures": ["Qwen2ForCausalLM"]}')
     started: list[list[str]] = []
     monkeypatch.setattr(os, "environ", dict(variables))
-    monkeypatch.setattr(start, "is_cpu_build", lambda: is_cpu)
+    monkeypatch.setattr(module, "is_cpu_build", lambda: is_cpu)
     monkeypatch.setattr(Standby, "start", started.append)
-    start.start_standby(EngineConfig(name="vllm", extra=extra), tmp_path)
+    module.start_standby(EngineConfig(name="vllm", extra=extra), tmp_path)
     assert started == [["Qwen2ForCausalLM"]] * is_used

@@ -16,7 +16,7 @@ from penstock.codec import decode_group, encode_group
 from penstock.config.service import ReplayConfig, SessionLimits
 from penstock.trajectory import Group, Sampling, Trajectory, VersionSegment
 from penstock.v1 import generate_pb2, groups_pb2, prompts_pb2
-from penstock_learner.loop.group_filter import reason_to_discard
+from penstock_learner.loop.batches import reason_to_discard
 from penstock_services.gateway.sessions.conversation_keys import message_keys
 from penstock_services.gateway.sessions.recorder import SessionCall, SessionRecorder, message_of
 from penstock_services.gateway.sessions.trajectories import RewardedSession, shared_prompts

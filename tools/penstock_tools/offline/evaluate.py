@@ -10,9 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.cli.interruption import interruptible
-from penstock.cli.overrides import parse_with_overrides
-from penstock.cli.parser import Parser
+from penstock.cli.parser import Parser, interruptible, parse_with_overrides
 
 if TYPE_CHECKING:
     from penstock.sample_scores import ScoreSummary

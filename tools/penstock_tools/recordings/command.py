@@ -46,7 +46,7 @@ async def _export(args: argparse.Namespace, inspector: QueueInspector) -> int:
     gone = f"; {exported.num_gone} were committed meanwhile" if exported.num_gone else ""
     print(f"exported {exported.num_groups} groups of run {inspector.run} to {args.file}{gone}")
     for line in exported.unreadable:
-        print(f"left out {line}")
+        print(f"skipped {line}")
     return 0
 
 
@@ -65,11 +65,8 @@ async def _import(args: argparse.Namespace, inspector: QueueInspector) -> int:
 @contextmanager
 def _progress(text: str) -> Iterator[Callable[[int, int], None]]:
     """Yields `advance(done, total)`, which draws a progress bar on a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from penstock.cli.output import progress_bar
 
-    console = Console(stderr=True)
-    columns = (TextColumn(text), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with progress_bar(text) as progress:
         task = progress.add_task("")
         yield lambda done, total: progress.update(task, completed=done, total=total)

@@ -12,8 +12,9 @@ from penstock.weights.cuda.ipc import IpcOffer, export_handle
 from penstock.weights.cuda.stream import DeviceStream
 from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import wire_sizes
-from penstock_learner.weights.device_memory import DeviceMemory, device_index, device_uuid
-from penstock_learner.weights.senders.sender import PushTarget, Shipment
+from penstock_learner.weights.memory import DeviceMemory, device_index, device_uuid
+from penstock_learner.weights.push import PushTarget
+from penstock_learner.weights.senders.sender import Shipment
 
 
 class CudaIpcSender:

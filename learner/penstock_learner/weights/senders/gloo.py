@@ -15,14 +15,21 @@ from torch._C._distributed_c10d import BarrierOptions, BroadcastOptions, PrefixS
 
 from penstock.errors import Unavailable, WeightPushFailed, first_line_of
 from penstock.weights.deadline import Deadline
-from penstock.weights.relay_groups import GroupPlace, group_places, is_divided
-from penstock.weights.transports import GLOO_PIECE_BYTES, GLOO_PIECES_AT_ONCE, PUBLISHER_RANK
+from penstock.weights.transports import (
+    GLOO_PIECE_BYTES,
+    GLOO_PIECES_AT_ONCE,
+    PUBLISHER_RANK,
+    GroupPlace,
+    group_places,
+    is_divided,
+)
 from penstock_learner.rendezvous import open_store
-from penstock_learner.weights.senders.sender import PushTarget, Shipment, num_ranks
+from penstock_learner.weights.push import PushTarget, num_ranks
+from penstock_learner.weights.senders.sender import Shipment
 
 
 class GlooSender:
-    """Forms one group per push, or groups of `group_size` workers if there are more (penstock.weights.relay_groups).
+    """Forms one group per push, or groups of `group_size` workers if there are more (penstock.weights.transports).
 
     The rendezvous is `host:port/prefix/group_size` of the store where all groups meet."""
 

@@ -11,11 +11,11 @@ import torch
 
 from penstock.errors import WeightPushFailed, first_line_of
 from penstock.weights.cuda import libraries
-from penstock.weights.cuda.nccl_group import MAX_ENQUEUED, NcclGroup, NcclMeeting
-from penstock.weights.cuda.relay import NUM_SLOTS, Relay
+from penstock.weights.cuda.nccl_group import MAX_ENQUEUED, NUM_SLOTS, NcclGroup, NcclMeeting, Relay
 from penstock.weights.deadline import Deadline
-from penstock_learner.weights.device_memory import device_index
-from penstock_learner.weights.senders.sender import PushTarget, Shipment, num_ranks
+from penstock_learner.weights.memory import device_index
+from penstock_learner.weights.push import PushTarget, num_ranks
+from penstock_learner.weights.senders.sender import Shipment
 
 
 class NcclSender:

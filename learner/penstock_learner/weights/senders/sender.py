@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
 
+from penstock.errors import WeightPushFailed
 from penstock.v1 import weights_pb2
 from penstock.weights.deadline import Deadline
+from penstock.weights.snapshot import write_snapshot
+from penstock_learner.weights.memory import SharedMemory
+from penstock_learner.weights.push import PushTarget
 from penstock_learner.weights.staging import StagedVersion
-
-
-@dataclass(frozen=True)
-class PushTarget:
-    """A rollout server that takes part in a push."""
-
-    server_id: str
-    address: str
-    devices: tuple[str, ...] = ("cpu",)
-    """The device of each worker's weights: `cpu`, or a GPU's UUID."""
-    host_id: str = ""
-    """Two processes with the same host id can map each other's memory."""
-    transports: tuple[str, ...] = ("gloo", "snapshot")
-    """Transports by which it can receive."""
-    nccl_version: str = ""
-    """Version of its NCCL library. Empty if it cannot receive by `nccl`."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +55,60 @@ class Sender(Protocol):
         ...
 
 
-def num_ranks(members: Sequence[PushTarget]) -> int:
-    """Return the number of ranks: the publisher and every worker."""
-    return 1 + sum(len(member.devices) for member in members)
+class ShmSender:
+    """The rendezvous is a path under /proc. Members map that memory when it is sealed."""
+
+    def open(self, shipment: Shipment, members: Sequence[PushTarget], deadline: Deadline) -> str:
+        memory = shipment.staged.memory
+        if not isinstance(memory, SharedMemory):
+            raise WeightPushFailed(f"shm needs buckets in shared memory, not {memory.kind}; unset weights.staging")
+        return memory.path
+
+    def send(self, shipment: Shipment, members: Sequence[PushTarget], deadline: Deadline) -> None:
+        """Wait until the buckets are sealed. The members then map them without further help."""
+        shipment.staged.wait_sealed(deadline)
+
+    def close(self, *, failed: bool) -> None:
+        pass
+
+
+class SnapshotSender:
+    """The rendezvous is the folder. The folder is removed after the push, unless the run keeps it as a snapshot."""
+
+    def __init__(self, folder: Path, kept: dict[int, Path], model_path: Path) -> None:
+        self.folder = folder
+        self.kept = kept
+        """Folders of the snapshots that the run keeps, by version."""
+        self.model_path = model_path
+        self._own: Path | None = None
+
+    def open(self, shipment: Shipment, members: Sequence[PushTarget], deadline: Deadline) -> str:
+        staged = shipment.staged
+        kept = self.kept.get(staged.policy_version)
+        if kept is not None and kept.is_dir():
+            return str(kept.resolve())
+        self._own = self.folder / f"version-{staged.policy_version:08d}"
+        write_snapshot_folder(staged, self.model_path, self._own, deadline)
+        return str(self._own.resolve())
+
+    def send(self, shipment: Shipment, members: Sequence[PushTarget], deadline: Deadline) -> None:
+        """Do nothing: the members read the file."""
+
+    def close(self, *, failed: bool) -> None:
+        if self._own is not None:
+            shutil.rmtree(self._own, ignore_errors=True)
+            self._own = None
+
+
+MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "vocab.json",
+               "merges.txt", "special_tokens_map.json", "chat_template.jinja")  # fmt: skip
+
+
+def write_snapshot_folder(staged: StagedVersion, model_path: Path, folder: Path, deadline: Deadline) -> None:
+    """Write the weights, once they are complete, and copy the small files of the model folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in MODEL_FILES:
+        if (source := model_path / name).is_file():
+            shutil.copyfile(source, folder / name)  # without its mode
+    checksums = staged.checksums(deadline)
+    write_snapshot(folder, staged.manifest, [bucket.cpu().numpy() for bucket in staged.memory.buckets], checksums)

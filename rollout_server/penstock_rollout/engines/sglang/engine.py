@@ -34,19 +34,18 @@ from penstock.errors import ConfigError, InvalidInput, Unavailable, WeightPushFa
 from penstock.machine.ports import free_port
 from penstock.trajectory import FinishReason
 from penstock.v1 import weights_pb2
-from penstock.weights.checksums import weights_digest
-from penstock.weights.folder_tensors import tensor_shapes
 from penstock_rollout.engines.engine import CommitReport, EngineStats, GenerateRequest, TokenChunk
-from penstock_rollout.engines.generating_time import GeneratingTime
-from penstock_rollout.engines.manifest_check import check_manifest
-from penstock_rollout.engines.model_folder import stop_token_ids
-from penstock_rollout.engines.sglang.calls import SglangCalls
-from penstock_rollout.engines.sglang.messages import FIRST_TOKEN_ONLY, Event, Response, generate_body, read_event
-from penstock_rollout.engines.sglang.plugin import announce_plugin
-from penstock_rollout.engines.sglang.server import SglangServer
-from penstock_rollout.engines.sglang.stage_socket import StageCalls
-from penstock_rollout.engines.sglang.start import HOST, LAUNCH_MODULE, honours_seeds, server_arguments
-from penstock_rollout.weights.stage import kept_version_of
+from penstock_rollout.engines.serving import ServingEngine
+from penstock_rollout.engines.sglang.calls import (
+    FIRST_TOKEN_ONLY,
+    Event,
+    Response,
+    SglangCalls,
+    generate_body,
+    read_event,
+)
+from penstock_rollout.engines.sglang.plugin import StageCalls, announce_plugin
+from penstock_rollout.engines.sglang.server import HOST, LAUNCH_MODULE, SglangServer, honours_seeds, server_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +72,7 @@ class _Running:
     """It was aborted before its first token and will be submitted again under a newer version."""
 
 
-class SglangEngine:
+class SglangEngine(ServingEngine):
     """Implements Engine. It can be started once and stopped once."""
 
     name = "sglang"
@@ -81,18 +80,13 @@ class SglangEngine:
     def __init__(
         self, config: EngineConfig, model_path: Path, dtype: str, seed: int, *, module: str = LAUNCH_MODULE
     ) -> None:
+        super().__init__(model_path)
         self._config = config
-        self._model_path = model_path
         self._dtype = dtype
         self._seed = seed
         self._module = module
         self._seeds = random.Random(seed)
-        self._policy_version = -1
-        self._num_loads = 0
-        """Part of the salt of prefix-cache entries: a version that is loaded again shares none with its first load."""
-        self._weights_digest = ""
         self._running: dict[str, _Running] = {}
-        self._generating = GeneratingTime()
         self._control = asyncio.Lock()
         self._open = asyncio.Event()
         """Cleared during a flip. A request that arrives then is submitted after the flip, under the new version."""
@@ -102,37 +96,17 @@ class SglangEngine:
         """Private to this engine: the sockets of SGLang's schedulers, and the names by which versions are loaded."""
         self._schedulers: StageCalls
         self._devices: tuple[str, ...] = ()
-        self._staged: weights_pb2.WeightManifest | None = None
-        self._retained_version: int | None = None
-        self._kept_next: int | None = None
-        """What `_retained_version` becomes when the stage is loaded."""
-        self._broken = "it was not started"
         self._stopping = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: SglangServer | None = None
         self._calls: SglangCalls
-        self._stop_ids: list[int] = []
-        self._shapes: dict[str, tuple[int, ...]] = {}
-
-    @property
-    def policy_version(self) -> int:
-        return self._policy_version
-
-    @property
-    def weights_digest(self) -> str:
-        return self._weights_digest
-
-    @property
-    def retained_version(self) -> int | None:
-        return self._retained_version
 
     @property
     def devices(self) -> tuple[str, ...]:
         return self._devices
 
     async def start(self, policy_version: int) -> None:
-        self._stop_ids = list(stop_token_ids(self._model_path))
-        self._shapes = tensor_shapes(self._model_path)
+        self._read_folder()
         port = free_port(HOST)
         arguments = server_arguments(
             self._config, self._model_path, self._dtype, self._seed, policy_version=policy_version, port=port
@@ -145,8 +119,7 @@ class SglangEngine:
         if not self._schedulers.are_served:
             raise ConfigError("SGLang did not load Penstock's plugin; its output says why")
         self._devices = await self._schedulers.devices()
-        self._policy_version = policy_version
-        self._broken = ""
+        self._opened(policy_version)
         self._open.set()
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
@@ -186,9 +159,7 @@ class SglangEngine:
             raise InvalidInput(
                 "sampling.min_p", "SGLang reports no log-probs under min_p; use top_k, or another engine"
             )
-        num_tokens, limit = len(request.prompt_token_ids), self._config.max_model_len
-        if not 0 < num_tokens < limit:
-            raise InvalidInput("prompt_token_ids", f"{num_tokens} tokens are not between 1 and {limit - 1}")
+        self._check_length(request, self._config.max_model_len)
         if request.sampling.seed is not None and not honours_seeds(self._config):
             raise InvalidInput("sampling.seed", "SGLang uses seeds only with enable_deterministic_inference")
 
@@ -232,7 +203,7 @@ class SglangEngine:
             stop_ids=self._stop_ids,
             # Never None: SGLang would use the same seed for all such requests, and samples of a prompt would be equal.
             seed=self._seeds.getrandbits(63) if seed is None else seed % 2**63,
-            salt=f"{running.version}.{self._num_loads}",
+            salt=self._salt(running.version, self._num_loads),
             chunk_tokens=request.min_chunk_tokens if request.stream else FIRST_TOKEN_ONLY,
         )
 
@@ -255,23 +226,23 @@ class SglangEngine:
                 await self._abort(running.rid)
 
     async def stage_weights(self, announcement: weights_pb2.AnnounceRequest) -> None:
-        check_manifest(announcement.manifest, self._shapes)
-        self._staged, self._kept_next = announcement.manifest, kept_version_of(announcement)
-        self._retained_version = None  # the stage takes the buckets of the version before
+        self._check_manifest(announcement)
+        self._stages(announcement)
         await self._schedulers.stage(announcement)
 
     async def commit_weights(self, policy_version: int, bucket_checksums: list[str], timeout_s: float) -> CommitReport:
-        manifest = self._staged
+        staged = self._staged
         receive_s = await self._schedulers.verify(policy_version, bucket_checksums, timeout_s)
-        assert manifest is not None and manifest.policy_version == policy_version
-        digest = weights_digest(bucket_checksums)
-        return await asyncio.shield(asyncio.create_task(self._flip(manifest, digest, receive_s)))
+        assert staged is not None and staged.manifest.policy_version == policy_version
+        return await asyncio.shield(asyncio.create_task(self._flip(staged, bucket_checksums, receive_s)))
 
-    async def _flip(self, manifest: weights_pb2.WeightManifest, digest: str, receive_s: float) -> CommitReport:
+    async def _flip(
+        self, staged: weights_pb2.AnnounceRequest, bucket_checksums: list[str], receive_s: float
+    ) -> CommitReport:
         """Load the stage and flip. Runs to its end even if the caller is cancelled. If the load fails, the state of the
         weights is unknown: the engine stops serving."""
         assert self._folder is not None
-        policy_version, keep = manifest.policy_version, self._config.keep_kv_cache
+        policy_version, keep = staged.manifest.policy_version, self._config.keep_kv_cache
         async with self._control:
             started = time.monotonic()
             in_flight = len(self._running)
@@ -281,9 +252,7 @@ class SglangEngine:
                 load_started = time.monotonic()
                 await self._calls.load_weights(self._folder / str(policy_version), policy_version, flush_cache=not keep)
                 load_s = time.monotonic() - load_started
-                self._policy_version, self._weights_digest = policy_version, digest
-                self._retained_version = self._kept_next
-                self._num_loads += 1
+                self._loaded(staged, bucket_checksums)
                 self._supersede_unstarted()
                 await self._calls.resume()
                 self._open.set()

@@ -9,22 +9,37 @@ a private folder, which is on the PYTHONPATH of that server alone. The plugin ha
 | around DefaultModelLoader._get_weights... | a load of PRIVATE_FOLDER/VERSION gets that version's verified stage      |
 
 So everything else of an update is SGLang's: the pause, the load itself, the version of tokens, the flush of the cache.
+
+The private folder has one socket per scheduler, named by its rank, through which the rollout server calls the receiver.
+A call is one line of JSON, and so is its answer:
+
+    {"call": "verify", "arguments": {...}}  ──►  {"result": ...} or {"error": "one line"}
 """
 
 from __future__ import annotations
 
+import asyncio
+import base64
+import json
 import os
+import socketserver
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from penstock_rollout.engines.sglang.stage_socket import serve_stage, socket_path
-from penstock_rollout.engines.sglang.stage_worker import StageWorker
+from penstock.errors import WeightPushFailed
+from penstock.v1 import weights_pb2
+from penstock_rollout.weights.reception import device_uuid
+from penstock_rollout.weights.stage import StageSlot, WeightStage
 
 FOLDER_VARIABLE = "PENSTOCK_SGLANG_FOLDER"
 NAME = "penstock"
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler.__init__"
+ANSWER_TIMEOUT_S = 60.0
+"""Timeout of a call that needs no waiting. A scheduler answers in a thread, while it decodes."""
 WEIGHTS = "sglang.srt.model_loader.loader.DefaultModelLoader._get_weights_iterator"
 
 _workers: list[StageWorker] = []
@@ -67,3 +82,124 @@ def staged_or_files(original: Any, loader: Any, source: Any, *arguments: Any, **
     if path.parent != Path(os.environ[FOLDER_VARIABLE]):
         return original(loader, source, *arguments, **named)
     return _workers[-1].tensors(int(path.name))
+
+
+class StageWorker:
+    """Holds at most one new stage, one that was verified, and the one loaded last.
+
+    Beginning another stage aborts the new one, but not the verified one, which may be loading.
+
+    The rollout server calls the methods named in CALLS, in threads of the scheduler's process. Arguments and results
+    are plain values, never weights. Only `tensors` touches the serving weights, and only the scheduler calls it."""
+
+    CALLS = ("device", "stage", "verify", "abort")
+
+    def __init__(self, model_folder: Path, rank: int, device: torch.device) -> None:
+        self._device = device
+        self._slot = StageSlot(model_folder, device, rank)
+        self._verified: WeightStage | None = None
+
+    def device(self) -> str:
+        """Return `cpu`, or the UUID of this process's GPU."""
+        return device_uuid(self._device)
+
+    def stage(self, announcement: str) -> None:
+        """Start to receive the version of an AnnounceRequest in base64."""
+        self._slot.begin(weights_pb2.AnnounceRequest.FromString(base64.b64decode(announcement)))
+
+    def verify(self, policy_version: int, bucket_checksums: list[str], timeout_s: float) -> float:
+        """Wait for the version and compare its checksums. Returns how long it took to receive it.
+
+        Raises WeightPushFailed if the version cannot be loaded."""
+        self._verified = stage = self._slot.wait_verified(policy_version, bucket_checksums, timeout_s)
+        return stage.receive_s
+
+    def abort(self) -> None:
+        self._slot.abort()
+
+    def tensors(self, policy_version: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the weights of a version that was verified. When they are consumed, it is the one loaded last."""
+        stage = self._verified
+        assert stage is not None and stage.manifest.policy_version == policy_version, "only what was verified is loaded"
+        yield from stage.tensors()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # the next stage fills these buffers again
+        self._slot.loaded, self._verified = stage, None
+
+
+def socket_path(folder: Path, rank: int) -> Path:
+    return folder / f"{rank}.sock"
+
+
+def serve_stage(path: Path, worker: StageWorker) -> None:
+    """Answer calls in threads of this process until it ends."""
+
+    class Handler(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            for line in self.rfile:
+                self.wfile.write(json.dumps(_answer(worker, json.loads(line))).encode() + b"\n")
+
+    class Server(socketserver.ThreadingUnixStreamServer):
+        daemon_threads = True
+
+    server = Server(str(path), Handler)
+    threading.Thread(target=server.serve_forever, name="stage-socket", daemon=True).start()
+
+
+def _answer(worker: StageWorker, request: dict[str, Any]) -> dict[str, Any]:
+    try:
+        assert request["call"] in worker.CALLS, f"no call {request['call']}"
+        return {"result": getattr(worker, request["call"])(**request["arguments"])}
+    except Exception as error:
+        return {"error": (str(error) or repr(error)).splitlines()[0]}
+
+
+class StageCalls:
+    """Each method calls all schedulers at once. A call that fails raises WeightPushFailed."""
+
+    def __init__(self, folder: Path, num_workers: int) -> None:
+        self._paths = [socket_path(folder, rank) for rank in range(num_workers)]
+
+    @property
+    def are_served(self) -> bool:
+        """Whether every scheduler has its receiver."""
+        return all(path.exists() for path in self._paths)
+
+    async def devices(self) -> tuple[str, ...]:
+        return tuple(await self._call("device", {}))
+
+    async def stage(self, announcement: weights_pb2.AnnounceRequest) -> None:
+        serialized = base64.b64encode(announcement.SerializeToString()).decode()
+        await self._call("stage", {"announcement": serialized})
+
+    async def verify(self, policy_version: int, bucket_checksums: list[str], timeout_s: float) -> float:
+        """Wait until every scheduler has the version with these checksums. Returns how long it took to receive it."""
+        arguments = {"policy_version": policy_version, "bucket_checksums": bucket_checksums, "timeout_s": timeout_s}
+        return max(float(seconds) for seconds in await self._call("verify", arguments, timeout_s + ANSWER_TIMEOUT_S))
+
+    async def abort(self) -> None:
+        await self._call("abort", {})
+
+    async def _call(self, call: str, arguments: dict[str, Any], timeout_s: float = ANSWER_TIMEOUT_S) -> list[Any]:
+        """Return the answers in the order of ranks."""
+        line = json.dumps({"call": call, "arguments": arguments}).encode() + b"\n"
+        try:
+            async with asyncio.timeout(timeout_s):
+                answers = await asyncio.gather(*(_ask(path, line) for path in self._paths))
+        except (OSError, ValueError, TimeoutError) as error:
+            raise WeightPushFailed(f"SGLang's scheduler did not answer {call}: {error!r}") from error
+        for answer in answers:
+            if "error" in answer:
+                raise WeightPushFailed(f"{call} failed in SGLang's scheduler: {answer['error']}")
+        return [answer["result"] for answer in answers]
+
+
+async def _ask(path: Path, line: bytes) -> dict[str, Any]:
+    reader, writer = await asyncio.open_unix_connection(str(path))
+    try:
+        writer.write(line)
+        await writer.drain()
+        answer: dict[str, Any] = json.loads(await reader.readline())
+        return answer
+    finally:
+        writer.close()

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from penstock.errors import InvalidInput
+from penstock.weights.folder_tensors import stop_token_ids
 from penstock_rollout.engines.engine import OutputConstraint
-from penstock_rollout.engines.model_folder import stop_token_ids
 
 
 class RowConstraint:

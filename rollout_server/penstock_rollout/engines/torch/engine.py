@@ -14,8 +14,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from concurrent.futures import Future
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,19 +25,12 @@ import torch
 from penstock.config.rollout import EngineConfig
 from penstock.errors import InvalidInput, Unavailable
 from penstock.v1 import weights_pb2
-from penstock.weights.checksums import weights_digest
-from penstock.weights.folder_tensors import tensor_shapes
 from penstock_rollout.engines.engine import CommitReport, EngineStats, GenerateRequest, TokenChunk
-from penstock_rollout.engines.generating_time import GeneratingTime
-from penstock_rollout.engines.manifest_check import check_manifest
-from penstock_rollout.engines.model_folder import stop_token_ids
-from penstock_rollout.engines.torch.batch import DecodeBatch, Row
+from penstock_rollout.engines.serving import ServingEngine
+from penstock_rollout.engines.torch.batch import DecodeBatch, ExpertRecorder, Row
 from penstock_rollout.engines.torch.constrained_output import ConstraintCompiler
-from penstock_rollout.engines.torch.expert_recorder import ExpertRecorder
-from penstock_rollout.engines.torch.loading import load_into
-from penstock_rollout.weights.device_name import device_uuid
-from penstock_rollout.weights.stage import WeightStage
-from penstock_rollout.weights.stage_slot import StageSlot
+from penstock_rollout.weights.reception import device_uuid
+from penstock_rollout.weights.stage import StageSlot, WeightStage
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +41,7 @@ STOP_TIMEOUT_S = 10.0
 _T = TypeVar("_T")
 
 
-class TorchEngine:
+class TorchEngine(ServingEngine):
     """Implements Engine. It can be started once and stopped once."""
 
     name = "torch"
@@ -55,19 +49,13 @@ class TorchEngine:
     def __init__(
         self, config: EngineConfig, model_path: Path, dtype: str, seed: int, *, report_experts: bool = False
     ) -> None:
+        super().__init__(model_path)
         self._config = config
-        self._model_path = model_path
         self._dtype = dtype
         self._seed = seed
         self._report_experts = report_experts
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        self._policy_version = -1
-        self._weights_digest = ""
-        self._slot = StageSlot(model_path)
-        self._broken = "it was not started"
         self._queues: dict[Row, asyncio.Queue[TokenChunk | Unavailable]] = {}
         self._running_ids: set[str] = set()
-        self._generating = GeneratingTime()
         self._changed = threading.Condition()
         self._waiting: deque[Row] = deque()
         self._actions: deque[Callable[[], None]] = deque()
@@ -75,20 +63,9 @@ class TorchEngine:
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop
         self._model: Any
+        self._slot: StageSlot
         self._batch: DecodeBatch
         self._constraints: ConstraintCompiler
-
-    @property
-    def policy_version(self) -> int:
-        return self._policy_version
-
-    @property
-    def weights_digest(self) -> str:
-        return self._weights_digest
-
-    @property
-    def retained_version(self) -> int | None:
-        return self._slot.retained_version
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -96,14 +73,15 @@ class TorchEngine:
 
     async def start(self, policy_version: int) -> None:
         self._loop = asyncio.get_running_loop()
-        self._shapes = tensor_shapes(self._model_path)
+        self._read_folder()
         self._model = await asyncio.to_thread(self._load_model)
-        stop_ids = frozenset(stop_token_ids(self._model_path))
+        self._slot = StageSlot(self._model_path, self._model.device)
         recorder = ExpertRecorder(self._model) if self._report_experts else None
-        self._batch = DecodeBatch(self._model, stop_ids, self._config.max_model_len, self._seed, recorder)
+        self._batch = DecodeBatch(
+            self._model, frozenset(self._stop_ids), self._config.max_model_len, self._seed, recorder
+        )
         self._constraints = ConstraintCompiler(self._model_path, self._model.config.vocab_size)
-        self._policy_version = policy_version
-        self._broken = ""
+        self._opened(policy_version)
         self._thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
         self._thread.start()
 
@@ -155,18 +133,17 @@ class TorchEngine:
     def _check(self, request: GenerateRequest) -> None:
         if request.request_id in self._running_ids:
             raise InvalidInput("request_id", f"{request.request_id!r} is running already")
-        num_tokens, limit = len(request.prompt_token_ids), self._config.max_model_len
-        if not 0 < num_tokens < limit:
-            raise InvalidInput("prompt_token_ids", f"{num_tokens} tokens are not between 1 and {limit - 1}")
+        self._check_length(request, self._config.max_model_len)
 
     async def stage_weights(self, announcement: weights_pb2.AnnounceRequest) -> None:
-        check_manifest(announcement.manifest, self._shapes)
-        self._slot.begin(announcement, self._model.device)
+        self._check_manifest(announcement)
+        self._stages(announcement)
+        self._slot.begin(announcement)
 
     async def commit_weights(self, policy_version: int, bucket_checksums: list[str], timeout_s: float) -> CommitReport:
         stage = await self._slot.verified(policy_version, bucket_checksums, timeout_s)
         in_flight = len(self._queues)
-        load_s = await self._between_steps(lambda: self._flip(stage, weights_digest(bucket_checksums)))
+        load_s = await self._between_steps(lambda: self._flip(stage, bucket_checksums))
         return CommitReport(stage.receive_s, load_s, paused_s=load_s, running_requests=in_flight)
 
     async def abort_weights(self) -> None:
@@ -217,13 +194,13 @@ class TorchEngine:
         except TimeoutError as error:
             raise Unavailable(f"the torch engine did not answer within {ACTION_TIMEOUT_S:g} s") from error
 
-    def _flip(self, stage: WeightStage, digest: str) -> float:
+    def _flip(self, stage: WeightStage, bucket_checksums: list[str]) -> float:
         """Load the stage, in the engine's thread. No copy can fail, because the manifest was checked at the start."""
         started = time.monotonic()
         load_into(self._model, dict(stage.tensors()))
         if self._model.device.type == "cuda":
             torch.cuda.synchronize(self._model.device)
-        self._policy_version, self._weights_digest = stage.manifest.policy_version, digest
+        self._loaded(stage.announcement, bucket_checksums)
         self._slot.loaded = stage
         if not self._config.keep_kv_cache:
             self._waiting.extendleft(reversed(self._batch.release()))
@@ -288,3 +265,18 @@ class TorchEngine:
     def _fail_all(self) -> None:
         for queue in self._queues.values():
             queue.put_nowait(Unavailable(f"the torch engine failed: {self._broken}"))
+
+
+@torch.no_grad()
+def load_into(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Copy the tensors, named as in the model's folder, into the model.
+
+    Where the model holds them in another form, such as fused experts, Hugging Face converts them as it does when it
+    loads the folder. This takes the memory of a second model for a moment."""
+    state = model.state_dict()
+    if not tensors.keys() <= state.keys():
+        config = deepcopy(model.config)
+        converted = type(model).from_pretrained(None, config=config, state_dict=dict(tensors), dtype=model.dtype)
+        tensors = converted.state_dict()
+    for name, tensor in tensors.items():
+        state[name].copy_(tensor)

@@ -2,8 +2,8 @@
 
 How a version flips: a thread of the worker receives and hashes the new weights while decoding goes on. Then the
 scheduler is paused, the weights are loaded, the version is set, and the scheduler is resumed. EngineCore does that in
-one call (core_flip.py). Where it has no such method, the server makes a call for each. The version stamps of tokens
-(stamps.py) are exact because the version changes only while no step is in flight.
+one call (core_flip.py). Where it has no such method, the server makes a call for each. The version stamps of tokens are
+exact because the version changes only while no step is in flight.
 
 Prefix-cache entries are salted with the load under which a request was submitted. A request without a token at the
 time of a flip gets the salt of the new load (scheduler.py), or is submitted again where the server makes the calls. So
@@ -15,30 +15,38 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Collection
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Collection
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from penstock.config.rollout import EngineConfig
 from penstock.errors import InvalidInput, Unavailable, WeightPushFailed
-from penstock.trajectory import FinishReason
+from penstock.trajectory import FinishReason, VersionSegment
 from penstock.v1 import weights_pb2
-from penstock.weights.checksums import weights_digest
-from penstock.weights.folder_tensors import tensor_shapes
-from penstock_rollout.engines.engine import CommitReport, EngineStats, GenerateRequest, TokenChunk
-from penstock_rollout.engines.generating_time import GeneratingTime
-from penstock_rollout.engines.manifest_check import check_manifest
-from penstock_rollout.engines.model_folder import stop_token_ids
-from penstock_rollout.engines.vllm.core_calls import LOAD_TIMEOUT_S, CoreCalls, answer_of
-from penstock_rollout.engines.vllm.sampling import sampling_params
-from penstock_rollout.engines.vllm.stamps import VersionStamps, create_stamps
+from penstock_rollout.engines.engine import (
+    CommitReport,
+    EngineStats,
+    GenerateRequest,
+    OutputConstraint,
+    TokenChunk,
+    segments_of,
+)
+from penstock_rollout.engines.serving import ServingEngine
+from penstock_rollout.engines.vllm.older_vllm import OwnStamps, chunk_settings, reports_versions
 from penstock_rollout.engines.vllm.standby import Standby
-from penstock_rollout.engines.vllm.start import SchedulerLoad, create_llm, engine_arguments, flips_in_one_call
-from penstock_rollout.weights.stage import kept_version_of
+from penstock_rollout.engines.vllm.start import (
+    CHUNK_TOKENS,
+    CONTROL_TIMEOUT_S,
+    LOAD_TIMEOUT_S,
+    SchedulerLoad,
+    create_llm,
+    engine_arguments,
+    flips_in_one_call,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -48,11 +56,16 @@ STAGE_POLL_SHARE = 0.1
 """How often the stage of a worker is polled: after this share of the time since the first poll, within the bounds. A
 call must not block the worker, which decodes between calls, and several workers answer it at the end of a step only."""
 STOP_TIMEOUT_S = 10.0
+FLIP_TIMEOUT_S = LOAD_TIMEOUT_S + 2 * CONTROL_TIMEOUT_S
+"""Timeout of a flip inside EngineCore: the calls to verify and to load the stage, and the steps in between."""
+MAX_CHUNK_TOKENS = 16
+"""Most tokens that EngineCore keeps before it sends them. An interrupt loses those that it keeps."""
 
 _FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 
 _Timings = tuple[float, list[tuple[float, float]]]
 """Seconds of the pause; receive_s and load_s of each worker."""
+_T = TypeVar("_T")
 
 
 @dataclass
@@ -63,7 +76,7 @@ class _Running:
     """It was aborted before its first token and will be submitted again under a newer version."""
 
 
-class VllmEngine:
+class VllmEngine(ServingEngine):
     """Implements Engine. It can be started once and stopped once."""
 
     name = "vllm"
@@ -78,61 +91,40 @@ class VllmEngine:
         report_experts: bool = False,
         standby: Standby | None = None,
     ) -> None:
+        super().__init__(model_path)
         self._config = config
-        self._model_path = model_path
         self._arguments = engine_arguments(config, model_path, dtype, seed)
         if report_experts:
             self._arguments["enable_return_routed_experts"] = True
         self._standby = standby
-        self._load = SchedulerLoad()
-        self._policy_version = -1
-        self._num_loads = 0
-        """Part of the salt of prefix-cache entries: a version that is loaded again shares none with its first load."""
-        self._weights_digest = ""
+        self.load = SchedulerLoad()
+        """The latest figures of vLLM's scheduler."""
         self._running: dict[str, _Running] = {}
-        self._generating = GeneratingTime()
         self._control = asyncio.Lock()
-        self._staged: weights_pb2.WeightManifest | None = None
-        self._retained_version: int | None = None
-        self._kept_next: int | None = None
-        """What `_retained_version` becomes when the stage is loaded."""
         self._devices: tuple[str, ...] = ()
-        self._broken = "it was not started"
         self._llm: Any = None
-        self._calls: CoreCalls
         self._flips_in_one_call = False
-        self._stamps: VersionStamps
-        self._stop_ids: list[int] = []
-        self._shapes: dict[str, tuple[int, ...]] = {}
-
-    @property
-    def policy_version(self) -> int:
-        return self._policy_version
-
-    @property
-    def weights_digest(self) -> str:
-        return self._weights_digest
-
-    @property
-    def retained_version(self) -> int | None:
-        return self._retained_version
+        self._stamps: NativeStamps | OwnStamps
 
     @property
     def devices(self) -> tuple[str, ...]:
         return self._devices
 
+    @property
+    def llm(self) -> Any:
+        """vLLM's AsyncLLM, None while the engine does not run. For benchmarks, which call it without Penstock."""
+        return self._llm
+
     async def start(self, policy_version: int) -> None:
-        self._stop_ids = list(stop_token_ids(self._model_path))
-        self._shapes = tensor_shapes(self._model_path)
-        self._llm = await asyncio.to_thread(create_llm, self._arguments, self._load, self._standby)
+        self._read_folder()
+        core_process = [self._standby.when_ready] if self._standby is not None else []
+        self._llm = await asyncio.to_thread(create_llm, self._arguments, self.load, *core_process)
         self._stamps = create_stamps(self._llm)
-        self._calls = CoreCalls(self._llm)
         self._flips_in_one_call = flips_in_one_call(self._arguments, self._llm)
         await answer_of(self._llm.get_supported_tasks())
         await answer_of(self._stamps.set_version(policy_version))
-        self._devices = tuple(await self._calls.rpc("penstock_device"))
-        self._policy_version = policy_version
-        self._broken = ""
+        self._devices = tuple(await self._rpc("penstock_device"))
+        self._opened(policy_version)
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         await self.check_health()
@@ -162,7 +154,7 @@ class VllmEngine:
         from vllm.inputs.engine import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-        salt = _salt(self._policy_version, self._num_loads)
+        salt = self._salt(self._policy_version, self._num_loads)
         prompt = tokens_input(list(request.prompt_token_ids), cache_salt=salt)
         params = sampling_params(request, self._stop_ids)
         num_tokens = 0
@@ -204,16 +196,15 @@ class VllmEngine:
             await answer_of(self._llm.abort(running))
 
     async def stage_weights(self, announcement: weights_pb2.AnnounceRequest) -> None:
-        check_manifest(announcement.manifest, self._shapes)
+        self._check_manifest(announcement)
         async with self._control:  # not during a flip, which loads whatever is staged
-            self._retained_version = None  # the stage takes the buckets of the version before
-            await self._calls.rpc("penstock_stage", announcement.SerializeToString())
-            self._staged, self._kept_next = announcement.manifest, kept_version_of(announcement)
+            self._stages(announcement)
+            await self._rpc("penstock_stage", announcement.SerializeToString())
 
     async def commit_weights(self, policy_version: int, bucket_checksums: list[str], timeout_s: float) -> CommitReport:
         staged = self._staged
-        if staged is None or staged.policy_version != policy_version:
-            found = staged.policy_version if staged else None
+        if staged is None or staged.manifest.policy_version != policy_version:
+            found = staged.manifest.policy_version if staged else None
             raise WeightPushFailed(f"version {policy_version} is not staged; {found} is")
         try:
             async with asyncio.timeout(timeout_s):
@@ -231,7 +222,7 @@ class VllmEngine:
         """Wait until every worker has received the version."""
         started = time.monotonic()
         while True:
-            states = await self._calls.rpc("penstock_poll", policy_version)
+            states = await self._rpc("penstock_poll", policy_version)
             for phase, failure in states:
                 if phase == "failed":
                     raise WeightPushFailed(failure)
@@ -240,24 +231,23 @@ class VllmEngine:
             wait_s = STAGE_POLL_SHARE * (time.monotonic() - started)
             await asyncio.sleep(min(max(wait_s, STAGE_POLL_S), LONGEST_STAGE_POLL_S))
 
-    async def _flip(self, staged: weights_pb2.WeightManifest, bucket_checksums: list[str]) -> CommitReport:
+    async def _flip(self, staged: weights_pb2.AnnounceRequest, bucket_checksums: list[str]) -> CommitReport:
         """Verify the stage and load it. No other stage can replace it meanwhile.
 
         This runs to its end even if the caller is cancelled. If the load fails, the state of the weights is unknown, so
         the engine stops serving for good."""
-        policy_version = staged.policy_version
+        policy_version = staged.manifest.policy_version
         flip = self._flip_inside if self._flips_in_one_call else self._flip_by_calls
         async with self._control:
             in_flight = len(self._running)
             try:
-                paused_s, timings = await flip(policy_version, bucket_checksums)
+                paused_s, timings = await flip(staged, bucket_checksums)
             except WeightPushFailed:  # the stage does not verify, and nothing was paused
                 raise
             except Exception as error:
                 self._staged = None
                 await self._break(f"loading version {policy_version} failed: {error}")
                 raise WeightPushFailed(f"{self._broken}; restart the rollout server") from error
-            self._staged = None
         return CommitReport(
             receive_s=max(receive_s for receive_s, _ in timings),
             load_s=max(load_s for _, load_s in timings),
@@ -265,37 +255,34 @@ class VllmEngine:
             running_requests=in_flight,
         )
 
-    async def _flip_inside(self, policy_version: int, bucket_checksums: list[str]) -> _Timings:
-        """Flip the version by one call to EngineCore, which also counts the pause."""
-        mismatch, paused_s, timings = await self._calls.flip(
-            policy_version,
-            bucket_checksums,
-            _salt(policy_version, self._num_loads + 1),
-            clear_cache=not self._config.keep_kv_cache,
+    async def _flip_inside(self, staged: weights_pb2.AnnounceRequest, bucket_checksums: list[str]) -> _Timings:
+        """Flip the version by one call to EngineCore (core_flip.py), which also counts the pause."""
+        policy_version, clear_cache = staged.manifest.policy_version, not self._config.keep_kv_cache
+        salt = self._salt(policy_version, self._num_loads + 1)
+        call = self._llm.engine_core.call_utility_async(
+            "penstock_flip", policy_version, bucket_checksums, salt, clear_cache
         )
+        mismatch, paused_s, timings = await answer_of(call, FLIP_TIMEOUT_S)
         if mismatch:
             raise WeightPushFailed(mismatch)
-        self._has_loaded(policy_version, bucket_checksums)
+        self._loaded(staged, bucket_checksums)
         return paused_s, timings
 
-    async def _flip_by_calls(self, policy_version: int, bucket_checksums: list[str]) -> _Timings:
-        """Flip the version by a call for each stage. Decoding stops while they go back and forth."""
-        mismatches = await self._calls.rpc("penstock_mismatch", policy_version, bucket_checksums)
+    async def _flip_by_calls(self, staged: weights_pb2.AnnounceRequest, bucket_checksums: list[str]) -> _Timings:
+        """Flip the version by a call for each stage, where `rollout.engine.extra` has replaced what the one call needs.
+        Decoding stops while they go back and forth."""
+        policy_version, core = staged.manifest.policy_version, self._llm.engine_core
+        mismatches = await self._rpc("penstock_mismatch", policy_version, bucket_checksums)
         if found := next(filter(None, mismatches), ""):
             raise WeightPushFailed(found)
         started = time.monotonic()
-        await self._calls.pause(clear_cache=not self._config.keep_kv_cache)
-        timings = await self._calls.rpc("penstock_commit", timeout_s=LOAD_TIMEOUT_S)
+        await answer_of(core.pause_scheduler_async(mode="keep", clear_cache=not self._config.keep_kv_cache))
+        timings = await self._rpc("penstock_commit", timeout_s=LOAD_TIMEOUT_S)
         await answer_of(self._stamps.set_version(policy_version))
-        self._has_loaded(policy_version, bucket_checksums)
+        self._loaded(staged, bucket_checksums)
         await self._supersede_unstarted()
-        await self._calls.resume()
+        await answer_of(core.resume_scheduler_async())
         return time.monotonic() - started, timings
-
-    def _has_loaded(self, policy_version: int, bucket_checksums: list[str]) -> None:
-        self._policy_version, self._weights_digest = policy_version, weights_digest(bucket_checksums)
-        self._num_loads += 1
-        self._retained_version = self._kept_next
 
     async def _supersede_unstarted(self) -> None:
         """Abort the requests without a token; `generate` submits them again under the new version."""
@@ -310,17 +297,21 @@ class VllmEngine:
         self._broken = why
         await answer_of(self._llm.abort(list(self._running)))
 
+    async def _rpc(self, method: str, *args: Any, timeout_s: float = CONTROL_TIMEOUT_S) -> list[Any]:
+        """Call a method of every worker. Returns the results in rank order."""
+        return list(await answer_of(self._llm.collective_rpc(method, timeout=timeout_s, args=args), timeout_s))
+
     async def abort_weights(self) -> None:
         async with self._control:
             self._staged = None
-            await self._calls.rpc("penstock_abort")
+            await self._rpc("penstock_abort")
 
     def stats(self) -> EngineStats:
-        waiting = min(self._load.waiting_requests, len(self._running))
+        waiting = min(self.load.waiting_requests, len(self._running))
         return EngineStats(
             running_requests=len(self._running) - waiting,
             waiting_requests=waiting,
-            kv_cache_usage=self._load.kv_cache_usage,
+            kv_cache_usage=self.load.kv_cache_usage,
             generating_s=self._generating.seconds,
         )
 
@@ -345,9 +336,99 @@ class VllmEngine:
         llm.shutdown = lambda: None  # its finalizer calls it again, which fails while the interpreter exits
 
 
-def _salt(policy_version: int, num_loads: int) -> str:
-    """The salt of prefix-cache entries of requests that are submitted under this load."""
-    return f"{policy_version}.{num_loads}"
+class NativeStamps:
+    """Which version produced which token of a request, as vLLM 0.32 reports it: EngineCore labels the outputs of every
+    step, and the front end keeps the spans of a request, which it reports with the last output.
+
+    Requests have the id under which they were submitted. `begin` comes before each submission, `end` after the last."""
+
+    def __init__(self, llm: Any) -> None:
+        self._core = llm.engine_core
+        self._processor = llm.output_processor
+
+    async def set_version(self, policy_version: int) -> None:
+        """Set the version of all tokens from now on. Call it before the first request, or while nothing decodes.
+
+        A flip inside EngineCore (core_flip.py) sets it without this call."""
+        await self._core.set_weight_version_async(str(policy_version))
+
+    def begin(self, request_id: str) -> None: ...
+
+    def end(self, request_id: str) -> None: ...
+
+    def has_token(self, request_id: str) -> bool:
+        """Also True for a request that vLLM has finished."""
+        return all(self._starts(internal_id) for internal_id in self._processor.external_req_ids.get(request_id, ()))
+
+    def segments(self, request_id: str, completion: Any, start: int, end: int) -> tuple[VersionSegment, ...]:
+        """Return the versions of the tokens [start, end), which came with `completion`."""
+        if completion.finish_reason is None:
+            (internal_id,) = self._processor.external_req_ids[request_id]
+            return segments_of(self._starts(internal_id), start, end)
+        return segments_of([(int(span.version), span.start) for span in completion.weight_versions or ()], start, end)
+
+    def _starts(self, internal_id: str) -> list[tuple[int, int]]:
+        state = self._processor.request_states[internal_id]
+        return [(int(version), first) for version, first in state.weight_version_starts]
+
+
+def create_stamps(llm: Any) -> NativeStamps | OwnStamps:
+    return NativeStamps(llm) if reports_versions() else OwnStamps(llm)
+
+
+def sampling_params(request: GenerateRequest, stop_ids: list[int]) -> Any:
+    """Return the sampling parameters of a request, as vLLM takes them.
+
+    `stop_ids` end a response, unless the request ignores them.
+
+    A constrained request also ends at the tokenizer's own end token. It is the only one that vLLM 0.26 lets a
+    constrained text end with, and what follows the end is not constrained."""
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    sampling = request.sampling
+    chunk_tokens = min(request.min_chunk_tokens, MAX_CHUNK_TOKENS) if request.stream else MAX_CHUNK_TOKENS
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        max_tokens=sampling.max_tokens,
+        seed=None if sampling.seed is None else sampling.seed % 2**63,  # vLLM reads -1 as "no seed"
+        ignore_eos=request.constraint is None,
+        stop_token_ids=[] if sampling.ignore_eos else stop_ids,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
+        extra_args={CHUNK_TOKENS: chunk_tokens} if chunk_tokens > 1 else None,
+        structured_outputs=None if request.constraint is None else _structured_outputs(request.constraint),
+        **chunk_settings(request.min_chunk_tokens),
+    )
+
+
+def _structured_outputs(constraint: OutputConstraint) -> Any:
+    """vLLM masks the logits before anything else, so that the processed log-probs are those of what may be sampled."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    if constraint.kind == "json_schema":
+        return StructuredOutputsParams(json=constraint.text)
+    if constraint.kind == "json_object":
+        return StructuredOutputsParams(json_object=True)
+    return StructuredOutputsParams(structural_tag=constraint.text)
+
+
+async def answer_of(call: Awaitable[_T], timeout_s: float = CONTROL_TIMEOUT_S) -> _T:
+    """Await a call to EngineCore. Raises Unavailable if it is dead or does not answer in time."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await call
+    except TimeoutError as error:
+        raise Unavailable(f"vLLM's EngineCore did not answer within {timeout_s:g} s") from error
+    except EngineDeadError as error:
+        raise Unavailable("vLLM's EngineCore has died; restart the rollout server") from error
 
 
 def _small_ids(experts: Any) -> Any:

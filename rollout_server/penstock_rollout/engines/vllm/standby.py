@@ -8,11 +8,16 @@ starts.
 
 It is a new process, not a fork: it may use CUDA, and has no threads or locks of the server. Its environment is replaced
 by that of the server at the time EngineCore starts, before vLLM's objects are read. It ends when the server ends.
+
+It stays because its gain is measured (bench/gpu/cold_start.py, one start each on an H200 host): EngineCore begins 16 s
+after `penstock up` instead of 37 s, and the first step of a cold run ends after 63 s instead of 77 s. Every start and
+restart of a server gains it, which is when training waits for a lost server.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import json
 import logging
@@ -20,12 +25,18 @@ import os
 import select
 import signal
 import struct
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import popen_spawn_posix, reduction, resource_tracker, spawn, util
 from multiprocessing.context import SpawnContext, SpawnProcess, set_spawning_popen
+from pathlib import Path
 from typing import Any, Self
+
+from penstock.config.rollout import EngineConfig
+from penstock.weights.folder_tensors import read_json
+from penstock_rollout.engines.vllm.start import is_cpu_build, prepare_environment
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +46,19 @@ READY_S = 180.0
 """How long an engine waits for its standby process. It has imported about as much as the server by then."""
 LENGTH = struct.Struct("!q")
 """Before the environment, which is JSON, the pipe has its length."""
-_PROGRAM = "from penstock_rollout.engines.vllm.standby_process import main; main({}, {}, {}, {!r})"
+_PROGRAM = "from penstock_rollout.engines.vllm.standby import main; main({}, {}, {}, {!r})"
+_MODULES = (
+    "vllm.v1.engine.core",
+    "penstock_rollout.engines.vllm.worker",
+    "penstock_rollout.engines.vllm.core_flip",
+    "penstock_rollout.engines.vllm.scheduler",
+)
+_WORKERS = {
+    True: ("vllm.v1.worker.cpu_worker",),
+    False: ("vllm.v1.worker.gpu_worker", "vllm.v1.worker.gpu_model_runner"),
+}
+"""By whether the CPU wheel is installed."""
+PARENT_POLL_S = 0.5
 
 
 @dataclass
@@ -92,6 +115,10 @@ class Standby:
                 return b""
             line += read
         return line
+
+    def when_ready(self) -> contextlib.AbstractContextManager[None]:
+        """Wait until the process is ready. Within the block that is returned, vLLM starts EngineCore in it."""
+        return self.becoming_engine_core() if self.is_ready() else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def becoming_engine_core(self) -> Iterator[None]:
@@ -182,3 +209,88 @@ class _StandbyPopen(popen_spawn_posix.Popen):
             return
         self.pid, self.sentinel, parent = self._standby.hand_over(message.getbuffer())
         self.finalizer = util.Finalize(self, util.close_fds, (parent, self.sentinel))  # type: ignore[attr-defined]
+
+
+def start_standby(config: EngineConfig, model_path: Path) -> Standby | None:
+    """Start a process that will become EngineCore. Returns None where it would gain nothing, or must not be used.
+
+    On CPU, EngineCore is forked from a process that has imported vLLM. VLLM_WORKER_MULTIPROC_METHOD=fork asks for the
+    same on CUDA. A process that `rollout.engine.extra` binds to a NUMA node is started by a program of vLLM's."""
+    is_wanted = os.environ.get(SWITCH, "0" if is_cpu_build() else "1") == "1"
+    is_forked = not is_cpu_build() and os.environ.get("VLLM_WORKER_MULTIPROC_METHOD", "spawn") != "spawn"
+    if not is_wanted or is_forked or config.extra.get("numa_bind"):
+        return None
+    return Standby.start(read_json(model_path / "config.json").get("architectures") or [])
+
+
+def main(data: int, tracker: int, report: int, architectures: list[str]) -> None:
+    """Import vLLM, say so, and wait to become EngineCore. Ends if the server ends or closes the pipe."""
+    started, server = time.monotonic(), os.getppid()
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server
+    prepare_environment()
+    problem = _preload(architectures)
+    said = json.dumps({"problem": problem, "seconds": time.monotonic() - started})
+    with contextlib.suppress(BrokenPipeError):  # the server does not wait for it
+        os.write(report, said.encode() + b"\n")
+    os.close(report)
+    environment = _read_environment(data, server)
+    if environment is None:
+        sys.exit(0)
+    os.environ.clear()
+    os.environ.update(environment)
+    signal.signal(signal.SIGINT, before)
+    spawn.spawn_main(pipe_handle=data, tracker_fd=tracker)
+
+
+def _preload(architectures: Sequence[str]) -> str:
+    """Import everything. Returns why it could not, in one line."""
+    try:
+        for module in (*_MODULES, *_WORKERS[is_cpu_build()]):
+            importlib.import_module(module)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    _note_model_class(architectures)
+    return ""
+
+
+def _note_model_class(architectures: Sequence[str]) -> None:
+    """Import the model's class and note what it is in vLLM's cache, where the server's vLLM looks first.
+
+    vLLM would start a process for this, so that the server does not use CUDA. This is such a process. If it fails, the
+    server's vLLM does it in its own way, and says what is wrong with the model."""
+    try:
+        from vllm.model_executor.models import registry
+
+        registry._run_in_subprocess = _call
+        for architecture in architectures:
+            if architecture in registry.ModelRegistry.models:
+                model = registry.ModelRegistry.models[architecture]
+                model.inspect_model_cls()
+                model.load_model_cls()
+    except Exception as error:
+        print(f"the class of {', '.join(architectures)} was not imported ahead: {error}", file=sys.stderr)
+
+
+def _call(function: Callable[[], Any]) -> Any:
+    return function()
+
+
+def _read_environment(data: int, server: int) -> dict[str, str] | None:
+    """Read the server's environment, which comes first. Returns None if the server closes the pipe or ends."""
+    length = _read(data, LENGTH.size, server)
+    text = _read(data, LENGTH.unpack(length)[0], server) if length else b""
+    return json.loads(text) if text else None
+
+
+def _read(data: int, num_bytes: int, server: int) -> bytes:
+    """Read exactly that many bytes. Returns nothing if the pipe or the server ends before.
+
+    The pipe alone does not tell: other processes that the server has forked may have it open."""
+    read = b""
+    while len(read) < num_bytes:
+        readable, _, _ = select.select([data], [], [], PARENT_POLL_S)
+        more = os.read(data, num_bytes - len(read)) if readable else b""
+        if (readable and not more) or os.getppid() != server:
+            return b""
+        read += more
+    return read

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ from pydantic import ValidationError
 
 from penstock.config.rollout import EngineConfig
 from penstock.errors import ConfigError, Unavailable
-from penstock.weights.folder_tensors import read_json
-from penstock_rollout.engines.vllm.standby import SWITCH, Standby
 
 CPU_KV_CACHE_BYTES = 64 << 20
+CONTROL_TIMEOUT_S = 60.0
+"""Timeout of a call to EngineCore, which answers between two decode steps."""
+LOAD_TIMEOUT_S = 600.0
 
 CHUNK_TOKENS = "penstock_chunk_tokens"
 """The key in the `extra_args` of a request: how many tokens EngineCore sends at once. Without it, it sends each one."""
@@ -109,32 +111,24 @@ def engine_arguments(config: EngineConfig, model_path: Path, dtype: str, seed: i
     return arguments | config.extra
 
 
-def start_standby(config: EngineConfig, model_path: Path) -> Standby | None:
-    """Start a process that will become EngineCore. Returns None where it would gain nothing, or must not be used.
-
-    On CPU, EngineCore is forked from a process that has imported vLLM. VLLM_WORKER_MULTIPROC_METHOD=fork asks for the
-    same on CUDA. A process that `rollout.engine.extra` binds to a NUMA node is started by a program of vLLM's."""
-    is_wanted = os.environ.get(SWITCH, "0" if is_cpu_build() else "1") == "1"
-    is_forked = not is_cpu_build() and os.environ.get("VLLM_WORKER_MULTIPROC_METHOD", "spawn") != "spawn"
-    if not is_wanted or is_forked or config.extra.get("numa_bind"):
-        return None
-    return Standby.start(read_json(model_path / "config.json").get("architectures") or [])
-
-
-def create_llm(arguments: dict[str, Any], load: SchedulerLoad, standby: Standby | None = None) -> Any:
+def create_llm(
+    arguments: dict[str, Any],
+    load: SchedulerLoad,
+    core_process: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Any:
     """Create the AsyncLLM. Blocks until EngineCore has loaded the model.
 
-    With `standby`, that process becomes EngineCore. Without it, the child process is forked on CPU, so it need not
-    import vLLM again. Call this before the process computes with several OpenMP threads, which do not survive a fork.
-    VLLM_WORKER_MULTIPROC_METHOD=spawn avoids the fork, but is slower. vLLM overwrites that variable while it creates
-    its config, so it is set again afterwards."""
+    `core_process` is called when vLLM is imported. Within its block, vLLM starts EngineCore's process (standby.py). By
+    default, the process is forked on CPU, so it need not import vLLM again. Call this before the process computes with
+    several OpenMP threads, which do not survive a fork. VLLM_WORKER_MULTIPROC_METHOD=spawn avoids the fork, but is
+    slower. vLLM overwrites that variable while it creates its config, so it is set again afterwards."""
     prepare_environment()
     start_method = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD", "fork")
     from vllm.config import StructuredOutputsConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    starting = standby.becoming_engine_core() if standby and standby.is_ready() else contextlib.nullcontext()
+    starting = core_process()
     try:
         # Not as a dict: vLLM sets its attributes if `extra` names a reasoning parser.
         constraints = StructuredOutputsConfig(**arguments["structured_outputs_config"])

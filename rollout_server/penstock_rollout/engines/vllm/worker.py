@@ -19,10 +19,11 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+from penstock.errors import WeightPushFailed
 from penstock.v1 import weights_pb2
 from penstock_rollout.engines.vllm.copies import Copies, NamedTensors, NotPlain, learn
-from penstock_rollout.weights.device_name import device_uuid
-from penstock_rollout.weights.stage import WeightStage
+from penstock_rollout.weights.reception import device_uuid
+from penstock_rollout.weights.stage import StageSlot
 
 logger = logging.getLogger(__name__)
 
@@ -45,22 +46,13 @@ class WeightStaging:
     vllm_config: Any
     device: torch.device
     rank: int
-    _penstock_stage: WeightStage | None
-    _penstock_loaded: WeightStage
+    _penstock_slot: StageSlot
     _penstock_copies: Copies | None
     """Set at the first load. None if every version needs vLLM's loader."""
 
     def penstock_stage(self, announcement: bytes) -> None:
         """Start to receive the version of a serialized AnnounceRequest. Drops an earlier stage."""
-        self.penstock_abort()
-        self._penstock_stage = WeightStage(
-            weights_pb2.AnnounceRequest.FromString(announcement),
-            Path(self.model_config.model),
-            worker=self.rank,
-            device=self.device,
-            last=getattr(self, "_penstock_loaded", None),
-        )
-        self._penstock_stage.start()
+        self._penstock_stages().begin(weights_pb2.AnnounceRequest.FromString(announcement))
 
     def penstock_device(self) -> str:
         """Return `cpu`, or the UUID of this worker's GPU."""
@@ -68,9 +60,10 @@ class WeightStaging:
 
     def penstock_poll(self, policy_version: int) -> tuple[str, str]:
         """Return the phase of the version's stage and the reason if it failed. A replaced stage counts as failed."""
-        stage = self._penstock_current()
-        if stage is None or stage.manifest.policy_version != policy_version:
-            return "failed", f"version {policy_version} is no longer staged"
+        try:
+            stage = self._penstock_stages().staged(policy_version)
+        except WeightPushFailed as error:
+            return "failed", str(error)
         return stage.phase, stage.failure
 
     def penstock_mismatch(self, policy_version: int, bucket_checksums: list[str]) -> str:
@@ -78,14 +71,11 @@ class WeightStaging:
         phase, failure = self.penstock_poll(policy_version)
         if phase != "received":
             return failure or f"version {policy_version} is still being received"
-        stage = self._penstock_current()
-        assert stage is not None
-        return stage.mismatch(bucket_checksums)
+        return self._penstock_stages().staged(policy_version).mismatch(bucket_checksums)
 
     def penstock_commit(self) -> tuple[float, float]:
         """Load the stage into the serving model. Call it while nothing decodes. Returns receive_s and load_s."""
-        stage = self._penstock_current()
-        assert stage is not None
+        stage = self._penstock_stages().take()
         started = time.monotonic()
         tensors = list(stage.tensors())
         copies = getattr(self, "_penstock_copies", None)
@@ -95,8 +85,7 @@ class WeightStaging:
             self._penstock_reload(tensors)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self._penstock_stage = None
-        self._penstock_loaded = stage
+        self._penstock_slot.loaded = stage
         return stage.receive_s, time.monotonic() - started
 
     def _penstock_reload(self, tensors: NamedTensors) -> None:
@@ -114,13 +103,12 @@ class WeightStaging:
                 self._penstock_copies = _learned_copies(model, tensors)
 
     def penstock_abort(self) -> None:
-        stage = self._penstock_current()
-        self._penstock_stage = None
-        if stage is not None:
-            stage.abort()
+        self._penstock_stages().abort()
 
-    def _penstock_current(self) -> WeightStage | None:
-        return getattr(self, "_penstock_stage", None)
+    def _penstock_stages(self) -> StageSlot:
+        if not hasattr(self, "_penstock_slot"):
+            self._penstock_slot = StageSlot(Path(self.model_config.model), self.device, self.rank)
+        return self._penstock_slot
 
 
 def reload(model: Any, model_config: Any, tensors: NamedTensors) -> None:

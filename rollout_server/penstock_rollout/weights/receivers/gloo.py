@@ -1,7 +1,7 @@
 """gloo: join the publisher's process group over TCP and receive each bucket as a series of broadcasts.
 
 In a push to many workers this one may be a relay, which hands each piece on to a group of its own
-(penstock.weights.relay_groups)."""
+(penstock.weights.transports)."""
 
 from __future__ import annotations
 
@@ -22,8 +22,14 @@ from penstock.errors import WeightPushFailed, first_line_of
 from penstock.weights.checksums import RunningChecksum
 from penstock.weights.deadline import POLL_S, Deadline
 from penstock.weights.manifest import wire_sizes
-from penstock.weights.relay_groups import GroupPlace, group_places, is_divided
-from penstock.weights.transports import GLOO_PIECE_BYTES, GLOO_PIECES_AT_ONCE, PUBLISHER_RANK
+from penstock.weights.transports import (
+    GLOO_PIECE_BYTES,
+    GLOO_PIECES_AT_ONCE,
+    PUBLISHER_RANK,
+    GroupPlace,
+    group_places,
+    is_divided,
+)
 from penstock_rollout.weights.reception import Arrived, Reception
 
 CONNECT_RETRY_S = 0.05

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from penstock.errors import WeightPushFailed, first_line_of
-from penstock.weights.cuda.nccl_group import MAX_ENQUEUED, NcclGroup, NcclMeeting
-from penstock.weights.cuda.relay import NUM_SLOTS, Relay
+from penstock.weights.cuda.nccl_group import MAX_ENQUEUED, NUM_SLOTS, NcclGroup, NcclMeeting, Relay
 from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import wire_sizes
 from penstock_rollout.weights.reception import Arrived, Reception

@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from penstock_learner.agreement.check import MIN_STEPS, STRIKES, LogProbCheck, Verdict, disagreement
-from penstock_learner.agreement.samples import Comparison
+from penstock_learner.agreement.comparison import MIN_STEPS, STRIKES, Comparison, LogProbCheck, Verdict, disagreement
 
 NOISE = 1e-6
 

@@ -11,9 +11,9 @@ import pytest
 
 from penstock.errors import ConfigError, DiskFull, Fenced
 from penstock.replay.queue_types import GoneBack
+from penstock_learner.checkpoint_files import write_manifest
 from penstock_learner.checkpoints.checkpoint import TRAINER_FILE, CheckpointStore, TrainerState, read_state
 from penstock_learner.checkpoints.going_back import record_going_back
-from penstock_learner.checkpoints.manifest import write_manifest
 
 
 def make(store: CheckpointStore, step: int, term: int = 1, resumed_from: str = "") -> Path:

@@ -21,12 +21,12 @@ from penstock.config.loading import validate
 from penstock.config.service import ReplayConfig
 from penstock.errors import CheckpointDamaged, ConfigError, DiskFull, ProcessDied, TrainingDiverged
 from penstock.machine.disk_space import folder_bytes
+from penstock_learner.checkpoint_files import MANIFEST_FILE
 from penstock_learner.checkpoints.checkpoint import TRAINER_FILE, CheckpointStore, TrainerState
 from penstock_learner.checkpoints.ledger import Ledger
 from penstock_learner.checkpoints.loading import load_checkpoint
-from penstock_learner.checkpoints.manifest import MANIFEST_FILE
 from penstock_learner.checkpoints.writer import CheckpointWriter
-from penstock_learner.loop.take_over import TakeOver, take_over
+from penstock_learner.loop.take_over import TakeOver, choose_checkpoint, take_over
 from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.roles.critic import CriticWorker
 from penstock_learner.roles.policy import PolicyWorker
@@ -168,7 +168,8 @@ def test_the_one_before_a_damaged_checkpoint_is_taken(
         async def load(path: Path) -> None:
             await load_checkpoint(path, roles)
 
-        return await take_over(queue, store, CheckpointConfig(), load, settle_s=0)
+        chosen = await choose_checkpoint(queue, store, CheckpointConfig())
+        return await take_over(queue, store, CheckpointConfig(), chosen, load, settle_s=0)
 
     queue = MemoryReplayQueue(MemoryStore(), ReplayConfig())
     assert asyncio.run(taken_over(queue)).state.step == 4 and same(weights(roles), saved)

@@ -9,15 +9,14 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from penstock_learner import file_checksums
-from penstock_learner.checkpoints.manifest import MANIFEST_FILE, read_manifest
-from penstock_learner.file_checksums import FileRecord, PieceChecksums, find_damage
+from penstock_learner import checkpoint_files
+from penstock_learner.checkpoint_files import MANIFEST_FILE, FileRecord, PieceChecksums, find_damage, read_manifest
 
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_checksums, "PIECE_BYTES", 1000)
-    monkeypatch.setattr(file_checksums, "READ_BYTES", 300)
+    monkeypatch.setattr(checkpoint_files, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(checkpoint_files, "READ_BYTES", 300)
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 999, 1000, 1001, 3500])

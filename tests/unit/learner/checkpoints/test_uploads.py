@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -14,6 +18,7 @@ from penstock.fetching.object_folder import ObjectFolder
 from penstock.replay.queue_types import GoneBack
 from penstock_learner.checkpoints.checkpoint import CheckpointStore, TrainerState, read_state
 from penstock_learner.checkpoints.ledger import Ledger
+from penstock_learner.checkpoints.loading import verify_in_this_process
 from penstock_learner.checkpoints.uploads import FIELD, CheckpointUploads
 from penstock_learner.checkpoints.writer import CheckpointWriter
 from penstock_learner.metrics import LearnerMetrics
@@ -119,6 +124,31 @@ def test_a_damaged_object_is_found_and_the_checkpoint_before_is_fetched(
     assert "term-000001-step-00000002 cannot be used" in caplog.text
     assert names(second.candidates("auto")) == ["term-000001-step-00000001"]
     assert caplog.text.count("fetching term-000001-step-00000002") <= 1, "it is not fetched again"
+
+
+def test_two_that_fetch_into_one_folder_never_tear_it(
+    empty: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = checkpoints_in(tmp_path / "a")
+    first.upload(write(first, 1))
+    folder = tmp_path / "b"
+    folder.mkdir()
+    for name, age_s in (("fetch-of-a-crash", 3 * 86_400), ("fetch-that-runs", 60)):
+        (folder / name).mkdir()
+        os.utime(folder / name, (time.time() - age_s, time.time() - age_s))
+    both, read = Barrier(2, timeout=30), ObjectFolder.read
+
+    def at_the_same_time(self: ObjectFolder, name: str) -> bytes:
+        both.wait()
+        return read(self, name)
+
+    monkeypatch.setattr(ObjectFolder, "read", at_the_same_time)
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda _: checkpoints_in(folder).candidates("auto"), range(2)))
+    assert [names(each) for each in found] == [["term-000001-step-00000001"]] * 2
+    verify_in_this_process(found[0][0])
+    assert sorted(path.name for path in folder.iterdir()) == ["fetch-that-runs", "term-000001-step-00000001"]
+    assert "cannot be used" not in caplog.text
 
 
 def test_checkpoints_that_the_run_gave_up_are_not_fetched(empty: ObjectStore, tmp_path: Path) -> None:

@@ -16,8 +16,7 @@ from penstock.config.service import ReplayConfig
 from penstock.errors import DeadlineExceeded
 from penstock.trajectory import Group
 from penstock_learner.checkpoints.ledger import Ledger
-from penstock_learner.loop.batch_ahead import BatchAhead
-from penstock_learner.loop.batch_reader import BatchReader
+from penstock_learner.loop.batches import BatchAhead, BatchReader
 from penstock_learner.loop.roll_back import RollBack
 from penstock_learner.loop.training_step import TrainingStep
 from support.groups import made_by

@@ -17,11 +17,8 @@ from penstock.config.service import ReplayConfig
 from penstock.errors import DeadlineExceeded, InvalidInput
 from penstock.trajectory import SESSION_SERVER, Group
 from penstock_learner.checkpoints.ledger import Ledger
-from penstock_learner.loop import batch_reader
-from penstock_learner.loop.batch_reader import BatchReader
-from penstock_learner.loop.data_end import DataEnd
-from penstock_learner.loop.failed_rewards import FailedRewards
-from penstock_learner.loop.group_filter import reason_to_discard
+from penstock_learner.loop import batches
+from penstock_learner.loop.batches import BatchReader, DataEnd, FailedRewards, reason_to_discard
 from penstock_learner.loop.roll_back import RollBack, in_steps, oldest_version
 from support.groups import made_by, make_group
 from support.memory_queue import MemoryReplayQueue
@@ -166,14 +163,14 @@ async def test_a_batch_that_is_read_ahead_has_no_deadline_until_it_is_wanted() -
 
 
 async def test_groups_are_decoded_without_blocking_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    started, released, decode_group = threading.Event(), threading.Event(), batch_reader.decode_group
+    started, released, decode_group = threading.Event(), threading.Event(), batches.decode_group
 
     def held(payload: bytes) -> Group:
         started.set()
         assert released.wait(10), "the event loop was blocked"
         return decode_group(payload)
 
-    monkeypatch.setattr(batch_reader, "decode_group", held)
+    monkeypatch.setattr(batches, "decode_group", held)
     reader = reader_of(await queue_with(REPLAY, [make_group(1), make_group(2)]))
     reading = asyncio.create_task(reader.read(1, 0))
     assert await asyncio.to_thread(started.wait, 10)
@@ -182,7 +179,7 @@ async def test_groups_are_decoded_without_blocking_the_event_loop(monkeypatch: p
 
 
 async def test_a_batch_larger_than_one_decoding_call_keeps_its_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_reader, "DECODED_AT_ONCE", 2)
+    monkeypatch.setattr(batches, "DECODED_AT_ONCE", 2)
     replay = ReplayConfig(groups_per_step=5, max_staleness=10)
     queue = await queue_with(replay, [make_group(1), make_group(2), b"rubbish", *map(make_group, (4, 5, 6))])
     assert (await reader_of(queue, replay).read(1, 0)).prompt_ids == [1, 2, 4, 5, 6]

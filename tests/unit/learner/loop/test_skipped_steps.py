@@ -15,7 +15,7 @@ from penstock_learner.algorithms.losses import LossStatistics
 from penstock_learner.batches.partition import partition
 from penstock_learner.batches.sequence_batch import batch_of
 from penstock_learner.optim.step import OptimizerStep
-from penstock_learner.roles.update_reports import UpdateReport
+from penstock_learner.roles.dispatch import UpdateReport
 from penstock_learner.steps.skipped_updates import SkippedSteps
 from support.groups import make_group
 

@@ -12,11 +12,11 @@ from prometheus_client import CollectorRegistry
 
 from penstock.config.loading import validate
 from penstock.errors import ConfigError, Fenced, RoleDied, Unavailable
+from penstock_learner.checkpoint_files import FileRecord, find_damage
 from penstock_learner.checkpoints.checkpoint import TrainerState
-from penstock_learner.file_checksums import FileRecord, find_damage
 from penstock_learner.loop import controller as controller_module
 from penstock_learner.loop.controller import LearnerController
-from penstock_learner.loop.take_over import take_over
+from penstock_learner.loop.take_over import choose_checkpoint, take_over
 from penstock_learner.metrics import LearnerMetrics
 from support.memory_queue import MemoryReplayQueue
 from support.memory_store import MemoryStore
@@ -186,7 +186,8 @@ async def test_nothing_is_trained_while_redis_may_lose_that_the_run_went_back(
             asyncio.get_running_loop().call_later(0.02, setattr, queue.store, "gone_back", None)
 
     config = controller.config.learner.checkpoint.model_copy(update={"resume": str(target), "go_back": True})
-    taking = take_over(queue, controller.checkpoints, config, load, settle_s=0.05)
+    chosen = await choose_checkpoint(queue, controller.checkpoints, config)
+    taking = take_over(queue, controller.checkpoints, config, chosen, load, settle_s=0.05)
     if is_lost:
         with pytest.raises(Unavailable, match="lost that the run went back; start the learner again"):
             await taking

@@ -21,8 +21,8 @@ from penstock_learner.batches.sequence_batch import batch_of
 from penstock_learner.loop.roll_back import RollBack
 from penstock_learner.loop.step_metrics import mean_rewards, overhead_metrics, reward_part_means
 from penstock_learner.metrics import MAX_REWARD_PARTS, LearnerMetrics
-from penstock_learner.steps.advantages import with_advantages
 from penstock_learner.steps.skipped_updates import SkippedSteps
+from penstock_learner.steps.stages import with_advantages
 from support.groups import groups_of, made_by, make_group
 from support.learner_ranks import make_step
 from support.scripted_engines import make_tokenizer_folder, spelled

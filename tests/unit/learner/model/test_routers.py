@@ -21,10 +21,10 @@ from penstock_learner.model.attention.sequence_parallel import SequenceParallel
 from penstock_learner.model.backbone import ModelInputs
 from penstock_learner.model.causal_lm import CausalLM, load_model
 from penstock_learner.model.routers import _laid_out, find_routers, watch_routers
+from penstock_learner.roles.dispatch import UpdateReport
 from penstock_learner.roles.policy import PolicyWorker
-from penstock_learner.roles.update_reports import UpdateReport
 from penstock_learner.start_check import _check_structure
-from penstock_learner.steps.advantages import denominators_of, with_advantages
+from penstock_learner.steps.stages import denominators_of, with_advantages
 from penstock_learner.steps.update_metrics import router_metrics
 from support.groups import make_group
 from support.learner_ranks import make_rank, with_model
@@ -147,7 +147,7 @@ def test_the_load_of_the_experts_is_relative_to_their_layer() -> None:
         """The part of an UpdateReport that is read."""
 
         def __init__(self, *counts: list[float]) -> None:
-            from penstock_learner.roles.update_reports import RouterReport
+            from penstock_learner.roles.dispatch import RouterReport
 
             self.routers = RouterReport(1.5, np.array(counts, dtype=np.float32), 0.5)
 

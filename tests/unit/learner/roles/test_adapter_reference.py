@@ -14,8 +14,8 @@ from penstock.config.loading import validate
 from penstock.errors import ConfigError
 from penstock_learner.batches.partition import RankShard
 from penstock_learner.batches.sequence_batch import batch_of
+from penstock_learner.roles.frozen import ReferenceWorker
 from penstock_learner.roles.policy import PolicyWorker
-from penstock_learner.roles.reference import ReferenceWorker
 from support.groups import make_group
 from support.learner_ranks import make_rank, make_step, with_model
 

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.config.run import ModelConfig, RunConfig
 from penstock.errors import Unavailable
-from penstock_learner.roles.actors import ray_cluster
+from penstock_learner.roles import ray_cluster
 
 TOO_SLOW = "The current node timed out during startup."
 

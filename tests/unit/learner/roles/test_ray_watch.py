@@ -17,9 +17,8 @@ from penstock.config.loading import validate
 from penstock.config.run import RunConfig
 from penstock.errors import RayDied, RoleDied
 from penstock_learner import __main__ as learner_main
-from penstock_learner.roles.actors import ray_cluster as ray_cluster_module
-from penstock_learner.roles.actors.ray_cluster import ray_cluster
-from penstock_learner.roles.actors.ray_watch import own_processes, run_beside, watch_address, watch_processes
+from penstock_learner.roles import ray_cluster as ray_cluster_module
+from penstock_learner.roles.ray_cluster import own_processes, ray_cluster, run_beside, watch_address, watch_processes
 
 
 @pytest.fixture

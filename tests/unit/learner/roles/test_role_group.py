@@ -13,10 +13,9 @@ from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError
 from penstock.config.loading import validate
 from penstock.config.run import RunConfig
 from penstock.errors import Fenced, ProcessDied, RoleDied, Unavailable
-from penstock_learner.roles.actors import role_actors
-from penstock_learner.roles.actors.role_actors import RoleActors
-from penstock_learner.roles.actors.role_group import RoleGroup, run_with_ranks
+from penstock_learner.roles import role_group
 from penstock_learner.roles.rank import Rank
+from penstock_learner.roles.role_group import RoleActors, RoleGroup, run_with_ranks
 
 NUM_RANKS = 2
 
@@ -291,7 +290,7 @@ def test_ranks_that_end_while_they_are_looked_up_are_left_out(monkeypatch: pytes
         return name
 
     names = ["policy-0-1", "policy-0-2", "policy-1-2", "critic-0-1"]
-    monkeypatch.setattr(role_actors, "list_named_actors", lambda: names)
+    monkeypatch.setattr(role_group, "list_named_actors", lambda: names)
     monkeypatch.setattr(ray, "get_actor", get_actor)
     config = validate({"run": "r", "model": {"path": "m"}, "learner": {"ray_address": "head:6379"}}, "test")
     found = RoleActors(config, "policy", config.learner.policy, reserved=None).find()

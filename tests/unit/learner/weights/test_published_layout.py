@@ -20,7 +20,7 @@ from penstock_learner.model.published_layout import fit_to_folder, model_without
 from penstock_learner.start_check import _check_structure
 from penstock_learner.weights.gathering import PushedWeights
 from penstock_learner.weights.publisher import WeightPublisher
-from penstock_rollout.weights.adapter import check_adapter, merged_weights
+from penstock_rollout.weights.model_tensors import check_adapter, merged_weights
 from support.learner_ranks import with_model
 from support.tiny_architectures import ARCHITECTURES, tiny_model
 

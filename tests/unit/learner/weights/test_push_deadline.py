@@ -11,9 +11,9 @@ import pytest
 from penstock.v1 import weights_pb2
 from penstock.weights import deadline as deadline_module
 from penstock.weights.deadline import Deadline
-from penstock_learner.weights.push_attempt import PushAttempt
-from penstock_learner.weights.push_report import PushReport
-from penstock_learner.weights.senders.sender import PushTarget, Shipment
+from penstock_learner.weights.publisher import attempt
+from penstock_learner.weights.push import PushReport, PushTarget
+from penstock_learner.weights.senders.sender import Shipment
 
 TIMEOUT_S = 20.0
 
@@ -58,8 +58,7 @@ class Push:
         report = PushReport(1)
         itself: Any = self
         shipment: Any = Shipment(weights_pb2.WeightManifest(policy_version=1), itself)
-        outcome = PushAttempt(shipment, [PushTarget("a", "")], itself, itself, TIMEOUT_S, report).run()
-        return outcome.failed, report
+        return attempt(shipment, [PushTarget("a", "")], itself, itself, TIMEOUT_S, report), report
 
 
 def test_a_commit_has_the_rest_of_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:

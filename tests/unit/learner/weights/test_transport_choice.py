@@ -6,8 +6,8 @@ import pytest
 
 from penstock.weights.transports import TRANSPORTS
 from penstock_learner.weights.memory import MemoryKind
-from penstock_learner.weights.senders.sender import PushTarget
-from penstock_learner.weights.senders.transport_choice import PublisherPlace, choose_transport
+from penstock_learner.weights.push import PushTarget
+from penstock_learner.weights.senders.choice import PublisherPlace, choose_transport
 
 NCCL = "2.28.9"
 

@@ -1,0 +1,456 @@
+"""Batches: the only reader of the replay queue takes groups, checks them, and completes one batch after another.
+
+Ranks never read. The groups that were taken for a step are listed in that step's manifest in Redis, so a successor
+gets the same batch.
+
+The batch of the next step is prepared while the current step trains: read, then passed through the frozen roles.
+Reference log-probs and the reward model's scores depend on the groups alone, so they can be computed ahead. The
+policy's log-probs and the critic's values depend on the update before them, and cannot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.cancellation import end_task
+from penstock.codec import decode_group
+from penstock.config.dataset import DatasetConfig
+from penstock.config.learner import LearnerConfig
+from penstock.config.service import ReplayConfig
+from penstock.errors import DeadlineExceeded, InvalidInput, PoisonGroup
+from penstock.feed.run_end import data_has_ended
+from penstock.replay.contract import GroupConsumer
+from penstock.replay.queue_types import Delivery
+from penstock.samples.selection import is_sampled
+from penstock.trajectory import SESSION_SERVER, Group
+from penstock_learner.agreement.quarantine import ServerQuarantine
+from penstock_learner.batches.sequence_batch import SequenceBatch, no_sequences
+from penstock_learner.batches.token_check import check_tokens
+from penstock_learner.checkpoints.ledger import Ledger
+from penstock_learner.loop.roll_back import RollBack, oldest_version
+from penstock_learner.loop.training_step import TrainingStep
+
+logger = logging.getLogger(__name__)
+NO_SPREAD, PASS_RATE, TOO_LONG = "no_spread", "pass_rate", "too_long"
+
+
+def reason_to_discard(group: Group, config: ReplayConfig) -> str:
+    """Why the group is not trained, as one word for the metric; empty if it is. Only samples with a trained token
+    count, and not the greedy baseline."""
+    limits = config.group_filter
+    samples = [sample for sample in group.trajectories if sample.has_trained_token]
+    rewards = [sample.reward for sample in samples]
+    # A group with one sample counts as having spread: the sample is not compared with itself. A session is one sample,
+    # however many paths it has.
+    spread = max(rewards, default=0.0) - min(rewards, default=0.0)
+    num_samples = len({sample.episode or -number for number, sample in enumerate(samples, 1)})
+    if num_samples != 1 and (config.dynamic_sampling and spread == 0 or spread < limits.min_spread):
+        return NO_SPREAD
+    drawn = [sample.reward for sample in samples if not sample.is_baseline]
+    rate = sum(reward >= limits.pass_reward for reward in drawn) / len(drawn) if drawn else 0.0
+    if not limits.min_pass_rate <= rate <= limits.max_pass_rate:
+        return PASS_RATE
+    longest = max((len(sample.token_ids) for sample in group.trajectories), default=0)
+    return TOO_LONG if limits.max_response_tokens is not None and longest > limits.max_response_tokens else ""
+
+
+async def pause_nothing(reason: str) -> None:
+    """For readers without a run to pause."""
+    del reason
+
+
+class FailedRewards:
+    """Counts failed rewards over the newest `groups_per_step` groups, or over the groups of the last, smaller step.
+
+    When their share reaches `limit`, the run is paused with the reason. From then on, groups with failed rewards are
+    not trained: their prompts are sampled again after the run was resumed. The first group without a failure ends
+    that."""
+
+    def __init__(
+        self, limit: float | None, groups_per_step: int, pause: Callable[[str], Awaitable[None]] = pause_nothing
+    ) -> None:
+        """`limit` None trains on every group, whatever its rewards."""
+        self.limit = limit
+        self.pause = pause
+        self.refuses = False
+        self._newest: deque[tuple[int, int]] = deque(maxlen=groups_per_step)
+        """Failed and all samples of each group."""
+
+    async def observe(self, group: Group) -> None:
+        num_failed = num_failed_rewards(group)
+        if self.limit is None:
+            return
+        if not num_failed:
+            self.refuses = False
+        self._newest.append((num_failed, len(group.trajectories)))
+        if len(self._newest) == self._newest.maxlen:
+            await self._judge(self._newest)
+
+    async def judge_last(self, groups: Sequence[Group]) -> None:
+        """Judge the last step, which has fewer groups than the others, by its own samples alone."""
+        if groups:
+            await self._judge([(num_failed_rewards(group), len(group.trajectories)) for group in groups])
+
+    async def _judge(self, counts: Collection[tuple[int, int]]) -> None:
+        """Pause the run if the share of failed samples has reached the limit."""
+        failed, samples = sum(failed for failed, _ in counts), sum(samples for _, samples in counts)
+        if self.limit is None or failed < self.limit * samples:
+            return
+        self._newest.clear()
+        self.refuses = True
+        reason = (
+            f"the reward failed on {failed} of the newest {samples} samples; correct the reward, start the run again, "
+            "and resume it"
+        )
+        logger.error("the run pauses: %s", reason)
+        await self.pause(reason)
+
+    def is_refused(self, group: Group) -> bool:
+        return self.refuses and num_failed_rewards(group) > 0
+
+
+def num_failed_rewards(group: Group) -> int:
+    return sum(trajectory.reward_failed for trajectory in group.trajectories)
+
+
+REMAINDER = "remainder"
+"""Reason of groups that are dropped because they do not fill the last batch (`dataset.last_batch: drop`)."""
+
+
+class DataEnd:
+    """The end of the dataset of one run: the feed has submitted all epochs, and every prompt has left the queue."""
+
+    def __init__(self, queue: GroupConsumer, config: DatasetConfig) -> None:
+        self.queue = queue
+        self.config = config
+
+    @property
+    def drops_remainder(self) -> bool:
+        return self.config.last_batch == "drop"
+
+    async def is_reached(self) -> bool:
+        """Whether no more groups will come. Groups that the learner has taken do not count."""
+        return await data_has_ended(self.queue, self.config)
+
+    async def raise_if_nothing_was_trained(self, step: int) -> None:
+        """Raise InvalidInput if the data ended before the first step: such a run has not gone well."""
+        if step > 0:
+            return
+        stat = await self.queue.stat()
+        what = f"{stat.dead_lettered} prompts were dead-lettered and {stat.discarded} groups were dropped"
+        advice = "correct the dataset, the model's chat template or rollout.prompt, and start a new run"
+        if not stat.inserted:
+            what = f"all {stat.dead_lettered} prompts were dead-lettered, and there is nothing to train on"
+        if (await self.queue.expired_reasons()).get(REMAINDER):
+            what = "it has fewer prompts than replay.groups_per_step"
+            advice = "set dataset.last_batch to train, or lower replay.groups_per_step"
+        raise InvalidInput(f"dataset {self.config.name!r}", f"it ended before the first step: {what}; {advice}")
+
+
+WAIT_S = 1.0
+"""Longest wait for a signal that a group is ready. A lost signal costs no more than this."""
+GATHER_S = 0.02
+"""Pause after the signal, so that groups that come shortly after each other are taken together."""
+REWARD_FAILED = "reward_failed"
+DECODED_AT_ONCE = 32
+"""Groups that one thread call decodes. It bounds how long a cancelled read keeps a thread busy."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The groups of one step. There are fewer than `replay.groups_per_step` if the dataset has ended, and none if no
+    step follows."""
+
+    step: int
+    groups: tuple[Group, ...]
+    prompts: Mapping[int, bytes] = field(default_factory=dict)
+    """The encoded prompts of the groups whose text is written (`learner.samples`), by id. Empty bytes if it is gone."""
+
+    @property
+    def trace_parents(self) -> tuple[str, ...]:
+        """Trace contexts of the groups that are traced."""
+        return tuple(group.trace_parent for group in self.groups if group.trace_parent)
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        return [group.prompt_id for group in self.groups]
+
+
+class BatchReader:
+    """Completes one batch after another. `ledger`, `roll_backs` and `quarantine` belong to the term and are only read
+    here. Groups with tokens beyond `vocabulary_size` are malformed; without it, tokens are not checked. No deadline
+    runs out while the run `is_paused`.
+
+    Invariant: no prompt is in two batches. This holds even if Redis loses its newest writes and offers a group that was
+    already taken."""
+
+    def __init__(
+        self, queue: GroupConsumer, replay: ReplayConfig, learner: LearnerConfig, ledger: Ledger,
+        manifests: dict[int, list[int]], roll_backs: Sequence[RollBack] = (), vocabulary_size: int | None = None,
+        quarantine: ServerQuarantine | None = None,
+        failed_rewards: FailedRewards | None = None, is_paused: Callable[[], Awaitable[bool]] | None = None,
+        data_end: DataEnd | None = None,
+    ) -> None:  # fmt: skip
+        self.queue = queue
+        self.replay = replay
+        self.learner = learner
+        self.ledger = ledger
+        self.manifests = manifests
+        self.roll_backs = roll_backs
+        self.vocabulary_size = vocabulary_size
+        self.quarantine = quarantine
+        self.is_paused = is_paused
+        self.data_end = data_end
+        """Without it, a batch is always completed."""
+        self.failed_rewards = failed_rewards or FailedRewards(None, replay.groups_per_step)
+        self._in_batches: set[int] = set()
+        """Prompts of batches that were returned and are not in the ledger yet."""
+
+    async def read(self, step: int, policy_version: int, wanted: asyncio.Event | None = None) -> Batch:
+        """The batch of `step`: first the groups that an earlier learner took for it, then groups from the queue.
+
+        The deadline starts when `wanted` is set, or at once without it. So a batch that is read during a long step may
+        take as long as the step."""
+        self._in_batches = {prompt_id for prompt_id in self._in_batches if prompt_id not in self.ledger}
+        groups = await self._accept(self.manifests.pop(step, []), policy_version)
+        return await self._complete(step, groups, policy_version, wanted)
+
+    async def replace_outdated(self, batch: Batch, policy_version: int, wanted: asyncio.Event | None = None) -> Batch:
+        """The batch after a roll back: groups that may no longer be trained are replaced by others.
+
+        Returns the same object if there are none. The deadline is as in `read`."""
+        outdated = [group.prompt_id for group in batch.groups if self._is_outdated(group, policy_version)]
+        return await self.replace(batch, outdated, "stale", policy_version, wanted)
+
+    async def replace(
+        self, batch: Batch, prompt_ids: Collection[int], reason: str, policy_version: int,
+        wanted: asyncio.Event | None = None,
+    ) -> Batch:  # fmt: skip
+        """The batch with other groups in place of these, which are expired for `reason`.
+
+        Returns the same object if there are none. The deadline is as in `read`."""
+        if not prompt_ids:
+            return batch
+        kept = await self._without(batch.groups, prompt_ids, reason)
+        return await self._complete(batch.step, kept, policy_version, wanted)
+
+    async def _without(self, groups: Sequence[Group], prompt_ids: Collection[int], reason: str) -> list[Group]:
+        """The groups without those of these prompts, which are expired for `reason`."""
+        for group in groups:
+            if group.prompt_id in prompt_ids:
+                self._in_batches.discard(group.prompt_id)
+                await self._expire(group, reason)
+        return [group for group in groups if group.prompt_id not in prompt_ids]
+
+    async def _expire(self, group: Group, reason: str) -> None:
+        """Drop a group. Its prompt is sampled again, unless it was a session of a harness."""
+        if group.server_id == SESSION_SERVER:
+            await self.queue.discard(group.prompt_id, reason)
+        else:
+            await self.queue.expire(group.prompt_id, reason)
+
+    async def _without_failed(self, groups: Sequence[Group]) -> list[Group]:
+        """The groups without those that the limit on failed rewards refuses. Their prompts are sampled again."""
+        refused = [group.prompt_id for group in groups if self.failed_rewards.is_refused(group)]
+        return await self._without(groups, refused, REWARD_FAILED)
+
+    async def _complete(
+        self, step: int, groups: list[Group], policy_version: int, wanted: asyncio.Event | None = None
+    ) -> Batch:
+        deadline = math.inf
+        while (missing := self.replay.groups_per_step - len(groups)) > 0:
+            taken = await self.queue.take(step, missing)
+            groups += await self._accept(taken, policy_version)
+            groups = await self._without_failed(groups)
+            if not taken:
+                if self.data_end is not None and await self.data_end.is_reached():
+                    num_groups = len(groups)
+                    if not self.data_end.drops_remainder:
+                        await self.failed_rewards.judge_last(groups)
+                        groups = await self._without_failed(groups)
+                    if len(groups) == num_groups:
+                        return await self._remainder(step, groups, self.data_end)
+                    continue  # their prompts are pending again, so the data has not ended
+                if deadline == math.inf and (wanted is None or wanted.is_set()):
+                    deadline = time.monotonic() + self.learner.batch_timeout_s
+                if time.monotonic() > deadline and self.is_paused is not None and await self.is_paused():
+                    deadline = time.monotonic() + self.learner.batch_timeout_s
+                if time.monotonic() > deadline:
+                    raise DeadlineExceeded(
+                        f"step {step} has {len(groups)} of {self.replay.groups_per_step} groups after "
+                        f"{self.learner.batch_timeout_s:.0f} s; are prompts submitted and rollout servers READY?"
+                    )
+                await self.queue.wait_for_groups(min(WAIT_S, max(0.0, deadline - time.monotonic())))
+                await asyncio.sleep(GATHER_S)
+        return Batch(step, tuple(groups), await self._prompts(groups))
+
+    async def _remainder(self, step: int, groups: list[Group], data_end: DataEnd) -> Batch:
+        """The batch of the last step, from what is left of the dataset. Empty if nothing is left or it is dropped."""
+        if data_end.drops_remainder:
+            for group in groups:
+                self._in_batches.discard(group.prompt_id)
+                await self.queue.discard(group.prompt_id, REMAINDER)
+            groups = []
+        return Batch(step, tuple(groups), await self._prompts(groups))
+
+    async def _prompts(self, groups: Sequence[Group]) -> dict[int, bytes]:
+        """Prompts are deleted when their groups are committed, so they are read here, while an earlier step trains."""
+        ids = [group.prompt_id for group in groups if is_sampled(group.prompt_id, self.learner.samples.share)]
+        return dict(zip(ids, await self.queue.prompts(ids), strict=True))
+
+    async def _accept(self, prompt_ids: list[int], policy_version: int) -> list[Group]:
+        """The groups of these prompts that may be trained. They are decoded in a thread, so that pushes and heartbeats
+        continue on the event loop."""
+        accepted = []
+        deliveries = await self.queue.fetch(prompt_ids)
+        for first in range(0, len(deliveries), DECODED_AT_ONCE):
+            some = deliveries[first : first + DECODED_AT_ONCE]
+            for delivery, decoded in zip(some, await asyncio.to_thread(self._decode, some), strict=True):
+                group = await self._check(delivery, decoded, policy_version)
+                if group is not None:
+                    self._in_batches.add(group.prompt_id)
+                    accepted.append(group)
+        return accepted
+
+    def _decode(self, deliveries: Sequence[Delivery]) -> list[Group | PoisonGroup]:
+        """Decode the groups, in a thread. The result has an error in place of a group that cannot be trained."""
+        decoded: list[Group | PoisonGroup] = []
+        for delivery in deliveries:
+            try:
+                group = decode_group(delivery.payload)
+                if group.prompt_id != delivery.prompt_id:
+                    detail = f"it is stored as prompt {delivery.prompt_id} and says {group.prompt_id}"
+                    raise PoisonGroup("identity", detail)
+                if self.learner.algorithm.advantage.has_baseline and not _has_baseline(group):
+                    detail = "it has no greedy sample to compare with; is the servers' config the same?"
+                    raise PoisonGroup("shape", detail)
+                if self.vocabulary_size is not None:
+                    check_tokens(group, self.vocabulary_size)
+                decoded.append(group)
+            except PoisonGroup as error:
+                decoded.append(error)
+        return decoded
+
+    async def _check(self, delivery: Delivery, decoded: Group | PoisonGroup, policy_version: int) -> Group | None:
+        """The group, or None if it must not be trained.
+
+        A group is not trained if its prompt was trained already, if it is malformed, or if its server is in quarantine.
+        Depending on the config, it is also not trained if it is too old, if all rewards fail, or if its rewards or
+        lengths are filtered."""
+        if delivery.prompt_id in self._in_batches or delivery.prompt_id in self.ledger:
+            # A group that no checkpoint covers yet must stay: the next checkpoint commits it.
+            if self.ledger.is_durable(delivery.prompt_id):
+                await self.queue.commit(0, [delivery.prompt_id])
+            return None
+        if isinstance(decoded, PoisonGroup):
+            logger.warning("group of prompt %d is dead-lettered: %s", delivery.prompt_id, decoded)
+            await self.queue.dead_letter(delivery.prompt_id, f"{decoded.kind}: {decoded}")
+            return None
+        if self._is_outdated(decoded, policy_version):
+            await self._expire(decoded, "stale")
+            return None
+        if self.quarantine is not None and await self.quarantine.refuses(decoded):
+            await self._expire(decoded, "quarantined")
+            return None
+        await self.failed_rewards.observe(decoded)
+        if self.failed_rewards.is_refused(decoded):
+            await self._expire(decoded, REWARD_FAILED)
+            return None
+        if reason := reason_to_discard(decoded, self.replay):
+            await self.queue.discard(decoded.prompt_id, reason)
+            if self.quarantine is not None:
+                await self.quarantine.one_more_probe(decoded)
+            return None
+        return decoded
+
+    def _is_outdated(self, group: Group, policy_version: int) -> bool:
+        """Whether the group is too old (if `stale_policy` is drop), or has tokens of a version that was given up."""
+        staleness = policy_version - oldest_version(group, self.roll_backs)
+        is_stale = self.replay.stale_policy == "drop" and staleness > self.replay.max_staleness
+        return is_stale or any(roll_back.gave_up(group) for roll_back in self.roll_backs)
+
+
+def _has_baseline(group: Group) -> bool:
+    return sum(trajectory.is_baseline for trajectory in group.trajectories) == 1
+
+
+class BatchAhead:
+    """Holds two tasks: `reading`, and `forwards`, which starts when the batch is read.
+
+    Set `wanted` when training waits for the batch; its deadline starts then. Call `end` on a batch that will not be
+    trained."""
+
+    def __init__(
+        self,
+        reading: asyncio.Task[Batch],
+        forwards: asyncio.Task[SequenceBatch],
+        wanted: asyncio.Event,
+        replaced: BatchAhead | None = None,
+    ) -> None:
+        self.reading = reading
+        self.forwards = forwards
+        self.wanted = wanted
+        self.replaced = replaced
+        """The batch that this one was made from, whose tasks it awaits."""
+
+    @classmethod
+    def begin(cls, reader: BatchReader, training: TrainingStep, step: int, version: int) -> BatchAhead:
+        """Start to read the batch of `step`, which weights of `version` will train."""
+        wanted = asyncio.Event()
+        reading = asyncio.create_task(reader.read(step, version, wanted))
+
+        async def forwards() -> SequenceBatch:
+            return await _ahead(training, await reading)
+
+        return cls(reading, asyncio.create_task(forwards()), wanted)
+
+    def after_roll_back(self, reader: BatchReader, training: TrainingStep, version: int) -> BatchAhead:
+        """The same batch for rolled-back weights, which are now called `version`.
+
+        Groups that may no longer be trained are replaced. If there are none, the computed forwards are kept."""
+
+        async def replace_outdated() -> Batch:
+            return await reader.replace_outdated(await self.reading, version, self.wanted)
+
+        return self._again(training, replace_outdated())
+
+    def without(
+        self, reader: BatchReader, training: TrainingStep, prompt_ids: Collection[int], version: int
+    ) -> BatchAhead:
+        """The same batch with other groups in place of these, which come from servers in quarantine."""
+
+        async def replace() -> Batch:
+            return await reader.replace(await self.reading, prompt_ids, "quarantined", version, self.wanted)
+
+        return self._again(training, replace())
+
+    def _again(self, training: TrainingStep, read: Coroutine[Any, Any, Batch]) -> BatchAhead:
+        """A batch that is made from this one. The computed forwards are kept if it has the same groups."""
+        reading = asyncio.create_task(read)
+
+        async def forwards() -> SequenceBatch:
+            batch = await reading
+            # Awaited even if its result is not needed, and never cancelled: it may be restarting a role.
+            computed = await self.forwards
+            return computed if batch is self.reading.result() else await _ahead(training, batch)
+
+        return BatchAhead(reading, asyncio.create_task(forwards()), self.wanted, replaced=self)
+
+    async def end(self) -> None:
+        """Cancel the tasks, and those of the batch that this one replaced."""
+        for task in (self.forwards, self.reading):
+            await end_task(task)
+        if self.replaced is not None:
+            await self.replaced.end()
+
+
+async def _ahead(training: TrainingStep, batch: Batch) -> SequenceBatch:
+    """What is computed ahead. A batch without groups is never trained: the data has ended."""
+    return await training.ahead(batch.groups) if batch.groups else no_sequences()

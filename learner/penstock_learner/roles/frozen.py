@@ -1,0 +1,95 @@
+"""The frozen roles, which compute forward passes and never change: the reference and the reward model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from penstock_learner.batches.partition import RankShard
+from penstock_learner.batches.sequence_batch import SequenceBatch
+from penstock_learner.model.backbone import ModelInputs
+from penstock_learner.model.causal_lm import open_model
+from penstock_learner.model.loading.weights import read_weights
+from penstock_learner.model.retokenization import Retokenization
+from penstock_learner.model.scalar_model import ScalarModel, check_tokenizer, open_judge, open_scalar_model
+from penstock_learner.model.self_check import require_right
+from penstock_learner.model.sharding import shard
+from penstock_learner.roles.dispatch import dispatched
+from penstock_learner.roles.policy import forward_log_probs
+from penstock_learner.roles.rank import Rank
+
+
+class ReferenceWorker(Rank):
+    """One rank of the reference. Holds the initial weights, or those of the role's own path, and never changes them."""
+
+    role = "reference"
+
+    def load(self) -> None:
+        path, key = self.config.model.path, "model.path"
+        if self.settings.path is not None:
+            path, key = self.settings.path, self.path_key
+            check_tokenizer(path, self.config.model.path, key)
+        self.model = open_model(path, self.model_dtype, self.config.learner.logprob_chunk_tokens, key=key)
+        self.model.requires_grad_(False)
+        if self.world_size > 1:
+            shard(self.model)
+        read_weights(self.model, self.device)
+        require_right(self.model, key, self.device, self.model_dtype)
+
+    @dispatched(join="tokens")
+    def log_probs(self, part: RankShard) -> NDArray[np.float32]:
+        """[T] log-probs of this rank's micro-batches, concatenated."""
+        self.crash_point()
+        return forward_log_probs(self.model, part, self.device)
+
+
+class RewardModelWorker(Rank):
+    """One rank of the reward model. Holds the classifier or judge and never changes it."""
+
+    role = "reward_model"
+
+    def load(self) -> None:
+        config, key = self.settings, self.path_key
+        self.retokenize: Callable[[SequenceBatch], SequenceBatch] = lambda batch: batch
+        if config.tokenizer == "own":
+            self.retokenize = Retokenization(self.config.model.path, config.path, key)
+        else:
+            check_tokenizer(config.path, self.config.model.path, key)
+        self.question: list[int] = []
+        if config.judge is None:
+            self.model: ScalarModel = open_scalar_model(config.path, self.model_dtype, key=key, make_head=False)
+        else:
+            self.model, self.question = open_judge(
+                config.path, self.model_dtype, config.judge, key.removesuffix(".path")
+            )
+        self.model.requires_grad_(False)
+        if self.world_size > 1:
+            shard(self.model)
+        read_weights(self.model, self.device)
+        require_right(self.model, key, self.device, self.model_dtype)
+
+    @dispatched(join="sequences")
+    def scores(self, part: RankShard) -> NDArray[np.float32]:
+        """[S] one score for each sequence of this rank's micro-batches, in order.
+
+        The score is the model's output at the sequence's last token. For a judge, the question is appended first."""
+        self.crash_point()
+        results = []
+        with torch.no_grad():
+            for micro in part.micro_batches:
+                asked = followed_by(self.retokenize(micro), self.question)
+                last = torch.as_tensor(np.cumsum(asked.lengths) - 1, device=self.device)
+                results.append(self.model(ModelInputs.of(asked, self.device), last).cpu().numpy())
+        joined: NDArray[np.float32] = np.concatenate(results)
+        return joined
+
+
+def followed_by(batch: SequenceBatch, token_ids: Sequence[int]) -> SequenceBatch:
+    """Append these tokens to each sequence. Use the result for forward passes only: the [T] arrays do not change."""
+    ends = np.repeat(np.cumsum(batch.lengths), len(token_ids))
+    extended = np.insert(batch.token_ids, ends, np.tile(np.asarray(token_ids, dtype=np.int64), batch.num_sequences))
+    return replace(batch, token_ids=extended, lengths=batch.lengths + len(token_ids))

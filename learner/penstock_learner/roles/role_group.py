@@ -1,0 +1,400 @@
+"""A role as the controller sees it: the Ray actors of its ranks, calls to them, and their restarts.
+
+    RoleActors      makes the actors of one role, finds those that an earlier controller left, and frees their resources
+    RoleGroup       calls the ranks: all at once, with one deadline, and with one error that names the role
+    RoleRecovery    restarts roles whose ranks died or hang, a limited number of times
+
+A set of actors has one actor per rank. On a cluster that the learner joined (`learner.ray_address`), ranks outlive the
+controller: the next controller finds them by name and adopts them, which saves it the start of the processes and the
+loading of the models. Ranks that no controller has called for a while (rank.py) free their resources themselves. In a
+private Ray, ranks end with their controller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+import secrets
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError, RayTaskError
+from ray.util import list_named_actors, remove_placement_group
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from penstock.cancellation import end_task
+from penstock.config.learner import RoleConfig
+from penstock.config.run import RunConfig
+from penstock.errors import Fenced, PenstockError, ProcessDied, RoleDied
+from penstock_learner.metrics import LearnerMetrics
+from penstock_learner.roles.dispatch import Dispatch
+from penstock_learner.roles.workers import own_workers, worker_of
+
+logger = logging.getLogger(__name__)
+SAVE_LANE = "save"
+LANES = ("push", "catch_up", SAVE_LANE)
+"""Besides the training thread, each rank has one thread per lane: for pushes, catch-up pushes and checkpoints."""
+BEAT_LANE = "beat"
+"""The thread in which a rank learns that its controller is alive."""
+
+
+def namespace_of(config: RunConfig) -> str:
+    """Ray's namespace of a run. Names of actors are unique within it."""
+    return f"penstock-{config.run}"
+
+
+@dataclass(frozen=True)
+class RoleActors:
+    """Makes and finds the actors of a role, on resources that are reserved for it."""
+
+    config: RunConfig
+    name: str
+    role: RoleConfig
+    reserved: PlacementGroup
+
+    @property
+    def outlive_controller(self) -> bool:
+        return bool(self.config.learner.ray_address)
+
+    @property
+    def has_spares(self) -> bool:
+        return self.config.learner.spare_ranks
+
+    @property
+    def can_be_adopted(self) -> bool:
+        """Whether ranks that outlive their controller fit the next one. Those of a user's class may be of another
+        version of its file."""
+        own = self.config.learner.roles.get(self.name)
+        return own is None or not own.is_own_class
+
+    def prepare(self) -> None:
+        """Import the models, which `make` needs and a controller that adopts its ranks does not. Blocks for seconds."""
+        own_workers()
+
+    def make(self, number: int, owner: str) -> list[Any]:
+        """Make one actor per rank. `number` makes the names differ from those of the other sets."""
+        worker = worker_of(self.config.learner, self.name)
+        remote: Any = ray.remote(concurrency_groups=dict.fromkeys((*LANES, BEAT_LANE), 1))(worker)
+        share = 0.5 if self.has_spares else 1.0  # a rank and its spare have the same bundle
+        try:
+            return [
+                remote.options(
+                    name=f"{self.name}-{rank}-{number}",
+                    lifetime="detached" if self.outlive_controller else None,
+                    num_cpus=self.role.cpus_per_rank * share,
+                    num_gpus=self.role.gpus_per_rank * share,
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(
+                        self.reserved, placement_group_bundle_index=rank
+                    ),
+                ).remote(self.config, rank, self.role.num_ranks, owner, self.name)
+                for rank in range(self.role.num_ranks)
+            ]
+        except ValueError as error:
+            raise Fenced(f"{error}; another learner has started ranks of this run, stop this one") from error
+
+    def find(self) -> dict[int, list[Any]]:
+        """The sets that an earlier controller left, by number. A rank of a set may have died."""
+        if not self.outlive_controller:
+            return {}
+        sets: dict[int, dict[int, Any]] = defaultdict(dict)
+        for name in list_named_actors():
+            if match := re.fullmatch(rf"{self.name}-(\d+)-(\d+)", name):
+                with contextlib.suppress(ValueError):  # it has ended meanwhile
+                    sets[int(match[2])][int(match[1])] = ray.get_actor(name)
+        return {number: [ranks[rank] for rank in sorted(ranks)] for number, ranks in sorted(sets.items())}
+
+    def give_up(self) -> None:
+        """End all ranks of the role's resource group, and free its resources."""
+        remove_placement_group(self.reserved)
+
+
+OTHER_ERRORS_S = 5.0
+"""How long to wait for the errors of other ranks after one has failed. When a rank dies, another rank may report a lost
+connection first, which does not explain the failure."""
+ADOPT_S = 30.0
+"""How long a rank may take to end the call of a dead controller. A rank whose partner never got that call waits longer,
+in a collective operation that cannot end: it is killed."""
+DEATHS = (RayActorError, NodeDiedError, ObjectLostError)
+"""Errors that mean that a rank died. A large answer is lost if its node dies after the rank has answered."""
+END_S = 10.0
+BEAT_S = 10.0
+
+
+async def gather_all(*calls: Awaitable[Any]) -> list[Any]:
+    """The results of all calls. Waits for every call to end, then raises the first error if there was one."""
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+async def send_beats(roles: Iterable[RoleGroup]) -> None:
+    """Tell the ranks again and again that their controller is alive."""
+    while True:
+        for role in roles:
+            role.beat()
+        await asyncio.sleep(BEAT_S)
+
+
+async def keep_spares(roles: Iterable[RoleGroup]) -> None:
+    """Replace the spares that were used or have died, again and again."""
+    while True:
+        for role in roles:
+            await role.refill_spares()
+        await asyncio.sleep(BEAT_S)
+
+
+async def run_with_ranks(work: Awaitable[None], roles: Collection[RoleGroup], stopping: asyncio.Event) -> None:
+    """Do the controller's work, with beats and spares beside it. Then end the ranks, or let them wait for a successor
+    if the controller is to stop.
+
+    If the work fails because a rank fails that is still alive, for example with a broken CUDA context, the ranks end
+    too: they would fail every controller that adopts them. After any other error they wait for the next controller."""
+    beside = [asyncio.create_task(task) for task in (send_beats(roles), keep_spares(roles))]
+    try:
+        try:
+            await work
+        finally:
+            for task in beside:
+                await end_task(task)
+    except ProcessDied:
+        await gather_all(*(role.end() for role in roles))
+        raise
+    await gather_all(*(role.end(await_successor=stopping.is_set()) for role in roles))
+
+
+class RoleGroup:
+    """The actors of one role, rank by rank.
+
+    One set of actors is up at a time. With `learner.spare_ranks` there is a second one, whose processes are started but
+    have loaded no model: it replaces the first when one of its ranks dies."""
+
+    def __init__(self, source: RoleActors, timeout_s: float) -> None:
+        self.source = source
+        self.name = source.name
+        self.worker = f"{self.name.title().replace('_', '')}Worker"
+        self.timeout_s = timeout_s
+        self.owner = secrets.token_hex(8)
+        """Identifies this controller to the ranks, which refuse the calls of every other one."""
+        self.actors: list[Any] = []
+        self.spares: list[Any] = []
+        self.num_sets = 0
+        self.is_up = False
+        """Whether the newest set was started completely. Its ranks may have died since."""
+        self.declarations: dict[str, Dispatch] = {}
+        """The methods that steps may call, as the ranks declare them."""
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.actors)
+
+    async def start(self) -> None:
+        """Kill the actors of the earlier set, take a new set, form its process group and load the model."""
+        self.is_up = False
+        if self.num_sets == 0:
+            self._kill_kept()
+        for actor in self.actors:
+            ray.kill(actor)
+        self.actors, self.spares = self.spares or self._make_set(), []
+        rendezvous = await self.call_rank(0, "rendezvous")
+        await self.call_all("join", rendezvous)
+        await self.call_all("load")
+        self.declarations = await self.call_rank(0, "declarations")
+        await self.call_all("mark_up")
+        self.is_up = True
+
+    async def adopt(self) -> bool:
+        """Take the ranks that an earlier controller left. False if there are none, or if they are not fit for use:
+        one is dead or busy, or they were started with another config. Ranks that are not fit are killed.
+
+        From here on the ranks refuse the calls of every earlier controller. They may have trained further than the
+        newest checkpoint: restore it before they are used."""
+        if not self.source.can_be_adopted:
+            return False  # `start` kills them
+        for number, actors in self.source.find().items():
+            self.num_sets = number
+            states = await self._adopt_set(actors)
+            if states == {"up"} and not self.is_up:
+                self.actors, self.is_up = actors, True
+            elif states == {"spare"} and not self.spares:
+                self.spares = actors
+            else:
+                for actor in actors:
+                    ray.kill(actor)
+        if self.is_up:
+            self.declarations = await self.call_rank(0, "declarations")
+        return self.is_up
+
+    async def refill_spares(self) -> None:
+        """Make the spares if there are none, or if one of them has died. Called beside training."""
+        spares = self.spares
+        if spares:
+            try:
+                await self._gather(
+                    "beat", [self._call(actor, "beat", lane=BEAT_LANE) for actor in spares], self.timeout_s
+                )
+            except ProcessDied:
+                if self.spares is spares:  # the role has not needed them meanwhile
+                    self.spares = []
+                    for actor in spares:
+                        ray.kill(actor)
+        elif self.source.has_spares:
+            await asyncio.to_thread(self.source.prepare)
+        if self.is_up and self.source.has_spares and not self.spares:
+            self.spares = self._make_set()
+
+    def _kill_kept(self) -> None:
+        """Kill the ranks that an earlier controller left."""
+        for number, actors in self.source.find().items():
+            self.num_sets = number
+            for actor in actors:
+                ray.kill(actor)
+
+    async def _adopt_set(self, actors: list[Any]) -> set[str]:
+        """The states of the ranks after they were adopted; empty if one of them cannot be used."""
+        if len(actors) != self.source.role.num_ranks:
+            return set()
+        calls = [actor.adopt.remote(self.owner, self.source.config) for actor in actors]
+        try:
+            states = set(await self._gather("adopt", calls, ADOPT_S))
+            if states == {"up"}:
+                # A push or a checkpoint of the controller before may still run.
+                idle = [self._call(actor, "wait_idle", lane=lane) for lane in LANES for actor in actors]
+                await self._gather("wait_idle", idle, ADOPT_S)
+        except PenstockError as error:
+            logger.warning("%s; the ranks of the %s role are started again", error, self.name)
+            return set()
+        return states
+
+    def beat(self) -> None:
+        """Tell the ranks that their controller is alive. Does not wait for them."""
+        for actor in (*self.actors, *self.spares):
+            self._call(actor, "beat", lane=BEAT_LANE)
+
+    async def end(self, *, await_successor: bool = False) -> None:
+        """End the ranks and free their resources, unless another controller has adopted them.
+
+        With `await_successor`, ranks that outlive their controller wait a short time for the next one."""
+        if not self.actors and self.source.find():
+            return  # this controller has adopted none of them
+        waits = await_successor and self.source.outlive_controller
+        method = "await_successor" if waits else "beat"
+        calls = [self._call(actor, method, lane=BEAT_LANE) for actor in (*self.actors, *self.spares)]
+        try:
+            if calls:
+                await self._gather(method, calls, END_S)
+        except Fenced:
+            return
+        except PenstockError as error:
+            logger.warning("%s; its ranks are ended", error)
+            waits = False
+        if not waits:
+            self.source.give_up()
+
+    async def call_all(self, method: str, *arguments: Any) -> list[Any]:
+        """Make the same call to every rank."""
+        return await self.call_each(method, [arguments] * self.num_ranks)
+
+    async def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Call every rank, rank i with arguments[i]. Returns all results, or raises one error."""
+        references = [self._call(actor, method, *own) for actor, own in zip(self.actors, arguments, strict=True)]
+        return await self._gather(method, references, self.timeout_s)
+
+    async def call_rank(self, rank: int, method: str, *arguments: Any) -> Any:
+        reference = self._call(self.actors[rank], method, *arguments)
+        return (await self._gather(method, [reference], self.timeout_s))[0]
+
+    async def call_beside(self, lane: str, method: str, *arguments: Any, timeout_s: float) -> Any:
+        """Call rank 0 in the lane's thread, which runs beside training."""
+        reference = self._call(self.actors[0], method, *arguments, lane=lane)
+        return (await self._gather(method, [reference], timeout_s))[0]
+
+    async def call_all_beside(self, lane: str, method: str, *arguments: Any) -> list[Any]:
+        """Call every rank in the lane's thread, which runs beside training."""
+        references = [self._call(actor, method, *arguments, lane=lane) for actor in self.actors]
+        return await self._gather(method, references, self.timeout_s)
+
+    def _call(self, actor: Any, method: str, *arguments: Any, lane: str | None = None) -> Any:
+        """Begin a call, as the owner of the rank. Process titles and timelines show it as a call of `method`."""
+        options = {"name": f"{self.worker}.{method}"} | ({"concurrency_group": lane} if lane else {})
+        return actor.call.options(**options).remote(self.owner, method, *arguments)
+
+    def _make_set(self) -> list[Any]:
+        self.num_sets += 1
+        return self.source.make(self.num_sets, self.owner)
+
+    async def _gather(self, method: str, references: list[Any], timeout_s: float) -> list[Any]:
+        calls = [asyncio.ensure_future(reference) for reference in references]
+        try:
+            _, running = await asyncio.wait(calls, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+            errors = [error for call in calls if call.done() and (error := call.exception())]
+            if running and errors:
+                await asyncio.wait(running, timeout=OTHER_ERRORS_S)
+                errors = [error for call in calls if call.done() and (error := call.exception())]
+            elif running:
+                raise RoleDied(
+                    self.name,
+                    f"{self.name}.{method} did not finish in {timeout_s:.0f} s; a rank hangs or is overloaded "
+                    "(see its log, or raise learner.rank_timeout_s)",
+                )
+            if errors:
+                raise self._explained(method, errors)
+            return [call.result() for call in calls]
+        finally:
+            for call in calls:
+                call.cancel()
+
+    def _explained(self, method: str, errors: list[BaseException]) -> BaseException:
+        """The error that explains the others. If a rank died, that explains the errors of the other ranks."""
+        if any(isinstance(error, DEATHS) for error in errors):
+            return RoleDied(self.name, f"a rank of the {self.name} role died in {method}")
+        error = errors[0]
+        cause = error.cause if isinstance(error, RayTaskError) else error
+        if isinstance(cause, PenstockError):
+            return cause
+        reason = next(iter(str(cause).splitlines()), "")  # CUDA and Ray explain themselves at length
+        return ProcessDied(f"{self.name}.{method} failed: {type(cause).__name__}: {reason} (see the rank's log)")
+
+
+class RoleRecovery:
+    """Counts the restarts of each role since `made_progress` was last called."""
+
+    def __init__(self, max_restarts: int, metrics: LearnerMetrics) -> None:
+        self.max_restarts = max_restarts
+        self.metrics = metrics
+        self._in_a_row: Counter[str] = Counter()
+
+    async def start(self, role: RoleGroup) -> None:
+        """Start the role. If a rank dies while it starts, restart it."""
+        try:
+            await role.start()
+        except RoleDied as error:
+            await self.restart(role, error)
+
+    async def restart(self, role: RoleGroup, error: RoleDied) -> None:
+        """Start a new set of ranks from the model folder. Raises ProcessDied after too many restarts in a row."""
+        while True:
+            if self._in_a_row[role.name] >= self.max_restarts:
+                raise ProcessDied(
+                    f"{error}; it was restarted {self.max_restarts} times in a row (learner.max_role_restarts); see "
+                    "the logs of its ranks, then start the learner again; it resumes from its checkpoint"
+                ) from error
+            self._in_a_row[role.name] += 1
+            self.metrics.role_restarts.labels(role.name).inc()
+            logger.warning("%s; the %s role is restarted", error, role.name)
+            try:
+                await role.start()
+                return
+            except RoleDied as again:
+                error = again
+
+    def made_progress(self) -> None:
+        """Called when a checkpoint is durable: restarts before it no longer count."""
+        self._in_a_row.clear()

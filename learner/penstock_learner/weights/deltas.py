@@ -1,0 +1,235 @@
+"""Deltas: encode only what changed since an earlier version, and choose whether to send that or whole buckets.
+
+penstock/weights/delta.py describes the format. There are two encoders, with the same result: torch's for a GPU, and
+numpy's for host memory, which is three times as fast there as torch's and leaves the other cores to other buckets.
+
+Deltas stay although engines load by plain copies (engines/vllm/copies.py of the rollout server): a delta saves bytes on
+the wire, copies shorten the pause of decoding. Measured with 7B on an H200, a push by nccl takes 0.6 s with a delta and
+3.8 s whole; where a delta is slower, as by gloo on one host, `weights.delta: auto` sends whole buckets."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from penstock.errors import WeightPushFailed, first_line_of
+from penstock.v1 import weights_pb2
+from penstock.weights.deadline import Deadline
+from penstock.weights.delta import GAP_BYTES, HEADER, DeltaLayout
+from penstock.weights.manifest import item_bytes
+from penstock_learner.weights.senders.sender import Shipment
+from penstock_learner.weights.staging import StagedVersion, beside_training
+
+ITEMS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+HOST_ITEMS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+WORD_BYTES = 8
+CHUNK_WORDS = 2**22
+"""Words that are compared at once on a GPU. It bounds the memory that encoding needs, which is training's."""
+CACHED_WORDS = 2**17
+"""The same in host memory, where a megabyte stays in the cache of a core."""
+LARGEST_GAPS = {gap_bytes: 2 ** (8 * gap_bytes) - 1 for gap_bytes in GAP_BYTES}
+
+
+def encode(base: torch.Tensor, bucket: torch.Tensor, item_bytes: int) -> torch.Tensor | None:
+    """Return the delta from `base` to `bucket`, on their device, or None if it is not smaller than the bucket.
+
+    Both are flat uint8 of the same size, a multiple of 8 bytes. On a GPU the kernels run on the current stream."""
+    if bucket.is_cuda:
+        return encode_with_torch(base, bucket, item_bytes)
+    wire = encode_with_numpy(base.numpy(), bucket.numpy(), item_bytes)
+    return None if wire is None else torch.from_numpy(wire)
+
+
+def encode_with_torch(base: torch.Tensor, bucket: torch.Tensor, item_bytes: int) -> torch.Tensor | None:
+    item, (shift, mask) = ITEMS[item_bytes], _place_in_word(item_bytes)
+    found: list[torch.Tensor] = []
+    num_found = 0
+    pairs = zip(base.view(torch.int64).split(CHUNK_WORDS), bucket.view(torch.int64).split(CHUNK_WORDS), strict=True)
+    for index, (old, new) in enumerate(pairs):
+        words = (old != new).nonzero().squeeze(1)  # most words are equal
+        inside = (old[words].view(item) != new[words].view(item)).nonzero().squeeze(1)
+        num_found += len(inside)
+        if num_found > _max_items(bucket.numel(), item_bytes):
+            return None
+        found.append(((words[inside >> shift] + index * CHUNK_WORDS) << shift) + (inside & mask))
+    positions = torch.cat(found)
+    gaps = positions.diff(prepend=positions.new_full((1,), -1))
+    layout = _best_layout(len(gaps), lambda largest: int(((gaps - 1) // largest).sum()), item_bytes)
+    if layout.num_bytes >= bucket.numel():
+        return None
+    if layout.count > len(gaps):
+        largest = LARGEST_GAPS[layout.gap_bytes]
+        num_full = (gaps - 1) // largest
+        bridged = gaps.new_full((layout.count,), largest)
+        bridged[(num_full + 1).cumsum(0) - 1] = gaps - num_full * largest
+        gaps, positions = bridged, bridged.cumsum(0) - 1
+    wire = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=bucket.device)
+    wire[: HEADER.size] = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8).to(bucket.device)
+    wire[layout.gaps] = gaps.to(ITEMS[layout.gap_bytes]).view(torch.uint8)
+    wire[layout.values] = bucket.view(item)[positions].view(torch.uint8)
+    return wire
+
+
+def encode_with_numpy(base: NDArray[np.uint8], bucket: NDArray[np.uint8], item_bytes: int) -> NDArray[np.uint8] | None:
+    item, (shift, mask) = HOST_ITEMS[item_bytes], _place_in_word(item_bytes)
+    old_words, new_words = base.view(np.uint64), bucket.view(np.uint64)
+    found: list[NDArray[np.int64]] = []
+    num_found = 0
+    for start in range(0, len(old_words), CACHED_WORDS):
+        old, new = old_words[start : start + CACHED_WORDS], new_words[start : start + CACHED_WORDS]
+        words = np.flatnonzero(old != new)
+        inside = np.flatnonzero(old[words].view(item) != new[words].view(item))
+        num_found += len(inside)
+        if num_found > _max_items(len(bucket), item_bytes):
+            return None
+        found.append(((words[inside >> shift] + start) << shift) + (inside & mask))
+    positions = np.concatenate(found)
+    gaps = np.diff(positions, prepend=-1)
+    layout = _best_layout(len(gaps), lambda largest: int(((gaps[gaps > largest] - 1) // largest).sum()), item_bytes)
+    if layout.num_bytes >= len(bucket):
+        return None
+    if layout.count > len(gaps):
+        largest = LARGEST_GAPS[layout.gap_bytes]
+        num_full = (gaps - 1) // largest
+        bridged = np.full(layout.count, largest)
+        bridged[(num_full + 1).cumsum() - 1] = gaps - num_full * largest
+        gaps, positions = bridged, bridged.cumsum() - 1
+    wire = np.zeros(layout.num_bytes, dtype=np.uint8)
+    wire[: HEADER.size] = np.frombuffer(layout.header, dtype=np.uint8)
+    wire[layout.gaps] = gaps.astype(HOST_ITEMS[layout.gap_bytes]).view(np.uint8)
+    wire[layout.values] = bucket.view(item)[positions].view(np.uint8)
+    return wire
+
+
+def _best_layout(num_gaps: int, num_bridges: Callable[[int], int], item_bytes: int) -> DeltaLayout:
+    """The smallest layout. `num_bridges` counts the items that are sent only because a gap is larger than its
+    argument."""
+    layouts = [DeltaLayout(num_gaps + num_bridges(LARGEST_GAPS[n]), n, item_bytes) for n in GAP_BYTES]
+    return min(layouts, key=lambda layout: layout.num_bytes)
+
+
+def _max_items(num_bytes: int, item_bytes: int) -> int:
+    """The largest number of items for which a delta can be smaller than its bucket."""
+    return num_bytes // (min(GAP_BYTES) + item_bytes)
+
+
+def _place_in_word(item_bytes: int) -> tuple[int, int]:
+    """The shift and the mask that split the number of an item into its word and its place there."""
+    per_word = WORD_BYTES // item_bytes
+    return per_word.bit_length() - 1, per_word - 1
+
+
+logger = logging.getLogger(__name__)
+NUM_TRIED = 3
+"""If none of the first buckets is smaller as a delta, the others are not compared."""
+
+
+def delta_shipment(staged: StagedVersion, base: StagedVersion, deadline: Deadline) -> Shipment:
+    """Send each bucket as a delta on `base`, or whole if the delta is not smaller.
+
+    Buckets are encoded as soon as they are staged, where they are: on the GPU, or in host memory. Whatever hinders
+    that, such as a lack of memory, is logged, and the buckets are sent whole."""
+    if base is staged or not base.is_sealed or not _has_same_layout(base.manifest, staged.manifest):
+        return Shipment(staged.manifest, staged)
+    manifest = weights_pb2.WeightManifest()
+    manifest.CopyFrom(staged.manifest)
+    manifest.base_version = base.policy_version
+    deltas: list[torch.Tensor | None] = []
+
+    def encoded(index: int) -> torch.Tensor | None:
+        return _encoded(base.memory.buckets[index], staged.bucket(index, deadline), item_bytes(manifest))
+
+    num_buckets = len(manifest.buckets)
+    num_threads = 1 if base.memory.kind == "device" else torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(num_threads, thread_name_prefix="delta") as threads:
+            deltas += threads.map(encoded, range(min(NUM_TRIED, num_buckets)))
+            if any(delta is not None for delta in deltas):
+                deltas += threads.map(encoded, range(NUM_TRIED, num_buckets))
+    except (torch.OutOfMemoryError, WeightPushFailed) as error:
+        logger.warning("version %d is sent whole: no delta was made: %s", staged.policy_version, first_line_of(error))
+        return Shipment(staged.manifest, staged)
+    if all(delta is None for delta in deltas):
+        return Shipment(staged.manifest, staged)
+    for spec, delta in zip(manifest.buckets, deltas, strict=True):
+        spec.wire_bytes = 0 if delta is None else delta.numel()
+    return Shipment(manifest, staged, tuple(deltas))
+
+
+def _encoded(old: torch.Tensor, new: torch.Tensor, item_bytes: int) -> torch.Tensor | None:
+    """Return the delta of one bucket, if it is smaller. It is complete on the GPU too."""
+    with beside_training(new):
+        encoded = encode(old, new, item_bytes)
+        if new.is_cuda:
+            torch.cuda.current_stream().synchronize()
+    return encoded
+
+
+def _has_same_layout(base: weights_pb2.WeightManifest, manifest: weights_pb2.WeightManifest) -> bool:
+    """Return whether both have the same tensors in the same buckets."""
+    return list(base.tensors) == list(manifest.tensors)
+
+
+DELTA_TRANSPORTS = ("nccl", "gloo")
+"""Transports by which `auto` sends deltas. The others copy inside one machine, faster than a delta can be made, or
+write a file that late servers read too."""
+NUM_REMEMBERED = 3
+RETRY_AFTER = 50
+"""After so many times the seconds of the slower kind, it is tried again. So trying costs 2 % of the time."""
+
+
+@dataclass
+class _Seconds:
+    """The newest pushes by one transport to one set of members."""
+
+    members: tuple[str, ...]
+    of_delta: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_REMEMBERED))
+    of_whole: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_REMEMBERED))
+    since_other_s: float = 0.0
+    """Seconds of all pushes since the slower kind was tried."""
+
+
+class DeltaChoice:
+    """Compares the seconds of pushes with a delta, from its encoding to the last commit, with those of whole buckets.
+
+    The first push to a set of members is not counted, because connections are made in it. Then each kind is tried once,
+    the delta first, and the faster one is used. The other one is tried again from time to time, because the share of
+    weights that a step changes is not constant. Pushes whose delta turned out larger than the buckets count as deltas:
+    the comparison was made in vain."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, _Seconds] = {}
+
+    def takes_delta(self, transport: str, members: Sequence[str]) -> bool:
+        """Return whether the next push by this transport, to these members, should send a delta."""
+        if transport not in DELTA_TRANSPORTS:
+            return False
+        seconds = self._seconds.get(transport)
+        if seconds is None or seconds.members != tuple(members) or not seconds.of_delta:
+            return True
+        if not seconds.of_whole:
+            return False
+        delta_s, whole_s = statistics.median(seconds.of_delta), statistics.median(seconds.of_whole)
+        is_retry_due = seconds.since_other_s >= RETRY_AFTER * max(delta_s, whole_s)
+        return (delta_s <= whole_s) != is_retry_due
+
+    def record(self, transport: str, members: Sequence[str], seconds_taken: float, *, tried_delta: bool) -> None:
+        """Note how long a push took that every member committed."""
+        seconds = self._seconds.get(transport)
+        if seconds is None or seconds.members != tuple(members):
+            self._seconds[transport] = _Seconds(tuple(members))
+            return
+        mine, other = seconds.of_delta, seconds.of_whole
+        if not tried_delta:
+            mine, other = other, mine
+        mine.append(seconds_taken)
+        is_slower = bool(other) and statistics.median(mine) > statistics.median(other)
+        seconds.since_other_s = 0.0 if is_slower else seconds.since_other_s + seconds_taken

@@ -79,12 +79,6 @@ class Message:
         }
         return {name: value for name, value in fields.items() if value}
 
-    def canonical(self) -> str:
-        """Text that is equal for two messages that mean the same. Arguments of calls are compared as JSON values, and
-        the ids of calls are left out, because some harnesses replace them."""
-        calls = [[call.name, _json_value(call.arguments)] for call in self.tool_calls]
-        return json.dumps([self.role, self.content, self.reasoning, calls], sort_keys=True)
-
     def to_proto(self) -> prompts_pb2.Message:
         fields = self.template_fields()
         text = json.dumps(fields) if fields else ""
@@ -202,11 +196,3 @@ def _template_arguments(text: str) -> Json:
             "template_arguments_json", f"must be a JSON object without {', '.join(sorted(RESERVED_ARGUMENTS))}"
         )
     return arguments
-
-
-def _json_value(text: str) -> Any:
-    """The value of JSON text. Text that is no JSON, such as cut arguments, is a value of its own."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return [text]

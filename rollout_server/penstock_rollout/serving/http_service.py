@@ -32,17 +32,18 @@ from penstock.process_endpoint import Readiness
 from penstock.protocols.answers import (
     CLIENT_CLOSED_REQUEST,
     Exchange,
+    anthropic_fields,
     collect,
     collect_unless_left,
     open_events,
+    openai_error,
     renamed,
+    retry_advice,
     version_fields,
 )
 from penstock.protocols.anthropic import CountBody, MessagesBody, MessagesExchange
 from penstock.protocols.bodies import SamplingBody
-from penstock.protocols.chat import ChatBody, ChatExchange
-from penstock.protocols.completions import CompletionBody, CompletionExchange
-from penstock.protocols.problems import anthropic_fields, openai_error, retry_advice
+from penstock.protocols.chat import ChatBody, ChatExchange, CompletionBody, CompletionExchange
 from penstock.protocols.responses import ResponsesBody, ResponsesExchange
 from penstock_rollout.serving.generate_service import GenerateService
 

@@ -31,8 +31,7 @@ from penstock.protocols.answers import (
 )
 from penstock.protocols.anthropic import CountBody, MessagesBody, MessagesExchange
 from penstock.protocols.bodies import SamplingBody
-from penstock.protocols.chat import ChatBody, ChatExchange
-from penstock.protocols.completions import CompletionBody, CompletionExchange
+from penstock.protocols.chat import ChatBody, ChatExchange, CompletionBody, CompletionExchange
 from penstock.protocols.conversation import Conversation, Json
 from penstock.protocols.responses import ResponsesBody, ResponsesExchange
 from penstock.store.fleet import ServerRecord

@@ -22,7 +22,7 @@ from penstock.errors import (
     Unauthenticated,
     Unavailable,
 )
-from penstock.protocols.problems import anthropic_fields, openai_fields, retry_advice
+from penstock.protocols.answers import anthropic_fields, openai_fields, retry_advice
 
 ANTHROPIC_PATH = "/v1/messages"
 RETRY_AFTER_S = 1

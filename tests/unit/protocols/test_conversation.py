@@ -47,18 +47,6 @@ def test_the_message_of_an_answer_is_what_a_client_sends_back() -> None:
     assert answer.message == Message("assistant", "I add", (CALL, ToolCall("call-2", "end", "{}")))
 
 
-def test_messages_that_mean_the_same_have_the_same_canonical_text() -> None:
-    same = Message("assistant", "", (ToolCall("other", "add", '{"b":2,"a":2}'),))
-    assert same.canonical() == Message("assistant", "", (CALL,)).canonical()
-    for other in (
-        Message("assistant", "x", (CALL,)), Message("user", "", (CALL,)), Message("assistant", "", (CALL, CALL)),
-        Message("assistant", "", (ToolCall("call-1", "add", '{"a": 2, "b": 3}'),)),
-        Message("assistant", "", (CALL,), reasoning="x"),
-    ):  # fmt: skip
-        assert other.canonical() != same.canonical()
-    assert Message("assistant", "", (ToolCall("", "f", '{"a'),)).canonical()
-
-
 def test_bytes_of_a_part_of_a_character_are_not_made_up() -> None:
     """Half of an é decodes to a replacement character, whose bytes are others."""
     choice = Choice(0)

@@ -75,12 +75,25 @@ class HttpRequest:
 
     def read_body(self, kind: type[BaseModel]) -> Any:
         """The JSON body. It is parsed directly, at a tenth of the cost of building a dictionary first."""
-        if not self.body or self.content_type in DATASET_TYPES:
-            raise InvalidInput("body", NO_BODY)
+        self._check_has_json()
         try:
             return kind.model_validate_json(self.body, extra="forbid")
         except ValidationError as error:
             raise problems.invalid_input(error) from error
+
+    def read_strict_body(self, kind: type[BaseModel]) -> Any:
+        """The same, without values of any JSON type that could not be sent back, such as NaN."""
+        self._check_has_json()
+        try:
+            return kind.model_validate(parse_json(self.body))
+        except ValidationError as error:
+            raise problems.invalid_input(error) from error
+        except ValueError as error:
+            raise InvalidInput("body", f"is not valid JSON: {error}") from error
+
+    def _check_has_json(self) -> None:
+        if not self.body or self.content_type in DATASET_TYPES:
+            raise InvalidInput("body", NO_BODY)
 
     def read_query(self, kind: type[BaseModel]) -> Any:
         pairs = parse_qsl(self.scope["query_string"].decode("latin-1"), keep_blank_values=True)
@@ -248,9 +261,7 @@ async def call_http(served: ServedOperation, request: HttpRequest) -> Response:
     if operation.takes is None:
         response: Response = await operation.method(served.owner, request)
     else:
-        body = request.read_body(operation.takes)
-        _check_strict_json(request.body)
-        response = await operation.method(served.owner, request, body)
+        response = await operation.method(served.owner, request, request.read_strict_body(operation.takes))
     return response
 
 
@@ -289,14 +300,6 @@ def _number(name: str, text: str) -> int:
     if text.isascii() and text.isdecimal() and 0 < int(text[:20]) < 2**63:
         return int(text)
     raise InvalidInput(name, "must be a number from 1 on")
-
-
-def _check_strict_json(body: bytes) -> None:
-    """Raise InvalidInput for JSON that could not be sent back, such as NaN."""
-    try:
-        parse_json(body)
-    except ValueError as error:
-        raise InvalidInput("body", f"is not valid JSON: {error}") from error
 
 
 async def _encoded(operation: Operation, answer: ProtoMessage) -> bytes:

@@ -37,10 +37,10 @@ from penstock.feed.datasets import read_prompts
 from penstock.trajectory import Group, Sampling
 from penstock_learner.algorithms import corrections
 from penstock_learner.batches.sequence_batch import batch_of
-from penstock_learner.loop.step_metrics import batch_metrics, mean_rewards
 from penstock_learner.metrics import PHASES, LearnerMetrics
 from penstock_learner.model.backbone import ModelInputs
 from penstock_learner.model.causal_lm import load_model
+from penstock_learner.steps.step_result import batch_metrics, mean_rewards
 from penstock_rollout.agents.registry import Agents
 from penstock_rollout.engines.factory import create_engine, start_engine
 from penstock_rollout.groups.group_maker import GroupMaker

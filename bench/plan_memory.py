@@ -16,10 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness import RESULTS, Bar, Measurement, report
-from penstock_tools.sizing.memory import role_moments
-from penstock_tools.sizing.memory_terms import CONTEXT, Phase, Setup, peak, total
-from penstock_tools.sizing.model_folder import find_shape
-from penstock_tools.sizing.models import KNOWN
+from penstock_tools.sizing.memory import CONTEXT, Phase, Setup, peak, role_moments, total
+from penstock_tools.sizing.models import KNOWN, find_shape
 
 NAME = "plan_memory"
 TOLERANCE = 0.1

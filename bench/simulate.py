@@ -3,7 +3,7 @@
     make bench-simulate            # some minutes; ARGS of bench/simulate.py: --gpus 64,128 --settings verl
 
 Nothing here is timed, so the result is the same on every machine. The simulator is
-`penstock_tools/sizing/token_simulation.py`. It agrees with closed forms for equal lengths, and with `penstock simulate`
+`simulate_parts/token_simulation.py`. It agrees with closed forms for equal lengths, and with `penstock simulate`
 where both apply (tests/unit/test_token_simulation.py), which agrees with real runs on a CPU
 (tests/integration/runs/test_simulation_against_a_run.py).
 
@@ -42,7 +42,7 @@ from harness import RESULTS, Bar, Measurement, report
 from penstock_tools.sizing import hardware
 from penstock_tools.sizing.hardware import GPUS
 from penstock_tools.sizing.models import KNOWN, ModelShape
-from penstock_tools.sizing.token_simulation import TokenFleet, TokenForecast, simulate_tokens
+from simulate_parts.token_simulation import TokenFleet, TokenForecast, simulate_tokens
 
 GPU = GPUS["h200"]
 TAIL = 10.0

@@ -58,7 +58,7 @@ from penstock.replay.queue_types import QueueStat
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.keys import RunKeys
 from penstock.store.redis_client import RedisClient, connect
-from penstock_learner.checkpoints.checkpoint import CheckpointStore
+from penstock_learner.checkpoints.store import CheckpointStore
 from penstock_services.local.private_redis import find_redis_server, write_config
 from penstock_services.local.processes import ProcessGroup
 from soak_parts.lineage import Account, Lineage, make_account

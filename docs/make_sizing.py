@@ -8,8 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from penstock_tools.sizing.hardware import CONTEXT_BYTES, GPUS
-from penstock_tools.sizing.memory import role_moments
-from penstock_tools.sizing.memory_terms import (
+from penstock_tools.sizing.memory import (
     COMPILED_LOGIT_BYTES,
     EAGER_LOGIT_BYTES,
     PHASES,
@@ -18,16 +17,14 @@ from penstock_tools.sizing.memory_terms import (
     STAGED_VERSIONS,
     Setup,
     peak,
+    role_moments,
     total,
 )
 from penstock_tools.sizing.models import KNOWN
-from penstock_tools.sizing.placement.candidates import Task
-from penstock_tools.sizing.placement.search import search
-from penstock_tools.sizing.plan import make_plan
-from penstock_tools.sizing.plan_search import search_text
-from penstock_tools.sizing.plan_text import as_text
-from penstock_tools.sizing.planned import PLACEMENTS, Plan
-from penstock_tools.sizing.workload import Workload
+from penstock_tools.sizing.plan import PLACEMENTS, Plan, make_plan
+from penstock_tools.sizing.plan_text import as_text, search_text
+from penstock_tools.sizing.rates import Workload
+from penstock_tools.sizing.search import Task, search
 
 PAGE = Path(__file__).parent / "sizing.md"
 GPU = GPUS["h100"]
@@ -105,10 +102,10 @@ MOMENTS = (
 )  # fmt: skip
 FORMULAS = f"""
 ## The formulas
-`tools/penstock_tools/sizing/memory.py` and `trained_memory.py` have one formula for each term. Sizes are those of the
-model's tensors: counted in the safetensors files of a folder, or computed from config.json. P is the number of
-parameters, L those of the largest layer (in a mixture of experts, with all its experts), R those of the root (embedding
-and head), E those of the embedding, and N the number of ranks.
+`tools/penstock_tools/sizing/memory.py` has one formula for each term. Sizes are those of the model's tensors: counted
+in the safetensors files of a folder, or computed from config.json. P is the number of parameters, L those of the
+largest layer (in a mixture of experts, with all its experts), R those of the root (embedding and head), E those of the
+embedding, and N the number of ranks.
 
 | phase | moment | device memory |
 |---|---|---|
@@ -186,8 +183,8 @@ leave too little memory on the policy's GPUs, split-collocate needs more GPUs an
 rule limits them, the learner takes, trains and publishes like the real one, and servers fail and come back. 10,000
 servers with 1.2 million groups take about ten seconds. The simulation does not model that an engine decodes faster with
 fewer requests, the limits of Redis, or a network that many pushes share. For lengths with a long tail that matters:
-`tools/penstock_tools/sizing/token_simulation.py` draws the lengths of samples instead, and a server decodes them at a
-speed that depends on how many it has. It agrees with `penstock simulate` where both apply, with closed forms for equal
+`bench/simulate_parts/token_simulation.py` draws the lengths of samples instead, and a server decodes them at a speed
+that depends on how many it has. It agrees with `penstock simulate` where both apply, with closed forms for equal
 lengths, and with a step of verl that was published. `make bench-simulate` uses it for 64 to 1,024 GPUs, beside
 published figures ([benchmarks.md](benchmarks.md)). `tests/integration/runs/test_simulation_against_a_run.py` compares
 it with real runs on one machine: the idle share must agree within 0.15, the step time within 25 %, and the mean

@@ -9,12 +9,15 @@ import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
-from penstock_tools.verl_import.table.key import Key
-from penstock_tools.verl_import.table.offline import EVALUATION_KEYS, GENERATION_KEYS
-from penstock_tools.verl_import.table.policy import POLICY_KEYS
-from penstock_tools.verl_import.table.rollout import ROLLOUT_KEYS
-from penstock_tools.verl_import.table.run import DATA_KEYS, REWARD_KEYS, TRAINER_KEYS
-from penstock_tools.verl_import.table.sft import FSDP_SFT_KEYS, SFT_KEYS
+from penstock_tools.verl_import.keys import EVALUATION_KEYS, FSDP_SFT_KEYS, GENERATION_KEYS, SFT_KEYS
+from penstock_tools.verl_import.training_keys import (
+    DATA_KEYS,
+    POLICY_KEYS,
+    REWARD_KEYS,
+    ROLLOUT_KEYS,
+    TRAINER_KEYS,
+    Key,
+)
 
 KEYS_FILE = Path(__file__).parent / "verl-keys.md"
 HEADER = """\

@@ -36,9 +36,8 @@ from penstock_learner.model.architectures import path_of
 from penstock_learner.model.attention import packed_attention
 from penstock_learner.model.attention.sequence_parallel import make_sequence_parallel
 from penstock_learner.model.causal_lm import CausalLM
-from penstock_learner.model.precision import DTYPES
 from penstock_learner.model.sharding import prepare_for_training
-from penstock_learner.model.torch_settings import set_up_torch
+from penstock_learner.model.torch_settings import DTYPES, set_up_torch
 from penstock_learner.optim.optimizer import make_optimizer
 from penstock_learner.roles.policy import PolicyUpdate
 from penstock_learner.steps.stages import denominators_of

@@ -124,9 +124,8 @@ class LoadingBench:
 def planned_bytes(model: str, job: Job, phase: str) -> float:
     """The plan's figure, without the context of CUDA and NCCL, which torch does not count. 0 for a tiny model."""
     from penstock_tools.sizing.hardware import CONTEXT_BYTES
-    from penstock_tools.sizing.memory import role_moments
-    from penstock_tools.sizing.memory_terms import Setup, peak, total
-    from penstock_tools.sizing.model_folder import find_shape
+    from penstock_tools.sizing.memory import Setup, peak, role_moments, total
+    from penstock_tools.sizing.models import find_shape
 
     if model == "tiny":
         return 0.0

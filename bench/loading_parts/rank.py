@@ -35,13 +35,11 @@ from penstock_learner.model.architectures import path_of
 from penstock_learner.model.attention import packed_attention
 from penstock_learner.model.backbone import decoder_layers
 from penstock_learner.model.causal_lm import CausalLM, open_model
-from penstock_learner.model.loading.weights import read_weights
-from penstock_learner.model.precision import DTYPES, compute_dtype_of
+from penstock_learner.model.loading import read_weights
 from penstock_learner.model.self_check import require_right
 from penstock_learner.model.sharding import prepare_for_training
-from penstock_learner.model.torch_settings import set_up_torch
-from penstock_learner.optim.adamw import local_shard
-from penstock_learner.optim.optimizer import make_optimizer
+from penstock_learner.model.torch_settings import DTYPES, compute_dtype_of, set_up_torch
+from penstock_learner.optim.optimizer import local_shard, make_optimizer
 from penstock_learner.roles.policy import PolicyUpdate
 from penstock_learner.steps.stages import denominators_of
 from penstock_learner.weights.gathering import PushedWeights

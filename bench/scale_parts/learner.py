@@ -98,8 +98,8 @@ class Learner:
 
     async def publish(self) -> None:
         """Bring a new version to all servers, and make it current."""
-        offer = await self.publication.gather(await self.queue.allocate_version(0), self.step)
-        offer.metrics.set_result({})
+        staged = await self.publication.stage(await self.queue.allocate_version(0))
+        await self.publication.publish(staged, self.step, {})
         await self.publication.wait_until_published()
 
     async def make_steps(self, seconds: float) -> int:

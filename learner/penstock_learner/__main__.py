@@ -76,7 +76,7 @@ async def serve(config: RunConfig) -> None:
     from penstock.store.redis_client import connect
     from penstock.tracing import open_tracing
     from penstock_learner.loggers.step_loggers import check_loggers
-    from penstock_learner.loop.controller import LearnerController
+    from penstock_learner.loop.process import LearnerController
     from penstock_learner.metrics import LearnerMetrics
     from penstock_learner.roles.ray_cluster import (
         place_roles,

@@ -1,4 +1,4 @@
-"""`penstock check-model FOLDER`: whether the learner trains a model rightly, and on which path.
+"""`penstock check-model FOLDER`: whether the learner trains a model correctly, and on which path.
 
 $ penstock check-model Qwen2.5-0.5B
 model       qwen2, 494.0M parameters, float32
@@ -33,9 +33,9 @@ def check_model(folder: Path, dtype_name: str) -> int:
     import torch
 
     from penstock_learner.model.causal_lm import open_model
-    from penstock_learner.model.loading.weights import read_weights
-    from penstock_learner.model.precision import DTYPES
+    from penstock_learner.model.loading import read_weights
     from penstock_learner.model.self_check import compare_with_plain
+    from penstock_learner.model.torch_settings import DTYPES
 
     device, dtype = torch.device("cuda" if torch.cuda.is_available() else "cpu"), DTYPES[dtype_name]
     model = open_model(folder, dtype, chunk_tokens=2048, key="the model")

@@ -57,7 +57,7 @@ def export(config: RunConfig, checkpoint: Path, out: Path, dtype: str, *, adapte
     if out.exists():
         raise ConfigError(f"--out {out} exists already; name a new folder")
     if adapter and config.learner.lora is None:
-        raise ConfigError("--adapter: the run has no learner.lora, so there is no adapter; leave --adapter out")
+        raise ConfigError("--adapter: the run has no learner.lora, so there is no adapter; omit --adapter")
     model = _load(config, checkpoint)
     if adapter:
         write_adapter(model.lm, config.model.path, out, dtype)
@@ -73,7 +73,7 @@ def write_adapter(lm: Any, base: Path, out: Path, dtype: str) -> None:
     import peft
     from safetensors.torch import save_file
 
-    from penstock_learner.model.precision import DTYPES
+    from penstock_learner.model.torch_settings import DTYPES
 
     matrices = {
         f"{ADAPTER_PREFIX}{name}": matrix.to(DTYPES[dtype]).contiguous()
@@ -123,7 +123,7 @@ def write_folder(lm: Any, source: Path, out: Path, dtype: str) -> None:
     TrainingDiverged, and writes nothing, if a weight is not finite in `dtype`."""
     from transformers.utils.logging import disable_progress_bar
 
-    from penstock_learner.model.precision import DTYPES
+    from penstock_learner.model.torch_settings import DTYPES
 
     disable_progress_bar()  # it would be the only line on stderr of a command that goes well
     for parameter in lm.parameters():  # not the buffers: routers' biases stay in float32
@@ -144,7 +144,7 @@ def _written_whole(out: Path) -> Iterator[Path]:
 
 
 def _require_finite(tensors: Iterable[tuple[str, torch.Tensor]], dtype: str, out: Path) -> None:
-    from penstock_learner.model.finite import first_nonfinite
+    from penstock_learner.model.tensors import first_nonfinite
 
     if name := first_nonfinite(tensors):
         raise TrainingDiverged(f"{name} is not finite in {dtype}, so {out} is not written; choose another checkpoint")
@@ -152,7 +152,7 @@ def _require_finite(tensors: Iterable[tuple[str, torch.Tensor]], dtype: str, out
 
 def _intact(checkpoint: Path) -> Path:
     """The same folder. Raises CheckpointDamaged if one of its files is damaged."""
-    from penstock_learner.checkpoints.loading import verify_in_this_process
+    from penstock_learner.checkpoints.store import verify_in_this_process
 
     if not (checkpoint / ".metadata").is_file():
         raise ConfigError(f"--checkpoint {checkpoint} is not a checkpoint; give a folder of RUN/checkpoints/")
@@ -162,24 +162,23 @@ def _intact(checkpoint: Path) -> Path:
 
 def _newest_intact(config: RunConfig) -> Path:
     """The run's newest checkpoint without damage. A line on stderr names each damaged one before it."""
-    from penstock_learner.checkpoints.checkpoint import CheckpointStore
-    from penstock_learner.checkpoints.loading import verify_in_this_process
+    from penstock_learner.checkpoints.store import CheckpointStore, verify_in_this_process
 
     for path in CheckpointStore(config.folder / "checkpoints", keep=1).of_the_run():
         try:
             verify_in_this_process(path)
             return path
         except CheckpointDamaged as error:
-            print(f"checkpoint {path.name} is left out: {error}", file=sys.stderr)
+            print(f"checkpoint {path.name} is skipped: {error}", file=sys.stderr)
     raise NotFound(f"run {config.run} has no intact checkpoint in {config.folder}; train first, or give --checkpoint")
 
 
 def _load(config: RunConfig, checkpoint: Path) -> CausalLM:
-    """The model with the checkpoint's weights, and with its adapter beside them if it has one, on the CPU."""
+    """The model with the checkpoint's weights, and with its adapter next to them if it has one, on the CPU."""
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
-    from penstock_learner.checkpoints.checkpoint import shards_folder
+    from penstock_learner.checkpoints.store import shards_folder
     from penstock_learner.model.adapter import add_adapter
     from penstock_learner.shards import load_shards
 

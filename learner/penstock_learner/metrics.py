@@ -8,7 +8,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from penstock import __version__
 from penstock.metrics import LONG_SECONDS, PREFIX, CountedHistogram, DiskGauges, HostMemoryGauges
-from penstock_learner.agreement.comparison import Verdict
 from penstock_learner.algorithms.corrections import RATIO_EDGES
 from penstock_learner.weights.push import PushReport
 
@@ -17,7 +16,7 @@ REWARD_PART, MAX_REWARD_PARTS = "reward_part/", 16
 ROLES = ("policy", "reference", "critic", "reward_model")
 PHASES = ("wait", "forward", "update", "gather")
 MAX_SERVERS = 256
-"""Servers that have series of their own."""
+"""Servers that have their own series."""
 OTHER_SERVERS = "other"
 """Label of groups from imports, from sessions, and from servers that have left."""
 _ALGORITHM_GAUGES = {
@@ -56,7 +55,7 @@ _ALGORITHM_GAUGES = {
 
 
 class LearnerMetrics:
-    """All metrics of the learner controller, on a registry of their own. Known label values start at 0."""
+    """All metrics of the learner controller, on their own registry. Known label values start at 0."""
 
     def __init__(self, registry: CollectorRegistry, placement: str) -> None:
         def name(suffix: str) -> str:
@@ -148,15 +147,15 @@ class LearnerMetrics:
         )  # fmt: skip
         self._compared_servers: set[str] = set()
 
-    def record_agreement(self, verdicts: Mapping[str, Verdict], fleet: Collection[str]) -> None:
-        """Record what was found about servers. Those outside the fleet share one series, and a server's series end when
-        it leaves, so there are never many."""
-        for name, verdict in verdicts.items():
+    def record_agreement(self, found: Mapping[str, tuple[float, float]], fleet: Collection[str]) -> None:
+        """Record the difference of each server and its limit, in nats. Servers outside the fleet share one series, and
+        a server's series end when it leaves, so there are never many."""
+        for name, (mismatch_nats, limit_nats) in found.items():
             label = name if name in fleet else OTHER_SERVERS
             if label in self._compared_servers or len(self._compared_servers) < MAX_SERVERS:
                 self._compared_servers.add(label)
-                self.server_mismatch.labels(label).set(verdict.mismatch_nats)
-                self.server_limit.labels(label).set(verdict.limit_nats)
+                self.server_mismatch.labels(label).set(mismatch_nats)
+                self.server_limit.labels(label).set(limit_nats)
         for label in self._compared_servers - set(fleet) - {OTHER_SERVERS}:
             self._compared_servers.remove(label)
             self.server_mismatch.remove(label)

@@ -13,8 +13,7 @@ from penstock.config.learner import LearnerConfig
 from penstock.config.run import RunConfig
 from penstock.start_checks import check_model, check_redis, check_roles, check_run_folder
 from penstock.weights.cluster_key import ClusterKey
-from penstock_learner.checkpoints.checkpoint import CheckpointStore
-from penstock_learner.checkpoints.going_back import read_going_back
+from penstock_learner.checkpoints.store import CheckpointStore, read_rewind
 from penstock_learner.checkpoints.uploads import CheckpointUploads
 from penstock_learner.loggers.step_loggers import check_loggers
 from penstock_learner.model.plain_layouts import is_plain
@@ -37,7 +36,7 @@ def check(config: RunConfig) -> str:
     check_loggers(config.learner.loggers)
     checkpoint = config.learner.checkpoint
     folder = config.folder / "checkpoints"
-    known = read_going_back(folder)
+    known = read_rewind(folder)
     gone_back = known.gone_back if known is not None and known.is_done else None
     found = CheckpointStore(folder, checkpoint.keep).candidates(checkpoint.resume, gone_back)
     uploads = CheckpointUploads.of(config)

@@ -1,4 +1,4 @@
-"""The one form of a conversation: every protocol is translated to it, and sessions compare messages in it.
+"""The one form of a conversation: every protocol is translated to it.
 
 A call of any protocol becomes a `Conversation`: messages, tools and arguments of the chat template. `fill` writes it
 into a GenerateRequest, and `from_request` reads it back. The rollout server renders it to token ids with the model's
@@ -70,7 +70,7 @@ class Message:
     """The reasoning before the content, if it is kept apart from it. Templates read it as `reasoning_content`."""
 
     def template_fields(self) -> Json:
-        """Fields besides role and content that the chat template reads. Empty ones are left out."""
+        """Fields besides role and content that the chat template reads. Empty ones are skipped."""
         fields = {
             "name": self.name,
             "tool_calls": [call.to_json() for call in self.tool_calls],
@@ -173,7 +173,7 @@ def _tools(text: str) -> tuple[Json, ...]:
         raise InvalidInput("tools_json", "must be a JSON list of tools in OpenAI's function format") from error
     for number, name in enumerate(names):
         if not isinstance(name, str) or name in names[:number]:
-            raise InvalidInput(f"tools[{number}].name", f"is no text or is used twice: {name!r}")
+            raise InvalidInput(f"tools[{number}].name", f"is not text or is used twice: {name!r}")
     return tools
 
 

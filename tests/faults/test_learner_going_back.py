@@ -24,7 +24,8 @@ from penstock.replay.queue_types import Lease, QueueStat
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.keys import RunKeys
 from penstock.store.redis_client import RedisClient, connect
-from penstock_learner.checkpoints.checkpoint import CheckpointStore, read_state
+from penstock_learner.checkpoints.store import CheckpointStore
+from penstock_learner.checkpoints.trainer_state import read_state
 from penstock_learner.crash_points import NAMES
 from support.chaos.learner_process import Folded
 from support.chaos.workload import RUN, Settings, make_numbered_group, make_payload

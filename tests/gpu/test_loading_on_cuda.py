@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from penstock.config.learner import LearnerConfig
 from penstock_learner.model.causal_lm import open_model
-from penstock_learner.model.loading.weights import read_weights
+from penstock_learner.model.loading import read_weights
 from penstock_learner.model.self_check import require_right
 from penstock_learner.model.sharding import full_weight, prepare_for_training
 from support.tiny_architectures import tiny_model

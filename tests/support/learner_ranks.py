@@ -20,7 +20,7 @@ from penstock_learner.roles.dispatch import declarations
 from penstock_learner.roles.rank import Rank
 from penstock_learner.roles.role_group import RoleRecovery
 from penstock_learner.roles.workers import trained_roles, worker_of
-from penstock_learner.steps.skipped_updates import SkippedSteps
+from penstock_learner.steps.step_result import SkippedSteps
 
 RankT = TypeVar("RankT", bound=Rank)
 

@@ -16,21 +16,33 @@ from hypothesis import strategies as st
 from penstock.cli import main as cli
 from penstock.config.loading import load_config, validate
 from penstock.errors import InvalidInput
-from penstock_tools.sizing.config_memory import memory_of
-from penstock_tools.sizing.fleet_model import FleetModel
 from penstock_tools.sizing.hardware import GPUS, USABLE_MEMORY, Gpu
-from penstock_tools.sizing.memory import role_moments
-from penstock_tools.sizing.memory_terms import Role, Setup, peak, tokens_of_a_rank, total
+from penstock_tools.sizing.memory import Role, Setup, peak, role_moments, tokens_of_a_rank, total
 from penstock_tools.sizing.models import KNOWN, ModelShape, shape_of_hub_id
-from penstock_tools.sizing.placement.candidates import SHARED_UTILIZATIONS, LearnerChoice, Task, server_choices
-from penstock_tools.sizing.placement.proposed_plan import plan_of, proposal_config, roles_of
-from penstock_tools.sizing.placement.search import pace_of, search
-from penstock_tools.sizing.plan import server_plan
-from penstock_tools.sizing.plan_search import task_of
-from penstock_tools.sizing.planned import PLACEMENTS, Placement
-from penstock_tools.sizing.rates import GROUP_VARIATION, LONGEST_GROUP, RoleWork, exchange_s, offload_s, pace, train_s
-from penstock_tools.sizing.simulation import simulate
-from penstock_tools.sizing.workload import Workload
+from penstock_tools.sizing.plan import PLACEMENTS, Placement, memory_of, server_plan
+from penstock_tools.sizing.plan_text import task_of
+from penstock_tools.sizing.rates import (
+    GROUP_VARIATION,
+    LONGEST_GROUP,
+    RoleWork,
+    Workload,
+    exchange_s,
+    offload_s,
+    pace,
+    train_s,
+)
+from penstock_tools.sizing.search import (
+    SHARED_UTILIZATIONS,
+    LearnerChoice,
+    Task,
+    pace_of,
+    plan_of,
+    proposal_config,
+    roles_of,
+    search,
+    server_choices,
+)
+from penstock_tools.sizing.simulation import FleetModel, simulate
 
 SIZES = {
     "num_hidden_layers": 28, "hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28,

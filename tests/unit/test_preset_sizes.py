@@ -13,8 +13,8 @@ from penstock.config.loading import load_config
 from penstock.config.starter import ALGORITHMS, Answers, starter_config
 from penstock.hub import is_hub_id
 from penstock.start_checks import check_lengths
-from penstock_tools.sizing.config_memory import memory_of
 from penstock_tools.sizing.hardware import GPUS
+from penstock_tools.sizing.plan import memory_of
 
 PRESETS = Path(__file__).parents[2] / "examples" / "presets"
 SHAPE = {

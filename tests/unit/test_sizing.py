@@ -19,18 +19,13 @@ from penstock.cli import main as cli
 from penstock.config.gpu_bundles import num_gpus
 from penstock.config.loading import validate
 from penstock.errors import ConfigError, InvalidInput
-from penstock_tools.sizing.fleet_model import FleetModel
 from penstock_tools.sizing.hardware import GPUS, LOAD_RATE, TRAIN_EFFICIENCY, USABLE_MEMORY
-from penstock_tools.sizing.memory import role_moments
-from penstock_tools.sizing.memory_terms import CONTEXT, PHASES, STAGED, Role, Setup, peak, total
-from penstock_tools.sizing.model_folder import find_shape
-from penstock_tools.sizing.models import KNOWN
-from penstock_tools.sizing.plan import make_plan
+from penstock_tools.sizing.memory import CONTEXT, PHASES, STAGED, Role, Setup, peak, role_moments, total
+from penstock_tools.sizing.models import KNOWN, find_shape
+from penstock_tools.sizing.plan import PLACEMENTS, make_plan
 from penstock_tools.sizing.plan_text import as_json
-from penstock_tools.sizing.planned import PLACEMENTS
-from penstock_tools.sizing.rates import decode_step_s
-from penstock_tools.sizing.simulation import simulate
-from penstock_tools.sizing.workload import Workload
+from penstock_tools.sizing.rates import Workload, decode_step_s
+from penstock_tools.sizing.simulation import FleetModel, simulate
 
 ROOT = Path(__file__).parents[2]
 PUBLISHED = {

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import sys
 from dataclasses import replace
+from pathlib import Path
 from statistics import mean
 
 import numpy as np
 import pytest
 
 from penstock.errors import InvalidInput
-from penstock_tools.sizing.fleet_model import FleetModel
-from penstock_tools.sizing.simulation import simulate
-from penstock_tools.sizing.token_simulation import TokenFleet, lengths, simulate_tokens
+from penstock_tools.sizing.simulation import FleetModel, simulate
+
+FILE = Path(__file__).parents[2] / "bench" / "simulate_parts" / "token_simulation.py"
+spec = importlib.util.spec_from_file_location("token_simulation", FILE)
+assert spec is not None and spec.loader is not None
+module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+TokenFleet, lengths, simulate_tokens = module.TokenFleet, module.lengths, module.simulate_tokens
 
 TOKEN_S = 0.02
 FLEET = TokenFleet(

@@ -208,11 +208,11 @@ class LogProbCheck:
         self._drifts.append(nats)
 
     def forget_drift(self) -> None:
-        """Call it when the weights have jumped: at the start of a term, and after a roll back."""
+        """Call it when the weights have jumped: at the start of a term, and after a rewind."""
         self._drifts.clear()
 
     def forget_usual(self) -> None:
-        """Learn anew what is usual."""
+        """Learn again what is usual."""
         self._history.clear()
         self._strikes.clear()
         self._num_steps = 0

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from penstock.config.algorithms import CorrectionConfig
+from penstock_learner.algorithms.aggregation import apply_mask, count_segments, segment_sum
 from penstock_learner.algorithms.registry import Registry
-from penstock_learner.algorithms.segments import apply_mask, count_segments, segment_sum
 
 _MAX_LOG_RATIO = 20.0
 RATIO_EDGES = (0.1, 0.25, 0.5, 0.8, 0.9, 0.95, 0.99, 1.0, 1.01, 1.05, 1.1, 1.25, 2.0, 4.0, 10.0)

@@ -10,8 +10,8 @@ from typing import Protocol
 from torch import Tensor
 
 from penstock.config.algorithms import KLConfig, PenaltyName
+from penstock_learner.algorithms.aggregation import apply_mask
 from penstock_learner.algorithms.registry import Registry
-from penstock_learner.algorithms.segments import apply_mask
 
 _MAX_LOG_RATIO = 20.0
 _MAX_K3 = 10.0

@@ -13,10 +13,10 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from penstock.config.algorithms import LossConfig
+from penstock.config.algorithms import LossConfig, ValueLossConfig
 from penstock.errors import ConfigError
+from penstock_learner.algorithms.aggregation import apply_mask, count_segments, segment_mean
 from penstock_learner.algorithms.registry import Registry
-from penstock_learner.algorithms.segments import apply_mask, count_segments, segment_mean
 
 _MAX_LOG_RATIO = 20.0
 _MAX_LOG_SEQUENCE_RATIO = 10.0
@@ -323,3 +323,22 @@ def policy_loss(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     if not isinstance(outputs, LossOutputs) or outputs.per_token.shape != inputs.mask.shape:
         raise ConfigError(f"loss {config.name} must return a tensor with one loss per token, or LossOutputs")
     return outputs
+
+
+@dataclass(frozen=True)
+class ValueLossOutputs:
+    per_token: Tensor
+    """[T] before aggregation, with the factor 1/2. Exactly 0 at masked-out tokens."""
+    num_clipped: Tensor
+    """Tokens for which the clipped value gave the larger error. Without gradient."""
+
+
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, config: ValueLossConfig
+) -> ValueLossOutputs:
+    """`max((v - ret)^2, (clip(v, v_old - c, v_old + c) - ret)^2) / 2` for each token."""
+    values, old_values, returns = (apply_mask(tensor, mask) for tensor in (values, old_values, returns))
+    clipped = torch.clamp(values, old_values - config.clip, old_values + config.clip)
+    error, clipped_error = (values - returns).square(), (clipped - returns).square()
+    num_clipped = (mask.bool() & (clipped_error > error)).sum()
+    return ValueLossOutputs(0.5 * torch.maximum(error, clipped_error), num_clipped)

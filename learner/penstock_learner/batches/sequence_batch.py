@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, PoisonGroup
 from penstock.trajectory import Group, Trajectory, temperature_of_log_probs
 
 BY_SEQUENCE = ("lengths", "prompt_lengths", "rewards", "group_ids", "is_baseline", "episodes")
@@ -315,3 +315,12 @@ def token_ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArr
     offsets = np.cumsum(lengths) - lengths
     ranges: NDArray[np.int64] = np.arange(int(lengths.sum())) + np.repeat(starts - offsets, lengths)
     return ranges
+
+
+def check_tokens(group: Group, vocabulary_size: int) -> None:
+    """Raise PoisonGroup for a token that the model does not have. It would end the rank that looks it up."""
+    for ids in (group.prompt_token_ids, *(trajectory.token_ids for trajectory in group.trajectories)):
+        lowest, highest = int(ids.min()), int(ids.max())
+        if lowest < 0 or highest >= vocabulary_size:
+            unknown = lowest if lowest < 0 else highest
+            raise PoisonGroup("shape", f"token {unknown} is not in the model's vocabulary of {vocabulary_size}")

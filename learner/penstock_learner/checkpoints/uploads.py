@@ -74,7 +74,7 @@ class CheckpointUploads:
         self._remove_old(checkpoint.name, is_usable)
 
     def fetch_newest(self, folder: Path, is_usable: Callable[[str], bool]) -> None:
-        """Fetch the newest usable checkpoint into `folder`, if that has none as new. A damaged one is left out."""
+        """Fetch the newest usable checkpoint into `folder`, if that has none as new. A damaged one is skipped."""
         here = max((path.name for path in folder.glob("term-*-step-*") if _NAME.match(path.name)), default="")
         newer = [name for name in self.newest_first() if name > here and name not in self._damaged]
         for name in filter(is_usable, newer):

@@ -2,7 +2,7 @@
 
     controller ─ add(step) ─► queue of MAX_WAITING steps ─► thread: decode, write, hand tables to the loggers
 
-Training never waits for this thread. If it is too slow or the disk is full, samples are left out and a warning says so.
+Training never waits for this thread. If it is too slow or the disk is full, samples are skipped and a warning says so.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class SampleLog:
         except queue.Full:
             if not self.is_behind:
                 logger.warning(
-                    "writing samples is %d steps behind, so steps from %d on are left out of samples.jsonl; lower "
+                    "writing samples is %d steps behind, so steps from %d on are missing in samples.jsonl; lower "
                     "learner.samples.share", MAX_WAITING, trained.step,
                 )  # fmt: skip
             self.is_behind = True
@@ -98,7 +98,7 @@ class SampleLog:
             try:
                 self._record(trained, texts)
             except Exception:  # a token or a ground truth may be anything, and the next step may be fine
-                logger.exception("the samples of step %d are left out", trained.step)
+                logger.exception("the samples of step %d are skipped", trained.step)
 
     def _record(self, trained: TrainedStep, texts: TokenText) -> None:
         groups = samples_of_step(trained, texts)

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class StepLogger(Protocol):
-    """A logger is made, called and closed in one thread of its own, so it may be slow. An error ends only the logger.
+    """A logger is made, called and closed in one separate thread, so it may be slow. An error ends only the logger.
 
     It is made for the steps after `resume_step`. An earlier logger of the run may have logged some of these steps
     already."""

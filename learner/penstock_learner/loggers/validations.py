@@ -33,7 +33,7 @@ from penstock.replay.contract import GroupConsumer
 from penstock.sample_scores import PromptSamples, scores_by_source
 from penstock.store.heartbeats import VALIDATOR, Heartbeats
 from penstock.trajectory import Group
-from penstock_learner.batches.token_check import check_tokens
+from penstock_learner.batches.sequence_batch import check_tokens
 from penstock_learner.loggers.backends import VALIDATION
 from penstock_learner.loggers.step_loggers import StepLoggers
 from penstock_learner.steps.stages import combined
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 POLL_S, END_S = 5.0, 2.0
 LAST_POLL_S = 0.5
 MAX_SILENCE_S = 120.0
-"""A validator that died is started again within this time. After it, nobody validates any more."""
+"""A validator that died is started again within this time. After it, nothing validates any more."""
 
 
 class ValidationLog:
@@ -56,7 +56,7 @@ class ValidationLog:
         """Evaluations that were logged. None before the first look."""
 
     async def watch(self) -> None:
-        """Runs for ever. A look that fails is made again: training does not depend on it."""
+        """Runs forever. A look that fails is made again: training does not depend on it."""
         while True:
             try:
                 await self.look()
@@ -69,7 +69,7 @@ class ValidationLog:
         scores: dict[int, dict[str, float]] = {}
         history = await self.queue.evaluation_history()
         if self._known is None:
-            # A new run is validated before its first step, perhaps before this look. Nobody has logged that.
+            # A new run is validated before its first step, perhaps before this look. No one has logged that.
             self._known = {name for name in history if 0 < self.resume_step >= name_and_step(name)[1]}
         for name in history.keys() - self._known:
             benchmark, step = name_and_step(name)
@@ -83,7 +83,7 @@ class ValidationLog:
         self, step: int, heartbeats: Heartbeats, timeout_s: float, stopping: asyncio.Event,
         max_silence_s: float = MAX_SILENCE_S,
     ) -> None:  # fmt: skip
-        """Wait for the scores of the last policy. Returns at once if nobody validates, and in any case after
+        """Wait for the scores of the last policy. Returns at once if nothing validates, and in any case after
         `timeout_s`, when `stopping` is set, or when the validator has been away for `max_silence_s`."""
         now = time.monotonic()
         deadline, seen_at = now + timeout_s, now - max_silence_s
@@ -156,7 +156,7 @@ class RewardModelValidation:
         self._looking = asyncio.Lock()
 
     async def watch(self) -> None:
-        """Runs for ever. A death of the reward model is handled as in training."""
+        """Runs forever. A death of the reward model is handled as in training."""
         while True:
             try:
                 await self.look()

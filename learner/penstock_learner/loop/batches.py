@@ -30,11 +30,9 @@ from penstock.replay.contract import GroupConsumer
 from penstock.replay.queue_types import Delivery
 from penstock.samples.selection import is_sampled
 from penstock.trajectory import SESSION_SERVER, Group
-from penstock_learner.agreement.quarantine import ServerQuarantine
-from penstock_learner.batches.sequence_batch import SequenceBatch, no_sequences
-from penstock_learner.batches.token_check import check_tokens
-from penstock_learner.checkpoints.ledger import Ledger
-from penstock_learner.loop.roll_back import RollBack, oldest_version
+from penstock_learner.agreement.servers import ServerQuarantine
+from penstock_learner.batches.sequence_batch import SequenceBatch, check_tokens, no_sequences
+from penstock_learner.loop.term import Term
 from penstock_learner.loop.training_step import TrainingStep
 
 logger = logging.getLogger(__name__)
@@ -184,26 +182,22 @@ class Batch:
 
 
 class BatchReader:
-    """Completes one batch after another. `ledger`, `roll_backs` and `quarantine` belong to the term and are only read
-    here. Groups with tokens beyond `vocabulary_size` are malformed; without it, tokens are not checked. No deadline
-    runs out while the run `is_paused`.
+    """Completes one batch after another, for one term. Groups with tokens beyond `vocabulary_size` are malformed;
+    without it, tokens are not checked. No deadline runs out while the run `is_paused`.
 
     Invariant: no prompt is in two batches. This holds even if Redis loses its newest writes and offers a group that was
     already taken."""
 
     def __init__(
-        self, queue: GroupConsumer, replay: ReplayConfig, learner: LearnerConfig, ledger: Ledger,
-        manifests: dict[int, list[int]], roll_backs: Sequence[RollBack] = (), vocabulary_size: int | None = None,
-        quarantine: ServerQuarantine | None = None,
+        self, queue: GroupConsumer, replay: ReplayConfig, learner: LearnerConfig, term: Term,
+        vocabulary_size: int | None = None, quarantine: ServerQuarantine | None = None,
         failed_rewards: FailedRewards | None = None, is_paused: Callable[[], Awaitable[bool]] | None = None,
         data_end: DataEnd | None = None,
     ) -> None:  # fmt: skip
         self.queue = queue
         self.replay = replay
         self.learner = learner
-        self.ledger = ledger
-        self.manifests = manifests
-        self.roll_backs = roll_backs
+        self.term = term
         self.vocabulary_size = vocabulary_size
         self.quarantine = quarantine
         self.is_paused = is_paused
@@ -218,12 +212,12 @@ class BatchReader:
 
         The deadline starts when `wanted` is set, or at once without it. So a batch that is read during a long step may
         take as long as the step."""
-        self._in_batches = {prompt_id for prompt_id in self._in_batches if prompt_id not in self.ledger}
-        groups = await self._accept(self.manifests.pop(step, []), policy_version)
+        self._in_batches = {prompt_id for prompt_id in self._in_batches if prompt_id not in self.term.ledger}
+        groups = await self._accept(self.term.take_manifest(step), policy_version)
         return await self._complete(step, groups, policy_version, wanted)
 
     async def replace_outdated(self, batch: Batch, policy_version: int, wanted: asyncio.Event | None = None) -> Batch:
-        """The batch after a roll back: groups that may no longer be trained are replaced by others.
+        """The batch after a rewind: groups that may no longer be trained are replaced by others.
 
         Returns the same object if there are none. The deadline is as in `read`."""
         outdated = [group.prompt_id for group in batch.groups if self._is_outdated(group, policy_version)]
@@ -344,9 +338,9 @@ class BatchReader:
         A group is not trained if its prompt was trained already, if it is malformed, or if its server is in quarantine.
         Depending on the config, it is also not trained if it is too old, if all rewards fail, or if its rewards or
         lengths are filtered."""
-        if delivery.prompt_id in self._in_batches or delivery.prompt_id in self.ledger:
+        if delivery.prompt_id in self._in_batches or delivery.prompt_id in self.term.ledger:
             # A group that no checkpoint covers yet must stay: the next checkpoint commits it.
-            if self.ledger.is_durable(delivery.prompt_id):
+            if self.term.ledger.is_durable(delivery.prompt_id):
                 await self.queue.commit(0, [delivery.prompt_id])
             return None
         if isinstance(decoded, PoisonGroup):
@@ -371,10 +365,10 @@ class BatchReader:
         return decoded
 
     def _is_outdated(self, group: Group, policy_version: int) -> bool:
-        """Whether the group is too old (if `stale_policy` is drop), or has tokens of a version that was given up."""
-        staleness = policy_version - oldest_version(group, self.roll_backs)
+        """Whether the group is too old (if `stale_policy` is drop), or has tokens of an abandoned version."""
+        staleness = policy_version - self.term.lineage.oldest_version(group)
         is_stale = self.replay.stale_policy == "drop" and staleness > self.replay.max_staleness
-        return is_stale or any(roll_back.gave_up(group) for roll_back in self.roll_backs)
+        return is_stale or self.term.lineage.abandons(group)
 
 
 def _has_baseline(group: Group) -> bool:
@@ -411,8 +405,8 @@ class BatchAhead:
 
         return cls(reading, asyncio.create_task(forwards()), wanted)
 
-    def after_roll_back(self, reader: BatchReader, training: TrainingStep, version: int) -> BatchAhead:
-        """The same batch for rolled-back weights, which are now called `version`.
+    def after_rewind(self, reader: BatchReader, training: TrainingStep, version: int) -> BatchAhead:
+        """The same batch for weights that were rewound, which are now called `version`.
 
         Groups that may no longer be trained are replaced. If there are none, the computed forwards are kept."""
 

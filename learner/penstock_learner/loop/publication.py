@@ -2,13 +2,14 @@
 
 | loop             | waits for                             | unblocked by                        |
 |------------------|---------------------------------------|-------------------------------------|
-| publish_loop     | an offer: a version that is gathered  | the step loop, after each step      |
+| publish_loop     | a version that is staged, then for    | the step loop, after each step      |
+|                  | its step and numbers, to register it  |                                     |
 | catch_up_loop    | a server that is STALE, or whose      | the fleet registry, the quarantine  |
 |                  | quarantine asks for it, every POLL_S  |                                     |
 
-An offer is pushed while it is still being gathered. A newer offer replaces an offer whose push has not begun, or whose
-push would have to start again because a member failed. So training never waits for a push, and at most one offer waits
-behind the push that runs. A server that joins late gets its weights in a separate lane, so it does not delay the
+A version is pushed while it is still being staged. A newer version replaces one whose push has not begun, or whose
+push would have to start again because a member failed. So training never waits for a push, and at most one version
+waits behind the push that runs. A server that joins late gets its weights in a separate lane, so it does not delay the
 others. If the next push comes first, the server takes part in that push. A server that failed in a push takes part in
 no other until it has caught up alone.
 
@@ -35,7 +36,7 @@ from penstock.store.policies import PolicyRegistry
 from penstock.store.run_control import RunControl
 from penstock.tracing import Tracing
 from penstock.v1 import policies_pb2
-from penstock_learner.agreement.quarantine import NUM_PROBES, ServerQuarantine
+from penstock_learner.agreement.servers import NUM_PROBES, ServerQuarantine
 from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.roles.role_group import RoleGroup
 from penstock_learner.weights.push import PushReport, PushTarget
@@ -48,7 +49,7 @@ FIRST_BACKOFF_S, MAX_BACKOFF_S = 2.0, 15.0
 
 
 class Followers:
-    """The servers of a run that take new versions, under a learner's term. A server that failed in a push is left out
+    """The servers of a run that take new versions, under a learner's term. A server that failed in a push is skipped
     for a time, which doubles with each failure in a row, up to MAX_BACKOFF_S."""
 
     def __init__(self, config: RunConfig, fleet: Fleet, policies: PolicyRegistry, term: int) -> None:
@@ -72,7 +73,7 @@ class Followers:
     async def in_states(self, states: Sequence[ServerState]) -> list[ServerRecord]:
         """The reachable servers that take new versions.
 
-        Servers that an operator has pinned to a version are left out. While the servers are rolled back, there are
+        Servers that an operator has pinned to a version are skipped. While the servers are rolled back, there are
         none."""
         reachable = await self._reachable(states)
         if (await self.control.orders()).held_version is not None:
@@ -181,13 +182,10 @@ POLL_S = 0.5
 
 
 @dataclass(frozen=True)
-class Offer:
-    """A version that is to be published."""
+class StagedVersion:
+    """A version whose weights rank 0 holds, or is still gathering."""
 
     policy_version: int
-    step: int
-    metrics: asyncio.Future[Mapping[str, float]]
-    """Numbers of the step that made the version. Its record in the policy registry holds them."""
     trace_parents: tuple[str, ...] = ()
     """Trace contexts of the groups that were first trained into this version."""
     parent_version: int | None = None
@@ -226,8 +224,10 @@ class PolicyPublication:
         """Seconds of forward passes, backward passes and the optimizer between the last two gatherings, on the slowest
         rank of the policy."""
         self._computed_before_s = 0.0
-        self._offer: Offer | None = None
-        """The newest offer, until its push begins."""
+        self._staged: StagedVersion | None = None
+        """The newest version, until its push begins."""
+        self._steps: dict[int, tuple[int, Mapping[str, float]]] = {}
+        """By version the step that made it, and the step's numbers. Its record in the policy registry holds them."""
         self._pushing: int | None = None
         self._members: frozenset[str] = frozenset()
         """The servers that take part in the push that runs."""
@@ -236,71 +236,80 @@ class PolicyPublication:
         self._promoting: int | None = None
         """The version whose snapshot is written because it was promoted."""
         self._changed = asyncio.Condition()
-        self._staged: set[int] = set()
+        self._held: set[int] = set()
         """Versions whose buckets rank 0 holds."""
 
-    async def gather(
-        self, policy_version: int, step: int, trace_parents: tuple[str, ...] = (), parent_version: int | None = None
-    ) -> Offer:
-        """Stage the policy's weights as a version and offer it. Returns when training may change the weights again."""
+    async def stage(
+        self, policy_version: int, trace_parents: tuple[str, ...] = (), parent_version: int | None = None
+    ) -> StagedVersion:
+        """Stage the policy's weights as a version, whose push begins at once. Returns when training may change the
+        weights again. Call `publish` then."""
         promoted = await self.policies.promoted_version()
-        if self._offer is not None:
-            trace_parents += self._offer.trace_parents
-        offer = Offer(policy_version, step, asyncio.get_running_loop().create_future(), trace_parents, parent_version)
+        if self._staged is not None:
+            trace_parents += self._staged.trace_parents
+        staged = StagedVersion(policy_version, trace_parents, parent_version)
         async with self._changed:
             in_use = {self._pushing, self.current, self._promoting, *self._catching_up.values()}
-            if promoted in self._staged - self.snapshots.written:
+            if promoted in self._held - self.snapshots.written:
                 in_use.add(promoted)  # its snapshot was promised, and is not written yet
-            if self._offer is not None:
-                self._count_skipped(self._offer.policy_version, policy_version)
-            self._offer = offer
+            if self._staged is not None:
+                self._count_skipped(self._staged.policy_version, policy_version)
+            self._staged = staged
             self._changed.notify_all()
             keep = [version for version in in_use if version is not None]
-            self._staged = {*keep, policy_version}
+            self._held = {*keep, policy_version}
         totals = await self.policy.call_all("gather_weights", policy_version, self.term, keep)
         self.computed_s = max(totals) - self._computed_before_s
         self._computed_before_s = max(totals)
-        return offer
+        return staged
+
+    async def publish(self, staged: StagedVersion, step: int, numbers: Mapping[str, float]) -> None:
+        """Let the version become the run's current one once it is pushed, unless a newer one supersedes it. `numbers`
+        are those of the step that made it."""
+        async with self._changed:
+            self._steps = {version: made for version, made in self._steps.items() if version == self._pushing}
+            self._steps[staged.policy_version] = (step, numbers)
+            self._changed.notify_all()
 
     async def wait_until_published(self) -> None:
-        """Wait until every version that was offered is published or superseded.
+        """Wait until every version that was staged is published or superseded.
 
         The deadline covers two publications, each with its push and its snapshot: the one that runs, and the newest
-        offer behind it."""
+        version behind it."""
         num_servers = await self.fleet.num_servers()
         timeout_s = 2 * (self._push_timeout_s(num_servers) + self.config.learner.rank_timeout_s)
         try:
             async with asyncio.timeout(timeout_s), self._changed:
-                await self._changed.wait_for(lambda: self._offer is None and self._pushing is None)
+                await self._changed.wait_for(lambda: self._staged is None and self._pushing is None)
         except TimeoutError as error:
-            version = self._pushing if self._offer is None else self._offer.policy_version
+            version = self._pushing if self._staged is None else self._staged.policy_version
             raise DeadlineExceeded(
                 f"version {version} was not published in {timeout_s:.0f} s; see the log of policy rank 0 and of the "
                 "rollout servers"
             ) from error
 
     async def publish_loop(self) -> None:
-        """Runs for ever: pushes the newest offer to every serving member, then makes it the run's current version."""
+        """Runs forever: pushes the newest version to every serving member, then makes it the run's current one."""
         while True:
             async with self._changed:
-                await self._changed.wait_for(lambda: self._offer is not None)
-                offer, self._offer = self._offer, None
-                assert offer is not None
-                self._pushing = offer.policy_version
-            is_published = await self._publish(offer)
+                await self._changed.wait_for(lambda: self._staged is not None)
+                staged, self._staged = self._staged, None
+                assert staged is not None
+                self._pushing = staged.policy_version
+            is_published = await self._push_and_register(staged)
             async with self._changed:
                 if is_published:
-                    self.current = offer.policy_version
+                    self.current = staged.policy_version
                 else:
-                    assert self._offer is not None, "a push is superseded only by a newer offer"
-                    self._count_skipped(offer.policy_version, self._offer.policy_version)
-                    parents = self._offer.trace_parents + offer.trace_parents
-                    self._offer = replace(self._offer, trace_parents=parents)
+                    assert self._staged is not None, "a push is superseded only by a newer version"
+                    self._count_skipped(staged.policy_version, self._staged.policy_version)
+                    parents = self._staged.trace_parents + staged.trace_parents
+                    self._staged = replace(self._staged, trace_parents=parents)
                 self._pushing = None
                 self._changed.notify_all()
 
     async def catch_up_loop(self) -> None:
-        """Runs for ever: brings the current version to servers that are STALE or in quarantine, without disturbing the
+        """Runs forever: brings the current version to servers that are STALE or in quarantine, without disturbing the
         others.
 
         A server that failed before is tried alone, so that only itself waits for it."""
@@ -361,60 +370,63 @@ class PolicyPublication:
         logger.info("version %d is skipped: version %d is newer", policy_version, newer_version)
         self.metrics.syncs.labels("superseded").inc()
 
-    async def _publish(self, offer: Offer) -> bool:
-        """Push and register the version. Returns False if a newer offer superseded it; then no server has it."""
-        version, step, started_s = offer.policy_version, offer.step, time.time()
+    async def _push_and_register(self, staged: StagedVersion) -> bool:
+        """Push and register the version. Returns False if a newer one superseded it; then no server has it."""
+        version, started_s = staged.policy_version, time.time()
         followers = await self.followers.in_states(("READY", "LOADING", "STALE"))
         servers = [server for server in followers if not self._catches_up_alone(server)]
         self._members = frozenset(server.server_id for server in servers)
         report = await self._push(version, servers, base_version=self._common_base(servers))
         self._members = frozenset()
-        if report.nonfinite:
-            raise self._diverged(offer, report.nonfinite)
-        if report.superseded and self._offer is not None:
+        if report.superseded and self._staged is not None and not report.nonfinite:
             return False
+        step, numbers = await self._step_of(version)
+        if report.nonfinite:
+            raise self._diverged(version, step, report.nonfinite)
         snapshot = await self.snapshots.write_if_due(version, step)
         before = self.current if step else None
         record = policies_pb2.Policy(
             policy_version=version,
             step=step,
-            parent_version=before if offer.parent_version is None else offer.parent_version,
+            parent_version=before if staged.parent_version is None else staged.parent_version,
             published_at_ms=int(time.time() * 1000),
             weights_digest=report.weights_digest,
             snapshot_path=str(snapshot) if snapshot else "",
             state=policies_pb2.Policy.PUBLISHED,
-            metrics=await self._metrics_of(offer),
+            metrics=numbers,
         )
         await self.queue.publish(version, step, record.SerializeToString())
-        for trace_parent in offer.trace_parents:
+        for trace_parent in staged.trace_parents:
             self.tracing.record("publish", trace_parent, started_s, time.time(), policy_version=version, step=step)
         self.metrics.version.labels("learner").set(version)
         return True
 
-    def _diverged(self, offer: Offer, tensor: str) -> TrainingDiverged:
+    def _diverged(self, version: int, step: int, tensor: str) -> TrainingDiverged:
         """The error that ends a run whose weights are not finite. A restart continues from the newest checkpoint."""
         self.metrics.syncs.labels("nonfinite").inc()
         model = self.config.model
-        if offer.step == 0:
+        if step == 0:
             return TrainingDiverged(
                 f"{tensor} of {model.path} is not finite in {model.dtype}, so no version is published; "
                 "download the model again, or choose another model.dtype"
             )
         return TrainingDiverged(
-            f"{tensor} is not finite in {model.dtype} after step {offer.step}, so version {offer.policy_version} is "
+            f"{tensor} is not finite in {model.dtype} after step {step}, so version {version} is "
             "not published; start the learner again to continue from the newest checkpoint, with a lower learner.lr"
         )
 
-    async def _metrics_of(self, offer: Offer) -> Mapping[str, float]:
-        """The numbers of the offer's step. The step loop may make two calls to the ranks before it has them."""
+    async def _step_of(self, version: int) -> tuple[int, Mapping[str, float]]:
+        """The step that made the version, and its numbers. The step loop may make two calls to the ranks before it
+        publishes what it has staged."""
         timeout_s = 2 * self.config.learner.rank_timeout_s
         try:
-            async with asyncio.timeout(timeout_s):
-                return await offer.metrics
+            async with asyncio.timeout(timeout_s), self._changed:
+                await self._changed.wait_for(lambda: version in self._steps)
+                return self._steps.pop(version)
         except TimeoutError as error:
             raise DeadlineExceeded(
-                f"step {offer.step} gave no metrics for version {offer.policy_version} in {timeout_s:.0f} s; a rank "
-                "hangs or is overloaded (see its log, or raise learner.rank_timeout_s)"
+                f"version {version} was staged and not published in {timeout_s:.0f} s; a rank hangs or is overloaded "
+                "(see its log, or raise learner.rank_timeout_s)"
             ) from error
 
     async def _push(
@@ -473,7 +485,7 @@ class PolicyPublication:
     async def _keep_promoted(self) -> None:
         """Write a snapshot of the version that was promoted, if it has none. Its buckets stay until then."""
         version = await self.policies.promoted_version()
-        if version is None or version not in self._staged - self.snapshots.written or self._pushing is not None:
+        if version is None or version not in self._held - self.snapshots.written or self._pushing is not None:
             return
         await self._keep(version)
         logger.info("version %d was promoted, so its snapshot is kept", version)

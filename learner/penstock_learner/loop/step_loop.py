@@ -1,19 +1,30 @@
 """The loop over steps within one term: a group enters with `read` and leaves with `commit`.
 
-    read batch ─► compare servers ─► training step ─► gather ─► publish ┐
-        ▲  (the next batch is read,      (the push runs beside the next │
+    read batch ─► compare servers ─► training step ─► stage ─► publish ─┐
+        ▲  (the next batch is read,      (the push runs during the next │
         │   scored and compared with      step's forward and update)    │
         │   the reference meanwhile)                                    │
         └──────── every N steps: checkpoint ─► commit (acknowledge) ◄───┘
 
-Groups of a server whose log-probs disagree with the learner's are replaced before the step (server_agreement.py).
+| task of a term          | waits for                                 | unblocked by                              |
+|-------------------------|-------------------------------------------|-------------------------------------------|
+| StepLoop.run            | a batch                                   | BatchAhead.reading, an order, a deadline  |
+|                         | the version that a term or rewind starts  | publish_loop                              |
+|                         | the checkpoint before, when one begins    | CheckpointWriter                          |
+| BatchAhead.reading      | groups in the queue, up to batch_timeout_s| rollout servers, the end of the data      |
+| BatchAhead.forwards     | the batch, then the frozen roles          | BatchAhead.reading, the roles' ranks      |
+| CheckpointWriter        | the ranks' files, the upload, the commit  | the ranks, the object store, Redis        |
+| publish_loop, catch_up  | see publication.py                        |                                           |
+| OperatorOrders.watch    | orders, every POLL_S                      | an operator                               |
+
+Groups of a server whose log-probs disagree with the learner's are replaced before the step (agreement/servers.py).
 
 A group is acknowledged only after a durable checkpoint whose ledger holds its prompt. Every call to the queue carries
 the term, so a learner that was replaced cannot acknowledge anything.
 
-The loop ends after `num_steps`, or when the dataset has ended: the last batch is then smaller, or left out.
+The loop ends after `num_steps`, or when the dataset has ended: the last batch is then smaller, or dropped.
 
-A roll back is followed between two steps (roll_back.py). The weights of the older version get a new number.
+An order to rewind is followed between two steps (take_over.py). The weights of the older version get a new number.
 """
 
 from __future__ import annotations
@@ -26,7 +37,11 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from penstock.api.records import FIRST_BATCH
+from penstock.config.learner import LearnerConfig
 from penstock.config.run import RunConfig
 from penstock.logs import bind
 from penstock.machine.garbage import spare_living_objects
@@ -35,26 +50,133 @@ from penstock.replay.recomputed import RecomputedLogProbs
 from penstock.store.heartbeats import LEARNER
 from penstock.store.phases import Phases
 from penstock.store.policies import PolicyRegistry
-from penstock.store.run_control import Orders
+from penstock.store.run_control import Orders, RunControl
+from penstock.tracing import Tracing
+from penstock_learner.agreement.servers import ServerAgreement
 from penstock_learner.batches.sequence_batch import SequenceBatch
-from penstock_learner.checkpoints.checkpoint import CheckpointStore
-from penstock_learner.checkpoints.writer import CheckpointWriter
+from penstock_learner.checkpoints.saving import CheckpointWriter
+from penstock_learner.checkpoints.store import CheckpointStore
 from penstock_learner.crash_points import crash_point
 from penstock_learner.loggers.samples import SampleLog, TrainedStep
 from penstock_learner.loggers.step_loggers import StepLoggers
 from penstock_learner.loop.batches import Batch, BatchAhead, BatchReader, DataEnd
-from penstock_learner.loop.operator_orders import OperatorOrders
 from penstock_learner.loop.publication import PolicyPublication
-from penstock_learner.loop.roll_back import RollBack, load_version
-from penstock_learner.loop.server_agreement import ServerAgreement
-from penstock_learner.loop.step_metrics import overhead_metrics
-from penstock_learner.loop.step_records import StepRecords
+from penstock_learner.loop.take_over import load_version
 from penstock_learner.loop.term import Term
 from penstock_learner.loop.training_step import TrainingStep
+from penstock_learner.metrics import LearnerMetrics
+from penstock_learner.model.utilisation import RankUsage, mfu, peak_flops
 from penstock_learner.roles.profiling import profiles_folder
 from penstock_learner.roles.role_group import RoleGroup, gather_all
+from penstock_learner.steps.rehearsal import rehearse
+from penstock_learner.steps.step_result import StepResult, StepTimes, flattened, mean_rewards
 
 logger = logging.getLogger(__name__)
+POLL_S = 0.5
+
+
+class OperatorOrders:
+    """The operator's orders for one term: to stop, and to rewind. `watch` runs during training and sets the events."""
+
+    def __init__(self, control: RunControl, term: Term, stopping: asyncio.Event) -> None:
+        self.control = control
+        self.term = term
+        self.stopping = stopping
+        """Set to end the learner after the running step. A signal handler may set it too."""
+        self.rewind_ordered = asyncio.Event()
+        """Set when there may be an order to rewind that was not followed yet."""
+
+    async def watch(self) -> None:
+        """Runs forever. A stop order names a term: it stops the learner of that term and of earlier ones."""
+        while True:
+            await asyncio.sleep(POLL_S)
+            orders = await self.control.orders()
+            if not self.stopping.is_set() and orders.stop_term >= self.term.number:
+                logger.info("the operator has ordered a stop: ending after this step, with a checkpoint")
+                self.stopping.set()
+            if orders.roll_backs > self.term.num_orders:
+                self.rewind_ordered.set()
+
+    async def new_rewind(self) -> Orders | None:
+        """The orders with a rewind that was not followed yet, or None."""
+        self.rewind_ordered.clear()
+        orders = await self.control.orders()
+        return orders if orders.roll_backs > self.term.num_orders else None
+
+    @property
+    def interrupts(self) -> bool:
+        """Whether an order asks training to stop waiting for a batch."""
+        return self.stopping.is_set() or self.rewind_ordered.is_set()
+
+    async def wait_for_either(self, task: asyncio.Task[object], timeout_s: float | None) -> None:
+        """Wait until the task has ended, an order has come, or `timeout_s` have passed."""
+        events = [asyncio.create_task(event.wait()) for event in (self.stopping, self.rewind_ordered)]
+        await asyncio.wait({task, *events}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        for event in events:
+            event.cancel()
+
+
+USAGE_EVERY_S = 5.0
+"""How often the ranks are asked for their memory. Each time is a call between two steps."""
+
+
+class StepRecords:
+    """Records every step of a learner process, through all its terms."""
+
+    def __init__(
+        self, config: LearnerConfig, policy: RoleGroup, metrics: LearnerMetrics, tracing: Tracing,
+        silence_s: float | None,
+    ) -> None:  # fmt: skip
+        self.config = config
+        self.policy = policy
+        self.metrics = metrics
+        self.tracing = tracing
+        self.recovering_since = None if silence_s is None else time.monotonic() - silence_s
+        """When the learner that crashed before this one was last alive. None after the first step."""
+        self.usage: list[RankUsage] = []
+        self.usage_at = -USAGE_EVERY_S
+
+    def trace(self, batch: Batch, started_s: float, term: Term) -> None:
+        """Record for each traced group how long it waited for its step, and the step."""
+        ended_s = time.time()
+        for group in batch.groups if batch.trace_parents else ():
+            self.tracing.record("queue", group.trace_parent, group.finished_at_ms / 1000, started_s)
+            staleness = max(0, term.policy_version - term.lineage.oldest_version(group))
+            fields = {"step": batch.step, "policy_version": term.policy_version, "staleness": staleness}
+            self.tracing.record("train", group.trace_parent, started_s, ended_s, **fields)
+
+    async def record(
+        self, batch: Batch, metrics: Mapping[str, float], rewards: NDArray[np.float32], term: Term, loggers: StepLoggers
+    ) -> None:
+        """Record one step. `rewards` are those that the batch was trained with, one per trajectory."""
+        loggers.log(metrics)
+        self.metrics.record_step(metrics, mean_rewards(batch.groups, rewards))
+        if self.recovering_since is not None:
+            self.metrics.recovery_seconds.labels("learner").observe(time.monotonic() - self.recovering_since)
+            self.recovering_since = None
+        trained_version = metrics["policy_version"] - 1
+        oldest = [term.lineage.oldest_version(group) for group in batch.groups]
+        self.metrics.staleness.observe_all([max(0.0, trained_version - version) for version in oldest])
+        logger.info(
+            "step %d version %d reward %.3f staleness %.2f loss %.4f %.2fs",
+            metrics["step"], metrics["policy_version"], metrics["reward_mean"], metrics["staleness_mean"],
+            metrics["loss"], metrics["step_s"],
+        )  # fmt: skip
+        await self._observe_usage(metrics)
+
+    async def _observe_usage(self, metrics: Mapping[str, float]) -> None:
+        """Memory of the policy's ranks, and how much of their FLOPs the update used."""
+        if time.monotonic() - self.usage_at >= USAGE_EVERY_S:
+            self.usage = await self.policy.call_all("usage")
+            self.usage_at = time.monotonic()
+        for rank, usage in enumerate(self.usage):
+            self.metrics.memory_peak.labels(rank).set(usage.memory_peak_bytes)
+        peak = sum(peak_flops(usage.device_name, self.config.peak_flops_per_rank) for usage in self.usage)
+        num_tokens = (metrics["prompt_tokens"] + metrics["response_tokens"]) * self.config.epochs_per_step
+        num_tokens -= metrics["shared_tokens"]
+        self.metrics.mfu.set(mfu(self.usage[0].num_parameters, num_tokens, metrics["update_s"], peak))
+
+
 SMALL_VOCABULARY = 256
 """Tokens that every model has, if its config does not say how many there are."""
 STARVED_SHARE = 0.25
@@ -121,15 +243,15 @@ class StepLoop:
         ended: float | None = None
         has_trained = False
         try:
-            if self.training.compiles and not self._is_last(self.term.step):
+            if self.config.learner.compile and not self._is_last(self.term.step):
                 following = self._read_ahead(self.term.step + 1, self.term.policy_version)
                 await self._rehearse(following)
             spare_living_objects()
             await self.phases.enter(LEARNER, FIRST_BATCH)
             while not self.orders.stopping.is_set() and not self._is_last(self.term.step):
-                if (orders := await self.orders.new_roll_back()) is not None:
-                    await self._roll_back(orders)
-                    following = following and following.after_roll_back(
+                if (orders := await self.orders.new_rewind()) is not None:
+                    await self._rewind(orders)
+                    following = following and following.after_rewind(
                         self.reader, self.training, self.term.policy_version
                     )
                 started = time.monotonic()
@@ -143,7 +265,7 @@ class StepLoop:
                     break
                 wait_s = time.monotonic() - started
                 version = self.term.policy_version
-                if refused := await self.agreement.refused(batch, version, self.term.roll_backs):
+                if refused := await self.agreement.refused(batch.step, batch.groups, version, self.term.lineage):
                     following = current.without(self.reader, self.training, refused, version)
                     continue
                 crash_point("after_read")
@@ -152,10 +274,9 @@ class StepLoop:
                     has_trained = True
                 is_last = self._is_last(batch.step)
                 following = None if is_last else self._read_ahead(batch.step + 1, self.term.policy_version + 1)
-                metrics = {"wait_s": wait_s} | await self._train(batch, current.forwards)
+                result = await self._train(batch, current.forwards)
                 crash_point("mid_step")
-                metrics["between_s"] = 0.0 if ended is None else started - ended
-                ended = await self._publish(batch, metrics, started)
+                ended = await self._publish(batch, result, started, wait_s, 0.0 if ended is None else started - ended)
                 self.writer.raise_if_failed()
                 if batch.step % self.config.learner.checkpoint.every_steps == 0:
                     await self._checkpoint()
@@ -174,7 +295,7 @@ class StepLoop:
 
         num_samples, max_tokens = self.config.dataset.num_samples, self.config.rollout.engine.max_model_len
         vocabulary = self.reader.vocabulary_size or SMALL_VOCABULARY
-        num_batches = await self.training.rehearse(num_samples, max_tokens, vocabulary, is_needed)
+        num_batches = await rehearse(self.trained, self.training.access, num_samples, max_tokens, vocabulary, is_needed)
         logger.info("compiled with %d batches of random tokens", num_batches)
 
     async def _finish(self) -> None:
@@ -198,36 +319,36 @@ class StepLoop:
     async def _publish_start(self) -> None:
         """Publish the weights that the term starts from.
 
-        Version 0 is the model folder, which servers load themselves. Resumed weights get a new version, which is no
-        step and does not count as staleness. After going back, groups that the versions in between have sampled are
-        dropped, as after a roll back."""
+        Version 0 is the model folder, which servers load themselves. The weights of a checkpoint get a new version,
+        which is not a step and does not count as staleness. If the run was rewound to the checkpoint, groups that the
+        versions in between have sampled are dropped."""
         was_published = (await self.queue.stat()).policy_version > 0
-        is_new = self.term.step == 0 and not was_published
-        version = 0 if is_new else await self.queue.allocate_version(self.term.policy_version + 1)
-        if not is_new:
-            is_restart = not self.term.has_gone_back
-            self.term.add_roll_back(RollBack(self.term.policy_version, version, is_restart))
-        self.term.policy_version = version
-        offer = await self.publication.gather(version, self.term.step)
-        offer.metrics.set_result({})
-        await self.publication.wait_until_published()
+        if self.term.step == 0 and not was_published:
+            self.term.advance(0)
+        else:
+            version = await self.queue.allocate_version(self.term.policy_version + 1)
+            self.term.rewind(self.term.policy_version, version, is_restart=not self.term.is_rewound)
+        await self._publish_rewound(None)
 
-    async def _roll_back(self, orders: Orders) -> None:
-        """Go back to the ordered version, if its weights still exist. An order is handled once."""
-        self.term.num_roll_backs = orders.roll_backs
+    async def _rewind(self, orders: Orders) -> None:
+        """Rewind to the ordered version, if its weights still exist. An order is handled once."""
+        self.term.num_orders = orders.roll_backs
         target = orders.roll_back_version
         if not await load_version(target, self.trained, self.checkpoints, self.policies):
             return
-        version = await self.queue.allocate_version(self.term.policy_version + 1)
-        self.term.policy_version = version
-        self.term.add_roll_back(RollBack(target, version))
-        offer = await self.publication.gather(version, self.term.step, parent_version=target)
-        offer.metrics.set_result({})
-        # Wait, or the next step's version could replace this one, whose record says where the weights came from.
+        self.term.rewind(target, await self.queue.allocate_version(self.term.policy_version + 1))
+        await self._publish_rewound(target)
+
+    async def _publish_rewound(self, parent_version: int | None) -> None:
+        """Publish weights that no step of this term has made, and wait until the servers have them.
+
+        Otherwise the next step's version could replace this one, whose record says where the weights came from."""
+        staged = await self.publication.stage(self.term.policy_version, parent_version=parent_version)
+        await self.publication.publish(staged, self.term.step, {})
         await self.publication.wait_until_published()
 
     async def _batch_unless_interrupted(self, ahead: BatchAhead) -> Batch | None:
-        """The batch, or None if the operator orders a stop or a roll back before it is complete.
+        """The batch, or None if the operator orders a stop or a rewind before it is complete.
 
         Groups that no checkpoint covers stay in Redis, and producers may be waiting for their memory. So if the batch
         takes long, a checkpoint is made early."""
@@ -239,37 +360,38 @@ class StepLoop:
             await self.orders.wait_for_either(ahead.reading, None)  # the reader has a deadline
         return ahead.reading.result() if ahead.reading.done() else None
 
-    async def _train(self, batch: Batch, forwards: asyncio.Task[SequenceBatch]) -> dict[str, float]:
+    async def _train(self, batch: Batch, forwards: asyncio.Task[SequenceBatch]) -> StepResult:
         """Train on the batch. Afterwards the policy's ranks hold the new weights, which are not published yet."""
         bind(step=batch.step, policy_version=self.term.policy_version)
         started_s = time.time()
         async with self.profiles.of_step(batch.step):
-            metrics = await self.training.run(
+            result = await self.training.run(
                 batch.groups, batch.step, self.term.policy_version, self.term.kl.coefficient, forwards,
-                self.term.roll_backs,
+                self.term.lineage,
             )  # fmt: skip
-        self.agreement.check.remember(metrics)
-        if self.training.recomputed is not None:
-            await self.recomputed.keep(batch.groups, self.training.recomputed)
-        self.term.add_trained(batch, metrics)
+        numbers = result.numbers
+        self.agreement.check.remember(numbers)
+        if result.recomputed is not None:
+            await self.recomputed.keep(batch.groups, result.recomputed)
+        self.term.add_trained(batch.step, batch.prompt_ids, numbers["kl_reference"], int(numbers["num_sequences"]))
         self.records.trace(batch, started_s, self.term)
-        return metrics
+        return result
 
-    async def _publish(self, batch: Batch, metrics: dict[str, float], started: float) -> float:
-        """Give the new weights a version, offer the version to the servers, and record the step, begun at `started`.
-        Returns when the step ended."""
+    async def _publish(
+        self, batch: Batch, result: StepResult, started: float, wait_s: float, between_s: float
+    ) -> float:
+        """Give the new weights a version, bring it to the servers, and record the step, begun at `started`. Returns
+        when the step ended."""
         version = await self.queue.allocate_version(self.term.policy_version + 1)
-        self.term.policy_version = version
-        gather_started = time.monotonic()
-        offer = await self.publication.gather(version, batch.step, batch.trace_parents)
+        self.term.advance(version)
+        stage_started = time.monotonic()
+        staged = await self.publication.stage(version, batch.trace_parents)
         ended = time.monotonic()
-        metrics |= {"gather_s": ended - gather_started, "step_s": ended - started, "policy_version": float(version)}
-        metrics |= overhead_metrics(metrics, self.publication.computed_s)
-        metrics["tokens_per_second"] = metrics["response_tokens"] / metrics["step_s"]
-        metrics["in_flight_updates"] = float(self.publication.in_flight_updates)
-        await self.records.record(batch, metrics, self.training.rewards, self.term, self.loggers)
-        self.samples.add(TrainedStep(batch.step, version, batch.groups, batch.prompts, self.training.rewards))
-        offer.metrics.set_result(self.agreement.check.last | metrics)
+        times = StepTimes(wait_s, between_s, ended - stage_started, ended - started, self.publication.computed_s)
+        metrics = flattened(result, times, version, self.publication.in_flight_updates)
+        await self.records.record(batch, metrics, result.rewards, self.term, self.loggers)
+        self.samples.add(TrainedStep(batch.step, version, batch.groups, batch.prompts, result.rewards))
+        await self.publication.publish(staged, batch.step, self.agreement.check.last | metrics)
         return ended
 
     async def _checkpoint(self) -> None:
@@ -277,5 +399,4 @@ class StepLoop:
         if not self.term.uncommitted:
             return
         state = self.term.trainer_state({name: feed.position for name, feed in (await self.queue.feeds()).items()})
-        covered, self.term.uncommitted = self.term.uncommitted, []
-        await self.writer.begin(state, covered)
+        await self.writer.begin(state, self.term.take_uncommitted())

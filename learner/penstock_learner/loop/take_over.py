@@ -6,30 +6,34 @@ that was newest no longer covers everything that was acknowledged. So `take_over
 term: from then on no one else can commit.
 
     newest checkpoint ─► does it cover every committed group? ─► load it, which verifies its files ─► restore the queue
-         ▲                 │ no: refuse it, or go back if           │
+         ▲                 │ no: refuse it, or rewind if            │
          └ the one before ◄┼────────────────────────────────────────┘ damaged: name the file
                            └ `checkpoint.go_back` asks for it: the queue undoes the commits that it does not cover
 
-Going back is one atomic call, which also records the checkpoint and the term. A crash before it changes nothing, and
+This rewind is one atomic call, which also records the checkpoint and the term. A crash before it changes nothing, and
 nothing is trained before Redis can no longer lose it. After it, a learner with any config continues from that
-checkpoint or from later ones, and never from those it abandoned.
+checkpoint or from later ones, and never from those it abandoned. Within a term an operator may also order to rewind to
+a version (`load_version`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.config.learner import CheckpointConfig
-from penstock.errors import CheckpointDamaged, ConfigError, Unavailable
+from penstock.errors import CheckpointDamaged, ConfigError, NotFound, Unavailable, WeightPushFailed
 from penstock.replay.contract import GroupConsumer
 from penstock.replay.queue_types import Committed, GoneBack
-from penstock_learner.checkpoints.checkpoint import CheckpointStore, TrainerState, read_state
-from penstock_learner.checkpoints.going_back import record_going_back
+from penstock.store.policies import PolicyRegistry
+from penstock_learner.checkpoints.saving import load_checkpoint
+from penstock_learner.checkpoints.store import CheckpointStore, record_rewind
+from penstock_learner.checkpoints.trainer_state import TrainerState, read_state
 from penstock_learner.crash_points import crash_point
+from penstock_learner.roles.role_group import RoleGroup
 
 logger = logging.getLogger(__name__)
 Load = Callable[[Path], Awaitable[None]]
@@ -43,8 +47,8 @@ class TakeOver:
     term: int
     store_id: str
     state: TrainerState
-    has_gone_back: bool
-    """Whether the state is a checkpoint that the run went back to, and no later checkpoint exists yet."""
+    is_rewound: bool
+    """Whether the state is a checkpoint that the run was rewound to, and no later checkpoint exists yet."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ class ChosenCheckpoint:
     checkpoint: Path | None
     state: TrainerState
     uncovered: list[int]
-    """Committed prompts that the state was not trained on. The run must go back to use it."""
+    """Committed prompts that the state was not trained on. The run must be rewound to use it."""
     committed: Committed
     """What was committed when the checkpoint was chosen."""
 
@@ -68,7 +72,7 @@ async def take_over(
     settle_s: float,
 ) -> TakeOver:  # fmt: skip
     """Fence every earlier learner, then load the chosen checkpoint or a newer one that the learner before has finished
-    meanwhile, and go back to it if the config asks for that.
+    meanwhile, and rewind to it if the config asks for that.
 
     A checkpoint that no longer covers all committed groups is refused before the term is taken: such a learner fences
     no one."""
@@ -85,23 +89,23 @@ async def take_over(
     gone_back = (await queue.committed()).gone_back
     if choice.uncovered or (_asks_for(config, choice) and (gone_back is None or gone_back.checkpoint != choice.path)):
         planned = GoneBack(choice.path, term, num_roll_backs=0)
-        await asyncio.to_thread(record_going_back, checkpoints.folder, term, planned, is_done=False)
+        await asyncio.to_thread(record_rewind, checkpoints.folder, term, planned, is_done=False)
         crash_point("before_go_back")
         await queue.go_back(choice.path, choice.state.step, choice.uncovered)
         crash_point("after_go_back")
-        logger.warning("went back to %s: %d groups are made and trained again", choice.path, len(choice.uncovered))
+        logger.warning("rewound to %s: %d groups are made and trained again", choice.path, len(choice.uncovered))
         await asyncio.sleep(settle_s)
         gone_back = (await queue.committed()).gone_back
         if gone_back is None or gone_back.checkpoint != choice.path:
             raise Unavailable("Redis has lost that the run went back; start the learner again, and it goes back again")
-    await asyncio.to_thread(record_going_back, checkpoints.folder, term, gone_back, is_done=True)
+    await asyncio.to_thread(record_rewind, checkpoints.folder, term, gone_back, is_done=True)
     checkpoints.gone_back = gone_back
-    state, has_gone_back = choice.state, False
+    state, is_rewound = choice.state, False
     if gone_back is not None and gone_back.checkpoint == choice.path:
-        # Roll backs that were ordered before belong to the steps that were given up.
+        # Rewinds that were ordered before belong to the steps that were abandoned.
         state = replace(state, num_roll_backs=gone_back.num_roll_backs, resumed_from=gone_back.checkpoint)
-        has_gone_back = True
-    return TakeOver(term, store_id, state, has_gone_back)
+        is_rewound = True
+    return TakeOver(term, store_id, state, is_rewound)
 
 
 async def choose_checkpoint(
@@ -174,7 +178,7 @@ def _checked(
 
 
 def _asks_for(config: CheckpointConfig, choice: ChosenCheckpoint) -> bool:
-    """Whether the config asks to go back to this checkpoint."""
+    """Whether the config asks to rewind to this checkpoint."""
     return config.go_back and choice.checkpoint == Path(config.resume)
 
 
@@ -187,3 +191,33 @@ async def restore_batches(queue: GroupConsumer, state: TrainerState) -> dict[int
     if covered:
         await queue.commit(state.step, covered)
     return {step: ids for step, ids in manifests.items() if step > state.step}
+
+
+async def load_version(
+    policy_version: int, trained: Mapping[str, RoleGroup], checkpoints: CheckpointStore, policies: PolicyRegistry
+) -> bool:
+    """Load a version into the trained roles, because an operator ordered to rewind to it. False, changing nothing, if
+    no checkpoint or snapshot of it is intact.
+
+    If the version has a checkpoint, the weights, the optimizers and the critic are restored from it. Otherwise the
+    policy takes the weights of the version's snapshot, in the engines' precision: its optimizer starts from zero, and
+    the critic stays as it is. Steps, the learning rate schedule and the ledger continue: trained prompts stay
+    trained."""
+    if (checkpoint := await asyncio.to_thread(checkpoints.of_version, policy_version)) is not None:
+        try:
+            await load_checkpoint(checkpoint, trained)
+        except CheckpointDamaged as error:
+            logger.error("cannot rewind to version %d from %s: %s", policy_version, checkpoint, error)
+        else:
+            logger.warning("rewound to version %d, from %s", policy_version, checkpoint)
+            return True
+    try:
+        policy = await policies.get(policy_version)
+        await trained["policy"].call_all("load_snapshot", Path(policy.snapshot_path), policy.weights_digest)
+    except (NotFound, WeightPushFailed) as error:
+        logger.error("cannot rewind to version %d: %s; training continues as before", policy_version, error)
+        return False
+    logger.warning(
+        "rewound to version %d, from %s; the optimizer starts from zero", policy_version, policy.snapshot_path
+    )
+    return True

@@ -1,60 +1,70 @@
-"""A term: the time during which one learner, and no other, trains a run. It starts from a checkpoint."""
+"""A term: the time during which one learner, and no other, trains a run. It starts from a checkpoint.
+
+The term owns the ledger, the manifests and the lineage, and is the only one that changes them. Readers of batches, the
+step loop and the comparison of servers get the term.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from penstock.config.run import RunConfig
 from penstock.replay.contract import GroupConsumer
-from penstock_learner.algorithms.kl import KLController, make_kl_controller
-from penstock_learner.checkpoints.checkpoint import TrainerState
-from penstock_learner.checkpoints.ledger import Ledger
-from penstock_learner.loop.batches import Batch
-from penstock_learner.loop.roll_back import RollBack
+from penstock_learner.algorithms.kl import FixedKLController, KLController, make_kl_controller
+from penstock_learner.checkpoints.trainer_state import Ledger, Lineage, Rewind, TrainerState
 from penstock_learner.loop.take_over import TakeOver, restore_batches
-
-MAX_ROLL_BACKS = 64
-"""Roll backs that a term remembers and its checkpoints store. A restart adds one too. Groups that were sampled before
-the oldest of them count as older than they are."""
 
 
 @dataclass
 class Term:
     """The state of training that no role holds. A checkpoint stores it as a `TrainerState`."""
 
-    number: int
-    store_id: str
+    number: int = 0
+    store_id: str = ""
     """Identifies the queue whose prompt ids the ledger holds."""
-    step: int
+    step: int = 0
     """The last step that was trained."""
-    policy_version: int
+    policy_version: int = 0
     """The version of the weights that the policy's ranks hold."""
-    ledger: Ledger
-    kl: KLController
-    resumed_from: str
+    ledger: Ledger = field(default_factory=Ledger)
+    kl: KLController = field(default_factory=lambda: FixedKLController(0.0))
+    resumed_from: str = ""
     """The value of `checkpoint.resume` if the run was started from the checkpoint that it names, or empty."""
-    num_roll_backs: int
-    """How many of the operator's roll back orders were handled, including those that could not be followed."""
-    roll_backs: list[RollBack]
-    """The newest MAX_ROLL_BACKS, oldest first. Readers of batches share the list."""
-    has_gone_back: bool
-    """Whether the term starts from a checkpoint that the run went back to. Newer versions are given up then."""
-    manifests: dict[int, list[int]]
+    num_orders: int = 0
+    """How many of the operator's orders to rewind were handled, including those that could not be followed."""
+    lineage: Lineage = field(default_factory=Lineage)
+    is_rewound: bool = False
+    """Whether the term starts from a checkpoint that the run was rewound to. Newer versions are abandoned then."""
+    manifests: dict[int, list[int]] = field(default_factory=dict)
     """Prompt ids that an earlier learner had taken for steps that no checkpoint covers, by step."""
     uncommitted: list[int] = field(default_factory=list)
     """Prompts that were trained since the last checkpoint."""
 
-    def add_trained(self, batch: Batch, metrics: Mapping[str, float]) -> None:
-        """Count the batch as trained. `metrics` are the numbers of its step."""
-        self.step = batch.step
-        self.kl = self.kl.updated(metrics["kl_reference"], int(metrics["num_sequences"]))
-        self.ledger.add(batch.prompt_ids)
-        self.uncommitted += batch.prompt_ids
+    def take_manifest(self, step: int) -> list[int]:
+        """The prompts that an earlier learner had taken for the step. They are returned once."""
+        return self.manifests.pop(step, [])
 
-    def add_roll_back(self, roll_back: RollBack) -> None:
-        self.roll_backs.append(roll_back)
-        del self.roll_backs[:-MAX_ROLL_BACKS]
+    def add_trained(self, step: int, prompt_ids: Sequence[int], kl_reference: float, num_sequences: int) -> None:
+        """Count a batch as trained. The last two arguments are numbers of its step."""
+        self.step = step
+        self.kl = self.kl.updated(kl_reference, num_sequences)
+        self.ledger.add(prompt_ids)
+        self.uncommitted += prompt_ids
+
+    def take_uncommitted(self) -> list[int]:
+        """The prompts that the next checkpoint covers and none before it."""
+        taken, self.uncommitted = self.uncommitted, []
+        return taken
+
+    def advance(self, version: int) -> None:
+        """The policy's ranks hold weights that are called `version` now."""
+        self.policy_version = version
+
+    def rewind(self, target: int, version: int, *, is_restart: bool = False) -> None:
+        """The policy's ranks hold the weights of version `target`, which are called `version` now."""
+        self.lineage.add(Rewind(target, version, "restart" if is_restart else "order"))
+        self.policy_version = version
 
     def trainer_state(self, feed_positions: dict[str, int]) -> TrainerState:
         return TrainerState(
@@ -66,8 +76,8 @@ class Term:
             feed_positions=feed_positions,
             store_id=self.store_id,
             resumed_from=self.resumed_from,
-            num_roll_backs=self.num_roll_backs,
-            roll_backs=[(each.policy_version, each.new_version, each.is_restart) for each in self.roll_backs],
+            num_roll_backs=self.num_orders,
+            roll_backs=self.lineage.stored(),
         )
 
 
@@ -82,8 +92,8 @@ async def begin_term(config: RunConfig, queue: GroupConsumer, taken: TakeOver) -
         ledger=state.make_ledger(),
         kl=make_kl_controller(config.learner.algorithm.kl, state.kl_coefficient),
         resumed_from=state.resumed_from,
-        num_roll_backs=state.num_roll_backs,
-        roll_backs=[RollBack(*versions) for versions in state.roll_backs[-MAX_ROLL_BACKS:]],
-        has_gone_back=taken.has_gone_back,
+        num_orders=state.num_roll_backs,
+        lineage=state.make_lineage(),
+        is_rewound=taken.is_rewound,
         manifests=await restore_batches(queue, state),
     )

@@ -1,15 +1,15 @@
 """Runs the step's program on one batch after another, and makes sure that what it returns is a trained step.
 
 The program is our own or a user's (steps/program.py). It may call the roles in any way.
-A step counts as trained only if every call that it made has ended and none has failed. Otherwise the controller goes
-back to a checkpoint, or the learner ends, and the batch is trained again from there.
+A step counts as trained only if every call that it made has ended and none has failed. Otherwise the controller
+rewinds to a checkpoint, or the learner ends, and the batch is trained again from there.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,17 +17,22 @@ from numpy.typing import NDArray
 from penstock.config.learner import LearnerConfig
 from penstock.trajectory import Group
 from penstock_learner.batches.sequence_batch import SequenceBatch, batch_of
-from penstock_learner.loop.roll_back import RollBack
-from penstock_learner.loop.step_metrics import batch_metrics, reward_part_means, sample_metrics
+from penstock_learner.checkpoints.trainer_state import Lineage
 from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.roles.role_group import RoleGroup, RoleRecovery
 from penstock_learner.steps.context import AheadBatch, BatchContext, StepContext
 from penstock_learner.steps.program import load_program
-from penstock_learner.steps.rehearsal import rehearse
 from penstock_learner.steps.roles import Calls, RoleAccess, Roles
-from penstock_learner.steps.skipped_updates import SkippedSteps
 from penstock_learner.steps.stages import proximal_log_probs
-from penstock_learner.steps.update_metrics import metrics_of_updates, ratio_counts
+from penstock_learner.steps.step_result import (
+    SkippedSteps,
+    StepResult,
+    batch_metrics,
+    metrics_of_updates,
+    ratio_counts,
+    reward_part_means,
+    sample_metrics,
+)
 
 
 class TrainingStep:
@@ -43,10 +48,6 @@ class TrainingStep:
         self.program = load_program(config)
         self.metrics = metrics
         self.skipped = skipped
-        self.recomputed: NDArray[np.float32] | None = None
-        """[T] the policy's log-probs of the last batch before its update, if they were computed."""
-        self.rewards: NDArray[np.float32] = np.zeros(0, np.float32)
-        """[S] rewards that the last batch was trained with, including the reward model's."""
 
     async def ahead(self, groups: Sequence[Group]) -> SequenceBatch:
         """The batch of the groups, with what frozen roles compute. It may run while earlier steps train."""
@@ -55,17 +56,6 @@ class TrainingStep:
         batch = await self.program.run_ahead(batch, roles, BatchContext(self.config, groups))
         roles.calls.raise_if_unfinished(self.program.ahead_name)
         return batch
-
-    @property
-    def compiles(self) -> bool:
-        """Whether the first steps compile, which `rehearse` does before them."""
-        return self.config.compile
-
-    async def rehearse(self, num_samples: int, max_tokens: int, vocabulary: int, is_needed: Callable[[], bool]) -> int:
-        """Compile the roles that are trained, as long as `is_needed` says so. Nothing of them changes. Returns how many
-        batches were rehearsed."""
-        trained = [self.roles[name] for name in ("policy", "critic") if name in self.access.trained]
-        return await rehearse(trained, self.config, self.access, num_samples, max_tokens, vocabulary, is_needed)
 
     async def policy_log_probs(self, groups: Sequence[Group]) -> NDArray[np.float32]:
         """[T] log-probs of the groups' response tokens under the policy's weights, in order."""
@@ -87,9 +77,9 @@ class TrainingStep:
         version: int,
         kl_coefficient: float,
         ahead: Awaitable[SequenceBatch] | None = None,
-        roll_backs: Sequence[RollBack] = (),
-    ) -> dict[str, float]:
-        """Train on the groups and return the step's numbers. The policy then holds new weights, not yet published.
+        lineage: Lineage | None = None,
+    ) -> StepResult:
+        """Train on the groups. The policy then holds new weights, not yet published.
 
         `ahead` is an earlier call to `ahead` for these groups."""
         started = time.monotonic()
@@ -102,13 +92,19 @@ class TrainingStep:
         await computing  # its error counts, even if the step caught it
         ended = time.monotonic()
         self._observe(roles.calls, step)
-        self.recomputed, self.rewards = proximal_log_probs(batch, roles.calls.updates), batch.rewards
-        metrics = {"step": float(step)} | batch_metrics(batch, version, roll_backs)
-        metrics |= sample_metrics(groups) | reward_part_means(groups)
-        metrics |= metrics_of_updates(roles.calls.updates, batch, self.config.algorithm, kl_coefficient)
         update_started = roles.calls.update_started or ended
-        times = {"forward_s": update_started - started, "update_s": ended - update_started, "time": time.time()}
-        return own | metrics | times
+        numbers = {
+            **own,
+            "step": float(step),
+            **batch_metrics(batch, version, lineage),
+            **sample_metrics(groups),
+            **reward_part_means(groups),
+            **metrics_of_updates(roles.calls.updates, batch, self.config.algorithm, kl_coefficient),
+            "forward_s": update_started - started,
+            "update_s": ended - update_started,
+            "time": time.time(),
+        }
+        return StepResult(step, numbers, batch.rewards, proximal_log_probs(batch, roles.calls.updates))
 
     def _batch_of(self, groups: Sequence[Group]) -> SequenceBatch:
         keys = self.config.algorithm.advantage.reward_keys
@@ -119,5 +115,5 @@ class TrainingStep:
         for update in calls.updates:
             self.skipped.check(update.role, step, update.batch, update.shards, update.reports)
         for update in calls.updates:
-            if update.role == "policy" and not update.reports[0].step.skipped:  # the counter would stay NaN for ever
+            if update.role == "policy" and not update.reports[0].step.skipped:  # the counter would stay NaN forever
                 self.metrics.importance_ratio.add(*ratio_counts(update.reports))

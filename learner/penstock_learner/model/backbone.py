@@ -14,7 +14,7 @@ from penstock_learner.batches.sequence_batch import SequenceBatch
 from penstock_learner.model.attention.packed_attention import prepare_masks
 from penstock_learner.model.attention.packed_layout import Packing
 from penstock_learner.model.attention.sequence_parallel import SequenceParallel
-from penstock_learner.model.device_copies import to_device
+from penstock_learner.model.tensors import to_device
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError, first_line_of
-from penstock_learner.model.architectures import ModelPath, logit_form_of, path_of, require_text_decoder
+from penstock_learner.model.architectures import (
+    ModelPath,
+    embed_each_sequence,
+    logit_form_of,
+    path_of,
+    require_text_decoder,
+)
 from penstock_learner.model.attention import packed_attention
 from penstock_learner.model.attention.sequence_parallel import SequenceParallel
 from penstock_learner.model.backbone import ModelInputs, hidden_states, padded_inputs
-from penstock_learner.model.loading.weights import FolderModel, UnreadWeights, open_lm, read_weights
+from penstock_learner.model.loading import FolderModel, UnreadWeights, open_lm, read_weights
 from penstock_learner.model.log_prob_head import log_probs_and_entropy, log_probs_of_logits
-from penstock_learner.model.rotary import embed_each_sequence
 from penstock_learner.model.routers import RouterWatch
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from penstock_learner.model.architectures import LogitForm
-from penstock_learner.model.attention.soft_cap import soft_cap
+from penstock_learner.model.tensors import soft_cap
 
 _PLAIN = LogitForm()
 _ALIGNED = 128

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from penstock.errors import ConfigError, first_line_of
 from penstock_learner.batches.sequence_batch import SequenceBatch
+from penstock_learner.model.architectures import depends_on_length
 from penstock_learner.model.backbone import ModelInputs
 from penstock_learner.model.causal_lm import CausalLM
-from penstock_learner.model.rotary import depends_on_length
 from penstock_learner.model.scalar_model import JudgeModel, ScalarModel
 
 _MARGIN = 4.0

@@ -1,4 +1,4 @@
-"""All settings of torch that affect a whole process: threads, memory and the compiler.
+"""All settings of torch that affect a whole process (threads, memory and the compiler), and the number types of a run.
 
 Nothing is set on import. Each rank, `penstock sft` and the GPU benchmark call `set_up_torch` when they start.
 """
@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._functorch import config as functorch_config
+
+from penstock.config.run import RunConfig
 
 RECOMPILE_LIMIT = 64
 """How often torch may compile the code of a layer.
@@ -58,3 +60,15 @@ def compiler_keeping(share: float) -> Callable[..., Any]:
             return torch._dynamo.lookup_backend("inductor")(graph, inputs)
 
     return compile_graph
+
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""The values of `model.dtype`, `learner.master_dtype` and `learner.compute_dtype`."""
+
+
+def compute_dtype_of(config: RunConfig) -> torch.dtype:
+    """The type in which the trained roles run their forward and backward passes."""
+    wanted = config.learner.compute_dtype
+    if wanted == "auto":
+        return torch.float32 if config.model.dtype == "float32" else torch.bfloat16
+    return DTYPES[wanted]

@@ -1,16 +1,158 @@
-"""One optimizer step, the same for every model that is trained: learning rate, clipping, skipping bad gradients."""
+"""One optimizer step, the same for every model that is trained: learning rate, clipping, skipping bad gradients.
+
+AdamW's step also clips the gradients, and changes nothing if they are not finite. The scale of the gradients is a
+tensor on their device, so the host never waits for the gradient norm: it enqueues the step while a GPU still runs the
+backward pass. Most weights go to torch's fused kernel, all at once. A large weight on a GPU can get its own compiled
+kernel that reads and writes memory once, which is a third faster than torch's.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from penstock.config.learner import LearnerConfig
-from penstock_learner.optim.adamw import LARGE, ScaledAdamW, local_shard
-from penstock_learner.optim.step import OptimizerStep
+from penstock_learner.optim import OptimizerStep
+
+# ── AdamW ──
+
+LARGE = 2**25
+"""Smallest number of elements for which a separate kernel pays off. For fewer, starting it costs more than it saves."""
+Update = Callable[..., None]
+
+
+class ScaledAdamW(torch.optim.AdamW):
+    """torch's AdamW with a step that scales the gradients. Its state is torch's, so a checkpoint loads into either.
+
+    Weights of at least `large` elements get a kernel of their own; by default no weight does. `compiled` fuses that
+    kernel. Uncompiled, each of its operations makes a pass over memory."""
+
+    def __init__(
+        self, parameters: Sequence[Tensor], *, large: float = math.inf, compiled: bool = False, **options: Any
+    ) -> None:
+        super().__init__(parameters, **options)
+        self.large = large
+        self.compiled = compiled
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # the loss is never evaluated again
+        """One step with the gradients as they are, for callers that expect a torch optimizer."""
+        parameter = self.param_groups[0]["params"][0]
+        self.step_scaled(torch.ones((), device=parameter.device))
+
+    def rehearse(self) -> None:
+        """Compile and start the kernels of a step that changes nothing. The parameters need gradients."""
+        device = self.param_groups[0]["params"][0].device
+        self.step_scaled(torch.full((), math.nan, device=device))
+
+    @torch.no_grad()
+    def step_scaled(self, scale: Tensor) -> None:
+        """One step with the gradients times `scale`, a 0-d tensor on their device.
+
+        If `scale` is not finite, neither weights nor state change."""
+        for group in self.param_groups:
+            trained = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if not trained:
+                continue
+            weights = [self._weight(parameter) for parameter in trained]
+            steps = [weight.step for weight in weights]
+            torch._foreach_add_(steps, scale.isfinite().to(steps[0].dtype))
+            large = [weight for weight in weights if weight.value.numel() >= self.large]
+            if large:
+                factors = _factors(scale, steps[0], group)
+                update = _update(tuple(group["betas"]), group["eps"], self.compiled)
+                for weight in large:
+                    update(*(tensor.view(-1) for tensor in weight[:4]), factors)
+            _step_together([weight for weight in weights if weight.value.numel() < self.large], scale, group)
+
+    def _weight(self, parameter: Tensor) -> _Weight:
+        state: dict[str, Tensor] = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+        gradient, mean, square = parameter.grad, state["exp_avg"], state["exp_avg_sq"]
+        assert gradient is not None
+        return _Weight(
+            local_shard(parameter), local_shard(gradient), local_shard(mean), local_shard(square), state["step"]
+        )
+
+
+class _Weight(NamedTuple):
+    """This rank's shard of a weight, with its gradient and state."""
+
+    value: Tensor
+    gradient: Tensor
+    mean: Tensor
+    square: Tensor
+    step: Tensor
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """This rank's shard. Working on shards avoids a dispatch through the device mesh for every parameter."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _step_together(weights: list[_Weight], scale: Tensor, group: dict[str, Any]) -> None:
+    """Call torch's fused kernel. It divides the gradients by `grad_scale`, and does nothing if `found_inf` is 1."""
+    if not weights:
+        return
+    beta1, beta2 = group["betas"]
+    values, gradients, means, squares, steps = (list(column) for column in zip(*weights, strict=True))
+    torch._fused_adamw_(
+        values,
+        gradients,
+        means,
+        squares,
+        [],
+        steps,
+        lr=group["lr"],
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        amsgrad=False,
+        maximize=False,
+        grad_scale=1 / scale,
+        found_inf=1 - scale.isfinite().float(),
+    )
+
+
+def _factors(scale: Tensor, step: Tensor, group: dict[str, Any]) -> Tensor:
+    """[4] the numbers that change from step to step.
+
+    They are the scale of the gradients, the share of the weight that decay leaves, the learning rate divided by the
+    bias correction of the first moment, and the inverse root of the bias correction of the second moment."""
+    (beta1, beta2), lr, count = group["betas"], group["lr"], step.double()
+    kept = torch.full_like(count, 1 - lr * group["weight_decay"])
+    return torch.stack([scale.double(), kept, lr / (1 - beta1**count), (1 - beta2**count).rsqrt()]).float()
+
+
+@cache
+def _update(betas: tuple[float, float], eps: float, compiled: bool) -> Update:
+    """The kernel of a large weight. Its constants are compiled in: as arguments they cost a third of its speed."""
+    beta1, beta2 = betas
+
+    def update(weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, factors: Tensor) -> None:
+        scale, kept, rate, unbias = factors.unbind()
+        scaled = gradient.float() * scale
+        new_mean = mean.float() * beta1 + scaled * (1 - beta1)
+        new_square = square.float() * beta2 + scaled * scaled * (1 - beta2)
+        new_weight = weight.float() * kept - rate * new_mean / (new_square.sqrt() * unbias + eps)
+        is_taken = scale.isfinite()
+        for old, new in ((weight, new_weight), (mean, new_mean), (square, new_square)):
+            old.copy_(torch.where(is_taken, new, old.float()))
+
+    return torch.compile(update, dynamic=True) if compiled else update
+
+
+# ── a step ──
 
 
 def make_optimizer(model: nn.Module, learner: LearnerConfig, lr: float) -> ScaledAdamW:

@@ -9,14 +9,14 @@ import torch
 from numpy.typing import NDArray
 
 from penstock_learner.algorithms.aggregation import Denominators, aggregate
-from penstock_learner.algorithms.value_loss import value_loss
+from penstock_learner.algorithms.losses import value_loss
 from penstock_learner.batches.partition import RankShard
 from penstock_learner.batches.sequence_batch import SequenceBatch
 from penstock_learner.model.backbone import ModelInputs
-from penstock_learner.model.device_copies import required_to_device, to_device
-from penstock_learner.model.precision import DTYPES, compute_dtype_of
 from penstock_learner.model.scalar_model import check_tokenizer, open_scalar_model
 from penstock_learner.model.self_check import require_right
+from penstock_learner.model.tensors import required_to_device, to_device
+from penstock_learner.model.torch_settings import DTYPES, compute_dtype_of
 from penstock_learner.optim.optimizer import apply_gradients
 from penstock_learner.roles.dispatch import CriticReport, dispatched
 from penstock_learner.roles.prefix_sharing import tree_of
@@ -60,16 +60,10 @@ class CriticWorker(TrainerRank):
         loss, num_clipped = (sum(column) for column in zip(*sums, strict=True))
         return CriticReport(loss, int(num_clipped), taken, nonfinite)
 
-    def rehearse(self, part: RankShard, denominators: Denominators) -> None:
-        """Compile everything that a step runs, on a batch that is not trained. Collective. Nothing of the critic
-        changes."""
-        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
-            self.values(part)
-            self.optimizer.zero_grad(set_to_none=True)
-            for micro in part.micro_batches:
-                self._accumulate(micro, part, denominators)
-            self.optimizer.rehearse()
-            self.optimizer.zero_grad(set_to_none=True)
+    def run_passes(self, part: RankShard, denominators: Denominators) -> None:
+        self.values(part)
+        for micro in part.micro_batches:
+            self._accumulate(micro, part, denominators)
 
     def _accumulate(self, micro: SequenceBatch, part: RankShard, denominators: Denominators) -> torch.Tensor:
         """Run the forward and backward pass of one micro-batch. Gradients add up to those of the whole batch.

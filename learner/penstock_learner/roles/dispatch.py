@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from penstock_learner.algorithms.corrections import CorrectionStatistics, Mismatch
 from penstock_learner.algorithms.losses import LossStatistics
-from penstock_learner.optim.step import OptimizerStep
+from penstock_learner.optim import OptimizerStep
 
 Split = Literal["sequences", "copies"]
 Join = Literal["tokens", "sequences", "reports", "ranks"]
@@ -59,7 +59,7 @@ def dispatched(*, split: Split = "sequences", join: Join = "tokens") -> Callable
 
 def declarations(worker: type) -> dict[str, Dispatch]:
     """The declared methods of a worker class, by name. A method that overrides a declared one keeps its declaration,
-    unless it has one of its own."""
+    unless it has its own."""
     found: dict[str, Dispatch] = {}
     for base in reversed(worker.__mro__):
         for name, member in vars(base).items():

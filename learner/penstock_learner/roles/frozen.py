@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from penstock_learner.batches.partition import RankShard
 from penstock_learner.batches.sequence_batch import SequenceBatch
 from penstock_learner.model.backbone import ModelInputs
-from penstock_learner.model.causal_lm import open_model
-from penstock_learner.model.loading.weights import read_weights
+from penstock_learner.model.causal_lm import CausalLM, open_model
+from penstock_learner.model.loading import read_weights
 from penstock_learner.model.retokenization import Retokenization
 from penstock_learner.model.scalar_model import ScalarModel, check_tokenizer, open_judge, open_scalar_model
 from penstock_learner.model.self_check import require_right
@@ -23,7 +23,19 @@ from penstock_learner.roles.policy import forward_log_probs
 from penstock_learner.roles.rank import Rank
 
 
-class ReferenceWorker(Rank):
+class FrozenRank(Rank):
+    """A rank whose model computes forward passes and never changes."""
+
+    def freeze(self, model: CausalLM | ScalarModel, key: str) -> None:
+        """Shard the model over the role's ranks, read this rank's weights, and check its forward pass."""
+        model.requires_grad_(False)
+        if self.world_size > 1:
+            shard(model)
+        read_weights(model, self.device)
+        require_right(model, key, self.device, self.model_dtype)
+
+
+class ReferenceWorker(FrozenRank):
     """One rank of the reference. Holds the initial weights, or those of the role's own path, and never changes them."""
 
     role = "reference"
@@ -34,11 +46,7 @@ class ReferenceWorker(Rank):
             path, key = self.settings.path, self.path_key
             check_tokenizer(path, self.config.model.path, key)
         self.model = open_model(path, self.model_dtype, self.config.learner.logprob_chunk_tokens, key=key)
-        self.model.requires_grad_(False)
-        if self.world_size > 1:
-            shard(self.model)
-        read_weights(self.model, self.device)
-        require_right(self.model, key, self.device, self.model_dtype)
+        self.freeze(self.model, key)
 
     @dispatched(join="tokens")
     def log_probs(self, part: RankShard) -> NDArray[np.float32]:
@@ -47,7 +55,7 @@ class ReferenceWorker(Rank):
         return forward_log_probs(self.model, part, self.device)
 
 
-class RewardModelWorker(Rank):
+class RewardModelWorker(FrozenRank):
     """One rank of the reward model. Holds the classifier or judge and never changes it."""
 
     role = "reward_model"
@@ -66,11 +74,7 @@ class RewardModelWorker(Rank):
             self.model, self.question = open_judge(
                 config.path, self.model_dtype, config.judge, key.removesuffix(".path")
             )
-        self.model.requires_grad_(False)
-        if self.world_size > 1:
-            shard(self.model)
-        read_weights(self.model, self.device)
-        require_right(self.model, key, self.device, self.model_dtype)
+        self.freeze(self.model, key)
 
     @dispatched(join="sequences")
     def scores(self, part: RankShard) -> NDArray[np.float32]:

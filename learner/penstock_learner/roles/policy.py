@@ -25,7 +25,7 @@ from penstock.config.learner import LearnerConfig
 from penstock.config.run import RunConfig
 from penstock.errors import WeightPushFailed
 from penstock.weights.snapshot import FILE_NAME, find_damage
-from penstock_learner.algorithms.aggregation import Denominators, aggregate
+from penstock_learner.algorithms.aggregation import Denominators, aggregate, apply_mask
 from penstock_learner.algorithms.corrections import (
     CorrectionStatistics,
     Mismatch,
@@ -35,7 +35,6 @@ from penstock_learner.algorithms.corrections import (
 )
 from penstock_learner.algorithms.kl import kl_penalty
 from penstock_learner.algorithms.losses import LossInputs, LossStatistics, policy_loss
-from penstock_learner.algorithms.segments import apply_mask
 from penstock_learner.batches.partition import RankShard
 from penstock_learner.batches.sequence_batch import SequenceBatch
 from penstock_learner.model.adapter import adapter_off, add_adapter
@@ -43,13 +42,12 @@ from penstock_learner.model.architectures import require_parallel
 from penstock_learner.model.attention.sequence_parallel import SequenceParallel, make_sequence_parallel
 from penstock_learner.model.backbone import ModelInputs
 from penstock_learner.model.causal_lm import CausalLM, open_model
-from penstock_learner.model.device_copies import required_to_device, to_device, to_host
-from penstock_learner.model.precision import DTYPES, compute_dtype_of
 from penstock_learner.model.published_layout import fit_to_folder
 from penstock_learner.model.routers import Balance, watch_routers
 from penstock_learner.model.self_check import require_right
-from penstock_learner.optim.adamw import ScaledAdamW
-from penstock_learner.optim.optimizer import apply_gradients
+from penstock_learner.model.tensors import required_to_device, to_device, to_host
+from penstock_learner.model.torch_settings import DTYPES, compute_dtype_of
+from penstock_learner.optim.optimizer import ScaledAdamW, apply_gradients
 from penstock_learner.roles.dispatch import RouterReport, UpdateReport, dispatched
 from penstock_learner.roles.prefix_sharing import tree_of
 from penstock_learner.roles.trainer import TrainerRank
@@ -163,17 +161,11 @@ class PolicyUpdate:
         """[T] log-probs of this rank's micro-batches under the current weights, without gradient."""
         return forward_log_probs(self.model, part, self.device, self.parallel)
 
-    def rehearse(self, part: RankShard, denominators: Denominators) -> None:
-        """Compile everything that a step runs, on a batch that is not trained. Collective.
-
-        Weights, the numbers of the optimizer and random numbers stay as they are."""
-        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
-            self.log_probs(part)
-            self.optimizer.zero_grad(set_to_none=True)
-            for micro in part.micro_batches:
-                self._accumulate(micro, self._inputs(micro, part), denominators, version=0, kl_coefficient=0.0)
-            self.optimizer.rehearse()
-            self.optimizer.zero_grad(set_to_none=True)
+    def run_passes(self, part: RankShard, denominators: Denominators) -> None:
+        """Run the passes of a step, without the optimizer. They leave gradients behind. Collective."""
+        self.log_probs(part)
+        for micro in part.micro_batches:
+            self._accumulate(micro, self._inputs(micro, part), denominators, version=0, kl_coefficient=0.0)
 
     def _inputs(self, micro: SequenceBatch, part: RankShard) -> ModelInputs:
         return ModelInputs.of(micro, self.device, self.parallel, tree=tree_of(micro, part, self.model))
@@ -254,7 +246,7 @@ class PolicyUpdate:
 
 
 def _router_report(parts: Sequence[_Routing]) -> RouterReport | None:
-    """Counts leave out micro-batches that only fill up a rank."""
+    """Counts omit micro-batches that only fill up a rank."""
     counted = [part for part in parts if part.weight > 0]
     if not counted:
         return None
@@ -328,9 +320,8 @@ class PolicyWorker(TrainerRank):
         self.crash_point()
         return self.policy_update.run(part, denominators, step, version, kl_coefficient)
 
-    def rehearse(self, part: RankShard, denominators: Denominators) -> None:
-        """Compile everything that a step runs, on a batch that is not trained. Collective."""
-        self.policy_update.rehearse(part, denominators)
+    def run_passes(self, part: RankShard, denominators: Denominators) -> None:
+        self.policy_update.run_passes(part, denominators)
 
     def gather_weights(self, policy_version: int, term: int, keep: list[int]) -> float:
         """Stage the current weights as a version. Collective. `keep` lists the versions that pushes still read.

@@ -9,9 +9,8 @@ from penstock.errors import ConfigError
 from penstock_learner.batches.partition import RankShard
 from penstock_learner.batches.prefix_tree import PrefixTree
 from penstock_learner.batches.sequence_batch import SequenceBatch
-from penstock_learner.model.architectures import path_of, require_causal
+from penstock_learner.model.architectures import depends_on_length, path_of, require_causal
 from penstock_learner.model.causal_lm import CausalLM
-from penstock_learner.model.rotary import depends_on_length
 from penstock_learner.model.scalar_model import ScalarModel
 
 _PADDED = frozenset({"phi"})

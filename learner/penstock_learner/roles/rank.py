@@ -22,8 +22,7 @@ from penstock.logs import setup_logging
 from penstock.machine.garbage import spare_living_objects
 from penstock.machine.private_files import keep_files_private
 from penstock_learner.crash_points import crash_point
-from penstock_learner.model.precision import DTYPES
-from penstock_learner.model.torch_settings import set_up_torch
+from penstock_learner.model.torch_settings import DTYPES, set_up_torch
 from penstock_learner.rendezvous import open_store
 from penstock_learner.roles.dispatch import Dispatch, declarations
 from penstock_learner.roles.profiling import RankProfiler
@@ -63,7 +62,7 @@ class Rank:
         """Whether a controller has made one of the calls in STARTS."""
         self.beat_at = time.monotonic()
         self.profiler = RankProfiler(self.role, rank)
-        if config.learner.ray_address:  # a Ray that was started elsewhere has a mask and an environment of its own
+        if config.learner.ray_address:  # a Ray that was started elsewhere has its own mask and environment
             keep_files_private()
             keep_compiled_code(config)
             threading.Thread(target=self._end_when_orphaned, daemon=True).start()

@@ -71,7 +71,7 @@ async def place_roles(config: RunConfig, roles: Mapping[str, RoleConfig], timeou
 
 
 async def _is_ready(reserved: PlacementGroup, timeout_s: float) -> bool:
-    """Whether Ray reserves the resources in time. `PlacementGroup.ready` would run a task, in a process of its own."""
+    """Whether Ray reserves the resources in time. `PlacementGroup.ready` would run a task, in a separate process."""
     deadline = time.monotonic() + timeout_s
     while (left_s := deadline - time.monotonic()) > 0:
         # In short pieces, because a thread cannot be cancelled.

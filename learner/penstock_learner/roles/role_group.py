@@ -152,17 +152,17 @@ async def keep_spares(roles: Iterable[RoleGroup]) -> None:
 
 
 async def run_with_ranks(work: Awaitable[None], roles: Collection[RoleGroup], stopping: asyncio.Event) -> None:
-    """Do the controller's work, with beats and spares beside it. Then end the ranks, or let them wait for a successor
+    """Do the controller's work, with concurrent beats and spares. Then end the ranks, or let them wait for a successor
     if the controller is to stop.
 
     If the work fails because a rank fails that is still alive, for example with a broken CUDA context, the ranks end
     too: they would fail every controller that adopts them. After any other error they wait for the next controller."""
-    beside = [asyncio.create_task(task) for task in (send_beats(roles), keep_spares(roles))]
+    tasks = [asyncio.create_task(task) for task in (send_beats(roles), keep_spares(roles))]
     try:
         try:
             await work
         finally:
-            for task in beside:
+            for task in tasks:
                 await end_task(task)
     except ProcessDied:
         await gather_all(*(role.end() for role in roles))
@@ -233,7 +233,7 @@ class RoleGroup:
         return self.is_up
 
     async def refill_spares(self) -> None:
-        """Make the spares if there are none, or if one of them has died. Called beside training."""
+        """Make the spares if there are none, or if one of them has died. Called during training."""
         spares = self.spares
         if spares:
             try:
@@ -312,12 +312,12 @@ class RoleGroup:
         return (await self._gather(method, [reference], self.timeout_s))[0]
 
     async def call_beside(self, lane: str, method: str, *arguments: Any, timeout_s: float) -> Any:
-        """Call rank 0 in the lane's thread, which runs beside training."""
+        """Call rank 0 in the lane's thread, which runs concurrently with training."""
         reference = self._call(self.actors[0], method, *arguments, lane=lane)
         return (await self._gather(method, [reference], timeout_s))[0]
 
     async def call_all_beside(self, lane: str, method: str, *arguments: Any) -> list[Any]:
-        """Call every rank in the lane's thread, which runs beside training."""
+        """Call every rank in the lane's thread, which runs concurrently with training."""
         references = [self._call(actor, method, *arguments, lane=lane) for actor in self.actors]
         return await self._gather(method, references, self.timeout_s)
 

@@ -21,16 +21,17 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from penstock.errors import CheckpointDamaged, TrainingDiverged
+from penstock_learner.algorithms.aggregation import Denominators
+from penstock_learner.batches.partition import RankShard
 from penstock_learner.checkpoint_files import READ_BYTES, FileRecord, PieceChecksums, find_damage
 from penstock_learner.model.causal_lm import CausalLM
-from penstock_learner.model.finite import first_nonfinite
-from penstock_learner.model.loading.weights import read_weights
-from penstock_learner.model.precision import compute_dtype_of
+from penstock_learner.model.loading import read_weights
 from penstock_learner.model.scalar_model import ScalarModel
 from penstock_learner.model.sharding import prepare_for_training
+from penstock_learner.model.tensors import first_nonfinite
+from penstock_learner.model.torch_settings import compute_dtype_of
 from penstock_learner.model.utilisation import RankUsage, measure_usage
-from penstock_learner.optim.adamw import local_shard
-from penstock_learner.optim.optimizer import make_optimizer
+from penstock_learner.optim.optimizer import local_shard, make_optimizer
 from penstock_learner.roles.rank import Rank
 from penstock_learner.shards import load_shards
 
@@ -97,7 +98,7 @@ class TrainerRank(Rank):
     """A rank whose model is trained. Its `load` opens the model and calls `prepare`."""
 
     def prepare(self, model: CausalLM | ScalarModel, lr: float) -> None:
-        """Shard the model over the role's ranks, read this rank's weights, and give it an optimizer of its own."""
+        """Shard the model over the role's ranks, read this rank's weights, and give it its own optimizer."""
         learner = self.config.learner
         prepare_for_training(model, learner, compute_dtype_of(self.config), is_cuda=self.device.type == "cuda")
         read_weights(model, self.device, offload=learner.cpu_offload)
@@ -105,6 +106,20 @@ class TrainerRank(Rank):
         self.trained: torch.nn.Module = model
         self.saving_group = dist.new_group(backend="gloo")
         """Process group of the thread that writes checkpoints, so its collectives do not mix with those of training."""
+
+    def run_passes(self, part: RankShard, denominators: Denominators) -> None:
+        """Run the passes of a step on a batch that is not trained, without the optimizer. Collective."""
+        raise NotImplementedError
+
+    def rehearse(self, part: RankShard, denominators: Denominators) -> None:
+        """Compile everything that a step runs, on a batch that is not trained. Collective.
+
+        Weights, the numbers of the optimizer and random numbers stay as they are."""
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            self.optimizer.zero_grad(set_to_none=True)
+            self.run_passes(part, denominators)
+            self.optimizer.rehearse()
+            self.optimizer.zero_grad(set_to_none=True)
 
     def usage(self) -> RankUsage:
         """Peak memory and device of this rank."""

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from penstock.config.learner import CheckpointConfig
 from penstock.errors import CheckpointDamaged, ConfigError
 from penstock_learner.checkpoint_files import FileRecord
-from penstock_learner.checkpoints.checkpoint import CheckpointStore, TrainerState, read_state
-from penstock_learner.checkpoints.loading import verify_in_this_process
+from penstock_learner.checkpoints.store import CheckpointStore, verify_in_this_process
+from penstock_learner.checkpoints.trainer_state import TrainerState, read_state
 from penstock_learner.sft.rank import SupervisedRank
 
 logger = logging.getLogger(__name__)

@@ -17,15 +17,14 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # exporte
 
 from penstock.config.run import RunConfig
 from penstock.errors import TrainingDiverged
-from penstock_learner.algorithms.segments import apply_mask
+from penstock_learner.algorithms.aggregation import apply_mask
 from penstock_learner.batches.partition import partition
 from penstock_learner.batches.sequence_batch import SequenceBatch
 from penstock_learner.model.attention.sequence_parallel import make_sequence_parallel
 from penstock_learner.model.backbone import ModelInputs
-from penstock_learner.model.device_copies import to_device
-from penstock_learner.model.precision import compute_dtype_of
 from penstock_learner.model.self_check import require_right
-from penstock_learner.model.torch_settings import set_up_torch
+from penstock_learner.model.tensors import to_device
+from penstock_learner.model.torch_settings import compute_dtype_of, set_up_torch
 from penstock_learner.optim.optimizer import apply_gradients
 from penstock_learner.roles.policy import open_policy
 from penstock_learner.roles.trainer import TrainerRank

@@ -72,7 +72,7 @@ class StepContext(BatchContext):
         """The parts of the batch in the order in which they are trained: all parts, once for each epoch.
 
         Parts are made of neighbouring sequences, or with `shuffle_minibatches` of random ones, which are others in each
-        epoch. Greedy samples, which are not trained, are left out."""
+        epoch. Greedy samples, which are not trained, are omitted."""
         if self.config.minibatches_per_step == 1 and not self.config.shuffle_minibatches:
             return [batch.without_baselines()] * self.config.epochs_per_step
         return [batch.select(part.tolist()) for part in self._parts(batch)]
@@ -100,6 +100,6 @@ class StepContext(BatchContext):
 
 Step = Callable[[SequenceBatch, Roles, StepContext], Awaitable[tuple[SequenceBatch, dict[str, float]]]]
 """Trains the roles on a batch, which has no fields from `ahead` yet. Returns the batch with all that was computed, and
-numbers of its own."""
+its own numbers."""
 Ahead = Callable[[SequenceBatch, Roles, BatchContext], Awaitable[SequenceBatch]]
 """Adds what the frozen roles compute. It runs while the batch before it is trained."""

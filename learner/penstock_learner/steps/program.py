@@ -101,7 +101,7 @@ def load_program(config: LearnerConfig) -> StepProgram:
 def _load(path: str, key: str) -> Callable[..., Awaitable[Any]]:
     function: Callable[..., Awaitable[Any]] = load_callable(path, key)
     if not inspect.iscoroutinefunction(function):
-        raise ConfigError(f"{key}: {path} is no coroutine function; write `async def` before its name")
+        raise ConfigError(f"{key}: {path} is not a coroutine function; write `async def` before its name")
     try:
         inspect.signature(function).bind(*PARAMETERS)
     except TypeError as error:

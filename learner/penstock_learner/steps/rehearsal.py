@@ -8,11 +8,11 @@ rehearsed is compiled in the step that meets it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
-from penstock.config.learner import LearnerConfig
+from penstock.config.algorithms import LossConfig, ValueLossConfig
 from penstock_learner.batches.sequence_batch import SequenceBatch
 from penstock_learner.roles.role_group import RoleGroup, gather_all
 from penstock_learner.steps.roles import RoleAccess
@@ -24,18 +24,28 @@ _SIZES = {MIXED: ((48, 64), (80, 96)), LONG: ((560, 288), (592, 320)), EQUAL: ((
 
 
 async def rehearse(
-    trained: Sequence[RoleGroup], config: LearnerConfig, access: RoleAccess, num_samples: int, max_tokens: int,
-    vocabulary: int, is_needed: Callable[[], bool],
+    trained: Mapping[str, RoleGroup], access: RoleAccess, num_samples: int, max_tokens: int, vocabulary: int,
+    is_needed: Callable[[], bool],
 ) -> int:  # fmt: skip
-    """Compile what a step runs on the roles of ours that are trained, form by form. Returns the number of batches.
+    """Compile what a step runs on policy and critic, form by form. Returns the number of batches.
 
-    Forms with sequences beyond `max_tokens`, which no step will meet, are left out. It ends early if `is_needed` says
+    Forms with sequences beyond `max_tokens`, which no step will meet, are skipped. It ends early if `is_needed` says
     no before a batch: there is something to train on. Weights, optimizers and random numbers stay as they are."""
+    algorithm = access.config.algorithm
+    losses: dict[str, LossConfig | ValueLossConfig] = {"policy": algorithm.loss, "critic": algorithm.value_loss}
     done = 0
     for form, second in _forms(num_samples > 1 and "policy" in access.prefix_sharing, max_tokens):
         if not is_needed():
             break
-        await gather_all(*(_rehearse(role, config, access, form, second, num_samples, vocabulary) for role in trained))
+        calls = []
+        for role in (trained[name] for name in losses if name in trained):
+            batch = rehearsal_batch(form, second, 2 * role.num_ranks, num_samples, vocabulary)
+            shards, num_sharing = access.shards(role.name, role.num_ranks, batch)
+            denominators = denominators_of(batch, losses[role.name])
+            calls.append(
+                role.call_each("rehearse", [(shard, denominators) for shard in shards for _ in range(num_sharing)])
+            )
+        await gather_all(*calls)
         done += 1
     return done
 
@@ -46,17 +56,6 @@ def _forms(shares_prefixes: bool, max_tokens: int) -> Iterator[tuple[str, int]]:
         if max(map(sum, _SIZES[form])) <= max_tokens:
             yield form, 0
             yield form, 1
-
-
-async def _rehearse(
-    role: RoleGroup, config: LearnerConfig, access: RoleAccess, form: str, second: int, num_samples: int,
-    vocabulary: int,
-) -> None:  # fmt: skip
-    batch = rehearsal_batch(form, second, 2 * role.num_ranks, num_samples, vocabulary)
-    loss = config.algorithm.value_loss if role.name == "critic" else config.algorithm.loss
-    shards, num_sharing = access.shards(role.name, role.num_ranks, batch)
-    denominators = denominators_of(batch, loss)
-    await role.call_each("rehearse", [(shard, denominators) for shard in shards for _ in range(num_sharing)])
 
 
 def rehearsal_batch(form: str, second: int, num_groups: int, num_samples: int, vocabulary: int) -> SequenceBatch:

@@ -224,6 +224,6 @@ class Roles(Mapping[str, Role]):
 
 
 async def gather_fields(**calls: Awaitable[NDArray[Any]] | None) -> dict[str, NDArray[Any]]:
-    """The results of calls that run at the same time, by name. A call that is None is left out."""
+    """The results of calls that run at the same time, by name. A call that is None is skipped."""
     made = {name: call for name, call in calls.items() if call is not None}
     return dict(zip(made, await gather_all(*made.values()), strict=True))

@@ -17,16 +17,19 @@ from numpy.typing import NDArray
 
 from penstock.config.algorithms import AlgorithmConfig, LossConfig, ValueLossConfig
 from penstock.config.learner import RewardModelConfig
-from penstock_learner.algorithms.advantages import AdvantageInputs, compute_advantages
-from penstock_learner.algorithms.aggregation import Denominators
+from penstock_learner.algorithms.advantages import (
+    AdvantageInputs,
+    compute_advantages,
+    overlong_penalty,
+    place_on_last_token,
+)
+from penstock_learner.algorithms.aggregation import Denominators, apply_mask, segment_sum
 from penstock_learner.algorithms.kl import kl_penalty, penalize_rewards
-from penstock_learner.algorithms.segments import apply_mask, segment_sum
-from penstock_learner.algorithms.shaping import overlong_penalty, place_on_last_token
 from penstock_learner.batches.partition import unpermute
 from penstock_learner.batches.sequence_batch import REWARD_PART, SequenceBatch, token_ranges
 from penstock_learner.steps.context import BatchContext, StepContext
 from penstock_learner.steps.roles import Role, Roles, Update, gather_fields
-from penstock_learner.steps.skipped_updates import listed
+from penstock_learner.steps.step_result import listed
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +93,7 @@ def denominators_of(batch: SequenceBatch, loss: LossConfig | ValueLossConfig) ->
 
 
 async def ahead(batch: SequenceBatch, roles: Roles, context: BatchContext) -> SequenceBatch:
-    """Both run at the same time. A role that the run does not have is left out."""
+    """Both run at the same time. A role that the run does not have is skipped."""
     scored_by = context.config.reward_model
     computed = await gather_fields(
         rewards=combined_rewards(batch, roles.reward_model, context, scored_by) if scored_by is not None else None,

@@ -29,7 +29,7 @@ from penstock.weights.cuda import libraries
 from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import TensorShape, build_manifest, wire_sizes
 from penstock.weights.transports import has_cupy, host_id
-from penstock_learner.model.precision import DTYPES
+from penstock_learner.model.torch_settings import DTYPES
 from penstock_learner.weights.deltas import DeltaChoice, delta_shipment
 from penstock_learner.weights.member_calls import MemberCalls
 from penstock_learner.weights.memory import MemoryKind, MemoryPool, device_uuid

@@ -20,7 +20,7 @@ from penstock.errors import TrainingDiverged
 from penstock.v1 import weights_pb2
 from penstock.weights.checksums import CHECKSUM_PIECE_BYTES, MIX64, XXH3_PIECES, combined_digests, piece_digest
 from penstock.weights.deadline import Deadline
-from penstock_learner.model.finite import first_nonfinite, is_finite
+from penstock_learner.model.tensors import first_nonfinite, is_finite
 from penstock_learner.weights.memory import BucketMemory
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}

@@ -30,10 +30,9 @@ from penstock.weights.checksums import host_checksum, weights_digest
 from penstock.weights.manifest import TensorShape, allocate_buckets, build_manifest
 from penstock.weights.snapshot import write_snapshot
 from penstock_learner.agreement.comparison import MIN_STEPS, LogProbCheck
-from penstock_learner.agreement.quarantine import ServerQuarantine
+from penstock_learner.agreement.servers import ServerAgreement, ServerQuarantine
 from penstock_learner.batches.sequence_batch import batch_of
-from penstock_learner.loop.batches import Batch
-from penstock_learner.loop.server_agreement import ServerAgreement
+from penstock_learner.checkpoints.trainer_state import Lineage
 from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.model.backbone import ModelInputs
 from penstock_learner.model.causal_lm import load_model
@@ -96,7 +95,7 @@ class Setting:
         self.quarantine = ServerQuarantine(Quarantines(client, "test"), term)
         metrics = LearnerMetrics(CollectorRegistry(), "standalone")
         self.agreement = ServerAgreement(
-            LogProbCheck(0.1), self.quarantine, learner, Fleet(client, "test"), metrics, silence_s=600
+            LogProbCheck(0.1), self.quarantine, learner.policy_log_probs, Fleet(client, "test"), metrics, silence_s=600
         )
         self.step = 0
         self.next_id = 0
@@ -125,7 +124,7 @@ class Setting:
     async def refused(self, groups: Sequence[Group]) -> set[str]:
         """Train a step on the groups. Returns the servers whose groups were refused."""
         self.step += 1
-        refused = await self.agreement.refused(Batch(self.step, tuple(groups)), self.learner.version, ())
+        refused = await self.agreement.refused(self.step, groups, self.learner.version, Lineage())
         return {group.server_id for group in groups if group.prompt_id in refused}
 
     async def push(self, policy: policies_pb2.Policy) -> None:

@@ -19,9 +19,8 @@ from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.quarantine import Quarantines
 from penstock.trajectory import Group, Trajectory, VersionSegment
 from penstock_learner.agreement.comparison import STRIKES, LogProbCheck
-from penstock_learner.agreement.quarantine import NUM_PROBES, ServerQuarantine
-from penstock_learner.loop.batches import Batch
-from penstock_learner.loop.server_agreement import RELOADS_THAT_FAILED, ServerAgreement
+from penstock_learner.agreement.servers import NUM_PROBES, RELOADS_THAT_FAILED, ServerAgreement, ServerQuarantine
+from penstock_learner.checkpoints.trainer_state import Lineage
 from penstock_learner.metrics import OTHER_SERVERS, LearnerMetrics
 from support.groups import make_group
 
@@ -51,7 +50,9 @@ class Setting:
         self.metrics = LearnerMetrics(CollectorRegistry(), "standalone")
         self.quarantine = ServerQuarantine(Quarantines(client, "test"), term)
         self.check = check
-        self.agreement = ServerAgreement(check, self.quarantine, self.policy, self.fleet, self.metrics, 60.0)
+        self.agreement = ServerAgreement(
+            check, self.quarantine, self.policy.policy_log_probs, self.fleet, self.metrics, 60.0
+        )
         self.step = 0
         self.next_id = 0
 
@@ -74,7 +75,7 @@ class Setting:
         self.step += 1
         version = self.step - 1
         groups = [self.group(server, version - staleness) for server in servers]
-        refused = await self.agreement.refused(Batch(self.step, tuple(groups)), version, ())
+        refused = await self.agreement.refused(self.step, groups, version, Lineage())
         return [group.server_id for group in groups if group.prompt_id in refused]
 
     async def probe(self, server: str) -> list[str]:
@@ -245,5 +246,5 @@ async def test_a_server_that_still_generates_is_loaded_after_a_while(
     assert not setting.quarantine.is_due(busy) and setting.quarantine.is_due(replace(busy, running_groups=0))
     assert not setting.quarantine.is_due(replace(busy, server_id="a", running_groups=0))
     later = time.monotonic() + 61
-    monkeypatch.setattr("penstock_learner.agreement.quarantine.time.monotonic", lambda: later)
+    monkeypatch.setattr("penstock_learner.agreement.servers.time.monotonic", lambda: later)
     assert setting.quarantine.is_due(busy)

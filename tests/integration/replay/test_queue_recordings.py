@@ -192,7 +192,7 @@ def test_a_recording_of_version_1_is_imported(tools: Tools, recording: Path) -> 
     import pyarrow as pa
     from pyarrow import parquet
 
-    from penstock_tools.recordings.columns import TRAJECTORY_1
+    from penstock_tools.recordings.file import TRAJECTORY_1
 
     groups = [make_group(0), make_group(1)]
     tools.fill(groups)

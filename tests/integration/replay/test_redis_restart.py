@@ -16,8 +16,8 @@ from penstock.config.service import RedisConfig, ReplayConfig
 from penstock.errors import Unavailable
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.redis_client import RedisClient, connect
-from penstock_learner.checkpoints.ledger import Ledger
 from penstock_learner.loop.batches import BatchReader
+from penstock_learner.loop.term import Term
 from support.groups import make_group
 from support.redis_server import RedisProcess
 
@@ -46,7 +46,7 @@ async def test_a_waiting_learner_outlives_a_restart(
     await queue.submit([b"p"] * 2, [0, 0], "")
     first, second = await queue.lease("s", 2)
     await queue.take_term(0)
-    reader = BatchReader(queue, REPLAY, LearnerConfig(batch_timeout_s=60), Ledger([]), {})
+    reader = BatchReader(queue, REPLAY, LearnerConfig(batch_timeout_s=60), Term())
     reading = asyncio.create_task(reader.read(1, 0))
     try:
         await queue.append(first, encode_group(make_group(first.prompt_id)), 0)

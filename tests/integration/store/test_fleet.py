@@ -15,7 +15,7 @@ from penstock.store.notices import Notices
 from penstock.store.policies import PolicyRegistry
 from penstock.store.quarantine import Quarantine, Quarantines
 from penstock.store.run_control import RunControl
-from penstock_learner.loop.silent_servers import FORGOTTEN_AFTER_S, SilentServers
+from penstock_learner.loop.process import FORGOTTEN_AFTER_S, SilentServers
 
 
 async def test_a_learner_whose_term_has_passed_moves_no_server(

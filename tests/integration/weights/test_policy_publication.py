@@ -20,7 +20,7 @@ from penstock.store.policies import PolicyRegistry
 from penstock.store.quarantine import Quarantines
 from penstock.store.redis_client import connect
 from penstock_learner.agreement.comparison import Verdict
-from penstock_learner.agreement.quarantine import ServerQuarantine
+from penstock_learner.agreement.servers import ServerQuarantine
 from penstock_learner.loop.publication import PolicyPublication
 from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.weights.push import PushReport
@@ -87,7 +87,7 @@ class Setting:
     publish_loop: asyncio.Task[None]
 
     async def offer(self, version: int) -> None:
-        (await self.publication.gather(version, version)).metrics.set_result({})
+        await self.publication.publish(await self.publication.stage(version), version, {})
 
     async def join(self, name: str, state: Any, version: int) -> None:
         await self.fleet.join(ServerRecord(name, "127.0.0.1:1", "torch", policy_version=version))
@@ -347,10 +347,10 @@ async def test_waiting_for_a_push_that_hangs_has_a_deadline(setting: Setting) ->
         await setting.publication.wait_until_published()
 
 
-async def test_a_step_that_never_gives_its_metrics_ends_the_publication(setting: Setting) -> None:
+async def test_a_staged_version_that_is_never_published_ends_the_publication(setting: Setting) -> None:
     with_short_deadlines(setting.publication)
-    await setting.publication.gather(1, 7)
-    with pytest.raises(DeadlineExceeded, match="step 7 gave no metrics for version 1 in"):
+    await setting.publication.stage(1)
+    with pytest.raises(DeadlineExceeded, match="version 1 was staged and not published in"):
         await asyncio.wait_for(asyncio.shield(setting.publish_loop), 20)
 
 

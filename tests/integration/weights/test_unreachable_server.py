@@ -83,7 +83,7 @@ class Scene:
     proxy: FaultyProxy
 
     async def publish(self, version: int) -> None:
-        (await self.publication.gather(version, version)).metrics.set_result({})
+        await self.publication.publish(await self.publication.stage(version), version, {})
         async with self.publication._changed:
             await self.publication._changed.wait_for(lambda: self.publication.current == version)
 

@@ -29,7 +29,7 @@ from penstock.errors import PenstockError, Unavailable
 from penstock.replay.queue_types import QueueStat
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.redis_client import connect
-from penstock_learner.checkpoints.checkpoint import CheckpointStore
+from penstock_learner.checkpoints.store import CheckpointStore
 from penstock_learner.crash_points import NAMES as CRASH_POINTS
 from support.chaos.learner_process import TOOK_OVER, Folded
 from support.chaos.processes import LOSS_WINDOW_S, Child, LosingRedis

@@ -22,10 +22,12 @@ from penstock.config.service import RedisConfig
 from penstock.errors import DeadlineExceeded, Fenced, Unavailable
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.redis_client import connect
-from penstock_learner.checkpoints.checkpoint import CheckpointStore, TrainerState
+from penstock_learner.checkpoints.store import CheckpointStore
+from penstock_learner.checkpoints.trainer_state import TrainerState
 from penstock_learner.crash_points import crash_point
 from penstock_learner.loop.batches import Batch, BatchReader
 from penstock_learner.loop.take_over import choose_checkpoint, restore_batches, take_over
+from penstock_learner.loop.term import Term
 from support.chaos.workload import (
     FENCED,
     RUN,
@@ -90,7 +92,9 @@ class ChaosLearner:
         self.uncommitted: list[int] = []
         manifests = await restore_batches(self.queue, state)
         learner = LearnerConfig(batch_timeout_s=self.settings.batch_timeout_s)
-        reader = BatchReader(self.queue, self.settings.replay_config, learner, self.ledger, manifests)
+        reader = BatchReader(
+            self.queue, self.settings.replay_config, learner, Term(ledger=self.ledger, manifests=manifests)
+        )
         is_new = state.step == 0 and (await self.queue.stat()).policy_version == 0
         version = 0 if is_new else await self.queue.allocate_version(state.policy_version + 1)
         await self.queue.publish(version, state.step, b"policy")

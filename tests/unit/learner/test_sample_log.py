@@ -116,7 +116,7 @@ def test_a_slow_writer_leaves_steps_out_instead_of_delaying_them(
     released.set()
     log.close()
     assert [sample.step for sample in written(config)] == list(range(MAX_WAITING, 0, -1))
-    [warning] = [message for message in caplog.messages if "left out of samples.jsonl" in message]
+    [warning] = [message for message in caplog.messages if "missing in samples.jsonl" in message]
     assert f"steps from {MAX_WAITING + 1} on" in warning
 
 

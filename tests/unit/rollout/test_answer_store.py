@@ -13,9 +13,7 @@ from pyarrow import parquet
 
 from penstock.errors import InvalidInput
 from penstock.trajectory import Prompt
-from penstock_tools.offline.answer_rows import AnswerRow
-from penstock_tools.offline.answer_store import PART_ROWS, AnswerStore
-from penstock_tools.offline.prompt_columns import json_column, prompt_columns
+from penstock_tools.offline.answer_store import PART_ROWS, AnswerRow, AnswerStore, json_column, prompt_columns
 
 TIMEOUT_S = 20.0
 SETTINGS = {"model": "/a/model", "sampling": "n 2"}

@@ -14,10 +14,9 @@ from penstock.cli import main as cli
 from penstock.config.loading import load_config
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError
+from penstock_tools.verl_import.command import config_text
 from penstock_tools.verl_import.imported import Imported, import_words
-from penstock_tools.verl_import.report import config_text
-from penstock_tools.verl_import.table.lookup import KEYS_BY_PROGRAM, TRAINING_KEYS
-from penstock_tools.verl_import.values import look_up
+from penstock_tools.verl_import.keys import KEYS_BY_PROGRAM, TRAINING_KEYS, look_up
 
 GRPO = (
     "algorithm.adv_estimator=grpo", "data.train_files=/d/train.parquet", "data.val_files=/d/test.parquet",

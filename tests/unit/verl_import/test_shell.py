@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock_tools.verl_import.shell.script import read_script
+from penstock_tools.verl_import.shell import read_script
 
 SCRIPT = r"""#!/usr/bin/env bash
 set -xeuo pipefail   # a comment, with a 'quote

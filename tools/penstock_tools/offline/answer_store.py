@@ -16,6 +16,7 @@ import shutil
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -26,8 +27,114 @@ from pyarrow import parquet
 
 from penstock.errors import InvalidInput
 from penstock.trajectory import Prompt
-from penstock_tools.offline.answer_rows import ROW_SCHEMA, AnswerRow, Totals, to_table
-from penstock_tools.offline.prompt_columns import prompt_columns
+
+# ── rows without their prompts ──
+
+ROW_SCHEMA = pa.schema(
+    [
+        ("row", pa.int64()),
+        ("responses", pa.list_(pa.string())),
+        ("token_ids", pa.list_(pa.list_(pa.int32()))),
+        ("log_probs", pa.list_(pa.list_(pa.float32()))),
+        ("loss_masks", pa.list_(pa.list_(pa.uint8()))),
+        ("finish_reasons", pa.list_(pa.string())),
+        ("rewards", pa.list_(pa.float64())),
+        ("error", pa.string()),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class AnswerRow:
+    """All samples of one row of the dataset. The lists have one entry per sample and are empty if the row failed."""
+
+    row: int
+    """Index of the row in the dataset."""
+    responses: list[str] = field(default_factory=list)
+    token_ids: list[Any] = field(default_factory=list)
+    log_probs: list[Any] = field(default_factory=list)
+    loss_masks: list[Any] = field(default_factory=list)
+    """1 for tokens that the model sampled, 0 for tokens that a tool or an interaction inserted."""
+    finish_reasons: list[str] = field(default_factory=list)
+    rewards: list[float] | None = None
+    """None if the samples were not scored."""
+    error: str | None = None
+    """Why the row has no samples."""
+
+
+def to_table(rows: list[AnswerRow]) -> Any:
+    columns = [pa.array([getattr(row, field.name) for row in rows], field.type) for field in ROW_SCHEMA]
+    return pa.Table.from_arrays(columns, schema=ROW_SCHEMA)
+
+
+@dataclass
+class Totals:
+    """Sums over all rows on disk, written by this process or an earlier one."""
+
+    num_samples: int = 0
+    num_tokens: int = 0
+    num_failed: int = 0
+    reward_sum: float = 0.0
+    num_rewards: int = 0
+
+    def add(self, table: Any) -> None:
+        self.num_samples += _sum(pc.list_value_length(table["responses"]))
+        self.num_tokens += _sum(pc.list_value_length(pc.list_flatten(table["token_ids"])))
+        self.num_failed += pc.count(table["error"]).as_py()
+        rewards = pc.list_flatten(table["rewards"])
+        self.reward_sum += _sum(rewards)
+        self.num_rewards += len(rewards)
+
+
+def _sum(array: Any) -> Any:
+    return pc.sum(array).as_py() or 0
+
+
+# ── prompts in verl's schema, so that the answers can be scored later ──
+
+MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
+
+
+def prompt_columns(prompts: Sequence[Prompt]) -> dict[str, Any]:
+    has_fields = any(prompt.message_fields for prompt in prompts)
+    return {
+        "prompt": pa.array([prompt.chat for prompt in prompts], None if has_fields else pa.list_(MESSAGE)),
+        "data_source": pa.array([prompt.data_source for prompt in prompts], pa.string()),
+        "reward_model": json_column([{"ground_truth": prompt.ground_truth} for prompt in prompts]),
+        "extra_info": json_column([prompt.extra_info for prompt in prompts]),
+        "agent_name": pa.array([prompt.agent_name for prompt in prompts], pa.string()),
+    }
+
+
+def json_column(values: Sequence[Any]) -> Any:
+    """An Arrow column of JSON values. Objects become structs. Values that share no Arrow type become JSON text."""
+    if any(isinstance(value, dict) for value in values) and all(isinstance(v, dict | None) for v in values):
+        return _struct_column(values)
+    try:
+        column = pa.array(values)
+    except (pa.ArrowException, OverflowError):
+        column = None
+    if column is None or _holds_objects(column.type):
+        return pa.array([v if v is None or isinstance(v, str) else json.dumps(v) for v in values], pa.string())
+    return column
+
+
+def _struct_column(values: Sequence[dict[str, Any] | None]) -> Any:
+    keys = list(dict.fromkeys(key for value in values if value for key in value))
+    if not keys:
+        return pa.nulls(len(values))  # Parquet has no struct without fields
+    columns = [json_column([value.get(key) if value else None for value in values]) for key in keys]
+    return pa.StructArray.from_arrays(columns, names=keys, mask=pa.array([value is None for value in values]))
+
+
+def _holds_objects(kind: Any) -> bool:
+    """Whether the type contains objects. Their fields may be missing or empty, so they are written as JSON text."""
+    while pa.types.is_list(kind):
+        kind = kind.value_type
+    return bool(pa.types.is_struct(kind))
+
+
+# ── the store ──
 
 PART_ROWS = 64
 PART_S = 5.0

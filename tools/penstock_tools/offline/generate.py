@@ -26,8 +26,7 @@ def main(argv: Sequence[str]) -> int:
 
     from penstock.logs import setup_logging
     from penstock_tools.offline.answer_store import AnswerStore
-    from penstock_tools.offline.generation import generate
-    from penstock_tools.offline.settings import describe_settings
+    from penstock_tools.offline.generation import describe_settings, generate
 
     setup_logging("generate")
     settings = describe_settings(config, args.file, prompts, scored=args.score)

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from penstock.cli.output import progress_bar
+from penstock.codec import encode_prompt
 from penstock.config.run import RunConfig
 from penstock.errors import PenstockError, Unavailable, first_error
 from penstock.replay.queue_types import Lease
-from penstock.trajectory import Group, Prompt
+from penstock.trajectory import Group, Prompt, Sampling
 from penstock_rollout.agents.registry import Agents
 from penstock_rollout.engines.factory import create_engine, start_engine
 from penstock_rollout.groups.group_maker import GroupMaker
@@ -27,8 +28,7 @@ from penstock_rollout.rewards.sample_score import SampleScore
 from penstock_rollout.rewards.scorer import Scorer
 from penstock_rollout.text.prompt_length import PromptLength
 from penstock_rollout.text.tokenization import Tokenization
-from penstock_tools.offline.answer_rows import AnswerRow
-from penstock_tools.offline.answer_store import AnswerStore
+from penstock_tools.offline.answer_store import AnswerRow, AnswerStore
 
 logger = logging.getLogger(__name__)
 
@@ -106,13 +106,14 @@ async def _answer_all(
         await agents.open()
         await start_engine(engine, config.rollout.start_timeout_s)
         ready = time.monotonic()
-        with _progress(num_prompts, num_prompts - len(missing)) as advance:
+        with progress_bar("generating") as progress:
+            task = progress.add_task("", total=num_prompts, completed=num_prompts - len(missing))
             rows = iter(missing)
 
             async def work() -> None:
                 for row, prompt in rows:
                     store.add(await _answer(maker, row, prompt, scored))
-                    advance()
+                    progress.advance(task)
                     if store.is_part_due:
                         await asyncio.to_thread(store.write_part)
 
@@ -162,10 +163,27 @@ def _num_filling(config: RunConfig, num_samples: int) -> int:
     return -(-config.rollout.engine.max_num_seqs * 9 // 8 // num_samples)
 
 
-@contextmanager
-def _progress(total: int, done: int) -> Iterator[Any]:
-    columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=total, completed=done)
-        yield lambda: progress.advance(task)
+def describe_settings(config: RunConfig, file: Path, prompts: Sequence[Prompt], *, scored: bool) -> dict[str, str]:
+    """Settings by name. The same command on the same files gives the same settings."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        encoded = encode_prompt(replace(prompt, sampling=Sampling(), num_samples=1))
+        digest.update(len(encoded).to_bytes(8, "little") + encoded)
+    sampling, engine = prompts[0].sampling, config.rollout.engine
+    return {
+        "prompts": f"{file.name}, {len(prompts)} prompts, sha256 {digest.hexdigest()[:16]}",
+        "model": str(config.model.path.resolve()),
+        "dtype": config.model.dtype,
+        "engine": f"{engine.name}, max_model_len {engine.max_model_len}, quantization {engine.quantization}",
+        "prompt": f"max_tokens {config.rollout.prompt.max_tokens}, overlong {config.rollout.prompt.overlong}",
+        "sampling": f"n {prompts[0].num_samples}, temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, "
+        f"max_tokens {sampling.max_tokens}, seed {sampling.seed}{_further(sampling)}",
+        "agents": hashlib.sha256(config.rollout.agents.model_dump_json().encode()).hexdigest()[:16],
+        "rewards": hashlib.sha256(config.rollout.reward.model_dump_json().encode()).hexdigest()[:16] if scored else "",
+    }
+
+
+def _further(sampling: Sampling) -> str:
+    """The parameters that are seldom given, if they are."""
+    given = {"top_k": sampling.top_k, "min_p": sampling.min_p, "ignore_eos": sampling.ignore_eos, "stop": sampling.stop}
+    return "".join(f", {name} {value}" for name, value in given.items() if value)

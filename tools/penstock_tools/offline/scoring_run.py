@@ -12,9 +12,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 from prometheus_client import CollectorRegistry
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from penstock.cli.output import progress_bar
 from penstock.config.rewards import RewardConfig
 from penstock.errors import InvalidInput
 from penstock.feed.datasets import row_field
@@ -89,12 +88,7 @@ class ScoringRun:
     async def _score_file(self, file: pq.ParquetFile, partial: Path) -> None:
         kept = [field for field in file.schema_arrow if field.name not in (SCORES.name, PARTS.name)]
         schema = pa.schema([*kept, SCORES, PARTS])
-        columns = (TextColumn("scoring"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        console = Console(stderr=True)
-        with (
-            pq.ParquetWriter(partial, schema) as writer,
-            Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress,
-        ):
+        with pq.ParquetWriter(partial, schema) as writer, progress_bar("scoring") as progress:
             task = progress.add_task("", total=file.metadata.num_rows)
             start = 0
             for batch in file.iter_batches(batch_size=BATCH_ROWS):

@@ -27,8 +27,7 @@ from penstock.replay.inspection import QueueInspector
 from penstock.replay.queue_types import AppendOutcome, Lease
 from penstock.trajectory import Group
 from penstock.v1 import prompts_pb2
-from penstock_tools.recordings.columns import RecordedGroup
-from penstock_tools.recordings.file import Recording, RecordingWriter
+from penstock_tools.recordings.file import RecordedGroup, Recording, RecordingWriter
 
 SERVER_ID = "import"
 """Server that holds the leases during an import. The groups keep the names of the servers that made them."""

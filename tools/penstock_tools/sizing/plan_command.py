@@ -35,12 +35,11 @@ def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     from penstock.errors import ConfigError
     from penstock_tools.sizing.hardware import GPUS
-    from penstock_tools.sizing.memory_terms import Setup
-    from penstock_tools.sizing.model_folder import find_shape
-    from penstock_tools.sizing.plan import make_plan
+    from penstock_tools.sizing.memory import Setup
+    from penstock_tools.sizing.models import find_shape
+    from penstock_tools.sizing.plan import PLACEMENTS, make_plan
     from penstock_tools.sizing.plan_text import as_json, as_text
-    from penstock_tools.sizing.planned import PLACEMENTS
-    from penstock_tools.sizing.workload import Workload
+    from penstock_tools.sizing.rates import Workload
 
     if args.gpu not in GPUS:
         raise ConfigError(f"--gpu {args.gpu} is not known; choose one of {', '.join(GPUS)}")
@@ -58,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
         has_reference=not args.no_reference, has_critic=args.critic, has_reward_model=args.reward_model,
     )  # fmt: skip
     if args.gpus is not None:
-        from penstock_tools.sizing.plan_search import show_search
+        from penstock_tools.sizing.plan_text import show_search
 
         return show_search(args, GPUS[args.gpu], workload, given)
     model = find_shape(args.model)
@@ -123,7 +122,7 @@ def _show_config(file: Path, gpu: Gpu) -> int:
     """Print the memory of each role of a configuration. Returns 1 if a group of roles does not fit on its GPUs."""
     from penstock.config.gpu_bundles import num_gpus
     from penstock.config.loading import load_config
-    from penstock_tools.sizing.config_memory import memory_of
+    from penstock_tools.sizing.plan import memory_of
     from penstock_tools.sizing.plan_text import phases_text
 
     config = load_config(file)
@@ -149,7 +148,7 @@ def _show_servers(config: RunConfig, gpu: Gpu, num_for_learner: int, learner_byt
 
     A single server may be on the learner's only GPU: `penstock up` does that on a machine with one."""
     from penstock_tools.sizing.hardware import USABLE_MEMORY
-    from penstock_tools.sizing.model_folder import find_shape
+    from penstock_tools.sizing.models import find_shape
     from penstock_tools.sizing.plan import server_plan
 
     engine, num_servers = config.rollout.engine, config.rollout.num_servers

@@ -1,4 +1,4 @@
-"""How long the parts of a step take: decoding, training, the push, and the step as a whole."""
+"""What a run does in one step, and how long the parts of a step take: decoding, training, the push, and the whole."""
 
 from __future__ import annotations
 
@@ -11,9 +11,57 @@ from typing import Literal
 
 from penstock_tools.sizing import hardware
 from penstock_tools.sizing.hardware import GPUS_PER_NODE, Gpu
-from penstock_tools.sizing.memory_terms import Setup, adapter_parameters
+from penstock_tools.sizing.memory import Setup, adapter_parameters
 from penstock_tools.sizing.models import ModelShape
-from penstock_tools.sizing.workload import Workload
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a run does in one step. Numbers of tokens are means."""
+
+    groups_per_step: int = 64
+    num_samples: int = 8
+    prompt_tokens: int = 512
+    response_tokens: int = 1024
+    longest_sample: float = 1.8
+    """Longest response of a group, as a multiple of the mean. A group is ready when its last sample is."""
+    longest_tokens: int = 0
+    """Tokens of the longest sample with its prompt. 0: as many as `longest_sample` says."""
+    max_staleness: int = 2
+    max_num_seqs: int = 256
+    gpu_memory_utilization: float = 0.9
+    network_rate: float = 50e9
+    """Network bandwidth per GPU between nodes, in bytes per second. The default is 400 Gbit/s."""
+    setup: Setup = Setup()
+    epochs_per_step: int = 1
+    """Passes of the update over a batch."""
+    recomputes_log_probs: bool = False
+    """Whether the policy has a forward pass before its updates. A step with a single update has none, unless the reward
+    has a KL penalty."""
+    has_reference: bool = True
+    """Whether there is a reference, which has the policy's size."""
+    has_critic: bool = False
+    """Whether there is a critic, which has the policy's size."""
+    has_reward_model: bool = False
+    """Whether there is a reward model, which has the policy's size."""
+
+    def num_forwards(self, role: str) -> int:
+        """Forward passes of a role over a batch, without those of its updates."""
+        return 1 if role != "policy" or self.recomputes_log_probs else 0
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.groups_per_step * self.num_samples * (self.prompt_tokens + self.response_tokens)
+
+    @property
+    def response_tokens_per_step(self) -> int:
+        return self.groups_per_step * self.num_samples * self.response_tokens
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest sample with its prompt."""
+        return self.longest_tokens or self.prompt_tokens + round(self.longest_sample * self.response_tokens)
+
 
 GROUP_VARIATION = 0.3
 """Standard deviation of a group's duration, divided by its mean, that plans assume."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.config.algorithms import ADVANTAGE_NAMES, LOSS_NAMES
-from penstock_tools.verl_import.values import Values
+from penstock_tools.verl_import.keys import Values
 
 _ACTOR = "actor_rollout_ref.actor."
 _CORRECTION = "algorithm.rollout_correction."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ OWN_CONFIGS = frozenset(
 """Configs that are part of verl. Their values are the defaults in the table of keys."""
 _OVERRIDE = re.compile(r"(?P<sign>\+{0,2})(?P<key>[A-Za-z_][\w./@-]*)=(?P<value>.*)", re.DOTALL)
 _INTERPOLATION = re.compile(r"\$\{(?:(?P<resolver>[\w.]+):)?\s*(?P<body>[^{}]*)\}")
-_MISSING = object()
 
 
 @dataclass
@@ -33,28 +32,28 @@ class HydraConfig:
     """The config that the keys are added to, without its ending."""
     notes: list[str] = field(default_factory=list)
 
-    def resolve(self, value: Any, defaults: dict[str, Any], depth: int = 0) -> Any:
-        """Replace `${a.b}`, `${oc.select:a.b,1}` and `${oc.env:NAME,x}`."""
+    def resolve(self, value: Any, default_of: Callable[[str], Any], depth: int = 0) -> Any:
+        """Replace `${a.b}`, `${oc.select:a.b,1}` and `${oc.env:NAME,x}`. `default_of` gives verl's default of a key."""
         if isinstance(value, list):
-            return [self.resolve(entry, defaults, depth) for entry in value]
+            return [self.resolve(entry, default_of, depth) for entry in value]
         if not isinstance(value, str) or "${" not in value or depth > 8:
             return value
         whole = _INTERPOLATION.fullmatch(value)
         if whole is not None:
-            return self.resolve(self._looked_up(whole, defaults), defaults, depth + 1)
-        text = _INTERPOLATION.sub(lambda found: str(self._looked_up(found, defaults)), value)
-        return self.resolve(text, defaults, depth + 1) if text != value else value
+            return self.resolve(self._looked_up(whole, default_of), default_of, depth + 1)
+        text = _INTERPOLATION.sub(lambda found: str(self._looked_up(found, default_of)), value)
+        return self.resolve(text, default_of, depth + 1) if text != value else value
 
-    def _looked_up(self, found: re.Match[str], defaults: dict[str, Any]) -> Any:
+    def _looked_up(self, found: re.Match[str], default_of: Callable[[str], Any]) -> Any:
         name, comma, default = (part.strip() for part in found["body"].partition(","))
         if found["resolver"] == "oc.env":
             return os.environ.get(name, default)
         if found["resolver"] not in (None, "oc.select"):
             return ""
-        value = self.values.get(name, defaults.get(name, _MISSING))
-        if value is _MISSING:
-            return parse_value(default) if comma else None
-        return value
+        if name in self.values:
+            return self.values[name]
+        value = default_of(name)
+        return parse_value(default) if value is None and comma else value
 
 
 def read_overrides(words: Sequence[str], folders: Sequence[Path]) -> HydraConfig:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from penstock.config.learner import CheckpointConfig
+from penstock.config.starter_gpus import SHARED_UTILIZATION, RoleGpus, shares_of_gpus
 from penstock_tools.verl_import.algorithm import has_critic, set_algorithm
-from penstock_tools.verl_import.gpus import divide
-from penstock_tools.verl_import.rewards import set_rewards
-from penstock_tools.verl_import.rollout import set_rollout
-from penstock_tools.verl_import.values import Values, local_path
+from penstock_tools.verl_import.keys import Values, local_path
 
 _ACTOR = "actor_rollout_ref.actor."
 _OPTIM = "actor_rollout_ref.actor.optim."
@@ -169,16 +168,21 @@ def _set_schedule(values: Values, num_steps: int | None) -> None:
             )
         warmup = int(ratio * (num_steps or 0))
     values.set("learner.warmup_steps", max(0, warmup))
-    schedule = str(values.get(key))
-    if schedule not in ("constant", "linear", "cosine"):
-        values.lose(key, "replaced by constant; schedules are constant, linear and cosine")
-        schedule = "constant"
+    schedule = lr_schedule(values, key)
     if schedule != "constant" and num_steps is None:
         values.lose(key, f"set learner.num_steps, where the schedule ends, and learner.lr_schedule: {schedule}")
         schedule = "constant"
     elif schedule != "constant":
         values.set("learner.num_steps", num_steps)
     values.set("learner.lr_schedule", schedule)
+
+
+def lr_schedule(values: Values, key: str) -> str:
+    schedule = str(values.get(key))
+    if schedule in ("constant", "linear", "cosine"):
+        return schedule
+    values.lose(key, "replaced by constant; schedules are constant, linear and cosine")
+    return "constant"
 
 
 def set_lora(values: Values, model: str) -> None:
@@ -279,3 +283,203 @@ def set_loggers(values: Values) -> None:
         values.lose("trainer.logger", f"{', '.join(others)}: loggers are console, jsonl, tensorboard and wandb")
     if "wandb" in known:
         values.set("learner.wandb.project", values.get("trainer.project_name"))
+
+
+# ── engines, prompts and agents of the rollout servers ──
+
+ENGINES = {"vllm": "vllm", "sglang": "sglang", "hf": "torch"}
+
+
+def set_rollout(values: Values, max_prompt: int, max_response: int) -> None:
+    name = str(values.get(_ROLLOUT + "name"))
+    if name not in ENGINES:
+        values.lose(_ROLLOUT + "name", "replaced by auto: engines are vllm, sglang and torch")
+    values.set("rollout.engine.name", ENGINES.get(name, "auto"))
+    longest = max_prompt + max_response
+    values.set("rollout.engine.max_model_len", max(int(values.get(_ROLLOUT + "max_model_len") or longest), longest))
+    values.set_direct(prefixes=(_ROLLOUT + "enforce_eager", _ROLLOUT + "max_num_seqs"))
+    num_seqs, num_samples = int(values.get(_ROLLOUT + "max_num_seqs")), int(values.get(_ROLLOUT + "n"))
+    values.set("rollout.max_concurrent_groups", max(64, math.ceil(2 * num_seqs / num_samples)))
+    if values.get(_ROLLOUT + "quantization") == "fp8":
+        values.set("rollout.engine.quantization", "fp8")
+    elif values.is_given(_ROLLOUT + "quantization"):
+        values.lose(_ROLLOUT + "quantization", "rollout.engine.quantization takes fp8 only")
+    _set_engine_arguments(values, name)
+    values.set("rollout.prompt.max_tokens", max_prompt)
+    cut = str(values.get("data.truncation"))
+    is_cut = cut in ("left", "right", "middle") and not values.get("data.filter_overlong_prompts")
+    values.set("rollout.prompt.overlong", f"truncate_{cut}" if is_cut else "filter")
+    if arguments := values.below("data.apply_chat_template_kwargs"):
+        values.set("rollout.prompt.template_arguments", arguments)
+    _set_agents(values, longest)
+    for key in ("checkpoint_engine.update_weights_bucket_megabytes", "update_weights_bucket_megabytes"):
+        if values.is_given(_ROLLOUT + key):
+            values.set("weights.bucket_bytes", int(values.get(_ROLLOUT + key)) * 2**20)
+
+
+def _set_engine_arguments(values: Values, name: str) -> None:
+    """Arguments of the engine that was chosen. Those of other engines have no effect in verl either."""
+    extra = dict(values.below(_ROLLOUT + "engine_kwargs").get(name, {})) if name in ENGINES else {}
+    for key in ("max_num_batched_tokens", "enable_chunked_prefill", "enable_prefix_caching"):
+        if name == "vllm" and values.is_given(_ROLLOUT + key):
+            extra[key] = values.get(_ROLLOUT + key)
+        else:
+            values.lose(_ROLLOUT + key, f"an argument of vLLM, and the engine is {name}")
+    if extra:
+        values.set("rollout.engine.extra", extra)
+    for key in values.given:
+        if key.startswith(_ROLLOUT + "engine_kwargs.") and not f"{key}.".startswith(f"{_ROLLOUT}engine_kwargs.{name}."):
+            values.lose(key, f"an argument of another engine than {name}")
+
+
+def _set_default_agent(values: Values, turns: str) -> None:
+    """verl's own choice or, with `multi_turn.enable`, which chose for all rows in older versions, what is given."""
+    name = str(values.get(_ROLLOUT + "agent.default_agent_loop"))
+    if name not in ("single_turn_agent", "tool_agent"):
+        values.lose(
+            _ROLLOUT + "agent.default_agent_loop",
+            "port the class to a function of rollout.agents.custom and name it in default_agent (docs/agents.md)",
+        )
+        name = "single_turn_agent"
+    if values.get(turns + "enable") and not values.is_given(_ROLLOUT + "agent.default_agent_loop"):
+        has_interaction = values.is_given(turns + "interaction_config_path")
+        has_tools = values.is_given(turns + "tool_config_path")
+        name = "tool_agent" if has_tools else "interaction_agent" if has_interaction else name
+    values.set("rollout.agents.default_agent", name)
+
+
+def _max_turns(values: Values, turns: str, longest: int) -> int:
+    """verl's limit. Without one, the limit on replies gives it, or the length that verl names as its default."""
+    if given := values.get(turns + "max_assistant_turns"):
+        return int(given)
+    replies = values.get(turns + "max_user_turns")
+    return int(replies) + 1 if replies else max(1, longest // 3)
+
+
+def _set_agents(values: Values, longest: int) -> None:
+    turns = _ROLLOUT + "multi_turn."
+    has_turns = any(values.is_given(turns + key) for key in ("tool_config_path", "interaction_config_path", "enable"))
+    if not has_turns and not any(key.startswith((turns, _ROLLOUT + "agent.default")) for key in values.given):
+        return
+    values.set_direct(prefixes=(turns,))
+    _set_default_agent(values, turns)
+    values.set("rollout.agents.max_turns", _max_turns(values, turns, longest))
+    values.set("rollout.agents.turn_rewards", "record")
+    side = str(values.get(turns + "tool_response_truncate_side"))
+    kept = {"left": "head", "right": "tail"}.get(side, "both")
+    values.set("rollout.agents.tool_response_keep", kept)
+    tool_format = str(values.get(turns + "format"))
+    if tool_format in ("hermes", "llama3_json", "openai"):
+        values.set("rollout.agents.tool_format", tool_format)
+    else:
+        values.lose(turns + "format", "write a parser: rollout.agents.tool_format (docs/agents.md)")
+
+
+# ── rewards ──
+
+_OVERLONG = "reward_model.reward_kwargs.overlong_buffer_cfg."
+
+
+def set_rewards(values: Values, max_response: int) -> None:
+    manager = _manager(values)
+    values.set("rollout.reward.compat", "verl")
+    if set_reward_function(values) and manager == "batch":
+        values.set("rollout.reward.function_batch", True)
+    if values.is_given("reward_model.num_workers"):
+        values.set("rollout.reward.num_processes", int(values.get("reward_model.num_workers")))
+    if manager == "dapo" and values.get(_OVERLONG + "enable"):
+        _set_overlong(values, max_response)
+    if values.get("reward_model.enable"):
+        _set_reward_model(values)
+    else:
+        values.ignore("reward_model.model.")
+
+
+def set_reward_function(values: Values) -> bool:
+    """Set the user's reward function, if there is one. Returns whether there is."""
+    if not values.is_given("custom_reward_function.path"):
+        return False
+    values.set("rollout.reward.function_file", local_path(values.get("custom_reward_function.path")))
+    values.set("rollout.reward.function_name", values.get("custom_reward_function.name"))
+    if arguments := values.below("custom_reward_function.reward_kwargs"):
+        values.set("rollout.reward.function_kwargs", arguments)
+    return True
+
+
+def _manager(values: Values) -> str:
+    key = "reward_model.reward_manager"
+    default = "dapo" if values.program == "dapo" else "naive"
+    name = str(values.get(key)) if values.is_given(key) else default
+    if name not in ("naive", "dapo", "batch", "prime"):
+        values.lose(key, "a class can be the reward function: rollout.reward.function_name (docs/rewards.md)")
+    return name
+
+
+def _set_overlong(values: Values, max_response: int) -> None:
+    ours = "learner.algorithm.overlong."
+    longest = int(values.get("reward_model.reward_kwargs.max_resp_len") or max_response)
+    buffer = int(values.get(_OVERLONG + "len") or 0)
+    if not 0 < buffer <= longest:
+        values.lose(_OVERLONG + "len", "the buffer must be above 0 and at most max_resp_len; no penalty is set")
+        return
+    values.set(ours + "max_num_tokens", longest)
+    values.set(ours + "buffer_num_tokens", buffer)
+    values.set(ours + "factor", float(values.get(_OVERLONG + "penalty_factor")))
+
+
+def _set_reward_model(values: Values) -> None:
+    """Its scores replace those of rules, as in verl, so that rollout servers compute none."""
+    ours = "learner.reward_model."
+    values.set(ours + "path", local_path(values.get("reward_model.model.path")))
+    reads_tokens = "reward_model.model.input_tokenizer" in values.given and not values.is_given(
+        "reward_model.model.input_tokenizer"
+    )
+    values.set(ours + "tokenizer", "policy" if reads_tokens else "own")
+    values.set(ours + "combine", "replace")
+    values.set("rollout.reward.by_data_source", {"*": {"kind": "reward_model"}})
+    if values.get("algorithm.filter_groups.enable"):
+        values.set("replay.dynamic_sampling", False)
+        values.lose(
+            "algorithm.filter_groups.enable",
+            "groups are filtered by the rewards of rules, which the reward model replaces",
+        )
+
+
+# ── GPUs, on which everything takes turns in verl ──
+
+
+@dataclass(frozen=True)
+class Division:
+    num_servers: int
+    tensor_parallel: int
+    sequence_parallel: int
+    roles: dict[str, RoleGpus]
+    utilization: float | None
+    """Set if the only server shares its GPU with training."""
+
+
+def divide(
+    num_gpus: int, tensor_parallel: int, sequence_parallel: int, roles: tuple[str, ...], num_rollout: int = 0
+) -> Division:
+    """Half of the GPUs, or `num_rollout` of them, for engines. Policy and reference share GPUs, and so do critic and
+    reward model. A tensor or sequence parallelism that leaves no GPU for the other side is made smaller."""
+    if num_gpus <= 1:
+        return Division(1, 1, 1, shares_of_gpus(roles, 1), SHARED_UTILIZATION)
+    for_engines = num_rollout or num_gpus // 2
+    while tensor_parallel > for_engines:
+        tensor_parallel = max(1, tensor_parallel // 2)
+    num_servers = for_engines // tensor_parallel
+    left = num_gpus - num_servers * tensor_parallel
+    beside = tuple(role for role in roles if role in ("critic", "reward_model"))
+    if beside and left == 1:
+        return Division(num_servers, tensor_parallel, 1, shares_of_gpus(roles, 1), None)
+    num_beside = left // 2 if beside else 0
+    num_policy = left - num_beside
+    while num_policy % sequence_parallel and num_policy >= 1:
+        if num_policy > sequence_parallel:
+            num_policy -= 1
+        else:
+            sequence_parallel = max(1, sequence_parallel // 2)
+    with_policy = tuple(role for role in roles if role not in beside)
+    divided = shares_of_gpus(with_policy, num_policy) | (shares_of_gpus(beside, num_beside) if beside else {})
+    return Division(num_servers, tensor_parallel, sequence_parallel, divided, None)

@@ -1,6 +1,6 @@
 """Implementations of causal attention over packed sequences. All of them have the same result.
 
-`path_attention.py` uses them for sequences that share tokens.
+`packed_attention.py` uses them for sequences that share tokens.
 
 | name     | used                       | how                                                                        |
 |----------|----------------------------|----------------------------------------------------------------------------|
@@ -27,7 +27,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from penstock_learner.model.attention.packed_layout import Packing, from_block, to_block
-from penstock_learner.model.attention.soft_cap import soft_cap
+from penstock_learner.model.tensors import soft_cap
 
 _FASTEST_FIRST = [
     SDPBackend.CUDNN_ATTENTION,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,9 +12,195 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock_learner.batches.prefix_tree import PrefixTree
-from penstock_learner.model.attention.path_layout import Paths
+from penstock_learner.model.attention.prefix_kernels import DensePart
 from penstock_learner.model.attention.sequence_parallel import SequenceParallel
-from penstock_learner.model.device_copies import to_device
+from penstock_learner.model.tensors import to_device
+
+# ── prefix trees: the keys of each segment are the tokens of the path to it ──
+#
+# Queries stay as they are stored, each token once. Keys and values are copied to every path that they are on, which is
+# cheap: they have few heads, and no product is computed for a copy.
+
+_KEY_BLOCK = 512
+"""Dense parts have a multiple of this many keys, so that cuDNN meets few shapes."""
+_FEWEST_QUERIES = 1024
+"""A dense part with fewer queries would be slower than flash attention."""
+_MOST_PARTS = 32
+"""Each dense part is a call of its own."""
+
+
+@dataclass(frozen=True)
+class PathBlock:
+    """Segments of the same depth as right-padded rows. Padding points at token 0."""
+
+    queries: Tensor
+    """[B, Q] stored token of each query."""
+    keys: Tensor
+    """[B, K] stored token of each key."""
+    query_positions: Tensor
+    """[B, Q] position of each query, that of a row's first query at padding."""
+    key_positions: Tensor
+    """[B, K] position of each key, beyond every query of its row at padding."""
+
+    def visible(self, window: int | None) -> Tensor:
+        """[B, 1, Q, K] whether a query sees a key."""
+        distance = self.query_positions.unsqueeze(2) - self.key_positions.unsqueeze(1)
+        seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+        return seen.unsqueeze(1)
+
+
+@dataclass(frozen=True)
+class FlashPaths:
+    """Paths without the keys of dense parts. See `prefix_kernels.py`."""
+
+    keys: Tensor
+    """[K] stored token of each key that is in no dense part, one path after another."""
+    offsets: Tensor
+    """[2, G + 1] where the queries, and the keys, of each segment begin, followed by their numbers."""
+    dense: Tensor
+    """[D, 4] the dense parts in host memory, filled up with rows of zeros: a number of rows that changes would make
+    torch compile a layer again."""
+    equal: int
+    """The length of all segments, if it is the same and the keys are their own tokens. Else 0."""
+
+    @classmethod
+    def of(cls, tree: PrefixTree, pieces: Sequence[_Piece], device: torch.device) -> FlashPaths | None:
+        is_dense = np.zeros(tree.num_stored, dtype=bool)
+        parts: list[DensePart] = []
+        for begin, own_end, end in zip(tree.offsets[:-1].tolist(), tree.offsets[1:].tolist(), tree.ends.tolist(),
+                                       strict=True):  # fmt: skip
+            dense_end = begin + (own_end - begin) // _KEY_BLOCK * _KEY_BLOCK
+            if dense_end > begin and end - own_end >= _FEWEST_QUERIES and len(parts) < _MOST_PARTS:
+                # Later tokens of the segment itself see the dense keys by the causal mask.
+                parts.append(DensePart(begin, dense_end, own_end, end))
+                is_dense[begin:dense_end] = True
+        if not parts:
+            return None
+        keys = []
+        for piece in pieces:
+            inherited = piece.keys[: len(piece.keys) - len(piece.queries)]
+            keys.append(np.concatenate([inherited[~is_dense[inherited]], piece.queries]))
+        sizes = [[len(piece.queries) for piece in pieces], [len(each) for each in keys]]
+        dense = np.zeros((_MOST_PARTS, 4), dtype=np.int64)
+        dense[: len(parts)] = parts
+        is_equal = sizes[0] == sizes[1] and len(set(sizes[0])) == 1
+        return cls(
+            to_device(np.concatenate(keys), device),
+            torch.stack([_offsets(each, device) for each in sizes]),
+            torch.as_tensor(dense),
+            sizes[0][0] if is_equal else 0,
+        )
+
+
+@dataclass(frozen=True)
+class Paths:
+    """The paths of a micro-batch's segments. K is the number of their tokens in all."""
+
+    keys: Tensor
+    """[K] stored token of each key, one path after another."""
+    key_offsets: Tensor
+    """[G + 1] where the keys of each segment begin, followed by K."""
+    query_offsets: Tensor
+    """[G + 1] where the queries of each segment begin, followed by M."""
+    flash: FlashPaths | None
+    """The paths without what all tokens after a segment see. None if there is no such part that is worth it."""
+    ends: Tensor
+    """[M] the first stored token after a token that does not see it any more."""
+    counts: Tensor
+    """[M] how many tokens of the sequences each stored token stands for."""
+    blocks: tuple[PathBlock, ...]
+    in_blocks: Tensor
+    """[M] the place of each stored token among the queries of all blocks, row after row, padding included."""
+    tree: PrefixTree
+
+    @classmethod
+    def of(cls, tree: PrefixTree, device: torch.device, chunk: int | None = None) -> Paths:
+        """The paths of a tree. With `chunk`, tokens see only those of their own chunk of so many positions."""
+        pieces = list(_pieces(tree, chunk))
+        by_depth: dict[int, list[_Piece]] = {}
+        for piece in pieces:
+            by_depth.setdefault(piece.depth, []).append(piece)
+        blocks: list[PathBlock] = []
+        in_blocks, num_before = np.zeros(tree.num_stored, dtype=np.int64), 0
+        for found in by_depth.values():
+            queries, is_query = _rows([piece.queries for piece in found])
+            in_blocks[queries[is_query]] = num_before + np.flatnonzero(is_query)
+            num_before += queries.size
+            blocks.append(_block(tree, queries, is_query, [piece.keys for piece in found], device))
+        return cls(
+            flash=FlashPaths.of(tree, pieces, device) if chunk is None and _has_fast_cudnn(device) else None,
+            keys=to_device(np.concatenate([piece.keys for piece in pieces]), device),
+            key_offsets=_offsets([len(piece.keys) for piece in pieces], device),
+            query_offsets=_offsets([len(piece.queries) for piece in pieces], device),
+            ends=to_device(np.repeat(tree.ends, np.diff(tree.offsets)), device),
+            counts=to_device(tree.counts.astype(np.float32), device),
+            blocks=tuple(blocks),
+            in_blocks=to_device(in_blocks, device),
+            tree=tree,
+        )
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Neighbouring tokens of one segment, and all tokens that the last of them sees."""
+
+    queries: NDArray[np.int64]
+    keys: NDArray[np.int64]
+    depth: int
+
+
+def _pieces(tree: PrefixTree, chunk: int | None) -> Iterator[_Piece]:
+    """The segments, or parts of them that lie in one chunk, in the order of the stored tokens."""
+    paths: list[NDArray[np.int64]] = []
+    depths: list[int] = []
+    for index, parent in enumerate(tree.parents.tolist()):
+        own = np.arange(tree.offsets[index], tree.offsets[index + 1])
+        path = own if parent < 0 else np.concatenate([paths[parent], own])
+        paths.append(path)
+        depths.append(0 if parent < 0 else depths[parent] + 1)
+        begin, end = len(path) - len(own), len(path)
+        if chunk is None:
+            yield _Piece(own, path, depths[index])
+            continue
+        for first in range(begin // chunk * chunk, end, chunk):
+            last = min(first + chunk, end)
+            yield _Piece(path[max(first, begin) : last], path[first:last], depths[index])
+
+
+def _block(
+    tree: PrefixTree,
+    queries: NDArray[np.int64],
+    is_query: NDArray[np.bool_],
+    keys_of_rows: Sequence[NDArray[np.int64]],
+    device: torch.device,
+) -> PathBlock:
+    keys, is_key = _rows(keys_of_rows)
+    positions = tree.positions[queries]
+    query_positions = np.where(is_query, positions, positions[:, :1])
+    beyond = int(tree.positions.max()) + 1
+    key_positions = np.where(is_key, tree.positions[keys], beyond)
+    return PathBlock(*(to_device(array, device) for array in (queries, keys, query_positions, key_positions)))
+
+
+def _rows(arrays: Sequence[NDArray[np.int64]]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """The arrays as rows of one width, filled with zeros, and where they are not filled."""
+    sizes = np.array([len(array) for array in arrays])
+    is_filled = np.arange(sizes.max()) < sizes[:, None]
+    rows = np.zeros(is_filled.shape, dtype=np.int64)
+    rows[is_filled] = np.concatenate(arrays)
+    return rows, is_filled
+
+
+def _has_fast_cudnn(device: torch.device) -> bool:
+    """Whether cuDNN's attention is faster than flash attention: on Hopper and later GPUs."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def _offsets(sizes: Sequence[int], device: torch.device) -> Tensor:
+    return to_device(np.cumsum([0, *sizes]).astype(np.int32), device)
+
+
+# ── packed sequences ──
 
 _BLOCK_TOKENS = 512
 """On a GPU the width of a padded block is a multiple of this."""

@@ -14,8 +14,7 @@ from penstock.config.algorithms import AdvantageConfig, Aggregation, LossConfig,
 from penstock_learner.algorithms.advantages import AdvantageInputs, compute_advantages
 from penstock_learner.algorithms.aggregation import Denominators, aggregate
 from penstock_learner.algorithms.kl import kl_penalty
-from penstock_learner.algorithms.losses import LossInputs, policy_loss
-from penstock_learner.algorithms.value_loss import value_loss
+from penstock_learner.algorithms.losses import LossInputs, policy_loss, value_loss
 
 core: Any = pytest.importorskip("verl.trainer.ppo.core_algos", exc_type=ImportError)
 SEEDS = range(4)

@@ -27,8 +27,7 @@ from penstock_learner.algorithms.advantages import ADVANTAGES, AdvantageInputs, 
 from penstock_learner.algorithms.aggregation import Denominators, aggregate
 from penstock_learner.algorithms.corrections import correct
 from penstock_learner.algorithms.kl import PENALTIES, kl_penalty
-from penstock_learner.algorithms.losses import LOSSES, LossInputs, policy_loss
-from penstock_learner.algorithms.value_loss import value_loss
+from penstock_learner.algorithms.losses import LOSSES, LossInputs, policy_loss, value_loss
 
 NUM_SEQUENCES, WIDTH = 8, 9
 GROUPS = torch.tensor([3, 3, 3, 5, 5, 9, 9, 1])

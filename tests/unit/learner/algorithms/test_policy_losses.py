@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.config.algorithms import LossConfig, ValueLossConfig
-from penstock_learner.algorithms.losses import LOSSES, LossInputs, LossOutputs, policy_loss
-from penstock_learner.algorithms.value_loss import value_loss
+from penstock_learner.algorithms.losses import LOSSES, LossInputs, LossOutputs, policy_loss, value_loss
 
 
 def tensor(values: list[float]) -> Tensor:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from penstock.config.algorithms import OverlongConfig
-from penstock_learner.algorithms.shaping import overlong_penalty, place_on_last_token
+from penstock_learner.algorithms.advantages import overlong_penalty, place_on_last_token
 
 
 def test_a_reward_goes_to_the_last_trained_token() -> None:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock_learner.algorithms.segments import (
+from penstock_learner.algorithms.aggregation import (
     count_segments,
     masked_mean,
     reverse_scan,

@@ -12,8 +12,13 @@ import pytest
 from penstock.errors import ConfigError, DiskFull, Fenced
 from penstock.replay.queue_types import GoneBack
 from penstock_learner.checkpoint_files import write_manifest
-from penstock_learner.checkpoints.checkpoint import TRAINER_FILE, CheckpointStore, TrainerState, read_state
-from penstock_learner.checkpoints.going_back import record_going_back
+from penstock_learner.checkpoints.store import (
+    TRAINER_FILE,
+    CheckpointStore,
+    TrainerState,
+    read_state,
+    record_rewind,
+)
 
 
 def make(store: CheckpointStore, step: int, term: int = 1, resumed_from: str = "") -> Path:
@@ -55,17 +60,17 @@ def test_what_the_run_gave_up_is_known_without_redis(tmp_path: Path) -> None:
     first, target, given_up = (make(store, step) for step in (1, 2, 3))
     gone_back = GoneBack(str(target), term=2, num_roll_backs=0)
     assert store.of_the_run() == [given_up, target, first]
-    record_going_back(store.folder, 2, gone_back, is_done=False)
+    record_rewind(store.folder, 2, gone_back, is_done=False)
     with pytest.raises(ConfigError, match="only Redis knows whether it did"):
         store.of_the_run()
-    record_going_back(store.folder, 2, gone_back, is_done=True)
-    record_going_back(store.folder, 1, None, is_done=True)  # by a learner that was suspended meanwhile
+    record_rewind(store.folder, 2, gone_back, is_done=True)
+    record_rewind(store.folder, 1, None, is_done=True)  # by a learner that was suspended meanwhile
     assert store.of_the_run() == [target, first]
     moved = CheckpointStore(store.folder.rename(tmp_path / "moved"), keep=5)
     assert [path.name for path in moved.of_the_run()] == [target.name, first.name]
     later = make(moved, 3, term=3)
     assert moved.of_the_run()[0] == later
-    record_going_back(moved.folder, 3, None, is_done=True)  # Redis says that the run did not go back
+    record_rewind(moved.folder, 3, None, is_done=True)  # Redis says that the run did not go back
     assert [path.name for path in moved.of_the_run()] == [later.name, given_up.name, target.name, first.name]
 
 

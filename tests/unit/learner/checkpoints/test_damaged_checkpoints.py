@@ -22,10 +22,9 @@ from penstock.config.service import ReplayConfig
 from penstock.errors import CheckpointDamaged, ConfigError, DiskFull, ProcessDied, TrainingDiverged
 from penstock.machine.disk_space import folder_bytes
 from penstock_learner.checkpoint_files import MANIFEST_FILE
-from penstock_learner.checkpoints.checkpoint import TRAINER_FILE, CheckpointStore, TrainerState
-from penstock_learner.checkpoints.ledger import Ledger
-from penstock_learner.checkpoints.loading import load_checkpoint
-from penstock_learner.checkpoints.writer import CheckpointWriter
+from penstock_learner.checkpoints.saving import CheckpointWriter, load_checkpoint
+from penstock_learner.checkpoints.store import CheckpointStore
+from penstock_learner.checkpoints.trainer_state import TRAINER_FILE, TrainerState
 from penstock_learner.loop.take_over import TakeOver, choose_checkpoint, take_over
 from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.roles.critic import CriticWorker
@@ -78,7 +77,7 @@ def save(folder: Path, roles: dict[str, Any], step: int) -> Path:
     async def write() -> None:
         metrics = LearnerMetrics(CollectorRegistry(), "standalone")
         queue: Any = NoQueue()
-        writer = CheckpointWriter(store, queue, roles, Ledger(), metrics, on_durable=lambda: None)
+        writer = CheckpointWriter(store, queue, roles, metrics, on_durable=lambda _: None)
         await writer.begin(TrainerState(step, step, 1, [(1, step)]), [])
         await writer.wait_until_written()
 

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from penstock.cli.main import main
 from penstock.config.loading import validate
 from penstock.replay.queue_types import GoneBack
-from penstock_learner.checkpoints.checkpoint import CheckpointStore, TrainerState
-from penstock_learner.checkpoints.going_back import record_going_back
+from penstock_learner.checkpoints.store import CheckpointStore, record_rewind
+from penstock_learner.checkpoints.trainer_state import TrainerState
 from penstock_learner.roles.policy import PolicyWorker
 from support.learner_ranks import make_rank, with_model
 
@@ -71,13 +71,13 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_exported(
     shards = damage(checkpoints[0])
     assert export(tmp_path) == (0, {1.0})
     said = capsys.readouterr()
-    assert f"{checkpoints[0].name} is left out: {shards} is damaged: expected checksum" in said.err
+    assert f"{checkpoints[0].name} is skipped: {shards} is damaged: expected checksum" in said.err
     assert f"exported {checkpoints[1]}" in said.out
 
 
 def test_a_checkpoint_that_the_run_gave_up_is_not_exported(tmp_path: Path, checkpoints: list[Path]) -> None:
     gone_back = GoneBack(str(checkpoints[1]), term=2, num_roll_backs=0)
-    record_going_back(checkpoints[0].parent, 2, gone_back, is_done=True)
+    record_rewind(checkpoints[0].parent, 2, gone_back, is_done=True)
     assert export(tmp_path) == (0, {1.0})
 
 
@@ -85,7 +85,7 @@ def test_no_checkpoint_is_exported_while_a_learner_goes_back(
     tmp_path: Path, checkpoints: list[Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, gone_back = checkpoints[0].parent, GoneBack(str(checkpoints[1]), term=2, num_roll_backs=0)
-    record_going_back(folder, 2, gone_back, is_done=False)
+    record_rewind(folder, 2, gone_back, is_done=False)
     assert export(tmp_path) == (2, set())
     [line] = capsys.readouterr().err.splitlines()
     assert f"a learner was about to go back to {checkpoints[1]}" in line and "start the learner again" in line

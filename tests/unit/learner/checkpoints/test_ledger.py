@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import CheckpointDamaged, ConfigError, Fenced
-from penstock_learner.checkpoints.checkpoint import CheckpointStore, TrainerState
-from penstock_learner.checkpoints.ledger import Ledger
+from penstock_learner.checkpoints.store import CheckpointStore
+from penstock_learner.checkpoints.trainer_state import Ledger, TrainerState
 
 
 @given(st.lists(st.sets(st.integers(1, 60), min_size=1), max_size=8))

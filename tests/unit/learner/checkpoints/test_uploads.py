@@ -16,11 +16,10 @@ from prometheus_client import CollectorRegistry
 from penstock.errors import ConfigError, Unavailable
 from penstock.fetching.object_folder import ObjectFolder
 from penstock.replay.queue_types import GoneBack
-from penstock_learner.checkpoints.checkpoint import CheckpointStore, TrainerState, read_state
-from penstock_learner.checkpoints.ledger import Ledger
-from penstock_learner.checkpoints.loading import verify_in_this_process
+from penstock_learner.checkpoints.saving import CheckpointWriter
+from penstock_learner.checkpoints.store import CheckpointStore, verify_in_this_process
+from penstock_learner.checkpoints.trainer_state import TrainerState, read_state
 from penstock_learner.checkpoints.uploads import FIELD, CheckpointUploads
-from penstock_learner.checkpoints.writer import CheckpointWriter
 from penstock_learner.metrics import LearnerMetrics
 from support.object_store import ObjectStore, in_environment, object_store
 
@@ -194,7 +193,7 @@ async def test_groups_are_acknowledged_only_when_the_upload_is_complete(
     assert store.uploads is not None
     queue: Any = Commits(store.uploads)
     metrics = LearnerMetrics(CollectorRegistry(), "standalone")
-    writer = CheckpointWriter(store, queue, {}, Ledger(), metrics, on_durable=lambda: None)
+    writer = CheckpointWriter(store, queue, {}, metrics, on_durable=lambda _: None)
     await writer.begin(TrainerState(1, 1, 1, [(1, 1)]), [1])
     await writer.wait_until_written()
     assert queue.seen == [["term-000001-step-00000001"]]

@@ -15,9 +15,9 @@ from penstock.config.learner import LearnerConfig
 from penstock.config.service import ReplayConfig
 from penstock.errors import DeadlineExceeded
 from penstock.trajectory import Group
-from penstock_learner.checkpoints.ledger import Ledger
+from penstock_learner.checkpoints.trainer_state import Rewind
 from penstock_learner.loop.batches import BatchAhead, BatchReader
-from penstock_learner.loop.roll_back import RollBack
+from penstock_learner.loop.term import Term
 from penstock_learner.loop.training_step import TrainingStep
 from support.groups import made_by
 from support.learner_ranks import make_step
@@ -27,7 +27,7 @@ from support.replay_backends import assert_conserved, queue_with
 pytestmark = pytest.mark.usefixtures("one_rank")
 VERSION = 5
 """The version for which the batch is read ahead."""
-TO_3 = RollBack(policy_version=3, new_version=6)
+TO_3 = Rewind(target=3, new_version=6)
 
 
 @pytest.fixture
@@ -42,9 +42,8 @@ class Setting:
     def __init__(self, queue: MemoryReplayQueue, training: TrainingStep, timeout_s: float) -> None:
         self.queue = queue
         self.training = training
-        self.roll_backs: list[RollBack] = []
         learner = LearnerConfig(batch_timeout_s=timeout_s)
-        self.reader = BatchReader(queue, queue.config, learner, Ledger(), {}, self.roll_backs)
+        self.reader = BatchReader(queue, queue.config, learner, Term())
 
     @classmethod
     async def of(cls, groups: list[Group], training: TrainingStep, timeout_s: float = 10.0, **replay: Any) -> Setting:
@@ -54,9 +53,9 @@ class Setting:
     def begin(self) -> BatchAhead:
         return BatchAhead.begin(self.reader, self.training, 1, VERSION)
 
-    def roll_back(self, ahead: BatchAhead, roll_back: RollBack) -> BatchAhead:
-        self.roll_backs.append(roll_back)
-        return ahead.after_roll_back(self.reader, self.training, roll_back.new_version)
+    def rewind(self, ahead: BatchAhead, rewind: Rewind) -> BatchAhead:
+        self.reader.term.lineage.add(rewind)
+        return ahead.after_rewind(self.reader, self.training, rewind.new_version)
 
     async def answer_anew(self, *versions: int) -> None:
         """Answer every pending prompt, each with one of these versions, in order."""
@@ -74,7 +73,7 @@ async def test_a_batch_that_is_still_wanted_is_neither_read_nor_computed_again(t
     setting = await Setting.of([made_by(1, 3), made_by(2, 2, 3), made_by(3, 3)], training)
     ahead = setting.begin()
     computed = await ahead.forwards
-    again = setting.roll_back(ahead, TO_3)
+    again = setting.rewind(ahead, TO_3)
     assert await again.reading is await ahead.reading
     assert await again.forwards is computed
     assert (await setting.queue.stat()).expired == 0
@@ -90,7 +89,7 @@ async def test_groups_of_versions_that_were_given_up_are_replaced(was_read: bool
     else:
         await until(lambda: 1 in setting.queue.store.delivered)
         await setting.queue.submit([b""], [0], "")
-    again = setting.roll_back(ahead, TO_3)
+    again = setting.rewind(ahead, TO_3)
     if not was_read:
         await setting.answer_anew(3)
     await until(lambda: 1 in setting.queue.store.pending)
@@ -109,7 +108,7 @@ async def test_the_new_number_makes_no_group_older(training: TrainingStep) -> No
     setting = await Setting.of(groups, training, stale_policy="drop", max_staleness=3)
     ahead = setting.begin()
     assert (await ahead.reading).prompt_ids == [1, 2]
-    again = setting.roll_back(ahead, TO_3)
+    again = setting.rewind(ahead, TO_3)
     assert (await again.reading).prompt_ids == [1, 2]
     await again.forwards
 
@@ -118,11 +117,11 @@ async def test_a_second_roll_back_counts_for_what_replaced_the_groups_of_the_fir
     setting = await Setting.of([made_by(1, 4), made_by(2, 5)], training)
     ahead = setting.begin()
     await ahead.reading
-    first = setting.roll_back(ahead, TO_3)
+    first = setting.rewind(ahead, TO_3)
     await until(lambda: len(setting.queue.store.pending) == 2)
     await setting.answer_anew(3)
     await until(lambda: 1 in setting.queue.store.delivered)
-    second = setting.roll_back(first, RollBack(policy_version=2, new_version=7))
+    second = setting.rewind(first, Rewind(target=2, new_version=7))
     await setting.answer_anew(2)
     await until(lambda: 1 in setting.queue.store.pending)
     await setting.answer_anew(7)
@@ -136,7 +135,7 @@ async def test_groups_that_nobody_replaces_have_a_deadline_once_the_batch_is_wan
     setting = await Setting.of([made_by(1, 4), made_by(2, 5)], training, timeout_s=0.05)
     ahead = setting.begin()
     await ahead.reading
-    again = setting.roll_back(ahead, TO_3)
+    again = setting.rewind(ahead, TO_3)
     await asyncio.wait({again.reading}, timeout=0.3)
     assert not again.reading.done(), "training may be told to do something else meanwhile"
     again.wanted.set()
@@ -153,7 +152,7 @@ async def test_ending_a_batch_leaves_no_task_running(was_read: bool, tiny_models
     others = asyncio.all_tasks()
     ahead = setting.begin()
     await until(lambda: 1 in setting.queue.store.delivered)
-    again = setting.roll_back(ahead, TO_3)
+    again = setting.rewind(ahead, TO_3)
     if was_read:
         await until(lambda: 1 in setting.queue.store.pending)
     await again.end()

@@ -16,10 +16,10 @@ from penstock.config.learner import LearnerConfig
 from penstock.config.service import ReplayConfig
 from penstock.errors import DeadlineExceeded, InvalidInput
 from penstock.trajectory import SESSION_SERVER, Group
-from penstock_learner.checkpoints.ledger import Ledger
+from penstock_learner.checkpoints.trainer_state import Ledger, Lineage, Rewind
 from penstock_learner.loop import batches
 from penstock_learner.loop.batches import BatchReader, DataEnd, FailedRewards, reason_to_discard
-from penstock_learner.loop.roll_back import RollBack, in_steps, oldest_version
+from penstock_learner.loop.term import Term
 from support.groups import made_by, make_group
 from support.memory_queue import MemoryReplayQueue
 from support.replay_backends import queue_with
@@ -30,7 +30,7 @@ REPLAY = ReplayConfig(groups_per_step=2, max_staleness=10)
 def reader_of(
     queue: MemoryReplayQueue, replay: ReplayConfig = REPLAY, ledger: Ledger | None = None, timeout_s: float = 10.0
 ) -> BatchReader:
-    return BatchReader(queue, replay, LearnerConfig(batch_timeout_s=timeout_s), ledger or Ledger(), {})
+    return BatchReader(queue, replay, LearnerConfig(batch_timeout_s=timeout_s), Term(ledger=ledger or Ledger()))
 
 
 async def test_a_starved_learner_says_so() -> None:
@@ -46,7 +46,7 @@ async def test_a_token_that_the_model_does_not_have_is_dead_lettered() -> None:
     negative = make_group(2)
     negative.prompt_token_ids[-1] = -1
     queue = await queue_with(REPLAY, [wrong, negative, make_group(3), make_group(4)])
-    reader = BatchReader(queue, REPLAY, LearnerConfig(batch_timeout_s=10), Ledger(), {}, vocabulary_size=64)
+    reader = BatchReader(queue, REPLAY, LearnerConfig(batch_timeout_s=10), Term(), vocabulary_size=64)
     assert (await reader.read(1, 0)).prompt_ids == [3, 4]
     assert (await queue.stat()).dead_lettered == 2
 
@@ -93,7 +93,7 @@ async def test_a_step_whose_rewards_all_failed_pauses_the_run_and_is_not_trained
     queue = await queue_with(replay, [failing(1, 4), failing(2, 4), failing(3, 4), with_spread(4), with_spread(5)])
     pauses = Pauses()
     learner, rewards = LearnerConfig(batch_timeout_s=10), FailedRewards(1.0, 2, pauses)
-    reader = BatchReader(queue, replay, learner, Ledger(), {}, failed_rewards=rewards)
+    reader = BatchReader(queue, replay, learner, Term(), failed_rewards=rewards)
     assert (await reader.read(1, 0)).prompt_ids == [4, 5]
     [reason] = pauses.reasons
     assert reason.startswith("the reward failed on 8 of the newest 8 samples")
@@ -114,7 +114,7 @@ async def test_the_share_of_failed_rewards_decides(
     queue = await queue_with(REPLAY, [*groups, make_group(3), make_group(4)])
     pauses = Pauses()
     rewards = FailedRewards(limit, 2, pauses)
-    reader = BatchReader(queue, REPLAY, LearnerConfig(batch_timeout_s=10), Ledger(), {}, failed_rewards=rewards)
+    reader = BatchReader(queue, REPLAY, LearnerConfig(batch_timeout_s=10), Term(), failed_rewards=rewards)
     batch = await reader.read(1, 0)
     assert len(pauses.reasons) == num_pauses
     assert num_pauses or batch.prompt_ids == [1, 2]
@@ -125,7 +125,7 @@ async def test_the_last_smaller_step_is_judged_by_its_own_samples(last_batch: st
     queue = await ended_queue(1, groups=[failing(1, 4)])
     pauses = Pauses()
     reader = BatchReader(
-        queue, REPLAY, LearnerConfig(batch_timeout_s=0.1), Ledger(), {}, failed_rewards=FailedRewards(1.0, 2, pauses),
+        queue, REPLAY, LearnerConfig(batch_timeout_s=0.1), Term(), failed_rewards=FailedRewards(1.0, 2, pauses),
         data_end=end_of(queue, last_batch=last_batch),
     )  # fmt: skip
     if last_batch == "drop":
@@ -143,7 +143,7 @@ async def test_no_deadline_runs_out_while_the_run_is_paused() -> None:
     async def paused() -> bool:
         return is_paused
 
-    reader = BatchReader(queue, REPLAY, LearnerConfig(batch_timeout_s=0.05), Ledger(), {}, is_paused=paused)
+    reader = BatchReader(queue, REPLAY, LearnerConfig(batch_timeout_s=0.05), Term(), is_paused=paused)
     reading = asyncio.create_task(reader.read(1, 0))
     await asyncio.wait({reading}, timeout=0.5)
     assert not reading.done()
@@ -207,7 +207,7 @@ async def test_remax_trains_no_group_without_its_greedy_sample() -> None:
 
     queue = await queue_with(REPLAY, [make_group(1), with_baseline(make_group(2)), with_baseline(make_group(3))])
     learner = LearnerConfig.model_validate({"algorithm": {"advantage": {"name": "remax"}}})
-    batch = await BatchReader(queue, REPLAY, learner, Ledger(), {}).read(1, 0)
+    batch = await BatchReader(queue, REPLAY, learner, Term()).read(1, 0)
     assert batch.prompt_ids == [2, 3]
     assert await queue.dead_letter_reasons() == {"shape": 1}
 
@@ -277,16 +277,14 @@ async def test_groups_of_a_server_in_quarantine_are_replaced_unless_they_are_pro
     assert (stat.pending_prompts, stat.dead_lettered, stat.conservation_error) == (3, 0, 0)
 
 
-async def test_groups_of_versions_that_were_given_up_are_made_anew() -> None:
+async def test_groups_of_abandoned_versions_are_made_again() -> None:
     replay = REPLAY.model_copy(update={"stale_policy": "drop", "max_staleness": 2})
     groups = [made_by(1, 8), made_by(2, 3, 5), made_by(3, 9), made_by(4, 3), made_by(5, 3)]
     queue = await queue_with(replay, groups)
     reader = reader_of(queue, replay)
-    roll_backs: list[RollBack] = []
-    reader.roll_backs = roll_backs
     batch = await reader.read(1, 4)
     assert batch.prompt_ids == [1, 2]
-    roll_backs.append(RollBack(policy_version=3, new_version=9))
+    reader.term.lineage.add(Rewind(target=3, new_version=9))
     batch = await reader.replace_outdated(batch, 9)
     assert batch.prompt_ids == [3, 4], "version 3 is not older than 9, which has the same weights"
     assert await reader.replace_outdated(batch, 9) is batch
@@ -296,33 +294,33 @@ async def test_groups_of_versions_that_were_given_up_are_made_anew() -> None:
 
 def test_age_is_in_steps_of_training_through_roll_backs() -> None:
     """Version 9 has the weights of 3 (4 to 8 are given up), and version 12 those of 10 (11 is given up)."""
-    roll_backs = [RollBack(policy_version=3, new_version=9), RollBack(policy_version=10, new_version=12)]
-    ages = [13 - oldest_version(made_by(1, version), roll_backs) for version in (13, 12, 10, 9, 3, 2, 1)]
+    lineage = Lineage([Rewind(target=3, new_version=9), Rewind(target=10, new_version=12)])
+    ages = [13 - lineage.oldest_version(made_by(1, version)) for version in (13, 12, 10, 9, 3, 2, 1)]
     assert ages == [0, 1, 1, 2, 2, 3, 4]
-    assert 13 - oldest_version(made_by(1, 3), []) == 10
+    assert 13 - Lineage().oldest_version(made_by(1, 3)) == 10
 
 
 def test_a_version_that_is_published_again_after_a_restart_is_no_step() -> None:
     """The learner died at version 7 and starts again from the checkpoint of version 4, as version 8."""
-    restart = RollBack(policy_version=4, new_version=8, is_restart=True)
+    restart = Rewind(target=4, new_version=8, why="restart")
     versions = np.array([3, 4, 5, 6, 7, 8, 9])
-    assert in_steps(versions, [restart]).tolist() == [7, 8, 9, 10, 11, 8, 9]
-    assert not restart.gave_up(made_by(1, 6)), "its steps are trained again, so its samples are not lost"
-    again = RollBack(policy_version=9, new_version=11, is_restart=True)
-    assert in_steps(versions, [restart, again]).tolist() == [9, 10, 11, 12, 13, 10, 11]
+    assert Lineage([restart]).in_steps(versions).tolist() == [7, 8, 9, 10, 11, 8, 9]
+    assert not restart.abandons(made_by(1, 6)), "its steps are trained again, so its samples are not lost"
+    again = Rewind(target=9, new_version=11, why="restart")
+    assert Lineage([restart, again]).in_steps(versions).tolist() == [9, 10, 11, 12, 13, 10, 11]
 
 
 def test_age_is_in_steps_where_a_roll_back_goes_past_an_earlier_one() -> None:
     """Version 9 has the weights of 3, and version 12 those of 2, so everything between 2 and 12 is given up."""
-    roll_backs = [RollBack(policy_version=3, new_version=9), RollBack(policy_version=2, new_version=12)]
-    assert [13 - oldest_version(made_by(1, version), roll_backs) for version in (13, 12, 2, 1)] == [0, 1, 1, 2]
+    lineage = Lineage([Rewind(target=3, new_version=9), Rewind(target=2, new_version=12)])
+    assert [13 - lineage.oldest_version(made_by(1, version)) for version in (13, 12, 2, 1)] == [0, 1, 1, 2]
 
 
 async def test_groups_that_are_too_many_steps_old_are_expired_whatever_their_number() -> None:
     replay = REPLAY.model_copy(update={"stale_policy": "drop", "max_staleness": 1})
     queue = await queue_with(replay, [made_by(1, 1), made_by(2, 2), made_by(3, 3)])
     reader = reader_of(queue, replay)
-    reader.roll_backs = [RollBack(policy_version=3, new_version=9)]
+    reader.term.lineage.add(Rewind(target=3, new_version=9))
     assert (await reader.read(1, 9)).prompt_ids == [2, 3]
     assert (await queue.stat()).expired == 1
 
@@ -343,14 +341,14 @@ def end_of(queue: MemoryReplayQueue, **dataset: object) -> DataEnd:
 
 async def test_the_last_batch_has_what_is_left_of_the_dataset() -> None:
     queue = await ended_queue(3)
-    reader = BatchReader(queue, REPLAY, LearnerConfig(batch_timeout_s=10), Ledger(), {}, data_end=end_of(queue))
+    reader = BatchReader(queue, REPLAY, LearnerConfig(batch_timeout_s=10), Term(), data_end=end_of(queue))
     assert [(await reader.read(step, 0)).prompt_ids for step in (1, 2, 3)] == [[1, 2], [3], []]
 
 
 async def test_the_last_batch_is_dropped_if_the_config_says_so() -> None:
     queue = await ended_queue(3)
     end = end_of(queue, last_batch="drop")
-    reader = BatchReader(queue, REPLAY, LearnerConfig(batch_timeout_s=10), Ledger(), {}, data_end=end)
+    reader = BatchReader(queue, REPLAY, LearnerConfig(batch_timeout_s=10), Term(), data_end=end)
     assert [(await reader.read(step, 0)).prompt_ids for step in (1, 2)] == [[1, 2], []]
     assert await queue.expired_reasons() == {"remainder": 1}
     assert (await queue.stat()).conservation_error == 0
@@ -364,7 +362,7 @@ async def test_a_batch_is_completed_while_more_groups_may_come(waiting: dict[str
     if not waiting:
         await queue.submit([b"p"], [0], "")  # a client's prompt, which no server has leased yet
     end = end_of(queue, **waiting)
-    reader = BatchReader(queue, REPLAY, LearnerConfig(batch_timeout_s=0.1), Ledger(), {}, data_end=end)
+    reader = BatchReader(queue, REPLAY, LearnerConfig(batch_timeout_s=0.1), Term(), data_end=end)
     await reader.read(1, 0)
     with pytest.raises(DeadlineExceeded, match="step 2 has 1 of 2 groups"):
         await reader.read(2, 0)

@@ -14,9 +14,10 @@ from penstock.config.loading import validate
 from penstock.config.run import RunConfig
 from penstock.fetching.object_folder import ObjectFolder
 from penstock_learner.checkpoint_files import FileRecord, find_damage
-from penstock_learner.checkpoints.checkpoint import CheckpointStore, TrainerState
+from penstock_learner.checkpoints.store import CheckpointStore
+from penstock_learner.checkpoints.trainer_state import TrainerState
 from penstock_learner.checkpoints.uploads import CheckpointUploads
-from penstock_learner.loop.controller import LearnerController
+from penstock_learner.loop.process import LearnerController
 from penstock_learner.metrics import LearnerMetrics
 from support.memory_queue import MemoryReplayQueue
 from support.memory_store import MemoryStore

@@ -14,9 +14,9 @@ from penstock_learner.algorithms.corrections import CorrectionStatistics, Mismat
 from penstock_learner.algorithms.losses import LossStatistics
 from penstock_learner.batches.partition import partition
 from penstock_learner.batches.sequence_batch import batch_of
-from penstock_learner.optim.step import OptimizerStep
+from penstock_learner.optim import OptimizerStep
 from penstock_learner.roles.dispatch import UpdateReport
-from penstock_learner.steps.skipped_updates import SkippedSteps
+from penstock_learner.steps.step_result import SkippedSteps
 from support.groups import make_group
 
 BATCH = batch_of([make_group(prompt_id) for prompt_id in (11, 12)])

@@ -39,9 +39,10 @@ async def test_a_batch_is_trained_in_parts_against_the_policy_of_its_start(tiny_
     learner: dict[str, Any] = {"lr": 1e-2, "algorithm": {"loss": {"clip_low": 0.01, "clip_high": 0.01}}}
     groups = groups_of("a", "b", "c")
     step = make_step(tiny_models, **learner, minibatches_per_step=3, epochs_per_step=2)
-    metrics = await step.run(groups, 1, 0, 0.0)
-    assert step.recomputed is not None
-    batch = with_advantages(replace(batch_of(groups), old_log_probs=step.recomputed), step.config.algorithm, 0.0)
+    result = await step.run(groups, 1, 0, 0.0)
+    metrics = result.numbers
+    assert result.recomputed is not None
+    batch = with_advantages(replace(batch_of(groups), old_log_probs=result.recomputed), step.config.algorithm, 0.0)
     expected = train_by_parts(tiny_models, batch, [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]] * 2, **learner)
     trained: Any = step.roles["policy"]
     for name, weight in expected.model.named_parameters():
@@ -115,9 +116,10 @@ async def test_a_single_update_computes_the_proximal_policy_itself(tiny_models: 
     (whole,) = partition(batch_of(groups), 1, 10**6)
     before = policy.rank.log_probs(whole)
     policy.rank.log_probs = None  # a call would fail
-    metrics = await step.run(groups, 1, 0, 0.0)
-    assert step.recomputed is not None
-    np.testing.assert_allclose(step.recomputed, before, atol=1e-6)
+    result = await step.run(groups, 1, 0, 0.0)
+    metrics = result.numbers
+    assert result.recomputed is not None
+    np.testing.assert_allclose(result.recomputed, before, atol=1e-6)
     given = with_advantages(replace(batch_of(groups), old_log_probs=before), step.config.algorithm, 0.0)
     expected = train_by_parts(tiny_models, given, [list(range(8))], **learner)
     for name, weight in expected.model.named_parameters():
@@ -142,10 +144,10 @@ async def test_the_first_of_several_updates_computes_the_proximal_policy_itself(
         return log_probs(part)
 
     policy.rank.log_probs = recorded
-    await step.run(groups, 1, 0, 0.0)
+    result = await step.run(groups, 1, 0, 0.0)
     assert passed == [8], "of twelve sequences, four are those of the first update"
-    assert step.recomputed is not None
-    np.testing.assert_allclose(step.recomputed, before, atol=1e-6)
+    assert result.recomputed is not None
+    np.testing.assert_allclose(result.recomputed, before, atol=1e-6)
     given = with_advantages(replace(batch_of(groups), old_log_probs=before), step.config.algorithm, 0.0)
     context: Any = StepContext(step.config, [], 1, 0, 0.0, cast(Any, None))
     parts = context.minibatches(given.with_sequence_fields(number=np.arange(12)))

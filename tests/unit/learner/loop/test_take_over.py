@@ -13,9 +13,9 @@ from prometheus_client import CollectorRegistry
 from penstock.config.loading import validate
 from penstock.errors import ConfigError, Fenced, RoleDied, Unavailable
 from penstock_learner.checkpoint_files import FileRecord, find_damage
-from penstock_learner.checkpoints.checkpoint import TrainerState
-from penstock_learner.loop import controller as controller_module
-from penstock_learner.loop.controller import LearnerController
+from penstock_learner.checkpoints.trainer_state import TrainerState
+from penstock_learner.loop import process as controller_module
+from penstock_learner.loop.process import LearnerController
 from penstock_learner.loop.take_over import choose_checkpoint, take_over
 from penstock_learner.metrics import LearnerMetrics
 from support.memory_queue import MemoryReplayQueue
@@ -192,7 +192,7 @@ async def test_nothing_is_trained_while_redis_may_lose_that_the_run_went_back(
         with pytest.raises(Unavailable, match="lost that the run went back; start the learner again"):
             await taking
         return
-    assert (await taking).has_gone_back
+    assert (await taking).is_rewound
     assert controller.checkpoints.gone_back == queue.store.gone_back is not None
 
 

@@ -18,11 +18,10 @@ from transformers import AutoModelForCausalLM
 from penstock.config.algorithms import AdvantageConfig, AlgorithmConfig, KLConfig
 from penstock.errors import ConfigError, TrainingDiverged
 from penstock_learner.batches.sequence_batch import batch_of
-from penstock_learner.loop.roll_back import RollBack
-from penstock_learner.loop.step_metrics import mean_rewards, overhead_metrics, reward_part_means
+from penstock_learner.checkpoints.trainer_state import Lineage, Rewind
 from penstock_learner.metrics import MAX_REWARD_PARTS, LearnerMetrics
-from penstock_learner.steps.skipped_updates import SkippedSteps
 from penstock_learner.steps.stages import with_advantages
+from penstock_learner.steps.step_result import SkippedSteps, StepTimes, mean_rewards, reward_part_means
 from support.groups import groups_of, made_by, make_group
 from support.learner_ranks import make_step
 from support.scripted_engines import make_tokenizer_folder, spelled
@@ -38,7 +37,7 @@ async def test_all_forwards_run_at_the_same_time_and_so_do_the_updates(tiny_mode
         algorithm={"advantage": {"name": "gae"}, "kl": {"placement": "reward"}},
         critic={}, reward_model={"path": str(tiny_models["scalar"])},
     )  # fmt: skip
-    metrics = await step.run(groups_of("a", "b"), 1, 0, 0.1)
+    metrics = (await step.run(groups_of("a", "b"), 1, 0, 0.1)).numbers
     assert metrics["critic_loss"] > 0 and metrics["grad_norm"] > 0
 
 
@@ -48,8 +47,9 @@ async def test_the_reward_model_adds_or_replaces_for_its_data_sources(tiny_model
 
     async def mean_reward(**settings: Any) -> float:
         step = make_step(tiny_models, reward_model={"path": str(tiny_models["scalar"]), **settings})
-        overall = (await step.run(groups, 1, 0, 0.0))["reward_mean"]
-        by_source = mean_rewards(groups, step.rewards)
+        result = await step.run(groups, 1, 0, 0.0)
+        overall = result.numbers["reward_mean"]
+        by_source = mean_rewards(groups, result.rewards)
         assert by_source.keys() == {"chat/a", "rules"}
         assert sum(by_source.values()) / 2 == pytest.approx(overall, abs=1e-5)
         if settings.get("data_sources") == ["chat*"]:
@@ -81,7 +81,7 @@ async def test_a_judge_is_asked_after_the_trajectory(tmp_path: Path) -> None:
         ids = torch.tensor([[*group.prompt_token_ids.tolist(), *trajectory.token_ids.tolist(), *spelled("good")]])
         expected.append(2 * plain(ids).logits[0, -1, spelled("yn")].softmax(0)[0].item())
     assert max(expected) - min(expected) > 0.01
-    assert (await step.run(groups, 1, 0, 0.0))["reward_mean"] == pytest.approx(sum(expected) / 4, abs=1e-5)
+    assert (await step.run(groups, 1, 0, 0.0)).numbers["reward_mean"] == pytest.approx(sum(expected) / 4, abs=1e-5)
     with pytest.raises(ConfigError, match="must be two different tokens"):
         make_step(models, reward_model={"path": str(folder), "judge": judge | {"no": "no"}})
 
@@ -94,7 +94,7 @@ async def test_scores_of_the_reward_model_that_are_not_finite_name_their_prompts
     with torch.no_grad():
         for parameter in model.rank.model.parameters():
             parameter.fill_(torch.nan)
-    metrics = await step.run(groups_of("good", "bad"), 1, 0, 0.0)
+    metrics = (await step.run(groups_of("good", "bad"), 1, 0, 0.0)).numbers
     assert metrics["skipped"] == 1
     assert "the reward model's scores of prompts 2 are not finite" in caplog.text
 
@@ -108,7 +108,7 @@ async def test_a_critic_that_cannot_step_ends_the_run_although_the_policy_can(
     groups[1] = replace(groups[1], trajectories=hit)
     step = make_step(tiny_models, algorithm={"advantage": {"name": "gae"}}, critic={})
     step.skipped = SkippedSteps(2, tmp_path)
-    metrics = await step.run(groups, 1, 0, 0.0)
+    metrics = (await step.run(groups, 1, 0, 0.0)).numbers
     assert (metrics["skipped"], metrics["critic_skipped"]) == (0, 1)
     with pytest.raises(TrainingDiverged, match=r"the critic's loss of prompts .*2.* at step 2 \(2 such steps"):
         await step.run(groups, 2, 0, 0.0)
@@ -124,7 +124,7 @@ async def test_the_spread_and_the_parts_of_rewards_are_metrics(tiny_models: dict
     )
     greedy = replace(scored[0], is_baseline=True, reward=99.0)
     group = replace(group, trajectories=(*scored, greedy))
-    metrics = await make_step(tiny_models).run([group], 1, 0, 0.0)
+    metrics = (await make_step(tiny_models).run([group], 1, 0, 0.0)).numbers
     assert (metrics["reward_min"], metrics["reward_max"]) == (-1, 4)
     assert metrics["reward_std"] == pytest.approx(np.std([-1, 0, 4]))
     assert (metrics["reward_part/format"], metrics["reward_part/an_swer_"]) == (0.75, 3)
@@ -145,11 +145,12 @@ async def test_the_greedy_sample_is_scored_and_not_trained(tiny_models: dict[str
     marked = replace(group, trajectories=(*group.trajectories[1:], greedy))
     algorithm = {"advantage": {"name": "remax"}, "loss": {"name": "reinforce"}, "correction": {"mode": "bypass"}}
     step = make_step(tiny_models, algorithm=algorithm)
-    metrics = await step.run([marked], 1, 0, 0.0)
+    result = await step.run([marked], 1, 0, 0.0)
+    metrics = result.numbers
     trained = group.trajectories[1:]
     assert metrics["num_sequences"] == 2
     assert metrics["reward_mean"] == pytest.approx(sum(t.reward for t in trained) / 2)
-    assert mean_rewards([marked], step.rewards)[group.data_source] == pytest.approx(metrics["reward_mean"])
+    assert mean_rewards([marked], result.rewards)[group.data_source] == pytest.approx(metrics["reward_mean"])
     assert metrics["response_tokens"] == sum(len(t.token_ids) for t in trained)
     # A baseline that another config left in the groups has no effect on an algorithm without baselines.
     plain, left_over = [
@@ -182,13 +183,13 @@ async def test_a_skipped_step_leaves_the_counters_as_they_were(tiny_models: dict
     with torch.no_grad():
         kept = policy.rank.model.lm.model.norm.weight.clone()
         policy.rank.model.lm.model.norm.weight.fill_(torch.nan)
-    metrics = await step.run(groups_of("a", "b"), 1, 0, 0.1)
+    metrics = (await step.run(groups_of("a", "b"), 1, 0, 0.1)).numbers
     assert metrics["skipped"] == 1 and math.isnan(metrics["kl_reference"])
     (metric,) = step.metrics.importance_ratio.collect()
     assert metric.samples == before
     with torch.no_grad():
         policy.rank.model.lm.model.norm.weight.copy_(kept)
-    metrics = await step.run(groups_of("a", "b"), 2, 0, 0.1)
+    metrics = (await step.run(groups_of("a", "b"), 2, 0, 0.1)).numbers
     assert metrics["skipped"] == 0
     (metric,) = step.metrics.importance_ratio.collect()
     assert math.isfinite(metric.samples[-1].value) and metric.samples != before
@@ -207,8 +208,8 @@ async def test_the_numbers_of_a_step_include_the_correction(tiny_models: dict[st
 
 async def test_staleness_is_in_steps_through_a_roll_back(tiny_models: dict[str, Path]) -> None:
     step = make_step(tiny_models)
-    roll_backs = [RollBack(policy_version=3, new_version=9)]
-    metrics = await step.run([made_by(1, 3), made_by(2, 2)], 1, 10, 0.0, roll_backs=roll_backs)
+    lineage = Lineage([Rewind(target=3, new_version=9)])
+    metrics = (await step.run([made_by(1, 3), made_by(2, 2)], 1, 10, 0.0, lineage=lineage)).numbers
     assert metrics["staleness_max"] == 2 and 1 < metrics["staleness_mean"] < 2
 
 
@@ -228,7 +229,7 @@ async def test_an_entropy_bonus_raises_the_entropy(tiny_models: dict[str, Path])
     changes = []
     for coefficient in (0.5, 0.0):
         step = make_step(tiny_models, lr=1e-2, algorithm={"loss": {"entropy_coefficient": coefficient}})
-        before, *_, after = [(await step.run(groups, number, 0, 0.0))["entropy"] for number in (1, 2, 3)]
+        before, *_, after = [(await step.run(groups, number, 0, 0.0)).numbers["entropy"] for number in (1, 2, 3)]
         changes.append(after - before)
     assert changes[0] > 1e-3 and changes[1] == 0
 
@@ -241,7 +242,7 @@ async def test_a_kl_penalty_can_be_in_the_reward_and_in_the_loss(tiny_models: di
         policy: Any = step.roles["policy"]
         with torch.no_grad():
             policy.rank.model.lm.model.norm.weight.mul_(1.3)
-        return await step.run(groups_of("a", "b"), 1, 0, 0.1)
+        return (await step.run(groups_of("a", "b"), 1, 0, 0.1)).numbers
 
     reward = await trained(placement="reward", penalty="k1")
     same = await trained(placement="both", penalty="k1", loss_penalty="k3", loss_coefficient=0.0)
@@ -264,14 +265,14 @@ async def test_the_policy_begins_in_the_step_that_verl_begins_in(tiny_models: di
     policy: Any = step.roles["policy"]
     weights, rates, critic_rates = [], [], []
     for number in (1, 2, 3, 4):
-        metrics = await step.run(groups_of("a", "b"), number, 0, 0.0)
+        metrics = (await step.run(groups_of("a", "b"), number, 0, 0.0)).numbers
         weights.append(policy.rank.model.lm.model.norm.weight.detach().clone())
         rates.append(metrics["lr"])
         critic_rates.append(metrics["critic_lr"])
     assert rates == [0, 0, 0, 5e-4] and critic_rates == [0, 5e-4, 1e-3, 1e-3]
     assert torch.equal(weights[0], weights[2]) and not torch.equal(weights[2], weights[3])
     begun = make_step(tiny_models, critic={}, critic_warmup_steps=1, algorithm={"advantage": {"name": "gae"}})
-    assert (await begun.run(groups_of("a"), 1, 0, 0.0))["lr"] == begun.config.lr
+    assert (await begun.run(groups_of("a"), 1, 0, 0.0)).numbers["lr"] == begun.config.lr
     optimizer: Any = begun.roles["policy"]
     assert optimizer.rank.optimizer.state, "the policy was updated in step 1"
 
@@ -283,6 +284,5 @@ async def test_the_policy_begins_in_the_step_that_verl_begins_in(tiny_models: di
 def test_overhead_leaves_out_waiting_and_idle_time_does_not(
     wait_s: float, compute_s: float, overhead: float, idle: float
 ) -> None:
-    times = {"between_s": 1.0, "step_s": 9.0, "wait_s": wait_s}
-    found = overhead_metrics(times, compute_s)
-    assert found["overhead_ratio"] == pytest.approx(overhead) and found["idle_ratio"] == pytest.approx(idle)
+    times = StepTimes(wait_s, between_s=1.0, gather_s=0.0, step_s=9.0, compute_s=compute_s)
+    assert times.overhead_ratio == pytest.approx(overhead) and times.idle_ratio == pytest.approx(idle)

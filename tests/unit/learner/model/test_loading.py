@@ -15,8 +15,7 @@ from penstock.config.learner import LearnerConfig, LoraConfig
 from penstock.errors import ConfigError
 from penstock_learner.model.adapter import add_adapter
 from penstock_learner.model.causal_lm import load_model, open_model
-from penstock_learner.model.loading import tensor_files
-from penstock_learner.model.loading.weights import read_weights
+from penstock_learner.model.loading import read_weights
 from penstock_learner.model.scalar_model import load_scalar_model
 from penstock_learner.model.sharding import prepare_for_training, shard
 from support.tiny_architectures import ARCHITECTURES, tiny_model
@@ -51,9 +50,8 @@ def test_every_architecture_is_read_as_from_pretrained_reads_it(name: str, tmp_p
 def test_a_folder_of_several_files_is_read_in_small_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny_model("mixtral").save_pretrained(tmp_path, max_shard_size="40KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    for module in ("tensor_files", "recipes"):
-        monkeypatch.setattr(f"penstock_learner.model.loading.{module}.PIECE_BYTES", 100)
-    monkeypatch.setattr(tensor_files, "_MAPPED_BYTES", 1000)
+    monkeypatch.setattr("penstock_learner.model.loading.PIECE_BYTES", 100)
+    monkeypatch.setattr("penstock_learner.model.loading._MAPPED_BYTES", 1000)
     assert_same(load_model(tmp_path, torch.float32, 16).lm, AutoModelForCausalLM.from_pretrained(tmp_path))
 
 

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from penstock.weights.folder_tensors import tensor_shapes
-from penstock_learner.model.architectures import PACKED_TYPES, path_of, require_causal
+from penstock_learner.model.architectures import PACKED_TYPES, depends_on_length, path_of, require_causal
 from penstock_learner.model.plain_layouts import PLAIN_TYPES, is_plain, plain_shapes
 from penstock_learner.model.published_layout import model_without_weights, own_tensors, published_shapes
-from penstock_learner.model.rotary import depends_on_length
 
 DEMO_MODEL = Path(__file__).parents[4] / "examples" / "arithmetic" / "model"
 SIZES = {

@@ -25,7 +25,7 @@ from penstock_learner.roles.dispatch import UpdateReport
 from penstock_learner.roles.policy import PolicyWorker
 from penstock_learner.start_check import _check_structure
 from penstock_learner.steps.stages import denominators_of, with_advantages
-from penstock_learner.steps.update_metrics import router_metrics
+from penstock_learner.steps.step_result import router_metrics
 from support.groups import make_group
 from support.learner_ranks import make_rank, with_model
 from support.tiny_architectures import random_batch, tiny_model

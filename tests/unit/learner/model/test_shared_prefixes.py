@@ -15,10 +15,9 @@ from penstock.config.loading import validate
 from penstock_learner.batches.prefix_tree import PrefixTree
 from penstock_learner.batches.sequence_batch import SequenceBatch
 from penstock_learner.model.adapter import add_adapter
-from penstock_learner.model.architectures import path_of
+from penstock_learner.model.architectures import depends_on_length, path_of
 from penstock_learner.model.backbone import ModelInputs
 from penstock_learner.model.causal_lm import CausalLM, load_model
-from penstock_learner.model.rotary import depends_on_length
 from penstock_learner.model.routers import watch_routers
 from penstock_learner.model.scalar_model import load_scalar_model
 from penstock_learner.roles.prefix_sharing import prefix_sharing_roles

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from penstock.config.learner import LearnerConfig
-from penstock_learner.optim.adamw import ScaledAdamW, local_shard
-from penstock_learner.optim.optimizer import apply_gradients, make_optimizer
+from penstock_learner.optim.optimizer import ScaledAdamW, apply_gradients, local_shard, make_optimizer
 
 OPTIONS: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 

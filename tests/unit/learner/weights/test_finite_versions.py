@@ -8,7 +8,7 @@ import torch
 from penstock.errors import TrainingDiverged
 from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import TensorShape, build_manifest
-from penstock_learner.model.finite import first_nonfinite
+from penstock_learner.model.tensors import first_nonfinite
 from penstock_learner.weights.memory import HostMemory
 from penstock_learner.weights.staging import StagedVersion
 

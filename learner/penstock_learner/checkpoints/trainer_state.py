@@ -1,0 +1,224 @@
+"""The state of training that no rank holds: step, ledger and lineage, as a checkpoint stores them in `trainer.json`.
+
+The ledger is the set of prompts that the weights were trained on. The lineage is the list of rewinds: each time that
+training continued from an older version, and why.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import CheckpointDamaged, ConfigError
+from penstock.records import read_known_fields
+from penstock.trajectory import Group
+from penstock_learner.checkpoint_files import MANIFEST_FILE, FileRecord, read_manifest
+
+TRAINER_FILE = "trainer.json"
+MAX_REWINDS = 64
+"""Rewinds that a term remembers and its checkpoints store. Groups that were sampled before the oldest of them count as
+older than they are."""
+
+
+class Ledger:
+    """A set of prompt ids that only grows.
+
+    It is stored as disjoint, sorted, inclusive ranges. Prompts finish nearly in order, so a handful of ranges is enough
+    for millions of prompts."""
+
+    def __init__(self, ranges: Iterable[tuple[int, int]] = ()) -> None:
+        self._ranges = [(int(first), int(last)) for first, last in ranges]
+        self._volatile: set[int] = set()
+        """Prompts that no durable checkpoint covers yet."""
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        return list(self._ranges)
+
+    def __contains__(self, prompt_id: int) -> bool:
+        index = bisect_right(self._ranges, (prompt_id, float("inf"))) - 1
+        return index >= 0 and prompt_id <= self._ranges[index][1]
+
+    def __len__(self) -> int:
+        return sum(last - first + 1 for first, last in self._ranges)
+
+    def missing(self, bitmap: bytes) -> list[int]:
+        """The prompts of a bitmap that the ledger does not hold. The first byte's highest bit stands for prompt 0."""
+        bits = np.unpackbits(np.frombuffer(bitmap, np.uint8))
+        for first, last in self._ranges:
+            bits[first : last + 1] = 0
+        return [int(prompt_id) for prompt_id in np.flatnonzero(bits)]
+
+    def is_durable(self, prompt_id: int) -> bool:
+        """Whether a durable checkpoint covers the prompt, so that its group may be acknowledged."""
+        return prompt_id in self and prompt_id not in self._volatile
+
+    def mark_durable(self, prompt_ids: Iterable[int]) -> None:
+        """Called when a checkpoint that covers these prompts is on disk."""
+        self._volatile.difference_update(prompt_ids)
+
+    def add(self, prompt_ids: Iterable[int]) -> None:
+        """Add prompts that were trained. Adding one twice is a bug: its group would have been trained twice."""
+        fresh = sorted(prompt_ids)
+        assert len(set(fresh)) == len(fresh) and not any(prompt_id in self for prompt_id in fresh), "trained twice"
+        merged: list[tuple[int, int]] = []
+        for first, last in sorted(self._ranges + [(prompt_id, prompt_id) for prompt_id in fresh]):
+            if merged and first <= merged[-1][1] + 1:
+                merged[-1] = (merged[-1][0], max(last, merged[-1][1]))
+            else:
+                merged.append((first, last))
+        self._ranges = merged
+        self._volatile.update(fresh)
+
+
+@dataclass(frozen=True)
+class Rewind:
+    """Training continues from the weights of version `target`, which are called `new_version` from then on."""
+
+    target: int
+    new_version: int
+    why: Literal["order", "restart"] = "order"
+    """`order`: an operator ordered it, by `penstock policies rollback` or by `learner.checkpoint.go_back`. The versions
+    in between are abandoned. `restart`: a learner started again from its checkpoint. Nothing is abandoned: the steps
+    after the checkpoint are trained once more, with the same batches, and make the same weights again."""
+
+    def abandons(self, group: Group) -> bool:
+        """Whether an abandoned version sampled a token of the group."""
+        return self.why == "order" and any(
+            self.target < segment.policy_version < self.new_version
+            for trajectory in group.trajectories
+            for segment in trajectory.segments
+        )
+
+
+class Lineage:
+    """The newest MAX_REWINDS rewinds of a run, oldest first."""
+
+    def __init__(self, rewinds: Iterable[Rewind] = ()) -> None:
+        self.rewinds = list(rewinds)[-MAX_REWINDS:]
+
+    def __len__(self) -> int:
+        return len(self.rewinds)
+
+    def add(self, rewind: Rewind) -> None:
+        self.rewinds = [*self.rewinds, rewind][-MAX_REWINDS:]
+
+    def abandons(self, group: Group) -> bool:
+        """Whether a version that was abandoned sampled a token of the group."""
+        return any(rewind.abandons(group) for rewind in self.rewinds)
+
+    def oldest_version(self, group: Group) -> int:
+        """The oldest version that sampled a token of the group, renumbered by `in_steps`."""
+        return int(self.in_steps(np.array(group.min_version))) if self.rewinds else group.min_version
+
+    def in_steps(self, versions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Renumber versions so that their differences are steps of training.
+
+        The target of a rewind gets the number of the new version with its weights, and older versions move along with
+        it. For example, after an order to rewind from 5 to 3 as version 6, version 3 counts as 6 and version 2 as 5.
+        Abandoned versions have no meaningful number.
+
+        After a restart from version 3 as version 6, versions 4 and 5 move too: version 4 counts as 7, which will have
+        its weights. A sample of such a version is newer than the policy, so its age is negative."""
+        given = np.array([rewind.target for rewind in self.rewinds])
+        targets, numbers = given, versions
+        for index, rewind in enumerate(self.rewinds):
+            # A later rewind may go past an earlier one, which has already renumbered its target.
+            target = targets[index]
+            change = rewind.new_version - target
+            is_restart = rewind.why == "restart"
+            moves = versions < rewind.new_version if is_restart else numbers <= target
+            moves_target = given < rewind.new_version if is_restart else targets <= target
+            numbers = np.where(moves, numbers + change, numbers)
+            targets = np.where(moves_target, targets + change, targets)
+        return numbers
+
+    def stored(self) -> list[tuple[int, int, bool]]:
+        """As `TrainerState.roll_backs`."""
+        return [(rewind.target, rewind.new_version, rewind.why == "restart") for rewind in self.rewinds]
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """The part of a checkpoint that no rank holds, as `trainer.json` stores it."""
+
+    step: int = 0
+    policy_version: int = 0
+    term: int = 0
+    ledger: list[tuple[int, int]] = field(default_factory=list)
+    kl_coefficient: float | None = None
+    feed_positions: dict[str, int] = field(default_factory=dict)
+    """How far each dataset had been submitted. For information only: a resumed run uses the positions in Redis."""
+    store_id: str = ""
+    """Identifies the queue whose prompt ids the ledger holds."""
+    resumed_from: str = ""
+    """The value of `checkpoint.resume` if the run was started from the checkpoint that it names, or empty."""
+    num_roll_backs: int = 0
+    """How many of the operator's orders to rewind were handled."""
+    roll_backs: list[tuple[int, int, bool]] = field(default_factory=list)
+    """The lineage: for each rewind its target, the new version, and whether it was a restart."""
+
+    def make_ledger(self) -> Ledger:
+        return Ledger(self.ledger)
+
+    def make_lineage(self) -> Lineage:
+        return Lineage(
+            Rewind(target, new, "restart" if restart else "order") for target, new, restart in self.roll_backs
+        )
+
+    def check_store(self, store_id: str) -> None:
+        """Raise ConfigError for a queue other than the ledger's: its new prompts would have the ids of trained ones."""
+        if self.store_id and self.store_id != store_id:
+            raise ConfigError(
+                "this Redis is not the one that the checkpoint was written with, or it has lost its data; correct "
+                "redis.url or restore the data, or start a new run, or set learner.checkpoint.resume to off"
+            )
+
+
+def read_state(path: Path) -> TrainerState:
+    """The trainer state of a finished checkpoint, which another version of Penstock may have written.
+
+    Raises CheckpointDamaged if `trainer.json` or the manifest is missing or damaged."""
+    record, _ = _read_trainer(path)
+    try:
+        state = read_known_fields(TrainerState, record)
+        ranges = [(int(a), int(b)) for a, b in state.ledger]
+        # Checkpoints from before restarts were recorded have pairs.
+        roll_backs = [(int(a), int(b), any(restart)) for a, b, *restart in state.roll_backs]
+    except (ValueError, TypeError) as error:
+        raise CheckpointDamaged(f"{path / TRAINER_FILE} is damaged ({error})") from error
+    return replace(state, ledger=ranges, roll_backs=roll_backs)
+
+
+def read_checksums(path: Path) -> dict[str, FileRecord]:
+    """The checksums of all files of a finished checkpoint. Empty if an older version of Penstock wrote it, without any.
+
+    Raises CheckpointDamaged as `read_state` does."""
+    return _read_trainer(path)[1]
+
+
+def _read_trainer(path: Path) -> tuple[dict[str, Any], dict[str, FileRecord]]:
+    """The content of `trainer.json`, compared with the manifest, and the manifest."""
+    file = path / TRAINER_FILE
+    try:
+        content = file.read_bytes()
+        record = json.loads(content)
+        has_manifest = bool(record.get("has_manifest"))
+    except FileNotFoundError as error:
+        raise CheckpointDamaged(f"{file} is missing") from error
+    except (OSError, ValueError, AttributeError) as error:
+        raise CheckpointDamaged(f"{file} is damaged ({error})") from error
+    if not has_manifest and not (path / MANIFEST_FILE).exists():
+        return record, {}
+    files = read_manifest(path)
+    expected, found = files.get(TRAINER_FILE), FileRecord.of(content)
+    if found != expected:
+        raise CheckpointDamaged(f"{file} is damaged: expected {expected}, found {found}")
+    return record, files

@@ -1,0 +1,335 @@
+"""The learner controller: starts the roles, and trains one term after another until the run is done.
+
+    run ─► choose a checkpoint ─► start roles ─► take a term ─► load the checkpoint ─► steps (step_loop.py) ─► end
+              ▲                                 (take_over.py)                           │
+              └──────────────────────── a role that trains has died ◄────────────────────┘
+
+When a role that trains dies, its ranks are started again and all trained roles rewind to the checkpoint, under a new
+term, as a new learner process would. The other roles stay up. A role that only computes forward passes is restarted
+within the step (training_step.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from penstock.api.records import LAST_VALIDATION
+from penstock.cancellation import end_task
+from penstock.config.run import RunConfig
+from penstock.errors import QueueFull, RoleDied, Unavailable
+from penstock.machine.disk_space import DiskWatch, folder_bytes
+from penstock.process_endpoint import Readiness
+from penstock.replay.contract import GroupConsumer
+from penstock.replay.recomputed import RecomputedLogProbs
+from penstock.store.fleet import Fleet
+from penstock.store.heartbeats import LEARNER, Heartbeats
+from penstock.store.notices import Event, Notices
+from penstock.store.phases import Phases
+from penstock.store.policies import PolicyRegistry
+from penstock.store.quarantine import Quarantines
+from penstock.store.run_control import RunControl
+from penstock.tracing import Tracing
+from penstock_learner.agreement.comparison import LogProbCheck
+from penstock_learner.agreement.servers import ServerAgreement, ServerQuarantine
+from penstock_learner.checkpoints.saving import CheckpointWriter, load_checkpoint
+from penstock_learner.checkpoints.store import CheckpointStore
+from penstock_learner.checkpoints.uploads import CheckpointUploads
+from penstock_learner.loggers.samples import SampleLog
+from penstock_learner.loggers.step_loggers import open_loggers
+from penstock_learner.loggers.validations import RewardModelValidation, ValidationLog
+from penstock_learner.loop.batches import BatchReader, DataEnd, FailedRewards
+from penstock_learner.loop.publication import PolicyPublication
+from penstock_learner.loop.step_loop import OperatorOrders, StepLoop, StepProfiles, StepRecords
+from penstock_learner.loop.take_over import ChosenCheckpoint, choose_checkpoint, take_over
+from penstock_learner.loop.term import Term, begin_term
+from penstock_learner.loop.training_step import TrainingStep
+from penstock_learner.metrics import LearnerMetrics
+from penstock_learner.roles.prefix_sharing import prefix_sharing_roles
+from penstock_learner.roles.role_group import LANES, RoleGroup, RoleRecovery, gather_all
+from penstock_learner.roles.workers import trained_roles
+from penstock_learner.steps.step_result import SkippedSteps
+
+logger = logging.getLogger(__name__)
+FORGOTTEN_AFTER_S = 900.0
+"""How long a server stays in the list without a heartbeat. Until then, alerts and the doctor name it."""
+LOOK_S = 10.0
+
+
+class SilentServers:
+    """Forgets the silent servers of a run under a learner's term. A server that comes back joins again."""
+
+    def __init__(self, fleet: Fleet, notices: Notices, term: int, max_silence_s: float = FORGOTTEN_AFTER_S) -> None:
+        self.fleet = fleet
+        self.notices = notices
+        self.term = term
+        self.max_silence_s = max_silence_s
+
+    async def watch(self) -> None:
+        """Runs forever."""
+        while True:
+            try:
+                await self.forget()
+            except (QueueFull, Unavailable) as error:
+                logger.warning("cannot look for servers that have died: %s; trying again", error)
+            await asyncio.sleep(LOOK_S)
+
+    async def forget(self) -> None:
+        """Forget the servers that have been silent for too long, and record a notice for each. Remove the notices of
+        those that are back."""
+        for server_id, silence_s in (await self.fleet.forget_silent(self.max_silence_s, self.term)).items():
+            text = (
+                f"{server_id} sent no heartbeat for {silence_s / 60:.0f} min and has left the list of servers; read "
+                "its log, and start it again if the run needs it"
+            )
+            logger.warning("%s", text)
+            await self.notices.record(Event("server_lost", server_id, text))
+        await self.notices.remove([Event("server_lost", server.server_id, "") for server in await self.fleet.servers()])
+
+
+def vocabulary_size(model: Path) -> int | None:
+    """The number of tokens that the model has, or None if its config does not say so."""
+    config = json.loads((model / "config.json").read_text())
+    size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
+    return None if size is None else int(size)
+
+
+class LearnerController:
+    """Runs one learner process. Knows nothing of placements or transports.
+
+    `silence_s` is the time since the last heartbeat of a learner that crashed before this one, or None."""
+
+    def __init__(
+        self, config: RunConfig, queue: GroupConsumer, fleet: Fleet, roles: Mapping[str, RoleGroup],
+        metrics: LearnerMetrics, silence_s: float | None = None,
+        tracing: Tracing | None = None,
+    ) -> None:  # fmt: skip
+        self.config = config
+        self.queue = queue
+        self.fleet = fleet
+        self.roles = roles
+        self.trained = {name: roles[name] for name in trained_roles(config.learner)}
+        self.policy = roles["policy"]
+        self.metrics = metrics
+        self.tracing = tracing or Tracing()
+        self.recovery = RoleRecovery(config.learner.max_role_restarts, metrics)
+        skipped = SkippedSteps(config.learner.max_skipped_steps, config.folder / "nonfinite")
+        sharing = prefix_sharing_roles(config)
+        self.training = TrainingStep(
+            config.learner, roles, list(self.trained), self.recovery, metrics, skipped, sharing
+        )
+        self.profiles = StepProfiles(config, roles)
+        self.records = StepRecords(config.learner, self.policy, metrics, self.tracing, silence_s)
+        self.checkpoints = CheckpointStore(
+            config.folder / "checkpoints", config.learner.checkpoint.keep, CheckpointUploads.of(config)
+        )
+        self.disk = DiskWatch(config.folder, "checkpoints and snapshots")
+        metrics.disk.follow("run_dir", self.disk)
+        self.log_prob_check = LogProbCheck(config.learner.max_logprob_mismatch_nats, config.model.dtype)
+        self.control, self.phases = RunControl(fleet.client, config.run), Phases(fleet.client, config.run)
+        self.stopping = asyncio.Event()
+        """Set it to stop after the running step, with a checkpoint."""
+        self.resuming = config.learner.checkpoint
+        """Which checkpoint to continue from. `off` becomes `auto` when this process has written a checkpoint."""
+        self._has_term = False
+        self._is_training = False
+
+    async def run(self) -> None:
+        """Train until the last step, or until `stopping`. Roles that die are started again.
+
+        The checkpoint to continue from is chosen once, before any role starts: to adopt ranks fences the controller
+        before, so a checkpoint that may not be used raises first. A learner that is to stop before it has taken a term
+        takes none and adopts no ranks, so that it fences no one. Nor does a learner whose term has passed: it raises
+        Fenced."""
+        died: RoleDied | None = None
+        self._watch_disk()
+        while not self.stopping.is_set():
+            try:
+                await self.phases.enter(LEARNER, f"loading the model into the ranks of {', '.join(self.roles)}")
+                chosen = await choose_checkpoint(self.queue, self.checkpoints, self.resuming)
+                await self._start_roles(died, chosen)
+                logger.info("the roles are ready")
+                if not self.stopping.is_set():
+                    await self._raise_if_fenced()
+                    await self._run_term(chosen)
+                return
+            except RoleDied as error:
+                died, self._is_training = error, False
+                await self._raise_if_fenced()
+
+    def readiness(self) -> Readiness:
+        """What `/readyz` says. It is called from another thread."""
+        if self.stopping.is_set():
+            return Readiness("draining", "ends its step, writes a checkpoint and acknowledges its groups")
+        return Readiness("ready") if self._is_training else Readiness("loading", self.phases.newest)
+
+    async def _raise_if_fenced(self) -> None:
+        """Raise Fenced if another learner took over from this one. A learner that was suspended may find that before it
+        finds a rank dead, or too late. It must not take the run back."""
+        if self._has_term:
+            await self.queue.commit(0, [])
+
+    async def _start_roles(self, died: RoleDied | None, chosen: ChosenCheckpoint) -> None:
+        """Start all roles, or after a death the dead one. Without a checkpoint, all trained roles start again too."""
+        has_checkpoint = chosen.checkpoint is not None
+        if died is None:
+            starting = (
+                self._adopt_or_start(role, can_adopt=has_checkpoint or name not in self.trained)
+                for name, role in self.roles.items()
+            )
+            await gather_all(*starting)
+            return
+        restarted = {died.role} if has_checkpoint else {died.role, *self.trained}
+        # This death may have interrupted the restart of another role. It is started again, without being counted twice.
+        half_started = [role for name, role in self.roles.items() if name not in restarted and not role.is_up]
+        await gather_all(
+            *(self.recovery.restart(self.roles[name], died) for name in restarted),
+            *(self.recovery.start(role) for role in half_started),
+        )
+        if "policy" not in restarted:
+            for lane in LANES:
+                # A push of the old term that still runs would collide with the pushes of the new one.
+                await self.policy.call_beside(lane, "wait_idle", timeout_s=self.config.learner.rank_timeout_s)
+
+    async def _adopt_or_start(self, role: RoleGroup, *, can_adopt: bool) -> None:
+        """Adopt the ranks that an earlier controller left, or start new ones."""
+        if can_adopt and await role.adopt():
+            logger.info("adopted the ranks of the %s role", role.name)
+        else:
+            await self.recovery.start(role)
+
+    async def _run_term(self, chosen: ChosenCheckpoint) -> None:
+        """Train from the checkpoint on. Concurrent tasks handle publication and the operator's orders."""
+        await self.phases.enter(LEARNER, "taking over the run and restoring its newest checkpoint")
+        taken = await take_over(
+            self.queue, self.checkpoints, self.resuming, chosen, self._load, self.config.replay.settle_s
+        )
+        self._has_term = True
+        term = await begin_term(self.config, self.queue, taken)
+        self._is_training = True
+        logger.info("training from step %d under term %d", term.step, term.number)
+        orders = OperatorOrders(self.control, term, self.stopping)
+        quarantine = ServerQuarantine(Quarantines(self.fleet.client, self.config.run), term.number)
+        publication = PolicyPublication(
+            self.config, self.queue, self.fleet, self.policy, term.number, self.metrics, self.tracing, quarantine
+        )
+        steps = self._make_step_loop(term, orders, publication, quarantine)
+        validations = ValidationLog(self.queue, steps.loggers, term.step)
+        scored = self._reward_model_validation()
+        silent_servers = SilentServers(self.fleet, Notices(self.fleet.client, self.config.run), term.number)
+        tasks = [
+            asyncio.create_task(validations.watch()),
+            asyncio.create_task(publication.publish_loop()),
+            asyncio.create_task(publication.catch_up_loop()),
+            asyncio.create_task(orders.watch()),
+            asyncio.create_task(silent_servers.watch()),
+            *([asyncio.create_task(scored.watch())] if scored is not None else []),
+        ]
+        training = asyncio.create_task(self._train(steps, validations, scored))
+        try:
+            done, _ = await asyncio.wait({*tasks, training}, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in (training, *tasks):
+                await end_task(task)
+            await steps.writer.abandon()
+            await validations.end()
+            await asyncio.to_thread(steps.samples.close)
+            await asyncio.to_thread(steps.loggers.close)
+
+    def _reward_model_validation(self) -> RewardModelValidation | None:
+        """Scores validations with the reward model, if the run has one."""
+        if (config := self.config.learner.reward_model) is None:
+            return None
+        return RewardModelValidation(
+            self.queue, self.training.reward_model_scores, config, self.config.replay.groups_per_step,
+            vocabulary_size(self.config.model.path),
+        )  # fmt: skip
+
+    async def _train(self, steps: StepLoop, validations: ValidationLog, scored: RewardModelValidation | None) -> None:
+        """Make the steps of a term. If none follows, wait for the validation of the last policy, so that its scores
+        reach the loggers."""
+        await steps.run()
+        timeout_s = self.config.dataset.validation.last_timeout_s
+        if timeout_s and self.config.dataset.validation.file is not None and not self.stopping.is_set():
+            await self.phases.enter(LEARNER, LAST_VALIDATION)
+            heartbeats = Heartbeats(self.fleet.client, self.config.run)
+            started = time.monotonic()
+            await validations.wait_for_last(steps.term.step, heartbeats, timeout_s, self.stopping)
+            if scored is not None:
+                await scored.finish(max(0.0, started + timeout_s - time.monotonic()), self.stopping)
+
+    def _make_step_loop(
+        self, term: Term, orders: OperatorOrders, publication: PolicyPublication, quarantine: ServerQuarantine
+    ) -> StepLoop:
+        loggers = open_loggers(self.config, term.step)
+        data_end = DataEnd(self.queue, self.config.dataset)
+        return StepLoop(
+            config=self.config,
+            term=term,
+            queue=self.queue,
+            orders=orders,
+            reader=BatchReader(
+                self.queue,
+                self.config.replay,
+                self.config.learner,
+                term,
+                vocabulary_size(self.config.model.path),
+                quarantine,
+                FailedRewards(
+                    self.config.rollout.reward.max_failed_share, self.config.replay.groups_per_step, self.control.pause
+                ),
+                self._is_paused,
+                data_end,
+            ),
+            data_end=data_end,
+            training=self.training,
+            profiles=self.profiles,
+            agreement=ServerAgreement(
+                self.log_prob_check,
+                quarantine,
+                self.training.policy_log_probs,
+                self.fleet,
+                self.metrics,
+                self.config.replay.lease_ttl_s,
+            ),
+            recomputed=RecomputedLogProbs(self.fleet.client, self.config.run),
+            publication=publication,
+            records=self.records,
+            loggers=loggers,
+            samples=SampleLog(self.config, term.step, loggers),
+            writer=CheckpointWriter(
+                self.checkpoints, self.queue, self.trained, self.metrics, partial(self._on_durable_checkpoint, term)
+            ),
+            phases=self.phases,
+            trained=self.trained,
+            checkpoints=self.checkpoints,
+            policies=PolicyRegistry(self.fleet.client, self.config.run),
+        )
+
+    async def _is_paused(self) -> bool:
+        return (await self.control.orders()).is_paused
+
+    async def _load(self, checkpoint: Path) -> None:
+        await load_checkpoint(checkpoint, self.trained)
+
+    def _on_durable_checkpoint(self, term: Term, prompt_ids: Sequence[int]) -> None:
+        """Called after each checkpoint: this process has one to rewind to, and the roles have made progress."""
+        term.ledger.mark_durable(prompt_ids)
+        if self.resuming.resume == "off":
+            self.resuming = self.resuming.model_copy(update={"resume": "auto"})
+        self.recovery.made_progress()
+        self._watch_disk()
+
+    def _watch_disk(self) -> None:
+        """Warn if the disk has no room for two more checkpoints. The next one is written before an old one is
+        removed."""
+        if newest := self.checkpoints.newest_first():
+            self.disk.needed_bytes = 2 * folder_bytes(newest[0])
+        self.disk.measure()

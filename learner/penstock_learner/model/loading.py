@@ -1,0 +1,426 @@
+"""From a model folder to a model's memory, without the whole model in any rank.
+
+    open_lm            a Hugging Face model on the meta device; its buffers are real, its parameters have no memory
+    add_adapter        (model/adapter.py, if the run trains one)
+    shard              (model/sharding.py) each parameter becomes this rank's part of it, still without memory
+    read_weights       memory for the parts, and the numbers from the files
+
+Parameters and buffers are those of `from_pretrained`, bit for bit. While it reads, a rank holds its part of the
+parameters, and besides at most `PIECE_BYTES` of a few tensors, or one parameter if its conversion needs it whole.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from penstock.errors import ConfigError
+from penstock.weights.folder_tensors import safetensors_of
+
+logger = logging.getLogger(__name__)
+_LORA_A, _LORA_B = ".lora_A.", ".lora_B."
+"""Parts of the names that peft gives to an adapter's two matrices."""
+
+
+class FolderModel(nn.Module):
+    """A model around a Hugging Face one."""
+
+    lm: Any
+    unread: UnreadWeights | None = None
+    """Where the weights are, if the model is still on the meta device."""
+
+
+@torch.no_grad()
+def read_weights(model: FolderModel, device: torch.device, *, offload: bool = False) -> None:
+    """Give the model its memory and its weights. With `offload` the parameters stay in host memory.
+
+    A model that has its weights already is only moved. Each rank reads its own part, so no rank waits for another."""
+    tied = _tied_parameters(model)
+    give_memory = partial(_with_memory, device=device, home=torch.device("cpu") if offload else device)
+    model._apply(give_memory)  # type: ignore[no-untyped-call]
+    for (module, name), *others in tied:
+        for other, other_name in others:
+            setattr(other, other_name, getattr(module, name))
+    if model.unread is not None:
+        model.unread.read_into(model.lm)
+        model.unread = None
+
+
+def open_lm(
+    kind: Any, folder: Path, config: Any, key: str, *, new_head: str = "", **settings: Any
+) -> tuple[Any, UnreadWeights | None]:
+    """A Hugging Face model on the meta device, of an Auto class, and its `UnreadWeights`.
+
+    Parameters whose names begin with `new_head` become zeros if the folder lacks them. Weights that are not
+    safetensors, or are quantized, are loaded whole: then the model has its weights, and the second value is None."""
+    files = safetensors_of(folder)
+    if not files or getattr(config, "quantization_config", None) is not None:
+        logger.warning(
+            "%s %s is loaded whole in every rank, because its weights are %s", key, folder,
+            "quantized" if files else "not safetensors",
+        )  # fmt: skip
+        return kind.from_pretrained(folder, config=config, local_files_only=True, **settings), None
+    with torch.device("meta"):
+        lm = kind.from_config(config, **settings).eval()
+    _keep_in_float32(lm, settings["dtype"])
+    unread = UnreadWeights(lm, TensorFiles(files), f"{key} {folder}", new_head)
+    unread.make_buffers(lm)
+    _read_generation_config(lm, folder)
+    return lm, unread
+
+
+class UnreadWeights:
+    """The weights of a model on the meta device, which are still in its folder's files."""
+
+    def __init__(self, lm: Any, files: TensorFiles, source: str, new_head: str) -> None:
+        self._files = files
+        self._source = source
+        self._new_head = new_head
+        self._config = lm.config
+        self._recipes = recipes_of(lm, files.names)
+        self._shapes = ShapesOf(lm.state_dict())
+        self._untie_different(lm)
+
+    def make_buffers(self, lm: Any) -> None:
+        """Give the buffers memory, and their numbers: from the files or, as `from_pretrained` does, computed."""
+        recipes = {recipe.target: recipe for recipe in self._recipes}
+        for path, module in lm.named_modules():
+            for name, buffer in module._buffers.items():
+                if buffer is None or not buffer.is_meta:
+                    continue
+                module._buffers[name] = made = torch.empty_like(buffer, device="cpu")
+                full_name = f"{path}.{name}" if path else name
+                if full_name in recipes and name not in module._non_persistent_buffers_set:
+                    made.copy_(self._whole(recipes[full_name], made.dtype)[full_name])
+                    made._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' mark
+        for module in lm.modules():
+            module._is_hf_initialized = False
+        for parameter in lm.parameters():
+            parameter._is_hf_initialized = True
+        lm.initialize_weights()
+        self._files.close()
+
+    def read_into(self, lm: Any) -> None:
+        """Fill the parameters, of which this rank may have a part. Raises ConfigError if one is not in the files."""
+        named = dict(lm.named_parameters(remove_duplicate=False))
+        _make_adapter({name: parameter for name, parameter in named.items() if _is_of_adapter(name)})
+        parameters = {name.replace(".base_layer", ""): parameter for name, parameter in named.items()}
+        filled = {id(parameter) for name, parameter in named.items() if _is_of_adapter(name)}
+        for recipe in self._recipes:
+            filled |= {id(parameters[name]) for name in self._fill(recipe, parameters)}
+        self._files.close()
+        for name, parameter in parameters.items():
+            if id(parameter) in filled:
+                continue
+            if not (self._new_head and name.startswith(self._new_head)):
+                raise ConfigError(f"{self._source} has no weight {name}; give a complete checkpoint of the model")
+            _OwnPart.of(parameter).numbers.zero_()
+
+    def _fill(self, recipe: Recipe, parameters: dict[str, nn.Parameter]) -> list[str]:
+        """Fill the parameters of one recipe. Returns their names."""
+        parameter = parameters.get(recipe.target)
+        if parameter is None:  # a buffer
+            return []
+        if parameter.dim() and (recipe.conversion is None or recipe.keeps_rows):
+            self._fill_rows(recipe, parameter)
+            return [recipe.target]
+        made = self._whole(recipe, parameter.dtype)
+        for name, whole in made.items():
+            self._check_shape(name, whole.shape, parameters[name].shape)
+            _OwnPart.of(parameters[name]).take(whole)
+        return list(made)
+
+    def _fill_rows(self, recipe: Recipe, parameter: nn.Parameter) -> None:
+        own = _OwnPart.of(parameter)
+        if recipe.conversion is None:
+            self._check_shape(recipe.target, self._files.shape(recipe.sources[0][1]), parameter.shape)
+            pieces = self._files.pieces(recipe.sources[0][1], own.start, own.stop)
+        else:
+            pieces = recipe.pieces(self._files, parameter.dtype, self._shapes, self._config, own.start, own.stop)
+        for first, rows in pieces:
+            self._check_shape(recipe.target, rows.shape[1:], parameter.shape[1:])
+            own.put(first, rows)
+
+    def _whole(self, recipe: Recipe, dtype: torch.dtype) -> dict[str, Tensor]:
+        if recipe.conversion is None:
+            return {recipe.target: self._files.whole(recipe.sources[0][1])}
+        return recipe.convert(self._files, dtype, self._shapes, self._config)
+
+    def _check_shape(self, name: str, found: torch.Size, wanted: torch.Size) -> None:
+        if found != wanted:
+            raise ConfigError(
+                f"{self._source}: {name} has the shape {list(found)} in the files, but config.json asks for "
+                f"{list(wanted)}; give a checkpoint that fits its config.json"
+            )
+
+    def _untie_different(self, lm: Any) -> None:
+        """Separate parameters that the config ties, but whose numbers in the files differ."""
+        sources = {recipe.target: recipe.sources[0][1] for recipe in self._recipes if recipe.conversion is None}
+        for tied, to in list(lm.all_tied_weights_keys.items()):
+            if tied in sources and to in sources and not self._is_equal(sources[tied], sources[to]):
+                path, _, name = tied.rpartition(".")
+                module = lm.get_submodule(path)
+                setattr(module, name, nn.Parameter(torch.empty_like(getattr(module, name))))
+                del lm.all_tied_weights_keys[tied]
+                logger.warning("%s: %s and %s are not tied, because they differ", self._source, tied, to)
+
+    def _is_equal(self, name: str, other: str) -> bool:
+        shape = self._files.shape(name)
+        if shape != self._files.shape(other):
+            return False
+        both = zip(self._files.pieces(name, 0, shape[0]), self._files.pieces(other, 0, shape[0]), strict=True)
+        return all(torch.equal(rows, other_rows) for (_, rows), (_, other_rows) in both)
+
+
+@dataclass(frozen=True)
+class _OwnPart:
+    """This rank's rows of a parameter: all of them if it is not sharded."""
+
+    numbers: Tensor
+    start: int
+    """Index of the first row in the whole parameter."""
+
+    @classmethod
+    def of(cls, parameter: Tensor) -> _OwnPart:
+        if not isinstance(parameter, DTensor):
+            return cls(parameter.data, 0)
+        assert len(parameter.placements) == 1 and parameter.placements[0].is_shard(0), "FSDP2 shards the rows"
+        num_rows = math.ceil(parameter.shape[0] / parameter.device_mesh.size())
+        start = min(parameter.device_mesh.get_local_rank() * num_rows, parameter.shape[0])
+        return cls(parameter.to_local(), start)
+
+    @property
+    def stop(self) -> int:
+        return self.start + (len(self.numbers) if self.numbers.numel() else 0)
+
+    def put(self, first: int, rows: Tensor) -> None:
+        """Copy rows of the whole parameter, all of which are this rank's."""
+        place = self.numbers[first - self.start : first - self.start + len(rows)]
+        place.copy_(rows.to(place.device))  # cast on the device
+
+    def take(self, whole: Tensor) -> None:
+        """Copy this rank's part of the whole parameter."""
+        if whole.dim() == 0:
+            self.numbers.copy_(whole)
+        elif self.stop > self.start:
+            self.put(self.start, whole[self.start : self.stop])
+
+
+def _with_memory(tensor: Tensor, device: torch.device, home: torch.device) -> Tensor:
+    where = home if isinstance(tensor, nn.Parameter) else device
+    return torch.empty_like(tensor, device=where) if tensor.device.type == "meta" else tensor.to(where)
+
+
+def _tied_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """The places of every parameter that a model has in several places. Giving them memory separates them."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append((module, name))
+    return [each for each in places.values() if len(each) > 1]
+
+
+def _is_of_adapter(name: str) -> bool:
+    return _LORA_A in name or _LORA_B in name
+
+
+def _make_adapter(parameters: dict[str, nn.Parameter]) -> None:
+    """First numbers of an adapter, as peft chooses them. Ranks with the same seed make parts of the same matrices."""
+    for name, parameter in parameters.items():
+        if _LORA_A in name:
+            whole = torch.empty(parameter.shape)
+            nn.init.kaiming_uniform_(whole, a=math.sqrt(5))
+            _OwnPart.of(parameter).take(whole)
+        else:
+            _OwnPart.of(parameter).numbers.zero_()
+
+
+def _keep_in_float32(lm: Any, dtype: torch.dtype) -> None:
+    """Change the type of the weights that a model keeps in float32, whatever type it is loaded in."""
+    plan = lm._get_dtype_plan(dtype)
+    if not plan:
+        return
+    kept = re.compile("|".join(pattern.replace("*", ".*") for pattern in plan))
+    for name, tensor in lm.state_dict(keep_vars=True).items():
+        if kept.search(name):
+            path, _, own_name = name.rpartition(".")
+            module, precise = lm.get_submodule(path), torch.empty_like(tensor, dtype=torch.float32)
+            setattr(module, own_name, nn.Parameter(precise) if isinstance(tensor, nn.Parameter) else precise)
+
+
+def _read_generation_config(lm: Any, folder: Path) -> None:
+    """An export writes the generation config, so it must be the folder's."""
+    if lm.can_generate() and (folder / "generation_config.json").is_file():
+        from transformers import GenerationConfig
+
+        lm.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+
+
+# ── which tensors of the files make up which parameters ──
+#
+# Most parameters are one tensor, perhaps under another name. Some are made of several, such as the experts of a layer,
+# which files hold one by one and models hold together. transformers describes both as renamings and conversions, which
+# are used here as `from_pretrained` uses them.
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Makes one parameter or buffer of tensors in files, or several if a tensor is split."""
+
+    target: str
+    """The parameter's name, or that of the first one."""
+    sources: tuple[tuple[str, str], ...]
+    """The tensors, each after the pattern of the conversion that it fits."""
+    conversion: Any = None
+    """A `WeightConverter` of transformers. None: the parameter is the only source, unchanged."""
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether row `i` of the parameter is made of the `i`-th tensor of each pattern, and of nothing else."""
+        from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose
+
+        if self.conversion is None or not isinstance(self.conversion.operations[0], MergeModulelist):
+            return False
+        return self.conversion.operations[0].dim == 0 and all(
+            (isinstance(step, Concatenate) and step.dim > 0)
+            or (isinstance(step, Transpose) and min(step.dim0, step.dim1) > 0)
+            for step in self.conversion.operations[1:]
+        )
+
+    def convert(
+        self, files: TensorFiles, dtype: torch.dtype, shapes: ShapesOf, config: Any, rows: range | None = None
+    ) -> dict[str, Tensor]:
+        """The parameters by name, in `dtype`. With `rows`, which needs `keeps_rows`, only these rows of it."""
+        conversion = deepcopy(self.conversion)
+        counts: dict[str, int] = {}
+        for pattern, name in self.sources:
+            index = counts[pattern] = counts.get(pattern, -1) + 1
+            if rows is None or index in rows:
+                conversion.add_tensor(self.target, name, pattern, partial(_read, files, name, dtype))
+        made = conversion.convert(self.target, model=shapes, config=config)
+        return {name: made_of[0] if isinstance(made_of, list) else made_of for name, made_of in made.items()}
+
+    def pieces(
+        self, files: TensorFiles, dtype: torch.dtype, shapes: ShapesOf, config: Any, start: int, stop: int
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Rows `start` to `stop`, a few at a time, each with the index of its first row. Needs `keeps_rows`."""
+        row_bytes = math.prod(shapes.get_parameter(self.target).shape[1:]) * dtype.itemsize
+        num_rows = max(1, PIECE_BYTES // row_bytes)
+        for first in range(start, stop, num_rows):
+            rows = range(first, min(first + num_rows, stop))
+            yield first, self.convert(files, dtype, shapes, config, rows)[self.target]
+
+
+class ShapesOf:
+    """Answers what conversions ask a model for: the shape of a parameter."""
+
+    def __init__(self, state: dict[str, Tensor]) -> None:
+        self._state = state
+
+    def get_parameter(self, name: str) -> Tensor:
+        return self._state[name]
+
+
+def recipes_of(lm: Any, names: list[str]) -> list[Recipe]:
+    """The recipes for a Hugging Face model, from files with tensors of these names. Tensors that fit nothing are left
+    out, as `from_pretrained` leaves them out."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    mapping = get_model_conversion_mapping(lm)
+    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+    converters = [each for each in mapping if isinstance(each, WeightConverter)]
+    converter_of = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    state, prefix = lm.state_dict(), lm.base_model_prefix
+    found: dict[str, Recipe] = {}
+    for name in sorted(names, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, prefix, state)
+        if target not in state and name in state:
+            target, pattern = rename_source_key(name, [], [], prefix, state)
+        if target not in state:
+            continue
+        if pattern is None:
+            found.setdefault(target, Recipe(target, ((name, name),)))
+            continue
+        begun = found.get(target, Recipe(target, (), converter_of[pattern]))
+        found[target] = Recipe(target, (*begun.sources, (pattern, name)), begun.conversion)
+    # Saving the model reverts the conversions that were used. Older versions of transformers revert all of them.
+    lm._weight_conversions = [each for each in mapping if getattr(each, "was_used", lambda: True)()]
+    return list(found.values())
+
+
+def _read(files: TensorFiles, name: str, dtype: torch.dtype) -> Tensor:
+    return files.whole(name).to(dtype)
+
+
+# ── the safetensors files of a model folder, read slice by slice ──
+
+PIECE_BYTES = 2**24
+"""Most that is read at once of one tensor, if its rows are not longer."""
+_MAPPED_BYTES = 2**25
+"""Files are closed after this many bytes. Their pages, which are mapped into memory, count as the process's own."""
+
+
+class TensorFiles:
+    """Reads slices of tensors by name. Besides what it returns, it holds at most about `_MAPPED_BYTES`."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._file_of: dict[str, Path] = {}
+        self._opened: dict[Path, Any] = {}
+        self._num_mapped = 0
+        for file in files:
+            self._file_of |= dict.fromkeys(self._open(file).keys(), file)
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._file_of)
+
+    def shape(self, name: str) -> torch.Size:
+        return torch.Size(self._slice(name).get_shape())
+
+    def whole(self, name: str) -> Tensor:
+        """A tensor. It is a view of a mapped file."""
+        tensor: Tensor = self._open(self._file_of[name]).get_tensor(name)
+        self._count(tensor)
+        return tensor
+
+    def pieces(self, name: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+        """Rows `start` to `stop` of a tensor, a few at a time, each with the index of its first row."""
+        if start >= stop:
+            return
+        num_rows = max(1, PIECE_BYTES // max(1, self._slice(name)[start : start + 1].nbytes))
+        for first in range(start, stop, num_rows):
+            rows: Tensor = self._slice(name)[first : min(first + num_rows, stop)]
+            yield first, rows
+            self._count(rows)
+
+    def close(self) -> None:
+        """Close the files. A later read opens them again."""
+        self._opened.clear()
+        self._num_mapped = 0
+
+    def _slice(self, name: str) -> Any:
+        return self._open(self._file_of[name]).get_slice(name)
+
+    def _open(self, file: Path) -> Any:
+        if file not in self._opened:
+            self._opened[file] = safe_open(file, framework="pt")
+        return self._opened[file]
+
+    def _count(self, tensor: Tensor) -> None:
+        self._num_mapped += tensor.nbytes
+        if self._num_mapped > _MAPPED_BYTES:
+            self.close()

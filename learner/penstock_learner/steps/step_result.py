@@ -1,0 +1,342 @@
+"""The result of a training step, and the numbers that describe it.
+
+They go to the log, the policy record, the loggers and Prometheus, under the names of docs/metrics.md.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import reduce
+from operator import add
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.config.algorithms import AlgorithmConfig
+from penstock.errors import TrainingDiverged
+from penstock.trajectory import Group
+from penstock_learner.algorithms.corrections import CorrectionStatistics
+from penstock_learner.batches.partition import RankShard
+from penstock_learner.batches.sequence_batch import SequenceBatch
+from penstock_learner.checkpoints.trainer_state import Lineage
+from penstock_learner.metrics import MAX_REWARD_PARTS, REWARD_PART
+from penstock_learner.roles.dispatch import CriticReport, TrainedReport, UpdateReport
+from penstock_learner.steps.roles import Update
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What training on a batch has computed. The policy's ranks hold the new weights, which have no version yet."""
+
+    step: int
+    numbers: Mapping[str, float]
+    """Numbers about the batch, the samples and the updates, by their names."""
+    rewards: NDArray[np.float32]
+    """[S] rewards that the batch was trained with, including the reward model's."""
+    recomputed: NDArray[np.float32] | None
+    """[T] the policy's log-probs of the batch before its update, if they were computed."""
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Where the time of a step went, in seconds."""
+
+    wait_s: float
+    """There was nothing to train on."""
+    between_s: float
+    """Since the step before it ended."""
+    gather_s: float
+    """The new weights were staged."""
+    step_s: float
+    """The whole step, with waiting."""
+    compute_s: float
+    """Forward passes, backward passes and the optimizer, on the policy's ranks."""
+
+    @property
+    def overhead_ratio(self) -> float:
+        """Share of the time without waiting that was not computing: comparing servers, splitting and sending the batch,
+        gathering and recording."""
+        working_s = self.between_s + self.step_s - self.wait_s
+        return max(0.0, 1 - self.compute_s / working_s) if working_s > 0 else 0.0
+
+    @property
+    def idle_ratio(self) -> float:
+        """Share of all time that was not computing, with waiting."""
+        wall_s = self.between_s + self.step_s
+        return max(0.0, 1 - self.compute_s / wall_s) if wall_s > 0 else 0.0
+
+
+def flattened(result: StepResult, times: StepTimes, policy_version: int, in_flight_updates: int) -> dict[str, float]:
+    """All numbers of a step under the names that loggers, the policy record and Prometheus know."""
+    return {
+        **result.numbers,
+        **asdict(times),
+        "overhead_ratio": times.overhead_ratio,
+        "idle_ratio": times.idle_ratio,
+        "policy_version": float(policy_version),
+        "tokens_per_second": result.numbers["response_tokens"] / times.step_s,
+        "in_flight_updates": float(in_flight_updates),
+    }
+
+
+def batch_metrics(batch: SequenceBatch, policy_version: int, lineage: Lineage | None = None) -> dict[str, float]:
+    """Numbers about the data of a step. Staleness is in steps: the mean over tokens, and that of the oldest token.
+
+    Reward spread within groups includes their baseline samples, and omits samples without a trained token, as
+    advantages do. All other numbers are about the samples that train."""
+    trained = batch.without_baselines()
+    versions = trained.token_versions if lineage is None else lineage.in_steps(trained.token_versions)
+    staleness = np.maximum(0, policy_version - versions)
+    _, first = np.unique(batch.group_ids, return_index=True)
+    starts = np.sort(first)
+    has_loss = np.logical_or.reduceat(batch.loss_mask, np.cumsum(batch.response_lengths) - batch.response_lengths)
+    sizes = np.add.reduceat(has_loss.astype(np.int64), starts)
+    highest = np.maximum.reduceat(np.where(has_loss, batch.rewards, -np.inf), starts)
+    lowest = np.minimum.reduceat(np.where(has_loss, batch.rewards, np.inf), starts)
+    return {
+        "reward_mean": float(trained.rewards.mean()),
+        "reward_min": float(trained.rewards.min()),
+        "reward_max": float(trained.rewards.max()),
+        "reward_std": _deviation(trained.rewards),
+        "staleness_mean": float(staleness.mean()),
+        "staleness_max": float(staleness.max()),
+        "num_sequences": float(trained.num_sequences),
+        "prompt_tokens": float(trained.prompt_lengths.sum()),
+        "response_tokens": float(len(trained.loss_mask)),
+        "response_length_mean": float(trained.response_lengths.mean()),
+        "mixed_version_ratio": _mixed_version_ratio(trained),
+        "zero_advantage_group_ratio": float(((highest == lowest) & (sizes > 1)).mean()),
+        "singleton_group_ratio": float((sizes == 1).mean()),
+    }
+
+
+def sample_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Shares of the samples of a step: rewards that failed, and responses that were cut at a limit."""
+    samples = [sample for group in groups for sample in group.trajectories if not sample.is_baseline]
+    return {
+        "reward_failed_ratio": sum(sample.reward_failed for sample in samples) / len(samples),
+        "truncated_ratio": sum(sample.finish_reason == "length" for sample in samples) / len(samples),
+    }
+
+
+def _deviation(values: NDArray[np.float32]) -> float:
+    """Standard deviation of numbers whose squares may not fit into float32. NaN if one of them is not finite."""
+    with np.errstate(invalid="ignore"):
+        return float(values.astype(np.float64).std())
+
+
+def mean_rewards(groups: Sequence[Group], rewards: NDArray[np.float32]) -> dict[str, float]:
+    """Mean reward of a batch's samples by data source. `rewards` has one entry per trajectory."""
+    by_source: dict[str, list[float]] = {}
+    samples = ((group.data_source, trajectory) for group in groups for trajectory in group.trajectories)
+    for (data_source, trajectory), reward in zip(samples, rewards.tolist(), strict=True):
+        if not trajectory.is_baseline:
+            by_source.setdefault(data_source, []).append(reward)
+    return {data_source: sum(values) / len(values) for data_source, values in by_source.items()}
+
+
+def reward_part_means(groups: Sequence[Group]) -> dict[str, float]:
+    """Mean of each part of the reward over the samples that have it, as `reward_part/NAME`.
+
+    Values that are not finite are skipped. So are names beyond the first MAX_REWARD_PARTS in the order of the
+    alphabet: a reward function could invent a name for every sample."""
+    values: dict[str, list[float]] = {}
+    for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
+        if not trajectory.is_baseline:
+            for name, value in trajectory.reward_parts.items():
+                if math.isfinite(value):
+                    values.setdefault(_label(name), []).append(value)
+    return {
+        f"{REWARD_PART}{name}": math.fsum(values[name]) / len(values[name])
+        for name in sorted(values)[:MAX_REWARD_PARTS]
+    }
+
+
+def _label(name: str) -> str:
+    """A name that any logger can show: letters, digits and a few signs, at most 40 of them."""
+    return re.sub(r"[^A-Za-z0-9_.@-]", "_", name)[:40] or "_"
+
+
+def _mixed_version_ratio(batch: SequenceBatch) -> float:
+    """Share of trajectories with tokens of more than one version, because weights changed while they were sampled."""
+    starts = np.cumsum(batch.response_lengths) - batch.response_lengths
+    return float((batch.unmixed_versions[starts] == -1).mean())
+
+
+_RATES = {"policy": "learner.lr", "critic": "learner.critic.lr"}
+"""The learning rates of the trained roles. That of any other role is in `learner.roles`."""
+
+
+class SkippedSteps:
+    """Counts the skipped steps in a row of each role. At the limit it saves the batch for inspection and ends the run.
+
+    With a limit of 0 the run never ends for this reason."""
+
+    def __init__(self, limit: int, folder: Path) -> None:
+        self.limit = limit
+        self.folder = folder
+        self.in_a_row: Counter[str] = Counter()
+
+    def check(
+        self,
+        role: str,
+        step: int,
+        batch: SequenceBatch,
+        shards: Sequence[RankShard],
+        reports: Sequence[TrainedReport],
+    ) -> None:
+        """Call after every update of a trained role. `shards` and `reports` are in the same order."""
+        taken = reports[0].step
+        if not taken.skipped:
+            self.in_a_row[role] = 0
+            return
+        self.in_a_row[role] += 1
+        if self.limit == 0 or self.in_a_row[role] < self.limit:
+            return
+        nonfinite = [
+            sequence
+            for shard, report in zip(shards, reports, strict=True)
+            for micro in report.nonfinite
+            for sequence in shard.sequences[micro]
+        ]
+        path = self._save(step, batch, nonfinite)
+        prompts = sorted({int(batch.group_ids[sequence]) for sequence in nonfinite})
+        where = f"loss of prompts {listed(prompts)}" if nonfinite else f"gradient norm ({taken.grad_norm})"
+        rate = _RATES.get(role, f"learner.roles.{role}.lr")
+        raise TrainingDiverged(
+            f"the {role}'s {where} was not finite at step {step} ({self.in_a_row[role]} such steps in a row); look at "
+            f"the batch in {path}, then continue from a checkpoint with a lower {rate} or without these prompts"
+        )
+
+    def _save(self, step: int, batch: SequenceBatch, nonfinite: list[int]) -> Path:
+        """Write the whole batch as arrays, with the indices of the sequences whose loss was not finite."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / f"step-{step:08d}.npz"
+        arrays: dict[str, Any] = batch.arrays | {"nonfinite_sequences": np.array(nonfinite, dtype=np.int64)}
+        np.savez_compressed(path, **arrays)
+        return path
+
+
+def listed(prompts: list[int], at_most: int = 8) -> str:
+    """The first prompts, for a message."""
+    more = ", …" if len(prompts) > at_most else ""
+    return ", ".join(map(str, prompts[:at_most])) + more
+
+
+_WITHOUT_UPDATES = (
+    "loss",
+    "grad_norm",
+    "lr",
+    "skipped",
+    "kl_reference",
+    "kl_behaviour",
+    "clip_ratio_low",
+    "clip_ratio_high",
+)
+"""Numbers that every step has. They are 0 if it did not update the policy."""
+
+
+def metrics_of_updates(
+    updates: Sequence[Update], batch: SequenceBatch, algorithm: AlgorithmConfig, kl_coefficient: float
+) -> dict[str, float]:
+    """Numbers about all updates of a step, which trained on `batch`."""
+    metrics = dict.fromkeys(_WITHOUT_UPDATES, 0.0)
+    policy = [update for update in updates if update.role == "policy"]
+    if policy:
+        metrics |= update_metrics([update.reports for update in policy], sum(update.num_tokens for update in policy))
+    metrics["shared_tokens"] = float(sum(shard.num_shared for update in policy for shard in update.shards))
+    metrics["kl_coefficient"] = kl_coefficient
+    kl = algorithm.kl
+    metrics["kl_loss"] = kl.loss_factor(kl_coefficient) * metrics["kl_reference"] if kl.in_loss else 0.0
+    for role in dict.fromkeys(update.role for update in updates if update.role != "policy"):
+        metrics |= critic_metrics(role, [update for update in updates if update.role == role], batch)
+    return metrics
+
+
+def update_metrics(updates: Sequence[Sequence[UpdateReport]], num_tokens: int) -> dict[str, float]:
+    """Numbers about the policy's updates of a step. `updates` has the reports of all ranks for each update.
+
+    All updates together trained `num_tokens` tokens."""
+    reports = [report for ranks in updates for report in ranks]
+    num_tokens = max(num_tokens, 1)
+    statistics = reduce(add, [report.statistics for report in reports])
+    correction = reduce(CorrectionStatistics.merge, [report.correction for report in reports])
+    # Only the first update counts: later ones start from weights that are no version.
+    mismatch = reduce(add, [report.mismatch for report in updates[0]])
+    metrics = _optimizer_metrics(updates) | {
+        "kl_reference": sum(report.kl for report in reports) / num_tokens,
+        "entropy": sum(report.entropy for report in reports) / num_tokens,
+        "clip_ratio_low": statistics.clip_fraction_low,
+        "clip_ratio_high": statistics.clip_fraction_high,
+        "importance_weight_mean": correction.mean_weight,
+        "importance_weight_max": float(correction.max_weight),
+        "importance_ratio_max": float(correction.max_ratio),
+        "is_truncated_ratio": correction.truncated_share,
+        "is_rejected_ratio": correction.rejected_share,
+        "effective_sample_ratio": correction.effective_sample_ratio,
+        "kl_behaviour": correction.mean_kl,
+        "approx_kl": statistics.approx_kl,
+        "dual_clip_ratio": statistics.dual_clip_fraction,
+    }
+    if mismatch.mean is not None:
+        metrics["logprob_mismatch"] = mismatch.mean
+    return metrics | router_metrics(updates)
+
+
+def router_metrics(updates: Sequence[Sequence[UpdateReport]]) -> dict[str, float]:
+    """Numbers about the experts of the policy's updates. Empty for a dense model.
+
+    The load of an expert is how often it was chosen, relative to the mean of its layer."""
+    reports = [report.routers for ranks in updates for report in ranks if report.routers is not None]
+    if not reports:
+        return {}
+    counts = np.sum([report.counts for report in reports], axis=0)
+    loads = counts / np.maximum(counts.mean(axis=1, keepdims=True), 1)
+    return {
+        "router_aux_loss": sum(report.aux_loss for report in reports) / len(updates),
+        "expert_load_max": float(loads.max()),
+        "unused_expert_ratio": float((counts == 0).mean()),
+        "router_replayed_ratio": sum(report.replayed_share for report in reports) / len(updates),
+    }
+
+
+def critic_metrics(role: str, updates: Sequence[Update], batch: SequenceBatch) -> dict[str, float]:
+    """Numbers about the updates of a trained role that is not the policy, with its name before theirs. For the critic
+    also how good its values were at the start of the step."""
+    reports = [report for update in updates for report in update.reports]
+    metrics = {f"{role}_{name}": value for name, value in _optimizer_metrics([u.reports for u in updates]).items()}
+    if all(isinstance(report, CriticReport) for report in reports):
+        num_tokens = sum(update.num_tokens for update in updates)
+        metrics[f"{role}_clip_ratio"] = sum(report.num_clipped for report in reports) / max(num_tokens, 1)
+    if role != "critic" or batch.values is None or batch.returns is None:
+        return metrics
+    trained = batch.loss_mask.astype(bool)
+    values, returns = batch.values[trained].astype(np.float64), batch.returns[trained].astype(np.float64)
+    variance = float(returns.var()) if len(returns) else 0.0
+    return metrics | {
+        "value_mean": float(values.mean()) if len(values) else 0.0,
+        "value_explained_variance": 1 - float((returns - values).var()) / variance if variance else 0.0,
+    }
+
+
+def _optimizer_metrics(updates: Sequence[Sequence[TrainedReport]]) -> dict[str, float]:
+    """Numbers that all trained roles share. A loss is the sum over the ranks; the rest is the same on every rank."""
+    taken = [ranks[0].step for ranks in updates]
+    return {
+        "loss": sum(report.loss for ranks in updates for report in ranks) / len(updates),
+        "grad_norm": sum(step.grad_norm for step in taken) / len(taken),
+        "lr": taken[0].lr,
+        "skipped": float(any(step.skipped for step in taken)),
+    }
+
+
+def ratio_counts(reports: Sequence[UpdateReport]) -> tuple[list[float], float]:
+    """How many tokens fall into each bucket of the importance ratio, over all ranks, and the sum of the ratios."""
+    counts = np.sum([report.correction.ratio_counts.cpu().numpy() for report in reports], axis=0)
+    return counts.tolist(), sum(float(report.correction.sum_ratio) for report in reports)

@@ -1,1 +1,0 @@
-"""Reads shell scripts without running them."""

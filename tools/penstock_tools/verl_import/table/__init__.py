@@ -1,1 +1,0 @@
-"""The table of verl's keys and what becomes of each."""

@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 VENV ?= $(or $(PENSTOCK_VENV),.venv)
 PYTHON_SOURCES := penstock rollout_server learner services tools tests bench examples docs helm deploy
-BENCHES := codec replay weights vllm_flip checkpoints loading rollout gateway agents metrics durable spread scale simulate
+BENCHES := codec replay weights vllm_flip checkpoints loading rollout gateway agents metrics durable scale simulate
 export PENSTOCK_VENV := $(VENV)
 .DEFAULT_GOAL := help
 

@@ -47,7 +47,7 @@ from penstock_rollout.groups.group_maker import GroupMaker
 from penstock_rollout.groups.producer import Producer
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.rewards.scorer import Scorer
-from penstock_rollout.text.tokenization import Tokenization
+from penstock_rollout.tokenization import Tokenization
 from support.memory_queue import MemoryReplayQueue
 from support.memory_store import MemoryStore
 

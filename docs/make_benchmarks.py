@@ -123,7 +123,6 @@ BENCHES = {
     ),
     "metrics": ("Metrics", "make bench-metrics", "their cost"),
     "durable": ("Saved tokens", "make bench-durable", "what a killed server costs, and what saving costs"),
-    "spread": ("Groups on two servers", "make bench-spread", "compared with a server that keeps its groups to itself"),
     "attention_forms": (
         "Windows, caps and sinks",
         "bench/gpu/attention_forms.py",

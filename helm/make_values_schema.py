@@ -19,7 +19,7 @@ DECIDED_BY_CHART = {
     "RunConfig": ("run_dir", "cache_dir", "demo"),
     "RedisConfig": ("url", "username", "password_file"),
     "GatewayConfig": ("host", "port", "grpc_port", "api_key_file", "keys_file", "tls_cert_file", "tls_key_file"),
-    "RolloutConfig": ("host", "advertise_host", "port", "metrics_port", "http_port", "num_servers"),
+    "RolloutConfig": ("host", "advertise_host", "port", "metrics_port", "num_servers"),
     "WeightsConfig": ("cluster_key_file",),
     "DatasetConfig": ("metrics_host", "metrics_port"),
     "LearnerConfig": ("ray_address", "publish_host", "metrics_host", "metrics_port"),
@@ -110,9 +110,7 @@ def rollout() -> Schema:
     pool = servers(
         name=name, spot=FLAG, image=IMAGE, engine={"$ref": "#/$defs/EngineConfig"}, maxConcurrentGroups=AT_LEAST_ONE
     )
-    picker = section(name=TEXT, port=PORT, failureMode={"enum": ["FailOpen", "FailClose"]})
-    http = section(**{"enabled": FLAG, "from": LIST, "inferencePool": section(enabled=FLAG, endpointPicker=picker)})
-    return servers(http=http, pools={"type": "array", "items": pool | {"required": ["name"]}})
+    return servers(pools={"type": "array", "items": pool | {"required": ["name"]}})
 
 
 def learner() -> Schema:

@@ -31,7 +31,7 @@ def summarise(scores: Sequence[Sequence[float]], pass_score: float = PASS_SCORE)
     """Summarise `scores`, which has one list per prompt with one score per sample. A sample passes if its score is at
     least `pass_score`.
 
-    Prompts without samples, because they failed, are left out."""
+    Prompts without samples, because they failed, are skipped."""
     answered = [samples for samples in scores if samples]
     flat = [score for samples in answered for score in samples]
     fewest = min(map(len, answered), default=0)
@@ -73,7 +73,7 @@ def scores_by_source(prompts: Sequence[PromptSamples]) -> dict[str, dict[str, fl
 
     mean@k       mean reward over all samples
     best@k/mean  expected reward of the best of k samples, drawn with replacement as verl draws them; from k = 2 on
-    maj@k/mean   expected reward of the most frequent answer of k samples; if the reward says its answers
+    maj@k/mean   expected reward of the most frequent answer of k samples; if the reward reports its answers
 
     If every reward has a part `acc`, the same for it under `acc/mean@k` and so on."""
     by_source: dict[str, list[PromptSamples]] = {}

@@ -61,7 +61,7 @@ def check_chat_template(config: RunConfig) -> None:
 
 
 def check_roles(config: LearnerConfig) -> None:
-    """Check the model folders of the roles that have one of their own."""
+    """Check the model folders of the roles that have their own."""
     if config.algorithm.kl.placement != "none" and config.reference.path is not None:
         _check_model_folder("learner.reference.path", config.reference.path)
     if config.critic is not None and config.critic.path is not None:

@@ -3,12 +3,15 @@ them."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
+from penstock.errors import InvalidInput
 
 MESSAGE_FIELDS = ("name", "tool_calls", "tool_call_id", "reasoning_content")
 """Fields of a message besides role and content that reach the model's chat template."""
@@ -47,6 +50,22 @@ class Sampling:
         """Whether unlikely tokens are never sampled, by top-p, top-k or min-p. The log-probs of the others are then
         higher than those of the whole distribution."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+
+
+def check_sampling(sampling: Any) -> None:
+    """Raise InvalidInput if a parameter is out of its bounds. Takes a Sampling, or a message with the same fields.
+
+    Whoever asks sets the bounds of `max_tokens`."""
+    if not 0 <= sampling.temperature < math.inf:
+        raise InvalidInput("sampling.temperature", "must be a finite number, 0 or more")
+    if not 0 < sampling.top_p <= 1:
+        raise InvalidInput("sampling.top_p", "must be above 0 and at most 1")
+    if sampling.top_k < 0:
+        raise InvalidInput("sampling.top_k", "must be 0, which turns it off, or more")
+    if not 0 <= sampling.min_p < 1:
+        raise InvalidInput("sampling.min_p", "must be at least 0 and below 1")
+    if not all(sampling.stop):
+        raise InvalidInput("sampling.stop", "must not have empty texts")
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,13 @@ from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.redis_client import connect
 from penstock.trajectory import Prompt, Sampling
 from penstock_rollout.agents.registry import Agents
+from penstock_rollout.agents.saved_samples import TokenSaver
 from penstock_rollout.engines.torch.engine import TorchEngine
 from penstock_rollout.groups.group_maker import GroupMaker
 from penstock_rollout.groups.producer import Producer
-from penstock_rollout.groups.token_saver import TokenSaver
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.rewards.scorer import Scorer
-from penstock_rollout.text.tokenization import Tokenization
+from penstock_rollout.tokenization import Tokenization
 from replay import Server
 from rollout_parts.model import ModelShape, make_model
 

@@ -33,13 +33,13 @@ from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.redis_client import connect
 from penstock.trajectory import FinishReason, VersionSegment
 from penstock_rollout.agents.registry import Agents
+from penstock_rollout.agents.saved_samples import TokenSaver
 from penstock_rollout.engines.engine import EngineStats, GenerateRequest, TokenChunk
 from penstock_rollout.groups.group_maker import GroupMaker
 from penstock_rollout.groups.producer import Producer
-from penstock_rollout.groups.token_saver import TokenSaver
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.rewards.scorer import Scorer
-from penstock_rollout.text.tokenization import Tokenization
+from penstock_rollout.tokenization import Tokenization
 
 COUNT_S = 0.02
 PR_SET_PDEATHSIG = 1

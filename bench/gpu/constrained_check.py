@@ -32,9 +32,9 @@ from penstock.v1 import generate_pb2
 from penstock_rollout.engines.engine import Engine, GenerateRequest, OutputConstraint, TokenChunk
 from penstock_rollout.engines.factory import create_engine
 from penstock_rollout.engines.vllm.start import is_cpu_build
+from penstock_rollout.serving.generate_service import StreamedText
 from penstock_rollout.serving.tool_calling import ToolCalling
-from penstock_rollout.text.streamed_text import StreamedText
-from penstock_rollout.text.tokenization import Tokenization
+from penstock_rollout.tokenization import Tokenization
 from support.answers import (
     CONSTRAINTS,
     SCHEMA,

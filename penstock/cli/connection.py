@@ -50,8 +50,7 @@ def add_gateway_arguments(parser: argparse.ArgumentParser) -> None:
 
 def only_gateway() -> GatewayAddress:
     """Return the gateway of the only run in `runs/` that is up. Raises ConfigError if there is none, or several."""
-    from penstock.client.address import GatewayAddress, is_supervised
-    from penstock.restarting import why_no_gateway
+    from penstock.client.address import GatewayAddress, is_supervised, why_no_gateway
 
     folders = sorted(path.parent for path in RUNS_FOLDER.glob("*/gateway.json"))
     found = {folder: GatewayAddress.from_run_dir(folder) for folder in folders}
@@ -71,8 +70,7 @@ def only_gateway() -> GatewayAddress:
 
 def _gateway_of(folder: Path) -> GatewayAddress:
     """The gateway of a run. Raises ConfigError if it is not up, or is being started again."""
-    from penstock.client.address import GatewayAddress, is_supervised
-    from penstock.restarting import read_restarting, why_no_gateway
+    from penstock.client.address import GatewayAddress, is_supervised, read_restarting, why_no_gateway
 
     address = GatewayAddress.from_run_dir(folder)
     if "gateway" in read_restarting(folder) and is_supervised(folder) and not _answers(address.url):

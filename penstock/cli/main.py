@@ -46,7 +46,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "rollout": ("penstock_rollout.__main__", "run one rollout server process"),
     "learner": ("penstock_learner.__main__", "run the learner process"),
     "sft": ("penstock_learner.sft.command", "fine-tune a model on supervised examples"),
-    "check-model": ("penstock_learner.check_model", "check that the learner trains a model rightly, and how"),
+    "check-model": ("penstock_learner.check_model", "check that the learner trains a model correctly, and how"),
     "export": ("penstock_learner.export", "write a checkpoint as a Hugging Face folder"),
 }
 """Each command's function, which takes `argv` and returns an exit code, and its help. A module stands for its `main`.

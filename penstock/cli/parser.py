@@ -25,7 +25,7 @@ _NEGATIVE_NUMBER = re.compile(r"-\d*\.?\d+([eE][-+]?\d+)?(:.*)?")
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Leaves more room for options, so that fewer have their text on a line of its own."""
+    """Leaves more room for options, so that fewer have their text on a separate line."""
 
     def __init__(self, prog: str, **options: Any) -> None:
         super().__init__(prog, **{"max_help_position": 30, **options})

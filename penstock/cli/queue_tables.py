@@ -157,14 +157,8 @@ def group_record(group: Group) -> dict[str, Any]:
 
 
 def dead_letter_record(letter: DeadLetter) -> dict[str, Any]:
-    return {
-        "id": letter.stream_id,
-        "time_ms": letter.time_ms,
-        "prompt_id": letter.prompt_id,
-        "reason": letter.reason,
-        "prompt_bytes": letter.prompt_bytes,
-        "group_bytes": letter.group_bytes,
-    }
+    fields = asdict(letter)
+    return {"id": fields.pop("stream_id"), "time_ms": letter.time_ms, **fields}
 
 
 def print_dead_letters(letters: Sequence[DeadLetter]) -> None:

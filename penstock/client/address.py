@@ -1,19 +1,21 @@
-"""Where a gateway listens, and how its REST paths are spelled."""
+"""Where a gateway listens, how its REST paths are spelled, and what keeps it from answering."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
 from penstock.api_keys import read_own_key
 from penstock.errors import ConfigError
-from penstock.restarting import why_no_gateway
 
 CONFIGURED_RUN = "-"
 """Stands for the run that the gateway itself was started for."""
+RESTARTING = "restarting.json"
+"""In a run's folder: the processes that `penstock up` is starting again."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +68,57 @@ class GatewayAddress:
         return f"{path}:{verb}" if verb else path
 
 
+# ── the supervisor of a run on this machine ──
+
+
 def is_supervised(folder: Path) -> bool:
-    """Whether the `penstock up` that has locked the run's folder is alive. The lock contains its process id."""
+    """Whether the `penstock up` that has locked the run's folder is alive."""
+    return _supervisor_is_alive(folder) is True
+
+
+def is_stopped(folder: Path) -> bool:
+    """Whether the `penstock up` that ran in this folder has ended. False if the run was never started by one."""
+    return _supervisor_is_alive(folder) is False
+
+
+def _supervisor_is_alive(folder: Path) -> bool | None:
+    """None if no supervisor has locked the folder. The lock contains its process id."""
     try:
         os.kill(int((folder / "lock").read_text()), 0)
-    except (OSError, ValueError, OverflowError):
+    except ProcessLookupError:
         return False
+    except PermissionError:  # it runs as another user
+        return True
+    except (OSError, ValueError, OverflowError):
+        return None
     return True
+
+
+def write_restarting(folder: Path, ended: Mapping[str, str]) -> None:
+    """Write which processes `penstock up` is starting again, each with how it ended, for commands that find no gateway.
+    Without one, remove the file."""
+    file = folder / RESTARTING
+    if not ended:
+        file.unlink(missing_ok=True)
+        return
+    written = file.with_suffix(".partial")
+    written.write_text(json.dumps(dict(ended)))
+    written.replace(file)
+
+
+def read_restarting(folder: Path) -> dict[str, str]:
+    """The processes that are being started again, each with how it ended. It counts only while the supervisor lives."""
+    try:
+        found = json.loads((folder / RESTARTING).read_text())
+    except (OSError, ValueError):
+        return {}
+    return {str(name): str(text) for name, text in found.items()} if isinstance(found, dict) else {}
+
+
+def why_no_gateway(folder: Path) -> str:
+    """What keeps the gateway of a run whose supervisor lives from answering."""
+    ended = read_restarting(folder)
+    if not ended:
+        return f"the run in {folder} is starting or stopping, and its gateway is not up; try again soon"
+    what = "; ".join(ended[name] for name in sorted(ended, key=lambda name: name != "gateway"))
+    return f"`penstock up` is starting {', '.join(sorted(ended))} of the run in {folder} again ({what}); try again soon"

@@ -16,6 +16,9 @@ from penstock.config.loggers import LoggerName, ProfileConfig, SamplesConfig, Wa
 ALL_LINEAR: Literal["all-linear"] = "all-linear"
 OWN_ROLE_WORKERS = ("critic", "reference", "reward_model")
 """Workers that a role of the user's own can have by name."""
+TYPICAL_MISMATCH_NATS = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.05}
+"""Upper end of the usual mean difference per token between the log-probs of two correct implementations of the same
+model, by dtype."""
 
 
 class RoleConfig(Config):

@@ -111,7 +111,8 @@ class CodeReward(RewardSettings):
     """Maximum number of processes and threads of one test."""
     confinement: Literal["auto", "bubblewrap", "builtin"] = "auto"
     """What isolates the tests. `bubblewrap` needs the program bwrap and a host that allows user namespaces, or root.
-    `builtin` needs Landlock and seccomp. `auto`: bubblewrap if it works on this machine, otherwise builtin."""
+    `builtin` needs Landlock and seccomp. `auto`: bubblewrap, which must be installed; builtin where bubblewrap cannot
+    start, as in pods without user namespaces."""
     allow_unisolated: bool = False
     """Run tests even if nothing can isolate them on this machine. Code that a model has
     written can then reach the network, the disk and this user's other processes."""

@@ -65,10 +65,6 @@ class RolloutConfig(Config):
     """Internal gRPC port. 0: take a free port."""
     metrics_port: int = Field(default=0, ge=0, le=65535)
     """Port of /metrics and the probes. 0: take a free port and write it to the run's folder."""
-    http_port: int | None = Field(default=None, ge=0, le=65535)
-    """Port on which this server answers OpenAI's and Anthropic's HTTP APIs itself, for routers of inference. It takes
-    the keys of `gateway.keys_file`, or else that of `gateway.api_key_file`. None: it has no such port. 0: take a free
-    port and write it to the run's folder."""
     engine: EngineConfig = EngineConfig()
     max_concurrent_groups: int = Field(default=64, ge=1)
     """Maximum number of whole groups that a server generates at once. A group counts by the share of its samples that
@@ -79,10 +75,6 @@ class RolloutConfig(Config):
     """Number of tokens of a sample after which the new ones are saved in Redis. If the server dies, is drained or is
     preempted, another server continues the sample from there. Finished samples of unfinished groups are saved at once.
     Up to a quarter of `replay.capacity_bytes` is used. 0: nothing is saved, and a lost group is generated again."""
-    spread_groups: bool = False
-    """Whether a group with more samples than `engine.max_num_seqs` may use free rows of other servers for those beyond
-    it. It is faster only for such groups. Servers then call each other's internal port, which the chart opens between
-    them."""
     prompt_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds after which a server gives up on a prompt and returns it to the queue. This counts as one failure
     (`replay.max_attempts`)."""

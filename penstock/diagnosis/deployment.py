@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from urllib.parse import urlsplit
 
 from redis.exceptions import AuthenticationError, NoPermissionError, RedisError, ResponseError
 
+from penstock.client.address import is_stopped
 from penstock.config.gpu_bundles import num_gpus
 from penstock.config.rewards import CodeReward
 from penstock.config.run import RunConfig
@@ -55,7 +55,7 @@ async def examine(config: RunConfig) -> list[Finding]:
     client = connect(config.redis)
     try:
         redis_findings = await check_redis(client, config)
-        if is_stopped(config) and any(finding.level == "fail" for finding in redis_findings):
+        if is_stopped(config.folder) and any(finding.level == "fail" for finding in redis_findings):
             return [*check_stopped(config), *findings]
         findings += redis_findings
         if all(finding.check != "redis" or finding.level != "fail" for finding in redis_findings):
@@ -79,19 +79,6 @@ async def check_run(client: RedisClient, config: RunConfig) -> list[Finding]:
 # ── a stopped run ──
 
 
-def is_stopped(config: RunConfig) -> bool:
-    """Whether the process that supervised the run here has ended. False if the run was not started by `penstock up`."""
-    try:
-        supervisor = int((config.folder / "lock").read_text())
-    except (OSError, ValueError):
-        return False
-    try:
-        os.kill(supervisor, 0)
-    except OSError as error:
-        return isinstance(error, ProcessLookupError)
-    return False
-
-
 def check_stopped(config: RunConfig) -> list[Finding]:
     """Say that the run is stopped and from where it continues, and check what its next start needs."""
     newest = max(config.folder.glob("checkpoints/term-*-step-*"), default=None)
@@ -113,7 +100,7 @@ def check_stopped(config: RunConfig) -> list[Finding]:
 def check_ports(config: RunConfig) -> list[Finding]:
     """Check that the processes of a run listen where they said. If the run is not up, check that its ports are free."""
     findings = []
-    files = [] if is_stopped(config) else sorted(config.folder.glob("*.json"))
+    files = [] if is_stopped(config.folder) else sorted(config.folder.glob("*.json"))
     for path in files:
         fields = json.loads(path.read_text())
         if isinstance(fields, dict) and "host" in fields:
@@ -159,7 +146,7 @@ def check_sandbox(config: RunConfig) -> list[Finding]:
     codes = [code for code in (*reward.by_data_source.values(), reward.default) if isinstance(code, CodeReward)]
     findings = []
     for confinement in dict.fromkeys(code.confinement for code in codes or [CodeReward()]):
-        command = [sys.executable, "-m", "penstock_rollout.rewards.sandbox", confinement]
+        command = [sys.executable, "-m", "penstock_rollout.rewards.sandbox.run", confinement]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=SANDBOX_TIMEOUT_S, check=False)
         except (subprocess.SubprocessError, OSError) as error:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from penstock.config.learner import TYPICAL_MISMATCH_NATS
 from penstock.diagnosis import Finding, Level
 from penstock.diagnosis.facts import RunFacts
 from penstock.diagnosis.progress import learning_finding, speed_finding
-from penstock.logprob_mismatch import TYPICAL_MISMATCH_NATS
 
 FAILED_RATIO = "reward_failed_ratio"
 

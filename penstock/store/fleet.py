@@ -122,23 +122,6 @@ class Fleet:
         now_ms = await self._now_ms()
         return [_read(json.loads(text), states.get(server_id), now_ms) for server_id, text in sorted(records.items())]
 
-    async def peers(self, server_id: str) -> list[ServerRecord]:
-        """The other servers that take work: neither drained nor in quarantine. Uses only commands that a rollout
-        server's Redis user may call."""
-        records = [json.loads(text) for text in await guarded(self.client.hvals(self.keys.servers))]
-        names = sorted(record["server_id"] for record in records if record["server_id"] != server_id)
-        if not names:
-            return []
-        states = await guarded(self.client.hmget(self.keys.server_states, names))
-        quarantined = await guarded(self.client.hmget(self.keys.quarantined, names))
-        drained = [await guarded(self.client.sismember(self.keys.drained, name)) for name in names]
-        now_ms, known = await self._now_ms(), {record["server_id"]: record for record in records}
-        return [
-            _read(known[name], state, now_ms)
-            for name, state, is_kept, is_drained in zip(names, states, quarantined, drained, strict=True)
-            if is_kept is None and not is_drained
-        ]
-
     async def num_servers(self) -> int:
         return int(await guarded(self.client.hlen(self.keys.servers)))
 

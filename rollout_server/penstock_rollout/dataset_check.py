@@ -1,6 +1,6 @@
 """`python -m penstock_rollout.dataset_check --config run.yaml`: what servers would warn of once they work on a dataset.
 
-`penstock up --check` runs it. It prints a line for each data source without a reward of its own, and for each file with
+`penstock up --check` runs it. It prints a line for each data source without its own reward, and for each file with
 prompts that are too long. Only the first rows of a file are read, and nothing is written.
 """
 
@@ -22,17 +22,16 @@ from penstock.feed.datasets import RowFormat, read_prompts
 from penstock.feed.files import matching_files
 from penstock.trajectory import Prompt, Sampling
 from penstock_rollout.metrics import RolloutMetrics
-from penstock_rollout.rewards.choice import RewardChoice
-from penstock_rollout.text.prompt_length import PromptLength
-from penstock_rollout.text.tokenization import Tokenization
+from penstock_rollout.rewards.scorer import RewardChoice
+from penstock_rollout.tokenization import PromptLength, Tokenization
 
 MAX_ROWS = 1000
 """Rows of a file that are looked at. More would take longer than a check should."""
 
 
 def doubts_about_dataset(config: RunConfig) -> list[str]:
-    """One line for each thing, with what to do. Raises InvalidInput for a row that is no prompt. The rows of a loader
-    are not read."""
+    """One line for each thing, with what to do. Raises InvalidInput for a row that is not a prompt. The rows of a
+    loader are not read."""
     if config.dataset.loader:
         return []
     files = {path: _first_prompts(config, path) for path in _paths(config)}

@@ -71,9 +71,6 @@ class RolloutMetrics:
         self.saved_tokens = Counter(
             name("rollout_saved_tokens"), "Tokens of unfinished groups that were saved in Redis.", registry=registry
         )
-        self.peer_samples = Counter(
-            name("rollout_peer_samples"), "Samples that were sent to another server.", ["outcome"], registry=registry
-        )
         self.continued_tokens = Counter(
             name("rollout_continued_tokens"), "Tokens that another lease had saved and this one continued.",
             registry=registry,
@@ -95,8 +92,6 @@ class RolloutMetrics:
         registry.register(self.generating)
         self.paused.labels("weights")
         self.recovery_seconds.labels("rollout")
-        for outcome in ("answered", "failed"):
-            self.peer_samples.labels(outcome)
         for reason in ("stale", "lost"):
             self.regenerated_tokens.labels(reason)
         for kind in REWARD_ERRORS:

@@ -1,17 +1,21 @@
 """The rollout server process: one engine, and the loops that lease prompts, append groups and follow versions.
 
-| loop      | file                  | what it does                                                     |
-|-----------|-----------------------|------------------------------------------------------------------|
-| lease     | `groups/producer.py`  | leases prompts; a task per prompt makes the group and appends it |
-| heartbeat | `groups/producer.py`  | renews the leases                                                |
-| reconcile | `groups/producer.py`  | drops groups that are done, and appends again what Redis lost    |
-| save      | `groups/token_saver.py` | saves the tokens of unfinished groups                          |
-| report    | `fleet/membership.py` | reports to the fleet, and follows the wanted version             |
-| health    | here                  | ends the server if its engine fails                              |
-| notices   | `store/notices.py`    | tells the run's users of failed rewards and prompts              |
+| loop      | waits for                                 | unblocked by                 | file                    |
+|-----------|-------------------------------------------|------------------------------|-------------------------|
+| lease     | a free place, a serving state, a prompt   | a finished group, a version, | `groups/producer.py`    |
+|           | that the queue admits                     | a signal of the queue        |                         |
+| work (×N) | the engine, the reward, room in the queue | tokens, the learner's takes  | `groups/producer.py`    |
+| heartbeat | a third of the lease's lifetime           | the clock                    | `groups/producer.py`    |
+| reconcile | RECONCILE_S                               | the clock                    | `groups/producer.py`    |
+| save      | tokens that can be saved                  | the engine                   | `agents/saved_samples.py` |
+| report    | the interval of reports to the fleet      | the clock                    | `fleet/membership.py`   |
+| health    | HEALTH_S                                  | the clock                    | here                    |
+| notices   | a failed reward or prompt                 | the scorer, the producer     | `store/notices.py`      |
 
-Pushed versions arrive at `fleet/weight_member.py`, requests of clients at `serving/generate_service.py`. Both are gRPC
-services on the internal listener.
+All run in one TaskGroup: a loop that fails ends the server. Pushed versions arrive at `fleet/weight_member.py`, and
+requests of clients at `serving/generate_service.py`. Both are gRPC services on the internal listener. The server has no
+HTTP port for clients: the gateway answers OpenAI's and Anthropic's protocols for the whole fleet and chooses the least
+busy server, so a port here was a second check of keys and bodies, off by default, whose use was never measured.
 """
 
 from __future__ import annotations
@@ -21,15 +25,16 @@ import contextlib
 import logging
 import signal
 import traceback
+from dataclasses import dataclass, field
 from functools import partial
 
+import grpc
+import redis.asyncio as redis
 from prometheus_client import REGISTRY
 
-from penstock.api_keys import OWN_KEY_FILE
 from penstock.cancellation import end_task
 from penstock.config.run import RunConfig
 from penstock.errors import PenstockError, Unavailable, described, first_error
-from penstock.key_files import SINGLE_KEY_NAME, KeyFile
 from penstock.machine.ports import is_loopback, keep_collectives_on_loopback
 from penstock.metrics import write_endpoint
 from penstock.process_endpoint import ProcessEndpoint, Readiness
@@ -41,25 +46,24 @@ from penstock.store.notices import Event, NoticeBoard, Notices
 from penstock.store.phases import Phases
 from penstock.store.policies import PolicyRegistry
 from penstock.store.redis_client import connect
-from penstock.tracing import open_tracing
+from penstock.tracing import Tracing, open_tracing
 from penstock.v1 import generate_pb2_grpc, weights_pb2_grpc
 from penstock.weights.cluster_key import ClusterKey
 from penstock_rollout.agents.registry import Agents
+from penstock_rollout.agents.saved_samples import TokenSaver
+from penstock_rollout.engines.engine import Engine
 from penstock_rollout.engines.factory import check_serves_model, create_engine, resolve_engine_name, start_engine
 from penstock_rollout.fleet.internal_listener import make_listener
 from penstock_rollout.fleet.membership import FleetMembership
 from penstock_rollout.fleet.weight_member import WeightMember
 from penstock_rollout.groups.group_maker import GroupMaker
-from penstock_rollout.groups.peer_rows import PeerRows
 from penstock_rollout.groups.producer import Producer
-from penstock_rollout.groups.token_saver import TokenSaver
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.rewards.scorer import Scorer
 from penstock_rollout.serving.generate_service import GenerateService
 from penstock_rollout.serving.tool_calling import ToolCalling
 from penstock_rollout.start_check import check_address
-from penstock_rollout.text.prompt_length import PromptLength
-from penstock_rollout.text.tokenization import Tokenization
+from penstock_rollout.tokenization import PromptLength, Tokenization
 
 logger = logging.getLogger(__name__)
 HEALTH_S = 2.0
@@ -71,64 +75,27 @@ CLOSE_S = 1.0
 """How long the listener waits for requests in progress when the server ends."""
 
 
+@dataclass
 class RolloutServer:
-    """The parts of one server, and the order in which they start and stop."""
+    """The parts of one server, and the order in which they start and stop. `assemble` makes one."""
 
-    def __init__(self, config: RunConfig, server_id: str) -> None:
-        rollout, max_model_len = config.rollout, config.rollout.engine.max_model_len
-        self.config = config
-        self.server_id = server_id
-        self.stopping = asyncio.Event()
-        self._closing = contextlib.AsyncExitStack()
-        self.metrics = RolloutMetrics(REGISTRY)
-        self.endpoint = ProcessEndpoint(REGISTRY)
-        self.engine = create_engine(
-            rollout.engine, config.model.path, config.model.dtype, config.seed,
-            report_experts=config.learner.router.replay,
-        )  # fmt: skip
-        self.metrics.info.labels(server_id, self.engine.name).set(1)
-        self.metrics.follow_engine(self._generating_s)
-        self.client = connect(config.redis)
-        self.notices = NoticeBoard(Notices(self.client, config.run))
-        self.scorer = Scorer(rollout.reward, self.metrics, self.notices.post)
-        prompt_length = PromptLength(rollout.prompt, max_model_len, self.metrics)
-        tokenization = Tokenization(config.model.path, prompt_length.fit, config.rollout.prompt.template_arguments)
-        self.agents = Agents.load(rollout.agents, max_model_len, tokenization)
-        self.tracing = open_tracing(config.tracing, "rollout", config.run)
-        self.heartbeats, self.phases = Heartbeats(self.client, config.run), Phases(self.client, config.run)
-        fleet = Fleet(self.client, config.run)
-        self.weight_member = WeightMember(config.run, self.engine, self.metrics, fleet.term)
-        self.membership = FleetMembership(
-            config, server_id, self.engine, fleet, PolicyRegistry(self.client, config.run), self.weight_member,
-            self.metrics,
-            partial(self.phases.enter, server_id, "serving"),
-        )  # fmt: skip
-        queue = RedisReplayQueue(self.client, config.run, config.replay)
-        self.saver = TokenSaver(
-            queue, self.engine, server_id, self.metrics, rollout.save_every_tokens, config.replay.max_staleness
-        )  # fmt: skip
-        self.peers = PeerRows(
-            config.run, server_id, fleet, ClusterKey.of(config), self.metrics, rollout.engine.max_num_seqs,
-            rollout.prompt_timeout_s,
-        )  # fmt: skip
-        maker = GroupMaker(
-            config.run, server_id, self.engine, tokenization, self.scorer, self.metrics, self.agents,
-            greedy_baseline=config.learner.algorithm.advantage.has_baseline, tracing=self.tracing,
-            saver=self.saver,
-            peers=self.peers if rollout.spread_groups and not config.learner.router.replay else None,
-        )  # fmt: skip
-        self.producer = Producer(
-            queue, server_id, maker, rollout, config.replay,
-            self.metrics, may_lease=self.membership.may_lease, engine_stats=self.engine.stats, tracing=self.tracing,
-            post=self.notices.post, reward_model=config.learner.reward_model,
-            saver=self.saver,
-        )  # fmt: skip
-        tool_calling = ToolCalling.of(rollout, self.engine.name, tokenization)
-        generation = GenerateService(config.run, server_id, self.engine, tokenization, max_model_len, tool_calling)
-        self.generation = generation
-        self.listener = make_listener(ClusterKey.of(config))
-        weights_pb2_grpc.add_WeightMemberServiceServicer_to_server(self.weight_member, self.listener)
-        generate_pb2_grpc.add_GenerateServiceServicer_to_server(generation, self.listener)
+    config: RunConfig
+    server_id: str
+    client: redis.Redis
+    engine: Engine
+    metrics: RolloutMetrics
+    tracing: Tracing
+    phases: Phases
+    notices: NoticeBoard
+    scorer: Scorer
+    agents: Agents
+    weight_member: WeightMember
+    membership: FleetMembership
+    saver: TokenSaver
+    producer: Producer
+    listener: grpc.aio.Server
+    endpoint: ProcessEndpoint
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self) -> None:
         """Serve until `stopping` is set. Then drain, leave the fleet and stop the engine."""
@@ -139,11 +106,9 @@ class RolloutServer:
             leaving = Leaving(self.client, self.config.run, self.server_id)
             await closing.enter_async_context(leaving.holding(self.stopping))
             closing.push_async_callback(self.scorer.close)
-            closing.push_async_callback(self.peers.close)
             closing.push_async_callback(self.agents.close)
             closing.push_async_callback(self.engine.stop)
             closing.push_async_callback(self.listener.stop, grace=CLOSE_S)
-            await closing.enter_async_context(self._closing)
             closing.push_async_callback(self._leave)
             try:
                 await self._start()
@@ -155,6 +120,8 @@ class RolloutServer:
     async def _start(self) -> None:
         """Start the engine and join the fleet."""
         rollout = self.config.rollout
+        self.metrics.info.labels(self.server_id, self.engine.name).set(1)
+        self.metrics.follow_engine(self._generating_s)
         self.endpoint.readiness = self.readiness
         self.endpoint.listen(rollout.host, rollout.metrics_port)
         await self.phases.enter(self.server_id, "checking the rewards", is_first=True)
@@ -168,10 +135,10 @@ class RolloutServer:
         await self.phases.enter(self.server_id, "joining the fleet and waiting for the current weights")
         self.metrics.version.labels("rollout").set(0)
         await self.membership.join(await self._listen())
-        await self.heartbeats.count_start(self.server_id)
+        await Heartbeats(self.client, self.config.run).count_start(self.server_id)
 
     async def _listen(self) -> str:
-        """Start the internal listener and tell where it is. Returns the address for other processes."""
+        """Start the internal listener and write where it is. Returns the address for other processes."""
         rollout = self.config.rollout
         try:
             port = self.listener.add_insecure_port(f"{rollout.host}:{rollout.port}")
@@ -180,44 +147,34 @@ class RolloutServer:
                 f"port {rollout.port} on {rollout.host} is in use; set rollout.port to a free one or 0"
             ) from error
         await self.listener.start()
-        endpoint = {"host": rollout.host, "port": port, "metrics_port": self.endpoint.port}
-        if rollout.http_port is not None:
-            endpoint["http_port"] = await self._listen_http(rollout.http_port)
-        write_endpoint(self.config.folder, self.server_id, **endpoint)
-        return f"{rollout.advertise_host or rollout.host}:{port}"
-
-    async def _listen_http(self, port: int) -> int:
-        """Open the HTTP port for clients until the server ends. Returns the port."""
-        from penstock_rollout.serving.http_listener import http_listener
-        from penstock_rollout.serving.http_service import HttpService
-        from penstock_rollout.serving.model_server_metrics import ModelServerMetrics
-
-        config = self.config
-        if self.engine.name != "vllm":  # vLLM has registered its own
-            metrics = ModelServerMetrics(config.run, self.engine.stats, lambda: self.engine.policy_version >= 0)
-            REGISTRY.register(metrics)
-        service = HttpService(
-            self.generation, http_keys(config), REGISTRY, self.readiness, config.gateway.max_body_bytes
+        write_endpoint(
+            self.config.folder, self.server_id, host=rollout.host, port=port, metrics_port=self.endpoint.port
         )
-        return await self._closing.enter_async_context(http_listener(service.app(), config.rollout.host, port))
+        return f"{rollout.advertise_host or rollout.host}:{port}"
 
     async def _serve(self) -> None:
         """Run the loops until `stopping` is set. A loop that fails ends the server."""
+        producer, scorer = self.producer, self.scorer
         async with asyncio.TaskGroup() as tasks:
             loops = [
                 tasks.create_task(loop, name=name)
                 for name, loop in (
-                    ("lease", self.producer.lease_loop()),
-                    ("heartbeat", self.producer.heartbeat_loop()),
-                    ("reconcile", self.producer.reconcile_loop()),
+                    ("lease", producer.lease_loop()),
+                    ("heartbeat", producer.heartbeat_loop()),
+                    ("reconcile", producer.reconcile_loop()),
                     ("save", self.saver.save_loop()),
-                    ("report", self._report_loop()),
+                    ("report", self.membership.report_loop(lambda: producer.num_running, lambda: scorer.num_scoring)),
                     ("health", self._health_loop()),
                     ("notices", self.notices.write_loop()),
                 )
             ]
             await self.stopping.wait()
             await asyncio.gather(*(end_task(task) for task in loops))
+
+    async def _health_loop(self) -> None:
+        while True:
+            await asyncio.sleep(HEALTH_S)
+            await self.engine.check_health()
 
     def _generating_s(self) -> float:
         """Seconds in which the engine had something to generate. It is called from another thread."""
@@ -228,14 +185,6 @@ class RolloutServer:
         if self.stopping.is_set():
             return Readiness("draining", "gives unfinished prompts back and leaves the fleet")
         return self.membership.readiness() or Readiness("loading", self.phases.newest)
-
-    async def _report_loop(self) -> None:
-        await self.membership.report_loop(lambda: self.producer.num_running, lambda: self.scorer.num_scoring)
-
-    async def _health_loop(self) -> None:
-        while True:
-            await asyncio.sleep(HEALTH_S)
-            await self.engine.check_health()
 
     async def _leave(self) -> None:
         """Give back unfinished prompts and leave the fleet, so that no further push counts on this server.
@@ -249,13 +198,47 @@ class RolloutServer:
             logger.warning("could not leave the fleet: %s", error)
 
 
-def http_keys(config: RunConfig) -> list[KeyFile]:
-    """The keys of the HTTP port. If the gateway has a file of hashes, the server needs no other and holds no secret."""
-    grace_s = config.gateway.keys_grace_s
-    if config.gateway.keys_file is not None:
-        return [KeyFile.of_hashes(config.gateway.keys_file, grace_s)]
-    path = config.gateway.api_key_file or config.folder / OWN_KEY_FILE
-    return [KeyFile.of_secret(path, grace_s, "gateway.api_key_file", SINGLE_KEY_NAME)]
+def assemble(config: RunConfig, server_id: str) -> RolloutServer:
+    """Make the parts of a server and connect them. Nothing listens or is loaded before `RolloutServer.run`."""
+    run, rollout, max_model_len = config.run, config.rollout, config.rollout.engine.max_model_len
+    metrics = RolloutMetrics(REGISTRY)
+    engine = create_engine(
+        rollout.engine, config.model.path, config.model.dtype, config.seed, report_experts=config.learner.router.replay
+    )
+    client = connect(config.redis)
+    phases, fleet = Phases(client, run), Fleet(client, run)
+    queue = RedisReplayQueue(client, run, config.replay)
+    notices = NoticeBoard(Notices(client, run))
+    tracing = open_tracing(config.tracing, "rollout", run)
+    scorer = Scorer(rollout.reward, metrics, notices.post)
+    prompt_length = PromptLength(rollout.prompt, max_model_len, metrics)
+    tokenization = Tokenization(config.model.path, prompt_length.fit, rollout.prompt.template_arguments)
+    agents = Agents.load(rollout.agents, max_model_len, tokenization)
+    weight_member = WeightMember(run, engine, metrics, fleet.term)
+    membership = FleetMembership(
+        config, server_id, engine, fleet, PolicyRegistry(client, run), weight_member, metrics,
+        partial(phases.enter, server_id, "serving"),
+    )  # fmt: skip
+    saver = TokenSaver(queue, engine, server_id, metrics, rollout.save_every_tokens, config.replay.max_staleness)
+    maker = GroupMaker(
+        run, server_id, engine, tokenization, scorer, metrics, agents,
+        greedy_baseline=config.learner.algorithm.advantage.has_baseline, tracing=tracing, saver=saver,
+    )  # fmt: skip
+    producer = Producer(
+        queue, server_id, maker, rollout, config.replay, metrics, may_lease=membership.may_lease,
+        engine_stats=engine.stats, tracing=tracing, post=notices.post, reward_model=config.learner.reward_model,
+        saver=saver,
+    )  # fmt: skip
+    tool_calling = ToolCalling.of(rollout, engine.name, tokenization)
+    listener = make_listener(ClusterKey.of(config))
+    weights_pb2_grpc.add_WeightMemberServiceServicer_to_server(weight_member, listener)
+    generate_pb2_grpc.add_GenerateServiceServicer_to_server(
+        GenerateService(run, server_id, engine, tokenization, max_model_len, tool_calling), listener
+    )
+    return RolloutServer(
+        config, server_id, client, engine, metrics, tracing, phases, notices, scorer, agents, weight_member, membership,
+        saver, producer, listener, ProcessEndpoint(REGISTRY),
+    )  # fmt: skip
 
 
 async def record_end(notices: Notices, server_id: str, error: Exception) -> None:
@@ -276,7 +259,7 @@ async def serve(config: RunConfig, server_id: str) -> None:
     ClusterKey.of(config).make_if_missing()
     if is_loopback(config.rollout.host):
         keep_collectives_on_loopback()
-    server = RolloutServer(config, server_id)
+    server = assemble(config, server_id)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.stopping.set)

@@ -23,8 +23,8 @@ from penstock.start_checks import (
     check_run_folder,
 )
 from penstock.weights.cluster_key import ClusterKey
-from penstock_rollout.agents.loading import check_tools_file, load_mcp_servers
-from penstock_rollout.agents.mcp.tools import configured_servers
+from penstock_rollout.agents.declarations import check_tools_file, load_mcp_servers
+from penstock_rollout.agents.mcp import configured_servers
 from penstock_rollout.engines.factory import (
     check_devices,
     check_reports_experts,
@@ -38,7 +38,7 @@ from penstock_rollout.rewards.scorer import Scorer
 def check(config: RunConfig) -> str:
     """Raise ConfigError if the config cannot work. Returns the name of the engine, without importing it.
 
-    Reward functions are loaded in a process of their own, as the server does. Nothing is written."""
+    Reward functions are loaded in a separate process, as the server does. Nothing is written."""
     check_address(config)
     check_redis(config.redis)
     check_model(config)
@@ -94,10 +94,4 @@ def check_address(config: RunConfig) -> None:
     if not is_loopback(config.rollout.host) and config.weights.cluster_key_file is None:
         raise ConfigError(
             f"rollout.host {config.rollout.host} is reachable by others; set weights.cluster_key_file, or use 127.0.0.1"
-        )
-    has_keys = config.gateway.keys_file is not None or config.gateway.api_key_file is not None
-    if config.rollout.http_port is not None and not is_loopback(config.rollout.host) and not has_keys:
-        raise ConfigError(
-            f"rollout.http_port on {config.rollout.host} is reachable by others; set gateway.keys_file or "
-            "gateway.api_key_file, or rollout.http_port to null"
         )

@@ -11,23 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import redis.asyncio as redis
-from prometheus_client import CollectorRegistry
 
-from penstock.api_keys import OWN_KEY_FILE
 from penstock.config.rollout import EngineConfig
 from penstock.config.service import ReplayConfig
-from penstock.key_files import key_files_of
-from penstock.process_endpoint import Readiness
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.v1 import generate_pb2_grpc
 from penstock.weights.cluster_key import ClusterKey
 from penstock_rollout.engines.torch.engine import TorchEngine
 from penstock_rollout.fleet.internal_listener import make_listener
 from penstock_rollout.serving.generate_service import GenerateService
-from penstock_rollout.serving.http_listener import http_listener
-from penstock_rollout.serving.http_service import HttpService
-from penstock_rollout.serving.model_server_metrics import ModelServerMetrics
-from penstock_rollout.text.tokenization import Tokenization
+from penstock_rollout.tokenization import Tokenization
 from support.gateways import Gateway, run_config, running
 from support.scripted_engines import make_tokenizer_folder
 from support.tiny_models import write_qwen2
@@ -42,10 +35,6 @@ class ProtocolRun:
 
     url: str
     key: str
-    server_url: str
-    """The rollout server's own HTTP port."""
-    readiness: list[Readiness]
-    """The last one is what the rollout server says of itself."""
 
 
 @contextmanager
@@ -92,12 +81,7 @@ async def _served(redis_url: str, folder: Path) -> AsyncIterator[ProtocolRun]:
         await fleet.join(ServerRecord("r0", f"127.0.0.1:{port}", "torch", policy_version=3))
         await fleet.set_state("r0", "READY")
         gateway: Gateway
-        registry, states = CollectorRegistry(), [Readiness("ready")]
-        registry.register(ModelServerMetrics("test", engine.stats, lambda: True))
         async with running(config) as gateway:
-            keys = key_files_of(config.gateway, config.folder / OWN_KEY_FILE)
-            http = HttpService(service, keys, registry, lambda: states[-1], config.gateway.max_body_bytes)
-            async with http_listener(http.app(), "127.0.0.1", 0) as http_port:
-                yield ProtocolRun(gateway.url, gateway.key, f"http://127.0.0.1:{http_port}", states)
+            yield ProtocolRun(gateway.url, gateway.key)
     await listener.stop(None)
     await engine.stop()

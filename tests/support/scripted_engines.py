@@ -28,7 +28,7 @@ from penstock_rollout.engines.engine import EngineStats, GenerateRequest, TokenC
 from penstock_rollout.fleet.internal_listener import make_listener
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.serving.generate_service import GenerateService
-from penstock_rollout.text.tokenization import Tokenization
+from penstock_rollout.tokenization import Tokenization
 
 LOG_PROB = -0.25
 SPECIAL = ("<|end|>", "<|other_end|>", "<|start|>", "<tool_call>", "</tool_call>")

@@ -23,9 +23,9 @@ from penstock.cli import main as cli
 from penstock.cli.commands import control, observe
 from penstock.cli.connection import only_gateway
 from penstock.client import SyncPenstockClient
+from penstock.client.address import write_restarting
 from penstock.diagnosis.terminal import sparkline
 from penstock.errors import ConfigError, InvalidInput, PenstockError, Unavailable
-from penstock.restarting import write_restarting
 
 HEAVY = ("torch", "vllm", "ray", "grpc", "fastapi", "httpx", "numpy", "pyarrow", "redis", "pydantic", "rich")
 LIGHT_COMMANDS = (

@@ -22,7 +22,7 @@ from penstock.config.loading import validate
 from penstock.sessions.task_store import TaskStat
 from penstock.store.redis_memory import RedisMemory
 from penstock_learner.metrics import LearnerMetrics
-from penstock_rollout.agents.verl.stand_ins import verl_names
+from penstock_rollout.agents.verl import verl_names
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_services.gateway.metrics import GatewayMetrics, RunSnapshot
 from support.run_facts import run_facts

@@ -189,7 +189,7 @@ def test_the_command_as_json_and_its_mistakes(
     assert main(["samples", "--run-dir", "r", "--step", "7:"]) == 0
     assert capsys.readouterr().out == "no sample of r matches\n"
     assert main(["samples", "--run-dir", "r", "--step", "x"]) == 2
-    assert "--step: 'x' is no range; write 3:7" in capsys.readouterr().err
+    assert "--step: 'x' is not a range; write 3:7" in capsys.readouterr().err
     assert main(["samples", "--run-dir", str(tmp_path)]) == 2
     assert "has no samples.jsonl" in capsys.readouterr().err
 

@@ -284,12 +284,6 @@ REWARDS = Section(
             (f"{rate('penstock_rollout_regenerated_tokens_total', 'reason')} or vector(0)", "again: {{reason}}"),
             unit="suffix:tokens/s",
         ),
-        lines(
-            "Samples at other servers",
-            "Samples per second that were sent to another server, because their group is larger than a server.",
-            (f"{rate('penstock_rollout_peer_samples_total', 'outcome')} or vector(0)", "{{outcome}}"),
-            unit="suffix:samples/s",
-        ),
     ),
 )
 

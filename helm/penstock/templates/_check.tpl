@@ -29,17 +29,6 @@
 {{- if and $values.certManager.enabled $values.certManager.publicNamesOnly (not (or $values.gateway.ingress.host $values.gateway.httpRoute.hostnames)) -}}
 {{- fail "certManager.publicNamesOnly is true; set gateway.ingress.host or gateway.httpRoute.hostnames to the name that the certificate is for" -}}
 {{- end -}}
-{{- if and $values.rollout.http.enabled (not $values.gateway.namedKeys) -}}
-{{- fail "rollout.http.enabled is true; set gateway.namedKeys, so that servers hold hashes of keys and not the admin's key" -}}
-{{- end -}}
-{{- if and $values.rollout.http.enabled (include "penstock.hasSpreadServers" .) -}}
-{{- fail "rollout.http.enabled is true; servers of several nodes cannot have it: set nodes to 1" -}}
-{{- end -}}
-{{- with $values.rollout.http.inferencePool -}}
-{{- if and .enabled (not (and $values.rollout.http.enabled .endpointPicker.name)) -}}
-{{- fail "rollout.http.inferencePool.enabled is true; set rollout.http.enabled, and endpointPicker.name to the Service of the endpoint picker" -}}
-{{- end -}}
-{{- end -}}
 {{- if and $values.secretProviderClass (not $values.secretName) -}}
 {{- fail "secretProviderClass is set; set secretName to the Secret that the SecretProviderClass makes (secretObjects)" -}}
 {{- end -}}

@@ -28,9 +28,6 @@ Redis are paths of mounted files. Each process gets its Redis user, and a rollou
 {{- if include "penstock.gatewayReadsRuns" . -}}
 {{- $_ := set $decided.gateway "samples_dir" "/learner-runs" -}}
 {{- end -}}
-{{- if .Values.rollout.http.enabled -}}
-{{- $_ := set $decided.rollout "http_port" 8000 -}}
-{{- end -}}
 {{- if .Values.gateway.namedKeys -}}
 {{- $_ := set $decided.gateway "keys_file" "/etc/penstock/keys/api-keys" -}}
 {{- end -}}

@@ -59,9 +59,6 @@ spec:
       ports:
         - {name: weights, containerPort: 7070}
         - {name: metrics, containerPort: 9100}
-        {{- if $root.Values.rollout.http.enabled }}
-        - {name: http, containerPort: 8000}
-        {{- end }}
       # If the model takes too long to load, the server gives up before the probe does, and logs why.
       startupProbe:
         httpGet: {path: /startupz, port: metrics}
@@ -85,9 +82,7 @@ spec:
         {{- include "penstock.redisMount" $root | nindent 8 }}
   volumes:
     {{- include "penstock.trainingVolumes" (list $root $pool.shmSize) | nindent 4 }}
-    {{- /* The HTTP port needs the hashes of the keys only, so no server holds the admin's key. */}}
-    {{- $keys := ternary (list "cluster-key" "api-keys") (list "cluster-key") $root.Values.rollout.http.enabled }}
-    {{- include "penstock.keysVolume" (prepend $keys $root) | nindent 4 }}
+    {{- include "penstock.keysVolume" (list $root "cluster-key") | nindent 4 }}
     {{- include "penstock.redisVolume" (list $root "rollout") | nindent 4 }}
 {{- end -}}
 

@@ -29,8 +29,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.config.learner import TYPICAL_MISMATCH_NATS
 from penstock.errors import ConfigError
-from penstock.logprob_mismatch import TYPICAL_MISMATCH_NATS
 from penstock.trajectory import Group, Trajectory
 
 SHARE = 0.02

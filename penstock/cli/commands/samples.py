@@ -117,7 +117,7 @@ def _range(option: str, text: str | None) -> Range:
     try:
         return Range() if text is None else Range.parse(text)
     except ValueError:
-        raise InvalidInput(option, f"{text!r} is no range; write 3:7, 3:, :7 or 3") from None
+        raise InvalidInput(option, f"{text!r} is not a range; write 3:7, 3:, :7 or 3") from None
 
 
 # ── output ──

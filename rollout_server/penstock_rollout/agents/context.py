@@ -2,58 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from penstock.config.agents import AgentsConfig
-from penstock.trajectory import Prompt, Sampling, VersionSegment
+from penstock.trajectory import Prompt, Sampling
 from penstock_rollout.agents.episode import Episode
 from penstock_rollout.agents.interactions import Interaction
-from penstock_rollout.agents.saved_sample import SavedSample
+from penstock_rollout.agents.saved_samples import SampleProgress
 from penstock_rollout.agents.tool_calls import ToolCallParser
 from penstock_rollout.agents.tools import Toolbox
 from penstock_rollout.engines.engine import Engine
 from penstock_rollout.metrics import RolloutMetrics
-from penstock_rollout.text.tokenization import Tokenization
-
-
-class Progress(Protocol):
-    """What was saved of one sample, and what is saved from now on. `Transcript.continue_saved` uses it."""
-
-    @property
-    def server_id(self) -> str:
-        """This server."""
-        ...
-
-    @property
-    def saved(self) -> SavedSample | None:
-        """What earlier leases of the prompt saved."""
-        ...
-
-    @property
-    def chunk_tokens(self) -> int:
-        """Number of tokens after which new ones are saved."""
-        ...
-
-    def begin(self, request_id: str) -> None:
-        """Note that the engine runs this request of the sample."""
-        ...
-
-    def stop(self, request_id: str) -> None:
-        """Note that the request has ended."""
-        ...
-
-    def add(
-        self, token_ids: Sequence[int], log_probs: Sequence[float], segments: Sequence[VersionSegment],
-        *, is_last: bool = False,
-    ) -> None:  # fmt: skip
-        """Save what is new of the whole response so far, if it is enough or nothing follows."""
-        ...
-
-    def finish(self, episode: Episode) -> None:
-        """Save the finished sample."""
-        ...
+from penstock_rollout.tokenization import Tokenization
 
 
 @dataclass(frozen=True)
@@ -79,7 +41,7 @@ class AgentContext:
     """Parses the tool calls of a turn in the configured format."""
     interactions: Mapping[str, Interaction]
     metrics: RolloutMetrics
-    progress: Progress | None = None
+    progress: SampleProgress | None = None
     """Where the tokens of an unfinished sample are saved; None if they are not saved."""
 
 

@@ -1,16 +1,41 @@
-"""Reads the YAML files that declare tools and interactions, in verl's format. Error messages have one line."""
+"""Tools and interactions that YAML files declare, in verl's format. Error messages have one line.
+
+A class may be Penstock's or one written for verl. For the tools that verl ships, built-in tools take their place:
+verl's own classes need Ray, and the one for programs needs a service. A key of their `config` is used, named in the log
+if it has no effect here, or refused. An entry with `config.type: mcp` names a JSON file of MCP servers:
+
+    - class_name: verl.tools.mcp_base_tool.MCPBaseTool
+      config: {type: mcp, rate_limit: 120, timeout: 120}
+      mcp: {mcp_servers_config_path: ./mcp_server.json, tool_selected_list: [search]}
+"""
 
 from __future__ import annotations
 
+import json
+import logging
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from penstock.config.base import Config
 from penstock.config.explanation import explain
+from penstock.config.tools import McpServer
+from penstock.config.tools import PythonTool as PythonSettings
+from penstock.config.tools import SearchTool as SearchSettings
 from penstock.errors import ConfigError
+from penstock.user_code import load_object
+from penstock_rollout.agents.builtin_tools import PythonTool, SearchTool
+from penstock_rollout.agents.interactions import Interaction
+from penstock_rollout.agents.mcp import McpConnection, McpServers
+from penstock_rollout.agents.tools import Tool, Toolbox
+from penstock_rollout.agents.verl import VerlInteraction, VerlTool, is_verl_interaction, is_verl_tool, verl_names
+
+logger = logging.getLogger(__name__)
+_TOOLS_FILE = "rollout.agents.tools_file"
+_MCP_CLASSES = ("verl.tools.mcp_base_tool.MCPBaseTool", "verl.tools.mcp_search_tool.MCPSearchTool")
+_M = TypeVar("_M", bound=BaseModel)
 
 
 class _Function(BaseModel):
@@ -35,14 +60,14 @@ class McpDeclaration(Config):
 
     mcp_servers_config_path: Path
     tool_selected_list: list[str] | None = None
-    """None: all tools of the servers."""
+    """None for all tools of the servers."""
 
 
 class ToolDeclaration(Config):
     class_name: str = Field(min_length=1)
     config: dict[str, Any] = {}
     tool_schema: _ToolSchema | None = None
-    """None: a tool of verl that has a schema of its own."""
+    """None for a tool of verl that has its own schema."""
     mcp: McpDeclaration | None = None
 
     @property
@@ -52,7 +77,7 @@ class ToolDeclaration(Config):
 
     @property
     def openai_schema(self) -> dict[str, Any] | None:
-        """The schema as written in the file. Keys that were left out stay out."""
+        """The schema as written in the file. Keys that were omitted stay out."""
         if self.tool_schema is None:
             return None
         return {"type": "function"} | self.tool_schema.model_dump(exclude_unset=True)
@@ -60,13 +85,13 @@ class ToolDeclaration(Config):
 
 class InteractionDeclaration(Config):
     name: str | None = Field(default=None, min_length=1)
-    """None: the name of the class without `Interaction`, in lower case, as in verl."""
+    """None for the name of the class without `Interaction`, in lower case, as in verl."""
     class_name: str = Field(min_length=1)
     config: dict[str, Any] = {}
 
     @property
     def chosen_name(self) -> str:
-        class_name = self.class_name.replace(":", ".").rpartition(".")[2]
+        class_name = _dotted(self.class_name).rpartition(".")[2]
         return self.name or (class_name.removesuffix("Interaction") or class_name).lower()
 
 
@@ -78,10 +103,7 @@ class InteractionsFile(Config):
     interaction: list[InteractionDeclaration] = Field(min_length=1)
 
 
-_F = TypeVar("_F", ToolsFile, InteractionsFile)
-
-
-def read_declarations(path: Path, kind: type[_F], where: str) -> _F:
+def read_declarations(path: Path, kind: type[_M], where: str) -> _M:
     """Read and check a file. `where` is the config field that names it, for error messages."""
     try:
         data = yaml.safe_load(path.read_text())
@@ -89,8 +111,251 @@ def read_declarations(path: Path, kind: type[_F], where: str) -> _F:
         raise ConfigError(f"{where} {path} cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{where} {path} is not YAML: {' '.join(str(error).split())}") from error
+    return _validated(kind, data, f"{where} {path}")
+
+
+class _Limits(Config):
+    type: Literal["native"] = "native"
+    num_workers: int = Field(ge=1)
+    rate_limit: int = Field(ge=1)
+    """In verl a number of calls at the same time, over all workers. Here it is one of each rollout server."""
+    enable_global_rate_limit: bool = True
+
+    @property
+    def num_concurrent(self) -> int:
+        return min(self.num_workers, self.rate_limit) if self.enable_global_rate_limit else self.num_workers
+
+
+class _Search(_Limits):
+    """`config` of verl's SearchTool, with verl's defaults."""
+
+    retrieval_service_url: str = Field(pattern=r"^https?://")
+    topk: int = Field(default=3, ge=1)
+    timeout: float = Field(default=30.0, gt=0)
+    num_workers: int = Field(default=120, ge=1)
+    rate_limit: int = Field(default=120, ge=1)
+
+    def tool(self, name: str, place: str) -> Tool:
+        settings = SearchSettings(
+            kind="search", url=self.retrieval_service_url, top_k=self.topk, timeout_s=self.timeout,
+            max_concurrent=self.num_concurrent,
+        )  # fmt: skip
+        return SearchTool(name, settings)
+
+
+class _Sandbox(_Limits):
+    """`config` of verl's SandboxFusionTool, with verl's defaults."""
+
+    sandbox_fusion_url: str = ""
+    default_timeout: float = Field(default=30.0, gt=0)
+    default_language: Literal["python"] = "python"
+    memory_limit_mb: int = Field(default=1024, ge=64)
+    num_workers: int = Field(default=10, ge=1)
+    rate_limit: int = Field(default=10, ge=1)
+
+    def tool(self, name: str, place: str) -> Tool:
+        if self.sandbox_fusion_url:
+            logger.warning(
+                "%s.config.sandbox_fusion_url is not called: programs run in the rollout server's own sandbox", place
+            )
+        settings = PythonSettings(
+            kind="python", timeout_s=self.default_timeout, memory_bytes=self.memory_limit_mb * 2**20,
+            num_processes=self.num_concurrent,
+        )  # fmt: skip
+        return PythonTool(name, settings)
+
+
+_CONFIGS: dict[str, type[_Search] | type[_Sandbox]] = {
+    "verl.tools.search_tool.SearchTool": _Search,
+    "verl.tools.sandbox_fusion_tools.SandboxFusionTool": _Sandbox,
+}
+
+
+def is_built_in(class_name: str) -> bool:
+    return _dotted(class_name) in _CONFIGS
+
+
+def built_in_tool(class_name: str, config: dict[str, Any], schema: dict[str, Any] | None, place: str) -> Tool:
+    """The tool that does what verl's class does. The model sees the schema of the file. Raises ConfigError."""
+    if schema is None:
+        raise ConfigError(f"{place}.tool_schema is missing; describe the function that the model calls")
+    given: _Search | _Sandbox = _validated(_CONFIGS[_dotted(class_name)], config, f"{place}.config")
+    tool = given.tool(schema["function"]["name"], place)
+    tool.tool_schema = schema
+    return tool
+
+
+def _dotted(class_name: str) -> str:
+    return class_name.replace(":", ".")
+
+
+class _McpConfig(Config):
+    """`config` of verl's MCP tools."""
+
+    type: Literal["mcp"]
+    timeout: float = Field(default=30.0, gt=0)
+    rate_limit: float | None = None
+
+
+class _Server(BaseModel):
+    """A server in the JSON file, in the format that most MCP clients share. Keys such as `description` are
+    ignored."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    command: str | None = None
+    args: list[str] = []
+    env: dict[str, str] = {}
+    cwd: Path | None = None
+    url: str | None = Field(default=None, pattern=r"^https?://")
+    transport: str | None = None
+    headers: dict[str, str] = {}
+    auth_token: str | None = None
+
+    @model_validator(mode="after")
+    def _has_one_address(self) -> _Server:
+        if (self.command is None) == (self.url is None):
+            raise ValueError("give either `command` or `url`")
+        return self
+
+    def settings(self, timeout_s: float) -> McpServer:
+        if self.command is not None:
+            command = [self.command, *self.args]
+            return McpServer(command=command, env=self.env, folder=self.cwd, timeout_s=timeout_s)
+        token = {"Authorization": f"Bearer {self.auth_token}"} if self.auth_token else {}
+        return McpServer(
+            url=self.url, transport=self._transport, headers={**self.headers, **token}, timeout_s=timeout_s
+        )
+
+    @property
+    def _transport(self) -> Literal["streamable_http", "sse"]:
+        """As verl chooses it: SSE with a token, else as the file or the address says."""
+        is_sse = self.transport == "sse" or (self.transport is None and "/sse" in str(self.url))
+        return "sse" if self.auth_token or is_sse else "streamable_http"
+
+
+def mcp_servers_of(declared: ToolDeclaration, folder: Path, place: str) -> McpServers:
+    """The servers of one entry. `folder` is that of the tools file. Raises ConfigError."""
+    if _dotted(declared.class_name) not in _MCP_CLASSES:
+        raise ConfigError(
+            f"{place}.class_name: {declared.class_name} cannot be used with MCP servers; take {_MCP_CLASSES[0]}, or "
+            "write a tool that calls the server"
+        )
+    if declared.mcp is None:
+        raise ConfigError(f"{place}.mcp is missing; give mcp_servers_config_path in it")
+    config = _validated(_McpConfig, declared.config, f"{place}.config")
+    if config.rate_limit is not None:
+        logger.warning(
+            "%s.config.rate_limit has no effect: 64 calls of a server may run at once; set max_concurrent in "
+            "rollout.agents.mcp_servers instead", place,
+        )  # fmt: skip
+    # As in verl relative to the working directory, or else to the tools file.
+    path = declared.mcp.mcp_servers_config_path
+    file = path if path.exists() else folder / path
+    where = f"{place}.mcp.mcp_servers_config_path {file}"
+    connections = []
+    for name, data in _read(file, where).items():
+        server = _validated(_Server, data, f"{where}: {name}")
+        connections.append(McpConnection(name, server.settings(config.timeout), f"{where}: {name}"))
+    return McpServers(tuple(connections), declared.mcp.tool_selected_list or None, f"{place}.mcp.tool_selected_list")
+
+
+def _read(file: Path, where: str) -> dict[str, Any]:
+    """The servers of a JSON file, by name."""
+    try:
+        data = json.loads(file.read_text())
+    except OSError as error:
+        raise ConfigError(f"{where} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{where} is not JSON: {error}") from error
+    servers = data.get("mcpServers") if isinstance(data, dict) else None
+    if not isinstance(servers, dict) or not servers:
+        raise ConfigError(f"{where} has no servers; name them under `mcpServers`")
+    return servers
+
+
+def _validated(kind: type[_M], data: Any, where: str) -> _M:
     try:
         return kind.model_validate(data)
     except ValidationError as error:
-        lines = [f"{where} {path}: {mistake.line}" for mistake in explain(error, kind)]
-        raise ConfigError("\n".join(lines)) from error
+        raise ConfigError("\n".join(f"{where}: {mistake.line}" for mistake in explain(error, kind))) from error
+
+
+def load_tools(path: Path) -> Toolbox:
+    """Read the file and create one object per declared class. Entries of MCP servers are skipped."""
+    toolbox = Toolbox()
+    for place, declared in _declared_tools(path):
+        if not declared.is_mcp:
+            toolbox.add(_tool(declared, place), place)
+    return toolbox
+
+
+def check_tools_file(path: Path) -> None:
+    """Raise ConfigError if an entry is wrong. Imports no class: those of verl that are built in are checked too."""
+    for place, declared in _declared_tools(path):
+        if not declared.is_mcp and is_built_in(declared.class_name):
+            _tool(declared, place)
+
+
+def load_mcp_servers(path: Path) -> tuple[McpServers, ...]:
+    """The MCP servers of the file's entries. They are not connected."""
+    return tuple(
+        mcp_servers_of(declared, path.parent, place) for place, declared in _declared_tools(path) if declared.is_mcp
+    )
+
+
+def _declared_tools(path: Path) -> list[tuple[str, ToolDeclaration]]:
+    """Each entry with its place, for error messages."""
+    tools = read_declarations(path, ToolsFile, _TOOLS_FILE).tools
+    return [(f"{_TOOLS_FILE} {path}: tools.{index}", declared) for index, declared in enumerate(tools)]
+
+
+def load_interactions(path: Path) -> dict[str, Interaction]:
+    """Read the file and create one object per declared class."""
+    where = "rollout.agents.interactions_file"
+    interactions: dict[str, Interaction] = {}
+    for index, declared in enumerate(read_declarations(path, InteractionsFile, where).interaction):
+        place = f"{where} {path}: interaction.{index}"
+        name = declared.chosen_name
+        if name in interactions:
+            raise ConfigError(f"{place}: an interaction {name!r} was declared already; give it another name")
+        interactions[name] = _interaction(declared.class_name, name, declared.config, place)
+    return interactions
+
+
+def _tool(declared: ToolDeclaration, place: str) -> Tool:
+    if is_built_in(declared.class_name):
+        return built_in_tool(declared.class_name, declared.config, declared.openai_schema, place)
+    loaded = _class(declared.class_name, place)
+    is_own = isinstance(loaded, type) and issubclass(loaded, Tool)
+    if not is_own and not is_verl_tool(loaded):
+        raise ConfigError(
+            f"{place}.class_name: {declared.class_name} is not a subclass of penstock_rollout.agents.tools.Tool, nor "
+            "has it the methods of verl's BaseTool"
+        )
+    schema = declared.openai_schema
+    if is_own and schema is None:
+        raise ConfigError(f"{place}.tool_schema is missing; describe the function that the model calls")
+    try:
+        return loaded(declared.config, schema) if is_own else VerlTool.load(loaded, declared.config, schema)
+    except Exception as error:
+        raise ConfigError(f"{place}.class_name: {declared.class_name} cannot be created: {error!r}") from error
+
+
+def _interaction(class_name: str, name: str, config: dict[str, Any], place: str) -> Interaction:
+    loaded = _class(class_name, place)
+    is_own = isinstance(loaded, type) and issubclass(loaded, Interaction)
+    if not is_own and not is_verl_interaction(loaded):
+        raise ConfigError(
+            f"{place}.class_name: {class_name} is not a subclass of "
+            "penstock_rollout.agents.interactions.Interaction, nor has it the methods of verl's BaseInteraction"
+        )
+    try:
+        return loaded(config) if is_own else VerlInteraction.load(loaded, name, config)
+    except Exception as error:
+        raise ConfigError(f"{place}: {class_name} cannot be created: {error!r}") from error
+
+
+def _class(class_name: str, place: str) -> Any:
+    with verl_names():
+        return load_object(class_name, f"{place}.class_name")

@@ -12,17 +12,15 @@ from penstock.config.agents import AgentsConfig
 from penstock.errors import ConfigError, InvalidInput, PoisonGroup
 from penstock.trajectory import SESSION_AGENT, Prompt
 from penstock.user_code import hint_for_name, load_object
-from penstock_rollout.agents.builtin.loading import create_built_in
+from penstock_rollout.agents.builtin_tools import create_built_in
 from penstock_rollout.agents.context import AgentLoop
+from penstock_rollout.agents.declarations import load_interactions, load_mcp_servers, load_tools
 from penstock_rollout.agents.interactions import Interaction
-from penstock_rollout.agents.loading import load_interactions, load_mcp_servers, load_tools
-from penstock_rollout.agents.mcp.connection import McpConnection
-from penstock_rollout.agents.mcp.tools import McpServers, configured_servers
-from penstock_rollout.agents.single_turn import single_turn_agent
-from penstock_rollout.agents.tool_agent import interaction_agent, tool_agent
+from penstock_rollout.agents.loops import interaction_agent, single_turn_agent, tool_agent
+from penstock_rollout.agents.mcp import McpConnection, McpServers, configured_servers
 from penstock_rollout.agents.tool_calls import ToolCallParser, find_parser
 from penstock_rollout.agents.tools import Tool, Toolbox
-from penstock_rollout.text.tokenization import Tokenization
+from penstock_rollout.tokenization import Tokenization
 
 logger = logging.getLogger(__name__)
 CLOSE_S = 30.0

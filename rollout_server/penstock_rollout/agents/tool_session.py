@@ -9,10 +9,31 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from penstock.reward_bounds import is_reward
-from penstock_rollout.agents.agent_data import AgentData
 from penstock_rollout.agents.context import AgentContext
 from penstock_rollout.agents.tool_calls import MalformedCall, ToolCall
 from penstock_rollout.agents.tools import ToolAnswer, ToolError, tools_kwargs
+
+
+@dataclass
+class AgentData:
+    request_id: str
+    messages: list[dict[str, Any]]
+    """The conversation so far, with the assistant's turns as text."""
+    tools_kwargs: dict[str, Any] = field(default_factory=dict)
+    interaction_kwargs: dict[str, Any] = field(default_factory=dict)
+    tool_rewards: list[float] = field(default_factory=list)
+    """One reward per executed tool call."""
+    turn_scores: list[float] = field(default_factory=list)
+    """One score per reply of the interaction."""
+    user_turns: int = 0
+    """Replies to the model: the results of the calls of a turn are one, and so is a reply of the interaction."""
+    assistant_turns: int = 0
+    metrics: dict[str, Any] = field(default_factory=dict)
+    extra_fields: dict[str, Any] = field(default_factory=dict)
+    """Tools may keep data of the sample here."""
+    image_data: None = None
+    video_data: None = None
+
 
 logger = logging.getLogger(__name__)
 

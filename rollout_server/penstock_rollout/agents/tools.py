@@ -30,7 +30,7 @@ class Tool:
     """
 
     timeout_s: float | None = None
-    """Deadline of each call, in seconds. None: `rollout.agents.tool_timeout_s`."""
+    """Deadline of each call, in seconds. None for `rollout.agents.tool_timeout_s`."""
     takes_agent_data = False
     """Whether `execute` gets the state of the sample (`AgentData`) as `agent_data`, as verl's tools do."""
 

@@ -19,10 +19,11 @@ import numpy as np
 
 from penstock.errors import PenstockError
 from penstock.trajectory import ExpertIds, FinishReason, Sampling, VersionSegment
-from penstock_rollout.agents.context import AgentContext, Progress
+from penstock_rollout.agents.context import AgentContext
 from penstock_rollout.agents.episode import Episode
+from penstock_rollout.agents.saved_samples import SampleProgress
 from penstock_rollout.engines.engine import GenerateRequest, TokenChunk
-from penstock_rollout.text.chat_turns import Message
+from penstock_rollout.tokenization import Message
 
 SEED_STRIDE = 1_000_003
 """Distance between the seeds of two turns. Samples of a prompt have neighbouring seeds, so this must be large."""
@@ -52,7 +53,7 @@ class Transcript:
         self._experts: ExpertIds | None = None
         """[tokens, layers, top_k] for prompt and response but the last token, if the engine reports its experts."""
         self._last_turn_start = 0
-        self._progress: Progress | None = None
+        self._progress: SampleProgress | None = None
         """Set if the first turn is saved while it is sampled."""
         self._server_ids: tuple[str, ...] = ()
         """Servers that sampled it, if another one began."""

@@ -19,15 +19,11 @@ from penstock.trajectory import Group, Prompt, Trajectory
 from penstock_rollout.agents.context import AgentContext, AgentLoop
 from penstock_rollout.agents.episode import Episode, RewardUse, combine_rewards, token_rewards_of
 from penstock_rollout.agents.registry import Agents
-from penstock_rollout.agents.saved_sample import SavedSample
-from penstock_rollout.agents.single_turn import single_turn_agent
+from penstock_rollout.agents.saved_samples import SampleProgress, SavedSample, TokenSaver
 from penstock_rollout.engines.engine import Engine
-from penstock_rollout.groups.peer_rows import PeerRow, PeerRows
-from penstock_rollout.groups.token_saver import SampleProgress, TokenSaver
 from penstock_rollout.metrics import RolloutMetrics
-from penstock_rollout.rewards.placed_scores import place_scores
-from penstock_rollout.rewards.sample_score import SampleScore
-from penstock_rollout.text.tokenization import Tokenization
+from penstock_rollout.rewards.function import SampleScore, place_scores
+from penstock_rollout.tokenization import Tokenization
 
 NoteRunning = Callable[[int, int], None]
 
@@ -60,7 +56,6 @@ class GroupMaker:
         greedy_baseline: bool = False,
         tracing: Tracing | None = None,
         saver: TokenSaver | None = None,
-        peers: PeerRows | None = None,
     ) -> None:
         self.run = run
         self.server_id = server_id
@@ -71,9 +66,7 @@ class GroupMaker:
         self.agents = agents
         self.tracing = tracing or Tracing()
         self.saver = saver
-        """Saves the tokens of unfinished groups. None: they are not saved."""
-        self.peers = peers
-        """Rows of other servers, for groups that do not fit here. None: all samples are generated here."""
+        """Saves the tokens of unfinished groups. None if they are not saved."""
         self.greedy_baseline = greedy_baseline
         """Whether groups for training get one more sample, decoded greedily, as the baseline of the others."""
 
@@ -86,8 +79,6 @@ class GroupMaker:
         agent_name = self.agents.name_of(prompt.agent_name)
         agent = self.agents.find(prompt.agent_name)
         contexts = self._contexts(lease, prompt, await self._saved(lease, prompt))
-        if self.peers is not None and agent is single_turn_agent:
-            contexts = await self.peers.spread(contexts)
         with self.tracing.span("generate", prompt.trace_parent, policy_version=self.engine.policy_version):
             episodes = await self._episodes(agent, agent_name, contexts, note_running)
         if any(episode.finish_reason == "aborted" or not len(episode.token_ids) for episode in episodes):
@@ -143,8 +134,6 @@ class GroupMaker:
             nonlocal num_running
             saved = context.progress.saved if context.progress else None
             episode = saved.episode if saved and saved.episode else await agent(context)
-            if isinstance(context.engine, PeerRow) and context.engine.sampled_by:
-                episode = replace(episode, server_ids=(context.engine.sampled_by,))
             num_running -= 1
             note_running(num_running, len(contexts))
             is_new = saved is None or saved.episode is None

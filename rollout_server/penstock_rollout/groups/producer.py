@@ -1,13 +1,6 @@
 """The producer leases prompts, makes groups from them and appends the groups to the queue.
 
-| loop       | waits for                                  | unblocked by                                     |
-|------------|--------------------------------------------|--------------------------------------------------|
-| lease      | a free place, a serving state, a prompt    | a finished group, a new version, a signal of the |
-|            | that the queue admits                      | queue                                            |
-| work (×N)  | the engine, the reward, room in the queue  | tokens, the learner's takes                      |
-| heartbeat  | a third of the lease's lifetime            | the clock                                        |
-| reconcile  | RECONCILE_S                                | the clock                                        |
-| save       | tokens that can be saved                   | the engine (`token_saver.py`)                    |
+`server.py` lists the loops and what each waits for.
 
 A group takes a place for as long as all its samples run. As they end, the group gives parts of its place back, so one
 slow sample does not keep the rows of its siblings idle. A group whose samples have all ended takes a whole place again,
@@ -45,16 +38,16 @@ from penstock.errors import (
 from penstock.logs import bind
 from penstock.replay.contract import GroupProducer
 from penstock.replay.evaluations import is_numbered
-from penstock.replay.queue_types import FinishedGroup, Lease
+from penstock.replay.queue_types import AppendOutcome, FinishedGroup, Lease
 from penstock.sample_scores import ACCURACY
 from penstock.store.notices import Event, PostEvent, ignore_event
+from penstock.store.redis_client import EXCHANGES_AT_ONCE
 from penstock.tracing import Tracing
 from penstock.trajectory import Group, Prompt
+from penstock_rollout.agents.saved_samples import TokenSaver
 from penstock_rollout.engines.engine import EngineStats
-from penstock_rollout.groups.appender import GroupAppender
 from penstock_rollout.groups.concurrency import ConcurrencyLimit
 from penstock_rollout.groups.group_maker import GroupMaker, SampleAborted
-from penstock_rollout.groups.token_saver import TokenSaver
 from penstock_rollout.metrics import RolloutMetrics
 
 logger = logging.getLogger(__name__)
@@ -350,3 +343,56 @@ def _failure_reason(error: BaseException) -> str:
     if isinstance(error, PoisonGroup):
         return error.kind
     return error.reason.lower() if isinstance(error, PenstockError) else type(error).__name__
+
+
+MAX_GROUPS = 64
+"""Upper bound on the groups of one exchange."""
+
+
+class GroupAppender:
+    """Batches the appends of concurrent callers.
+
+    At most EXCHANGES_AT_ONCE exchanges run at a time. Groups that finish meanwhile wait and share the next exchange. A
+    failed exchange fails every group in it and no other.
+    """
+
+    def __init__(self, queue: GroupProducer) -> None:
+        self.queue = queue
+        self._waiting: list[tuple[FinishedGroup, asyncio.Future[AppendOutcome]]] = []
+        self._senders: set[asyncio.Task[None]] = set()
+
+    async def append(self, group: FinishedGroup) -> AppendOutcome:
+        """Append one group and return the queue's outcome, as `GroupProducer.append` does.
+
+        Cancelling the caller does not take the group back: it may still be appended."""
+        outcome: asyncio.Future[AppendOutcome] = asyncio.get_running_loop().create_future()
+        self._waiting.append((group, outcome))
+        if len(self._senders) < EXCHANGES_AT_ONCE:
+            self._senders.add(asyncio.create_task(self._send()))
+        return await outcome
+
+    async def _send(self) -> None:
+        """Exchange until no group waits.
+
+        There is no await between the last check of `_waiting` and the removal from `_senders`, so no group is missed: a
+        group that arrives later starts a new sender."""
+        try:
+            while self._waiting:
+                await self._exchange()
+        finally:
+            task = asyncio.current_task()
+            assert task is not None
+            self._senders.discard(task)
+
+    async def _exchange(self) -> None:
+        batch, self._waiting = self._waiting[:MAX_GROUPS], self._waiting[MAX_GROUPS:]
+        try:
+            outcomes = await self.queue.append_many([group for group, _ in batch])
+        except Exception as error:
+            for _, waiting in batch:
+                if not waiting.done():
+                    waiting.set_exception(error)
+        else:
+            for (_, waiting), outcome in zip(batch, outcomes, strict=True):
+                if not waiting.done():
+                    waiting.set_result(outcome)

@@ -1,18 +1,114 @@
-"""Reward functions with verl's signature: data_source, solution_str, ground_truth and extra_info, passed by name."""
+"""Reward functions with verl's signature: data_source, solution_str, ground_truth and extra_info, passed by name.
+
+A function returns a number, or a mapping in which it may also score parts of the response:
+
+    {"score": 1.0,
+     "turn_scores": [0.1, -0.2],              one number per turn of the assistant
+     "token_scores": [0.0, 0.0, 0.5],         one number per token, or {token: score}
+     "text_scores": [[41, 0.5], [97, -1.0]]}  [character of solution_str, score], or {character: score}
+
+All of them are part of the sample's reward, which is their sum with `score`; `score` may be omitted. Advantage
+estimation credits each at its token, and the rest of the reward at the last one.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from numbers import Real
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from penstock.errors import ConfigError
 from penstock.reward_bounds import RANGE, is_reward
 from penstock.user_code import load_callable
-from penstock_rollout.rewards.placed_scores import KINDS, read_placed
+
+KINDS = {"turn_scores": "turn", "token_scores": "token", "text_scores": "text"}
+
+
+class PlacedScore(NamedTuple):
+    kind: str
+    """`turn`, `token` or `text`."""
+    place: int
+    """Number of the turn or token, or index of the character."""
+    score: float
+
+
+def read_placed(result: Any) -> list[PlacedScore]:
+    """The scores of parts in what a reward function returned. Raises ValueError if one is malformed."""
+    if not isinstance(result, Mapping):
+        return []
+    return [
+        _checked(key, kind, place, score)
+        for key, kind in KINDS.items()
+        for place, score in _entries(key, result.get(key))
+    ]
+
+
+def place_scores(
+    scores: Iterable[PlacedScore], loss_mask: Sequence[int], start: int, text_length: Callable[[int], int]
+) -> dict[int, float]:
+    """The scores by the index of their token in a sample.
+
+    The scored text begins with token `start`; `text_length(n)` is the number of characters of its first n tokens. A
+    place in what the model did not write counts for the token that it wrote last before. Places after the end, and
+    turns after the last one, count for the last token."""
+    trained = [index for index, is_trained in enumerate(loss_mask) if is_trained]
+    ends = [index for index, after in pairwise([*trained, len(loss_mask) + 1]) if after != index + 1]
+    rewards: dict[int, float] = {}
+    for kind, place, score in scores:
+        if kind == "turn":
+            index = ends[min(place, len(ends) - 1)]
+        elif kind == "token":
+            index = start + place
+        else:
+            num_tokens = len(loss_mask) - start
+            index = start + bisect_right(range(1, num_tokens + 1), place, key=text_length)
+        nearest = trained[max(0, bisect_right(trained, index) - 1)]
+        rewards[nearest] = rewards.get(nearest, 0.0) + score
+    return rewards
+
+
+def _entries(key: str, given: Any) -> Iterable[tuple[Any, Any]]:
+    if given is None:
+        return ()
+    given = given.tolist() if hasattr(given, "tolist") else given
+    if isinstance(given, Mapping):
+        return given.items()
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        raise ValueError(f"the reward function returned {type(given).__name__} as `{key}`, not a list or a mapping")
+    if key != "text_scores":
+        return enumerate(given)
+    if any(not isinstance(pair, Sequence) or len(pair) != 2 for pair in given):
+        raise ValueError("the reward function returned `text_scores` that are not pairs of a character and a score")
+    return [(pair[0], pair[1]) for pair in given]
+
+
+def _checked(key: str, kind: str, place: Any, score: Any) -> PlacedScore:
+    try:
+        found = PlacedScore(kind, int(place), float(score))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"the reward function returned {place!r}: {score!r} in `{key}`, not numbers") from error
+    if found.place < 0 or not is_reward(found.score):
+        raise ValueError(f"the reward function returned {place!r}: {score!r} in `{key}`; scores must be {RANGE}")
+    return found
+
+
+class SampleScore(NamedTuple):
+    """What a scorer says about one response."""
+
+    reward: float
+    parts: dict[str, float]
+    failed: bool = False
+    """Whether the reward could not be computed, so that `reward` is `rollout.reward.error_value`."""
+    answer: str | None = None
+    """The answer that the reward function has read from the response; None if it does not say."""
+    placed: tuple[PlacedScore, ...] = ()
+    """Scores of turns, tokens and places of the text. They are part of `reward`."""
+
 
 RewardFunction = Callable[..., Any]
 """Called with ARGUMENTS as keyword arguments, as verl does, so the order of its parameters does not matter."""
@@ -47,15 +143,18 @@ def _check_call(function: RewardFunction, names: Sequence[str], kwargs: Mapping[
         raise ConfigError(f"{where} cannot be called with {wanted} by name: {error}") from error
 
 
-def predicted_answer(score: Any) -> str | None:
-    """The answer that a reward function has read from the response: `pred` of the mapping that it returned, if it is a
-    text. Validations take the majority of these answers."""
-    found = score.get("pred") if isinstance(score, Mapping) else None
-    return found if isinstance(found, str) else None
+def read_score(result: Any) -> SampleScore:
+    """The score of one response in what a reward function or a reward service returned. Raises ValueError.
+
+    Its answer is `pred` of a mapping, if that is a text. Validations take the majority of these answers."""
+    reward, parts = normalise_score(result)
+    found = result.get("pred") if isinstance(result, Mapping) else None
+    answer = found if isinstance(found, str) else None
+    return SampleScore(reward, parts, answer=answer, placed=tuple(read_placed(result)))
 
 
 def _plain(value: Any) -> Any:
-    """The Python number in a 0-d array or tensor, such as numpy's bool, which is no number for Python."""
+    """The Python number in a 0-d array or tensor, such as numpy's bool, which is not a number for Python."""
     return value.item() if getattr(value, "shape", None) == () else value
 
 
@@ -63,8 +162,8 @@ def normalise_score(score: Any) -> tuple[float, dict[str, float]]:
     """Convert the return value of a reward function to a finite score and its parts.
 
     Accepts the same as verl: a number, a mapping with `score`, or a sequence that starts with the number. The scores of
-    turns, tokens and places of the text in a mapping are added. Other values that are not finite numbers are left
-    out, for example a predicted text. Raises WrongScore if the score itself is not a number that can be trained on."""
+    turns, tokens and places of the text in a mapping are added. Other values that are not finite numbers are skipped,
+    for example a predicted text. Raises WrongScore if the score itself is not a number that can be trained on."""
     parts: dict[str, float] = {}
     placed = sum(one.score for one in read_placed(score))
     if isinstance(score, Mapping):

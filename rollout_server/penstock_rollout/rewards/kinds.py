@@ -1,6 +1,6 @@
 """The table of reward kinds, and the table of data sources with a built-in reward.
 
-Every reward process imports this module, so it stays light: the module of a kind is imported when it is first used.
+Every reward process imports this module, so it stays light: what a kind imports is imported when the kind is built.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from penstock_rollout.rewards import rules
 from penstock_rollout.rewards.function import RewardFunction, load_function
 
 Settings = dict[str, Any]
@@ -56,34 +57,10 @@ VERL_DATA_SOURCES: dict[str, Settings] = DATA_SOURCES | {
 """The same with verl's numbers, for `rollout.reward.compat: verl`."""
 
 
-def _exact_match(settings: Settings) -> RewardFunction:
-    from penstock_rollout.rewards.rules import exact_match
-
-    return exact_match
-
-
-def _regex(settings: Settings) -> RewardFunction:
-    from penstock_rollout.rewards.rules import regex
-
-    return functools.partial(regex, **_only(settings, "pattern", "ignore_case"))
-
-
-def _gsm8k(settings: Settings) -> RewardFunction:
-    from penstock_rollout.rewards.rules import gsm8k
-
-    return functools.partial(gsm8k, **_only(settings, "method", "correct_score", "format_score"))
-
-
 def _math(settings: Settings) -> RewardFunction:
-    from penstock_rollout.rewards.math_answer import math
+    import math_verify  # noqa: F401  (takes a second, which must not count against the deadline of a sample)
 
-    return functools.partial(math, **_only(settings, "correct_score", "wrong_score"))
-
-
-def _search_qa(settings: Settings) -> RewardFunction:
-    from penstock_rollout.rewards.question_answers import search_qa
-
-    return search_qa
+    return functools.partial(rules.math, **_only(settings, "correct_score", "wrong_score"))
 
 
 def _verl(settings: Settings) -> RewardFunction:
@@ -93,41 +70,43 @@ def _verl(settings: Settings) -> RewardFunction:
 
 
 def _code(settings: Settings) -> RewardFunction:
-    from penstock_rollout.rewards.code.reward import CodeReward
+    from penstock_rollout.rewards.code import CodeReward
 
     return CodeReward.from_settings(settings)
+
+
+def _python(settings: Settings) -> RewardFunction:
+    from penstock_rollout.rewards.code import Interpreter
+
+    return Interpreter.from_settings(settings)
 
 
 def _function(settings: Settings) -> RewardFunction:
     return load_function(Path(settings["file"]), settings["name"], settings["kwargs"], is_batch=settings["batch"])
 
 
-def _python(settings: Settings) -> RewardFunction:
-    from penstock_rollout.rewards.code.interpreter import Interpreter
-
-    return Interpreter.from_settings(settings)
+def _only(settings: Settings, *names: str) -> Settings:
+    return {name: settings[name] for name in names}
 
 
 BUILDERS: dict[str, Callable[[Settings], RewardFunction]] = {
-    "exact_match": _exact_match,
-    "regex": _regex,
-    "gsm8k": _gsm8k,
+    "exact_match": lambda _: rules.exact_match,
+    "regex": lambda settings: functools.partial(rules.regex, **_only(settings, "pattern", "ignore_case")),
+    "gsm8k": lambda settings: functools.partial(
+        rules.gsm8k, **_only(settings, "method", "correct_score", "format_score")
+    ),
     "math": _math,
-    "search_qa": _search_qa,
+    "search_qa": lambda _: rules.search_qa,
     "verl": _verl,
     "code": _code,
     "function": _function,
     "python": _python,
 }
 """For each kind, a function that builds a reward with verl's signature from the settings. `remote` is missing because
-it only waits for a service, and `reward_model` because the learner computes it. `python` is no reward but the built-in
-tool, which is called with its own arguments."""
+it only waits for a service, and `reward_model` because the learner computes it. `python` is not a reward but the
+built-in tool, which is called with its own arguments."""
 
 
 def build(settings: Settings) -> RewardFunction:
     """Build a reward. Raises ConfigError if it cannot work on this machine."""
     return BUILDERS[settings["kind"]](settings)
-
-
-def _only(settings: Settings, *names: str) -> Settings:
-    return {name: settings[name] for name in names}

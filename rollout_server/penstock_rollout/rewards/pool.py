@@ -15,8 +15,6 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
-from penstock_rollout.rewards.pace import RewardPace
-
 logger = logging.getLogger(__name__)
 PREPARE_TIMEOUT_S = 120.0
 """Deadline for starting a process and importing a reward's modules. The reward's own deadline starts afterwards."""
@@ -28,9 +26,39 @@ TOGETHER_TIMEOUT_S = 3.0
 """Upper bound on the deadline of samples that are scored together, which is hundreds of times what they should take."""
 MAX_ANSWER_BYTES = 2**26
 DIED = "worker_died"
+TOGETHER_S = 0.005
+"""Upper bound on the expected time of one message. It is how much longer a prompt may wait for its scores."""
+WEIGHT = 0.2
+"""Weight of the newest message in the mean."""
 
 Json = dict[str, Any]
 T = TypeVar("T")
+
+
+class RewardPace:
+    """The mean seconds that each reward has taken per sample, by its settings.
+
+    A message to a process and back takes longer than most rewards: two changes of process, and JSON. So samples whose
+    rewards are fast travel together. Slow ones travel alone, so that they are computed in all processes concurrently.
+    """
+
+    def __init__(self) -> None:
+        self._mean_s: dict[str, float] = {}
+
+    def parts(self, settings: str, samples: Sequence[T]) -> list[Sequence[T]]:
+        """Divide the samples into messages. As long as nothing is known of a reward, its samples go alone."""
+        mean_s = self._mean_s.get(settings, TOGETHER_S)
+        size = max(1, min(len(samples), int(TOGETHER_S / max(mean_s, 1e-9))))
+        return [samples[start : start + size] for start in range(0, len(samples), size)]
+
+    def note(self, settings: str, seconds: float, num_samples: int) -> None:
+        """A message with this many samples has taken this long in its process."""
+        new = seconds / num_samples
+        self._mean_s[settings] = new + (1 - WEIGHT) * (self._mean_s.get(settings, new) - new)
+
+    def forget(self, settings: str) -> None:
+        """A message has failed as a whole: the next samples go alone."""
+        self._mean_s.pop(settings, None)
 
 
 class RewardFailed(Exception):
@@ -67,21 +95,12 @@ class RewardProcess:
         Returns what the reward says about itself, for the log."""
         if settings in self._prepared:
             return ""
-        answer = await self._answer({"prepare": settings}, PREPARE_TIMEOUT_S)
+        answer = await self.ask({"prepare": settings}, PREPARE_TIMEOUT_S)
         self._prepared.add(settings)
         return str(answer.get("description", ""))
 
-    async def compute(self, settings: str, arguments: Json, timeout_s: float) -> Json:
-        """The worker's answer: to `samples`, `answers` in the same order, to a batch, `samples` with scores."""
-        return await self._answer({"reward": settings, **arguments}, timeout_s)
-
-    async def call(self, settings: str, arguments: Json, timeout_s: float) -> Json:
-        """The result of a tool, which is called like a function with `arguments`."""
-        answer = await self._answer({"call": settings, "arguments": arguments}, timeout_s)
-        result: Json = answer["result"]
-        return result
-
-    async def _answer(self, request: Json, timeout_s: float) -> Json:
+    async def ask(self, request: Json, timeout_s: float) -> Json:
+        """The worker's answer. Its module lists the requests. Raises RewardFailed."""
         answer = await self._exchange(request, timeout_s)
         if "error" in answer:
             raise _failure(answer)
@@ -183,9 +202,8 @@ class RewardPool:
         else:
             try:
                 async with self._free:
-                    answer = await self._compute(
-                        settings, {"samples": list(samples)}, min(timeout_s, TOGETHER_TIMEOUT_S)
-                    )
+                    request = {"reward": settings, "samples": list(samples)}
+                    answer = await self._ask(settings, request, min(timeout_s, TOGETHER_TIMEOUT_S))
             except RewardFailed as error:
                 logger.info("%d samples failed together (%s); each is scored alone", len(samples), error)
                 self._pace.forget(settings)
@@ -197,26 +215,28 @@ class RewardPool:
     async def compute(self, settings: str, arguments: Json, timeout_s: float) -> Json:
         """Compute one message, with single samples or a batch. The deadline starts when a process is free, and again if
         that process has died. A second death is a failure. Cancelling the caller ends the process."""
+        request = {"reward": settings, **arguments}
         async with self._free:
             try:
-                return await self._compute(settings, arguments, timeout_s)
+                return await self._ask(settings, request, timeout_s)
             except RewardFailed as error:
                 if error.kind != DIED:
                     raise
                 logger.warning("%s; what it scored is scored once more by another process", error)
-                return await self._compute(settings, arguments, timeout_s)
-
-    async def _compute(self, settings: str, arguments: Json, timeout_s: float) -> Json:
-        process = await self._take()
-        self._log_once(await self._guard(process, process.prepare(settings), keep=False))
-        return await self._guard(process, process.compute(settings, arguments, timeout_s))
+                return await self._ask(settings, request, timeout_s)
 
     async def call(self, settings: str, arguments: Json, timeout_s: float) -> Json:
-        """Call a tool, under the same rules as `compute`."""
+        """The result of a tool, which is called like a function with `arguments`."""
         async with self._free:
-            process = await self._take()
-            self._log_once(await self._guard(process, process.prepare(settings), keep=False))
-            return await self._guard(process, process.call(settings, arguments, timeout_s))
+            answer = await self._ask(settings, {"call": settings, "arguments": arguments}, timeout_s)
+            result: Json = answer["result"]
+            return result
+
+    async def _ask(self, settings: str, request: Json, timeout_s: float) -> Json:
+        """Ask a process in which the reward or tool is built. The deadline starts when it is."""
+        process = await self._take()
+        self._log_once(await self._guard(process, process.prepare(settings), keep=False))
+        return await self._guard(process, process.ask(request, timeout_s))
 
     async def close(self) -> None:
         for process in self._idle:

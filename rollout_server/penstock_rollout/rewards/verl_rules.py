@@ -10,7 +10,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from penstock_rollout.rewards.question_answers import search_qa
+from penstock_rollout.rewards.rules import math as verified
+from penstock_rollout.rewards.rules import search_qa
 
 TAIL_CHARS, STRICT_BOX_CHARS = 300, 100
 """Characters at the end of a response in which DAPO and GSM8K look for an answer, and DAPO for a box."""
@@ -76,8 +77,6 @@ def math_dapo(data_source: str, solution_str: str, ground_truth: Any, extra_info
 
 def geometry3k(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
     """Return 0.9 for a right box plus 0.1 for a response of the form `<think>…</think>…\\boxed{…}`."""
-    from penstock_rollout.rewards.math_answer import math as verified
-
     has_box = "\\boxed{" in solution_str
     is_right = has_box and verified(
         data_source, solution_str, ground_truth, extra_info, correct_score=1.0, wrong_score=0.0

@@ -31,16 +31,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from penstock_rollout.rewards.function import (
-    ARGUMENTS,
-    BATCH_ARGUMENTS,
-    RewardFunction,
-    WrongScore,
-    normalise_score,
-    predicted_answer,
-)
+from penstock_rollout.rewards.function import ARGUMENTS, BATCH_ARGUMENTS, RewardFunction, WrongScore, read_score
 from penstock_rollout.rewards.kinds import build
-from penstock_rollout.rewards.placed_scores import read_placed
 
 NICENESS = 5
 """Gives generation priority over rewards."""
@@ -54,7 +46,7 @@ def main() -> int:
         os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)
     os.nice(NICENESS)
-    os.umask(0o022)  # the sandbox has a user of its own, which reads the files of a program
+    os.umask(0o022)  # the sandbox has its own user, which reads the files of a program
     # SIGTERM raises SystemExit, so that the sandbox ends its program on the way out.
     signal.signal(signal.SIGTERM, _exit)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -108,11 +100,11 @@ def _failed(error: Exception) -> dict[str, Any]:
 
 
 def _sample(result: Any) -> dict[str, Any]:
-    score, parts = normalise_score(result)
-    answer = predicted_answer(result)
-    placed = read_placed(result)
-    further = {"pred": answer, "placed": placed or None}
-    return {"score": score, "parts": parts} | {key: value for key, value in further.items() if value is not None}
+    score = read_score(result)
+    further = {"pred": score.answer, "placed": score.placed or None}
+    return {"score": score.reward, "parts": score.parts} | {
+        key: value for key, value in further.items() if value is not None
+    }
 
 
 def _samples(results: Any, num_samples: int) -> dict[str, Any]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, NoReturn, cast
@@ -16,13 +15,11 @@ from penstock.codec import FINISH_TO_PROTO, messages_from_proto, sampling_from_p
 from penstock.errors import InvalidInput, ModelNotFound, PenstockError, PromptTooLong
 from penstock.protocols.bodies import UNLIMITED
 from penstock.protocols.conversation import Conversation
-from penstock.trajectory import Prompt, Sampling
+from penstock.trajectory import Prompt, Sampling, check_sampling
 from penstock.v1 import generate_pb2, generate_pb2_grpc, groups_pb2
 from penstock_rollout.engines.engine import Engine, GenerateRequest, TokenChunk
-from penstock_rollout.serving.tool_call_reader import ToolCallReader
-from penstock_rollout.serving.tool_calling import ToolCalling
-from penstock_rollout.text.streamed_text import StreamedText
-from penstock_rollout.text.tokenization import Tokenization
+from penstock_rollout.serving.tool_calling import ToolCalling, ToolCallReader
+from penstock_rollout.tokenization import Tokenization
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -50,7 +47,7 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
         self, request: generate_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[generate_pb2.GenerateChunk]:
         try:
-            async with aclosing(cast(Any, self.answer(request))) as chunks:
+            async with aclosing(cast(Any, self._chunks(request))) as chunks:
                 async for chunk in chunks:
                     yield chunk
         except _OtherVersion as error:
@@ -58,8 +55,9 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
         except PenstockError as error:
             await _abort(context, error)
 
-    async def answer(self, request: generate_pb2.GenerateRequest) -> AsyncIterator[generate_pb2.GenerateChunk]:
-        """Answer a request, or raise what is wrong with it."""
+    async def _chunks(self, request: generate_pb2.GenerateRequest) -> AsyncIterator[generate_pb2.GenerateChunk]:
+        """Generate, and yield a message per chunk, or raise what is wrong with the request. The first carries the
+        token ids of the prompt."""
         if request.run not in ("", self.run):
             raise ModelNotFound(f"this server belongs to run {self.run!r}")
         if request.HasField("policy_version") and request.policy_version != self.engine.policy_version:
@@ -71,14 +69,6 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
             yield generate_pb2.GenerateChunk(prompt_token_ids=_bytes(prompt_ids), server_id=self.server_id)
             return
         sampling = self._sampling(request, len(prompt_ids))
-        async with aclosing(cast(Any, self._chunks(request, prompt_ids, sampling))) as chunks:
-            async for chunk in chunks:
-                yield chunk
-
-    async def _chunks(
-        self, request: generate_pb2.GenerateRequest, prompt_ids: tuple[int, ...], sampling: Sampling
-    ) -> AsyncIterator[generate_pb2.GenerateChunk]:
-        """Generate, and yield a message per chunk. The first message carries the token ids of the prompt."""
         conversation = Conversation.from_request(request)
         constraint = self.tool_calling.constraint(request, conversation)
         if constraint is not None and sampling.ignore_eos:
@@ -146,13 +136,9 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
                 f"{self.max_model_len} tokens with the answer; send a shorter one",
             )
         sampling = sampling_from_proto(request.sampling)
-        if not 0 <= sampling.temperature < math.inf or not 0 < sampling.top_p <= 1 or sampling.max_tokens < 0:
-            raise InvalidInput(
-                "sampling",
-                "needs a finite temperature of 0 or more, top_p above 0 and at most 1, max_tokens not below 0",
-            )
-        if sampling.top_k < 0 or not 0 <= sampling.min_p < 1:
-            raise InvalidInput("sampling", "needs top_k of 0 or more, and min_p of at least 0 and below 1")
+        check_sampling(sampling)
+        if sampling.max_tokens < 0:
+            raise InvalidInput("sampling.max_tokens", "must not be negative; 0 fills the context")
         # As vLLM's own server: what no prompt could leave room for is refused, and less is cut to the room.
         if self.max_model_len < sampling.max_tokens < UNLIMITED:
             raise InvalidInput(
@@ -189,3 +175,45 @@ async def _abort(context: Context, error: PenstockError) -> NoReturn:
         trailing.append(("field", error.field))
     await context.abort(grpc.StatusCode[error.grpc_code], str(error), tuple(trailing))
     raise AssertionError("abort always raises")
+
+
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+"""Decoding yields this in place of a character whose last bytes have not arrived yet."""
+
+
+class StreamedText:
+    """The text of one response, up to the first stop text.
+
+    Text is held back while it may turn out to be part of a stop text or of an incomplete character."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], stop: tuple[str, ...]) -> None:
+        self.decode = decode
+        self.stop = stop
+        self.found_stop = ""
+        """The stop text that was found. The response ends before it."""
+        self._token_ids: list[int] = []
+        self._num_sent = 0
+
+    def add(self, token_ids: tuple[int, ...], is_last: bool) -> str:
+        """Add tokens, and return the new text that can be sent. With `is_last` nothing more is held back."""
+        self._token_ids += token_ids
+        text = self.decode(self._token_ids)
+        places = ((text.find(stop, self._num_sent), stop) for stop in self.stop)
+        found = [(place, stop) for place, stop in places if place >= 0]
+        if found:
+            end, self.found_stop = min(found)
+        elif is_last:
+            end = len(text)
+        else:
+            end = len(text.rstrip(INCOMPLETE)) - self._num_held_back(text)
+        sent, self._num_sent = text[self._num_sent : end], max(self._num_sent, end)
+        return sent
+
+    @property
+    def is_stopped(self) -> bool:
+        return bool(self.found_stop)
+
+    def _num_held_back(self, text: str) -> int:
+        """How many characters at the end of `text` may be the beginning of a stop text."""
+        lengths = [n for one in self.stop for n in range(1, len(one)) if text.endswith(one[:n])]
+        return max(lengths, default=0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +14,7 @@ from penstock.api.conversion import parse_json
 from penstock.codec import prompt_to_proto
 from penstock.errors import InvalidInput
 from penstock.trajectory import MESSAGE_FIELDS, Prompt
+from penstock.trajectory import check_sampling as check_bounds
 from penstock.v1 import prompts_pb2
 
 MAX_PROMPT_ID = 2**32 - 1
@@ -162,18 +162,9 @@ def check_fields(text: str, path: str) -> None:
 
 
 def check_sampling(sampling: prompts_pb2.Sampling) -> None:
-    if not 0 <= sampling.temperature < math.inf:
-        raise InvalidInput("sampling.temperature", "must be a finite number, 0 or more")
-    if not 0 < sampling.top_p <= 1:
-        raise InvalidInput("sampling.top_p", "must be above 0 and at most 1")
+    check_bounds(sampling)
     if sampling.max_tokens < 1:
         raise InvalidInput("sampling.max_tokens", f"must be at least 1, not {sampling.max_tokens}")
-    if sampling.top_k < 0:
-        raise InvalidInput("sampling.top_k", "must be 0, which turns it off, or more")
-    if not 0 <= sampling.min_p < 1:
-        raise InvalidInput("sampling.min_p", "must be at least 0 and below 1")
-    if not all(sampling.stop):
-        raise InvalidInput("sampling.stop", "must not have empty texts")
 
 
 def check_json(text: str, path: str) -> Any:

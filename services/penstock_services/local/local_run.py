@@ -17,6 +17,7 @@ import psutil
 from penstock.api.records import Server
 from penstock.api_keys import OWN_KEY_FILE, read_own_key, read_secret
 from penstock.client import PenstockClient
+from penstock.client.address import write_restarting
 from penstock.config.gpu_bundles import num_gpus
 from penstock.config.loading import dump_config, load_config
 from penstock.config.run import RunConfig
@@ -26,7 +27,6 @@ from penstock.feed.feed_process import FEED, feed_file
 from penstock.machine.gpus import visible_gpus
 from penstock.machine.ports import free_port, wait_for_port
 from penstock.machine.private_files import close_to_others
-from penstock.restarting import write_restarting
 from penstock.store.notices import Event, Notices
 from penstock.store.phases import Phases
 from penstock.store.redis_client import connect

@@ -49,7 +49,7 @@ class OrphanCleanup:
         return self._process.pid
 
     def add(self, pid: int, *, is_last: bool) -> None:
-        """Tell it about a child, which leads a session of its own."""
+        """Tell it about a child, which leads its own session."""
         self._known.add(pid)
         self._tell({"add": pid, "is_last": is_last})
 
@@ -86,7 +86,7 @@ class Sessions:
     last: set[int] = field(default_factory=set)
 
     def follow(self, messages: Iterable[bytes]) -> bool:
-        """Follow the supervisor's messages to their end. Returns whether it has said that all is done."""
+        """Follow the supervisor's messages to their end. Returns whether it has reported that all is done."""
         for line in messages:
             try:
                 message = json.loads(line)

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -222,31 +222,32 @@ class ProcessGroup:
 
     def _kill_tree(self, pid: int) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
-            root = psutil.Process(pid)
-            for process in [*root.children(recursive=True), root]:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
+            _kill(reversed(_tree(psutil.Process(pid))))
 
     def _kill_session(self, leader: int) -> None:
         """Kill the descendants that are in the session of a child that has ended."""
         left = []
         for process in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError):
                 if os.getsid(process.pid) == leader:
-                    process.kill()
                     left.append(process)
+        _kill(left)
         psutil.wait_procs(left, timeout=10)
 
     def _kill_leftovers(self) -> None:
         deadline = time.monotonic() + 10
         spared = self._others | ({self._cleanup.pid} if self._cleanup else set())
         while leftovers := [p for root in psutil.Process().children() if root.pid not in spared for p in _tree(root)]:
-            for process in leftovers:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
+            _kill(leftovers)
             psutil.wait_procs(leftovers, timeout=2)
             if time.monotonic() > deadline:
                 break
+
+
+def _kill(processes: Iterable[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def _tree(root: psutil.Process) -> list[psutil.Process]:

@@ -49,7 +49,7 @@ async def supervise(config: RunConfig) -> bool:
         news, buried = await News.open(run, display), BuriedDataset(config)
         display.begin_at(news.status.step)
         run.start_workers()
-        # A run that only validates says what was found before too: a policy is not validated twice.
+        # A run that only validates prints what was found before too: a policy is not validated twice.
         is_said = not config.dataset.validation.only
         validated = validated_steps(run.folder / VALIDATIONS) if is_said else set[int]()
         has_said_plan = False
@@ -92,7 +92,7 @@ class BuriedDataset:
 
 
 async def check_and_say(run: LocalRun, display: LineDisplay) -> None:
-    """Raise ProcessDied if a process whose death ends the run has died. Its name is said before the others stop."""
+    """Raise ProcessDied if a process whose death ends the run has died. Its name is printed before the others stop."""
     try:
         await run.check()
     except ProcessDied as error:
@@ -156,7 +156,7 @@ async def _num_validated(run: LocalRun, step: int) -> int:
 
 
 class News:
-    """Reads the run's status and says what is new in it. Open it before the workers are started."""
+    """Reads the run's status and prints what is new in it. Open it before the workers are started."""
 
     def __init__(self, run: LocalRun, display: Progress, status: Run) -> None:
         self.run = run

@@ -25,7 +25,7 @@ from penstock.v1 import generate_pb2, generate_pb2_grpc, prompts_pb2
 from penstock.weights.cluster_key import ClusterKey
 from penstock_rollout.fleet.internal_listener import make_listener
 from penstock_rollout.serving.generate_service import GenerateService
-from penstock_rollout.text.tokenization import Tokenization
+from penstock_rollout.tokenization import Tokenization
 from support.gateways import RUN, Gateway, publish, run_config, running
 from support.scripted_engines import END, LOG_PROB, ScriptedEngine, make_tokenizer_folder, spelled
 

@@ -27,8 +27,8 @@ from penstock_rollout.engines.engine import Engine
 from penstock_rollout.groups.group_maker import GroupMaker
 from penstock_rollout.groups.producer import Producer
 from penstock_rollout.metrics import RolloutMetrics
-from penstock_rollout.rewards.sample_score import SampleScore
-from penstock_rollout.text.tokenization import Tokenization
+from penstock_rollout.rewards.function import SampleScore
+from penstock_rollout.tokenization import Tokenization
 from support.engine_member import HOST, config_of, member
 from support.tiny_models import make_tiny_qwen2
 

@@ -24,7 +24,7 @@ from penstock_rollout.engines.factory import create_engine
 from penstock_rollout.groups.group_maker import GroupMaker
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.rewards.scorer import Scorer
-from penstock_rollout.text.tokenization import Tokenization
+from penstock_rollout.tokenization import Tokenization
 
 ROOT = Path(__file__).parents[3]
 NUM_PROMPTS, NUM_SAMPLES = 12, 4

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from penstock.cli import main as cli
+from penstock.client.address import read_restarting
 from penstock.config.loading import validate
 from penstock.config.run import RunConfig
 from penstock.errors import Unavailable
-from penstock.restarting import read_restarting
 from penstock_services.local.local_run import GATEWAY, LocalRun
 from penstock_services.local.processes import Child
 

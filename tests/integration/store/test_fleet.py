@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 import redis.asyncio as redis
@@ -13,7 +12,6 @@ from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, Reported, ServerRecord
 from penstock.store.notices import Notices
 from penstock.store.policies import PolicyRegistry
-from penstock.store.quarantine import Quarantine, Quarantines
 from penstock.store.run_control import RunControl
 from penstock_learner.loop.process import FORGOTTEN_AFTER_S, SilentServers
 
@@ -84,22 +82,6 @@ async def test_many_servers_move_in_one_call_and_those_that_left_do_not(
     assert all(server.heartbeat_age_ms < 60_000 for server in await fleet.servers())
     with pytest.raises(Fenced):
         await fleet.set_states(["a", "c"], "EVICTED", term - 1)
-
-
-async def test_peers_are_the_other_servers_that_take_work(redis_client: redis.Redis, queue: RedisReplayQueue) -> None:
-    fleet, term = Fleet(redis_client, "test"), await queue.take_term(0)
-    assert await fleet.peers("a") == []
-    for name in ("a", "b", "c", "d"):
-        await fleet.join(ServerRecord(name, f"127.0.0.1:{ord(name)}", "torch", policy_version=3, running_requests=2))
-    await fleet.set_states(["a", "b"], "READY", term)
-    await RunControl(redis_client, "test").drain("c")
-    quarantines = Quarantines(redis_client, "test")
-    await quarantines.put(Quarantine("d", 0.2, 0.1, 3, since_ms=await quarantines.now_ms(), probes_left=1), term)
-    [peer] = await fleet.peers("a")
-    assert peer.heartbeat_age_ms < 60_000
-    listed = next(server for server in await fleet.servers() if server.server_id == "b")
-    assert replace(peer, heartbeat_age_ms=listed.heartbeat_age_ms) == listed
-    assert (peer.state, peer.running_requests, peer.policy_version) == ("READY", 2, 3)
 
 
 async def test_a_server_that_died_leaves_the_list_with_a_notice_and_can_come_back(

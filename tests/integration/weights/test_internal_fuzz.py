@@ -20,7 +20,7 @@ from penstock_rollout.fleet.internal_listener import make_listener
 from penstock_rollout.fleet.weight_member import WeightMember
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.serving.generate_service import GenerateService
-from penstock_rollout.text.tokenization import Tokenization
+from penstock_rollout.tokenization import Tokenization
 from support.engine_member import greedy_log_probs
 from support.fleet_runs import EXAMPLE
 from support.fuzzing import answer_of, damaged_requests, methods_of, path_of, whole_request

@@ -95,15 +95,6 @@ def test_a_run_can_connect_where_it_needs_to_and_nowhere_else(egress: tuple[str,
             assert len(policies) == 1, f"{name} has {len(policies)} egress policies"
 
 
-@pytest.mark.parametrize("egress", [(), (EGRESS,)], ids=["ingress", "and egress"])
-def test_servers_call_each_other_only_if_groups_are_spread(egress: tuple[str, ...]) -> None:
-    ours, options = ("rollout", "rollout", 7070), (*OPTIONS, *egress, "--set=modelDownload.source=org/model")
-    assert not is_open(render(*options), *ours)
-    manifests = render(*options, "--set=config.rollout.spread_groups=true")
-    assert is_open(manifests, *ours)
-    assert {c for c in FORBIDDEN if is_open(manifests, *c)} == set(), "and nothing else"
-
-
 def test_an_empty_list_of_scrapers_lets_nobody_scrape() -> None:
     def scraped(*options: str) -> set[str]:
         manifests = render(*options)

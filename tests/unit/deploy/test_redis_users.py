@@ -225,7 +225,6 @@ async def test_each_role_can_do_its_work(clients: Clients, queues: Callable[[str
     await fleets["rollout"].join(ServerRecord("r0", "127.0.0.1:1", "torch"))
     await fleets["learner"].set_state("r0", "READY", learner.term)
     assert await fleets["rollout"].term() == learner.term
-    assert [server.server_id for server in await fleets["rollout"].peers("r1")] == ["r0"]
     assert [server.state for server in await fleets["learner"].servers()] == ["READY"]
     assert [server.state for server in await fleets["gateway"].servers()] == ["READY"]
     await fleets["rollout"].leave("r0")

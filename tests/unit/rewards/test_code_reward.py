@@ -9,14 +9,12 @@ import pytest
 
 from penstock.config.rewards import CodeReward, RewardConfig
 from penstock.errors import ConfigError
-from penstock_rollout.rewards.choice import RewardChoice
-from penstock_rollout.rewards.code.cases import read_cases
-from penstock_rollout.rewards.code.comparison import same_text, same_value
-from penstock_rollout.rewards.code.reward import extract_program
+from penstock_rollout.rewards.code import extract_program, read_cases, same_text, same_value
 from penstock_rollout.rewards.kinds import build
 from penstock_rollout.rewards.sandbox import run as sandbox_run
 from penstock_rollout.rewards.sandbox.builtin import Builtin, Layers
 from penstock_rollout.rewards.sandbox.run import Sandbox
+from penstock_rollout.rewards.scorer import RewardChoice
 from support.confinements import needs_sandbox
 
 DOUBLE = {"inputs": ["1\n", "5\n", "7\n"], "outputs": ["2\n", "10\n", "14\n"]}
@@ -97,6 +95,7 @@ def test_the_deadline_of_the_reward_leaves_the_rest_of_the_tests_failed() -> Non
 
 
 def test_without_isolation_code_is_refused_unless_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
     bare = Layers(0, has_seccomp=False, has_namespaces=False, drops_user=False)
     monkeypatch.setattr(sandbox_run, "_find", lambda choice: Sandbox(Builtin(bare), None))
     with pytest.raises(ConfigError, match="cannot isolate"):
@@ -138,3 +137,9 @@ def test_returned_answers() -> None:
     assert same_value([1, 2.0000000001], [1, 2.0])
     assert same_value(1, 1.0) and not same_value(True, 1) and not same_value("1", 1)
     assert not same_value([1], [1, 2]) and not same_value({"a": 1}, {"a": 2}) and same_value({"a": [1]}, {"a": [1]})
+
+
+def test_bubblewrap_must_be_installed_unless_another_confinement_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(ConfigError, match="bubblewrap is not installed; install it"):
+        Sandbox.open("auto")

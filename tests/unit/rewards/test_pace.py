@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock_rollout.rewards.pace import TOGETHER_S, RewardPace
+from penstock_rollout.rewards.pool import TOGETHER_S, RewardPace
 
 SAMPLES = list(range(8))
 

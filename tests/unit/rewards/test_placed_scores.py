@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock_rollout.rewards.function import normalise_score
-from penstock_rollout.rewards.placed_scores import PlacedScore, place_scores, read_placed
+from penstock_rollout.rewards.function import PlacedScore, normalise_score, place_scores, read_placed
 
 
 def test_lists_and_mappings_are_read_and_added_to_the_score() -> None:

@@ -11,9 +11,9 @@ import torch
 
 from penstock.config.rewards import Gsm8kReward, MathReward, RegexReward, Reward, RewardConfig
 from penstock.errors import ConfigError
-from penstock_rollout.rewards.choice import RewardChoice
 from penstock_rollout.rewards.function import WrongScore, normalise_score
 from penstock_rollout.rewards.kinds import build
+from penstock_rollout.rewards.scorer import RewardChoice
 
 
 def score(reward: Reward, solution: str, ground_truth: Any) -> float:

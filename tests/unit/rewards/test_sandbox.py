@@ -13,7 +13,7 @@ import pytest
 
 from penstock_rollout.rewards.sandbox.folders import PREFIX
 from penstock_rollout.rewards.sandbox.limits import Limits
-from penstock_rollout.rewards.sandbox.program_io import ERROR_TAIL_BYTES, Outcome
+from penstock_rollout.rewards.sandbox.program import ERROR_TAIL_BYTES, Outcome
 from penstock_rollout.rewards.sandbox.run import Choice, Sandbox
 from support.confinements import WORKING
 from support.processes import until

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock_rollout.rewards.sandbox import denied_calls, landlock, seccomp
+from penstock_rollout.rewards.sandbox import builtin, seccomp
 
 HEADERS = {
     "x86_64": ("x86_64-linux-gnu/asm/unistd_64.h", "asm/unistd_64.h"),
@@ -27,23 +27,23 @@ def kernel_numbers(machine: str) -> dict[str, int]:
     pytest.skip(f"no kernel headers for {machine}; apt-get install linux-libc-dev")
 
 
-REFUSED = denied_calls.ALWAYS | denied_calls.ON_FILES_OF_THE_SERVER | denied_calls.ON_PROCESSES_OF_THE_SERVER
+REFUSED = seccomp.ALWAYS | seccomp.ON_FILES_OF_THE_SERVER | seccomp.ON_PROCESSES_OF_THE_SERVER
 
 
 def sandbox_numbers(machine: str) -> dict[str, int]:
     """Every call that a rule names and that the architecture has."""
     column = seccomp._ARCHITECTURES[machine][0]
-    calls = REFUSED | denied_calls.ON_ITSELF_ONLY | denied_calls.ON_PID_ZERO_ONLY | denied_calls.NO_SUCH_CALL
+    calls = REFUSED | seccomp.ON_ITSELF_ONLY | seccomp.ON_PID_ZERO_ONLY | seccomp.NO_SUCH_CALL
     calls |= {
-        "clone": denied_calls.CLONE, "open": denied_calls.OPEN, "openat": denied_calls.OPENAT,
-        "fcntl": denied_calls.FCNTL, "ioctl": denied_calls.IOCTL, "prctl": denied_calls.PRCTL,
-        "socketpair": denied_calls.SOCKETPAIR, "mmap": denied_calls.MMAP,
+        "clone": seccomp.CLONE, "open": seccomp.OPEN, "openat": seccomp.OPENAT,
+        "fcntl": seccomp.FCNTL, "ioctl": seccomp.IOCTL, "prctl": seccomp.PRCTL,
+        "socketpair": seccomp.SOCKETPAIR, "mmap": seccomp.MMAP,
     }  # fmt: skip
     known = {name: number for name, numbers in calls.items() if (number := numbers[column]) is not None}
     return known | {
-        "landlock_create_ruleset": landlock._LANDLOCK_CREATE,
-        "landlock_add_rule": landlock._LANDLOCK_ADD,
-        "landlock_restrict_self": landlock._LANDLOCK_RESTRICT,
+        "landlock_create_ruleset": builtin._LANDLOCK_CREATE,
+        "landlock_add_rule": builtin._LANDLOCK_ADD,
+        "landlock_restrict_self": builtin._LANDLOCK_RESTRICT,
     }
 
 
@@ -137,5 +137,5 @@ def test_in_namespaces_of_its_own_a_program_may_do_what_harms_only_itself(machin
     numbers = sandbox_numbers(machine)
     for name in ("kill", "setsid", "fchmod", "fchmodat", "utimensat"):
         assert verdict(machine, numbers[name], 78, isolated=True) == ALLOW, name
-    for name in denied_calls.ALWAYS.keys() & numbers.keys():
+    for name in seccomp.ALWAYS.keys() & numbers.keys():
         assert verdict(machine, numbers[name], isolated=True) == REFUSE, name

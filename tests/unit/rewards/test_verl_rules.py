@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from penstock.config.rewards import RewardConfig
-from penstock_rollout.rewards.choice import RewardChoice
-from penstock_rollout.rewards.function import normalise_score, predicted_answer
+from penstock_rollout.rewards.function import normalise_score, read_score
 from penstock_rollout.rewards.kinds import build
+from penstock_rollout.rewards.scorer import RewardChoice
 from support.confinements import needs_sandbox
 
 CASES = [
@@ -111,9 +111,9 @@ def test_the_number_is_verls(data_source: str, solution: str, ground_truth: Any,
 
 
 def test_dapo_says_what_it_has_read() -> None:
-    assert predicted_answer(result("aime_2024", "Answer: $204$", "204")) == "204"
-    assert predicted_answer(result("aime_2024", "I give up", "204")) == "[INVALID]"
-    assert predicted_answer(0.5) is None and predicted_answer({"score": 1, "pred": 3}) is None
+    assert read_score(result("aime_2024", "Answer: $204$", "204")).answer == "204"
+    assert read_score(result("aime_2024", "I give up", "204")).answer == "[INVALID]"
+    assert read_score(0.5).answer is None and read_score({"score": 1, "pred": 3}).answer is None
 
 
 @needs_sandbox

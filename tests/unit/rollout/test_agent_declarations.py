@@ -11,7 +11,7 @@ from penstock.config.agents import AgentsConfig
 from penstock.errors import ConfigError, InvalidInput
 from penstock.trajectory import Prompt
 from penstock_rollout.agents.registry import Agents
-from penstock_rollout.text.tokenization import Tokenization
+from penstock_rollout.tokenization import Tokenization
 from support.scripted_engines import CHATML, make_tokenizer_folder
 
 CODE = """
@@ -160,7 +160,7 @@ def test_a_wrong_interactions_file_is_explained_in_one_line(
     [
         ({"mine": "{code}:not_async"}, "rollout.agents.custom.mine: .* is not an `async def` function"),
         ({"tool_agent": "{code}:my_agent"}, "built-in agent"),
-        ({"mine": "penstock_rollout.agents.single_turn:nothing"}, "has no 'nothing'"),
+        ({"mine": "penstock_rollout.agents.loops:nothing"}, "has no 'nothing'"),
     ],
 )
 def test_a_wrong_custom_agent_is_refused(

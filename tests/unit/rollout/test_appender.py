@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from penstock.replay.queue_types import AppendOutcome, FinishedGroup, Lease
 from penstock.store.redis_client import EXCHANGES_AT_ONCE
-from penstock_rollout.groups.appender import GroupAppender
+from penstock_rollout.groups.producer import GroupAppender
 
 TIMEOUT_S = 20.0
 

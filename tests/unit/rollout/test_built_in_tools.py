@@ -16,11 +16,11 @@ from pydantic import ValidationError
 from penstock.cli.main import main
 from penstock.config.agents import AgentsConfig
 from penstock.errors import ConfigError
-from penstock_rollout.agents.builtin.retrieval_service import RetrievalService
-from penstock_rollout.agents.loading import load_tools
+from penstock_rollout.agents.builtin_tools import RetrievalService
+from penstock_rollout.agents.declarations import load_tools
+from penstock_rollout.agents.loops import tool_agent
 from penstock_rollout.agents.registry import Agents
-from penstock_rollout.agents.tool_agent import tool_agent
-from penstock_rollout.text.tokenization import Tokenization
+from penstock_rollout.tokenization import Tokenization
 from support.scripted_engines import END, ScriptedEngine, called, make_context, make_tokenizer_folder, spelled
 
 PASSAGES = [

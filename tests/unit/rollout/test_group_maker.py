@@ -26,7 +26,7 @@ from penstock_rollout.groups.group_maker import GroupMaker
 from penstock_rollout.groups.producer import Producer
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.rewards.scorer import Scorer
-from penstock_rollout.text.tokenization import Tokenization
+from penstock_rollout.tokenization import Tokenization
 from support.memory_queue import MemoryReplayQueue
 from support.memory_store import MemoryStore
 from support.scripted_engines import END, ScriptedEngine, called, make_tokenizer_folder, spelled

@@ -16,9 +16,9 @@ from penstock.errors import DeadlineExceeded, InvalidInput, PenstockError
 from penstock.trajectory import TokenReward, VersionSegment
 from penstock_rollout.agents.episode import Episode, combine_rewards, token_rewards_of
 from penstock_rollout.agents.interactions import Interaction, InteractionAnswer
-from penstock_rollout.agents.tool_agent import interaction_agent, tool_agent
+from penstock_rollout.agents.loops import interaction_agent, tool_agent
 from penstock_rollout.agents.tools import Tool
-from penstock_rollout.text.tokenization import Tokenization
+from penstock_rollout.tokenization import Tokenization
 from support.scripted_engines import (
     END,
     ScriptedEngine,

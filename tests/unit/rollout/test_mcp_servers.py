@@ -19,11 +19,11 @@ from pydantic import ValidationError
 from penstock.config.agents import AgentsConfig
 from penstock.config.tools import McpServer
 from penstock.errors import ConfigError
-from penstock_rollout.agents.loading import load_mcp_servers
+from penstock_rollout.agents.declarations import load_mcp_servers
+from penstock_rollout.agents.loops import tool_agent
 from penstock_rollout.agents.registry import Agents
-from penstock_rollout.agents.tool_agent import tool_agent
 from penstock_rollout.agents.tools import ToolError
-from penstock_rollout.text.tokenization import Tokenization
+from penstock_rollout.tokenization import Tokenization
 from support.processes import until
 from support.scripted_engines import END, ScriptedEngine, called, make_context, make_tokenizer_folder, spelled
 

@@ -11,7 +11,7 @@ import pytest
 from penstock.trajectory import Prompt
 from penstock.v1 import generate_pb2, prompts_pb2
 from penstock_rollout.serving.generate_service import GenerateService
-from penstock_rollout.text.tokenization import Tokenization
+from penstock_rollout.tokenization import Tokenization
 from support.scripted_engines import CHATML, make_tokenizer_folder
 
 SHOWN = (

@@ -23,8 +23,7 @@ from penstock_rollout.agents.registry import Agents
 from penstock_rollout.groups.producer import Producer
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.serving.generate_service import GenerateService
-from penstock_rollout.text.prompt_length import PromptLength
-from penstock_rollout.text.tokenization import Tokenization
+from penstock_rollout.tokenization import PromptLength, Tokenization
 from support.memory_queue import MemoryReplayQueue
 from support.memory_store import MemoryStore
 

@@ -23,15 +23,21 @@ from penstock.errors import Unavailable
 from penstock.replay.queue_types import Lease, SavedTokens
 from penstock.trajectory import Group, Prompt, Sampling, VersionSegment
 from penstock_rollout.agents.episode import Episode
+from penstock_rollout.agents.loops import single_turn_agent
 from penstock_rollout.agents.registry import Agents
-from penstock_rollout.agents.saved_sample import SavedSample, encode_episode, encode_piece, read_samples
-from penstock_rollout.agents.single_turn import single_turn_agent
+from penstock_rollout.agents.saved_samples import (
+    SampleProgress,
+    SavedSample,
+    TokenSaver,
+    encode_episode,
+    encode_piece,
+    read_samples,
+)
 from penstock_rollout.groups.group_maker import GroupMaker
 from penstock_rollout.groups.producer import Producer
-from penstock_rollout.groups.token_saver import SampleProgress, TokenSaver
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.rewards.scorer import Scorer
-from penstock_rollout.text.tokenization import Tokenization
+from penstock_rollout.tokenization import Tokenization
 from support.memory_queue import MemoryReplayQueue
 from support.memory_store import MemoryStore
 from support.scripted_engines import PacedEngine, ScriptedEngine, make_context, make_tokenizer_folder, spelled, token_at
@@ -196,8 +202,8 @@ async def test_a_chain_of_servers_makes_one_sample(tokenization: Tokenization) -
 async def test_pieces_are_sent_again_if_the_store_does_not_answer(
     tokenization: Tokenization, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock_rollout.groups.token_saver.RETRY_S", 0.01)
-    monkeypatch.setattr("penstock_rollout.groups.token_saver.MAX_BYTES", 1)
+    monkeypatch.setattr("penstock_rollout.agents.saved_samples.RETRY_S", 0.01)
+    monkeypatch.setattr("penstock_rollout.agents.saved_samples.MAX_BYTES", 1)
     queue = MemoryReplayQueue(MemoryStore(), REPLAY)
     save_tokens, num_calls = queue.save_tokens, 0
 

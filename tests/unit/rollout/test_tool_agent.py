@@ -13,9 +13,9 @@ from penstock.cancellation import end_task
 from penstock.errors import InvalidInput
 from penstock_rollout.agents.context import AgentContext
 from penstock_rollout.agents.episode import Episode
-from penstock_rollout.agents.tool_agent import tool_agent
+from penstock_rollout.agents.loops import tool_agent
 from penstock_rollout.agents.tools import Tool
-from penstock_rollout.text.tokenization import Tokenization
+from penstock_rollout.tokenization import Tokenization
 from support.scripted_engines import (
     END,
     ScriptedEngine,

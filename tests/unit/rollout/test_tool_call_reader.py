@@ -12,7 +12,7 @@ from penstock.protocols.conversation import Conversation, Message
 from penstock.v1 import generate_pb2
 from penstock_rollout.agents.tool_calls import TOOL_FORMATS
 from penstock_rollout.serving.output_constraint import SYNTAXES, constraint_of
-from penstock_rollout.serving.tool_call_reader import FormatReader
+from penstock_rollout.serving.tool_calling import FormatReader
 
 TWO = (
     '<tool_call>\n{"name": "f", "arguments": {"a": "<"}}\n</tool_call>\n'

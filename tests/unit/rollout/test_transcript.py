@@ -13,7 +13,7 @@ from penstock.errors import PenstockError
 from penstock.trajectory import VersionSegment
 from penstock_rollout.agents.transcript import Transcript
 from penstock_rollout.engines.engine import GenerateRequest, TokenChunk
-from penstock_rollout.text.tokenization import Tokenization
+from penstock_rollout.tokenization import Tokenization
 from support.scripted_engines import (
     CHATML,
     END,

@@ -24,10 +24,9 @@ from penstock_rollout.agents.registry import Agents
 from penstock_rollout.engines.factory import create_engine, start_engine
 from penstock_rollout.groups.group_maker import GroupMaker
 from penstock_rollout.metrics import RolloutMetrics
-from penstock_rollout.rewards.sample_score import SampleScore
+from penstock_rollout.rewards.function import SampleScore
 from penstock_rollout.rewards.scorer import Scorer
-from penstock_rollout.text.prompt_length import PromptLength
-from penstock_rollout.text.tokenization import Tokenization
+from penstock_rollout.tokenization import PromptLength, Tokenization
 from penstock_tools.offline.answer_store import AnswerRow, AnswerStore
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from penstock.errors import InvalidInput
 from penstock.feed.datasets import row_field
 from penstock.sample_scores import ScoreSummary, summarise
 from penstock_rollout.metrics import RolloutMetrics
-from penstock_rollout.rewards.sample_score import SampleScore
+from penstock_rollout.rewards.function import SampleScore
 from penstock_rollout.rewards.scorer import Scorer
 
 BATCH_ROWS = 256

@@ -1,4 +1,4 @@
-"""Confines a program with bubblewrap: it gets namespaces of its own, in which the server's files and processes do not
+"""Confines a program with bubblewrap: it gets its own namespaces, in which the server's files and processes do not
 exist.
 
 | namespace                     | what the program sees                                                          |
@@ -24,7 +24,6 @@ import select
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -32,13 +31,16 @@ from pathlib import Path
 from typing import Literal
 
 from penstock_rollout.rewards.sandbox import seccomp
-from penstock_rollout.rewards.sandbox.builtin import FIRST_USER, NUM_USERS
-from penstock_rollout.rewards.sandbox.control_group import ControlGroup
-from penstock_rollout.rewards.sandbox.landlock import READABLE
-from penstock_rollout.rewards.sandbox.limits import Limits, descendants, memory_is_exceeded, read_processes
-from penstock_rollout.rewards.sandbox.program import Program, closing_streams, environment
+from penstock_rollout.rewards.sandbox.limits import (
+    ControlGroup,
+    Limits,
+    descendants,
+    memory_is_exceeded,
+    read_processes,
+)
+from penstock_rollout.rewards.sandbox.program import READABLE, Program, closing_streams, environment, own_user
 
-_FOLDER = "/tmp"  # noqa: S108  (a file system of the program's own)
+_FOLDER = "/tmp"  # noqa: S108  (the program's own file system)
 _DEVICES = ("/dev/null", "/dev/random", "/dev/urandom")
 _START_S = 10.0
 """How long bubblewrap may take to set up the namespaces."""
@@ -49,7 +51,7 @@ _END_S = 10.0
 @dataclass(frozen=True)
 class Bubblewrap:
     """Runs programs under bubblewrap. `changes_user` says how a program of root becomes another user: before bubblewrap
-    starts, or inside. None: the server does not run as root."""
+    starts, or inside. None if the server does not run as root."""
 
     changes_user: Literal["before", "inside"] | None
     name = "bubblewrap"
@@ -79,7 +81,7 @@ class Bubblewrap:
                 ends.callback(_close_all, start_ends)
                 command = self._command(program, limits, passed_file)
                 command[1:1] = ["--info-fd", str(info_write), "--block-fd", str(go_read)]
-                user = _user() if self.changes_user == "before" else None
+                user = own_user() if self.changes_user == "before" else None
                 process = subprocess.Popen(
                     command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd="/",
                     env=environment(_FOLDER), pass_fds=[*passed, *start_ends], start_new_session=True,
@@ -123,9 +125,9 @@ class Bubblewrap:
         # This process may lack the right to limit a process of another user, so the limits are set inside.
         words += ["prlimit", *_limit_options(limits), "--"]
         if self.changes_user == "inside":
-            user_id = str(_user())
+            user_id = str(own_user())
             words += ["setpriv", "--reuid", user_id, "--regid", user_id, "--clear-groups", "--inh-caps", "-all", "--"]
-        return [*words, sys.executable, "-I", "-B", *program.arguments]
+        return [*words, *program.command]
 
 
 class WrappedProgram:
@@ -192,7 +194,7 @@ class WrappedProgram:
 
 @functools.cache
 def readable_roots() -> list[str]:
-    """Paths of the interpreter. A path below another one is left out."""
+    """Paths of the interpreter. A path below another one is omitted."""
     existing = [path for path in dict.fromkeys(READABLE) if Path(path).exists() and not path.startswith("/dev/")]
     return [path for path in existing if not any(Path(other) in Path(path).parents for other in existing)]
 
@@ -205,10 +207,6 @@ def _limit_options(limits: Limits) -> list[str]:
         resource.RLIMIT_AS: "as",
     }  # fmt: skip
     return [f"--{names[limit]}={soft}:{hard}" for limit, soft, hard in limits.of_a_process(num_others=1)]
-
-
-def _user() -> int:
-    return FIRST_USER + os.getpid() % NUM_USERS
 
 
 def _file_with(content: bytes) -> int:

@@ -1,6 +1,7 @@
 """Confines a process for the rest of its life, with namespaces, Landlock, seccomp and resource limits.
 
-It needs no other program and few rights, so it works in most containers.
+It is for machines where bubblewrap cannot start, such as pods without user namespaces: it needs no other program and
+few rights.
 
 | layer      | prevents or limits                                                      | needs                    |
 |------------|-------------------------------------------------------------------------|--------------------------|
@@ -32,25 +33,26 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from penstock_rollout.rewards.sandbox import landlock, seccomp
-from penstock_rollout.rewards.sandbox.control_group import ControlGroup
+from penstock_rollout.rewards.sandbox import seccomp
 from penstock_rollout.rewards.sandbox.folders import BaseFolder
 from penstock_rollout.rewards.sandbox.limits import (
+    ControlGroup,
     Limits,
     files_are_exceeded,
     in_session,
     memory_is_exceeded,
     read_processes,
 )
-from penstock_rollout.rewards.sandbox.program import Program, closing_streams, environment
-from penstock_rollout.rewards.sandbox.system_calls import check, load_libc
+from penstock_rollout.rewards.sandbox.program import READABLE, Program, closing_streams, environment, own_user
+from penstock_rollout.rewards.sandbox.seccomp import check, load_libc
 
-FIRST_USER, NUM_USERS = 60000, 5000
-"""Range of user ids without an account. A reward process that runs as root picks one of them for its programs, so that
-the process limit counts only these programs."""
 _PR_SET_PDEATHSIG, _PR_SET_KEEPCAPS, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 1, 8, 38, 47
 _PR_CAP_AMBIENT_RAISE, _CAP_DAC_READ_SEARCH, _CAPABILITY_VERSION = 2, 2, 0x20080522
 _CLONE_NEWIPC, _CLONE_NEWUSER, _CLONE_NEWNET = 0x08000000, 0x10000000, 0x40000000
+_LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
+_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
+_MAKE_CHAR, _MAKE_SOCK, _MAKE_BLOCK = 1 << 6, 1 << 9, 1 << 11
+_TRUNCATE, _IOCTL_DEV = 1 << 14, 1 << 15
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class Layers:
         if sys.platform != "linux":
             return cls(0, has_seccomp=False, has_namespaces=False, drops_user=False)
         return cls(
-            landlock_abi=landlock.supported_abi(),
+            landlock_abi=supported_abi(),
             has_seccomp=seccomp.is_supported(),
             has_namespaces=True,
             drops_user=os.geteuid() == 0,
@@ -118,7 +120,7 @@ class Builtin:
                     stack.callback(os.close, entrance)
             with Restrictions(self.layers, limits, folder, entrances) as restrictions:
                 process = subprocess.Popen(
-                    [sys.executable, "-I", "-B", *program.arguments],
+                    program.command,
                     stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                     cwd=folder, env=environment(str(folder)), start_new_session=True,
                     preexec_fn=restrictions.apply,  # noqa: PLW1509  (the calling process has one thread)
@@ -173,14 +175,14 @@ class Restrictions:
         self._folder = folder
         self._libc = load_libc() if sys.platform == "linux" else None
         self._ruleset = -1
-        self._user = FIRST_USER + os.getpid() % NUM_USERS
+        self._user = own_user()
         # Without namespaces or a separate user, the kernel counts all processes of this user.
         counts_all = not layers.drops_user and not layers.has_namespaces
         self._limits = limits.of_a_process(_num_threads_of(os.getuid()) if counts_all else 0)
 
     def __enter__(self) -> Restrictions:
         if self._layers.landlock_abi:
-            self._ruleset = landlock.make_ruleset(self._layers.landlock_abi, self._folder)
+            self._ruleset = make_ruleset(self._layers.landlock_abi, self._folder)
         if self._layers.has_seccomp:
             seccomp.prepare(shares_files=not self._layers.drops_user)
         if self._layers.drops_user:
@@ -212,7 +214,7 @@ class Restrictions:
         check(libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
         check(libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl")
         if self._ruleset >= 0:
-            landlock.restrict(libc, self._ruleset)
+            restrict_files(libc, self._ruleset)
 
 
 def _become(libc: ctypes.CDLL, user: int) -> None:
@@ -240,3 +242,52 @@ def _num_threads_of(uid: int) -> int:
         if int(fields["Uid"].split()[0]) == uid:
             count += int(fields["Threads"])
     return count
+
+
+def supported_abi() -> int:
+    """Version of Landlock's interface, or 0 if the kernel lacks Landlock or has it disabled."""
+    if sys.platform != "linux":
+        return 0
+    return max(0, int(load_libc().syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint32(1))))
+
+
+def make_ruleset(abi: int, folder: Path) -> int:
+    """Create a ruleset that allows reading `READABLE` and using `folder`, except for devices and sockets in it.
+
+    Every other kind of access that the kernel can restrict is denied."""
+    libc = load_libc()
+    num_bits = {1: 13, 2: 14, 3: 15, 4: 15}.get(abi, 16)
+    handled = (1 << num_bits) - 1
+    attributes = struct.pack("<QQQ", handled, 0b11, 0b11)  # files; TCP bind and connect; abstract sockets and signals
+    num_bytes = 8 if abi < 4 else 16 if abi < 6 else 24
+    ruleset = int(libc.syscall(_LANDLOCK_CREATE, attributes, ctypes.c_size_t(num_bytes), ctypes.c_uint32(0)))
+    check(ruleset, "landlock_create_ruleset")
+    try:
+        for path in dict.fromkeys(READABLE):
+            _allow(libc, ruleset, path, _READ_FILE | _READ_DIR | _EXECUTE)
+        _allow(libc, ruleset, "/dev/null", (_READ_FILE | _WRITE_FILE | _TRUNCATE) & handled)
+        _allow(libc, ruleset, str(folder), handled & ~(_MAKE_CHAR | _MAKE_BLOCK | _MAKE_SOCK | _IOCTL_DEV))
+    except BaseException:
+        os.close(ruleset)
+        raise
+    return ruleset
+
+
+def _allow(libc: ctypes.CDLL, ruleset: int, path: str, access: int) -> None:
+    try:
+        descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        if not Path(path).is_dir():
+            access &= _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE
+        rule = struct.pack("<Qi", access, descriptor)
+        path_beneath = ctypes.c_uint32(1)
+        check(libc.syscall(_LANDLOCK_ADD, ruleset, path_beneath, rule, ctypes.c_uint32(0)), "landlock_add_rule")
+    finally:
+        os.close(descriptor)
+
+
+def restrict_files(libc: ctypes.CDLL, ruleset: int) -> None:
+    """Apply the rules to the calling process, which must have set PR_SET_NO_NEW_PRIVS."""
+    check(libc.syscall(_LANDLOCK_RESTRICT, ruleset, ctypes.c_uint32(0)), "landlock_restrict_self")

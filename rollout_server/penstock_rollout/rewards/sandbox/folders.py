@@ -35,7 +35,7 @@ class BaseFolder:
 
     @classmethod
     def create(cls) -> BaseFolder:
-        """Make a locked folder that everyone can enter and nobody else can list."""
+        """Make a locked folder that everyone can enter and no one else can list."""
         while True:
             path = Path(tempfile.mkdtemp(prefix=PREFIX))
             lock = os.open(path, _OPEN_FOLDER)
@@ -118,7 +118,7 @@ def remove_tree(path: Path) -> bool:
 
 def _empty(path: Path) -> None:
     """Remove everything in a folder, the deepest folders first. `entered` is the way from the top to the open folder:
-    for each folder on it the device and inode of its parent, its name, and the folders beside it that are left."""
+    for each folder on it the device and inode of its parent, its name, and the sibling folders that remain."""
     parent = os.open(path.parent, _OPEN_FOLDER)
     try:
         folder = _open_folder(path.name, parent)

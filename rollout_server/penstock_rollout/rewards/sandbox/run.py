@@ -2,6 +2,11 @@
 
 All processes of a program are killed when it ends, when its time is up, or when it exceeds a limit. The program sees
 nothing of this process's environment.
+
+There are two confinements because bubblewrap, which hides the server's files and processes altogether, cannot start in
+pods without user namespaces. It must be installed, and is used wherever it starts; the built-in one is for such pods.
+
+`python -m penstock_rollout.rewards.sandbox.run [CONFINEMENT]` prints which confinement works on this machine.
 """
 
 from __future__ import annotations
@@ -10,21 +15,20 @@ import atexit
 import contextlib
 import functools
 import os
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, cast
 
 from penstock.errors import ConfigError
 from penstock_rollout.rewards.sandbox.bubblewrap import Bubblewrap
 from penstock_rollout.rewards.sandbox.builtin import Builtin
-from penstock_rollout.rewards.sandbox.control_group import ControlGroup
 from penstock_rollout.rewards.sandbox.folders import remove_leftovers
-from penstock_rollout.rewards.sandbox.limits import Limits
-from penstock_rollout.rewards.sandbox.program import Confinement, Program
-from penstock_rollout.rewards.sandbox.program_io import READ_BYTES, Outcome, ProgramIO
-from penstock_rollout.rewards.sandbox.system_calls import check, load_libc
+from penstock_rollout.rewards.sandbox.limits import ControlGroup, Limits
+from penstock_rollout.rewards.sandbox.program import READ_BYTES, Confinement, Outcome, Program, ProgramIO
+from penstock_rollout.rewards.sandbox.seccomp import check, load_libc
 
 Choice = Literal["auto", "bubblewrap", "builtin"]
 _PR_SET_CHILD_SUBREAPER = 36
@@ -51,6 +55,11 @@ class Sandbox:
         if sys.platform == "linux":
             # Descendants whose own parent dies become children of this process, which ends them.
             check(load_libc().prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl")
+            if choice == "auto" and shutil.which("bwrap") is None and not allow_unisolated:
+                raise ConfigError(
+                    "bubblewrap is not installed; install it (apt-get install bubblewrap), or set confinement to "
+                    "builtin, which isolates less, on the reward"
+                )
         sandbox = _find(choice)
         if choice == "bubblewrap" and sandbox.confinement.name != "bubblewrap":
             raise ConfigError(
@@ -120,3 +129,16 @@ def _close_in(pid: int, sandbox: Sandbox) -> None:
     """Close the sandbox at exit, but not in a fork of the process that opened it."""
     if os.getpid() == pid:
         sandbox.close()
+
+
+def main() -> int:
+    try:
+        print(Sandbox.open(cast(Choice, sys.argv[1] if len(sys.argv) > 1 else "auto")).description)
+    except ConfigError as error:
+        print(error)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

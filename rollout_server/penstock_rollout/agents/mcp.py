@@ -1,4 +1,4 @@
-"""A connection to one MCP server, by the official client, and its renewal.
+"""The tools of MCP servers, as tools of an agent, and the connection to each server by the official client.
 
 The client must be opened and closed by the same task, so each connection has a task that holds it. The server may end
 or the network may fail: then the next call, and the one that failed, go over a new connection.
@@ -7,23 +7,26 @@ or the network may fail: then the next call, and the one that failed, go over a 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from penstock.cancellation import end_task
 from penstock.config.tools import McpServer
 from penstock.errors import ConfigError
-from penstock_rollout.agents.tools import ToolError
+from penstock_rollout.agents.tools import Tool, ToolAnswer, ToolError
+from penstock_rollout.rewards.remote import bearer_headers
 
 logger = logging.getLogger(__name__)
 CLOSE_S = 10.0
 """How long a server may take to end."""
 HTTP_S = 300.0
-"""Timeout of a single HTTP exchange. Calls have deadlines of their own."""
+"""Timeout of a single HTTP exchange. Calls have their own deadlines."""
 
 
 class ConnectionLost(Exception):
@@ -173,19 +176,11 @@ class McpConnection:
                 return tools
 
     def _headers(self) -> dict[str, str]:
-        file = self.settings.api_key_file
-        return dict(self.settings.headers) | ({"Authorization": f"Bearer {_key(file)}"} if file else {})
+        return dict(self.settings.headers) | bearer_headers(self.settings.api_key_file)
 
     @property
     def _address(self) -> str:
         return " ".join(self.settings.command) or str(self.settings.url)
-
-
-def _key(file: Path) -> str:
-    try:
-        return file.read_text().strip()
-    except OSError as error:
-        raise ConfigError(f"api_key_file {file} cannot be read ({error.strerror}); check the path") from error
 
 
 def _reason(error: BaseException) -> str:
@@ -193,3 +188,78 @@ def _reason(error: BaseException) -> str:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return " ".join(str(error).split()) or type(error).__name__
+
+
+class McpTool(Tool):
+    """One tool of a server. All samples share the server, so a server that keeps state keeps it for all of them."""
+
+    def __init__(self, connection: McpConnection, described: Any) -> None:
+        settings = connection.settings
+        function = {
+            "name": settings.prefix + described.name,
+            "description": described.description or "",
+            "parameters": described.input_schema,
+        }
+        super().__init__({}, {"type": "function", "function": function})
+        self.timeout_s = settings.max_wait_s + settings.timeout_s
+        self._connection = connection
+        self._remote_name: str = described.name
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> ToolAnswer:
+        result = await self._connection.call(self._remote_name, parameters)
+        text = result_text(result)
+        if result.is_error:
+            raise ToolError(text or f"{self.name} failed")
+        return text, 0.0, {"calls": 1.0}
+
+
+@dataclass(frozen=True)
+class McpServers:
+    """Servers that are opened together, and the choice of tools among all that they offer."""
+
+    connections: tuple[McpConnection, ...]
+    selected: list[str] | None = None
+    """Names of the tools to offer. None for all."""
+    place: str = ""
+    """Where `selected` is declared, for error messages."""
+
+    async def open(self) -> list[tuple[McpTool, str]]:
+        """Connect to all. Returns their tools, each with the place of its server. Raises ConfigError."""
+        found = [(tool, server.place) for server in self.connections for tool in await _open_server(server)]
+        if self.selected is None:
+            return found
+        names = [tool.name for tool, _ in found]
+        if missing := sorted(set(self.selected) - set(names)):
+            raise ConfigError(f"{self.place}: no server has a tool {missing[0]!r}; there are: {', '.join(names)}")
+        return [(tool, place) for tool, place in found if tool.name in self.selected]
+
+
+async def _open_server(connection: McpConnection) -> list[McpTool]:
+    """Connect, and return the tools that the settings select. Raises ConfigError."""
+    offered = {described.name: described for described in await connection.open()}
+    wanted = connection.settings.tools
+    where = connection.place
+    if missing := sorted(set(wanted or ()) - set(offered)):
+        known = ", ".join(offered) or "none"
+        raise ConfigError(f"{where}.tools: the server has no tool {missing[0]!r}; it has: {known}")
+    if not offered:
+        raise ConfigError(f"{where}: the server offers no tools; remove it")
+    return [McpTool(connection, offered[name]) for name in (offered if wanted is None else wanted)]
+
+
+def configured_servers(servers: Mapping[str, McpServer]) -> McpServers:
+    """The servers of `rollout.agents.mcp_servers`."""
+    where = "rollout.agents.mcp_servers"
+    return McpServers(tuple(McpConnection(name, server, f"{where}.{name}") for name, server in servers.items()))
+
+
+def result_text(result: Any) -> str:
+    """The texts of a result. What cannot be shown to the model is named; a result without texts is shown as JSON."""
+    parts = []
+    for block in result.content:
+        resource = getattr(block, "resource", None)
+        text = getattr(block, "text", None) or getattr(resource, "text", None)
+        parts.append(text if text is not None else f"({block.type}, which cannot be shown)")
+    if not parts and result.structured_content is not None:
+        return json.dumps(result.structured_content, ensure_ascii=False)
+    return "\n".join(parts)

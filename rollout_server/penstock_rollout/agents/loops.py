@@ -1,4 +1,5 @@
-"""Multi-turn agents: the model calls tools, an interaction replies to it, or both.
+"""The built-in agent loops: one response, or a conversation in which the model calls tools, an interaction replies to
+it, or both.
 
 | the model's turn           | what happens                                      | finish reason, if the sample ends |
 |----------------------------|---------------------------------------------------|-----------------------------------|
@@ -17,12 +18,11 @@ from typing import Any
 
 from penstock.errors import InvalidInput
 from penstock.trajectory import FinishReason
-from penstock_rollout.agents.agent_data import AgentData
 from penstock_rollout.agents.context import AgentContext, uses_tools
 from penstock_rollout.agents.episode import Episode
 from penstock_rollout.agents.interactions import InteractionSession
 from penstock_rollout.agents.tool_calls import MalformedCall, ToolCall
-from penstock_rollout.agents.tool_session import ToolSession
+from penstock_rollout.agents.tool_session import AgentData, ToolSession
 from penstock_rollout.agents.tools import tools_kwargs
 from penstock_rollout.agents.transcript import Transcript, Turn
 
@@ -145,3 +145,12 @@ def _interaction_kwargs(context: AgentContext) -> dict[str, Any] | None:
     if kwargs is not None and not isinstance(kwargs, dict):
         raise InvalidInput("extra_info.interaction_kwargs", "must be an object with the interaction's `name`")
     return kwargs
+
+
+async def single_turn_agent(context: AgentContext) -> Episode:
+    """Generate one response, or continue the one that another server began. The model samples every token, so all of
+    them are trained."""
+    transcript = Transcript(context)
+    transcript.continue_saved()
+    turn = await transcript.sample_turn()
+    return transcript.episode(turn.finish_reason)

@@ -1,1 +1,0 @@
-"""The built-in tools, which `rollout.agents.tools` offers by name."""

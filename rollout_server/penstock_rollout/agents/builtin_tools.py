@@ -1,0 +1,195 @@
+"""The built-in tools, which `rollout.agents.tools` offers by name: `python` and `search`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import httpx
+
+from penstock.config.tools import BuiltInTool
+from penstock.config.tools import PythonTool as PythonSettings
+from penstock.config.tools import SearchTool as SearchSettings
+from penstock.errors import ConfigError
+from penstock_rollout.agents.search_index import SearchIndex
+from penstock_rollout.agents.tools import Tool, ToolAnswer
+from penstock_rollout.rewards.pool import RewardFailed, RewardPool
+from penstock_rollout.rewards.remote import post_until_answered
+
+PYTHON_DESCRIPTION = (
+    "Runs a Python program and returns what it prints. Nothing is kept between calls, and there is no network."
+)
+SEARCH_DESCRIPTION = "Searches a collection of texts and returns the passages that match a query best."
+_SPARE_S = 30.0
+"""How long the sandbox may take, beyond the program's own limit, to start a program and to end it."""
+
+
+def _schema(name: str, description: str, parameters: Mapping[str, str]) -> dict[str, Any]:
+    """The schema of a function whose parameters are all texts. `parameters` maps their names to descriptions."""
+    return {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": description,
+            "parameters": {
+                "type": "object",
+                "properties": {key: {"type": "string", "description": text} for key, text in parameters.items()},
+                "required": list(parameters),
+            },
+        },
+    }
+
+
+class PythonTool(Tool):
+    """Runs programs in its own processes, each of which runs one program at a time."""
+
+    def __init__(self, name: str, settings: PythonSettings) -> None:
+        schema = _schema(name, settings.description or PYTHON_DESCRIPTION, {"code": "The Python program."})
+        super().__init__(settings.model_dump(mode="json"), schema)
+        self.timeout_s = settings.max_wait_s + settings.timeout_s + _SPARE_S
+        self._run_s = settings.timeout_s + _SPARE_S
+        self._settings = json.dumps(self.config, sort_keys=True)
+        self._pool = RewardPool(settings.num_processes)
+
+    async def open(self) -> None:
+        try:
+            await self._pool.prepare(self._settings)
+        except RewardFailed as error:
+            message = str(error).removeprefix("ConfigError: ")
+            raise ConfigError(f"rollout.agents.tools.{self.name}: {message}") from error
+
+    async def close(self) -> None:
+        await self._pool.close()
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> ToolAnswer:
+        code = parameters.get("code")
+        if not isinstance(code, str) or not code.strip():
+            raise ValueError('give the program as the text "code"')
+        try:
+            result = await self._pool.call(self._settings, {"code": code}, self._run_s)
+        except RewardFailed as error:
+            raise RuntimeError(f"the program could not be run: {error}") from error
+        return result["text"], 0.0, {"calls": 1.0, "failed": 0.0 if result["succeeded"] else 1.0}
+
+
+class RetrievalService:
+    """Client of a retrieval service that takes Search-R1's requests.
+
+    The request is `{"queries": [...], "topk": 3, "return_scores": true}`. The answer has one list per query:
+    `{"result": [[{"document": {"contents": "..."}, "score": 1.0}, ...]]}`. Without scores, the entries are the
+    documents. Connection errors, 429 and 5xx are retried. `timeout_s` is the deadline of one attempt; the caller limits
+    all."""
+
+    def __init__(
+        self, url: str, timeout_s: float, max_connections: int, transport: httpx.AsyncBaseTransport | None = None
+    ) -> None:
+        self._url = url
+        self._http = httpx.AsyncClient(
+            timeout=timeout_s,
+            limits=httpx.Limits(max_connections=max_connections),
+            transport=transport,
+            trust_env=False,
+        )
+
+    async def open(self) -> None:
+        """The service may start later than this server, so it is not called here."""
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def find(self, queries: Sequence[str], top_k: int) -> list[list[str]]:
+        body = {"queries": list(queries), "topk": top_k, "return_scores": True}
+        response = await post_until_answered(self._http, self._url, body)
+        return _read(response, len(queries), top_k)
+
+
+def _read(response: httpx.Response, num_queries: int, top_k: int) -> list[list[str]]:
+    if not response.is_success:
+        raise RuntimeError(f"the retrieval service answered {response.status_code}: {response.text[:200]!r}")
+    try:
+        results = response.json()["result"]
+        found = [[_contents(entry) for entry in entries[:top_k]] for entries in results]
+    except (ValueError, KeyError, TypeError) as error:
+        raise RuntimeError(f"the retrieval service answered {response.text[:200]!r}, which has no passages") from error
+    if len(found) != num_queries:
+        raise RuntimeError(f"the retrieval service answered {len(found)} of {num_queries} queries")
+    return found
+
+
+def _contents(entry: dict[str, Any]) -> str:
+    document = entry.get("document", entry)
+    return str(document["contents"])
+
+
+class Retriever(Protocol):
+    async def open(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def find(self, queries: Sequence[str], top_k: int) -> list[list[str]]:
+        """The contents of the best passages of each query, best first."""
+        ...
+
+
+class SearchTool(Tool):
+    """Takes `query`, or several at once as `query_list`, which is the argument of verl's search tool."""
+
+    def __init__(self, name: str, settings: SearchSettings) -> None:
+        schema = _schema(name, settings.description or SEARCH_DESCRIPTION, {"query": "What to search for."})
+        super().__init__(settings.model_dump(mode="json"), schema)
+        where = f"rollout.agents.tools.{name}"
+        self.timeout_s = settings.max_wait_s + settings.timeout_s
+        self._search_s = settings.timeout_s
+        self._top_k = settings.top_k
+        self._free = asyncio.Semaphore(settings.max_concurrent)
+        self._retriever: Retriever = (
+            SearchIndex(settings.index, f"{where}.index")
+            if settings.index
+            else RetrievalService(str(settings.url), settings.timeout_s, settings.max_concurrent)
+        )
+
+    async def open(self) -> None:
+        await self._retriever.open()
+
+    async def close(self) -> None:
+        await self._retriever.close()
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> ToolAnswer:
+        queries = _queries(parameters)
+        async with self._free:
+            try:
+                async with asyncio.timeout(self._search_s):
+                    found = await self._retriever.find(queries, self._top_k)
+            except TimeoutError as error:
+                raise RuntimeError(f"the search took longer than {self._search_s:g} s") from error
+        text = "\n---\n".join(_listed(passages) for passages in found)
+        return text, 0.0, {"calls": 1.0, "passages": float(sum(map(len, found)))}
+
+
+def _queries(parameters: Mapping[str, Any]) -> list[str]:
+    given = parameters.get("query", parameters.get("query_list"))
+    queries = [given] if isinstance(given, str) else given
+    if not isinstance(queries, list) or not queries or not all(isinstance(one, str) and one.strip() for one in queries):
+        raise ValueError('give the text "query"')
+    return queries
+
+
+def _listed(passages: Sequence[str]) -> str:
+    """Passages as Search-R1 shows them: the first line of the contents is the title."""
+    if not passages:
+        return "No passage was found."
+    lines = []
+    for number, contents in enumerate(passages, start=1):
+        title, _, text = contents.partition("\n")
+        lines.append(f"Doc {number} (Title: {title}) {text}" if text else f"Doc {number} {title}")
+    return "\n".join(lines)
+
+
+def create_built_in(settings: Mapping[str, BuiltInTool]) -> list[Tool]:
+    """One tool per entry. They do not work before `open`."""
+    return [
+        PythonTool(name, chosen) if isinstance(chosen, PythonSettings) else SearchTool(name, chosen)
+        for name, chosen in settings.items()
+    ]

@@ -1,1 +1,0 @@
-"""Tools of MCP servers, which `rollout.agents.mcp_servers` names."""

@@ -1,1 +1,0 @@
-"""Converts text to tokens and back: chat templates, turns, prompt lengths, streamed text."""

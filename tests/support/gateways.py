@@ -17,7 +17,9 @@ import grpc
 import httpx
 import numpy as np
 import pytest
+from pydantic import BaseModel
 
+from penstock.api.conversion import to_json
 from penstock.api_keys import read_own_key
 from penstock.config.run import ModelConfig, RunConfig
 from penstock.config.service import GatewayConfig, RedisConfig
@@ -156,6 +158,11 @@ async def both(
     by_rest, by_grpc = await rest(gateway, method, path, **options), to_json(await answer)
     assert ageless(by_grpc) == ageless(by_rest), path
     return by_rest
+
+
+def as_json(record: type[BaseModel]) -> Callable[[Any], Any]:
+    """Converts messages of gRPC to what REST answers."""
+    return lambda message: to_json(message, record)
 
 
 def ageless(value: Any) -> Any:

@@ -22,7 +22,7 @@ from penstock.start_checks import (
     check_rewards,
     check_run_folder,
 )
-from penstock_services.gateway.start_check import check_gateway
+from penstock_services.gateway.access import check_gateway
 
 CHECK_TIMEOUT_S = 120.0
 DATASET_CHECK = "penstock_rollout.dataset_check"

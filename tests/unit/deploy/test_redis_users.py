@@ -31,7 +31,7 @@ from penstock.store.quarantine import Quarantine, Quarantines
 from penstock.store.redis_client import connect
 from penstock.store.run_control import RunControl
 from penstock.v1 import policies_pb2
-from penstock_services.gateway.metrics.run import RunSnapshot
+from penstock_services.gateway.metrics import RunSnapshot
 from support.redis_server import SCRIPTS, redis_with_users
 
 ROLES = ("gateway", "rollout", "learner")

@@ -1,20 +1,139 @@
-"""Metrics of a run: its queue, its servers and its parts, read from Redis at each scrape."""
+"""All metrics of a gateway: its requests and sessions, and its run, which is read from Redis at each scrape."""
 
 from __future__ import annotations
 
+import time
+from bisect import bisect_left
 from collections import Counter as Tally
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Self
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from penstock import __version__
 from penstock.config.run import RunConfig
 from penstock.diagnosis.facts import RUN_STATES, RunFacts, RunStores
 from penstock.diagnosis.progress import LEARNING_CODES, SPEED_CODES, learning_finding, speed_finding
+from penstock.metrics import SHORT_SECONDS, DiskGauges, HostMemoryGauges
 from penstock.replay.queue_types import QueueStat
+from penstock.sessions.task_store import TaskStat
 from penstock.store.redis_memory import RedisMemory, read_redis_memory
 from penstock.v1 import runs_pb2
+from penstock_services.gateway.sessions.recorder import SessionTraffic
+
+_EDGES = (*map(str, SHORT_SECONDS), "+Inf")
+
+
+class RequestSeries(Collector):
+    """Counters of requests, without the locks of prometheus_client's counters, which would be most of their cost.
+
+    Only the event loop may write and read them."""
+
+    def __init__(self) -> None:
+        self.inflight: defaultdict[str, int] = defaultdict(int)
+        self.answered: defaultdict[tuple[str, str, str], int] = defaultdict(int)
+        """Number of answers by protocol, route and code."""
+        self.durations: defaultdict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0] * (len(_EDGES) + 1))
+        """Number of requests in each bucket, and last the sum of their durations, by protocol and route."""
+
+    def collect(self) -> Iterator[Metric]:
+        requests = CounterMetricFamily(
+            "penstock_gateway_requests", "Requests answered.", labels=["protocol", "route", "code"]
+        )
+        for answered, count in self.answered.items():
+            requests.add_metric(answered, count)
+        yield requests
+        duration = HistogramMetricFamily(
+            "penstock_gateway_request_duration_seconds", "Time to answer.", labels=["protocol", "route"]
+        )
+        for labels, (*counts, total) in self.durations.items():
+            duration.add_metric(labels, list(zip(_EDGES, accumulate(counts), strict=True)), total)
+        yield duration
+        inflight = GaugeMetricFamily(
+            "penstock_gateway_inflight_requests", "Requests being served.", labels=["protocol"]
+        )
+        for protocol, count in self.inflight.items():
+            inflight.add_metric([protocol], count)
+        yield inflight
+
+
+class Observation:
+    """Context manager of one request. Its route and code are set once they are known."""
+
+    __slots__ = ("_protocol", "_series", "_started", "code", "route")
+
+    def __init__(self, series: RequestSeries, protocol: str) -> None:
+        self.route = "unmatched"
+        """The route's template and not the path, so that there are few labels."""
+        self.code = "INTERNAL"
+        self._series = series
+        self._protocol = protocol
+
+    def __enter__(self) -> Self:
+        self._started = time.perf_counter()
+        self._series.inflight[self._protocol] += 1
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        series, protocol, took_s = self._series, self._protocol, time.perf_counter() - self._started
+        series.inflight[protocol] -= 1
+        series.answered[protocol, self.route, self.code] += 1
+        durations = series.durations[protocol, self.route]
+        durations[bisect_left(SHORT_SECONDS, took_s)] += 1
+        durations[-1] += took_s
+
+
+_PREFIX = "penstock_gateway_session_"
+
+
+class SessionCollector(Collector):
+    """Set `traffic` once and `stat` at each scrape. Without a stat the run's series are absent instead of stale."""
+
+    def __init__(self) -> None:
+        self.traffic = SessionTraffic()
+        self.cached_bytes = 0
+        self.stat: TaskStat | None = None
+
+    def collect(self) -> Iterator[Metric]:
+        traffic = self.traffic
+        calls = CounterMetricFamily(_PREFIX + "calls", "Recorded calls of sessions.", labels=["kind"])
+        first = traffic.num_calls - traffic.num_continued - traffic.num_forked
+        for kind, count in (("first", first), ("continued", traffic.num_continued), ("forked", traffic.num_forked)):
+            calls.add_metric([kind], count)
+        yield calls
+        for name, text, count in (
+            ("moved_calls", "Continued calls that went to another server.", traffic.num_moved),
+            ("history_tokens", "Earlier tokens in the prompts of continued calls.", traffic.history_tokens),
+            ("cached_tokens", "Those that the server has answered before.", traffic.cached_tokens),
+        ):
+            yield CounterMetricFamily(_PREFIX + name, text, value=count)
+        yield GaugeMetricFamily(_PREFIX + "cache_bytes", "Memory of cached sessions.", value=self.cached_bytes)
+        if self.stat is not None:
+            yield from _of_run(self.stat)
+
+
+def _of_run(stat: TaskStat) -> Iterator[Metric]:
+    yield GaugeMetricFamily("penstock_sessions", "Sessions with recorded calls.", value=stat.sessions)
+    yield GaugeMetricFamily("penstock_session_bytes", "Bytes of recorded calls in Redis.", value=stat.session_bytes)
+    places = GaugeMetricFamily("penstock_task_places", "Sessions that tasks still want.", labels=["state"])
+    places.add_metric(["pending"], stat.pending)
+    places.add_metric(["leased"], stat.leased)
+    yield places
+    ended = CounterMetricFamily("penstock_task_places_ended", "Sessions of tasks that ended.", labels=["outcome"])
+    for outcome in ("rewarded", "failed", "dropped", "reclaimed"):
+        ended.add_metric([outcome], getattr(stat, outcome))
+    yield ended
+    yield GaugeMetricFamily("penstock_open_tasks", "Tasks that were begun.", value=stat.open_tasks)
+    tasks = CounterMetricFamily("penstock_tasks_ended", "Tasks that ended.", labels=["outcome"])
+    tasks.add_metric(["finished"], stat.finished_tasks)
+    tasks.add_metric(["failed"], stat.failed_tasks)
+    yield tasks
+
 
 _DEAD_REASONS = ("corrupt", "schema", "shape", "non_finite", "identity")
 _EXPIRED_REASONS = ("stale", "no_spread", "quarantined", "reward_failed")
@@ -154,3 +273,35 @@ def _gauges(name: str, documentation: str, label: str, values: Mapping[str, floa
 
 def _by_queue(name: str, documentation: str, **values: float) -> Metric:
     return _gauges(f"queue_{name}", documentation, "queue", values)
+
+
+class GatewayMetrics:
+    def __init__(self, registry: CollectorRegistry, placement: str) -> None:
+        self.registry = registry
+        self.requests = RequestSeries()
+        registry.register(self.requests)
+        info = Gauge("penstock_build_info", "Always 1.", ["placement", "version"], registry=registry)
+        info.labels(placement, __version__).set(1)
+        self.disk = DiskGauges(registry)
+        HostMemoryGauges(registry)
+        self.keys = Gauge("penstock_gateway_api_keys", "API keys that are valid.", registry=registry)
+        self.broken_key_files = Gauge(
+            "penstock_gateway_broken_key_files", "Files of API keys that cannot be used.", registry=registry
+        )
+        self.sessions = SessionCollector()
+        registry.register(self.sessions)
+        self.run = RunCollector()
+        registry.register(self.run)
+
+    def observe(self, protocol: str) -> Observation:
+        """A context manager that counts and times one request."""
+        return Observation(self.requests, protocol)
+
+    def set_keys(self, num_keys: int, num_broken_files: int) -> None:
+        self.keys.set(num_keys)
+        self.broken_key_files.set(num_broken_files)
+
+    def render(self, snapshot: RunSnapshot | None) -> bytes:
+        """Metrics in the Prometheus text format. Without a snapshot the run's series are absent instead of stale."""
+        self.run.snapshot = snapshot
+        return generate_latest(self.registry)

@@ -14,6 +14,8 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
+from penstock.api import records
+from penstock.api.records import Dataset, Int32, Record
 from penstock.codec import encode_prompt, sampling_from_proto
 from penstock.config.run import RunConfig
 from penstock.errors import Conflict, InvalidInput, NotFound, Unavailable
@@ -23,12 +25,25 @@ from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.trajectory import Prompt, Sampling
 from penstock.v1 import datasets_pb2
 from penstock_services.gateway import validation
-from penstock_services.gateway.operations import AuditLog, operation
+from penstock_services.gateway.operations import RUN, AuditLog, operation
+from penstock_services.gateway.rest import DATASET_TYPES, HttpRequest
 
 FORMATS = ("jsonl", "parquet")
 SUBMITTED_AT_ONCE = 256
 SUBMIT_TIMEOUT_S = 300.0
 READ_TIMEOUT_S = 60.0
+
+
+class SubmitDataset(Record):
+    num_samples: Int32 = 8
+    sampling: records.Sampling = records.Sampling()
+
+
+async def read_upload(_: DatasetHandlers, http: HttpRequest) -> datasets_pb2.UploadDatasetRequest:
+    kind = http.content_type
+    if kind not in DATASET_TYPES:
+        raise InvalidInput("content-type", f"must be one of {', '.join(DATASET_TYPES)}, not {kind!r}")
+    return datasets_pb2.UploadDatasetRequest(name=http.params["name"], format=DATASET_TYPES[kind], content=http.body)
 
 
 class DatasetHandlers:
@@ -38,8 +53,17 @@ class DatasetHandlers:
         self.queue = queue
         self.folder = config.folder / "datasets"
 
-    @operation("submit", timeout_s=READ_TIMEOUT_S)
+    @operation(
+        "PUT",
+        f"{RUN}/datasets/{{name}}",
+        "DatasetService.UploadDataset",
+        scope="submit",
+        answer=Dataset,
+        read=read_upload,
+        timeout_s=READ_TIMEOUT_S,
+    )
     async def upload_dataset(self, request: datasets_pb2.UploadDatasetRequest) -> datasets_pb2.Dataset:
+        """Store a file of prompts. Its Content-Type is application/x-ndjson or application/vnd.apache.parquet."""
         validation.check_name("name", request.name)
         if request.format not in FORMATS:
             raise InvalidInput("format", f"must be one of {', '.join(FORMATS)}")
@@ -47,12 +71,28 @@ class DatasetHandlers:
         await asyncio.to_thread(self._write, path, request.content)
         return await self._describe(path)
 
-    @operation("read", timeout_s=READ_TIMEOUT_S)
+    @operation(
+        "GET",
+        f"{RUN}/datasets/{{name}}",
+        "DatasetService.GetDataset",
+        scope="read",
+        answer=Dataset,
+        timeout_s=READ_TIMEOUT_S,
+    )
     async def get_dataset(self, request: datasets_pb2.GetDatasetRequest) -> datasets_pb2.Dataset:
         return await self._describe(self._find(request.name))
 
-    @operation("submit", timeout_s=SUBMIT_TIMEOUT_S)
+    @operation(
+        "POST",
+        f"{RUN}/datasets/{{name}}:submit",
+        "DatasetService.SubmitDataset",
+        scope="submit",
+        answer=Dataset,
+        takes=SubmitDataset,
+        timeout_s=SUBMIT_TIMEOUT_S,
+    )
     async def submit_dataset(self, request: datasets_pb2.SubmitDatasetRequest) -> datasets_pb2.Dataset:
+        """Submit every prompt of the dataset once, however often this is called."""
         path = self._find(request.name)
         if not 1 <= request.num_samples <= validation.MAX_NUM_SAMPLES:
             raise InvalidInput("num_samples", f"must be between 1 and {validation.MAX_NUM_SAMPLES}")

@@ -1,24 +1,48 @@
-"""Groups that wait in the queue: read whole, with text where the tokenizer is known, or as summaries."""
+"""Groups that wait in the queue, read whole or as summaries, and trained samples as text."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
+from typing import Annotated, get_args
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
+from penstock.api import records
+from penstock.api.conversion import message_of
 from penstock.codec import decode_group, group_to_proto
 from penstock.config.run import RunConfig
-from penstock.errors import NotFound, PoisonGroup
+from penstock.errors import InvalidInput, NotFound, PoisonGroup
 from penstock.replay.queue_types import Delivery
 from penstock.replay.recomputed import RecomputedLogProbs
 from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.samples.files import Place
+from penstock.samples.sample import Sample
+from penstock.samples.selection import Order, Range, SampleFilter, SamplePage, page, select
 from penstock.token_text import TokenText
 from penstock.trajectory import Group
 from penstock.v1 import groups_pb2
 from penstock_services.gateway import validation
-from penstock_services.gateway.operations import AuditLog, operation
+from penstock_services.gateway.operations import RUN, AuditLog, operation
+
+GROUPS_LOOKED_AT = 2_000
+"""Groups that one request reads. Their text may be many megabytes."""
+_ORDERS: dict[int, Order] = dict(enumerate(get_args(Order)))
+Number = Annotated[int, Field(ge=0, lt=2**63)] | None
+
+
+class ListSamples(records.Page):
+    order: str = ""
+    min_step: Number = None
+    max_step: Number = None
+    min_reward: float | None = None
+    max_reward: float | None = None
+    prompt_id: Number = None
+    data_source: str = ""
+    text: str = ""
 
 
 class GroupReader:
@@ -59,13 +83,16 @@ class GroupHandlers:
         self.audit = audit
         self.groups = groups
 
-    @operation("read")
+    @operation("GET", f"{RUN}/groups/{{prompt_id}}", "GroupService.GetGroup", scope="read", answer=records.Group)
     async def get_group(self, request: groups_pb2.GetGroupRequest) -> groups_pb2.Group:
+        """Return a queued group with every token of its trajectories."""
         if not 1 <= request.prompt_id <= validation.MAX_PROMPT_ID:
             raise NotFound(f"prompt {request.prompt_id} does not exist")
         return await self.groups.get(request.prompt_id)
 
-    @operation("read")
+    @operation(
+        "GET", f"{RUN}/groups", "GroupService.ListGroups", scope="read", answer=records.GroupPage, takes=records.Page
+    )
     async def list_groups(self, request: groups_pb2.ListGroupsRequest) -> groups_pb2.ListGroupsResponse:
         page_size = validation.checked_page_size(request.page_size)
         after = validation.decode_page_token("groups", request.page_token, "[01][.][0-9]{1,10}") or "0.0"
@@ -91,16 +118,60 @@ def _decode(delivery: Delivery) -> Group | None:
 
 
 def _summary(group: Group, is_taken: bool) -> groups_pb2.GroupSummary:
-    return groups_pb2.GroupSummary(
-        prompt_id=group.prompt_id,
-        attempt=group.attempt,
-        server_id=group.server_id,
-        data_source=group.data_source,
+    return message_of(
+        groups_pb2.GroupSummary,
+        group,
         num_trajectories=len(group.trajectories),
         num_tokens=group.num_response_tokens,
-        mean_reward=group.mean_reward,
-        min_version=group.min_version,
-        max_version=group.max_version,
-        finished_at_ms=group.finished_at_ms,
         is_taken=is_taken,
+    )
+
+
+class SampleHandlers:
+    def __init__(self, config: RunConfig, audit: AuditLog) -> None:
+        self.config = config
+        self.audit = audit
+
+    @operation(
+        "GET", f"{RUN}/samples", "GroupService.ListSamples", scope="read", answer=records.SamplePage, takes=ListSamples
+    )
+    async def list_samples(self, request: groups_pb2.ListSamplesRequest) -> groups_pb2.ListSamplesResponse:
+        """List trained samples as text, newest first, or by `order` (WORST or BEST). Bounds are included."""
+        page_size = validation.checked_page_size(request.page_size)
+        token = validation.decode_page_token("samples", request.page_token, r"[0-9]{1,20}\.[0-9]{1,20}\.[0-9]{0,20}")
+        after = Place.parse(token) if token else None
+        if request.order not in _ORDERS:
+            raise InvalidInput("order", f"{request.order} is not the number of an order of ListSamplesRequest")
+        wanted, order = _filter(request), _ORDERS[request.order]
+        found = await asyncio.to_thread(self._read, wanted, order, page_size, after)
+        next_token = validation.encode_page_token("samples", str(found.next_place)) if found.next_place else ""
+        samples = [_to_proto(sample) for sample in found.samples]
+        return groups_pb2.ListSamplesResponse(samples=samples, next_page_token=next_token)
+
+    def _read(self, wanted: SampleFilter, order: Order, page_size: int, after: Place | None) -> SamplePage:
+        folder = (self.config.gateway.samples_dir or self.config.run_dir) / self.config.run
+        if order == "newest":
+            return page(folder, wanted, page_size, after, GROUPS_LOOKED_AT)
+        return SamplePage(select(folder, wanted, page_size, order, GROUPS_LOOKED_AT), None)
+
+
+def _filter(request: groups_pb2.ListSamplesRequest) -> SampleFilter:
+    def bound(name: str) -> float | None:
+        return getattr(request, name) if request.HasField(name) else None
+
+    return SampleFilter(
+        steps=Range(bound("min_step"), bound("max_step")),
+        rewards=Range(bound("min_reward"), bound("max_reward")),
+        prompt_id=request.prompt_id if request.HasField("prompt_id") else None,
+        data_source=request.data_source,
+        text=request.text,
+    )
+
+
+def _to_proto(sample: Sample) -> groups_pb2.Sample:
+    return message_of(
+        groups_pb2.Sample,
+        sample,
+        ground_truth_json=json.dumps(sample.ground_truth),
+        reward_parts={name: float("nan") if value is None else value for name, value in sample.reward_parts.items()},
     )

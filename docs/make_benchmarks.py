@@ -65,8 +65,8 @@ BENCHES = {
         "GRPO on one GPU, compared with TRL's GRPOTrainer and with verl, both with vLLM and their defaults except for "
         "sizes; `bench/gpu/whole_run_parts/` has the settings. TRL and verl generate and train in turns; Penstock does "
         "both at once. Parts of a round (`@3`) ran one after another on one machine. verl ran in earlier sessions and "
-        "made 12 steps in its time, because it takes five minutes to start. The learner's share counts all of an update as "
-        "training, also while the server uses the GPU",
+        "made 12 steps in its time, because it takes five minutes to start. The learner's share counts all of an update "
+        "as training, also while the server uses the GPU",
     ),
     "group_speculation": (
         "Drafts from siblings, CPU",
@@ -92,8 +92,8 @@ BENCHES = {
         "Asynchronous training, simulated",
         "make bench-simulate",
         "speedup over synchronous training on as many GPUs, with a long tail of lengths, next to published figures. "
-        "Speeds were measured on one H200; bench/simulate.py says what is assumed. `whatever is assumed` is the smallest "
-        "speedup with half and twice the mean length, and with an engine that only its memory limits",
+        "Speeds were measured on one H200; bench/simulate.py says what is assumed. `whatever is assumed` is the "
+        "smallest speedup with half and twice the mean length, and with an engine that only its memory limits",
     ),
     "gateway": ("The gateway", "make bench-gateway", "submissions, compared with bare FastAPI and grpc.aio servers"),
     "soak": ("The soak", "make soak", "a run of an hour whose parts are killed every 30 s on average"),

@@ -65,8 +65,8 @@ BENCHES = {
         "GRPO on one GPU, compared with TRL's GRPOTrainer and with verl, both with vLLM and their defaults except for "
         "sizes; `bench/gpu/whole_run_parts/` has the settings. TRL and verl generate and train in turns; Penstock does "
         "both at once. Parts of a round (`@3`) ran one after another on one machine. verl ran in earlier sessions and "
-        "made 12 steps in its time, because it takes five minutes to start. The learner's share counts all of an update "
-        "as training, also while the server uses the GPU",
+        "made 12 steps in its time, because it takes five minutes to start. The learner's share counts all of an "
+        "update as training, also while the server uses the GPU",
     ),
     "group_speculation": (
         "Drafts from siblings, CPU",

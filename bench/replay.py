@@ -30,7 +30,7 @@ from typing import TypeVar
 
 from harness import Bar, Measurement, alternate, median_ratio, report
 from penstock.config.service import RedisConfig, ReplayConfig
-from penstock.machine.ports import free_port, wait_for_port
+from penstock.machine import free_port, wait_for_port
 from penstock.replay.queue_types import FinishedGroup
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.redis_client import EXCHANGES_AT_ONCE, RedisClient, connect

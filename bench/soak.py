@@ -53,7 +53,7 @@ from harness import RESULTS, Bar
 from penstock.config.loading import dump_config, load_config
 from penstock.config.run import RunConfig
 from penstock.errors import PenstockError
-from penstock.machine.ports import free_port, wait_for_port
+from penstock.machine import free_port, wait_for_port
 from penstock.replay.queue_types import QueueStat
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.keys import RunKeys

@@ -43,13 +43,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from penstock.replay.evaluations import Evaluation, KeptGroups
 from penstock.replay.queue_types import (
     AppendOutcome,
     Committed,
     Delivery,
+    Evaluation,
     FeedPosition,
     FinishedGroup,
+    KeptGroups,
     Lease,
     Outbox,
     PromptStatus,

@@ -22,7 +22,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from penstock.codec import encode_prompt
-from penstock.replay.evaluations import Evaluation
+from penstock.replay.queue_types import Evaluation
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import SERVING_STATES
 from penstock.trajectory import Group, Trajectory

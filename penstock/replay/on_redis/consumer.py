@@ -7,11 +7,9 @@ from collections.abc import Sequence
 
 from penstock.config.service import ReplayConfig
 from penstock.errors import Conflict
-from penstock.replay.evaluations import KeptGroups
 from penstock.replay.on_redis.script_calls import ScriptCalls
-from penstock.replay.queue_types import Committed, Delivery, GoneBack
-from penstock.store.redis_client import RedisClient
-from penstock.store.redis_errors import guarded
+from penstock.replay.queue_types import Committed, Delivery, GoneBack, KeptGroups
+from penstock.store.redis_client import RedisClient, guarded
 
 PROMPTS_AT_ONCE = 64
 """Prompts that one command reads. A prompt may be large, and Redis answers nobody else meanwhile."""

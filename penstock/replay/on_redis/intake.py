@@ -7,12 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.errors import NotFound
-from penstock.replay.admission import admission
-from penstock.replay.evaluations import Evaluation
 from penstock.replay.on_redis.script_calls import ScriptCalls
-from penstock.replay.queue_types import FeedPosition, PromptStatus, QueueStat, Submission
+from penstock.replay.queue_types import Evaluation, FeedPosition, PromptStatus, QueueStat, Submission, admission
 from penstock.sample_scores import PromptSamples, scores_by_source, summarise
-from penstock.store.redis_errors import guarded
+from penstock.store.redis_client import guarded
 from penstock.store.scripts import read_record, read_rows
 
 IDEMPOTENCY_TTL_S = 7 * 24 * 3600

@@ -6,10 +6,18 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.replay.evaluations import KEPT_EVALUATION_S, KEPT_EVALUATION_SHARE
 from penstock.replay.on_redis.script_calls import ScriptCalls
-from penstock.replay.queue_types import SAVED_SHARE, AppendOutcome, FinishedGroup, Lease, Outbox, SavedTokens
-from penstock.store.redis_errors import guarded
+from penstock.replay.queue_types import (
+    KEPT_EVALUATION_S,
+    KEPT_EVALUATION_SHARE,
+    SAVED_SHARE,
+    AppendOutcome,
+    FinishedGroup,
+    Lease,
+    Outbox,
+    SavedTokens,
+)
+from penstock.store.redis_client import guarded
 from penstock.store.scripts import read_columns, read_record
 
 

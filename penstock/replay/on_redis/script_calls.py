@@ -8,8 +8,7 @@ from typing import Any
 from penstock.config.service import ReplayConfig
 from penstock.replay.on_redis.group_payloads import GroupPayloads
 from penstock.store.keys import RunKeys
-from penstock.store.redis_client import RedisClient
-from penstock.store.redis_errors import guarded
+from penstock.store.redis_client import RedisClient, guarded
 from penstock.store.scripts import QUEUE
 
 

@@ -34,8 +34,8 @@ from penstock.protocols.bodies import SamplingBody
 from penstock.protocols.chat import ChatBody, ChatExchange, CompletionBody, CompletionExchange
 from penstock.protocols.conversation import Conversation, Json
 from penstock.protocols.responses import ResponsesBody, ResponsesExchange
+from penstock.samples import TokenText
 from penstock.store.fleet import ServerRecord
-from penstock.token_text import TokenText
 from penstock.v1 import generate_pb2, generate_pb2_grpc, groups_pb2
 from penstock.weights.cluster_key import ClusterKey
 from penstock_services.gateway import validation

@@ -29,7 +29,7 @@ from penstock.errors import (
     NotFound,
     PermissionDenied,
 )
-from penstock.machine.ports import free_port
+from penstock.machine import free_port
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.trajectory import Prompt

@@ -13,7 +13,7 @@ import pytest
 import redis.asyncio as redis
 
 from penstock.client import PenstockClient
-from penstock.config.weights import WeightsConfig
+from penstock.config.run import WeightsConfig
 from penstock.errors import NotFound
 from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.keys import RunKeys

@@ -27,7 +27,7 @@ from prometheus_client import CollectorRegistry
 
 from penstock.config.rollout import AdaptiveConcurrencyConfig, AgentsConfig, RewardConfig, RolloutConfig
 from penstock.config.service import RedisConfig, ReplayConfig
-from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.replay.queue import RedisReplayQueue
 from penstock.store.redis_client import connect
 from penstock.trajectory import FinishReason, VersionSegment
 from penstock_rollout.agents.registry import Agents

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from penstock.config.run import RunConfig
 from penstock.machine import spare_living_objects
-from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.replay.queue import RedisReplayQueue
 from penstock.store.fleet import SERVING_STATES, Fleet
 from penstock.store.redis_client import connect
 from penstock.store.run_control import RunControl

@@ -67,7 +67,7 @@ async def serve(config: RunConfig) -> None:
 
     from penstock.metrics import write_endpoint
     from penstock.process_endpoint import Readiness, process_endpoint
-    from penstock.replay.redis_queue import RedisReplayQueue
+    from penstock.replay.queue import RedisReplayQueue
     from penstock.store.fleet import Fleet
     from penstock.store.heartbeats import LEARNER, Heartbeats, Leaving, Phases
     from penstock.store.redis_client import connect

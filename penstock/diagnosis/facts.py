@@ -16,8 +16,8 @@ from typing import Literal, get_args
 
 from penstock.api.records import FIRST_BATCH, READY_PHASES
 from penstock.config.run import RunConfig
+from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import QueueStat
-from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import SERVING_STATES, Fleet, Quarantine, ServerRecord
 from penstock.store.heartbeats import LEARNER, Heartbeats, Phase, Phases
 from penstock.store.notices import Notice, Notices

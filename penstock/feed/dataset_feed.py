@@ -24,9 +24,8 @@ from penstock.config.dataset import DatasetConfig
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, InvalidInput, NotFound, PoisonGroup, QueueFull, Unavailable
 from penstock.feed.datasets import read_files, shown_files
-from penstock.replay.contract import PromptIntake
+from penstock.replay.queue import PromptIntake, RedisReplayQueue
 from penstock.replay.queue_types import FeedPosition
-from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.replay.results import PromptBook
 from penstock.tracing import Tracing
 from penstock.trajectory import Prompt, Sampling

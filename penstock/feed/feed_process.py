@@ -20,7 +20,7 @@ from penstock.feed.run_end import Before, RunEnd, found_before, plan_line
 from penstock.feed.validation import Validator, VersionHold
 from penstock.metrics import write_endpoint
 from penstock.process_endpoint import Readiness, process_endpoint
-from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.replay.queue import RedisReplayQueue
 from penstock.store.fleet import Fleet
 from penstock.store.heartbeats import VALIDATOR, Heartbeats
 from penstock.store.policies import PolicyRegistry

@@ -19,7 +19,7 @@ from penstock.errors import DeadlineExceeded, InvalidInput, QueueFull, Unavailab
 from penstock.feed.dataset_feed import RETRY_S, seeded
 from penstock.feed.datasets import read_files, shown_files
 from penstock.feed.run_end import RunEnd
-from penstock.replay.contract import PromptIntake
+from penstock.replay.queue import PromptIntake
 from penstock.replay.queue_types import Evaluation
 from penstock.sample_scores import ACCURACY
 from penstock.store.fleet import SERVING_STATES, Fleet, ServerRecord

@@ -129,7 +129,7 @@ class Committed:
 
 @dataclass(frozen=True)
 class QueueStat:
-    """Counts of every place of the diagram in contract.py at one moment. Two that differ only in their ages are equal.
+    """Counts of every place of the diagram in queue.py at one moment. Two that differ only in their ages are equal.
 
     The fields that clients see have the same names in penstock.v1.runs_pb2.QueueStat and in penstock.client."""
 

@@ -38,7 +38,7 @@ from penstock.errors import PenstockError, Unavailable, described, first_error
 from penstock.machine import is_loopback, keep_collectives_on_loopback
 from penstock.metrics import write_endpoint
 from penstock.process_endpoint import ProcessEndpoint, Readiness
-from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.replay.queue import RedisReplayQueue
 from penstock.store.fleet import Fleet
 from penstock.store.heartbeats import Heartbeats, Leaving, Phases
 from penstock.store.notices import Event, NoticeBoard, Notices

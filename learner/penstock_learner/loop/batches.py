@@ -26,7 +26,7 @@ from penstock.config.learner import LearnerConfig
 from penstock.config.service import ReplayConfig
 from penstock.errors import DeadlineExceeded, InvalidInput, PoisonGroup
 from penstock.feed.run_end import data_has_ended
-from penstock.replay.contract import GroupConsumer
+from penstock.replay.queue import GroupConsumer
 from penstock.replay.queue_types import Delivery
 from penstock.samples import is_sampled
 from penstock.trajectory import SESSION_SERVER, Group

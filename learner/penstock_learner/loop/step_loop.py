@@ -45,7 +45,7 @@ from penstock.config.learner import LearnerConfig
 from penstock.config.run import RunConfig
 from penstock.logs import bind
 from penstock.machine import spare_living_objects
-from penstock.replay.contract import GroupConsumer
+from penstock.replay.queue import GroupConsumer
 from penstock.replay.recomputed import RecomputedLogProbs
 from penstock.store.heartbeats import LEARNER, Phases
 from penstock.store.policies import PolicyRegistry

@@ -36,7 +36,7 @@ from penstock.errors import (
     first_error,
 )
 from penstock.logs import bind
-from penstock.replay.contract import GroupProducer
+from penstock.replay.queue import GroupProducer
 from penstock.replay.queue_types import AppendOutcome, FinishedGroup, Lease, is_numbered
 from penstock.sample_scores import ACCURACY
 from penstock.store.notices import Event, PostEvent, ignore_event

@@ -15,7 +15,7 @@ from penstock.api.records import Record
 from penstock.config.run import RunConfig
 from penstock.diagnosis.facts import RunStores
 from penstock.errors import PenstockError, Unavailable
-from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.replay.queue import RedisReplayQueue
 from penstock.samples import TokenText
 from penstock.sessions.session_store import SessionStore
 from penstock.sessions.task_store import TaskStore

@@ -14,7 +14,7 @@ from penstock.diagnosis.facts import RunStores
 from penstock.diagnosis.progress import learning_finding, speed_finding
 from penstock.errors import NotFound
 from penstock.replay.inspection import DeadLetter, QueueInspector
-from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.results import entry_order
 from penstock.store.fleet import Fleet, Quarantine, ServerRecord
 from penstock.store.run_control import OpenBreaker, RunControl

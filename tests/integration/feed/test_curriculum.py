@@ -13,7 +13,7 @@ from penstock.codec import decode_prompt, encode_group
 from penstock.config.loading import validate
 from penstock.errors import InvalidInput
 from penstock.feed.dataset_feed import Curriculum, Feeder, PromptStream
-from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.replay.queue import RedisReplayQueue
 from support.groups import make_group
 
 SAMPLER = """

@@ -24,7 +24,7 @@ from penstock.errors import ConfigError, DeadlineExceeded
 from penstock.feed.dataset_feed import Feeder, PromptStream
 from penstock.feed.feed_process import feed_run
 from penstock.feed.validation import Validator, VersionHold, validated_steps
-from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.replay.queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, Quarantine, ServerRecord
 from penstock.store.heartbeats import VALIDATOR, Heartbeats
 from penstock.store.policies import PolicyRegistry

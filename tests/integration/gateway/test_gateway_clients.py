@@ -30,7 +30,7 @@ from penstock.errors import (
     PermissionDenied,
 )
 from penstock.machine import free_port
-from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.replay.queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.trajectory import Prompt
 from penstock.v1 import (

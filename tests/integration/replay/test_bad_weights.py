@@ -17,7 +17,7 @@ from penstock.cancellation import end_task
 from penstock.codec import decode_group, encode_prompt
 from penstock.config.rollout import AgentsConfig, RolloutConfig
 from penstock.config.service import BreakerConfig, ReplayConfig
-from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.replay.queue import RedisReplayQueue
 from penstock.store.run_control import RunControl
 from penstock.trajectory import Prompt, Sampling
 from penstock_learner.weights.publisher import WeightPublisher

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.errors import Fenced
-from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.replay.queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, Quarantine, Quarantines, ServerRecord
 from support.memory_queue import MemoryReplayQueue
 from support.replay_backends import (

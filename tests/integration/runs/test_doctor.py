@@ -21,7 +21,7 @@ from penstock.config.service import RedisConfig
 from penstock.diagnosis import Finding
 from penstock.diagnosis.deployment import check_gpus, check_ports, examine
 from penstock.machine import free_port
-from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.replay.queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, Quarantine, Quarantines, ServerRecord
 from penstock.store.heartbeats import Heartbeats
 from penstock.store.notices import Event, Notices

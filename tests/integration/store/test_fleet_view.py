@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import redis.asyncio as redis
 
-from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.replay.queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, FleetReading, FleetView, ServerRecord
 
 FOREVER_S = 3600.0

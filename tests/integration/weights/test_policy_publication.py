@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from penstock.cancellation import end_task
 from penstock.errors import DeadlineExceeded, NotFound, TrainingDiverged
-from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.replay.queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, Quarantines, ServerRecord
 from penstock.store.policies import PolicyRegistry
 from penstock.store.redis_client import connect

@@ -17,8 +17,8 @@ from penstock.config.run import ModelConfig, RunConfig
 from penstock.config.service import BreakerConfig, RedisConfig, ReplayConfig, SessionLimits
 from penstock.diagnosis.facts import RunStores
 from penstock.errors import PenstockError
+from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import Lease, SavedTokens
-from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.replay.results import PromptBook
 from penstock.sessions.session_store import Reward, SessionStore
 from penstock.sessions.task_store import NewTask, TaskStore

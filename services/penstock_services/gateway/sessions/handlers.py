@@ -20,7 +20,7 @@ from penstock.api.records import Page, Record
 from penstock.codec import FINISH_TO_PROTO, sampling_to_proto
 from penstock.config.run import RunConfig
 from penstock.errors import InvalidInput
-from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.replay.queue import RedisReplayQueue
 from penstock.reward_bounds import RANGE, is_reward
 from penstock.samples import TokenText
 from penstock.sessions.session_store import SessionSummary

@@ -27,10 +27,9 @@ import psutil
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from harness import Bar, Measurement, median_ratio, report
 from penstock.config.loading import dump_config
-from penstock.config.run import ModelConfig, RunConfig
+from penstock.config.run import ModelConfig, RunConfig, WeightsConfig
 from penstock.config.service import GatewayConfig, GatewayLimits, RedisConfig, SessionLimits
-from penstock.config.weights import WeightsConfig
-from penstock.machine.ports import free_port, wait_for_port
+from penstock.machine import free_port, wait_for_port
 from penstock.store.redis_client import connect
 from penstock.trajectory import VersionSegment
 from penstock_rollout.engines.engine import GenerateRequest, TokenChunk

@@ -24,7 +24,7 @@ from penstock.weights.manifest import TensorShape, build_manifest
 from penstock_learner.checkpoint_files import FileRecord, find_damage
 from penstock_learner.model.tensors import first_nonfinite
 from penstock_learner.roles.trainer import HashingWriter
-from penstock_learner.weights.memory import HostMemory
+from penstock_learner.weights.memory import HostBuckets
 from penstock_learner.weights.staging import StagedVersion
 
 NUM_ROUNDS = 5
@@ -59,7 +59,7 @@ def verify_and_load(folder: Path, files: dict[str, FileRecord], state: dict[str,
     load(state, checkpoint_id=folder, no_dist=True)
 
 
-def stage(kind: type[StagedVersion], weights: dict[str, torch.Tensor], memory: HostMemory) -> None:
+def stage(kind: type[StagedVersion], weights: dict[str, torch.Tensor], memory: HostBuckets) -> None:
     shapes = [TensorShape(name, "BF16", SHAPE) for name in weights]
     staged = kind(build_manifest("bench", 1, 1, shapes, BUCKET_BYTES), memory, torch.bfloat16)
     for name, weight in weights.items():
@@ -72,7 +72,7 @@ def main() -> int:
     torch.set_num_threads(1)
     weights = {f"layer.{index}": torch.randn(SHAPE) for index in range(NUM_TENSORS)}
     state: dict[str, Any] = {"model": weights}
-    memory = HostMemory([BUCKET_BYTES] * (-(-NUM_BYTES // 2 // BUCKET_BYTES)))
+    memory = HostBuckets([BUCKET_BYTES] * (-(-NUM_BYTES // 2 // BUCKET_BYTES)))
     folder = Path(tempfile.mkdtemp(prefix="penstock-bench-"))
     try:
         kept = HashingWriter(folder / "kept")

@@ -22,10 +22,12 @@ from typing import Any
 import grpc
 
 from harness import Bar, Measurement, alternate, median_ratio, report
+from penstock.api.conversion import fill
+from penstock.api.records import SubmittedPrompt
 from penstock.config.loading import dump_config
 from penstock.config.run import ModelConfig, RunConfig
 from penstock.config.service import GatewayConfig, RedisConfig
-from penstock.machine.ports import free_port, wait_for_port
+from penstock.machine import free_port, wait_for_port
 from penstock.v1 import prompts_pb2
 from penstock_services.local.private_redis import find_redis_server, write_config
 
@@ -191,9 +193,10 @@ def measure(ports: dict[str, int]) -> tuple[list[Measurement], list[Bar]]:
 
 
 def request_of(count: int) -> prompts_pb2.SubmitPromptsRequest:
-    from penstock_services.gateway.prompts.bodies import SubmitPromptsBody
-
-    return SubmitPromptsBody.model_validate({"prompts": [PROMPT] * count}).to_proto("", "")
+    request = prompts_pb2.SubmitPromptsRequest()
+    for _ in range(count):
+        fill(request.prompts.add(), SubmittedPrompt.model_validate(PROMPT))
+    return request
 
 
 def main() -> int:

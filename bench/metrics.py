@@ -29,9 +29,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from harness import Bar, Measurement, alternate, ratios, report
 from penstock.cancellation import end_task
 from penstock.codec import decode_group, encode_prompt
-from penstock.config.agents import AgentsConfig
 from penstock.config.algorithms import CorrectionConfig
-from penstock.config.rollout import EngineConfig, RewardConfig, RolloutConfig
+from penstock.config.rollout import AgentsConfig, EngineConfig, RewardConfig, RolloutConfig
 from penstock.config.service import ReplayConfig
 from penstock.feed.datasets import read_prompts
 from penstock.trajectory import Group, Sampling

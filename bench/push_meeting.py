@@ -23,7 +23,7 @@ from penstock.v1 import weights_pb2
 from penstock.weights.checksums import XXH3_PIECES
 from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import TensorShape, build_manifest
-from penstock_learner.weights.memory import HostMemory
+from penstock_learner.weights.memory import HostBuckets
 from penstock_learner.weights.push import PushTarget
 from penstock_learner.weights.senders.gloo import GlooSender
 from penstock_learner.weights.senders.sender import Shipment
@@ -68,7 +68,7 @@ def allow_files() -> None:
 def stage_version() -> StagedVersion:
     manifest = build_manifest("run", 1, 1, [TensorShape("weight", "F32", (NUM_ITEMS,))], bucket_bytes=2**20)
     manifest.checksum = XXH3_PIECES
-    staged = StagedVersion(manifest, HostMemory([bucket.num_bytes for bucket in manifest.buckets]))
+    staged = StagedVersion(manifest, HostBuckets([bucket.num_bytes for bucket in manifest.buckets]))
     staged.put("weight", torch.rand(NUM_ITEMS))
     return staged
 

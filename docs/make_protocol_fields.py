@@ -9,13 +9,13 @@ import ast
 import inspect
 from pathlib import Path
 
-from penstock.protocols import anthropic, bodies, chat, completions, responses
+from penstock.protocols import anthropic, bodies, chat, responses
 
 PAGE = Path(__file__).parent / "protocols.md"
 MARK = "<!-- The tables below are written by docs/make_protocol_fields.py. -->\n"
 ROUTES = {
     "/v1/chat/completions": chat.ChatBody,
-    "/v1/completions": completions.CompletionBody,
+    "/v1/completions": chat.CompletionBody,
     "/v1/responses": responses.ResponsesBody,
     "/v1/messages": anthropic.MessagesBody,
     "/v1/messages/count_tokens": anthropic.CountBody,

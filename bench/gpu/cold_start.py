@@ -42,8 +42,8 @@ from learner_parts.models import SHAPES
 from measuring.parts import WRITE_TO, earlier_results, run_parts, save
 from measuring.results import Results, say
 from penstock.client import SyncPenstockClient
-from penstock.compiled_code import VARIABLES
 from penstock.errors import PenstockError
+from penstock.machine import VARIABLES
 from penstock_rollout.engines.vllm.standby import SWITCH
 from whole_run import MICRO_BATCH_TOKENS, model_folder
 from whole_run_parts.ours import UP, print_logs, settings_of, step_rows, stop

@@ -28,7 +28,7 @@ from measuring.child import Child
 from measuring.parts import run_parts, save
 from measuring.results import Results, say
 from penstock.config.learner import LearnerConfig
-from penstock.machine.ports import free_port
+from penstock.machine import free_port
 from penstock_learner.batches.partition import partition, unpermute
 from penstock_learner.batches.sequence_batch import SequenceBatch
 from penstock_learner.model.adapter import add_adapter

@@ -29,8 +29,8 @@ from harness import RESULTS
 from loop_parts.run import SERVERS, LoopRun
 from measuring.parts import run_parts, save
 from measuring.results import Results, say
+from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import QueueStat
-from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet
 from penstock.store.redis_client import connect
 from soak_parts.processes import rank_process, root_process

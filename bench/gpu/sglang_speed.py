@@ -34,7 +34,7 @@ from measuring.child import Child
 from measuring.parts import run_parts, save
 from measuring.results import Results, say
 from penstock.config.rollout import EngineConfig
-from penstock.machine.ports import free_port
+from penstock.machine import free_port
 from penstock.trajectory import Sampling
 from penstock_rollout.engines.engine import GenerateRequest
 from penstock_rollout.engines.sglang.engine import SglangEngine

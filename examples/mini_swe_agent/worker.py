@@ -20,7 +20,7 @@ from minisweagent.environments.extra.bubblewrap import BubblewrapEnvironment
 from minisweagent.models.litellm_model import LitellmModel
 
 from penstock.client import Attempt
-from penstock.client.worker_command import run_worker, worker_parser
+from penstock.client.worker import run_worker, worker_parser
 
 TASKS = Path(__file__).with_name("tasks.jsonl")
 SYSTEM = "You repair a small repository. Run one shell command at a time with the tool `bash`."

@@ -20,7 +20,7 @@ from agents import (
     set_tracing_disabled,
 )
 from penstock.client import Attempt
-from penstock.client.worker_command import run_worker, worker_parser
+from penstock.client.worker import run_worker, worker_parser
 
 QUESTIONS = [{"question": f"What is {first} + 4?", "answer": str(first + 4)} for first in range(2, 6)]
 MAX_TURNS = 8

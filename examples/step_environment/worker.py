@@ -16,7 +16,7 @@ import httpx
 import openai
 
 from penstock.client import Attempt
-from penstock.client.worker_command import run_worker, worker_parser
+from penstock.client.worker import run_worker, worker_parser
 from penstock.user_code import load_object
 
 STEP_S = 60.0

@@ -15,7 +15,7 @@ import verifiers.v1 as vf
 from verifiers.v1.utils.loaders import load_environment, taskset_config_type
 
 from penstock.client import Attempt
-from penstock.client.worker_command import run_worker, worker_parser
+from penstock.client.worker import run_worker, worker_parser
 
 KEY_VARIABLE = "PENSTOCK_WORKER_KEY"
 """verifiers reads the gateway's key from this variable."""

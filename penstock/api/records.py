@@ -1,4 +1,4 @@
-"""The records that a gateway answers with and that the clients return: prompts, groups, policies, runs and sessions.
+"""The records that gateways and clients exchange: prompts, groups, policies, runs, sessions and tasks.
 
 Fields that a newer gateway adds are ignored, and a field that is added here needs a default, which an older gateway
 leaves. So gateways and clients can be upgraded in any order.
@@ -6,9 +6,14 @@ leaves. So gateways and clients can be upgraded in any order.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model_serializer
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
+
+Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+PromptId = Annotated[int, Field(ge=1, lt=2**63)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 Metrics = dict[str, float | None]
 """Values by metric name. None stands for NaN or infinity, which JSON has no number for."""
@@ -21,12 +26,40 @@ READY_PHASES = ("serving", "training", LAST_VALIDATION)
 
 
 class Record(BaseModel):
+    """A gateway refuses unknown fields of a request nevertheless."""
+
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
+class Problem(Record):
+    """An error, as an RFC 9457 problem document."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    """One line that says what happened and what to do."""
+    reason: str
+    """Machine-readable and stable."""
+    field: str
+    """Path of the wrong field, or empty."""
+    error: dict[str, Any] = {}
+    """The same in the form of OpenAI's API: message, type, param and code."""
+
+
+class Page(Record):
+    """A request for one page of a list."""
+
+    page_size: Int32 = 0
+    page_token: str = ""
+
+
 class Message(Record):
+    """A message in OpenAI's format. The fields after `content` reach the model's chat template."""
+
     role: str
-    content: str
+    content: str | None
+    """Null only in a request, alongside `tool_calls`."""
     name: str | None = None
     tool_calls: tuple[dict[str, Any], ...] = ()
     tool_call_id: str | None = None
@@ -39,27 +72,40 @@ class Message(Record):
 
 
 class Sampling(Record):
-    temperature: float
-    top_p: float
-    max_tokens: int
-    seed: int | None
-    top_k: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_tokens: Int32 = 256
+    seed: Int64 | None = None
+    top_k: Int32 = 0
     min_p: float = 0.0
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()
 
 
 class SubmittedPrompt(Record):
-    messages: tuple[Message, ...]
-    token_ids: tuple[int, ...]
-    sampling: Sampling
-    num_samples: int
-    agent_name: str
-    data_source: str
-    ground_truth: Any
-    extra_info: dict[str, Any]
-    priority: int
-    evaluation_id: str
+    """A prompt as clients submit it, and as they read it back."""
+
+    messages: tuple[Message, ...] = ()
+    token_ids: tuple[TokenId, ...] = ()
+    sampling: Sampling = Sampling()
+    num_samples: Int32 = 1
+    agent_name: str = ""
+    data_source: str = ""
+    ground_truth: Any = None
+    extra_info: dict[str, Any] = {}
+    priority: Int32 = 0
+    evaluation_id: str = ""
+    """Set by the gateway for the prompts of an evaluation."""
+
+
+class Submission(Record):
+    """Answer to a submission of prompts."""
+
+    prompt_ids: tuple[int, ...]
+    replayed: bool
+    """Whether these are the ids of an earlier request with the same idempotency key."""
+    num_replayed: int = 0
+    """How many of the prompts were submitted before."""
 
 
 class PromptRecord(Record):
@@ -70,6 +116,10 @@ class PromptRecord(Record):
     attempt: int
     prompt: SubmittedPrompt | None
     """None once the prompt is trained."""
+
+
+class CancelledPrompts(Record):
+    prompts: tuple[PromptRecord, ...]
 
 
 class PromptPage(Record):
@@ -100,7 +150,7 @@ class GroupPage(Record):
 
 
 class Sample(Record):
-    """A trained response: see penstock.samples.sample for its fields."""
+    """A trained response: see penstock.samples for its fields."""
 
     step: int
     policy_version: int
@@ -136,6 +186,8 @@ class SamplingSegment(Record):
     end: int
     temperature: float
     top_p: float
+    top_k: int = 0
+    min_p: float = 0.0
 
 
 class Trajectory(Record):
@@ -186,6 +238,30 @@ class Result(Record):
     group: Group | None
 
 
+class Evaluation(Record):
+    """Progress and scores of an evaluation."""
+
+    evaluation_id: str
+    num_prompts: int
+    num_finished: int
+    score: float
+    policy_version_min: int
+    policy_version_max: int
+    num_samples: int = 0
+    pass_at: dict[int, float] = {}
+    """pass@k by k, over the prompts finished so far. A sample passes with a reward of 1."""
+    num_failed: int = 0
+    """Finished prompts that have no samples. The score does not contain them."""
+
+
+class Dataset(Record):
+    name: str
+    format: str
+    num_prompts: int
+    num_submitted: int
+    num_bytes: int
+
+
 class LeasedTask(Record):
     """A place of a task that a worker may work on. Send `session_id` as X-Penstock-Session with its calls."""
 
@@ -194,6 +270,23 @@ class LeasedTask(Record):
     attempt: int
     payload: Any
     lease_s: float
+
+
+class LeasedTasks(Record):
+    tasks: tuple[LeasedTask, ...]
+
+
+class SubmittedTasks(Record):
+    task_ids: tuple[str, ...]
+    replayed: bool
+
+
+class LostTasks(Record):
+    lost_session_ids: tuple[str, ...]
+
+
+class ReturnedTask(Record):
+    returned: bool
 
 
 class Task(Record):
@@ -357,6 +450,14 @@ class Run(Record):
         )
 
 
+class RunList(Record):
+    runs: tuple[Run, ...]
+
+
+class ServerList(Record):
+    servers: tuple[Server, ...]
+
+
 class StepMetrics(Record):
     """The metrics of one step, and the version that it made."""
 
@@ -364,6 +465,38 @@ class StepMetrics(Record):
     policy_version: int
     published_at_ms: int
     metrics: Metrics
+
+
+class Score(Record):
+    """The score of evaluation BENCHMARK-NUMBER."""
+
+    benchmark: str
+    number: int
+    score: float | None
+
+
+class MetricsList(Record):
+    steps: tuple[StepMetrics, ...]
+    scores: tuple[Score, ...]
+
+
+class DeadLetter(Record):
+    letter_id: str
+    prompt_id: int
+    reason: str
+    buried_at_ms: int
+    prompt_bytes: int
+    group_bytes: int
+
+
+class DeadLetterPage(Record):
+    dead_letters: tuple[DeadLetter, ...]
+    next_page_token: str
+    reasons: dict[str, int]
+
+
+class RequeuedPrompt(Record):
+    prompt_id: int
 
 
 class Policy(Record):
@@ -385,6 +518,10 @@ class Policy(Record):
 class PolicyPage(Record):
     policies: tuple[Policy, ...]
     next_page_token: str
+
+
+class Unpinned(Record):
+    was_pinned: bool
 
 
 class PolicyComparison(Record):

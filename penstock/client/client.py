@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import httpx
 
 from penstock.api.records import (
+    Evaluation,
     Group,
     GroupPage,
     LeasedTask,
@@ -36,14 +37,12 @@ from penstock.api.records import (
     Session,
     SessionPage,
     StepMetrics,
+    Submission,
     Task,
 )
-from penstock.client.gateway_connection import GatewayConnection, read_response
-from penstock.client.prompt_body import prompt_body
+from penstock.client.gateway_connection import GatewayConnection, prompt_body, read_response
 from penstock.client.retries import connection_failure, response_failure
 from penstock.errors import DeadlineExceeded, NotFound
-from penstock.replay.evaluations import Evaluation
-from penstock.replay.queue_types import Submission
 
 if TYPE_CHECKING:
     from penstock.trajectory import Prompt

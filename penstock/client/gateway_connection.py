@@ -1,10 +1,11 @@
-"""The base of the asyncio client and the synchronous client: the gateway's address, and how long to try."""
+"""What the asyncio client and the synchronous client share: the gateway's address, how long to try, and bodies."""
 
 from __future__ import annotations
 
 import ssl
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import httpx
 from pydantic import TypeAdapter
@@ -12,6 +13,9 @@ from pydantic import TypeAdapter
 from penstock.client.address import CONFIGURED_RUN, GatewayAddress
 from penstock.client.retries import Attempts
 from penstock.errors import PenstockError
+
+if TYPE_CHECKING:
+    from penstock.trajectory import Prompt
 
 T = TypeVar("T")
 
@@ -62,3 +66,24 @@ def read_response(response: httpx.Response, kind: type[T], part: str = "") -> T:
         return TypeAdapter(kind).validate_python(body[part] if part else body)
     except (ValueError, KeyError, TypeError) as error:
         raise PenstockError(f"{response.url} did not answer as a gateway does ({error}); check the URL") from error
+
+
+def prompt_body(prompt: Prompt) -> dict[str, Any]:
+    """A prompt as the REST interface takes it. Optional sampling parameters are sent only where they are not the
+    default, so that older gateways take prompts without them."""
+    sampling = asdict(prompt.sampling) | {"stop": list(prompt.sampling.stop)}
+    required = ("temperature", "top_p", "max_tokens", "seed")
+    body: dict[str, Any] = {
+        "sampling": {name: value for name, value in sampling.items() if value or name in required},
+        "num_samples": prompt.num_samples,
+        "agent_name": prompt.agent_name,
+        "data_source": prompt.data_source,
+        "ground_truth": prompt.ground_truth,
+        "extra_info": prompt.extra_info,
+        "priority": prompt.priority,
+    }
+    if prompt.messages:
+        body["messages"] = prompt.chat
+    if prompt.token_ids:
+        body["token_ids"] = list(prompt.token_ids)
+    return body

@@ -1,4 +1,4 @@
-"""An answer on its way to the client, the same for all protocols: its choices, and the order in which they arrive."""
+"""An answer on its way to the client, the same for all protocols: its choices, their order, and the forms of errors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 
-from penstock.errors import InvalidInput, PenstockError
+from penstock.errors import InvalidInput, PenstockError, PromptTooLong, QueueFull, RateLimited, Unauthenticated
 from penstock.protocols.conversation import AnswerMessage, Json, Message
 from penstock.v1 import generate_pb2, groups_pb2
 
@@ -19,9 +19,23 @@ TokenTexts = Callable[[Sequence[int]], list[str]]
 """The text of each token."""
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 CLIENT_CLOSED_REQUEST = 499
-"""Status of an answer that nobody reads, in metrics and logs."""
+"""Status of an answer that no one reads, in metrics and logs."""
 QUEUED_CHUNKS = 64
 """How many chunks of an answer may wait for a client that reads slowly."""
+_OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_OPENAI_CODES = {
+    PromptTooLong.reason: "context_length_exceeded",
+    Unauthenticated.reason: "invalid_api_key",
+    RateLimited.reason: "rate_limit_exceeded",
+}
+"""OpenAI's codes by our reasons, where OpenAI has one. Other errors have the reason in lower case as their code."""
+_ANTHROPIC_TYPES = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
+    429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
+}  # fmt: skip
+
+RETRY_REASONS = frozenset({RateLimited.reason, QueueFull.reason})
+"""Reasons below 500 that pass by themselves."""
 
 
 class Choice:
@@ -115,7 +129,7 @@ async def collect(streams: Sequence[Chunks]) -> list[Choice]:
 
 
 async def collect_unless_left(streams: Sequence[Chunks], receive: Receive) -> list[Choice] | None:
-    """The same, but None if the client closes its connection before. Then all answers are aborted, because nobody reads
+    """The same, but None if the client closes its connection before. Then all answers are aborted, because no one reads
     them: a client that has waited for too long asks again. `receive` is that of ASGI, after the request's body."""
 
     async def wait_until_left() -> None:
@@ -207,3 +221,30 @@ def usage_of(choices: Sequence[Choice]) -> Json:
 
 def now_s() -> int:
     return int(time.time())
+
+
+def retry_advice(error: PenstockError) -> dict[str, str]:
+    """A header that keeps OpenAI's and Anthropic's clients from making the same call again, where that cannot help.
+    By themselves they also repeat a 409, which a session that is closed answers forever."""
+    is_final = error.http_status < 500 and error.reason not in RETRY_REASONS
+    return {"x-should-retry": "false"} if is_final else {}
+
+
+def openai_error(error: PenstockError) -> Json:
+    return openai_fields(error.http_status, error.reason, str(error), getattr(error, "field", ""))
+
+
+def openai_fields(status: int, reason: str, detail: str, field: str) -> Json:
+    """The member `error` of an answer, in which OpenAI's clients look for the message, the type and the code."""
+    return {
+        "message": detail,
+        "type": _OPENAI_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error"),
+        "param": field or None,
+        "code": _OPENAI_CODES.get(reason, reason.lower()),
+    }
+
+
+def anthropic_fields(status: int, detail: str) -> Json:
+    """An error of /v1/messages as a whole. The message begins with the name of the wrong field."""
+    kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": detail}}

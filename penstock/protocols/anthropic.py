@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from penstock.errors import InvalidInput, PenstockError
-from penstock.protocols.answers import Choice, version_fields
+from penstock.protocols.answers import Choice, anthropic_fields, version_fields
 from penstock.protocols.bodies import (
     Body,
     Cache,
@@ -24,7 +24,6 @@ from penstock.protocols.bodies import (
     set_json_schema,
 )
 from penstock.protocols.conversation import Conversation, Json, Message, ToolCall
-from penstock.protocols.problems import anthropic_fields
 from penstock.v1 import generate_pb2
 
 _CHOICES = {

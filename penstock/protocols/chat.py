@@ -1,4 +1,4 @@
-"""OpenAI's chat completions."""
+"""OpenAI's chat completions, and its completions of plain text."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import json
 import uuid
 from typing import Annotated, Any, Literal
 
+import numpy as np
 from pydantic import Field
 
 from penstock.errors import InvalidInput, PenstockError
-from penstock.protocols.answers import Choice, TokenTexts, now_s, usage_of, version_fields
+from penstock.protocols.answers import Choice, TokenTexts, now_s, openai_error, usage_of, version_fields
 from penstock.protocols.bodies import (
     MAX_CHOICES,
     UNLIMITED,
@@ -22,12 +23,12 @@ from penstock.protocols.bodies import (
     Penalty,
     Refused,
     SamplingBody,
+    TokenId,
     function_tool,
     set_json_schema,
     text_of,
 )
 from penstock.protocols.conversation import Conversation, Json, Message, ToolCall
-from penstock.protocols.problems import openai_error
 from penstock.v1 import generate_pb2
 
 TEXT_ONLY = Annotated[Any, Refused("models here read and write text only")]
@@ -357,3 +358,53 @@ def _part_of_call(part: generate_pb2.ToolCallPart) -> Json:
     if not part.call_id:
         return {"index": part.index, "function": function}
     return {"index": part.index, "id": part.call_id, "type": "function", "function": {"name": part.name, **function}}
+
+
+class CompletionBody(OpenAIBody):
+    """The body of /v1/completions."""
+
+    prompt: str | list[TokenId]
+    max_tokens: MaxTokens | None = 16
+    logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
+    """0 and 1 give the log-prob of the sampled token; alternatives are not known."""
+    echo: Annotated[Any, Refused("the client has the prompt", (False,))] = None
+    best_of: Annotated[Any, Refused("use n", (1,))] = None
+    suffix: Annotated[Any, Refused("models here write forwards", ("",))] = None
+
+
+class CompletionExchange(OpenAIExchange):
+    """One request of completions and its answer."""
+
+    kind = chunk_kind = "text_completion"
+    id_prefix = "cmpl"
+
+    def __init__(self, body: CompletionBody, texts: TokenTexts, session_id: str = "") -> None:
+        super().__init__(body, texts, with_log_probs=body.logprobs is not None)
+        self.completion = body
+        self.session_id = session_id
+
+    def requests(self) -> list[generate_pb2.GenerateRequest]:
+        body = self.completion
+        if not body.prompt:
+            raise InvalidInput("prompt", "must not be empty")
+        if body.chat_template_kwargs:
+            raise InvalidInput("chat_template_kwargs", "has no effect on plain text; leave it out")
+        limit = body.max_tokens or UNLIMITED
+        requests = [body.choice_request(index, self.session_id, limit) for index in range(body.n or 1)]
+        for request in requests:
+            if isinstance(body.prompt, str):
+                request.text = body.prompt
+            else:
+                request.token_ids = np.asarray(body.prompt, dtype="<i4").tobytes()
+        return requests
+
+    def whole_choice(self, choice: Choice) -> Json:
+        return {"text": choice.message.content}
+
+    def part_choice(self, choice: Choice, chunk: generate_pb2.GenerateChunk, start: int) -> Json:
+        return {"text": chunk.text}
+
+    def log_probs(self, choice: Choice, start: int, end: int) -> Json:
+        tokens = self.texts(choice.token_ids[start:end])
+        log_probs = choice.log_probs[start:end]
+        return {"tokens": tokens, "token_logprobs": log_probs, "top_logprobs": None, "text_offset": []}

@@ -20,11 +20,9 @@ from google.protobuf.message import DecodeError
 from penstock.codec import decode_group, decode_prompt
 from penstock.config.service import ReplayConfig
 from penstock.errors import DeadlineExceeded, InvalidInput, NotFound, PoisonGroup
-from penstock.replay.on_redis.intake import IDEMPOTENCY_TTL_S
+from penstock.replay.queue import IDEMPOTENCY_TTL_S, RedisReplayQueue
 from penstock.replay.queue_types import Lease, QueueStat
-from penstock.replay.redis_queue import RedisReplayQueue
-from penstock.store.redis_client import RedisClient
-from penstock.store.redis_errors import guarded
+from penstock.store.redis_client import RedisClient, guarded
 from penstock.store.scripts import QUEUE, read_record, read_rows
 from penstock.trajectory import Group, Prompt
 

@@ -13,7 +13,7 @@ import redis.asyncio as redis
 from numpy.typing import NDArray
 
 from penstock.store.keys import RunKeys
-from penstock.store.redis_errors import guarded
+from penstock.store.redis_client import guarded
 from penstock.trajectory import Group
 
 KEPT_GROUPS = 4

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.errors import InvalidInput
+from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import PromptState, PromptStatus
-from penstock.replay.redis_queue import RedisReplayQueue
-from penstock.store.redis_errors import guarded
+from penstock.store.redis_client import guarded
 from penstock.store.scripts import QUEUE, read_record, read_rows
 
 IDS_LOOKED_AT = 2_000

@@ -22,7 +22,7 @@ from typing import Any
 from redis.exceptions import NoScriptError
 
 from penstock.store.keys import lua_names
-from penstock.store.redis_errors import guarded
+from penstock.store.redis_client import guarded
 
 
 @dataclass(frozen=True)

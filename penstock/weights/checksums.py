@@ -3,12 +3,11 @@
 | name        | fast in     | definition                                                                 |
 |-------------|-------------|----------------------------------------------------------------------------|
 | xxh3_pieces | host memory | xxh3_128 over the xxh3_128 digests of the bucket's pieces of 1 MiB         |
-| xxh3_128    | host memory | XXH3 of the xxHash library, 128 bits                                       |
 | mix64       | GPU memory  | sum over the words i of splitmix64(word[i] + (i + 1) * 2^64/phi), mod 2^64 |
 
 The publisher uses xxh3_pieces for host memory, because several threads can hash the pieces of a bucket: on many ARM
-processors one thread hashes no faster than another one copies. Snapshots may have xxh3_128. mix64 is a sum in any
-order, so a GPU computes it at the speed of its memory (cuda/mix64.py).
+processors one thread hashes no faster than another one copies. mix64 is a sum in any order, so a GPU computes it at the
+speed of its memory (cuda/mix64.py).
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from numpy.typing import NDArray
 
 from penstock.errors import WeightPushFailed
 
-XXH3 = "xxh3_128"
 XXH3_PIECES = "xxh3_pieces"
 MIX64 = "mix64"
 CHECKSUM_PIECE_BYTES = 2**20
@@ -37,7 +35,7 @@ class RunningChecksum:
     costs from memory. The size of every piece except the last must be a multiple of 8 bytes."""
 
     def __init__(self, name: str) -> None:
-        if name not in (XXH3, XXH3_PIECES, MIX64):
+        if name not in (XXH3_PIECES, MIX64):
             raise WeightPushFailed(
                 f"unknown checksum {name!r}; publisher and rollout server must have the same version"
             )
@@ -49,9 +47,6 @@ class RunningChecksum:
         self._num_words = 0
 
     def update(self, piece: NDArray[np.uint8]) -> None:
-        if self._name == XXH3:
-            self._xxh3.update(piece.data)
-            return
         if self._name == XXH3_PIECES:
             self._update_pieces(piece)
             return
@@ -73,7 +68,7 @@ class RunningChecksum:
     def value(self) -> str:
         if self._name == XXH3_PIECES:
             return combined_digests([*self._digests, self._xxh3.digest()] if self._num_in_piece else self._digests)
-        return self._xxh3.hexdigest() if self._name == XXH3 else f"{self._mix64:016x}"
+        return f"{self._mix64:016x}"
 
 
 def piece_digest(piece: NDArray[np.uint8]) -> bytes:

@@ -20,8 +20,8 @@ import pytest
 from penstock.codec import decode_prompt, encode_group
 from penstock.config.service import RedisConfig
 from penstock.errors import ConfigError
+from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import Lease, QueueStat
-from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.keys import RunKeys
 from penstock.store.redis_client import RedisClient, connect
 from penstock_learner.checkpoints.store import CheckpointStore
@@ -169,7 +169,7 @@ def check_crash(run: Run, crash_at: str) -> None:
         code, output = run.go(go_back_to=str(older))
     else:
         code, output = run.go()  # a supervisor may start it again without the option
-        assert "went back" not in output
+        assert "rewound to" not in output
     assert code == 0, output
     assert {read_state(path).resumed_from for path in run.store.newest_first()} == {str(older)}
     assert run.store.of_the_run() == run.store.newest_first()
@@ -192,8 +192,8 @@ def test_a_learner_goes_back_only_when_asked_and_only_once(run: Run) -> None:
     (run.folder / newest.name).rename(newest)
 
     code, output = run.go(go_back_to=str(older), until_trained=NUM_PROMPTS - 8)
-    assert code == 0 and "went back" in output, output
+    assert code == 0 and "rewound to" in output, output
     assert run.stat().term == term + 1
     code, output = run.go(go_back_to=str(older))
-    assert code == 0 and "went back" not in output, output
+    assert code == 0 and "rewound to" not in output, output
     check_all_trained_once(run)

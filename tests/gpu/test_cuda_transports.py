@@ -24,7 +24,7 @@ from penstock.weights.checksums import MIX64, host_checksum
 from penstock.weights.cuda.mix64 import device_mix64
 from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import TensorShape, build_manifest
-from penstock_learner.weights.memory import DeviceMemory, MemoryPool
+from penstock_learner.weights.memory import DeviceBuckets, MemoryPool
 from penstock_learner.weights.push import PushTarget
 from penstock_learner.weights.senders.cuda_ipc import CudaIpcSender
 from penstock_learner.weights.senders.sender import Shipment
@@ -67,7 +67,7 @@ class IpcPublisher:
     def __init__(self) -> None:
         shapes = [TensorShape(f"w{index}", "BF16", (1000 + index, 64)) for index in range(40)]
         manifest = build_manifest("run", 1, 1, shapes, bucket_bytes=2**20)
-        memory = DeviceMemory([bucket.num_bytes for bucket in manifest.buckets], DEVICE)
+        memory = DeviceBuckets([bucket.num_bytes for bucket in manifest.buckets], DEVICE)
         manifest.checksum = checksum_name(memory)
         self._staged = StagedVersion(manifest, memory)
         self._shipment = Shipment(manifest, self._staged)

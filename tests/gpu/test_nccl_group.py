@@ -17,7 +17,7 @@ from penstock.weights.cuda.nccl_group import NcclGroup
 from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import TensorShape, build_manifest
 from penstock.weights.transports import has_cupy
-from penstock_learner.weights.memory import HostMemory
+from penstock_learner.weights.memory import HostBuckets
 from penstock_learner.weights.push import PushTarget
 from penstock_learner.weights.senders import nccl as sending
 from penstock_learner.weights.senders.nccl import NcclSender
@@ -146,7 +146,7 @@ def target(name: str) -> PushTarget:
 def staged_version(version: int, term: int = 1) -> StagedVersion:
     tensors = [TensorShape(f"t{index}", "F32", (97 + index,)) for index in range(NUM_TENSORS)]
     manifest = build_manifest("run", version, term, tensors, bucket_bytes=1024)
-    staged = StagedVersion(manifest, HostMemory([b.num_bytes for b in manifest.buckets]))
+    staged = StagedVersion(manifest, HostBuckets([b.num_bytes for b in manifest.buckets]))
     manifest.checksum = checksum_name(staged.memory)
     generator = torch.Generator().manual_seed(version)
     for spec in tensors:

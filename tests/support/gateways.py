@@ -17,11 +17,13 @@ import grpc
 import httpx
 import numpy as np
 import pytest
+from pydantic import BaseModel
 
+from penstock.api.conversion import to_json
 from penstock.api_keys import read_own_key
 from penstock.config.run import ModelConfig, RunConfig
 from penstock.config.service import GatewayConfig, RedisConfig
-from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.replay.queue import RedisReplayQueue
 from penstock.trajectory import Group, Sampling, Trajectory, VersionSegment
 from penstock.v1 import groups_pb2_grpc, policies_pb2, policies_pb2_grpc, prompts_pb2_grpc, runs_pb2_grpc
 from penstock_services.gateway.server import serve
@@ -156,6 +158,11 @@ async def both(
     by_rest, by_grpc = await rest(gateway, method, path, **options), to_json(await answer)
     assert ageless(by_grpc) == ageless(by_rest), path
     return by_rest
+
+
+def as_json(record: type[BaseModel]) -> Callable[[Any], Any]:
+    """Converts messages of gRPC to what REST answers."""
+    return lambda message: to_json(message, record)
 
 
 def ageless(value: Any) -> Any:

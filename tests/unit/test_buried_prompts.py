@@ -11,8 +11,7 @@ from penstock.cancellation import end_task
 from penstock.config.dataset import DatasetConfig
 from penstock.config.service import ReplayConfig
 from penstock.errors import InvalidInput, Unavailable
-from penstock.feed.buried_prompts import MIN_BURIED, BuriedPrompts
-from penstock.feed.dataset_feed import Feeder, PromptStream
+from penstock.feed.dataset_feed import MIN_BURIED, BuriedPrompts, Feeder, PromptStream
 from penstock.trajectory import Prompt
 from support.memory_queue import MemoryReplayQueue
 from support.memory_store import MemoryStore

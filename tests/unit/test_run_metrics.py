@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from penstock.store.redis_memory import RedisMemory
+from penstock.store.redis_client import RedisMemory
 from penstock.store.run_control import Orders
-from penstock_services.gateway.metrics.run import RunCollector, RunSnapshot
+from penstock_services.gateway.metrics import RunCollector, RunSnapshot
 from support.run_facts import STAT, run_facts
 
 STEP = {"reward_mean": 0.2, "zero_advantage_group_ratio": 1.0, "step_s": 10.0, "wait_s": 1.0, "update_s": 9.0}

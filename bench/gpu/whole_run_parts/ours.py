@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from measuring.gpu_use import GpuSamples
 from measuring.results import Results, say
-from penstock.machine.ports import free_port
+from penstock.machine import free_port
 from whole_run_parts.steps import LEARNER_TIMES, LearnerTimes, StepLog
 from whole_run_parts.task import DATA_SOURCE, Task, write_prompts
 

@@ -53,7 +53,7 @@ class BucketMemory(Protocol):
         ...
 
 
-class HostMemory:
+class HostBuckets:
     """Plain host memory, pinned if there is a GPU."""
 
     kind: MemoryKind = "host"
@@ -70,7 +70,7 @@ class HostMemory:
         pass
 
 
-class SharedMemory:
+class SharedBuckets:
     """One anonymous file in memory, which members on the same host map by its `path`.
 
     Kernel seals prevent every other process from writing to it. The header names a version only while the buckets hold
@@ -127,7 +127,7 @@ def pin(pointer: int, num_bytes: int) -> int:
     return pointer
 
 
-class DeviceMemory:
+class DeviceBuckets:
     """Buckets in GPU memory that other processes on the same GPU can map.
 
     It is one allocation with the layout of penstock/weights/cuda/ipc.py: the buckets, then the header of cuda_ipc.
@@ -217,5 +217,5 @@ class MemoryPool:
 
     def _make(self, kind: MemoryKind, sizes: Sequence[int]) -> BucketMemory:
         if kind == "device":
-            return DeviceMemory(sizes, self.device)
-        return SharedMemory(sizes) if kind == "shared" else HostMemory(sizes)
+            return DeviceBuckets(sizes, self.device)
+        return SharedBuckets(sizes) if kind == "shared" else HostBuckets(sizes)

@@ -250,7 +250,7 @@ class PieceHashing:
 
 @contextmanager
 def beside_training(bucket: torch.Tensor) -> Iterator[None]:
-    """Use a stream of its own for a bucket on a GPU, so that results do not wait for the kernels of training."""
+    """Use a separate stream for a bucket on a GPU, so that results do not wait for the kernels of training."""
     if not bucket.is_cuda:
         yield
         return

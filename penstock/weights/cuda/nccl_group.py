@@ -219,15 +219,11 @@ class Relay:
         return self._group.broadcast(slot.pointer, num_bytes, deadline, hold=slot)
 
     def receive(self, pointer: int, num_bytes: int, deadline: Deadline, hold: object) -> tuple[int, int]:
-        """Enqueue the broadcast, then the copy to pinned memory that `hold` owns. Returns their events, for `wait`."""
+        """Enqueue the broadcast, then the copy to pinned memory that `hold` owns. Returns the events of
+        the copy and of the broadcast, to be waited for in this order."""
         slot = self._next_slot()
         arrived = self._group.broadcast(slot.pointer, num_bytes, deadline, hold=(slot, hold))
-        return arrived, self._group.copy(pointer, slot.pointer, num_bytes, after=arrived)
-
-    def wait(self, received: tuple[int, int], deadline: Deadline) -> None:
-        arrived, copied = received
-        self._group.wait(copied, deadline)
-        self._group.wait(arrived, deadline)
+        return self._group.copy(pointer, slot.pointer, num_bytes, after=arrived), arrived
 
     def _next_slot(self) -> DeviceAllocation:
         slot = self._slots[self._num_used % NUM_SLOTS]

@@ -62,7 +62,10 @@ class ServingEngine:
         self._broken = ""
 
     def _stages(self, announcement: weights_pb2.AnnounceRequest) -> None:
-        """A version begins to be received. Call it before the workers are told."""
+        """A version begins to be received. Call it before the workers are told.
+
+        Raises WeightPushFailed, and changes nothing, unless the push has exactly the tensors of the model."""
+        check_manifest(announcement.manifest, self._shapes)
         self._staged, self._retained_version = announcement, None
 
     def _loaded(self, announcement: weights_pb2.AnnounceRequest, bucket_checksums: Sequence[str]) -> None:
@@ -75,10 +78,6 @@ class ServingEngine:
         self._num_loads += 1
         if self._staged is announcement:
             self._staged = None
-
-    def _check_manifest(self, announcement: weights_pb2.AnnounceRequest) -> None:
-        """Raise WeightPushFailed unless the push has exactly the tensors of the model."""
-        check_manifest(announcement.manifest, self._shapes)
 
     def _salt(self, policy_version: int, num_loads: int) -> str:
         """The salt of prefix-cache entries of requests that are submitted under this load. A version that is loaded

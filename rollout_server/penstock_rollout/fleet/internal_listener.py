@@ -23,7 +23,7 @@ def make_listener(key: ClusterKey) -> grpc.aio.Server:
         options=[
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
             ("grpc.http2.max_ping_strikes", 0),  # the learner pings often to notice a server that is unreachable
-            # gRPC would find the window by a ping beside almost every call, which its callers answer: with 1,000
+            # gRPC would find the window by a ping with almost every call, which its callers answer: with 1,000
             # servers that costs the gateway a tenth of a generate call.
             ("grpc.http2.bdp_probe", 0),
             ("grpc.http2.lookahead_bytes", WINDOW_BYTES),

@@ -10,7 +10,7 @@ STALE server gets it from the next push. If the config allows snapshots, the ser
 for a push.
 
 A version is published after its push, so every member of that push has it by then. A serving server that is behind was
-left out: it was released from an older version, or became READY while the push ran without it.
+skipped: it was released from an older version, or became READY while the push ran without it.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class FleetMembership:
     def _enter(self, state: ServerState) -> None:
         """Set the state, measure how long the server was not serving, and show the version.
 
-        A push may load a version after its publisher has given up on this server, so the version is the engine's."""
+        A push may load a version after its publisher has abandoned this server, so the version is the engine's."""
         self.metrics.version.labels("rollout").set(self.engine.policy_version)
         self.metrics.pinned.set(self.held_version is not None)
         if state in SERVING_STATES and self._stopped_serving_at is not None:
@@ -143,7 +143,7 @@ class FleetMembership:
 
     def _serves_wrong_version(self, reported: Reported, was_held: bool) -> bool:
         """Whether a serving server is not at the version it is held at, was just released from another one than the
-        published, or was left out of the last push. It may be ahead of the published version: a push commits before
+        published, or was skipped in the last push. It may be ahead of the published version: a push commits before
         its version is published."""
         if reported.held_version is not None:
             return self.engine.policy_version != reported.held_version

@@ -38,7 +38,7 @@ class Reception:
     spare: list[torch.Tensor] = field(default_factory=list)
     """Buffers of an earlier version. Filling them again is faster than using new memory."""
     worker_device: torch.device = torch.device("cpu")
-    """Where the engine keeps its weights. The receiving thread uses this device, with a stream of its own."""
+    """Where the engine keeps its weights. The receiving thread uses this device, with a separate stream."""
 
     @property
     def manifest(self) -> weights_pb2.WeightManifest:
@@ -80,7 +80,7 @@ Receiver = Callable[[Reception], Iterator[Arrived]]
 
 
 def find_receiver(transport: str) -> Receiver:
-    """Return the receiver of a transport. One with dependencies of its own is `receive` of a module, imported here."""
+    """Return the receiver of a transport. One with dependencies is `receive` of a module, imported here."""
     if transport not in TRANSPORTS:
         raise WeightPushFailed(f"unknown transport {transport!r}; this server knows {', '.join(TRANSPORTS)}")
     if transport in _LIGHT_RECEIVERS:

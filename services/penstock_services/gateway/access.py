@@ -1,18 +1,24 @@
-"""Access to the gateway: API keys, the role and the call rate of each, and the caller of a request."""
+"""Access to the gateway: API keys, the role and call rate of each, the caller of a request, certificates, and the names
+by which browsers may reach it.
+
+Imports no server, so that `penstock up --check` is quick.
+"""
 
 from __future__ import annotations
 
+import ipaddress
+import ssl
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from urllib.parse import urlsplit
 
-from penstock.api_keys import OWN_KEY_FILE, ROLES, ApiKey, Role, find_key, make_own_key
+from penstock.api_keys import OWN_KEY_FILE, ROLES, ApiKey, KeyFile, Role, find_key, key_files_of, make_own_key
 from penstock.config.service import GatewayConfig
 from penstock.errors import ConfigError, PermissionDenied, RateLimited, Unauthenticated
-from penstock.key_files import KeyFile, key_files_of
-from penstock.machine.ports import is_loopback
+from penstock.machine import is_loopback
 
 
 @dataclass(frozen=True)
@@ -127,3 +133,79 @@ class _Bucket:
             wait_s = (1 - self.tokens) / rate
             raise RateLimited(f"more than {rate:g} calls a second; try again in {wait_s:.2f} s", wait_s)
         self.tokens -= 1
+
+
+@dataclass(frozen=True)
+class Certificates:
+    """The contents of the files of `gateway.tls_…`, in PEM."""
+
+    key: bytes
+    certificate: bytes
+    client_authority: bytes | None
+    """Signs the certificates of clients. None if clients need none."""
+
+
+def check_gateway(config: GatewayConfig) -> None:
+    """Raise ConfigError if keys or certificates are missing or cannot be read."""
+    check_keys(config)
+    read_certificates(config)
+
+
+def read_certificates(config: GatewayConfig) -> Certificates | None:
+    """The server's certificates, or None without TLS. Raises ConfigError for files that cannot be used."""
+    if config.tls_cert_file is None or config.tls_key_file is None:
+        return None
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=config.tls_client_ca_file).load_cert_chain(
+            config.tls_cert_file, config.tls_key_file
+        )
+        authority = config.tls_client_ca_file.read_bytes() if config.tls_client_ca_file else None
+        return Certificates(config.tls_key_file.read_bytes(), config.tls_cert_file.read_bytes(), authority)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"gateway.tls_cert_file, tls_key_file or tls_client_ca_file: {error}") from error
+
+
+ANY = "*"
+
+
+class AllowedHosts:
+    """Decides about the headers Host and Origin.
+
+    Addresses are always allowed: a name can be pointed at a foreign address, an address cannot. So is `localhost`.
+    Other names must be in `gateway.allowed_hosts`. If that is empty, a gateway on loopback has no other name, and one
+    on a public address has any, because every call needs a key."""
+
+    def __init__(self, config: GatewayConfig) -> None:
+        self.configured = frozenset(name.lower() for name in config.allowed_hosts)
+        self.takes_any = ANY in self.configured or not (self.configured or is_loopback(config.host))
+        self.names = self.configured | {config.host.lower(), "localhost"}
+
+    def allow(self, host: str) -> bool:
+        """Whether a Host header names this gateway. Programs may leave it out; browsers never do."""
+        if not host or self.takes_any:
+            return True
+        name = _hostname(f"//{host}")
+        return name in self.names or name.endswith(".localhost") or _is_address(name)
+
+    def allow_origin(self, origin: str, host: str) -> bool:
+        """Whether a page of this origin may call: a page of the gateway itself, or of a host that is allowed by
+        name."""
+        scheme, _, place = origin.lower().partition("://")
+        if scheme not in ("http", "https") or not place:
+            return False
+        return place == host.lower() or _hostname(f"//{place}") in self.configured
+
+
+def _hostname(url: str) -> str:
+    try:
+        return "" if "@" in url else urlsplit(url).hostname or ""
+    except ValueError:
+        return ""
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

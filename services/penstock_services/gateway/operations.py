@@ -1,8 +1,11 @@
-"""Guards shared by all handlers: the caller's role, a deadline, the error tree and the audit log.
+"""Operations of the gateway: each is one declaration, the decorator of the method that answers it.
 
-A handler belongs to one run. It takes a protobuf request and returns a protobuf response, or an iterator of responses,
-or raises a PenstockError. It checks the whole request before it makes one atomic call, so nothing is half accepted.
-REST routes and gRPC services call it as `handler(caller, request)`.
+`operation` declares what REST and gRPC both serve. Its method takes a protobuf request and returns a response, or an
+iterator of responses, or raises a PenstockError. It checks the whole request before it makes one atomic call, so
+nothing is half accepted. `http_operation` declares what only REST serves, such as OpenAI's and Anthropic's protocols.
+
+REST routes, gRPC methods, the check of the caller's key, the audit log, the OpenAPI document and the table in
+docs/gateway.md are derived from the declarations.
 """
 
 from __future__ import annotations
@@ -12,20 +15,101 @@ import json
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
-from functools import wraps
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
+from google.protobuf import descriptor_pool
+from google.protobuf.descriptor import MethodDescriptor
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+from pydantic import BaseModel
 from redis.exceptions import RedisError
 
 from penstock.api_keys import Role
 from penstock.config.run import RunConfig
-from penstock.errors import DeadlineExceeded, PenstockError, Unauthenticated, Unavailable
-from penstock.v1 import runs_pb2
+from penstock.errors import DeadlineExceeded, NotFound, PenstockError, Unauthenticated, Unavailable
 from penstock_services.gateway.access import Caller
 
 logger = logging.getLogger(__name__)
+RUN = "/v1/runs/{run}"
+"""Path of the run, below which its resources are."""
+OWN_RUN = ("", "-")
+"""Names that stand for the gateway's run in a path or a request. No run can have them."""
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Awaitable[Any]])
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What everything that is derived knows of an operation."""
+
+    method: Callable[..., Awaitable[Any]]
+    verb: str
+    path: str
+    scope: Role | None
+    """The weakest role of a key that may call it. None: it needs no key."""
+    answer: type[BaseModel] | str
+    """The record that REST answers with, or the media type of a file."""
+    rpcs: tuple[MethodDescriptor, ...] = ()
+    """Its gRPC methods. Without any, the method takes and returns HTTP."""
+    takes: type[BaseModel] | None = None
+    """The query parameters of GET and DELETE, or the body of POST and PUT."""
+    header: tuple[str, str] | None = None
+    """A header, and the field of the request that has its value."""
+    read: Callable[..., Awaitable[Message]] | None = None
+    """Reads the request from HTTP instead of `takes`."""
+    event: tuple[str, Callable[[Any], str]] | None = None
+    """For a stream of answers: the name of its server-sent events, and their ids."""
+    timeout_s: float | None = None
+    """The method is cancelled after this time, and by default after that of two Redis commands."""
+    keeps_deadline: bool = False
+    """The method has a deadline itself, and raises only PenstockErrors."""
+    takes_caller: bool = False
+    is_documented: bool = True
+
+    @property
+    def name(self) -> str:
+        return self.method.__name__
+
+    @cached_property
+    def request(self) -> type[Message]:
+        return GetMessageClass(self.rpcs[0].input_type)
+
+
+def operation(
+    verb: str, path: str, *rpcs: str, scope: Role, answer: type[BaseModel], **further: Any
+) -> Callable[[F], F]:
+    """Declare the method `(self, request)` as the operation that answers `verb path` and the gRPC methods `rpcs`.
+
+    `further` are fields of Operation."""
+
+    def declare(method: F) -> F:
+        found = tuple(descriptor_pool.Default().FindMethodByName(f"penstock.v1.{rpc}") for rpc in rpcs)
+        method.operation = Operation(method, verb, path, scope, answer, found, **further)  # type: ignore[attr-defined]
+        return method
+
+    return declare
+
+
+def http_operation(
+    verb: str, path: str, *, scope: Role | None, answer: type[BaseModel] | str, **further: Any
+) -> Callable[[F], F]:
+    """Declare the method `(self, http)`, or `(self, http, body)` if it `takes` one, which returns an HTTP response."""
+
+    def declare(method: F) -> F:
+        method.operation = Operation(method, verb, path, scope, answer, **further)  # type: ignore[attr-defined]
+        return method
+
+    return declare
+
+
+def declared_by(owners: Iterable[type]) -> list[Operation]:
+    """The operations of these classes, in the order of their declaration."""
+    members = (member for owner in owners for member in vars(owner).values())
+    return [member.operation for member in members if hasattr(member, "operation")]
 
 
 class AuditLog:
@@ -34,8 +118,8 @@ class AuditLog:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def write(self, caller: Caller, operation: str, request: Any, outcome: str) -> None:
-        fields = {field.name: _plain(value) for field, value in request.ListFields()}
+    def write(self, caller: Caller, operation: str, request: Message | None, run: str, outcome: str) -> None:
+        fields = {"run": run} if request is None else {one.name: _plain(value) for one, value in request.ListFields()}
         entry = {
             "time": time.time(), "key": caller.name, "role": caller.role, "request_id": caller.request_id,
             "operation": operation, "request": fields, "outcome": outcome,
@@ -47,7 +131,7 @@ class AuditLog:
             logger.warning("cannot write the audit log %s (%s): %s", self.path, error, json.dumps(entry))
 
 
-class Guarded(Protocol):
+class Handlers(Protocol):
     """An object with operations needs these two attributes."""
 
     @property
@@ -57,86 +141,76 @@ class Guarded(Protocol):
     def audit(self) -> AuditLog: ...
 
 
-G = TypeVar("G", bound=Guarded)
-Q = TypeVar("Q")
-A = TypeVar("A")
+@dataclass(frozen=True)
+class ServedOperation:
+    """An operation and the object whose method answers it."""
+
+    operation: Operation
+    owner: Any
+    _method: Callable[..., Awaitable[Any]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_method", getattr(self.owner, self.operation.name))
+
+    async def call(self, caller: Caller | None, read: Callable[[], Awaitable[Message]], run: str = "") -> Any:
+        """Answer a request of `caller`. `read` reads the request, and `run` is the run that its path names.
+
+        The caller's scope is checked first: a caller with too weak a key learns nothing of runs and requests. A call
+        that needs the role admin goes into the audit log, however it ends."""
+        operation, request, outcome = self.operation, None, "OK"
+        try:
+            check_scope(caller, operation)
+            self._check_run(run)
+            request = await read()
+            if not run:
+                self._check_run(getattr(request, "run", ""))
+            answer = await self._answer(request, caller)
+            if isinstance(answer, AsyncIterator):
+                return while_valid(answer, caller, operation)
+            return answer
+        except PenstockError as error:
+            outcome = error.reason
+            raise
+        except BaseException:
+            outcome = "FAILED"
+            raise
+        finally:
+            if operation.scope == "admin" and caller is not None:
+                self.owner.audit.write(caller, operation.name, request, run, outcome)
+
+    async def _answer(self, request: Message, caller: Caller | None) -> Any:
+        operation = self.operation
+        answer = self._method(caller, request) if operation.takes_caller else self._method(request)
+        if operation.keeps_deadline:
+            return await answer
+        return await bounded(answer, operation.timeout_s or 2 * self.owner.config.redis.timeout_s)
+
+    def _check_run(self, run: str) -> None:
+        own = self.owner.config.run
+        if run != own and run not in OWN_RUN:
+            raise NotFound(f"run {run!r} is not served here; this gateway serves {own!r}")
 
 
-def operation(
-    role: Role, timeout_s: float | None = None, *, keeps_deadline: bool = False
-) -> Callable[[Callable[[G, Q], Awaitable[A]]], Callable[[G, Caller, Q], Coroutine[Any, Any, A]]]:
-    """Turn a method `(self, request)` into a handler `(self, caller, request)` that checks the caller's role.
-
-    The method is cancelled after `timeout_s`, or by default after the time of two Redis commands. `keeps_deadline` is
-    for a method that has a deadline of its own and raises nothing but PenstockErrors."""
-
-    def decorate(method: Callable[[G, Q], Awaitable[A]]) -> Callable[[G, Caller, Q], Coroutine[Any, Any, A]]:
-        @wraps(method)
-        async def handle(self: G, caller: Caller, request: Q) -> A:
-            async def call() -> A:
-                if keeps_deadline:
-                    return await method(self, request)
-                return await bounded(method(self, request), timeout_s or 2 * self.config.redis.timeout_s)
-
-            return await run_guarded(call, caller, role, method.__name__, request, self.audit)
-
-        handle.role = role  # type: ignore[attr-defined]
-        return handle
-
-    return decorate
-
-
-async def find_guarded(find: Callable[[], Awaitable[A]], caller: Caller, handler: Any, run: str, audit: AuditLog) -> A:
-    """Await `find`, which looks up the run of a call to `handler`, if the caller has the handler's role.
-
-    A caller with too weak a key does not learn which runs exist. A call that ends here goes into the audit log if it
-    needs the role admin; otherwise the handler writes it."""
-    role: Role = handler.role
-    try:
-        caller.check(role, handler.__name__)
-        return await find()
-    except PenstockError as error:
-        if role == "admin":
-            audit.write(caller, handler.__name__, runs_pb2.GetRunRequest(run=run), error.reason)
-        raise
-
-
-async def run_guarded(
-    call: Callable[[], Awaitable[A]], caller: Caller, role: Role, name: str, request: Any, audit: AuditLog
-) -> A:
-    """Await `call` if the caller has the role. A call that needs the role admin goes into the audit log either way."""
+def check_scope(caller: Caller | None, operation: Operation) -> None:
+    """Raise Unauthenticated or PermissionDenied unless the caller's key is valid and its role suffices."""
     if not isinstance(caller, Caller):
-        raise Unauthenticated(f"{name} was called without a caller")
-    outcome = "OK"
-    try:
-        caller.check(role, name)
-        answer = await call()
-        if isinstance(answer, AsyncIterator):
-            return cast(A, _while_valid(answer, caller, role, name))
-        return answer
-    except PenstockError as error:
-        outcome = error.reason
-        raise
-    except BaseException:
-        outcome = "FAILED"
-        raise
-    finally:
-        if role == "admin":
-            audit.write(caller, name, request, outcome)
+        raise Unauthenticated(f"{operation.name} was called without a caller")
+    assert operation.scope is not None
+    caller.check(operation.scope, operation.name)
 
 
-async def _while_valid(items: AsyncIterator[Any], caller: Caller, role: Role, name: str) -> AsyncIterator[Any]:
+async def while_valid(items: AsyncIterator[T], caller: Caller | None, operation: Operation) -> AsyncIterator[T]:
     """Yield the items of a stream until the caller's key is removed."""
     try:
         async for item in items:
-            caller.check(role, name)
+            check_scope(caller, operation)
             yield item
     finally:
         if isinstance(items, AsyncGenerator):
             await items.aclose()
 
 
-async def bounded(call: Awaitable[A], deadline_s: float) -> A:
+async def bounded(call: Awaitable[T], deadline_s: float) -> T:
     """Await `call`, with errors of Redis and a missed deadline as PenstockErrors."""
     try:
         async with asyncio.timeout(deadline_s):

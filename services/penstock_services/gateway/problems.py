@@ -10,12 +10,10 @@ from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
-from fastapi.exceptions import RequestValidationError
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from pydantic import ValidationError
 from starlette.responses import JSONResponse
 
-from penstock.config.explanation import describe
+from penstock.config.loading import describe
 from penstock.errors import (
     InvalidInput,
     PenstockError,
@@ -24,7 +22,7 @@ from penstock.errors import (
     Unauthenticated,
     Unavailable,
 )
-from penstock.protocols.problems import anthropic_fields, openai_fields, retry_advice
+from penstock.protocols.answers import anthropic_fields, openai_fields, retry_advice
 
 ANTHROPIC_PATH = "/v1/messages"
 RETRY_AFTER_S = 1
@@ -91,50 +89,22 @@ def answer_to(path: str, error: PenstockError) -> JSONResponse:
     return JSONResponse(fields | further, error.http_status, headers=headers)
 
 
-def validation_problem(error: RequestValidationError) -> InvalidInput:
-    """A body, path or query that does not fit its model. The answer names the first wrong field."""
-    first, *others = error.errors()
+def invalid_input(error: ValidationError) -> InvalidInput:
+    """The error of a body or a query that does not fit its model. It names the first wrong field."""
+    first, *others = error.errors(include_url=False)
     field, message = field_path(first["loc"]), describe([first])
     if first["type"] == "json_invalid":
         field, message = "body", f"is not valid JSON: {first['ctx']['error']}"
     elif first["type"] == "extra_forbidden":
         message = "unknown key"
-    elif first["loc"] == ("body",):
-        message = "send a JSON object with Content-Type: application/json"
+    elif not first["loc"]:
+        field, message = "body", "send a JSON object with Content-Type: application/json"
     return InvalidInput(field, message + (f" (and {len(others)} more)" if others else ""))
 
 
-async def on_penstock_error(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, PenstockError)
-    return answer_to(request.url.path, error)
-
-
-async def on_validation_error(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, RequestValidationError)
-    return answer_to(request.url.path, validation_problem(error))
-
-
-async def on_http_error(request: Request, error: Exception) -> JSONResponse:
-    """An error of the framework itself: an unknown path, a wrong method, a body that it cannot parse."""
-    assert isinstance(error, HTTPException)
-    status, path = error.status_code, request.url.path[:200]
-    details = {
-        404: f"there is no {path} here; /docs lists the paths of this gateway",
-        405: f"{path} does not take {request.method}; /docs lists the methods of each path",
-    }
-    is_plain = str(error.detail) == HTTPStatus(status).phrase
-    detail = details.get(status, str(error.detail)) if is_plain else str(error.detail)
-    return problem(status, HTTPStatus(status).name, detail, headers=error.headers)
-
-
-async def on_unexpected_error(_: Request, __: Exception) -> JSONResponse:
-    """The server logs the exception. Clients never see it."""
-    return problem(500, PenstockError.reason, "the gateway failed to answer; its log says why")
-
-
 def field_path(location: Sequence[Any]) -> str:
-    """Write a location as a path: ("body", "prompts", 3, "num_samples") becomes prompts[3].num_samples."""
+    """Write a location as a path: ("prompts", 3, "num_samples") becomes prompts[3].num_samples."""
     path = ""
-    for part in location[1:]:
+    for part in location:
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
-    return path or str(location[0])
+    return path

@@ -1,154 +1,356 @@
-"""The REST interface: the routes of every resource, and the gateway's own health and metrics."""
+"""The REST interface: from a request to the operation that answers it.
+
+A request passes, in this order: metrics, checks of what browsers send, its route, the caller's key, the size of its
+body, its operation.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
+import os
+import re
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+from urllib.parse import parse_qsl
 
-from fastapi import APIRouter, FastAPI
-from fastapi.exceptions import RequestValidationError
-from redis.exceptions import RedisError
-from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.responses import JSONResponse, Response
+from google.protobuf.message import Message as ProtoMessage
+from pydantic import BaseModel, ValidationError
+from pydantic_core import to_json as encode_json
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
-from penstock import __version__
+from penstock.api.conversion import fill, parse_json, to_json
 from penstock.config.service import GatewayConfig
-from penstock.errors import PenstockError, Unavailable
+from penstock.errors import InvalidInput, PenstockError
+from penstock.logs import bind
+from penstock.protocols.answers import CLIENT_CLOSED_REQUEST
 from penstock_services.gateway import problems
-from penstock_services.gateway.access import Access
-from penstock_services.gateway.allowed_hosts import AllowedHosts
-from penstock_services.gateway.api_document import openapi_document
-from penstock_services.gateway.api_page.routes import ApiPageRoutes
-from penstock_services.gateway.console.routes import ConsoleRoutes
-from penstock_services.gateway.datasets import routes as datasets
-from penstock_services.gateway.generate import openai_routes
-from penstock_services.gateway.metrics.gateway import GatewayMetrics
-from penstock_services.gateway.metrics.run import RunSnapshot
-from penstock_services.gateway.middleware import (
-    AuthenticationMiddleware,
-    BodyLimitMiddleware,
-    BrowserMiddleware,
-    MetricsMiddleware,
-)
-from penstock_services.gateway.policies import routes as policies
-from penstock_services.gateway.prompts import routes as prompts
-from penstock_services.gateway.routing import add_routes
-from penstock_services.gateway.runs import routes as runs
-from penstock_services.gateway.served_runs import READY_TIMEOUT_S, ServedRuns
-from penstock_services.gateway.sessions import session_routes, task_routes
+from penstock_services.gateway.access import Access, AllowedHosts, Caller
+from penstock_services.gateway.connections import DISCARD_TIMEOUT_S
+from penstock_services.gateway.metrics import GatewayMetrics, Observation
+from penstock_services.gateway.operations import Operation, ServedOperation, check_scope
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
-KEYS_WARNING = "gateway.keys_file or gateway.api_key_file cannot be used; the gateway's log says why"
-"""Probes need no key, so they do not show the path of the file."""
+KEEP_ALIVE_S = 10.0
+"""Keep-alive interval of an idle event stream: it sends a comment, so that proxies and clients keep it open."""
+LARGE_BYTES = 16 * 1024
+"""Messages from this size on are made JSON in a thread, so that other requests are answered meanwhile."""
+DATASET_TYPES = {"application/x-ndjson": "jsonl", "application/vnd.apache.parquet": "parquet"}
+"""Format of a dataset by the Content-Type of its upload."""
+NO_BODY = "send a JSON object with Content-Type: application/json"
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
-def create_app(served: ServedRuns, config: GatewayConfig, metrics: GatewayMetrics, access: Access) -> FastAPI:
-    app = FastAPI(
-        title="Penstock", version=__version__, docs_url=None, redoc_url=None, openapi_url="/v1/openapi.json",
-        redirect_slashes=False, generate_unique_id_function=lambda route: route.name,
-        middleware=[
-            Middleware(MetricsMiddleware, metrics=metrics),
-            Middleware(BrowserMiddleware, hosts=AllowedHosts(config)),
-            Middleware(AuthenticationMiddleware, access=access),
-            Middleware(
-                BodyLimitMiddleware, max_body_bytes=config.max_body_bytes, timeout_s=config.limits.body_timeout_s
-            ),
-        ],
-    )  # fmt: skip
-    app.state.served = served
-    for router in (
-        prompts.router(),
-        policies.router(),
-        runs.router(),
-        datasets.router(),
-        openai_routes.router(),
-        session_routes.router(),
-        task_routes.router(),
-        ServiceRoutes(served, metrics, access).router(),
-        ConsoleRoutes().router(),
-        ApiPageRoutes().router(),
-    ):
-        app.include_router(router)
-    app.openapi = lambda: openapi_document(app)  # type: ignore[method-assign]
-    app.add_exception_handler(PenstockError, problems.on_penstock_error)
-    app.add_exception_handler(RequestValidationError, problems.on_validation_error)
-    app.add_exception_handler(HTTPException, problems.on_http_error)
-    app.add_exception_handler(Exception, problems.on_unexpected_error)
-    return app
+def request_id_of(given: str) -> str:
+    """The client's request id if it sent a usable one, else a new one."""
+    return given if _REQUEST_ID.fullmatch(given) else os.urandom(16).hex()
 
 
-class ServiceRoutes:
-    """Probes and scrapes, which are answered without a key."""
+class HttpRequest:
+    """A request on its way to an operation."""
 
-    def __init__(self, served: ServedRuns, metrics: GatewayMetrics, access: Access) -> None:
-        self.served = served
+    __slots__ = ("body", "caller", "headers", "operation", "params", "receive", "request_id", "scope")
+
+    def __init__(self, scope: Scope, receive: Receive) -> None:
+        self.scope = scope
+        self.receive = receive
+        # Of equal headers the first one counts.
+        self.headers: dict[str, str] = {
+            name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(scope["headers"])
+        }
+        self.request_id = request_id_of(self.headers.get("x-request-id", ""))
+        self.params: dict[str, str] = {}
+        """Parameters of the path."""
+        self.operation: Any = None
+        self.body = b""
+        self.caller: Caller | None = None
+        """None if the operation needs no key."""
+
+    @property
+    def content_type(self) -> str:
+        return self.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+    def read_body(self, kind: type[BaseModel]) -> Any:
+        """The JSON body. It is parsed directly, at a tenth of the cost of building a dictionary first."""
+        self._check_has_json()
+        try:
+            return kind.model_validate_json(self.body, extra="forbid")
+        except ValidationError as error:
+            raise problems.invalid_input(error) from error
+
+    def read_strict_body(self, kind: type[BaseModel]) -> Any:
+        """The same, without values of any JSON type that could not be sent back, such as NaN."""
+        self._check_has_json()
+        try:
+            return kind.model_validate(parse_json(self.body))
+        except ValidationError as error:
+            raise problems.invalid_input(error) from error
+        except ValueError as error:
+            raise InvalidInput("body", f"is not valid JSON: {error}") from error
+
+    def _check_has_json(self) -> None:
+        if not self.body or self.content_type in DATASET_TYPES:
+            raise InvalidInput("body", NO_BODY)
+
+    def read_query(self, kind: type[BaseModel]) -> Any:
+        pairs = parse_qsl(self.scope["query_string"].decode("latin-1"), keep_blank_values=True)
+        values: dict[str, Any] = dict(pairs)
+        for name, field in kind.model_fields.items():
+            if (key := field.alias or name) in values and str(field.annotation).startswith("tuple"):
+                values[key] = [value for found, value in pairs if found == key]
+        try:
+            return kind.model_validate(values, extra="ignore")
+        except ValidationError as error:
+            raise problems.invalid_input(error) from error
+
+
+class Route:
+    """The operations of one path, by method."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        pattern = re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>[^/]+)", re.escape(path))
+        self.match = re.compile(pattern).fullmatch
+        self.operations: dict[str, ServedOperation] = {}
+
+    @property
+    def is_open(self) -> bool:
+        return any(served.operation.scope is None for served in self.operations.values())
+
+
+class Routes:
+    """Finds the route of a path. A path with more literal text comes first, so `{name}:verb` wins over `{name}`."""
+
+    def __init__(self, operations: Sequence[ServedOperation]) -> None:
+        routes: dict[str, Route] = {}
+        for served in operations:
+            if not (path := served.operation.path):
+                continue
+            routes.setdefault(path, Route(path)).operations[served.operation.verb] = served
+        self._by_depth: dict[int, list[Route]] = {}
+        for path in sorted(routes, key=lambda path: -len(re.sub(r"\{\w+\}", "", path))):
+            self._by_depth.setdefault(path.count("/"), []).append(routes[path])
+
+    def find(self, path: str, verb: str) -> tuple[Route | None, dict[str, str]]:
+        """The route that has the method, or else one that has the path, and the parameters of the path."""
+        other: tuple[Route | None, dict[str, str]] = None, {}
+        for route in self._by_depth.get(path.count("/"), ()):
+            if found := route.match(path):
+                if verb in route.operations:
+                    return route, found.groupdict()
+                other = other if other[0] else (route, found.groupdict())
+        return other
+
+
+class RestApp:
+    """The ASGI application."""
+
+    def __init__(
+        self, operations: Sequence[ServedOperation], config: GatewayConfig, metrics: GatewayMetrics, access: Access
+    ) -> None:
+        self.routes = Routes(operations)
+        self.config = config
+        self.hosts = AllowedHosts(config)
         self.metrics = metrics
         self.access = access
-        self._check_ready = shared(served.check_ready)
-        self._take_snapshot = shared(self._snapshot)
 
-    def router(self) -> APIRouter:
-        return add_routes(
-            "service",
-            ("GET", "/healthz", self.healthz),
-            ("GET", "/startupz", self.startupz),
-            ("GET", "/readyz", self.readyz),
-            ("GET", "/metrics", self.scrape),
-        )
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self.metrics.observe("rest") as seen:
+            request = HttpRequest(scope, receive)
+            bind(request_id=request.request_id)
+            response = await self._answer(request, seen)
+            if response is None:
+                seen.code = str(CLIENT_CLOSED_REQUEST)
+                return
+            response.raw_headers.append((b"x-request-id", request.request_id.encode("ascii")))
+            await response(scope, receive, send)
 
-    async def healthz(self) -> Response:
-        return JSONResponse({"status": "alive"})
+    async def _answer(self, request: HttpRequest, seen: Observation) -> Response | None:
+        """The answer to a request; None if its client has gone. Metrics show requests that are refused before their
+        operation as the route `refused`."""
+        path, seen.route = request.scope["path"], "refused"
+        response = self._refuse_browser(request)
+        if response is None:
+            route, request.params = self.routes.find(path, request.scope["method"])
+            try:
+                if route is None or not route.is_open:
+                    request.caller = self.access.authenticate(_authorization(request.headers), request.request_id)
+                response = await self._read_body(request)
+            except PenstockError as error:
+                response = problems.answer_to(path, error)
+            except ConnectionError:
+                return None
+        if response is None:
+            seen.route = "unmatched" if route is None else route.path
+            response = await self._serve(route, request)
+        if response.status_code != 500:  # Unexpected errors are counted as INTERNAL, like those of gRPC.
+            seen.code = str(response.status_code)
+        return response
 
-    async def startupz(self) -> Response:
-        """A gateway that answers has started."""
-        return JSONResponse({"status": "started"})
-
-    async def readyz(self) -> Response:
-        """Whether the gateway can serve: `state` is `ready`, `draining` while it stops, or `stale` without Redis.
-        `warnings` lists what needs an operator but does not stop it from serving."""
+    async def _serve(self, route: Route | None, request: HttpRequest) -> Response:
+        path, verb = request.scope["path"], request.scope["method"]
+        if route is None:
+            return problems.problem(
+                404, "NOT_FOUND", f"there is no {path[:200]} here; /docs lists the paths of this gateway"
+            )
+        if verb not in route.operations:
+            detail = f"{path[:200]} does not take {verb}; /docs lists the methods of each path"
+            return problems.problem(405, "METHOD_NOT_ALLOWED", detail, headers={"Allow": ", ".join(route.operations)})
+        served = route.operations[verb]
         try:
-            await self._check_ready()
-        except Unavailable as error:
-            state = "draining" if self.served.stopping.is_set() else "stale"
-            return problems.from_error(error, state=state)
-        self.access.refresh()
-        warnings = [KEYS_WARNING] if self.access.problems else []
-        return JSONResponse({"status": "ready", "state": "ready", "detail": "", "warnings": warnings})
+            return await (call_operation if served.operation.rpcs else call_http)(served, request)
+        except PenstockError as error:
+            return problems.answer_to(path, error)
+        except Exception:
+            logger.exception("%s %s failed", verb, path)
+            return problems.problem(500, PenstockError.reason, "the gateway failed to answer; its log says why")
 
-    async def scrape(self) -> Response:
-        """Metrics. The gateway's own are there even when Redis does not answer."""
-        snapshot = await self._take_snapshot()
-        self.access.refresh()
-        self.metrics.set_keys(len(self.access.keys), len(self.access.problems))
-        return Response(self.metrics.render(snapshot), media_type="text/plain; version=0.0.4; charset=utf-8")
+    def _refuse_browser(self, request: HttpRequest) -> Response | None:
+        """Refuse what a browser sends for another site.
 
-    async def _snapshot(self) -> RunSnapshot | None:
-        sessions = self.metrics.sessions
-        sessions.stat = None
-        try:
-            async with asyncio.timeout(READY_TIMEOUT_S):
-                run = await self.served.find("")
-                sessions.traffic, sessions.cached_bytes = run.generation.traffic, run.generation.recorder.cached_bytes
-                sessions.stat = await run.tasks.tasks.stat()
-                return await RunSnapshot.take(run.stores, run.config)
-        except (PenstockError, RedisError, TimeoutError) as error:
-            logger.warning("scraped without the run's metrics: %s", error)
+        A page whose name was pointed at this gateway's address (DNS rebinding) sends a Host that is not the gateway's.
+        A page of another site sends its own Origin. Programs send neither."""
+        host, origin = request.headers.get("host", ""), request.headers.get("origin")
+        if not self.hosts.allow(host):
+            detail = f"this gateway is not {host[:80]!r}; add the name to gateway.allowed_hosts if it should be"
+            return problems.problem(421, "UNKNOWN_HOST", detail)
+        if origin is not None and not self.hosts.allow_origin(origin, host):
+            detail = f"pages of {origin[:80]!r} may not call this gateway; see gateway.allowed_hosts"
+            return problems.problem(403, "FOREIGN_ORIGIN", detail)
+        return None
+
+    async def _read_body(self, request: HttpRequest) -> Response | None:
+        """Read the whole body before an operation sees any of it. Returns a refusal if it is too large or too slow.
+        Raises ConnectionError if the client leaves."""
+        headers, limit = request.headers, self.config.max_body_bytes
+        if headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers:
             return None
+        body, has_more = bytearray(), True
+        timeout_s = self.config.limits.body_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                while has_more and len(body) <= limit:
+                    message = await request.receive()
+                    if message["type"] == "http.disconnect":
+                        raise ConnectionError
+                    body += message.get("body", b"")
+                    has_more = message.get("more_body", False)
+        except TimeoutError:
+            detail = f"the body did not arrive within {timeout_s:g} s; send it again"
+            return problems.problem(408, "REQUEST_TIMEOUT", detail, headers={"Connection": "close"})
+        if len(body) > limit:
+            if has_more:
+                await _discard(request.receive)
+            detail = f"the body is larger than {limit} bytes; split the request"
+            return problems.problem(413, "BODY_TOO_LARGE", detail, headers={"Connection": "close"})
+        if body and not _is_known_type(request.content_type):
+            detail = f"send the body as application/json, and a dataset as {' or '.join(DATASET_TYPES)}"
+            return problems.problem(415, "UNSUPPORTED_MEDIA_TYPE", detail)
+        request.body = bytes(body)
+        return None
 
 
-def shared(call: Callable[[], Coroutine[Any, Any, T]]) -> Callable[[], Awaitable[T]]:
-    """A function that awaits `call`. Callers at the same time share one call, so that requests without a key, however
-    many there are, use one connection to Redis."""
-    running: asyncio.Task[T] | None = None
+async def call_http(served: ServedOperation, request: HttpRequest) -> Response:
+    """Answer a request of an operation that only REST has."""
+    operation = request.operation = served.operation
+    if operation.scope is not None:
+        check_scope(request.caller, operation)
+    if operation.takes is None:
+        response: Response = await operation.method(served.owner, request)
+    else:
+        response = await operation.method(served.owner, request, request.read_strict_body(operation.takes))
+    return response
 
-    async def join() -> T:
-        nonlocal running
-        if running is None or running.done():
-            running = asyncio.create_task(call())
-        return await asyncio.shield(running)
 
-    return join
+async def call_operation(served: ServedOperation, request: HttpRequest) -> Response:
+    operation = request.operation = served.operation
+
+    async def read() -> ProtoMessage:
+        if operation.read is not None:
+            return await operation.read(served.owner, request)
+        return read_request(operation, request)
+
+    answer = await served.call(request.caller, read, request.params.get("run", ""))
+    if operation.event is not None:
+        return event_stream(operation, answer)
+    return Response(await _encoded(operation, answer), media_type="application/json")
+
+
+def read_request(operation: Operation, request: HttpRequest) -> ProtoMessage:
+    """The protobuf request of an HTTP request. Its fields come from the path, then from the query or the body."""
+    message = operation.request()
+    for name, text in request.params.items():
+        field = message.DESCRIPTOR.fields_by_name[name]
+        setattr(message, name, text if field.type == field.TYPE_STRING else _number(name, text))
+    if operation.takes is not None:
+        has_body = operation.verb in ("POST", "PUT")
+        fill(message, request.read_body(operation.takes) if has_body else request.read_query(operation.takes))
+    if operation.header is not None and (value := request.headers.get(operation.header[0], "")):
+        header, name = operation.header
+        if header == "idempotency-key" and getattr(message, name) not in ("", value):
+            raise InvalidInput(name, "differs from the Idempotency-Key header; send one of them")
+        setattr(message, name, value)
+    return message
+
+
+def _number(name: str, text: str) -> int:
+    if text.isascii() and text.isdecimal() and 0 < int(text[:20]) < 2**63:
+        return int(text)
+    raise InvalidInput(name, "must be a number from 1 on")
+
+
+async def _encoded(operation: Operation, answer: ProtoMessage) -> bytes:
+    assert not isinstance(operation.answer, str)
+    record = operation.answer
+    if answer.ByteSize() < LARGE_BYTES:
+        return encode_json(to_json(answer, record))
+    return await asyncio.to_thread(lambda: encode_json(to_json(answer, record)))
+
+
+def event_stream(operation: Operation, items: AsyncIterator[Any]) -> Response:
+    """Send `items` as server-sent events. An error ends the stream with an event `problem`."""
+    assert operation.event is not None
+    name, event_id = operation.event
+
+    async def events() -> AsyncIterator[str]:
+        pending: asyncio.Task[Any] | None = None
+        try:
+            while True:
+                pending = pending or asyncio.ensure_future(anext(items))
+                await asyncio.wait({pending}, timeout=KEEP_ALIVE_S)
+                if not pending.done():
+                    yield ": keep-alive\n\n"
+                    continue
+                item, pending = pending.result(), None
+                yield f"id: {event_id(item)}\nevent: {name}\ndata: {(await _encoded(operation, item)).decode()}\n\n"
+        except StopAsyncIteration:
+            return
+        except PenstockError as error:
+            yield f"event: problem\ndata: {json.dumps(problems.problem_fields(error))}\n\n"
+        finally:
+            if pending is not None:
+                pending.cancel()
+
+    return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+
+
+def _authorization(headers: dict[str, str]) -> str:
+    """The Authorization header. Anthropic's clients send the key as X-Api-Key instead."""
+    key = headers.get("x-api-key", "")
+    return headers.get("authorization", f"Bearer {key}" if key else "")
+
+
+def _is_known_type(kind: str) -> bool:
+    """Whether operations take bodies of this type. A page of another site cannot send any of them unasked."""
+    return kind == "application/json" or kind in DATASET_TYPES or (kind.startswith("application/") and "+json" in kind)
+
+
+async def _discard(receive: Receive) -> None:
+    """Read the rest of a body for a while: most clients read the answer only after they have sent everything."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(DISCARD_TIMEOUT_S):
+            while (await receive()).get("more_body", False):
+                pass

@@ -1,4 +1,4 @@
-"""The gRPC interface: the services of proto/penstock/v1 over the same handlers as REST, with health and reflection.
+"""The gRPC interface: the methods of proto/penstock/v1 over the same operations as REST, with health and reflection.
 
 `Check` of the health service is answered without a key, because probes have none. Everything else needs one.
 
@@ -9,11 +9,11 @@ A PenstockError becomes its canonical code. The trailing metadata has its `reaso
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
-from functools import partial
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import grpc
+from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health, health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
@@ -22,11 +22,10 @@ from penstock.config.service import GatewayConfig
 from penstock.errors import InvalidInput, PenstockError
 from penstock.logs import bind
 from penstock_services.gateway.access import Access, Caller
-from penstock_services.gateway.metrics.gateway import GatewayMetrics
-from penstock_services.gateway.middleware import request_id_of
+from penstock_services.gateway.metrics import GatewayMetrics
+from penstock_services.gateway.operations import ServedOperation
 from penstock_services.gateway.problems import retry_after_s
-from penstock_services.gateway.rpc_methods import Handler, Method, UnaryStream, UnaryUnary, services_of
-from penstock_services.gateway.served_runs import ServedRuns
+from penstock_services.gateway.rest import request_id_of
 
 logger = logging.getLogger(__name__)
 
@@ -38,20 +37,26 @@ FASTEST_PING_S = 10.0
 """A client that pings more often than this is disconnected."""
 REFLECTION = f"/{reflection.SERVICE_NAME}/ServerReflectionInfo"
 HEALTH_CHECK, HEALTH_WATCH = f"/{health.SERVICE_NAME}/Check", f"/{health.SERVICE_NAME}/Watch"
-Parse = Callable[[bytes], Message]
 Context = grpc.aio.ServicerContext[Any, Any]
+Answer = Callable[[Caller, bytes], Awaitable[Any]]
 
 
 class RpcServer:
     """The gRPC server and the health that it reports. It has no port yet, and never shares one with another process."""
 
     def __init__(
-        self, served: ServedRuns, config: GatewayConfig, metrics: GatewayMetrics, access: Access,
-    ) -> None:  # fmt: skip
+        self, operations: Sequence[ServedOperation], config: GatewayConfig, metrics: GatewayMetrics, access: Access
+    ) -> None:
         self.server = grpc.aio.server(options=_options(config))
         self.health = health.aio.HealthServicer()
-        self._services = services_of(served)
-        self.server.add_generic_rpc_handlers((Servicers(self._services, self.health, metrics, access),))
+        self.methods = {
+            f"/{rpc.containing_service.full_name}/{rpc.name}": (rpc, served)
+            for served in operations
+            for rpc in served.operation.rpcs
+        }
+        self._services = sorted({rpc.containing_service.full_name for rpc, _ in self.methods.values()})
+        servicers = Servicers(self.methods, self._services, self.health, metrics, access)
+        self.server.add_generic_rpc_handlers((servicers,))
 
     async def start(self) -> None:
         await self.server.start()
@@ -70,15 +75,13 @@ class Servicers(grpc.GenericRpcHandler):
     The key is checked before the request is received: a call without one is refused unread."""
 
     def __init__(
-        self, services: dict[str, dict[str, Method]], reported: health.aio.HealthServicer, metrics: GatewayMetrics,
-        access: Access,
+        self, methods: dict[str, tuple[MethodDescriptor, ServedOperation]], services: Sequence[str],
+        reported: health.aio.HealthServicer, metrics: GatewayMetrics, access: Access,
     ) -> None:  # fmt: skip
+        self.methods = methods
         self.health = reported
         self.metrics = metrics
         self.access = access
-        self.methods = {
-            f"/{service}/{name}": method for service, methods in services.items() for name, method in methods.items()
-        }
         self.reflection = reflection.aio.ReflectionServicer((*services, health.SERVICE_NAME, reflection.SERVICE_NAME))
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
@@ -97,17 +100,24 @@ class Servicers(grpc.GenericRpcHandler):
             return grpc.unary_stream_rpc_method_handler(self._of_health(self.health.Watch), None, _serialized)
         if route == REFLECTION:
             return grpc.stream_stream_rpc_method_handler(self._stream(route, self._reflect, caller))
-        return self._method(route, self.methods[route], caller)
+        return self._method(route, *self.methods[route], caller)
 
-    def _method(self, route: str, method: Method, caller: Caller) -> grpc.RpcMethodHandler[Any, Any]:
-        parse = partial(_parse, method.request)
-        if isinstance(method, UnaryUnary):
-            return grpc.unary_unary_rpc_method_handler(self._unary(route, method.handler, parse, caller))
-        stream = _opened(method.handler, parse) if isinstance(method, UnaryStream) else _each(method.handler, parse)
-        behaviour = self._stream(route, stream, caller)
-        if isinstance(method, UnaryStream):
-            return grpc.unary_stream_rpc_method_handler(behaviour)
-        return grpc.stream_stream_rpc_method_handler(behaviour)
+    def _method(
+        self, route: str, rpc: MethodDescriptor, served: ServedOperation, caller: Caller
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        async def answer(caller: Caller, data: bytes) -> Any:
+            request = _parse(served.operation.request, data)
+
+            async def read() -> Message:
+                return request
+
+            return await served.call(caller, read, getattr(request, "run", ""))
+
+        if not rpc.server_streaming:
+            return grpc.unary_unary_rpc_method_handler(self._unary(route, answer, caller))
+        if not rpc.client_streaming:
+            return grpc.unary_stream_rpc_method_handler(self._stream(route, _opened(answer), caller))
+        return grpc.stream_stream_rpc_method_handler(self._stream(route, _each(answer), caller))
 
     def _refusal(self, route: str, request_id: str, error: PenstockError) -> Any:
         async def behaviour(_: Any, context: Context) -> bytes:
@@ -134,13 +144,13 @@ class Servicers(grpc.GenericRpcHandler):
         async for response in self.reflection.ServerReflectionInfo(parsed, None):
             yield response
 
-    def _unary(self, route: str, handler: Handler, parse: Parse, caller: Caller) -> Any:
+    def _unary(self, route: str, answer: Answer, caller: Caller) -> Any:
         async def behaviour(data: bytes, context: Context) -> bytes:
             with self.metrics.observe("grpc") as seen:
                 seen.route = route
                 _set_request_id(context, caller.request_id)
                 try:
-                    response: Message = await handler(caller, parse(data))
+                    response: Message = await answer(caller, data)
                 except Exception as error:
                     failure = _failure(route, error)
                 else:
@@ -211,18 +221,18 @@ def _ms(seconds: float) -> int:
     return int(1000 * seconds)
 
 
-def _opened(handler: Handler, parse: Parse) -> Callable[[Caller, Any], AsyncIterator[Message]]:
+def _opened(answer: Answer) -> Callable[[Caller, Any], AsyncIterator[Message]]:
     async def stream(caller: Caller, data: bytes) -> AsyncIterator[Message]:
-        async for response in await handler(caller, parse(data)):
+        async for response in await answer(caller, data):
             yield response
 
     return stream
 
 
-def _each(handler: Handler, parse: Parse) -> Callable[[Caller, AsyncIterator[Any]], AsyncIterator[Message]]:
+def _each(answer: Answer) -> Callable[[Caller, AsyncIterator[Any]], AsyncIterator[Message]]:
     async def stream(caller: Caller, requests: AsyncIterator[bytes]) -> AsyncIterator[Message]:
         async for data in requests:
-            yield await handler(caller, parse(data))
+            yield await answer(caller, data)
 
     return stream
 

@@ -21,27 +21,24 @@ from typing import Any, cast
 
 import grpc
 import uvicorn
-from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
 from penstock.config.run import RunConfig
 from penstock.config.service import GatewayConfig
 from penstock.errors import ConfigError, Unavailable
-from penstock.machine.disk_space import DiskWatch
+from penstock.machine import DiskWatch
 from penstock.metrics import write_endpoint
 from penstock.start_checks import check_redis
-from penstock.store.leaving import Leaving
+from penstock.store.heartbeats import Leaving
 from penstock.store.redis_client import connect
 from penstock.tracing import open_tracing
-from penstock_services.gateway.access import Access
+from penstock_services.gateway.access import Access, check_gateway, read_certificates
 from penstock_services.gateway.connections import Connections, LimitedProtocol
-from penstock_services.gateway.metrics.gateway import GatewayMetrics
+from penstock_services.gateway.metrics import GatewayMetrics
 from penstock_services.gateway.operations import AuditLog
-from penstock_services.gateway.rest import create_app
+from penstock_services.gateway.rest import RestApp
 from penstock_services.gateway.rpc import RpcServer
-from penstock_services.gateway.served_runs import ServedRuns
-from penstock_services.gateway.sessions.sweeper import sweep
-from penstock_services.gateway.start_check import check_gateway, read_certificates
+from penstock_services.gateway.run import ServedRun, serve_operations
 
 logger = logging.getLogger(__name__)
 
@@ -70,8 +67,8 @@ async def serve(config: RunConfig, ready: Ready | None = None, stop: asyncio.Eve
         tracing = open_tracing(config.tracing, "gateway", config.run)
         stack.callback(tracing.close)
         audit = AuditLog(config.folder / "audit.jsonl")
-        served = await asyncio.to_thread(ServedRuns.over, client, streams, config, audit, tracing)
-        stack.push_async_callback(served.close)
+        run = await asyncio.to_thread(ServedRun.create, client, streams, config, audit, tracing)
+        stack.push_async_callback(run.close)
         metrics = GatewayMetrics(CollectorRegistry(), config.learner.placement)
         if config.folder.exists():
             metrics.disk.follow("run_dir", DiskWatch(config.folder, "the run and its uploaded datasets"))
@@ -80,18 +77,19 @@ async def serve(config: RunConfig, ready: Ready | None = None, stop: asyncio.Eve
         listener = stack.enter_context(_listen(host, config.gateway.port, "gateway.port"))
         rest_port: int = listener.getsockname()[1]
         connections = Connections(config.gateway.limits)
-        rest = _RestServer(create_app(served, config.gateway, metrics, access), config.gateway, connections)
-        rpc = RpcServer(served, config.gateway, metrics, access)
+        operations = serve_operations(run, metrics, access)
+        rest = _RestServer(RestApp(operations, config.gateway, metrics, access), config.gateway, connections)
+        rpc = RpcServer(operations, config.gateway, metrics, access)
         grpc_port = _add_port(rpc.server, config.gateway)
 
         stack.enter_context(_signals(stop))
         async with asyncio.TaskGroup() as group:
             sweeper = group.create_task(connections.sweep())
-            group.create_task(sweep(served))
+            group.create_task(run.sessions.rewards.sweep(run.stopping))
             serving = group.create_task(rest.serve(sockets=[listener]))
             serving.add_done_callback(lambda _: sweeper.cancel())
             await rpc.start()
-            group.create_task(_stop_when(stop, served.stopping, rest, rpc))
+            group.create_task(_stop_when(stop, run.stopping, rest, rpc))
             async with asyncio.timeout(START_TIMEOUT_S):
                 await rest.listening.wait()
             stack.enter_context(_address_file(config, rest_port, grpc_port))
@@ -109,7 +107,7 @@ def check(config: RunConfig) -> None:
 class _RestServer(uvicorn.Server):
     """uvicorn without its signal handlers. The process has its own, for both protocols."""
 
-    def __init__(self, app: FastAPI, config: GatewayConfig, connections: Connections) -> None:
+    def __init__(self, app: RestApp, config: GatewayConfig, connections: Connections) -> None:
         super().__init__(
             uvicorn.Config(
                 app, http=cast(Any, partial(LimitedProtocol, connections=connections)), ws="none", lifespan="off",

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from penstock.api.conversion import parse_json
 from penstock.codec import prompt_to_proto
 from penstock.errors import InvalidInput
 from penstock.trajectory import MESSAGE_FIELDS, Prompt
 from penstock.trajectory import check_sampling as check_bounds
 from penstock.v1 import prompts_pb2
-from penstock_services.gateway.bodies import parse_json
 
 MAX_PROMPT_ID = 2**32 - 1
 """The queue keeps trained prompts in a Redis bitmap, which has no higher bits."""

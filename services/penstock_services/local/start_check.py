@@ -11,7 +11,7 @@ from pathlib import Path
 from penstock.config.loading import dump_config
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, DeadlineExceeded
-from penstock.machine.ports import port_is_free
+from penstock.machine import port_is_free
 from penstock.start_checks import (
     check_agent_packages,
     check_chat_template,
@@ -22,7 +22,7 @@ from penstock.start_checks import (
     check_rewards,
     check_run_folder,
 )
-from penstock_services.gateway.start_check import check_gateway
+from penstock_services.gateway.access import check_gateway
 
 CHECK_TIMEOUT_S = 120.0
 DATASET_CHECK = "penstock_rollout.dataset_check"

@@ -16,7 +16,7 @@ import pytest
 import redis.asyncio as redis
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from starlette.requests import Request
+from prometheus_client import CollectorRegistry
 
 from penstock.api_keys import make_key
 from penstock.client import PenstockClient
@@ -24,15 +24,15 @@ from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, Unauthenticated
 from penstock.logs import setup_logging
 from penstock.v1 import (
-    generate_pb2,
     prompts_pb2,
     runs_pb2,
     runs_pb2_grpc,
 )
 from penstock_services.gateway.access import Access, Caller
+from penstock_services.gateway.metrics import GatewayMetrics
 from penstock_services.gateway.operations import AuditLog
-from penstock_services.gateway.routing import caller_of
-from penstock_services.gateway.served_runs import ServedRuns
+from penstock_services.gateway.rest import HttpRequest, call_http
+from penstock_services.gateway.run import ServedRun, serve_operations
 from penstock_services.gateway.server import serve
 from support.gateways import PROMPT, RUN, Gateway, assert_problem, rest, run_config, running, stubs
 
@@ -87,23 +87,25 @@ async def test_roles_limits_and_the_audit_log(redis_process: Any, redis_client: 
 
 async def test_nothing_runs_without_a_caller(redis_process: Any, redis_client: Any, tmp_path: Path) -> None:
     config, audit = run_config(redis_process.url, tmp_path), AuditLog(tmp_path / "audit.jsonl")
-    served = ServedRuns.over(redis_client, redis_client, config, audit)
-    run, nobody = await served.find(""), cast(Caller, None)
-    for call in (
-        run.lifecycle.pause_run(nobody, runs_pb2.ChangeRunRequest()),
-        run.lifecycle.get_run(nobody, runs_pb2.GetRunRequest()),
-        run.prompts.submit_prompts(nobody, prompts_pb2.SubmitPromptsRequest()),
-        run.generation.generate(nobody, generate_pb2.GenerateRequest(text="hi")),
-        run.lifecycle.list_runs(nobody, runs_pb2.ListRunsRequest()),
-    ):
-        with pytest.raises(Unauthenticated, match="without a caller"):
-            await call
-    with pytest.raises(Unauthenticated, match="without authentication"):
-        await caller_of(Request({"type": "http", "path": "/v1/runs", "headers": [], "query_string": b""}))
+    run, nobody = ServedRun.create(redis_client, redis_client, config, audit), cast(Caller, None)
+    access = Access.load(config.gateway, tmp_path)
+    operations = serve_operations(run, GatewayMetrics(CollectorRegistry(), ""), access)
+
+    async def read() -> Any:
+        raise AssertionError("the request was read")
+
+    for served in operations:
+        if served.operation.rpcs:
+            with pytest.raises(Unauthenticated, match="without a caller"):
+                await served.call(nobody, read)
+        elif served.operation.scope is not None:
+            request = HttpRequest({"type": "http", "path": "/", "headers": [], "query_string": b""}, cast(Any, None))
+            with pytest.raises(Unauthenticated, match="without a caller"):
+                await call_http(served, request)
     assert not (await run.stores.control.orders()).is_paused and not audit.path.exists()
     with pytest.raises(TypeError):
         Caller()  # type: ignore[call-arg]
-    await served.close()
+    await run.close()
 
 
 class Keys:
@@ -141,7 +143,7 @@ async def test_a_keys_file_that_breaks_keeps_its_keys_for_a_while(
         logged = [record.getMessage() for record in caplog.records if "stay valid for 300 s" in record.getMessage()]
         assert len(logged) == 1 and str(keys.file) in logged[0], "once, not with every request"
         broken_at = time.monotonic()
-        monkeypatch.setattr("penstock.key_files.monotonic", lambda: broken_at + 301)
+        monkeypatch.setattr("penstock.api_keys.monotonic", lambda: broken_at + 301)
         assert await keys.statuses(gateway) == [401, 401], "but not for ever"
         assert (await broken_files(gateway))[1] == "0.0 1.0"
         assert [record for record in caplog.records if "no longer valid" in record.getMessage()]

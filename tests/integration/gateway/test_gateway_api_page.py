@@ -8,7 +8,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.replay.queue import RedisReplayQueue
 from support.gateways import LAUNCH, PROMPT, RUN, Gateway, needs_chromium, publish, submit
 
 FILES = {"": "html", "/page.js": "javascript", "/swagger-ui.css": "css", "/swagger-ui-bundle.js": "javascript"}
@@ -26,12 +26,13 @@ async def test_every_operation_says_what_it_answers(document: dict[str, Any]) ->
     for operation in operations:
         (media,) = operation["responses"]["200"]["content"].values()
         assert media["schema"], operation["operationId"]
-        assert operation["responses"]["default"]["content"]["application/problem+json"]["schema"]["properties"]
+        problem = operation["responses"]["default"]["content"]["application/problem+json"]["schema"]
+        assert problem == {"$ref": "#/components/schemas/Problem"}
 
 
 async def test_every_reference_leads_to_a_schema(document: dict[str, Any]) -> None:
     names = set(re.findall(r"'#/components/schemas/([^']+)'", str(document)))
-    assert {"Run", "Policy", "Result", "Group", "Completion", "PromptBody"} <= names
+    assert {"Run", "Policy", "Result", "Group", "Completion", "Problem", "SubmitPrompts"} <= names
     assert names <= document["components"]["schemas"].keys()
 
 

@@ -21,7 +21,7 @@ from penstock.config.service import GatewayConfig
 from penstock.errors import Unauthenticated
 from penstock.store.run_control import RunControl
 from penstock.v1 import runs_pb2, runs_pb2_grpc
-from penstock_services.gateway.allowed_hosts import AllowedHosts
+from penstock_services.gateway.access import AllowedHosts
 from support.gateways import PROMPT, RUN, Gateway, assert_problem, run_config, running
 
 Configure = Callable[..., RunConfig]

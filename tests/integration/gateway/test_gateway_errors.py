@@ -11,13 +11,14 @@ import grpc
 import pytest
 import redis.asyncio as redis
 
+from penstock.api.conversion import fill
 from penstock.config.run import RunConfig
-from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.replay.queue import RedisReplayQueue
 from penstock.v1 import (
     prompts_pb2,
     prompts_pb2_grpc,
 )
-from penstock_services.gateway.prompts import bodies as prompt_bodies
+from penstock_services.gateway.prompts import SubmitPrompts
 from support.gateways import PROMPT, RUN, Gateway, assert_problem, post_prompts, run_config, running
 
 
@@ -127,7 +128,8 @@ async def test_a_failure_that_nobody_expected_is_not_shown(gateway: Gateway, mon
     assert_problem(response, 500, "INTERNAL")
     assert "secret" not in response.text
     stub = prompts_pb2_grpc.PromptServiceStub(gateway.channel)
-    request = prompt_bodies.SubmitPromptsBody.model_validate({"prompts": [PROMPT]}).to_proto("", "")
+    request = prompts_pb2.SubmitPromptsRequest()
+    fill(request, SubmitPrompts.model_validate({"prompts": [PROMPT]}))
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await stub.SubmitPrompts(request)
     assert raised.value.code() == grpc.StatusCode.INTERNAL

@@ -8,9 +8,10 @@ import itertools
 import grpc
 import pytest
 
+from penstock.api import records
 from penstock.client import PenstockClient
 from penstock.errors import DeadlineExceeded
-from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.replay.queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.policies import PolicyRegistry
 from penstock.trajectory import Prompt
@@ -20,10 +21,20 @@ from penstock.v1 import (
     runs_pb2,
     runs_pb2_grpc,
 )
-from penstock_services.gateway.policies import bodies as policy_bodies
-from penstock_services.gateway.policies.current_policy import CurrentPolicy
-from penstock_services.gateway.runs import bodies as run_bodies
-from support.gateways import PROMPT, RUN, Gateway, assert_problem, both, publish, read_events, rest, stubs, submit
+from penstock_services.gateway.policies import CurrentPolicy
+from support.gateways import (
+    PROMPT,
+    RUN,
+    Gateway,
+    as_json,
+    assert_problem,
+    both,
+    publish,
+    read_events,
+    rest,
+    stubs,
+    submit,
+)
 
 
 async def test_policies_are_compared_promoted_held_pinned_and_retired(
@@ -34,12 +45,12 @@ async def test_policies_are_compared_promoted_held_pinned_and_retired(
     fleet = Fleet(queue.client, "test")
     await fleet.join(ServerRecord("a", "127.0.0.1:1", "torch", policy_version=3))
     await fleet.set_state("a", "READY")
-    change, to_json = policies_pb2.ChangePolicyRequest, policy_bodies.policy_to_json
+    change, to_json = policies_pb2.ChangePolicyRequest, as_json(records.Policy)
 
     compared = await both(
         gateway, "GET", f"{RUN}/policies:compare?policy_version=1&other_version=3",
         policies.ComparePolicies(policies_pb2.ComparePoliciesRequest(policy_version=1, other_version=3)),
-        policy_bodies.comparison_to_json,
+        as_json(records.PolicyComparison),
     )  # fmt: skip
     assert compared["metric_changes"] == {"reward_mean": pytest.approx(0.2)}
     assert (compared["steps_between"], compared["same_weights"]) == (2, True)
@@ -93,7 +104,7 @@ async def test_policies_are_compared_promoted_held_pinned_and_retired(
     assert (seen[1]["policy_version"], seen[1]["state"]) == (3, "PROMOTED")
     metrics = await both(
         gateway, "GET", f"{RUN}/metrics?page_size=2&name=reward_mean",
-        runs.ListMetrics(runs_pb2.ListMetricsRequest(page_size=2, names=["reward_mean"])), run_bodies.metrics_to_json,
+        runs.ListMetrics(runs_pb2.ListMetricsRequest(page_size=2, names=["reward_mean"])), as_json(records.MetricsList),
     )  # fmt: skip
     assert metrics["scores"] == []
     assert [(s["step"], s["metrics"]) for s in metrics["steps"]] == [
@@ -197,4 +208,4 @@ async def test_an_evaluation_from_creation_to_score(gateway: Gateway, queue: Red
     answer = await runs_pb2_grpc.RunServiceStub(gateway.channel).GetEvaluation(
         runs_pb2.GetEvaluationRequest(evaluation_id="heldout")
     )
-    assert run_bodies.evaluation_to_json(answer) == await rest(gateway, "GET", f"{RUN}/evaluations/heldout")
+    assert as_json(records.Evaluation)(answer) == await rest(gateway, "GET", f"{RUN}/evaluations/heldout")

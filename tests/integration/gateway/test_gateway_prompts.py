@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 import redis.asyncio as redis
 
+from penstock.api import records
+from penstock.api.conversion import fill, to_json
 from penstock.client import PenstockClient
-from penstock.client.prompt_body import prompt_body
+from penstock.client.gateway_connection import prompt_body
 from penstock.codec import decode_prompt, encode_group, encode_prompt
-from penstock.replay.redis_queue import RedisReplayQueue
-from penstock.token_text import TokenText
+from penstock.replay.queue import RedisReplayQueue
+from penstock.samples import TokenText
 from penstock.trajectory import Prompt, Sampling
 from penstock.v1 import (
     groups_pb2,
@@ -25,13 +27,12 @@ from penstock.v1 import (
     prompts_pb2,
     prompts_pb2_grpc,
 )
-from penstock_services.gateway.prompts import bodies as prompt_bodies
-from penstock_services.gateway.prompts import groups as group_reading
-from penstock_services.gateway.prompts import samples as sample_bodies
+from penstock_services.gateway import groups as group_reading
 from support.gateways import (
     PROMPT,
     RUN,
     Gateway,
+    as_json,
     assert_problem,
     both,
     group_of,
@@ -58,7 +59,7 @@ async def test_prompts_are_listed_filtered_cancelled_and_waited_for(gateway: Gat
         page = await both(
             gateway, "GET", f"{RUN}/prompts?page_size=2&page_token={token}",
             prompts.ListPrompts(prompts_pb2.ListPromptsRequest(page_size=2, page_token=token)),
-            prompt_bodies.prompts_to_json,
+            as_json(records.PromptPage),
         )  # fmt: skip
         pages.append([(record["prompt_id"], record["state"]) for record in page["prompts"]])
         token = page["next_page_token"]
@@ -67,7 +68,7 @@ async def test_prompts_are_listed_filtered_cancelled_and_waited_for(gateway: Gat
     assert [record["prompt_id"] for record in pending["prompts"]] == [4]
     listed = await both(
         gateway, "GET", f"{RUN}/groups", groups.ListGroups(groups_pb2.ListGroupsRequest()),
-        prompt_bodies.groups_to_json,
+        as_json(records.GroupPage),
     )  # fmt: skip
     assert [(group["prompt_id"], group["min_version"], group["max_version"]) for group in listed["groups"]] == [
         (1, 3, 4)
@@ -78,7 +79,7 @@ async def test_prompts_are_listed_filtered_cancelled_and_waited_for(gateway: Gat
     first = await rest(gateway, "POST", f"{RUN}/prompts:cancel", json=body)
     assert [record["state"] for record in first["prompts"]] == ["CANCELLED"] * 3 + ["STATE_UNSPECIFIED"]
     again = await prompts.CancelPrompts(prompts_pb2.CancelPromptsRequest(prompt_ids=body["prompt_ids"]))
-    assert [r["state"] for r in prompt_bodies.cancelled_to_json(again)["prompts"]] == [
+    assert [r["state"] for r in as_json(records.CancelledPrompts)(again)["prompts"]] == [
         r["state"] for r in first["prompts"]
     ]
     assert await queue.append(cancelled_lease, encode_group(group_of(2, 1)), 3) == "unknown"
@@ -93,7 +94,7 @@ async def test_prompts_are_listed_filtered_cancelled_and_waited_for(gateway: Gat
     waited = await both(
         gateway, "GET", f"{RUN}/prompts/1:wait?timeout_s=5",
         prompts.WaitPrompt(prompts_pb2.WaitPromptRequest(prompt_id=1, timeout_s=5)),
-        prompt_bodies.prompt_record_to_json,
+        as_json(records.PromptRecord),
     )  # fmt: skip
     assert waited["state"] == "CANCELLED"
     assert (await rest(gateway, "GET", f"{RUN}/prompts/4:wait?timeout_s=0"))["state"] == "PENDING"
@@ -169,7 +170,7 @@ async def test_results_are_resumed_by_cursor(gateway: Gateway, queue: RedisRepla
     request = prompts_pb2.WatchResultsRequest(cursor="0", with_groups=True)
     call = prompts.WatchResults(request)
     async for result in call:
-        by_grpc.append(prompt_bodies.result_to_json(result))
+        by_grpc.append(as_json(records.Result)(result))
         if len(by_grpc) == 3:
             call.cancel()
             break
@@ -222,7 +223,7 @@ async def test_tokens_come_with_text(gateway: Gateway, queue: RedisReplayQueue) 
     _, groups, *_ = stubs(gateway)
     answer = await both(
         gateway, "GET", f"{RUN}/groups/1", groups.GetGroup(groups_pb2.GetGroupRequest(prompt_id=1)),
-        prompt_bodies.group_to_json,
+        as_json(records.Group),
     )  # fmt: skip
     assert (answer["trajectories"][0]["text"], answer["trajectories"][0]["tokens"]) == ("ok!", ["o", "k", "!"])
 
@@ -241,11 +242,11 @@ async def test_rest_and_grpc_give_the_same_answers(gateway_without_tokenizer: Ga
     assert submitted == {"prompt_ids": [1, 2], "replayed": False, "num_replayed": 0}
     prompt_service = prompts_pb2_grpc.PromptServiceStub(gateway.channel)
     body = prompts_pb2.Prompt()
-    prompt_bodies.PromptBody.model_validate(PROMPT).fill(body)
+    fill(body, records.SubmittedPrompt.model_validate(PROMPT))
     again = await prompt_service.SubmitPrompts(
         prompts_pb2.SubmitPromptsRequest(run="test", idempotency_key="a", prompts=[body] * 2)
     )
-    assert prompt_bodies.submission_to_json(again) == submitted | {"replayed": True, "num_replayed": 2}
+    assert as_json(records.Submission)(again) == submitted | {"replayed": True, "num_replayed": 2}
 
     record = await rest(gateway, "GET", f"{RUN}/prompts/1")
     assert record["state"] == "PENDING"
@@ -256,7 +257,7 @@ async def test_rest_and_grpc_give_the_same_answers(gateway_without_tokenizer: Ga
     for name in ("messages", "num_samples", "data_source", "ground_truth", "extra_info"):
         assert record["prompt"][name] == PROMPT[name]
     answer = await prompt_service.GetPrompt(prompts_pb2.GetPromptRequest(prompt_id=1))
-    assert prompt_bodies.prompt_record_to_json(answer) == record
+    assert as_json(records.PromptRecord)(answer) == record
 
     [lease, _] = await queue.lease("s", 2)
     await queue.append(lease, encode_group(group_of(1, lease.attempt)), 3)
@@ -279,7 +280,7 @@ async def test_rest_and_grpc_give_the_same_answers(gateway_without_tokenizer: Ga
         }
     ]
     answer = await groups_pb2_grpc.GroupServiceStub(gateway.channel).GetGroup(groups_pb2.GetGroupRequest(prompt_id=1))
-    assert prompt_bodies.group_to_json(answer) == group
+    assert as_json(records.Group)(answer) == group
 
 
 async def test_groups_are_made_json_beside_the_event_loop(
@@ -297,7 +298,8 @@ async def test_groups_are_made_json_beside_the_event_loop(
         return noted
 
     names: set[str] = set()
-    monkeypatch.setattr(prompt_bodies, "group_to_json", seen("json", prompt_bodies.group_to_json))
+    monkeypatch.setattr("penstock_services.gateway.rest.LARGE_BYTES", 0)
+    monkeypatch.setattr("penstock_services.gateway.rest.to_json", seen("json", to_json))
     monkeypatch.setattr(TokenText, "fill", seen("text", TokenText.fill))
     monkeypatch.setattr(group_reading, "decode_group", seen("decode", group_reading.decode_group))
     await submit(gateway, PROMPT)
@@ -325,7 +327,7 @@ async def test_trained_samples_are_listed_by_page_by_reward_and_by_filter(gatewa
         request = groups_pb2.ListSamplesRequest(**query | order)
         words = "&".join(f"{name}={value}" for name, value in query.items())
         return await both(
-            gateway, "GET", f"{RUN}/samples?{words}", groups.ListSamples(request), sample_bodies.samples_to_json
+            gateway, "GET", f"{RUN}/samples?{words}", groups.ListSamples(request), as_json(records.SamplePage)
         )
 
     def places(page: Any) -> list[tuple[int, int]]:

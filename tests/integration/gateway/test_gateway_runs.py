@@ -7,15 +7,14 @@ import json
 import grpc
 import pytest
 
+from penstock.api import records
 from penstock.api.records import Run
 from penstock.cli.commands.observe import parse_series
 from penstock.diagnosis.terminal import alarms, server_alarms
-from penstock.replay.redis_queue import RedisReplayQueue
-from penstock.store.fleet import Fleet, ServerRecord
-from penstock.store.heartbeats import LEARNER, Heartbeats
+from penstock.replay.queue import RedisReplayQueue
+from penstock.store.fleet import Fleet, Quarantine, Quarantines, ServerRecord
+from penstock.store.heartbeats import LEARNER, Heartbeats, Phases
 from penstock.store.notices import MAX_OF_KIND, Event, NoticeBoard, Notices
-from penstock.store.phases import Phases
-from penstock.store.quarantine import Quarantine, Quarantines
 from penstock.store.run_control import RunControl
 from penstock.v1 import (
     policies_pb2,
@@ -23,9 +22,7 @@ from penstock.v1 import (
     runs_pb2,
     runs_pb2_grpc,
 )
-from penstock_services.gateway.policies import bodies as policy_bodies
-from penstock_services.gateway.runs import bodies as run_bodies
-from support.gateways import PROMPT, RUN, Gateway, ageless, both, post_prompts, publish, rest, stubs, submit
+from support.gateways import PROMPT, RUN, Gateway, ageless, as_json, both, post_prompts, publish, rest, stubs, submit
 
 
 async def scraped_state(gateway: Gateway) -> str:
@@ -43,7 +40,7 @@ async def test_a_server_paused_by_failures_is_seen_and_resumed(gateway: Gateway,
         failed = [await queue.give_back("s", lease, "non_finite") for lease in await queue.lease("s", 4)]
     assert failed == [False, False, False, True]
 
-    run = await both(gateway, "GET", RUN, runs.GetRun(runs_pb2.GetRunRequest()), run_bodies.run_to_json)
+    run = await both(gateway, "GET", RUN, runs.GetRun(runs_pb2.GetRunRequest()), as_json(records.Run))
     [server] = run["servers"]
     assert (server["breaker_reason"], server["breaker_failures"], run["state"]) == ("non_finite", limit, "WAITING")
     series = parse_series((await gateway.rest.get("/metrics")).text)
@@ -52,7 +49,7 @@ async def test_a_server_paused_by_failures_is_seen_and_resumed(gateway: Gateway,
     assert line.plain.startswith(f"s leases nothing: its last {limit} attempts failed, the newest with non_finite")
 
     change = runs_pb2.ChangeRunRequest()
-    run = await both(gateway, "POST", f"{RUN}:resume", runs.ResumeRun(change), run_bodies.run_to_json)
+    run = await both(gateway, "POST", f"{RUN}:resume", runs.ResumeRun(change), as_json(records.Run))
     assert run["servers"][0]["breaker_reason"] == "" and len(await queue.lease("s", 2)) == 2
 
 
@@ -62,7 +59,7 @@ async def test_a_server_in_quarantine_is_seen_with_its_numbers(gateway: Gateway,
     await Quarantines(queue.client, "test").put(
         Quarantine("s", 0.5, 0.125, policy_version=7, since_ms=1, num_reloads=2), await queue.take_term(0)
     )
-    run = await both(gateway, "GET", RUN, runs.GetRun(runs_pb2.GetRunRequest()), run_bodies.run_to_json)
+    run = await both(gateway, "GET", RUN, runs.GetRun(runs_pb2.GetRunRequest()), as_json(records.Run))
     [server] = run["servers"]
     shown = [server[name] for name in ("is_quarantined", "logprob_mismatch_nats", "logprob_limit_nats", "num_reloads")]
     assert shown == [True, 0.5, 0.125, 2]
@@ -84,7 +81,7 @@ async def test_a_run_that_pauses_itself_says_why_and_what_failed(gateway: Gatewa
     await board.write()
     await RunControl(queue.client, "test").pause("the reward failed on 8 of the newest 8 samples")
 
-    run = await both(gateway, "GET", RUN, runs.GetRun(runs_pb2.GetRunRequest()), run_bodies.run_to_json)
+    run = await both(gateway, "GET", RUN, runs.GetRun(runs_pb2.GetRunRequest()), as_json(records.Run))
     assert (run["state"], run["detail"]) == ("PAUSED", "the reward failed on 8 of the newest 8 samples")
     assert len(run["notices"]) == 2 + MAX_OF_KIND
     [failed] = [notice for notice in run["notices"] if notice["kind"] == "reward_failed"]
@@ -95,7 +92,7 @@ async def test_a_run_that_pauses_itself_says_why_and_what_failed(gateway: Gatewa
     assert "unknown data source 'mine'" in shown
 
     change = runs_pb2.ChangeRunRequest()
-    run = await both(gateway, "POST", f"{RUN}:resume", runs.ResumeRun(change), run_bodies.run_to_json)
+    run = await both(gateway, "POST", f"{RUN}:resume", runs.ResumeRun(change), as_json(records.Run))
     assert (run["notices"], run["state"]) == ([], "WAITING")
     await RunControl(queue.client, "test").pause()
     assert (await rest(gateway, "GET", RUN))["detail"] == "", "an operator's pause has no reason"
@@ -133,7 +130,7 @@ async def test_the_run_is_paused_and_its_servers_drained(gateway: Gateway, queue
     _, _, _, runs = stubs(gateway)
     await submit(gateway, *[PROMPT] * 3)
     await Fleet(queue.client, "test").join(ServerRecord("s", "127.0.0.1:1", "torch"))
-    change, to_json = runs_pb2.ChangeRunRequest(), run_bodies.run_to_json
+    change, to_json = runs_pb2.ChangeRunRequest(), as_json(records.Run)
     assert await scraped_state(gateway) == "waiting"
     await Heartbeats(queue.client, "test").beat(LEARNER)
     assert await scraped_state(gateway) == "waiting", "the server's engine is not up"
@@ -147,9 +144,9 @@ async def test_the_run_is_paused_and_its_servers_drained(gateway: Gateway, queue
     assert len(await queue.lease("s", 1)) == 1
 
     path, request = f"{RUN}/servers/s", runs_pb2.ChangeServerRequest(server_id="s")
-    drained = await both(gateway, "POST", f"{path}:drain", runs.DrainServer(request), run_bodies.server_to_json)
+    drained = await both(gateway, "POST", f"{path}:drain", runs.DrainServer(request), as_json(records.Server))
     assert drained["is_drained"] and await queue.lease("s", 1) == [] and len(await queue.lease("t", 1)) == 1
-    undrained = await both(gateway, "POST", f"{path}:undrain", runs.UndrainServer(request), run_bodies.server_to_json)
+    undrained = await both(gateway, "POST", f"{path}:undrain", runs.UndrainServer(request), as_json(records.Server))
     assert not undrained["is_drained"] and len(await queue.lease("s", 1)) == 1
     assert (await gateway.rest.post(f"{RUN}/servers/none:drain")).status_code == 404
 
@@ -157,7 +154,7 @@ async def test_the_run_is_paused_and_its_servers_drained(gateway: Gateway, queue
     assert (await both(gateway, "POST", f"{RUN}:stop", runs.StopRun(change), to_json))["state"] == "STOPPED"
     await queue.take_term(0)
     [run] = (
-        await both(gateway, "GET", "/v1/runs", runs.ListRuns(runs_pb2.ListRunsRequest()), run_bodies.runs_to_json)
+        await both(gateway, "GET", "/v1/runs", runs.ListRuns(runs_pb2.ListRunsRequest()), as_json(records.RunList))
     )["runs"]
     assert run["state"] == "PAUSED"
 
@@ -178,7 +175,7 @@ async def test_scores_of_evaluations_are_listed_by_benchmark_and_number(
         [lease] = await queue.lease("s", 1)
         await queue.record_evaluation(name, lease, [0.5, 1.0], 0, 0)
     listed = await both(
-        gateway, "GET", f"{RUN}/metrics", runs.ListMetrics(runs_pb2.ListMetricsRequest()), run_bodies.metrics_to_json
+        gateway, "GET", f"{RUN}/metrics", runs.ListMetrics(runs_pb2.ListMetricsRequest()), as_json(records.MetricsList)
     )
     assert listed["scores"] == [
         {"benchmark": "validation-math", "number": 9, "score": 0.75},
@@ -196,7 +193,7 @@ async def test_dead_letters_are_paged_and_requeued(gateway: Gateway, queue: Redi
         request = runs_pb2.ListDeadLettersRequest(page_size=2, page_token=token)
         page = await both(
             gateway, "GET", f"{RUN}/dead-letters?page_size=2&page_token={token}", runs.ListDeadLetters(request),
-            run_bodies.dead_letters_to_json,
+            as_json(records.DeadLetterPage),
         )  # fmt: skip
         pages.append([letter["prompt_id"] for letter in page["dead_letters"]])
         token = page["next_page_token"]
@@ -212,13 +209,13 @@ async def test_dead_letters_are_paged_and_requeued(gateway: Gateway, queue: Redi
 
 async def test_the_run_is_listed_and_others_are_not_served(gateway: Gateway) -> None:
     _, _, _, runs = stubs(gateway)
-    listed = await both(gateway, "GET", "/v1/runs", runs.ListRuns(runs_pb2.ListRunsRequest()), run_bodies.runs_to_json)
+    listed = await both(gateway, "GET", "/v1/runs", runs.ListRuns(runs_pb2.ListRunsRequest()), as_json(records.RunList))
     assert [(run["run"], run["state"]) for run in listed["runs"]] == [("test", "WAITING")]
     change = runs_pb2.ChangeRunRequest(run="test")
     for verb, call, state in (
         ("stop", runs.StopRun, "PAUSED"), ("pause", runs.PauseRun, "PAUSED"), ("resume", runs.ResumeRun, "WAITING"),
     ):  # fmt: skip
-        answer = await both(gateway, "POST", f"{RUN}:{verb}", call(change), run_bodies.run_to_json)
+        answer = await both(gateway, "POST", f"{RUN}:{verb}", call(change), as_json(records.Run))
         assert answer["state"] == state
     entries = [json.loads(line) for line in (gateway.config.folder / "audit.jsonl").read_text().splitlines()]
     assert [(entry["operation"], entry["request"]) for entry in entries[::2]] == [
@@ -253,11 +250,11 @@ async def test_the_run_its_policies_and_its_servers(gateway: Gateway, queue: Red
 
     run_service = runs_pb2_grpc.RunServiceStub(gateway.channel)
     policy_service = policies_pb2_grpc.PolicyServiceStub(gateway.channel)
-    answer = run_bodies.run_to_json(await run_service.GetRun(runs_pb2.GetRunRequest()))
+    answer = as_json(records.Run)(await run_service.GetRun(runs_pb2.GetRunRequest()))
     assert ageless(answer) == ageless(run)
-    answer = run_bodies.servers_to_json(await run_service.ListServers(runs_pb2.ListServersRequest()))
+    answer = as_json(records.ServerList)(await run_service.ListServers(runs_pb2.ListServersRequest()))
     assert ageless(answer) == ageless(servers)
     answer = await policy_service.GetPolicy(policies_pb2.GetPolicyRequest())
-    assert policy_bodies.policy_to_json(answer) == latest
+    assert as_json(records.Policy)(answer) == latest
     answer = await policy_service.ListPolicies(policies_pb2.ListPoliciesRequest())
-    assert policy_bodies.policies_to_json(answer) == await rest(gateway, "GET", f"{RUN}/policies")
+    assert as_json(records.PolicyPage)(answer) == await rest(gateway, "GET", f"{RUN}/policies")

@@ -14,21 +14,21 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.api import records
+from penstock.api.conversion import fill
+from penstock.replay.queue import RedisReplayQueue
 from penstock.v1 import (
     datasets_pb2,
     datasets_pb2_grpc,
     prompts_pb2,
 )
-from penstock_services.gateway.bodies import plain_fields
-from penstock_services.gateway.prompts import bodies as prompt_bodies
-from support.gateways import PROMPT, RUN, Gateway, assert_problem, both, post_prompts, rest, stubs
+from support.gateways import PROMPT, RUN, Gateway, as_json, assert_problem, both, post_prompts, rest, stubs
 
 
 async def test_a_stream_of_submissions_is_answered_one_by_one(gateway: Gateway) -> None:
     prompts, *_ = stubs(gateway)
     body = prompts_pb2.Prompt()
-    prompt_bodies.PromptBody.model_validate(PROMPT).fill(body)
+    fill(body, records.SubmittedPrompt.model_validate(PROMPT))
 
     async def requests() -> AsyncIterator[prompts_pb2.SubmitPromptsRequest]:
         for key, count in (("a", 1), ("b", 2), ("a", 1), ("c", 0)):
@@ -47,7 +47,7 @@ async def test_a_dataset_is_uploaded_and_submitted_once(gateway: Gateway, queue:
     rows = [{"prompt": f"{i}+{i}=", "data_source": "sums", "reward_model": {"ground_truth": 2 * i}} for i in range(600)]
     content, path = "\n".join(map(json.dumps, rows)).encode(), f"{RUN}/datasets/sums"
     headers = {"Content-Type": "application/x-ndjson"}
-    to_json = plain_fields
+    to_json = as_json(records.Dataset)
     upload = datasets_pb2.UploadDatasetRequest(name="sums", format="jsonl", content=content)
     kept = await both(gateway, "PUT", path, datasets.UploadDataset(upload), to_json, content=content, headers=headers)
     assert (kept["num_prompts"], kept["num_submitted"], kept["num_bytes"]) == (600, 0, len(content))

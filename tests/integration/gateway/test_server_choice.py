@@ -15,8 +15,7 @@ from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.policies import PolicyRegistry
 from penstock.store.run_control import RunControl
 from penstock.v1 import generate_pb2
-from penstock_services.gateway.generate.ready_servers import MAX_VIEW_AGE_S
-from penstock_services.gateway.generate.server_choice import MAX_COMPARED, MAX_TRIES, ServerChoice
+from penstock_services.gateway.server_choice import MAX_COMPARED, MAX_TRIES, MAX_VIEW_AGE_S, ServerChoice
 
 NUM_SERVERS = 8 * MAX_COMPARED
 

@@ -75,14 +75,14 @@ def test_a_learner_that_was_away_follows_the_roll_back_when_it_is_back(
         run.ask(lambda client: control(client).release())
         again = run.start_learner()
         returned = run.until(lambda: returned_to(run, version), f"the learner to return to version {version}")
-        assert f"rolled back to version {version}, from" in again.output() and "checkpoints/term-" in again.output()
+        assert f"rewound to version {version}, from" in again.output() and "checkpoints/term-" in again.output()
         run.until_serving("a", above=returned.policy_version - 1)
         oldest = oldest_published(run)
         assert checkpoints.of_version(oldest) is None
         run.ask(lambda client: control(client).hold(oldest))
         run.ask(lambda client: control(client).release())
         run.until(lambda: returned_to(run, oldest), f"the learner to return to version {oldest}, of no checkpoint")
-        assert "the optimizer starts anew" in again.output()
+        assert "the optimizer starts from zero" in again.output()
         assert not any(run.watch.conservation_errors)
 
 

@@ -22,7 +22,7 @@ from penstock.weights.checksums import XXH3_PIECES, host_checksum
 from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import TensorShape, build_manifest
 from penstock.weights.transports import GLOO_PIECE_BYTES
-from penstock_learner.weights.memory import HostMemory
+from penstock_learner.weights.memory import HostBuckets
 from penstock_learner.weights.push import PushTarget
 from penstock_learner.weights.senders.gloo import GlooSender
 from penstock_learner.weights.senders.sender import Shipment
@@ -40,7 +40,7 @@ def stage_version(dtype: torch.dtype, name: str) -> tuple[StagedVersion, dict[st
     """Stage float32 weights in buckets of several pieces, with padding."""
     tensors = [TensorShape(tensor, name, shape) for tensor, shape in SHAPES]
     manifest = build_manifest("run", 1, 1, tensors, bucket_bytes=9 * 2**20)
-    staged = StagedVersion(manifest, HostMemory([bucket.num_bytes for bucket in manifest.buckets]))
+    staged = StagedVersion(manifest, HostBuckets([bucket.num_bytes for bucket in manifest.buckets]))
     generator = torch.Generator().manual_seed(0)
     weights = {tensor: torch.rand(shape, generator=generator) for tensor, shape in SHAPES}
     for tensor, weight in weights.items():

@@ -18,7 +18,7 @@ from penstock.weights.cluster_key import ClusterKey
 from penstock.weights.cuda import libraries
 from penstock.weights.deadline import Deadline
 from penstock_learner.weights import deltas
-from penstock_learner.weights.memory import SharedMemory
+from penstock_learner.weights.memory import SharedBuckets
 from penstock_learner.weights.publisher import WeightPublisher
 from penstock_learner.weights.push import PushReport, PushTarget
 from penstock_learner.weights.senders.choice import make_sender
@@ -207,7 +207,7 @@ def test_shared_memory_cannot_be_written_by_others_nor_taken_for_another_version
     member = start(config)
     stage(publisher, 1)
     memory = publisher.staged[1].memory
-    assert isinstance(memory, SharedMemory)
+    assert isinstance(memory, SharedBuckets)
     with pytest.raises(PermissionError), Path(memory.path).open("r+b") as writer:
         writer.write(b"x")
     manifest = publisher.staged[1].manifest

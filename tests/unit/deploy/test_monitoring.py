@@ -6,16 +6,15 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
-import httpx
 import pytest
 import yaml
-from fastapi import FastAPI
 
 from penstock.config.loading import load_overrides
-from penstock_services.gateway.console.routes import ConsoleRoutes
+from penstock_services.gateway.openapi import PageHandlers
+from penstock_services.gateway.rest import HttpRequest
 from support.monitoring import DEPLOY, declared_names, names_in
 
 ALERTS = DEPLOY / "prometheus" / "alerts.yml"
@@ -60,16 +59,17 @@ def test_alerts_have_a_severity_a_runbook_and_a_case_each_way() -> None:
 async def test_a_gateway_serves_the_runbook_that_each_alert_links_to() -> None:
     """Without a key, since an on-call engineer opens it from a message."""
     page = urlsplit(RUNBOOKS)
-    app = FastAPI()
-    app.include_router(ConsoleRoutes().router())
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=f"http://{page.netloc}") as client:
-        answer = await client.get(page.path)
+    request = HttpRequest({"type": "http", "path": page.path, "headers": []}, cast(Any, None))
+    request.params = {"name": page.path.rpartition("/")[2]}
+    answer = await PageHandlers(()).file(request)
+    assert PageHandlers.file.operation.scope is None  # type: ignore[attr-defined]
+    text = bytes(answer.body).decode()
     assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/html")
     for rule in alert_rules():
         anchor = rule["annotations"]["runbook_url"].partition("#")[2]
-        assert f'<h2 id="{anchor}">{rule["alert"]}</h2>' in answer.text
-    linked = re.findall(r'<a href="([^"]*)"', answer.text)
-    assert linked and all(f'id="{link.removeprefix("#")}"' in answer.text for link in linked)
+        assert f'<h2 id="{anchor}">{rule["alert"]}</h2>' in text
+    linked = re.findall(r'<a href="([^"]*)"', text)
+    assert linked and all(f'id="{link.removeprefix("#")}"' in text for link in linked)
 
 
 def test_the_ports_that_are_documented_for_a_local_run_are_those_that_are_scraped() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import InvalidInput
-from penstock.protocols import anthropic, chat, completions, responses
+from penstock.protocols import anthropic, chat, responses
 from penstock.protocols.bodies import Refused
 
 ROOT = Path(__file__).parents[3]
@@ -29,7 +29,7 @@ def test_every_field_of_the_sdks_is_declared() -> None:
 
     for body, params in (
         (chat.ChatBody, chat_create_params.CompletionCreateParams),
-        (completions.CompletionBody, completion_create_params.CompletionCreateParams),
+        (chat.CompletionBody, completion_create_params.CompletionCreateParams),
         (responses.ResponsesBody, response_create_params.ResponseCreateParams),
         (anthropic.MessagesBody, message_create_params.MessageCreateParams),
         (anthropic.CountBody, message_count_tokens_params.MessageCountTokensParams),
@@ -42,7 +42,7 @@ def test_every_field_of_the_sdks_is_declared() -> None:
     "body",
     [
         chat.ChatBody(model="m", messages=[chat.ChatMessage(role="user", content="hi")]),
-        completions.CompletionBody(model="m", prompt="hi"),
+        chat.CompletionBody(model="m", prompt="hi"),
         responses.ResponsesBody(model="m", input="hi"),
         anthropic.MessagesBody(model="m", max_tokens=3, messages=[anthropic.InputMessage(role="user", content="hi")]),
     ],

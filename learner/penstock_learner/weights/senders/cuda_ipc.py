@@ -12,7 +12,7 @@ from penstock.weights.cuda.ipc import IpcOffer, export_handle
 from penstock.weights.cuda.stream import DeviceStream
 from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import wire_sizes
-from penstock_learner.weights.memory import DeviceMemory, device_index, device_uuid
+from penstock_learner.weights.memory import DeviceBuckets, device_index, device_uuid
 from penstock_learner.weights.push import PushTarget
 from penstock_learner.weights.senders.sender import Shipment
 
@@ -25,15 +25,15 @@ class CudaIpcSender:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._memory: DeviceMemory | None = None
-        self._own: DeviceMemory | None = None
+        self._memory: DeviceBuckets | None = None
+        self._own: DeviceBuckets | None = None
         self._is_ready = False
         """Every bucket was ready when the version was offered."""
 
     def open(self, shipment: Shipment, members: Sequence[PushTarget], deadline: Deadline) -> str:
         staged = shipment.staged.memory
         try:
-            if isinstance(staged, DeviceMemory) and not shipment.deltas:
+            if isinstance(staged, DeviceBuckets) and not shipment.deltas:
                 self._memory = staged
             else:
                 self._memory = self._own_memory(wire_sizes(shipment.manifest))
@@ -64,10 +64,10 @@ class CudaIpcSender:
     def close(self, *, failed: bool) -> None:
         self._memory = None
 
-    def _own_memory(self, sizes: list[int]) -> DeviceMemory:
+    def _own_memory(self, sizes: list[int]) -> DeviceBuckets:
         if self._own is not None and self._own.sizes == sizes:
             self._own.clear()
         else:
             self._own = None  # free the old memory first
-            self._own = DeviceMemory(sizes, self._device)
+            self._own = DeviceBuckets(sizes, self._device)
         return self._own

@@ -80,7 +80,7 @@ class GlooSender:
 def _meet(store: Any, place: GroupPlace, host: str, deadline: Deadline) -> Any:
     """Form the group. Raises WeightPushFailed at the deadline.
 
-    Gloo gives each worker the whole time to connect, one after the other. So the meeting has a thread of its own, which
+    Gloo gives each worker the whole time to connect, one after the other. So the meeting has a separate thread, which
     is left behind at the deadline. It ends when a worker no longer connects."""
     met: Future[Any] = Future()
 

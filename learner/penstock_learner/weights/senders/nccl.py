@@ -1,4 +1,4 @@
-"""nccl: broadcast each bucket from GPU to GPU, on a stream of its own."""
+"""nccl: broadcast each bucket from GPU to GPU, on a separate stream."""
 
 from __future__ import annotations
 

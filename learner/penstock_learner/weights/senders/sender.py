@@ -14,7 +14,7 @@ from penstock.errors import WeightPushFailed
 from penstock.v1 import weights_pb2
 from penstock.weights.deadline import Deadline
 from penstock.weights.snapshot import write_snapshot
-from penstock_learner.weights.memory import SharedMemory
+from penstock_learner.weights.memory import SharedBuckets
 from penstock_learner.weights.push import PushTarget
 from penstock_learner.weights.staging import StagedVersion
 
@@ -60,7 +60,7 @@ class ShmSender:
 
     def open(self, shipment: Shipment, members: Sequence[PushTarget], deadline: Deadline) -> str:
         memory = shipment.staged.memory
-        if not isinstance(memory, SharedMemory):
+        if not isinstance(memory, SharedBuckets):
             raise WeightPushFailed(f"shm needs buckets in shared memory, not {memory.kind}; unset weights.staging")
         return memory.path
 

@@ -153,7 +153,7 @@ FIRST_TOKEN_ONLY = 1 << 30
 
 
 @dataclass(frozen=True)
-class Event:
+class StreamMessage:
     """One message of a stream. `num_tokens` counts from the start of the response; the lists hold new tokens only."""
 
     token_ids: tuple[int, ...]
@@ -195,7 +195,7 @@ def generate_body(
     return body
 
 
-def read_event(message: dict[str, Any], sampling: Sampling, num_seen: int) -> Event:
+def read_event(message: dict[str, Any], sampling: Sampling, num_seen: int) -> StreamMessage:
     """Read a message. The last message of an aborted request repeats earlier tokens; they are dropped."""
     meta = message["meta_info"]
     num_tokens = max(meta.get("completion_tokens", num_seen), num_seen)
@@ -204,7 +204,7 @@ def read_event(message: dict[str, Any], sampling: Sampling, num_seen: int) -> Ev
         log_probs = meta.get("output_token_sampling_logprobs", [])
     else:
         log_probs = [entry[0] for entry in meta.get("output_token_logprobs", [])]
-    event = Event(
+    event = StreamMessage(
         token_ids=tuple(message["output_ids"][len(message["output_ids"]) - num_new :]) if num_new else (),
         log_probs=tuple(log_probs[len(log_probs) - num_new :]) if num_new else (),
         num_tokens=num_tokens,
@@ -233,7 +233,7 @@ class Response:
     log_probs: list[float] = field(default_factory=list)
     num_delivered: int = 0
 
-    def add(self, event: Event) -> None:
+    def add(self, event: StreamMessage) -> None:
         self.token_ids += event.token_ids
         self.log_probs += event.log_probs
 

@@ -1,6 +1,6 @@
 """The SGLang engine: SGLang's server in a child process, called by HTTP; weights staged in its scheduler processes.
 
-How a version flips: each scheduler process receives and hashes the new weights in threads beside the decoding
+How a version flips: each scheduler process receives and hashes the new weights in threads while it decodes
 (plugin.py). Then SGLang is paused, loads the staged weights with the new version number, and is resumed. SGLang stamps
 the tokens itself. The stamps are exact because the version changes only while no step is in flight. SGLang's overlap
 scheduler could leave a step in flight. It is off if the KV cache is kept; otherwise the pause drains the step.
@@ -31,16 +31,16 @@ from typing import Any
 from penstock.cancellation import end_task
 from penstock.config.rollout import EngineConfig
 from penstock.errors import ConfigError, InvalidInput, Unavailable, WeightPushFailed
-from penstock.machine.ports import free_port
+from penstock.machine import free_port
 from penstock.trajectory import FinishReason
 from penstock.v1 import weights_pb2
 from penstock_rollout.engines.engine import CommitReport, EngineStats, GenerateRequest, TokenChunk
 from penstock_rollout.engines.serving import ServingEngine
 from penstock_rollout.engines.sglang.calls import (
     FIRST_TOKEN_ONLY,
-    Event,
     Response,
     SglangCalls,
+    StreamMessage,
     generate_body,
     read_event,
 )
@@ -67,7 +67,7 @@ class _Running:
     """The version has flipped since the first token. The versions of later tokens are known only at the end."""
     rid: str = ""
     interrupted: bool = False
-    """It was aborted by `interrupt`, which is no failure."""
+    """It was aborted by `interrupt`, which is not a failure."""
     superseded: bool = False
     """It was aborted before its first token and will be submitted again under a newer version."""
 
@@ -207,7 +207,7 @@ class SglangEngine(ServingEngine):
             chunk_tokens=request.min_chunk_tokens if request.stream else FIRST_TOKEN_ONLY,
         )
 
-    def _last_chunk(self, response: Response, running: _Running, event: Event) -> TokenChunk:
+    def _last_chunk(self, response: Response, running: _Running, event: StreamMessage) -> TokenChunk:
         reason = event.finish_reason or {}
         if "status_code" in reason and not self._stopping and not running.interrupted:
             raise Unavailable(f"SGLang aborted a request: {reason.get('message', reason)}")
@@ -226,7 +226,6 @@ class SglangEngine(ServingEngine):
                 await self._abort(running.rid)
 
     async def stage_weights(self, announcement: weights_pb2.AnnounceRequest) -> None:
-        self._check_manifest(announcement)
         self._stages(announcement)
         await self._schedulers.stage(announcement)
 

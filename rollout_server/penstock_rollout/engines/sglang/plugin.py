@@ -139,10 +139,8 @@ def serve_stage(path: Path, worker: StageWorker) -> None:
             for line in self.rfile:
                 self.wfile.write(json.dumps(_answer(worker, json.loads(line))).encode() + b"\n")
 
-    class Server(socketserver.ThreadingUnixStreamServer):
-        daemon_threads = True
-
-    server = Server(str(path), Handler)
+    server = socketserver.ThreadingUnixStreamServer(str(path), Handler)
+    server.daemon_threads = True
     threading.Thread(target=server.serve_forever, name="stage-socket", daemon=True).start()
 
 

@@ -62,7 +62,7 @@ class SglangServer:
 
     @property
     def is_alive(self) -> bool:
-        """Whether SGLang runs and has not been given up as hung."""
+        """Whether SGLang runs and does not count as hung."""
         return self._child is not None and self._child.exit_code is None and not self._is_lost
 
     async def start(self) -> None:

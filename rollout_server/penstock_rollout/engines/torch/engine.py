@@ -136,7 +136,6 @@ class TorchEngine(ServingEngine):
         self._check_length(request, self._config.max_model_len)
 
     async def stage_weights(self, announcement: weights_pb2.AnnounceRequest) -> None:
-        self._check_manifest(announcement)
         self._stages(announcement)
         self._slot.begin(announcement)
 

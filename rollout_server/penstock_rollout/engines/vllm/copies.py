@@ -47,7 +47,7 @@ class NotPlain(Exception):
 
 
 @dataclass(frozen=True)
-class Part:
+class CopiedPart:
     """A part of a staged tensor, and the memory of a parameter that it belongs into."""
 
     index: int
@@ -66,7 +66,7 @@ class Copies:
     """All parts of a version. `load` does what vLLM's loader does, for every version whose tensors are of the same
     kinds, as long as the parameters of the model stay where they are."""
 
-    def __init__(self, kinds: list[Kind], parts: list[Part], places: list[Place]) -> None:
+    def __init__(self, kinds: list[Kind], parts: list[CopiedPart], places: list[Place]) -> None:
         self._kinds = kinds
         self._parts = parts
         self._places = places
@@ -193,7 +193,7 @@ class _Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _parts_of(copies: Iterable[tuple[torch.Tensor, torch.Tensor]], tensors: NamedTensors) -> Iterator[Part]:
+def _parts_of(copies: Iterable[tuple[torch.Tensor, torch.Tensor]], tensors: NamedTensors) -> Iterator[CopiedPart]:
     """The parts that were copied. A source is recognized by its address, because tensors are views into buckets."""
     begins = sorted((tensor.data_ptr(), index) for index, (_, tensor) in enumerate(tensors) if tensor.numel())
     for target, source in copies:
@@ -206,7 +206,7 @@ def _parts_of(copies: Iterable[tuple[torch.Tensor, torch.Tensor]], tensors: Name
             raise NotPlain("its loader computes what it copies")
         if source.dtype != tensor.dtype or source.shape != target.shape:
             raise NotPlain(f"its loader changes the form of {tensors[index][0]}")
-        yield Part(index, offset, source.shape, source.stride(), target.detach())
+        yield CopiedPart(index, offset, source.shape, source.stride(), target.detach())
 
 
 def _refuse_gaps(model: Any, copied: list[torch.Tensor], filled: list[torch.Tensor]) -> None:

@@ -17,7 +17,6 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Collection
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -68,14 +67,6 @@ _Timings = tuple[float, list[tuple[float, float]]]
 _T = TypeVar("_T")
 
 
-@dataclass
-class _Running:
-    """A request from its submission to its end."""
-
-    superseded: bool = False
-    """It was aborted before its first token and will be submitted again under a newer version."""
-
-
 class VllmEngine(ServingEngine):
     """Implements Engine. It can be started once and stopped once."""
 
@@ -99,7 +90,10 @@ class VllmEngine(ServingEngine):
         self._standby = standby
         self.load = SchedulerLoad()
         """The latest figures of vLLM's scheduler."""
-        self._running: dict[str, _Running] = {}
+        self._running: set[str] = set()
+        """Ids of the requests between their submission and their end."""
+        self._superseded: set[str] = set()
+        """Requests that were aborted before their first token and will be submitted again under a newer version."""
         self._control = asyncio.Lock()
         self._devices: tuple[str, ...] = ()
         self._llm: Any = None
@@ -130,22 +124,23 @@ class VllmEngine(ServingEngine):
         await self.check_health()
         if request.request_id in self._running:
             raise InvalidInput("request_id", f"{request.request_id!r} is running already")
-        running = self._running[request.request_id] = _Running()
+        self._running.add(request.request_id)
         self._generating.begin()
         try:
             while True:
-                async with aclosing(self._submit(request, running)) as chunks:
+                async with aclosing(self._submit(request)) as chunks:
                     async for chunk in chunks:
                         yield chunk
-                if not running.superseded:
+                if request.request_id not in self._superseded:
                     return
-                running.superseded = False
+                self._superseded.discard(request.request_id)
         finally:
-            del self._running[request.request_id]
+            self._running.discard(request.request_id)
+            self._superseded.discard(request.request_id)
             self._generating.end()
             self._stamps.end(request.request_id)
 
-    async def _submit(self, request: GenerateRequest, running: _Running) -> AsyncGenerator[TokenChunk]:
+    async def _submit(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk]:
         """Submit the request to vLLM once. Yields nothing if the request is superseded.
 
         vLLM's front end knows the request before the first await, so a flip by several calls finds every request that
@@ -162,7 +157,7 @@ class VllmEngine(ServingEngine):
         try:
             async with aclosing(self._llm.generate(prompt, params, request.request_id)) as outputs:
                 async for output in outputs:
-                    if running.superseded:
+                    if request.request_id in self._superseded:
                         return
                     chunk = self._chunk(request.request_id, output.outputs[0], num_tokens)
                     num_tokens += len(chunk.token_ids)
@@ -196,7 +191,6 @@ class VllmEngine(ServingEngine):
             await answer_of(self._llm.abort(running))
 
     async def stage_weights(self, announcement: weights_pb2.AnnounceRequest) -> None:
-        self._check_manifest(announcement)
         async with self._control:  # not during a flip, which loads whatever is staged
             self._stages(announcement)
             await self._rpc("penstock_stage", announcement.SerializeToString())
@@ -287,8 +281,7 @@ class VllmEngine(ServingEngine):
     async def _supersede_unstarted(self) -> None:
         """Abort the requests without a token; `generate` submits them again under the new version."""
         unstarted = [request_id for request_id in self._running if not self._stamps.has_token(request_id)]
-        for request_id in unstarted:
-            self._running[request_id].superseded = True
+        self._superseded.update(unstarted)
         if unstarted:
             await answer_of(self._llm.abort(unstarted))
 

@@ -110,7 +110,7 @@ class ChunkedOutputs:
         table = model_runner_output.logprobs
         if table is not None:
             self._table = table
-            if table.logprobs.shape[1] == 1:  # nobody asks for other tokens than the sampled one
+            if table.logprobs.shape[1] == 1:  # no request asks for other tokens than the sampled one
                 model_runner_output.logprobs = StepRows(table)
         messages: dict[int, EngineCoreOutputs] = super().update_from_output(  # type: ignore[misc]
             scheduler_output, model_runner_output

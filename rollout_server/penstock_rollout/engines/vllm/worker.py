@@ -31,7 +31,7 @@ PARENT_POLL_S = 0.5
 COPYING_DEVICES = ("cuda",)
 """Where vLLM multiplies with the parameters themselves. On a CPU it multiplies with packed copies of them."""
 RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
-"""This logger warns at every reload about layers without weights of their own: rotary embeddings and tied heads."""
+"""This logger warns at every reload about layers that have no weights: rotary embeddings and tied heads."""
 SCHEDULER_LOGGER = "vllm.config.scheduler"
 """This logger warns of every scheduler class that is not vLLM's own, ours too."""
 
@@ -151,7 +151,7 @@ def _pack_tied_head(model: Any, hf_config: Any) -> None:
 
 def prepare_process() -> None:
     """Prepare EngineCore's process. vLLM creates the executor first, and then the scheduler."""
-    from penstock_rollout.engines.vllm import core_flip  # here: workers in processes of their own need no EngineCore
+    from penstock_rollout.engines.vllm import core_flip  # here: workers in separate processes need no EngineCore
 
     core_flip.install()
     logging.getLogger(SCHEDULER_LOGGER).setLevel(logging.ERROR)

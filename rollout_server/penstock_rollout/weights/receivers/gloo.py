@@ -1,6 +1,6 @@
 """gloo: join the publisher's process group over TCP and receive each bucket as a series of broadcasts.
 
-In a push to many workers this one may be a relay, which hands each piece on to a group of its own
+In a push to many workers this one may be a relay, which hands each piece on to its own group
 (penstock.weights.transports)."""
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _listens(host: str, port: int, timeout_s: float) -> bool:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _BucketPiece:
     """A part of a bucket, sent by one broadcast."""
 
     wire: torch.Tensor
@@ -138,15 +138,15 @@ class _Piece:
     """Running checksum of the bucket. None for a delta, which is hashed after it was decoded."""
 
 
-def _pieces(reception: Reception) -> Iterator[_Piece]:
+def _pieces(reception: Reception) -> Iterator[_BucketPiece]:
     """Yield the pieces in the order in which they are sent. A bucket is allocated with its first piece."""
     manifest = reception.manifest
     for bucket, num_bytes in zip(manifest.buckets, wire_sizes(manifest), strict=True):
         wire = reception.buffer(num_bytes, torch.device("cpu"))
         checksum = None if bucket.wire_bytes else RunningChecksum(manifest.checksum)
         *others, last = wire.split(GLOO_PIECE_BYTES)
-        yield from (_Piece(wire, piece, False, checksum) for piece in others)
-        yield _Piece(wire, last, True, checksum)
+        yield from (_BucketPiece(wire, piece, False, checksum) for piece in others)
+        yield _BucketPiece(wire, last, True, checksum)
 
 
 def _broadcasts(groups: Sequence[Any], reception: Reception, *, ends_together: bool) -> Iterator[Arrived]:
@@ -156,7 +156,7 @@ def _broadcasts(groups: Sequence[Any], reception: Reception, *, ends_together: b
     With `ends_together` the last bucket is followed by a barrier of each group. A relay enters that of its own group
     first, so the publisher's barrier ends when all workers have all bytes."""
     source, deadline = groups[0], reception.deadline
-    in_flight: deque[tuple[Any, _Piece]] = deque()
+    in_flight: deque[tuple[Any, _BucketPiece]] = deque()
     handed_on = _HandedOn(groups[1], deadline) if len(groups) > 1 else None
     pieces, is_complete = _pieces(reception), False
     try:
@@ -220,7 +220,7 @@ def break_connections(group: Any, works: list[Any]) -> None:
     """Make pending broadcasts fail at once; otherwise the group's destructor would wait for them.
 
     Gloo has no abort, but an operation that times out closes every connection of its group. The group needs one idle
-    thread for this operation. It is a gather to this rank, because nobody sends for it: gloo ends a process that gets
+    thread for this operation. It is a gather to this rank, because no one sends for it: gloo ends a process that gets
     more bytes than it expects, so a broadcast could meet the next piece of a sender that goes on."""
     options = GatherOptions()
     options.rootRank = group.rank()

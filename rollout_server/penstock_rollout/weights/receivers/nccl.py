@@ -1,4 +1,4 @@
-"""nccl: receive the publisher's broadcasts on a stream of its own, while the engine decodes."""
+"""nccl: receive the publisher's broadcasts on a separate stream, while the engine decodes."""
 
 from __future__ import annotations
 
@@ -31,10 +31,7 @@ def receive(reception: Reception) -> Iterator[Arrived]:
     try:
         if not joined.group.is_open:
             joined.group.open(reception.deadline)
-        if is_gpu(reception.device):
-            yield from _to_device(joined, reception)
-        else:
-            yield from _to_host(joined, reception)
+        yield from _broadcasts(joined, reception)
     except BaseException as error:
         _groups.drop(joined)
         if isinstance(error, RuntimeError):
@@ -43,38 +40,33 @@ def receive(reception: Reception) -> Iterator[Arrived]:
         raise
 
 
-def _to_device(joined: _Joined, reception: Reception) -> Iterator[Arrived]:
-    group = joined.group
-    enqueued: deque[tuple[torch.Tensor, int]] = deque()
+def _broadcasts(joined: _Joined, reception: Reception) -> Iterator[Arrived]:
+    """Enqueue the broadcasts ahead, and yield each bucket when it has arrived."""
+    group, deadline = joined.group, reception.deadline
+    relay = None
+    if not is_gpu(reception.device):
+        relay = joined.relay_for(max(bucket.num_bytes for bucket in reception.manifest.buckets))
+    enqueued: deque[tuple[torch.Tensor, tuple[int, ...]]] = deque()
+
+    def oldest() -> Arrived:
+        wire, events = enqueued.popleft()
+        for event in events:
+            group.wait(event, deadline)
+        return Arrived(wire)
+
     for num_bytes in wire_sizes(reception.manifest):
-        wire = reception.buffer(num_bytes, reception.device)
-        enqueued.append((wire, group.broadcast(wire.data_ptr(), num_bytes, reception.deadline, hold=wire)))
-        if len(enqueued) >= MAX_ENQUEUED:
-            yield _oldest(group, enqueued, reception.deadline)
-    barrier = _enter_barrier(group, reception.deadline)
+        if len(enqueued) >= (MAX_ENQUEUED if relay is None else NUM_SLOTS):
+            yield oldest()
+        wire = reception.buffer(num_bytes, reception.device if relay is None else torch.device("cpu"))
+        if relay is None:
+            events: tuple[int, ...] = (group.broadcast(wire.data_ptr(), num_bytes, deadline, hold=wire),)
+        else:
+            events = relay.receive(wire.data_ptr(), num_bytes, deadline, hold=wire)
+        enqueued.append((wire, events))
+    barrier = _enter_barrier(group, deadline)
     while enqueued:
-        yield _oldest(group, enqueued, reception.deadline)
-    _end_barrier(joined, barrier, reception.deadline)
-
-
-def _oldest(group: NcclGroup, enqueued: deque[tuple[torch.Tensor, int]], deadline: Deadline) -> Arrived:
-    wire, event = enqueued.popleft()
-    group.wait(event, deadline)
-    return Arrived(wire)
-
-
-def _to_host(joined: _Joined, reception: Reception) -> Iterator[Arrived]:
-    relay = joined.relay_for(max(bucket.num_bytes for bucket in reception.manifest.buckets))
-    enqueued: deque[tuple[torch.Tensor, tuple[int, int]]] = deque()
-    for num_bytes in wire_sizes(reception.manifest):
-        if len(enqueued) >= NUM_SLOTS:
-            yield _oldest_copy(relay, enqueued, reception.deadline)
-        wire = reception.buffer(num_bytes, torch.device("cpu"))
-        enqueued.append((wire, relay.receive(wire.data_ptr(), num_bytes, reception.deadline, hold=wire)))
-    barrier = _enter_barrier(joined.group, reception.deadline)
-    while enqueued:
-        yield _oldest_copy(relay, enqueued, reception.deadline)
-    _end_barrier(joined, barrier, reception.deadline)
+        yield oldest()
+    _end_barrier(joined, barrier, deadline)
 
 
 def _enter_barrier(group: NcclGroup, deadline: Deadline) -> int | None:
@@ -87,7 +79,7 @@ def _enter_barrier(group: NcclGroup, deadline: Deadline) -> int | None:
 
 def _end_barrier(joined: _Joined, barrier: int | None, deadline: Deadline) -> None:
     """Wait for the barrier. If another rank does not enter it, leave the group, so that the barrier does not occupy the
-    GPU for ever. That is no failure of this rank, which has every bucket."""
+    GPU forever. That is not a failure of this rank, which has every bucket."""
     try:
         if barrier is not None:
             joined.group.wait(barrier, deadline)
@@ -95,12 +87,6 @@ def _end_barrier(joined: _Joined, barrier: int | None, deadline: Deadline) -> No
     except WeightPushFailed as error:
         logger.warning("another member did not end the push: %s", error)
     _groups.drop(joined)
-
-
-def _oldest_copy(relay: Relay, enqueued: deque[tuple[torch.Tensor, tuple[int, int]]], deadline: Deadline) -> Arrived:
-    wire, events = enqueued.popleft()
-    relay.wait(events, deadline)
-    return Arrived(wire)
 
 
 @dataclass(eq=False)
@@ -119,7 +105,7 @@ class _Joined:
         return self.relay
 
 
-class _Groups:
+class _JoinedGroups:
     """The groups that this process has joined: one per sender, and none of a learner with an outdated term."""
 
     def __init__(self) -> None:
@@ -160,7 +146,7 @@ def _is_replaced(old: NcclMeeting, new: NcclMeeting) -> bool:
     return old.sender == new.sender and old.group != new.group
 
 
-_groups = _Groups()
+_groups = _JoinedGroups()
 atexit.register(_groups.drop_all)
 
 

@@ -8,23 +8,29 @@ any gateway: after a crash, a lost answer, or when the queue was full.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+from redis.exceptions import RedisError
+
 from penstock.codec import encode_group, encode_prompt
 from penstock.config.run import RunConfig
-from penstock.errors import QueueFull
+from penstock.errors import PenstockError, QueueFull
 from penstock.replay.inspection import QueueInspector
+from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import Lease
-from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.sessions.session_store import Closing, Reward, SessionStore
 from penstock.sessions.task_store import TaskStore
 from penstock.trajectory import SESSION_AGENT, SESSION_SERVER, Group, Prompt
 from penstock_services.gateway.sessions.trajectories import RewardedSession, SharedPrompt, shared_prompts
 from penstock_services.gateway.sessions.tree import SessionTree
 
+logger = logging.getLogger(__name__)
 DATA_SOURCE = "session"
+SWEEP_S = 1.0
+"""Time between two sweeps."""
 
 
 class SessionRewards:
@@ -63,13 +69,41 @@ class SessionRewards:
         known = {session_id: reward for session_id, reward in rewards.items() if reward is not None}
         return await self._finish(name, known, data_source)
 
+    async def sweep(self, stopping: asyncio.Event) -> None:
+        """Finish what dead workers and dead gateways have left, about once a second, until the gateway stops.
+
+        Each step is atomic or can be repeated, so it does not matter how many gateways do this. Errors of Redis are
+        logged, and the next sweep tries again."""
+        while not stopping.is_set():
+            try:
+                async with asyncio.timeout(4 * self.config.redis.timeout_s):
+                    await self.sweep_once()
+            except (PenstockError, RedisError, TimeoutError) as error:
+                logger.warning("sessions and tasks of run %s were not swept: %s", self.config.run, error)
+            try:
+                async with asyncio.timeout(SWEEP_S):
+                    await stopping.wait()
+            except TimeoutError:
+                continue
+
+    async def sweep_once(self) -> None:
+        """Return the places of dead workers, complete overdue tasks, and append groups that are due."""
+        num_reclaimed, num_due = await self.tasks.sweep()
+        if num_reclaimed or num_due:
+            logger.info("returned %d places of lost workers, completed %d overdue tasks", num_reclaimed, num_due)
+        for name in await self.store.due():
+            try:
+                await self.finish(name)
+            except PenstockError as error:
+                logger.warning("%s is not yet in the queue: %s", name, error)
+
     async def _finish(self, name: str, rewards: Mapping[str, Reward], data_source: str) -> tuple[int, ...]:
         sessions: list[RewardedSession] = []
         for session_id, reward in rewards.items():
             tree = SessionTree()
             tree.add(await self.store.calls(session_id))
             if not tree.calls and (answer := await self.store.answer(session_id)) is not None:
-                return answer  # Somebody else was faster.
+                return answer  # Another gateway was faster.
             sessions.append(RewardedSession(tree, reward.reward, reward.parts))
         prompts = await asyncio.to_thread(shared_prompts, sessions)
         leases = await self._admit(_unique(name, sessions), prompts, data_source) if prompts else []

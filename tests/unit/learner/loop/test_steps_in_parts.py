@@ -49,7 +49,7 @@ async def test_a_batch_is_trained_in_parts_against_the_policy_of_its_start(tiny_
         assert torch.equal(weight, trained.rank.model.get_parameter(name)), name
     assert metrics["clip_ratio_low"] + metrics["clip_ratio_high"] > 0.1 and metrics["approx_kl"] != 0
     assert metrics["num_sequences"] == 12
-    whole = await make_step(tiny_models, **learner).run(groups, 1, 0, 0.0)
+    whole = (await make_step(tiny_models, **learner).run(groups, 1, 0, 0.0)).numbers
     assert whole["clip_ratio_low"] == whole["clip_ratio_high"] == 0
     assert metrics["logprob_mismatch"] != whole["logprob_mismatch"], "of the first part, under the weights of the start"
 
@@ -61,9 +61,9 @@ async def test_the_critic_learns_in_parts_beside_the_policy(tiny_models: dict[st
         "minibatches_per_step": 4,
     }  # fmt: skip
     groups = groups_of("a", "b")
-    metrics = await make_step(tiny_models, {"update": asyncio.Barrier(2)}, **learner).run(groups, 1, 0, 0.0)
+    metrics = (await make_step(tiny_models, {"update": asyncio.Barrier(2)}, **learner).run(groups, 1, 0, 0.0)).numbers
     assert metrics["critic_clip_ratio"] > 0
-    whole = await make_step(tiny_models, **learner | {"minibatches_per_step": 1}).run(groups, 1, 0, 0.0)
+    whole = (await make_step(tiny_models, **learner | {"minibatches_per_step": 1}).run(groups, 1, 0, 0.0)).numbers
     assert whole["critic_clip_ratio"] == 0
 
 

@@ -172,19 +172,23 @@ async def test_a_run_without_its_checkpoints_is_refused(controller: LearnerContr
 
 @pytest.mark.parametrize("is_lost", [False, True])
 async def test_nothing_is_trained_while_redis_may_lose_that_the_run_went_back(
-    controller: LearnerController, is_lost: bool
+    controller: LearnerController, is_lost: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise the groups that were given up would be missing in the weights, and nobody would make them again."""
+    """Otherwise the groups that were abandoned would be missing in the weights, and no one would make them again."""
     target = save(controller, 480)
     queue = contended(controller)
     await queue.submit([b"p"] * 2, [0] * 2, "")
     await queue.take_term(0)
     await queue.commit(485, [1, 2])
 
-    async def load(_: Path) -> None:
-        if is_lost:
-            asyncio.get_running_loop().call_later(0.02, setattr, queue.store, "gone_back", None)
+    async def load(_: Path) -> None: ...
 
+    async def go_back(*words: Any) -> None:
+        await ContendedQueue.go_back(queue, *words)
+        if is_lost:
+            asyncio.get_running_loop().call_soon(setattr, queue.store, "gone_back", None)
+
+    monkeypatch.setattr(queue, "go_back", go_back)
     config = controller.config.learner.checkpoint.model_copy(update={"resume": str(target), "go_back": True})
     chosen = await choose_checkpoint(queue, controller.checkpoints, config)
     taking = take_over(queue, controller.checkpoints, config, chosen, load, settle_s=0.05)

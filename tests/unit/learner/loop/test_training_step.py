@@ -157,7 +157,7 @@ async def test_the_greedy_sample_is_scored_and_not_trained(tiny_models: dict[str
         await make_step(tiny_models, algorithm={"correction": {"mode": "bypass"}}).run([one], 1, 0, 0.0)
         for one in (replace(group, trajectories=trained), marked)
     ]
-    assert left_over["loss"] == plain["loss"]
+    assert left_over.numbers["loss"] == plain.numbers["loss"]
 
 
 def test_the_kl_penalty_does_not_change_the_greedy_reward() -> None:
@@ -198,11 +198,13 @@ async def test_a_skipped_step_leaves_the_counters_as_they_were(tiny_models: dict
 async def test_the_numbers_of_a_step_include_the_correction(tiny_models: dict[str, Path]) -> None:
     """The made-up log-probs are far from the model's, so some weights are truncated and some tokens rejected."""
     correction = {"cap": 0.3, "rejection": "token", "rejection_low": 0.1, "rejection_high": 0.4}
-    metrics = await make_step(tiny_models, algorithm={"correction": correction}).run(groups_of("a", "b"), 1, 0, 0.0)
+    metrics = (
+        await make_step(tiny_models, algorithm={"correction": correction}).run(groups_of("a", "b"), 1, 0, 0.0)
+    ).numbers
     assert metrics["importance_weight_max"] == pytest.approx(0.3)
     assert metrics["importance_ratio_max"] > 0.4
     assert 0 < metrics["is_rejected_ratio"] < 1 and 0 < metrics["is_truncated_ratio"] < 1
-    kept = await make_step(tiny_models).run(groups_of("a", "b"), 1, 0, 0.0)
+    kept = (await make_step(tiny_models).run(groups_of("a", "b"), 1, 0, 0.0)).numbers
     assert kept["is_rejected_ratio"] == 0
 
 
@@ -214,12 +216,11 @@ async def test_staleness_is_in_steps_through_a_roll_back(tiny_models: dict[str, 
 
 
 async def test_samples_that_are_left_out_or_reordered_have_no_log_probs_to_show(tiny_models: dict[str, Path]) -> None:
-    shuffled = make_step(tiny_models, shuffle_minibatches=True)
-    await shuffled.run(groups_of("a", "b"), 1, 0, 0.0)
+    shuffled = await make_step(tiny_models, shuffle_minibatches=True).run(groups_of("a", "b"), 1, 0, 0.0)
     group = make_group(1, num_samples=3)
     greedy = replace(group.trajectories[0], is_baseline=True)
-    with_greedy = make_step(tiny_models)
-    await with_greedy.run([replace(group, trajectories=(*group.trajectories[1:], greedy))], 1, 0, 0.0)
+    groups = [replace(group, trajectories=(*group.trajectories[1:], greedy))]
+    with_greedy = await make_step(tiny_models).run(groups, 1, 0, 0.0)
     assert shuffled.recomputed is None and with_greedy.recomputed is None
 
 

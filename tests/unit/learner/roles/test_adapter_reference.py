@@ -61,7 +61,7 @@ async def test_a_step_is_the_same_with_and_without_a_reference_of_its_own(tiny_m
         step = make_step(tiny_models, lora=LORA, algorithm={"kl": {"placement": "loss", "coefficient": 0.1}}, **learner)
         assert ("reference" in step.roles) == bool(learner)
         change_adapter(step.roles["policy"].rank)  # type: ignore[attr-defined]
-        return await step.run([make_group(1), make_group(2)], 1, 0, 0.1)
+        return dict((await step.run([make_group(1), make_group(2)], 1, 0, 0.1)).numbers)
 
     alone, beside = await metrics(), await metrics(reference={"path": str(tiny_models["policy"])})
     assert alone["kl_reference"] == pytest.approx(beside["kl_reference"], abs=1e-6) and alone["kl_reference"] > 0.01

@@ -9,7 +9,7 @@ from penstock.errors import TrainingDiverged
 from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import TensorShape, build_manifest
 from penstock_learner.model.tensors import first_nonfinite
-from penstock_learner.weights.memory import HostMemory
+from penstock_learner.weights.memory import HostBuckets
 from penstock_learner.weights.staging import StagedVersion
 
 NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -20,7 +20,7 @@ def stage(weights: dict[str, torch.Tensor], dtype: torch.dtype) -> StagedVersion
     """A version with several small buckets."""
     shapes = [TensorShape(name, NAMES[dtype], tuple(weight.shape)) for name, weight in weights.items()]
     manifest = build_manifest("run", 7, 1, shapes, BUCKET_BYTES)
-    staged = StagedVersion(manifest, HostMemory([bucket.num_bytes for bucket in manifest.buckets]))
+    staged = StagedVersion(manifest, HostBuckets([bucket.num_bytes for bucket in manifest.buckets]))
     for name, weight in weights.items():
         staged.put(name, weight)
     return staged

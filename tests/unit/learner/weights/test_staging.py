@@ -15,7 +15,7 @@ from penstock.weights.checksums import host_checksum
 from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import TensorShape, build_manifest
 from penstock_learner.weights import staging
-from penstock_learner.weights.memory import HostMemory
+from penstock_learner.weights.memory import HostBuckets
 from penstock_learner.weights.publisher import WeightPublisher
 from penstock_learner.weights.staging import StagedVersion, checksum_name
 
@@ -31,7 +31,7 @@ def test_the_checksums_are_those_of_the_staged_bytes(
         monkeypatch.setattr(module, "CHECKSUM_PIECE_BYTES", piece_bytes)
     monkeypatch.setattr(staging, "COPY_BYTES", 640)
     manifest = build_manifest("run", 1, 1, SHAPES, bucket_bytes=20_000)
-    memory = HostMemory([bucket.num_bytes for bucket in manifest.buckets])
+    memory = HostBuckets([bucket.num_bytes for bucket in manifest.buckets])
     manifest.checksum = checksum_name(memory)
     staged = StagedVersion(manifest, memory)
     weights = {shape.name: torch.randn(shape.shape, dtype=dtype) for shape in SHAPES}

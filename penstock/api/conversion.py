@@ -1,0 +1,250 @@
+"""Converts between protobuf messages and the records of the REST interface, field by field, by their names.
+
+Records use natural JSON types. Where protobuf has bytes they have lists of numbers, where it has JSON text in a field
+`NAME_json` they have the value as `NAME`, and enums are names. NaN and infinities become null.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from functools import cache
+from typing import Any, TypeVar, get_args
+
+import numpy as np
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+from pydantic import BaseModel
+from pydantic_core import from_json
+
+from penstock.api import records
+from penstock.errors import InvalidInput
+from penstock.trajectory import MESSAGE_FIELDS
+from penstock.v1 import groups_pb2
+
+Json = dict[str, Any]
+Get = Callable[[Any], Any]
+Put = Callable[[Any, Any], None]
+M = TypeVar("M", bound=Message)
+ARRAYS = {
+    "token_ids": "<i4", "prompt_token_ids": "<i4", "inserted_token_ids": "<i4", "loss_mask": "u1", "log_probs": "<f4",
+    "learner_log_probs": "<f4", "policy_versions": "<i8",
+}  # fmt: skip
+"""Types of the numbers in fields of bytes. A name has the same type in all messages."""
+_ENCODER = json.JSONEncoder(allow_nan=False)
+_MAY_OVERFLOW = re.compile(r"[eE]\+?\d{3}|\d{200}")
+"""Found in every JSON text with a number that Python reads as infinite, or cannot write again."""
+
+
+def message_of(kind: type[M], source: object, **given: Any) -> M:
+    """A message with the fields of `source` that have the same names, and with those that are `given`."""
+    names = kind.DESCRIPTOR.fields_by_name
+    found = {name: getattr(source, name) for name in names if name not in given and hasattr(source, name)}
+    return kind(**found, **given)
+
+
+def json_text(value: Any, path: str) -> str:
+    """Write a value as JSON, or raise InvalidInput. What it writes, `parse_json` accepts."""
+    if not value and isinstance(value, dict):
+        return "{}"
+    try:
+        text = _ENCODER.encode(value)
+        if "\\ud" in text:
+            parse_json(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(path, f"is not valid JSON: {error}") from error
+    return text
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Read JSON that can be stored, sent and read again by every part: no NaN, no number that Python reads as infinite
+    or cannot write again, no half of a surrogate pair, no more than 200 levels. Raises ValueError otherwise."""
+    value = from_json(text, allow_inf_nan=False)
+    if _MAY_OVERFLOW.search(text if isinstance(text, str) else text.decode()):
+        _ENCODER.encode(value)
+    return value
+
+
+# ── from a message to the JSON of a record ──
+
+
+def to_json(message: Message, record: type[BaseModel]) -> Json:
+    """The message as JSON that `record` reads."""
+    if record is records.Message:
+        return _chat_message(message)
+    return {name: get(message) for name, get in _getters(record, message.DESCRIPTOR)}
+
+
+@cache
+def _getters(record: type[BaseModel], kind: Any) -> tuple[tuple[str, Get], ...]:
+    return tuple((name, _getter(record, name, kind)) for name in record.model_fields)
+
+
+def _getter(record: type[BaseModel], name: str, kind: Any) -> Get:
+    fields, annotation = kind.fields_by_name, record.model_fields[name].annotation
+    if (record, name) in _COMPUTED:
+        return _COMPUTED[record, name]
+    if name not in fields and f"{name}_json" in fields:
+        is_object = str(annotation).startswith("dict")
+        return lambda message: json.loads(getattr(message, f"{name}_json") or ("{}" if is_object else "null"))
+    if name not in fields:  # a whole session has the fields of its summary
+        get = _getter(record, name, fields["summary"].message_type)
+        return lambda message: get(message.summary)
+    convert = _converter(fields[name], annotation)
+    if fields[name].has_presence and type(None) in get_args(annotation):
+        return lambda message: convert(getattr(message, name)) if message.HasField(name) else None
+    return lambda message: convert(getattr(message, name))
+
+
+def _converter(field: Any, annotation: Any) -> Get:
+    """What a value of the field is in JSON."""
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        of_value = _converter(field.message_type.fields_by_name["value"], None)
+        return lambda values: {str(key): of_value(values[key]) for key in sorted(values)}
+    if field.message_type is not None:
+        part = _record_in(annotation)
+        if field.is_repeated:
+            return lambda messages: [to_json(message, part) for message in messages]
+        return lambda message: to_json(message, part)
+    if field.is_repeated:
+        return list
+    if field.type == FieldDescriptor.TYPE_BYTES:
+        return _group if field.name == "group" else _numbers(ARRAYS[field.name])
+    if field.type == FieldDescriptor.TYPE_FLOAT:
+        return shortest
+    if field.type == FieldDescriptor.TYPE_DOUBLE:
+        return lambda value: value if math.isfinite(value) else None
+    if field.enum_type is not None:
+        is_lower = field.enum_type.name == "FinishReason"
+        names = {value.number: value.name.lower() if is_lower else value.name for value in field.enum_type.values}
+        return lambda number: names.get(number, str(number))
+    return _itself
+
+
+def shortest(value: float) -> float:
+    """A float32 as the number that its sender wrote: 0.7 and not 0.699999988079071."""
+    return float(str(np.float32(value)))
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _numbers(dtype: str) -> Get:
+    return lambda data: np.frombuffer(data, dtype=dtype).tolist()
+
+
+def _record_in(annotation: Any) -> type[BaseModel]:
+    """The record in an annotation such as `tuple[Policy, ...]` or `Policy | None`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next(found for part in get_args(annotation) if part not in (..., type(None)) for found in [_record_in(part)])
+
+
+def _chat_message(message: Any) -> Json:
+    further = json.loads(message.fields_json) if message.fields_json else {}
+    return {"role": message.role, "content": message.content, **further}
+
+
+def _group(data: bytes) -> Json | None:
+    return to_json(groups_pb2.Group.FromString(data), records.Group) if data else None
+
+
+def _token_versions(trajectory: Any) -> list[int]:
+    """The policy version of each token."""
+    return [segment.policy_version for segment in trajectory.segments for _ in range(segment.start, segment.end)]
+
+
+_COMPUTED: dict[tuple[type[BaseModel], str], Get] = {
+    (records.Trajectory, "policy_versions"): _token_versions,
+    (records.SessionNode, "parent"): lambda node: node.parent if node.parent >= 0 else None,
+}
+"""Fields of records that a message has in another form."""
+
+
+# ── from a request to its message ──
+
+
+def fill(message: Message, request: BaseModel) -> None:
+    """Set the message's fields to those of a request. Raises InvalidInput with the path of a field that does not fit.
+
+    Fields are set in place: to build parts of a large request first and to copy them costs twice as much."""
+    if isinstance(request, records.Message):
+        _put_chat_message(message, request)
+        return
+    for name, put in _putters(type(request), message.DESCRIPTOR):
+        put(message, getattr(request, name))
+
+
+@cache
+def _putters(request: type[BaseModel], kind: Any) -> tuple[tuple[str, Put], ...]:
+    fields = kind.fields_by_name
+    return tuple((name, _putter(name, fields.get(name))) for name in request.model_fields)
+
+
+def _putter(name: str, field: Any) -> Put:
+    if field is None:
+        return lambda message, value: setattr(message, f"{name}_json", json_text(value, name))
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        return lambda message, value: getattr(message, name).update(value)
+    if field.message_type is not None:
+        return _put_parts(name) if field.is_repeated else _put_part(name)
+    if field.is_repeated:
+        return lambda message, value: getattr(message, name).extend(value)
+    if field.type == FieldDescriptor.TYPE_BYTES:
+        return _put_array(name, ARRAYS[name])
+    if field.enum_type is not None:
+        return _put_enum(name, field.enum_type)
+    if field.has_presence:
+        return lambda message, value: None if value is None else setattr(message, name, value)
+    return lambda message, value: setattr(message, name, value) if value else None
+
+
+def _put_part(name: str) -> Put:
+    def put(message: Any, value: BaseModel) -> None:
+        part = getattr(message, name)
+        part.SetInParent()
+        fill(part, value)
+
+    return put
+
+
+def _put_parts(name: str) -> Put:
+    def put(message: Any, values: list[BaseModel]) -> None:
+        add = getattr(message, name).add
+        for index, value in enumerate(values):
+            try:
+                fill(add(), value)
+            except InvalidInput as error:
+                raise error.under(f"{name}[{index}]") from error
+
+    return put
+
+
+def _put_array(name: str, dtype: str) -> Put:
+    def put(message: Any, value: list[int]) -> None:
+        if value:
+            setattr(message, name, np.asarray(value, dtype=dtype).tobytes())
+
+    return put
+
+
+def _put_enum(name: str, kind: Any) -> Put:
+    numbers = {value.name: value.number for value in kind.values if value.number}
+
+    def put(message: Any, value: str) -> None:
+        if value and value not in numbers:
+            raise InvalidInput(name, f"must be one of {', '.join(numbers)}")
+        setattr(message, name, numbers.get(value, 0))
+
+    return put
+
+
+def _put_chat_message(message: Any, given: records.Message) -> None:
+    if given.content is None and not given.tool_calls:
+        raise InvalidInput("content", "must be text, unless the message has tool_calls")
+    message.role, message.content = given.role, given.content or ""
+    if further := {name: value for name in MESSAGE_FIELDS if (value := getattr(given, name)) not in (None, ())}:
+        message.fields_json = json_text(further, "tool_calls")

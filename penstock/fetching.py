@@ -1,0 +1,328 @@
+"""Fetch a model once into a folder that processes share: from the Hub, from an object store, or from another folder.
+
+    lock ─► complete already? ─► download each file, continuing partial ones ─► compare ─► write the marker
+
+The marker `.penstock-model.json` comes last. It names the source and has size and checksum of every file. A folder
+without it is not complete; a killed fetch is continued by the next one. A lock beside the folder keeps two fetches
+apart, also on different machines if the volume supports `flock`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import fnmatch
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import xxhash
+
+from penstock.errors import ConfigError, DeadlineExceeded, Unavailable
+from penstock.hub import MODEL_FILES, download_model, is_hub_id
+
+# ──
+# A folder in an object store, named by a URL such as `s3://bucket/prefix`.
+#
+# fsspec does the work. `s3://` needs s3fs (the extra `[objectstore]`) and takes what users of S3 know:
+# AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT_URL for other servers than Amazon's, or the
+# identity of a pod. Other schemes of fsspec work if their package is installed. All calls block.
+
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+CONNECT_TIMEOUT_S = 10
+READ_TIMEOUT_S = 60
+FIRST_WAIT_S = 0.5
+MAX_WAIT_S = 15.0
+CHUNK_BYTES = 16 * 2**20
+"""How much of an object is downloaded at once, and repeated at most after an interruption."""
+REFUSALS = (PermissionError, ValueError)
+"""Errors that waiting does not cure: wrong credentials, a name that the store does not accept."""
+
+
+@dataclass(frozen=True)
+class ObjectInfo:
+    num_bytes: int
+    etag: str
+    """Changes with the content. For an S3 object that was put in one piece, often its MD5. Empty if unknown."""
+
+
+class ObjectFolder:
+    """The objects under one URL. `field` names the setting that has the URL, for errors.
+
+    A call that fails is tried again until `timeout_s`. Then it raises Unavailable. A refusal raises ConfigError."""
+
+    def __init__(self, url: str, field: str, timeout_s: float = 60.0) -> None:
+        self.url = url.rstrip("/")
+        self.field = field
+        self.timeout_s = timeout_s
+        self._fs, self._root = _open(self.url, field)
+
+    def list(self) -> dict[str, ObjectInfo]:
+        """All objects, by their path below the folder."""
+        try:
+            found = self._retry(lambda: self._fs.find(self._root, detail=True), "list its objects")
+        except FileNotFoundError as error:
+            raise ConfigError(f"{self.field}: {self.url} does not exist ({_short(error)}); make the bucket") from error
+        return {
+            path.removeprefix(self._root).lstrip("/"): ObjectInfo(int(info["size"]), _etag(info))
+            for path, info in found.items()
+            if path != self._root
+        }
+
+    def read(self, name: str) -> bytes:
+        """The content of a small object."""
+        content: bytes = self._retry(lambda: self._fs.cat_file(self._path(name)), f"read {name}")
+        return content
+
+    def read_part(self, name: str, start: int, end: int) -> bytes:
+        part: bytes = self._retry(
+            lambda: self._fs.cat_file(self._path(name), start=start, end=end), f"read {name} from byte {start}"
+        )
+        return part
+
+    def write(self, name: str, content: bytes) -> None:
+        self._retry(lambda: self._fs.pipe_file(self._path(name), content), f"write {name}")
+
+    def upload(self, file: Path, name: str) -> None:
+        """Write a local file. Raises Unavailable if the store then has another size."""
+        self._retry(lambda: self._fs.put_file(str(file), self._path(name)), f"upload {name}")
+        stored = int(self._retry(lambda: self._fs.info(self._path(name), refresh=True), f"look at {name}")["size"])
+        if stored != file.stat().st_size:
+            raise Unavailable(f"{self.url}/{name} has {stored} bytes after its upload, not {file.stat().st_size}")
+
+    def remove(self, name: str) -> None:
+        """Remove an object. It is no error if it is gone."""
+
+        def remove() -> None:
+            try:
+                self._fs.rm_file(self._path(name))
+            except FileNotFoundError:
+                return
+
+        self._retry(remove, f"remove {name}")
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    def _retry(self, call: Callable[[], T], what: str) -> T:
+        deadline, wait_s = time.monotonic() + self.timeout_s, FIRST_WAIT_S
+        while True:
+            self._fs.invalidate_cache()
+            try:
+                return call()
+            except REFUSALS as error:
+                raise ConfigError(f"{self.field}: {self.url} refuses to {what} ({_short(error)}); check it") from error
+            except FileNotFoundError:
+                raise
+            except Exception as error:  # the stores' libraries have no common error
+                if time.monotonic() + wait_s > deadline:
+                    raise Unavailable(
+                        f"{self.url} could not {what} for {self.timeout_s:.0f} s ({_short(error)}); check the store, "
+                        "its credentials and the network"
+                    ) from error
+                logger.warning("%s could not %s yet: %s", self.url, what, _short(error))
+            time.sleep(wait_s)
+            wait_s = min(2 * wait_s, MAX_WAIT_S)
+
+
+def is_url(text: str) -> bool:
+    return "://" in text
+
+
+def _open(url: str, field: str) -> tuple[Any, str]:
+    scheme = url.partition("://")[0]
+    try:
+        import fsspec
+    except ImportError as error:
+        raise ConfigError(f"{field}: {url} needs fsspec; pip install 'penstock[objectstore]'") from error
+    options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
+    if scheme == "s3":
+        timeouts = {"connect_timeout": CONNECT_TIMEOUT_S, "read_timeout": READ_TIMEOUT_S}
+        options["config_kwargs"] = {**timeouts, "retries": {"total_max_attempts": 1}}
+    try:
+        filesystem, root = fsspec.core.url_to_fs(url, **options)
+    except ImportError as error:
+        raise ConfigError(
+            f"{field}: {url} needs a package that is not installed ({error}); for s3://, pip install "
+            "'penstock[objectstore]'"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"{field}: {url} is not a URL that fsspec knows ({_short(error)})") from error
+    filesystem.retries = 1  # ObjectFolder has its own deadline
+    return filesystem, str(root).rstrip("/")
+
+
+def _etag(info: dict[str, Any]) -> str:
+    return str(info.get("ETag") or info.get("etag") or info.get("mtime") or "").strip('"')
+
+
+def _short(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+
+
+MARKER = ".penstock-model.json"
+FIELD = "SOURCE"
+LOCK_POLL_S = 0.5
+READ_BYTES = 2**20
+_MD5 = re.compile(r"^[0-9a-f]{32}$")
+
+
+def fetch_model(source: str, target: Path, timeout_s: float, *, verify: bool = False) -> str:
+    """Make `target` hold the model, and return a sentence that says what was done.
+
+    `timeout_s` bounds the wait for another fetch of the same folder, and for a store that does not answer. With
+    `verify`, a folder that is complete already is read and compared with its checksums."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(target, timeout_s):
+        if (known := _read_marker(target, source)) is not None:
+            if damage := _find_damage(target, known, is_read=verify):
+                raise ConfigError(f"{damage}; remove {target / MARKER}, and the model is fetched again")
+            return f"{target} is complete already"
+        target.mkdir(exist_ok=True)
+        if is_url(source):
+            _from_store(ObjectFolder(source, FIELD, timeout_s), target)
+        elif Path(source).is_dir():
+            _from_folder(Path(source), target)
+        elif is_hub_id(Path(source)):
+            download_model(Path(source), target)
+        else:
+            raise ConfigError(f"{FIELD} {source} is no folder, no s3:// URL and no Hub id such as Qwen/Qwen2.5-0.5B")
+        files = _model_files(target)
+        if "config.json" not in files:
+            raise ConfigError(f"{FIELD} {source} is not a model: it has no config.json")
+        _write_marker(target, source, files)
+    num_bytes = sum(file.stat().st_size for file in files.values())
+    return f"fetched {len(files)} files ({num_bytes / 2**30:.2f} GiB) from {source} to {target}"
+
+
+@contextlib.contextmanager
+def _locked(target: Path, timeout_s: float) -> Iterator[None]:
+    path, deadline = target.with_name(f"{target.name}.lock"), time.monotonic() + timeout_s
+    with path.open("w") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() > deadline:
+                    raise DeadlineExceeded(
+                        f"another fetch has held {path} for {timeout_s:.0f} s; let it finish, or stop it"
+                    ) from error
+                time.sleep(LOCK_POLL_S)
+        yield
+
+
+def _from_store(store: ObjectFolder, target: Path) -> None:
+    objects = {name: info for name, info in store.list().items() if _is_wanted(name)}
+    if not objects:
+        raise ConfigError(f"{FIELD}: {store.url} has no model files ({', '.join(MODEL_FILES)})")
+    for name, info in sorted(objects.items()):
+        _download(store, name, info, target / name)
+
+
+def _download(store: ObjectFolder, name: str, info: ObjectInfo, path: Path) -> None:
+    """Download one object. A partial file is continued if it is of the same object, which its name tells."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    version = xxhash.xxh3_64_hexdigest(f"{info.etag} {info.num_bytes}".encode())
+    partial = path.with_name(f"{path.name}.{version}.partial")
+    for stale in path.parent.glob(f"{path.name}.*.partial"):
+        if stale != partial:
+            stale.unlink()
+    with partial.open("ab") as file:
+        while (start := file.tell()) < info.num_bytes:
+            file.write(store.read_part(name, start, min(start + CHUNK_BYTES, info.num_bytes)))
+            file.flush()
+        os.fsync(file.fileno())
+    if partial.stat().st_size != info.num_bytes or not _has_md5(partial, info.etag):
+        partial.unlink()
+        raise Unavailable(f"{store.url}/{name} arrived damaged and was removed; fetch again")
+    partial.rename(path)
+
+
+def _has_md5(path: Path, etag: str) -> bool:
+    """Whether a file has the MD5 that an S3 etag is. The etag of an object of several parts is no MD5: then true."""
+    if not _MD5.match(etag):
+        return True
+    checksum = hashlib.md5(usedforsecurity=False)
+    with path.open("rb") as file:
+        while content := file.read(READ_BYTES):
+            checksum.update(content)
+    return checksum.hexdigest() == etag
+
+
+def _from_folder(source: Path, target: Path) -> None:
+    for file in sorted(_model_files(source).values()):
+        path = target / file.relative_to(source)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f"{path.name}.partial")
+        shutil.copyfile(file, partial)
+        if _checksum(partial) != _checksum(file):
+            raise Unavailable(f"{file} was copied wrongly; check the disk of {target}")
+        partial.rename(path)
+
+
+def _model_files(folder: Path) -> dict[str, Path]:
+    found = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
+    return {name: path for name, path in found.items() if _is_wanted(name)}
+
+
+def _is_wanted(name: str) -> bool:
+    is_hidden = any(part.startswith(".") for part in Path(name).parts)
+    return not is_hidden and any(fnmatch.fnmatch(Path(name).name, pattern) for pattern in MODEL_FILES)
+
+
+def _write_marker(target: Path, source: str, files: Mapping[str, Path]) -> None:
+    records = {
+        name: {"num_bytes": path.stat().st_size, "xxh3_128": _checksum(path)} for name, path in sorted(files.items())
+    }
+    partial = target / f"{MARKER}.partial"
+    with partial.open("w") as file:
+        json.dump({"source": source, "files": records}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.rename(target / MARKER)
+
+
+def _read_marker(target: Path, source: str) -> dict[str, dict[str, object]] | None:
+    """The files of a complete folder, or None if it is not complete."""
+    try:
+        marker = json.loads((target / MARKER).read_text())
+        files: dict[str, dict[str, object]] = marker["files"]
+        found = marker["source"]
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{target / MARKER} is damaged ({error}); remove it, and the model is fetched again"
+        ) from error
+    if found != source:
+        raise ConfigError(f"{target} holds {found}, not {source}; choose another folder, or remove it")
+    return files
+
+
+def _find_damage(target: Path, files: Mapping[str, Mapping[str, object]], *, is_read: bool) -> str:
+    for name, record in files.items():
+        path = target / name
+        if not path.is_file() or path.stat().st_size != record["num_bytes"]:
+            return f"{path} is missing or has another size than when it was fetched"
+        if is_read and _checksum(path) != record["xxh3_128"]:
+            return f"{path} is damaged: its checksum is not the one of the fetch"
+    return ""
+
+
+def _checksum(path: Path) -> str:
+    checksum = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while content := file.read(READ_BYTES):
+            checksum.update(content)
+    return checksum.hexdigest()

@@ -1,0 +1,171 @@
+"""Datasets: files of prompts in the run's folder that are submitted as a whole.
+
+A file is uploaded, or put into the folder by hand. Redis keeps how many of its prompts were submitted, as it does for
+a dataset that is fed, so every prompt is submitted once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+from penstock.api import records
+from penstock.api.records import Dataset, Int32, Record
+from penstock.codec import encode_prompt, sampling_from_proto
+from penstock.config.run import RunConfig
+from penstock.errors import Conflict, InvalidInput, NotFound, Unavailable
+from penstock.feed.datasets import read_prompts
+from penstock.feed.parquet_rows import ReadLimits
+from penstock.replay.queue import RedisReplayQueue
+from penstock.trajectory import Prompt, Sampling
+from penstock.v1 import datasets_pb2
+from penstock_services.gateway import validation
+from penstock_services.gateway.operations import RUN, AuditLog, operation
+from penstock_services.gateway.rest import DATASET_TYPES, HttpRequest
+
+FORMATS = ("jsonl", "parquet")
+SUBMITTED_AT_ONCE = 256
+SUBMIT_TIMEOUT_S = 300.0
+READ_TIMEOUT_S = 60.0
+
+
+class SubmitDataset(Record):
+    num_samples: Int32 = 8
+    sampling: records.Sampling = records.Sampling()
+
+
+async def read_upload(_: DatasetHandlers, http: HttpRequest) -> datasets_pb2.UploadDatasetRequest:
+    kind = http.content_type
+    if kind not in DATASET_TYPES:
+        raise InvalidInput("content-type", f"must be one of {', '.join(DATASET_TYPES)}, not {kind!r}")
+    return datasets_pb2.UploadDatasetRequest(name=http.params["name"], format=DATASET_TYPES[kind], content=http.body)
+
+
+class DatasetHandlers:
+    def __init__(self, config: RunConfig, audit: AuditLog, queue: RedisReplayQueue) -> None:
+        self.config = config
+        self.audit = audit
+        self.queue = queue
+        self.folder = config.folder / "datasets"
+
+    @operation(
+        "PUT",
+        f"{RUN}/datasets/{{name}}",
+        "DatasetService.UploadDataset",
+        scope="submit",
+        answer=Dataset,
+        read=read_upload,
+        timeout_s=READ_TIMEOUT_S,
+    )
+    async def upload_dataset(self, request: datasets_pb2.UploadDatasetRequest) -> datasets_pb2.Dataset:
+        """Store a file of prompts. Its Content-Type is application/x-ndjson or application/vnd.apache.parquet."""
+        validation.check_name("name", request.name)
+        if request.format not in FORMATS:
+            raise InvalidInput("format", f"must be one of {', '.join(FORMATS)}")
+        path = self.folder / f"{request.name}.{request.format}"
+        await asyncio.to_thread(self._write, path, request.content)
+        return await self._describe(path)
+
+    @operation(
+        "GET",
+        f"{RUN}/datasets/{{name}}",
+        "DatasetService.GetDataset",
+        scope="read",
+        answer=Dataset,
+        timeout_s=READ_TIMEOUT_S,
+    )
+    async def get_dataset(self, request: datasets_pb2.GetDatasetRequest) -> datasets_pb2.Dataset:
+        return await self._describe(self._find(request.name))
+
+    @operation(
+        "POST",
+        f"{RUN}/datasets/{{name}}:submit",
+        "DatasetService.SubmitDataset",
+        scope="submit",
+        answer=Dataset,
+        takes=SubmitDataset,
+        timeout_s=SUBMIT_TIMEOUT_S,
+    )
+    async def submit_dataset(self, request: datasets_pb2.SubmitDatasetRequest) -> datasets_pb2.Dataset:
+        """Submit every prompt of the dataset once, however often this is called."""
+        path = self._find(request.name)
+        if not 1 <= request.num_samples <= validation.MAX_NUM_SAMPLES:
+            raise InvalidInput("num_samples", f"must be between 1 and {validation.MAX_NUM_SAMPLES}")
+        validation.check_sampling(request.sampling)
+        sampling = sampling_from_proto(request.sampling)
+        prompts = await asyncio.to_thread(lambda: list(self._read(path, request.num_samples, sampling)))
+        name, digest = self._feed_name(path), await asyncio.to_thread(_digest, path)
+        feed = await self.queue.feed(name, digest, 0, [], [])
+        while feed.fingerprint == digest and feed.position < len(prompts):
+            chunk = prompts[feed.position : feed.position + SUBMITTED_AT_ONCE]
+            payloads, priorities = [encode_prompt(prompt) for prompt in chunk], [prompt.priority for prompt in chunk]
+            feed = await self.queue.feed(name, digest, feed.position, payloads, priorities)
+        if feed.fingerprint != digest:
+            raise Conflict(f"other data was submitted as dataset {request.name!r} before; choose another name")
+        return await self._describe(path)
+
+    def _find(self, name: str) -> Path:
+        validation.check_name("name", name)
+        for kind in FORMATS:
+            path = self.folder / f"{name}.{kind}"
+            if path.is_file():
+                return path
+        raise NotFound(f"there is no dataset {name!r}; upload it, or put NAME.jsonl or NAME.parquet into {self.folder}")
+
+    def _write(self, path: Path, content: bytes) -> None:
+        """Check the content, then give the file its name in one step. If two uploads race, the first one wins."""
+        partial = path.with_name(f".{secrets.token_hex(8)}{path.suffix}")
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            partial.touch(mode=0o600)
+            partial.write_bytes(content)
+            self._count(partial)
+            others = [self.folder / f"{path.stem}.{kind}" for kind in FORMATS if path.suffix != f".{kind}"]
+            is_taken = any(other.is_file() for other in others)
+            with contextlib.suppress(FileExistsError):
+                if not is_taken:
+                    os.link(partial, path)
+            if is_taken or path.read_bytes() != content:
+                raise Conflict(f"other data is stored as dataset {path.stem!r}; choose another name")
+        except OSError as error:
+            raise Unavailable(f"{self.folder} cannot be written: {error.strerror}") from error
+        except InvalidInput as error:
+            raise InvalidInput("content", str(error).replace(str(partial), path.name)) from error
+        finally:
+            partial.unlink(missing_ok=True)
+
+    async def _describe(self, path: Path) -> datasets_pb2.Dataset:
+        num_prompts = await asyncio.to_thread(self._count, path)
+        digest = await asyncio.to_thread(_digest, path)
+        feed = await self.queue.feed(self._feed_name(path), digest, 0, [], [])
+        return datasets_pb2.Dataset(
+            name=path.stem,
+            format=path.suffix.removeprefix("."),
+            num_prompts=num_prompts,
+            num_submitted=feed.position if feed.fingerprint == digest else 0,
+            num_bytes=(await asyncio.to_thread(path.stat)).st_size,
+        )
+
+    def _read(self, path: Path, num_samples: int, sampling: Sampling) -> Iterator[Prompt]:
+        gateway = self.config.gateway.limits
+        limits = ReadLimits(gateway.max_dataset_prompts, gateway.max_dataset_bytes)
+        return read_prompts(path, num_samples=num_samples, sampling=sampling, limits=limits)
+
+    def _count(self, path: Path) -> int:
+        """Check every prompt of the file, one after the other, and count them."""
+        num_prompts = sum(1 for _ in self._read(path, 1, Sampling()))
+        if not num_prompts:
+            raise InvalidInput(str(path), "holds no prompts")
+        return num_prompts
+
+    def _feed_name(self, path: Path) -> str:
+        return f"upload-{path.stem}"
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -1,1 +1,0 @@
-"""Generation for OpenAI clients, and recorded sessions."""

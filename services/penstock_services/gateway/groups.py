@@ -1,0 +1,174 @@
+"""Groups that wait in the queue, read whole or as summaries, and trained samples as text."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Annotated, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from penstock.api import records
+from penstock.api.conversion import message_of
+from penstock.codec import decode_group, group_to_proto
+from penstock.config.run import RunConfig
+from penstock.errors import InvalidInput, NotFound, PoisonGroup
+from penstock.replay.queue import RedisReplayQueue
+from penstock.replay.queue_types import Delivery
+from penstock.replay.recomputed import RecomputedLogProbs
+from penstock.samples import Order, Place, Range, Sample, SampleFilter, SamplePage, TokenText, page, select
+from penstock.trajectory import Group
+from penstock.v1 import groups_pb2
+from penstock_services.gateway import validation
+from penstock_services.gateway.operations import RUN, AuditLog, operation
+
+GROUPS_LOOKED_AT = 2_000
+"""Groups that one request reads. Their text may be many megabytes."""
+_ORDERS: dict[int, Order] = dict(enumerate(get_args(Order)))
+Number = Annotated[int, Field(ge=0, lt=2**63)] | None
+
+
+class ListSamples(records.Page):
+    order: str = ""
+    min_step: Number = None
+    max_step: Number = None
+    min_reward: float | None = None
+    max_reward: float | None = None
+    prompt_id: Number = None
+    data_source: str = ""
+    text: str = ""
+
+
+class GroupReader:
+    """Reads queued groups of one run. Decoding and adding texts run in a thread, because a group may be large."""
+
+    def __init__(self, run: str, queue: RedisReplayQueue, texts: TokenText) -> None:
+        self.queue = queue
+        self.texts = texts
+        self.recomputed = RecomputedLogProbs(queue.client, run)
+
+    async def get(self, prompt_id: int) -> groups_pb2.Group:
+        payload = await self.queue.get_group(prompt_id)
+        return await self.with_details(await asyncio.to_thread(decode_group, payload))
+
+    async def decoded(self, prompt_ids: Sequence[int]) -> list[Group]:
+        """The groups of these prompts that are queued and can be decoded."""
+        deliveries = await self.queue.fetch(prompt_ids)
+        groups = [await asyncio.to_thread(_decode, delivery) for delivery in deliveries]
+        return [group for group in groups if group is not None]
+
+    async def with_details(self, group: Group) -> groups_pb2.Group:
+        """The group with the text of its tokens and the learner's log-probs, where they are known."""
+        return await asyncio.to_thread(self._describe, group, await self.recomputed.get(group))
+
+    def _describe(self, group: Group, recomputed: Sequence[NDArray[np.float32]]) -> groups_pb2.Group:
+        message = group_to_proto(group)
+        for sent in message.trajectories:
+            sent.ClearField("routed_experts")  # many times larger than the rest, and of use to the learner only
+        for sent, log_probs in zip(message.trajectories, recomputed, strict=False):
+            sent.learner_log_probs = log_probs.astype("<f4").tobytes()
+        self.texts.fill(message, [trajectory.token_ids.tolist() for trajectory in group.trajectories])
+        return message
+
+
+class GroupHandlers:
+    def __init__(self, config: RunConfig, audit: AuditLog, groups: GroupReader) -> None:
+        self.config = config
+        self.audit = audit
+        self.groups = groups
+
+    @operation("GET", f"{RUN}/groups/{{prompt_id}}", "GroupService.GetGroup", scope="read", answer=records.Group)
+    async def get_group(self, request: groups_pb2.GetGroupRequest) -> groups_pb2.Group:
+        """Return a queued group with every token of its trajectories."""
+        if not 1 <= request.prompt_id <= validation.MAX_PROMPT_ID:
+            raise NotFound(f"prompt {request.prompt_id} does not exist")
+        return await self.groups.get(request.prompt_id)
+
+    @operation(
+        "GET", f"{RUN}/groups", "GroupService.ListGroups", scope="read", answer=records.GroupPage, takes=records.Page
+    )
+    async def list_groups(self, request: groups_pb2.ListGroupsRequest) -> groups_pb2.ListGroupsResponse:
+        page_size = validation.checked_page_size(request.page_size)
+        after = validation.decode_page_token("groups", request.page_token, "[01][.][0-9]{1,10}") or "0.0"
+        place, _, last_id = after.partition(".")
+        waiting, taken = await self.groups.queue.waiting(), await self.groups.queue.taken()
+        places = [(0, prompt_id) for prompt_id in waiting - taken] + [(1, prompt_id) for prompt_id in taken]
+        left = sorted(found for found in places if found > (int(place), int(last_id)))
+        shown = left[:page_size]
+        groups = await self.groups.decoded([prompt_id for _, prompt_id in shown])
+        token = ""
+        if len(left) > page_size:
+            token = validation.encode_page_token("groups", f"{shown[-1][0]}.{shown[-1][1]}")
+        summaries = [_summary(group, group.prompt_id in taken) for group in groups]
+        return groups_pb2.ListGroupsResponse(groups=summaries, next_page_token=token)
+
+
+def _decode(delivery: Delivery) -> Group | None:
+    """None for a group that the learner will dead-letter."""
+    try:
+        return decode_group(delivery.payload)
+    except PoisonGroup:
+        return None
+
+
+def _summary(group: Group, is_taken: bool) -> groups_pb2.GroupSummary:
+    return message_of(
+        groups_pb2.GroupSummary,
+        group,
+        num_trajectories=len(group.trajectories),
+        num_tokens=group.num_response_tokens,
+        is_taken=is_taken,
+    )
+
+
+class SampleHandlers:
+    def __init__(self, config: RunConfig, audit: AuditLog) -> None:
+        self.config = config
+        self.audit = audit
+
+    @operation(
+        "GET", f"{RUN}/samples", "GroupService.ListSamples", scope="read", answer=records.SamplePage, takes=ListSamples
+    )
+    async def list_samples(self, request: groups_pb2.ListSamplesRequest) -> groups_pb2.ListSamplesResponse:
+        """List trained samples as text, newest first, or by `order` (WORST or BEST). Bounds are included."""
+        page_size = validation.checked_page_size(request.page_size)
+        token = validation.decode_page_token("samples", request.page_token, r"[0-9]{1,20}\.[0-9]{1,20}\.[0-9]{0,20}")
+        after = Place.parse(token) if token else None
+        if request.order not in _ORDERS:
+            raise InvalidInput("order", f"{request.order} is not the number of an order of ListSamplesRequest")
+        wanted, order = _filter(request), _ORDERS[request.order]
+        found = await asyncio.to_thread(self._read, wanted, order, page_size, after)
+        next_token = validation.encode_page_token("samples", str(found.next_place)) if found.next_place else ""
+        samples = [_to_proto(sample) for sample in found.samples]
+        return groups_pb2.ListSamplesResponse(samples=samples, next_page_token=next_token)
+
+    def _read(self, wanted: SampleFilter, order: Order, page_size: int, after: Place | None) -> SamplePage:
+        folder = (self.config.gateway.samples_dir or self.config.run_dir) / self.config.run
+        if order == "newest":
+            return page(folder, wanted, page_size, after, GROUPS_LOOKED_AT)
+        return SamplePage(select(folder, wanted, page_size, order, GROUPS_LOOKED_AT), None)
+
+
+def _filter(request: groups_pb2.ListSamplesRequest) -> SampleFilter:
+    def bound(name: str) -> float | None:
+        return getattr(request, name) if request.HasField(name) else None
+
+    return SampleFilter(
+        steps=Range(bound("min_step"), bound("max_step")),
+        rewards=Range(bound("min_reward"), bound("max_reward")),
+        prompt_id=request.prompt_id if request.HasField("prompt_id") else None,
+        data_source=request.data_source,
+        text=request.text,
+    )
+
+
+def _to_proto(sample: Sample) -> groups_pb2.Sample:
+    return message_of(
+        groups_pb2.Sample,
+        sample,
+        ground_truth_json=json.dumps(sample.ground_truth),
+        reward_parts={name: float("nan") if value is None else value for name, value in sample.reward_parts.items()},
+    )

@@ -1,0 +1,305 @@
+"""Policy versions: reading them, and what operators decide about them. Each answer names the version's servers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from google.protobuf.message import Message
+
+from penstock.api.records import Int64, Page, Policy, PolicyComparison, PolicyPage, Record, Unpinned
+from penstock.config.run import RunConfig
+from penstock.errors import Conflict, InvalidInput, NotFound, PenstockError
+from penstock.store.fleet import SERVING_STATES, Fleet
+from penstock.store.policies import PolicyRegistry
+from penstock.store.run_control import RunControl
+from penstock.v1 import policies_pb2
+from penstock_services.gateway import validation
+from penstock_services.gateway.operations import RUN, AuditLog, Operation, bounded, operation
+from penstock_services.gateway.rest import HttpRequest
+
+MAX_NAMED_VERSIONS = 10
+POLL_S = 0.25
+"""Pause between two reads. A blocking read would miss changes, because the answer also depends on marks, on the servers
+and on the age of their heartbeats."""
+LATEST = ("latest", "current")
+"""Names of the newest version, wherever REST takes a version."""
+
+
+class PinPolicy(Record):
+    policy_version: Int64
+
+
+class ComparePolicies(Record):
+    policy_version: str
+    other_version: str
+
+
+async def resolve_versions(handlers: PolicyHandlers, http: HttpRequest) -> Message:
+    """Read a request whose versions are numbers or the latest one. Only GetPolicy knows the latest one by itself."""
+    operation: Operation = http.operation
+    given = http.params | (http.read_query(operation.takes).model_dump() if operation.takes else {})
+    request = operation.request()
+    for name in ("policy_version", "other_version"):
+        if name in given and (version := await handlers.number_of(name, given[name], operation)) is not None:
+            setattr(request, name, version)
+    return request
+
+
+class PolicyHandlers:
+    def __init__(
+        self, config: RunConfig, audit: AuditLog, policies: PolicyRegistry, fleet: Fleet, control: RunControl,
+        stopping: asyncio.Event,
+    ) -> None:  # fmt: skip
+        self.config = config
+        self.audit = audit
+        self.policies = policies
+        self.fleet = fleet
+        self.control = control
+        self.current = CurrentPolicy(lambda: self._policy(None), 2 * config.redis.timeout_s, stopping)
+
+    @operation("GET", f"{RUN}/policies", "PolicyService.ListPolicies", scope="read", answer=PolicyPage, takes=Page)
+    async def list_policies(self, request: policies_pb2.ListPoliciesRequest) -> policies_pb2.ListPoliciesResponse:
+        """List policy versions, newest first."""
+        page_size = validation.checked_page_size(request.page_size)
+        before = validation.decode_page_token("policies", request.page_token)
+        found = await self.policies.newest_first(None if before is None else int(before), page_size + 1)
+        page = found[:page_size]
+        await self._complete(page)
+        has_more = len(found) > page_size
+        token = validation.encode_page_token("policies", page[-1].policy_version) if has_more else ""
+        return policies_pb2.ListPoliciesResponse(policies=page, next_page_token=token)
+
+    @operation(
+        "GET",
+        f"{RUN}/policies/{{policy_version}}",
+        "PolicyService.GetPolicy",
+        scope="read",
+        answer=Policy,
+        read=resolve_versions,
+    )
+    async def get_policy(self, request: policies_pb2.GetPolicyRequest) -> policies_pb2.Policy:
+        """Return a version by its number, or the `latest` one."""
+        return await self._policy(request.policy_version if request.HasField("policy_version") else None)
+
+    @operation(
+        "GET",
+        f"{RUN}/policies:watch",
+        "PolicyService.WatchPolicies",
+        scope="read",
+        answer=Policy,
+        event=("policy", lambda policy: str(policy.policy_version)),
+    )
+    async def watch_policies(self, request: policies_pb2.WatchPoliciesRequest) -> AsyncIterator[policies_pb2.Policy]:
+        """Send the current policy, and again whenever it changes."""
+        del request
+        return self.current.changes()
+
+    @operation(
+        "GET",
+        f"{RUN}/policies:compare",
+        "PolicyService.ComparePolicies",
+        scope="read",
+        answer=PolicyComparison,
+        takes=ComparePolicies,
+        read=resolve_versions,
+    )
+    async def compare_policies(self, request: policies_pb2.ComparePoliciesRequest) -> policies_pb2.PolicyComparison:
+        """Compare two versions by their metrics and weights. Either may be `latest`."""
+        policy, other = await self._policy(request.policy_version), await self._policy(request.other_version)
+        return policies_pb2.PolicyComparison(
+            policy=policy,
+            other=other,
+            metric_changes={
+                name: other.metrics[name] - value for name, value in policy.metrics.items() if name in other.metrics
+            },
+            steps_between=other.step - policy.step,
+            same_weights=bool(policy.weights_digest) and policy.weights_digest == other.weights_digest,
+        )
+
+    @operation(
+        "POST",
+        f"{RUN}/policies/{{policy_version}}:promote",
+        "PolicyService.PromotePolicy",
+        scope="admin",
+        answer=Policy,
+        read=resolve_versions,
+    )
+    async def promote_policy(self, request: policies_pb2.ChangePolicyRequest) -> policies_pb2.Policy:
+        """Mark the version that is meant for use. Its snapshot is kept."""
+        policy = await self._usable(request.policy_version)
+        if not policy.snapshot_path and policy.policy_version != (await self._policy(None)).policy_version:
+            raise Conflict(
+                f"version {policy.policy_version} has no snapshot, and its weights are gone; promote one that has one"
+                f"{await self._kept()}, or the newest version, whose snapshot the learner then makes"
+            )
+        await self.policies.promote(request.policy_version)
+        return await self._policy(request.policy_version)
+
+    @operation(
+        "POST",
+        f"{RUN}/policies/{{policy_version}}:rollback",
+        "PolicyService.RollBackPolicy",
+        scope="admin",
+        answer=Policy,
+        read=resolve_versions,
+    )
+    async def roll_back_policy(self, request: policies_pb2.ChangePolicyRequest) -> policies_pb2.Policy:
+        """Hold every rollout server at this version, from its snapshot, until `policies:release`."""
+        policy = await self._loadable(request.policy_version)
+        await self.control.hold(policy.policy_version)
+        return await self._policy(policy.policy_version)
+
+    @operation("POST", f"{RUN}/policies:release", "PolicyService.ReleasePolicy", scope="admin", answer=Policy)
+    async def release_policy(self, request: policies_pb2.ReleasePolicyRequest) -> policies_pb2.Policy:
+        """End a roll back."""
+        del request
+        await self.control.release()
+        return await self._policy(None)
+
+    @operation("PUT", f"{RUN}/pins/{{pin}}", "PolicyService.PinPolicy", scope="admin", answer=Policy, takes=PinPolicy)
+    async def pin_policy(self, request: policies_pb2.PinPolicyRequest) -> policies_pb2.Policy:
+        """Pin a key, a session or an evaluation of this name to the version. A server of this name stays at it."""
+        validation.check_name("pin", request.pin)
+        is_server = any(server.server_id == request.pin for server in await self.fleet.servers())
+        await (self._loadable if is_server else self._usable)(request.policy_version)
+        await self.policies.pin(request.pin, request.policy_version)
+        return await self._policy(request.policy_version)
+
+    @operation("DELETE", f"{RUN}/pins/{{pin}}", "PolicyService.UnpinPolicy", scope="admin", answer=Unpinned)
+    async def unpin_policy(self, request: policies_pb2.UnpinPolicyRequest) -> policies_pb2.UnpinPolicyResponse:
+        validation.check_name("pin", request.pin)
+        return policies_pb2.UnpinPolicyResponse(was_pinned=await self.policies.unpin(request.pin))
+
+    @operation(
+        "POST",
+        f"{RUN}/policies/{{policy_version}}:retire",
+        "PolicyService.RetirePolicy",
+        scope="admin",
+        answer=Policy,
+        read=resolve_versions,
+    )
+    async def retire_policy(self, request: policies_pb2.ChangePolicyRequest) -> policies_pb2.Policy:
+        policy = await self._policy(request.policy_version)
+        if policy.state == policies_pb2.Policy.PROMOTED or policy.is_held or policy.pins:
+            raise Conflict(
+                f"version {policy.policy_version} is in use; promote another version, or release or unpin this one"
+            )
+        await self.policies.retire(policy.policy_version)
+        return await self._policy(policy.policy_version)
+
+    async def number_of(self, field: str, text: str, operation: Operation) -> int | None:
+        """The number of a version that REST gives by number or as the latest one. None where absence means that."""
+        if text in LATEST:
+            return None if operation.name == "get_policy" else (await self._policy(None)).policy_version
+        if text.isascii() and text.isdecimal() and len(text) < 19:
+            return int(text)
+        raise InvalidInput(field, f"must be a version's number, latest or current, not {text!r}")
+
+    async def _usable(self, policy_version: int) -> policies_pb2.Policy:
+        policy = await self._policy(policy_version)
+        if policy.state == policies_pb2.Policy.RETIRED:
+            raise Conflict(f"version {policy_version} is retired; choose another one")
+        return policy
+
+    async def _loadable(self, policy_version: int) -> policies_pb2.Policy:
+        policy = await self._usable(policy_version)
+        if not policy.snapshot_path:
+            raise Conflict(
+                f"no snapshot of version {policy_version} was kept; choose a version that has one"
+                f"{await self._kept()}, or lower weights.snapshot_every_steps"
+            )
+        return policy
+
+    async def _kept(self) -> str:
+        """The versions that have a snapshot, newest first, as ` (450, 400)`. Empty if there are none."""
+        versions = sorted(await self.policies.snapshots(), reverse=True)
+        more = ", …" if len(versions) > MAX_NAMED_VERSIONS else ""
+        return f" ({', '.join(map(str, versions[:MAX_NAMED_VERSIONS]))}{more})" if versions else ""
+
+    async def _policy(self, policy_version: int | None) -> policies_pb2.Policy:
+        if policy_version is not None and policy_version < 0:
+            raise InvalidInput("policy_version", "must not be negative")
+        policy = await self.policies.get(policy_version)
+        await self._complete([policy])
+        return policy
+
+    async def _complete(self, policies: list[policies_pb2.Policy]) -> None:
+        """Add the operators' marks and the servers of each version.
+
+        A server counts while it is in a serving state and its heartbeat is no older than `replay.lease_ttl_s`."""
+        await self.policies.add_marks(policies)
+        silence_ms = 1000 * self.config.replay.lease_ttl_s
+        servers = await self.fleet.servers()
+        serving = [s for s in servers if s.state in SERVING_STATES and s.heartbeat_age_ms <= silence_ms]
+        for policy in policies:
+            policy.server_ids[:] = [s.server_id for s in serving if s.policy_version == policy.policy_version]
+
+
+class CurrentPolicy:
+    """Follows the current policy. A single task polls it while anybody watches."""
+
+    def __init__(
+        self, read: Callable[[], Awaitable[policies_pb2.Policy]], deadline_s: float, stopping: asyncio.Event
+    ) -> None:
+        self.read = read
+        self.deadline_s = deadline_s
+        self.stopping = stopping
+        self._watchers: set[asyncio.Event] = set()
+        self._poller: asyncio.Task[None] | None = None
+        self._policy = b""
+        """Serialized; empty while no version is published."""
+        self._error: PenstockError | None = None
+
+    async def changes(self) -> AsyncIterator[policies_pb2.Policy]:
+        """Yield the current policy, and again whenever anything about it changes, until the gateway stops."""
+        seen, woken = b"", asyncio.Event()
+        self._watchers.add(woken)
+        try:
+            while not self.stopping.is_set():
+                woken.clear()
+                self._start_poller()
+                if self._policy not in (b"", seen):
+                    seen = self._policy
+                    yield policies_pb2.Policy.FromString(seen)
+                await woken.wait()
+                if self._error is not None:
+                    raise self._error
+        finally:
+            self._watchers.discard(woken)
+
+    async def close(self) -> None:
+        if self._poller is not None:
+            self._poller.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._poller
+
+    def _start_poller(self) -> None:
+        if self._poller is None:
+            self._policy, self._error = b"", None
+            self._poller = asyncio.create_task(self._poll(), name="current policy")
+
+    async def _poll(self) -> None:
+        try:
+            while self._watchers and not self.stopping.is_set():
+                policy = await self._read()
+                if policy != self._policy:
+                    self._policy = policy
+                    self._wake()
+                await asyncio.sleep(POLL_S)
+        except PenstockError as error:
+            self._error = error
+        finally:
+            self._poller = None
+            self._wake()
+
+    async def _read(self) -> bytes:
+        with contextlib.suppress(NotFound):
+            policy = await bounded(self.read(), self.deadline_s)
+            return policy.SerializeToString(deterministic=True)
+        return b""
+
+    def _wake(self) -> None:
+        for watcher in self._watchers:
+            watcher.set()

@@ -1,1 +1,0 @@
-"""Policy versions: listing, promotion, pins and roll backs."""

@@ -1,0 +1,356 @@
+"""Prompts: submission, listing, cancellation, and their results."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, get_args
+
+from pydantic import Field
+
+from penstock.api.records import (
+    CancelledPrompts,
+    Int32,
+    Int64,
+    PromptId,
+    PromptPage,
+    PromptRecord,
+    Record,
+    Result,
+    Submission,
+    SubmittedPrompt,
+)
+from penstock.config.run import RunConfig
+from penstock.errors import InvalidInput, NotFound, PenstockError
+from penstock.replay.joined_submissions import JoinedSubmissions
+from penstock.replay.queue import RedisReplayQueue
+from penstock.replay.queue_types import PromptState, PromptStatus
+from penstock.replay.queue_types import Submission as QueueSubmission
+from penstock.replay.results import PromptBook, PromptResult, entry_of, entry_order
+from penstock.tracing import Tracing
+from penstock.v1 import prompts_pb2
+from penstock_services.gateway import validation
+from penstock_services.gateway.groups import GroupReader
+from penstock_services.gateway.operations import RUN, AuditLog, bounded, operation
+
+logger = logging.getLogger(__name__)
+LONGEST_WAIT_S = 60.0
+MAX_CANCELLED = 1000
+RECHECK_S = 2.0
+"""How often a wait reads the prompt's state even without a result: the prompts of evaluations write none."""
+_FINISHED: tuple[PromptState, ...] = ("queued", "trained", "dead_lettered", "cancelled")
+_STATES: dict[PromptState, Any] = {
+    state: prompts_pb2.PromptRecord.State.Value(state.upper()) for state in get_args(PromptState)
+}
+_STATE_NAMES = {number: name for name, number in _STATES.items()}
+BLOCK_S = 1.0
+"""Longest blocking read. When the gateway stops, its streams end within this time."""
+PACE_S = 0.1
+"""Pause after each batch, so that a busy run wakes its watchers ten times a second and not for every result."""
+
+
+class SubmitPrompts(Record):
+    prompts: tuple[SubmittedPrompt, ...]
+    idempotency_key: str = ""
+    prompt_keys: tuple[str, ...] = ()
+
+
+class ListPrompts(Record):
+    page_size: Int32 = 0
+    page_token: str = ""
+    state: str = ""
+    data_source: str = ""
+
+
+class CancelPrompts(Record):
+    prompt_ids: tuple[Int64, ...]
+
+
+class WaitPrompt(Record):
+    timeout_s: float = 30.0
+
+
+class WatchResults(Record):
+    cursor: str = ""
+    with_groups: bool = False
+    prompt_ids: tuple[PromptId, ...] = Field(default=(), alias="prompt_id")
+
+
+class PromptHandlers:
+    """Streams and waits read through `watched`, which has connections of its own."""
+
+    def __init__(
+        self, config: RunConfig, audit: AuditLog, queue: RedisReplayQueue, watched: GroupReader,
+        stopping: asyncio.Event, tracing: Tracing | None = None,
+    ) -> None:  # fmt: skip
+        self.config = config
+        self.audit = audit
+        self.queue = queue
+        self.watched = watched
+        self.stopping = stopping
+        self.tracing = tracing or Tracing()
+        self.book = PromptBook(queue)
+        self.submissions = JoinedSubmissions(queue, 2 * config.redis.timeout_s)
+        self.watched_book = PromptBook(watched.queue)
+        self.feed = ResultFeed(self.watched_book, config.redis.timeout_s, stopping)
+
+    @operation(
+        "POST",
+        f"{RUN}/prompts",
+        "PromptService.SubmitPrompts",
+        "PromptService.StreamPrompts",
+        scope="submit",
+        answer=Submission,
+        takes=SubmitPrompts,
+        header=("idempotency-key", "idempotency_key"),
+        keeps_deadline=True,
+    )
+    async def submit_prompts(self, request: prompts_pb2.SubmitPromptsRequest) -> prompts_pb2.SubmitPromptsResponse:
+        """Submit prompts: all are accepted, or none."""
+        validation.check_idempotency_key(request.idempotency_key)
+        prompts = validation.checked_prompts(request.prompts, self.config.gateway.max_prompts_per_request)
+        validation.check_prompt_keys(request.prompt_keys, len(prompts), request.idempotency_key)
+        submit = self._submit_traced if self.tracing.is_on else self._submit
+        submission = await submit(prompts, request)
+        if len(submission.prompt_ids) != len(prompts):
+            raise InvalidInput(
+                "idempotency_key",
+                f"was used for another request, of {len(submission.prompt_ids)} prompts; choose a new key",
+            )
+        num_replayed = len(prompts) if submission.replayed else submission.num_replayed
+        return prompts_pb2.SubmitPromptsResponse(
+            prompt_ids=submission.prompt_ids, replayed=submission.replayed, num_replayed=num_replayed
+        )
+
+    async def _submit_traced(
+        self, prompts: Sequence[prompts_pb2.Prompt], request: prompts_pb2.SubmitPromptsRequest
+    ) -> QueueSubmission:
+        with contextlib.ExitStack() as spans:
+            for prompt in prompts:
+                span = self.tracing.start("submit", prompt.trace_parent, data_source=prompt.data_source)
+                prompt.trace_parent = spans.enter_context(span)
+            return await self._submit(prompts, request)
+
+    async def _submit(
+        self, prompts: Sequence[prompts_pb2.Prompt], request: prompts_pb2.SubmitPromptsRequest
+    ) -> QueueSubmission:
+        payloads = [prompt.SerializeToString() for prompt in prompts]
+        priorities = [prompt.priority for prompt in prompts]
+        if not request.prompt_keys:
+            return await self.submissions.submit(payloads, priorities, request.idempotency_key)
+        rows = zip(payloads, priorities, request.prompt_keys, strict=True)
+        requests = [([payload], [priority], key) for payload, priority, key in rows]
+        each = await self.queue.submit_many(requests, all_or_none=True)
+        for index, submission in enumerate(each):
+            if submission.replayed and len(submission.prompt_ids) != 1:
+                raise InvalidInput(
+                    f"prompt_keys[{index}]",
+                    f"was used for a request of {len(submission.prompt_ids)} prompts; choose a new key",
+                )
+        num_replayed = sum(submission.replayed for submission in each)
+        ids = tuple(submission.prompt_ids[0] for submission in each)
+        return QueueSubmission(ids, num_replayed == len(ids), num_replayed)
+
+    @operation("GET", f"{RUN}/prompts/{{prompt_id}}", "PromptService.GetPrompt", scope="read", answer=PromptRecord)
+    async def get_prompt(self, request: prompts_pb2.GetPromptRequest) -> prompts_pb2.PromptRecord:
+        _check_prompt_id(request.prompt_id)
+        return _to_proto(await self.queue.get_prompt(request.prompt_id))
+
+    @operation("GET", f"{RUN}/prompts", "PromptService.ListPrompts", scope="read", answer=PromptPage, takes=ListPrompts)
+    async def list_prompts(self, request: prompts_pb2.ListPromptsRequest) -> prompts_pb2.ListPromptsResponse:
+        """List prompts by id, oldest first."""
+        page_size = validation.checked_page_size(request.page_size)
+        after = int(validation.decode_page_token("prompts", request.page_token, "[0-9]{1,10}") or 0)
+        if request.state and request.state not in _STATE_NAMES:
+            raise InvalidInput("state", f"{request.state} is not the number of a state of PromptRecord")
+        page = await self.book.page(after, page_size, _STATE_NAMES.get(request.state))
+        records = [_to_proto(status) for status in page.prompts]
+        if request.data_source:
+            records = [record for record in records if record.prompt.data_source == request.data_source]
+        token = validation.encode_page_token("prompts", page.after) if page.has_more else ""
+        return prompts_pb2.ListPromptsResponse(prompts=records, next_page_token=token)
+
+    @operation(
+        "POST",
+        f"{RUN}/prompts:cancel",
+        "PromptService.CancelPrompts",
+        scope="submit",
+        answer=CancelledPrompts,
+        takes=CancelPrompts,
+    )
+    async def cancel_prompts(self, request: prompts_pb2.CancelPromptsRequest) -> prompts_pb2.CancelPromptsResponse:
+        """Cancel prompts whose groups the learner has not taken."""
+        prompt_ids = validation.checked_prompt_ids(request.prompt_ids, MAX_CANCELLED)
+        if not prompt_ids:
+            raise InvalidInput("prompt_ids", "give at least one id")
+        found = await self.book.cancel(prompt_ids)
+        records = [
+            _to_proto(status) if status else prompts_pb2.PromptRecord(prompt_id=prompt_id)
+            for prompt_id, status in zip(prompt_ids, found, strict=True)
+        ]
+        return prompts_pb2.CancelPromptsResponse(prompts=records)
+
+    @operation(
+        "GET",
+        f"{RUN}/prompts/{{prompt_id}}:wait",
+        "PromptService.WaitPrompt",
+        scope="read",
+        answer=PromptRecord,
+        takes=WaitPrompt,
+        timeout_s=2 * LONGEST_WAIT_S,
+    )
+    async def wait_prompt(self, request: prompts_pb2.WaitPromptRequest) -> prompts_pb2.PromptRecord:
+        """Wait until the prompt is finished, for up to `timeout_s`, and return its record."""
+        _check_prompt_id(request.prompt_id)
+        if not 0 <= request.timeout_s <= LONGEST_WAIT_S:
+            raise InvalidInput("timeout_s", f"must be between 0 and {LONGEST_WAIT_S:g}; wait again after it")
+        deadline = time.monotonic() + request.timeout_s
+        async with self.feed.finishing(request.prompt_id) as finished:
+            while True:
+                finished.clear()
+                status = await self.watched.queue.get_prompt(request.prompt_id)
+                remaining_s = deadline - time.monotonic()
+                if status.state in _FINISHED or remaining_s <= 0 or self.stopping.is_set():
+                    return _to_proto(status)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(finished.wait(), min(remaining_s, RECHECK_S))
+
+    @operation(
+        "GET",
+        f"{RUN}/results",
+        "PromptService.WatchResults",
+        scope="read",
+        answer=Result,
+        takes=WatchResults,
+        header=("last-event-id", "cursor"),
+        event=("result", lambda result: result.cursor),
+    )
+    async def watch_results(self, request: prompts_pb2.WatchResultsRequest) -> AsyncIterator[prompts_pb2.Result]:
+        """Send every prompt that finishes. The id of an event is the cursor to resume from."""
+        wanted = frozenset(validation.checked_prompt_ids(request.prompt_ids, MAX_CANCELLED))
+        cursor = await self.watched_book.start(request.cursor)
+        return self._results(cursor, wanted, request.with_groups)
+
+    async def _results(
+        self, cursor: str, wanted: frozenset[int], with_groups: bool
+    ) -> AsyncIterator[prompts_pb2.Result]:
+        async for batch in self.feed.follow(cursor):
+            shown = [result for result in batch if not wanted or result.prompt_id in wanted]
+            groups = await bounded(self._groups(shown), 2 * self.config.redis.timeout_s) if with_groups else {}
+            for result in shown:
+                yield prompts_pb2.Result(
+                    cursor=result.cursor, prompt_id=result.prompt_id, state=_STATES[result.state],
+                    reason=result.reason, attempt=result.attempt, group=groups.get(result.prompt_id, b""),
+                )  # fmt: skip
+
+    async def _groups(self, results: list[PromptResult]) -> dict[int, bytes]:
+        groups = await self.watched.decoded([result.prompt_id for result in results if result.state == "queued"])
+        return {group.prompt_id: (await self.watched.with_details(group)).SerializeToString() for group in groups}
+
+
+def _to_proto(status: PromptStatus) -> prompts_pb2.PromptRecord:
+    record = prompts_pb2.PromptRecord(prompt_id=status.prompt_id, state=_STATES[status.state], attempt=status.attempt)
+    if status.payload:
+        record.prompt.ParseFromString(status.payload)
+    return record
+
+
+def _check_prompt_id(prompt_id: int) -> None:
+    if not 1 <= prompt_id <= validation.MAX_PROMPT_ID:
+        raise NotFound(f"prompt {prompt_id} does not exist")
+
+
+class ResultFeed:
+    """Wakes those who wait for results of one run.
+
+    A single task reads the stream of results while anybody waits, so any number of watchers hold one Redis connection.
+    The task only wakes them: each watcher reads from its own cursor, and misses nothing when it is slow."""
+
+    def __init__(self, book: PromptBook, redis_timeout_s: float, stopping: asyncio.Event) -> None:
+        self.book = book
+        self.deadline_s = 2 * redis_timeout_s
+        self.block_s = min(BLOCK_S, redis_timeout_s / 2)
+        self.stopping = stopping
+        self._watchers: set[asyncio.Event] = set()
+        self._prompt_waits: dict[int, set[asyncio.Event]] = {}
+        self._reader: asyncio.Task[None] | None = None
+        self._position = ""
+        """The last entry that the reader has seen."""
+
+    async def follow(self, cursor: str) -> AsyncIterator[list[PromptResult]]:
+        """Yield all results after `cursor`, in order and each once, until the gateway stops."""
+        while not self.stopping.is_set():
+            found = await bounded(self.book.after(cursor), self.deadline_s)
+            if found:
+                cursor = found[-1].cursor
+                yield found
+            else:
+                await self._wait_for_entry_after(entry_of(cursor))
+
+    @contextlib.asynccontextmanager
+    async def finishing(self, prompt_id: int) -> AsyncIterator[asyncio.Event]:
+        """An event that is set whenever a result of the prompt is written, and when the gateway stops.
+
+        Read the prompt's state within the block: a result that is written after that read sets the event."""
+        event = asyncio.Event()
+        self._prompt_waits.setdefault(prompt_id, set()).add(event)
+        try:
+            if self._reader is None:
+                newest = await bounded(self.book.newest_entry(), self.deadline_s)
+                self._start_reader(newest)
+            yield event
+        finally:
+            self._prompt_waits[prompt_id].discard(event)
+            if not self._prompt_waits[prompt_id]:
+                del self._prompt_waits[prompt_id]
+
+    async def close(self) -> None:
+        if self._reader is not None:
+            self._reader.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._reader
+
+    async def _wait_for_entry_after(self, entry: str) -> None:
+        self._start_reader(entry)
+        if entry_order(self._position) > entry_order(entry):
+            return  # The reader saw it between the watcher's read and this call.
+        event = asyncio.Event()
+        self._watchers.add(event)
+        try:
+            await event.wait()
+        finally:
+            self._watchers.discard(event)
+
+    def _start_reader(self, entry: str) -> None:
+        if self._reader is None:
+            self._position = entry
+            self._reader = asyncio.create_task(self._read(), name="results")
+
+    async def _read(self) -> None:
+        try:
+            while not self.stopping.is_set():
+                found = await self.book.wait_for_results(self._position, self.block_s)
+                if found:
+                    self._position = entry_of(found[-1].cursor)
+                    self._wake(found)
+                    await asyncio.sleep(PACE_S)
+                if not self._watchers and not self._prompt_waits:
+                    return
+        except PenstockError as error:
+            # The watchers read again after this pause, and each reports the error to its own client.
+            logger.warning("cannot wait for results: %s", error)
+            await asyncio.sleep(self.block_s)
+        finally:
+            self._reader = None
+            for event in self._watchers.union(*self._prompt_waits.values()):
+                event.set()
+
+    def _wake(self, results: list[PromptResult]) -> None:
+        for event in self._watchers:
+            event.set()
+        for result in results:
+            for event in self._prompt_waits.get(result.prompt_id, ()):
+                event.set()

@@ -1,1 +1,0 @@
-"""Prompts: submission, results and cancellation."""

@@ -1,1 +1,0 @@
-"""Runs: creation, state, servers, evaluations and dead letters."""

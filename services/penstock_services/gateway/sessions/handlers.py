@@ -1,0 +1,369 @@
+"""Sessions and tasks of a run: rewards, sessions as people look at them, and the work that is handed to harnesses.
+
+A session is shown as a tree of calls, with the tokens, their versions and the rewards of the paths. The whole tree is
+always described. Its tokens are bounded, because a session may have millions of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import Field
+
+from penstock.api import records
+from penstock.api.conversion import message_of
+from penstock.api.records import Page, Record
+from penstock.codec import FINISH_TO_PROTO, sampling_to_proto
+from penstock.config.run import RunConfig
+from penstock.errors import InvalidInput
+from penstock.replay.queue import RedisReplayQueue
+from penstock.reward_bounds import RANGE, is_reward
+from penstock.samples import TokenText
+from penstock.sessions.session_store import SessionSummary
+from penstock.sessions.task_store import NewTask, TaskLease, TaskStore
+from penstock.store.run_control import RunControl
+from penstock.v1 import generate_pb2, sessions_pb2, tasks_pb2
+from penstock_services.gateway import validation
+from penstock_services.gateway.operations import AuditLog, bounded, operation
+from penstock_services.gateway.sessions.recorder import SessionRecorder
+from penstock_services.gateway.sessions.rewards import SessionRewards
+from penstock_services.gateway.sessions.tree import Call, SessionTree
+
+DEFAULT_TOKENS = 20_000
+MAX_TOKENS = 100_000
+MAX_SESSIONS = 1024
+"""Largest number of sessions of one task."""
+MAX_TASK_ID = 112
+"""Longest id of a task. Its sessions are called TASK.PLACE.ATTEMPT, and names have at most 128 characters."""
+MAX_WAIT_S = 30.0
+POLL_S = 0.25
+
+
+class OfRun(Record):
+    run: str = ""
+    """The run; empty for the gateway's own."""
+
+
+class ListSessions(Page):
+    run: str = ""
+
+
+class GetSession(OfRun):
+    from_call: Annotated[
+        int, Field(ge=0, lt=2**31, description="Number of the first call whose tokens are wanted.")
+    ] = 0
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS, description="Tokens of all calls together; 0: 20,000.")] = 0
+
+
+class RewardSession(OfRun):
+    reward: float
+    reward_parts: dict[str, float] = {}
+    task_id: str = ""
+    """The task of a session that was not leased with one; empty for none."""
+
+
+class NewTaskRequest(Record):
+    task_id: str = ""
+    payload: Any = None
+    num_sessions: Annotated[int, Field(ge=1, le=MAX_SESSIONS)] = 1
+    deadline_s: Annotated[float, Field(ge=0)] = 0.0
+    data_source: str = ""
+
+
+class SubmitTasks(OfRun):
+    tasks: tuple[NewTaskRequest, ...]
+    idempotency_key: str = ""
+
+
+class LeaseTasks(OfRun):
+    worker: str
+    max_tasks: Annotated[int, Field(ge=1, le=MAX_SESSIONS)] = 1
+    wait_s: Annotated[float, Field(ge=0, le=MAX_WAIT_S)] = 0.0
+
+
+class HeartbeatTasks(OfRun):
+    session_ids: tuple[str, ...]
+
+
+class ReturnTask(OfRun):
+    session_id: str
+    failure: str = ""
+
+
+class SessionHandlers:
+    def __init__(
+        self, config: RunConfig, audit: AuditLog, recorder: SessionRecorder, rewards: SessionRewards, texts: TokenText
+    ) -> None:
+        self.config = config
+        self.audit = audit
+        self.store = recorder.store
+        self.recorder = recorder
+        self.rewards = rewards
+        self.texts = texts
+
+    @operation(
+        "POST",
+        "/v1/sessions/{session_id}/reward",
+        "SessionService.RewardSession",
+        scope="submit",
+        answer=records.RewardedSession,
+        takes=RewardSession,
+    )
+    async def reward_session(self, request: generate_pb2.RewardSessionRequest) -> generate_pb2.RewardSessionResponse:
+        """Turn the session's recorded calls into training data with this reward."""
+        validation.check_name("session_id", request.session_id)
+        for name, value in {"reward": request.reward, **request.reward_parts}.items():
+            if not is_reward(value):
+                raise InvalidInput(name, f"must be a number {RANGE}")
+        if request.task_id:
+            validation.check_name("task_id", request.task_id)
+        closing, ids = await self.rewards.give(
+            request.session_id, request.reward, request.reward_parts, request.task_id
+        )
+        self.recorder.forget(request.session_id)
+        return generate_pb2.RewardSessionResponse(
+            prompt_ids=ids, replayed=closing.state == "answered", is_waiting=closing.state == "joined"
+        )
+
+    @operation(
+        "GET",
+        "/v1/sessions/{session_id}",
+        "SessionService.GetSession",
+        scope="read",
+        answer=records.Session,
+        takes=GetSession,
+    )
+    async def get_session(self, request: sessions_pb2.GetSessionRequest) -> sessions_pb2.Session:
+        """A session as a tree of its calls. All calls are described; their tokens end at `max_tokens`."""
+        validation.check_name("session_id", request.session_id)
+        if request.from_call < 0:
+            raise InvalidInput("from_call", "must not be negative")
+        if not 0 <= request.max_tokens <= MAX_TOKENS:
+            raise InvalidInput("max_tokens", f"must be 0 to {MAX_TOKENS}; 0 takes {DEFAULT_TOKENS}")
+        summary, entries = await self.store.read(request.session_id)
+        max_tokens = request.max_tokens or DEFAULT_TOKENS
+        return await asyncio.to_thread(self._describe, summary, entries, request.from_call, max_tokens)
+
+    @operation(
+        "GET",
+        "/v1/sessions",
+        "SessionService.ListSessions",
+        scope="read",
+        answer=records.SessionPage,
+        takes=ListSessions,
+    )
+    async def list_sessions(self, request: sessions_pb2.ListSessionsRequest) -> sessions_pb2.ListSessionsResponse:
+        """List the sessions whose calls are kept, the one with the newest call first."""
+        page_size = validation.checked_page_size(request.page_size)
+        first = int(validation.decode_page_token("sessions", request.page_token, "[0-9]{1,9}") or 0)
+        found = await self.store.summaries(first, page_size + 1)
+        token = validation.encode_page_token("sessions", first + page_size) if len(found) > page_size else ""
+        summaries = [_summary(one) for one in found[:page_size]]
+        return sessions_pb2.ListSessionsResponse(sessions=summaries, next_page_token=token)
+
+    def _describe(
+        self, summary: SessionSummary, entries: list[bytes], from_call: int, max_tokens: int
+    ) -> sessions_pb2.Session:
+        tree = SessionTree()
+        tree.add(entries)
+        answer = sessions_pb2.Session(summary=_summary(summary))
+        for number, call in enumerate(tree.calls):
+            if not call.call_id:  # It repeats another one.
+                continue
+            node = _node(tree, number)
+            if number >= from_call and max_tokens > 0:
+                max_tokens -= self._add_tokens(node, tree, number, max_tokens)
+            answer.calls.append(node)
+        for line, trained in tree.trained_paths():
+            path = answer.paths.add(calls=line, trained_calls=sorted(trained))
+            path.num_trained_tokens = sum(len(tree.calls[number].token_ids) for number in trained)
+            if summary.reward is not None:
+                path.reward = summary.reward.reward
+        return answer
+
+    def _add_tokens(self, node: sessions_pb2.SessionNode, tree: SessionTree, number: int, max_tokens: int) -> int:
+        """Add the first `max_tokens` tokens of a call. Returns how many it has added."""
+        call = tree.calls[number]
+        inserted = _inserted(tree, number)[:max_tokens]
+        sampled = call.token_ids[: max_tokens - len(inserted)]
+        node.inserted_token_ids = inserted.astype("<i4").tobytes()
+        node.token_ids = sampled.astype("<i4").tobytes()
+        node.log_probs = call.log_probs[: len(sampled)].astype("<f4").tobytes()
+        node.policy_versions = _versions(call)[: len(sampled)].astype("<i8").tobytes()
+        if self.texts.is_known:
+            node.inserted_tokens[:] = self.texts.tokens(inserted.tolist())
+            node.tokens[:] = self.texts.tokens(sampled.tolist())
+        return len(inserted) + len(sampled)
+
+
+def _node(tree: SessionTree, number: int) -> sessions_pb2.SessionNode:
+    call, parent = tree.calls[number], tree.parent(number)
+    num_before = 0 if parent is None else tree.calls[parent].num_tokens
+    return message_of(
+        sessions_pb2.SessionNode,
+        call,
+        number=number,
+        parent=-1 if parent is None else parent,
+        finish_reason=FINISH_TO_PROTO[call.finish_reason],
+        sampling=sampling_to_proto(call.sampling),
+        num_inserted=call.num_prompt_tokens - num_before,
+        num_sampled=len(call.token_ids),
+        token_ids=b"",
+        log_probs=b"",
+    )
+
+
+def _inserted(tree: SessionTree, number: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    """The part of a call's prompt that comes after its parent's tokens."""
+    return tree.prompt_ids(number) if tree.parent(number) is None else tree.calls[number].extra
+
+
+def _versions(call: Call) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """The policy version of each sampled token."""
+    versions = np.zeros(len(call.token_ids), dtype=np.int64)
+    for segment in call.segments:
+        versions[segment.start : segment.end] = segment.policy_version
+    return versions
+
+
+def _summary(session: SessionSummary) -> sessions_pb2.SessionSummary:
+    given = session.reward
+    return message_of(
+        sessions_pb2.SessionSummary,
+        session,
+        state=session.state.upper(),
+        prompt_ids=session.prompt_ids or (),
+        reward=None if given is None else given.reward,
+        reward_parts={} if given is None else given.parts,
+    )
+
+
+class TaskHandlers:
+    def __init__(
+        self, config: RunConfig, audit: AuditLog, tasks: TaskStore, queue: RedisReplayQueue, control: RunControl
+    ) -> None:
+        self.config = config
+        self.audit = audit
+        self.tasks = tasks
+        self.queue = queue
+        self.control = control
+
+    @operation(
+        "POST",
+        "/v1/tasks",
+        "TaskService.SubmitTasks",
+        scope="submit",
+        answer=records.SubmittedTasks,
+        takes=SubmitTasks,
+        header=("idempotency-key", "idempotency_key"),
+    )
+    async def submit_tasks(self, request: tasks_pb2.SubmitTasksRequest) -> tasks_pb2.SubmitTasksResponse:
+        """Submit tasks for workers: all are accepted, or none. Each wants `num_sessions` rewarded sessions."""
+        limit = self.config.gateway.max_prompts_per_request
+        if not 1 <= len(request.tasks) <= limit:
+            raise InvalidInput("tasks", f"must be 1 to {limit} tasks")
+        if request.idempotency_key:
+            validation.check_name("idempotency_key", request.idempotency_key)
+        tasks = [self._checked(task, f"tasks[{number}].") for number, task in enumerate(request.tasks)]
+        if len({task.task_id for task in tasks}) < len(tasks):
+            raise InvalidInput("tasks", "must have different ids")
+        task_ids, replayed = await self.tasks.submit(tasks, request.idempotency_key)
+        return tasks_pb2.SubmitTasksResponse(task_ids=task_ids, replayed=replayed)
+
+    @operation("GET", "/v1/tasks/{task_id}", "TaskService.GetTask", scope="read", answer=records.Task, takes=OfRun)
+    async def get_task(self, request: tasks_pb2.GetTaskRequest) -> tasks_pb2.Task:
+        validation.check_name("task_id", request.task_id)
+        task = await self.tasks.get(request.task_id)
+        return message_of(
+            tasks_pb2.Task, task, state=task.state.upper(), payload_json=task.payload, session_ids=task.rewarded
+        )
+
+    @operation(
+        "POST",
+        "/v1/tasks:lease",
+        "TaskService.LeaseTasks",
+        scope="submit",
+        answer=records.LeasedTasks,
+        takes=LeaseTasks,
+        keeps_deadline=True,
+    )
+    async def lease_tasks(self, request: tasks_pb2.LeaseTasksRequest) -> tasks_pb2.LeaseTasksResponse:
+        """Hand places of tasks to a worker, each with the id of the session to use for it."""
+        validation.check_name("worker", request.worker)
+        if not 0 <= request.max_tasks <= MAX_SESSIONS:
+            raise InvalidInput("max_tasks", f"must be 0 to {MAX_SESSIONS}")
+        if not 0 <= request.wait_s <= MAX_WAIT_S:
+            raise InvalidInput("wait_s", f"must be 0 to {MAX_WAIT_S:g}")
+        deadline = time.monotonic() + request.wait_s
+        while True:
+            leases = await bounded(self._lease(request), 2 * self.config.redis.timeout_s)
+            if leases or time.monotonic() + POLL_S > deadline:
+                break
+            await asyncio.sleep(POLL_S)
+        lease_s = self.config.gateway.sessions.task_lease_s
+        leased = [
+            message_of(tasks_pb2.LeasedTask, lease, payload_json=lease.payload, lease_s=lease_s) for lease in leases
+        ]
+        return tasks_pb2.LeaseTasksResponse(tasks=leased)
+
+    @operation(
+        "POST",
+        "/v1/tasks:heartbeat",
+        "TaskService.HeartbeatTasks",
+        scope="submit",
+        answer=records.LostTasks,
+        takes=HeartbeatTasks,
+    )
+    async def heartbeat_tasks(self, request: tasks_pb2.HeartbeatTasksRequest) -> tasks_pb2.HeartbeatTasksResponse:
+        """Renew the leases of sessions. Their generate calls do so too."""
+        for number, session_id in enumerate(request.session_ids):
+            validation.check_name(f"session_ids[{number}]", session_id)
+        lost = await self.tasks.heartbeat(list(request.session_ids))
+        return tasks_pb2.HeartbeatTasksResponse(lost_session_ids=lost)
+
+    @operation(
+        "POST",
+        "/v1/tasks:return",
+        "TaskService.ReturnTask",
+        scope="submit",
+        answer=records.ReturnedTask,
+        takes=ReturnTask,
+    )
+    async def return_task(self, request: tasks_pb2.ReturnTaskRequest) -> tasks_pb2.ReturnTaskResponse:
+        """Give the place of a session back, for another worker."""
+        validation.check_name("session_id", request.session_id)
+        returned = await self.tasks.give_back(request.session_id, request.failure[:500])
+        return tasks_pb2.ReturnTaskResponse(returned=returned)
+
+    async def _lease(self, request: tasks_pb2.LeaseTasksRequest) -> list[TaskLease]:
+        """Lease places, unless the run is paused. A task is begun only if a group of it may be admitted, so the
+        staleness bound holds for tasks as it does for prompts."""
+        stat, orders = await asyncio.gather(self.queue.stat(), self.control.orders())
+        if orders.is_paused:
+            return []
+        return await self.tasks.lease(request.worker, request.max_tasks or 1, max(0, stat.admission_room))
+
+    def _checked(self, task: tasks_pb2.NewTask, path: str) -> NewTask:
+        if task.task_id:
+            validation.check_name(f"{path}task_id", task.task_id)
+            if len(task.task_id) > MAX_TASK_ID:
+                raise InvalidInput(f"{path}task_id", f"must have at most {MAX_TASK_ID} characters")
+        if task.data_source:
+            validation.check_name(f"{path}data_source", task.data_source)
+        if not 0 <= task.num_sessions <= MAX_SESSIONS:
+            raise InvalidInput(f"{path}num_sessions", f"must be 0 to {MAX_SESSIONS}")
+        longest_s = self.config.gateway.session_ttl_s / 2
+        if not 0 <= task.deadline_s <= longest_s:
+            raise InvalidInput(f"{path}deadline_s", f"must be 0 to {longest_s:g}, half of gateway.session_ttl_s")
+        validation.check_json(task.payload_json or "null", f"{path}payload_json")
+        return NewTask(
+            task_id=task.task_id or f"task-{uuid.uuid4().hex[:16]}",
+            payload=task.payload_json or "null",
+            num_sessions=task.num_sessions or 1,
+            deadline_s=task.deadline_s or longest_s,
+            data_source=task.data_source,
+        )

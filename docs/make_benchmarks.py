@@ -56,6 +56,10 @@ BENCHES = {
         "compared with the same step without sharing. At 128 + 1,024 tokens a micro-batch has 8 sequences with sharing "
         "and 12 or 13 without, which explains part of the lower memory",
     ),
+    "learner": ("The training step", "bench/gpu/learner.py", "compared with plain Hugging Face and TRL's GRPO loss"),
+    "learner_ranks": (
+        "Training on several ranks", "bench/gpu/learner_ranks.py", "FSDP2 ranks on one GPU, compared with one rank",
+    ),
     "loop_gpu": (
         "The whole loop", "bench/gpu/loop.py", "two vLLM servers and all roles on one GPU, with and without faults",
     ),

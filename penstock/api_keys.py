@@ -111,7 +111,7 @@ def read_keys(path: Path) -> tuple[ApiKey, ...]:
 
 
 def parse_keys(text: str, path: Path) -> tuple[ApiKey, ...]:
-    """The keys in the text of a file, which may be none. Raises ConfigError for a line that is no key."""
+    """The keys in the text of a file, which may be none. Raises ConfigError for a line that is not a key."""
     keys: list[ApiKey] = []
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.startswith("#"):
@@ -227,7 +227,7 @@ class KeyFile:
 
 
 def key_files_of(config: GatewayConfig, own_key_file: Path) -> list[KeyFile]:
-    """The files that hold the keys of a gateway. One that has none configured uses a key of its own."""
+    """The files that hold the keys of a gateway. One that has none configured uses its own key."""
     files = [KeyFile.of_hashes(config.keys_file, config.keys_grace_s)] if config.keys_file else []
     if config.api_key_file is not None:
         files.append(

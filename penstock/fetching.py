@@ -3,7 +3,7 @@
     lock ─► complete already? ─► download each file, continuing partial ones ─► compare ─► write the marker
 
 The marker `.penstock-model.json` comes last. It names the source and has size and checksum of every file. A folder
-without it is not complete; a killed fetch is continued by the next one. A lock beside the folder keeps two fetches
+without it is not complete; a killed fetch is continued by the next one. A lock next to the folder keeps two fetches
 apart, also on different machines if the volume supports `flock`.
 """
 
@@ -101,7 +101,7 @@ class ObjectFolder:
             raise Unavailable(f"{self.url}/{name} has {stored} bytes after its upload, not {file.stat().st_size}")
 
     def remove(self, name: str) -> None:
-        """Remove an object. It is no error if it is gone."""
+        """Remove an object. It is not an error if it is gone."""
 
         def remove() -> None:
             try:
@@ -250,7 +250,7 @@ def _download(store: ObjectFolder, name: str, info: ObjectInfo, path: Path) -> N
 
 
 def _has_md5(path: Path, etag: str) -> bool:
-    """Whether a file has the MD5 that an S3 etag is. The etag of an object of several parts is no MD5: then true."""
+    """Whether a file has the MD5 that an S3 etag is. The etag of an object in parts is not an MD5: then true."""
     if not _MD5.match(etag):
         return True
     checksum = hashlib.md5(usedforsecurity=False)

@@ -242,7 +242,7 @@ def raise_file_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-# ── Keeps the files of a run to the user who runs it: prompts, weights, logs and keys are nobody else's business ──
+# ── Keeps the files of a run to the user who runs it: prompts, weights, logs and keys concern no one else ──
 
 
 def keep_files_private() -> None:
@@ -299,7 +299,7 @@ def keep_compiled_code(folder: Path) -> None:
 
 def spare_living_objects() -> None:
     """Free what is garbage, and let the collector skip what is left. Call it when a process has loaded all that it
-    keeps, and again when it has loaded anew: what an earlier call spared may be garbage by then.
+    keeps, and again when it has loaded again: what an earlier call spared may be garbage by then.
 
     The objects that are imported and built at the start are hundreds of thousands. A full collection visits all of them
     each time, for a few tenths of a second in which the process does nothing else."""

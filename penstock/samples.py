@@ -1,11 +1,11 @@
 """The files `samples.jsonl` and `samples.1.jsonl` of a run: one line for each trained group, the oldest first.
 
-The learner writes them and everybody else only reads. When `samples.jsonl` has reached half of the limit, it replaces
+The learner writes them and all others only read. When `samples.jsonl` has reached half of the limit, it replaces
 `samples.1.jsonl` and a new file begins, so that both together stay below the limit.
 
 A learner that starts from a checkpoint first writes a line with `resumed_from_step`. Groups of later steps that are
-above this line were given up and are trained again, so readers leave them out. A line that a crash has cut off is left
-out too.
+above this line were abandoned and are trained again, so readers skip them. A line that a crash has cut off is skipped
+too.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Place:
     inode: int
     offset: int
     last_step: int | None
-    """Later steps were given up. None: no step was."""
+    """Later steps were abandoned. None if no step was abandoned."""
 
     def __str__(self) -> str:
         return f"{self.inode}.{self.offset}.{'' if self.last_step is None else self.last_step}"

@@ -1,6 +1,6 @@
 """Feeds a dataset to a run: every prompt of every epoch once, in an order that follows from the seed.
 
-The position is stored in Redis beside the prompts, and one script submits a chunk and moves the position on. So a
+The position is stored in Redis with the prompts, and one script submits a chunk and moves the position on. So a
 feeder that is killed and started again, or replaced by another one, skips nothing and repeats nothing. The same holds
 if Redis loses its tail, because it loses position and prompts together. Learner checkpoints record the position.
 """
@@ -190,9 +190,9 @@ class BuriedPrompts:
 
     def reason_to_pause(self, num_inserted: int, reasons: Mapping[str, int]) -> str:
         """Why the run should pause, or an empty text. Both counts are since the run began. The answer stays until
-        `begin_anew` is called."""
+        `begin_again` is called."""
         if self._reasons is None:
-            self.begin_anew(num_inserted, reasons)
+            self.begin_again(num_inserted, reasons)
         before = self._reasons or {}
         new = {reason: count - before.get(reason, 0) for reason, count in reasons.items()}
         num_finished = num_inserted - self._inserted + sum(new.values())
@@ -204,7 +204,7 @@ class BuriedPrompts:
                 )
         return ""
 
-    def begin_anew(self, num_inserted: int, reasons: Mapping[str, int]) -> None:
+    def begin_again(self, num_inserted: int, reasons: Mapping[str, int]) -> None:
         """Compare with these counts from here on. Called once the run is paused."""
         self._reasons, self._inserted = dict(reasons), num_inserted
 
@@ -382,7 +382,7 @@ class Feeder:
         if (reason := self.buried.reason_to_pause(stat.inserted, reasons)) and self.pause is not None:
             logger.error("the run pauses: %s", reason)
             await self.pause(reason)
-            self.buried.begin_anew(stat.inserted, reasons)
+            self.buried.begin_again(stat.inserted, reasons)
 
     async def _submit(self, position: int, chunk: Sequence[Prompt]) -> int:
         with contextlib.ExitStack() as spans:

@@ -145,14 +145,14 @@ class QueueInspector:
         return ids
 
     async def groups(self, prompt_ids: Sequence[int]) -> list[QueuedGroup]:
-        """Decoded groups in the given order. Groups that were committed meanwhile are left out."""
+        """Decoded groups in the given order. Groups that were committed meanwhile are skipped."""
         deliveries = await self.queue.fetch(prompt_ids)
         return await asyncio.to_thread(lambda: [_decode(found.prompt_id, found.payload) for found in deliveries])
 
     # ── dead letters ──
 
     async def dead_letters(self, kind: str = "", *, newest_first: bool = False) -> AsyncIterator[DeadLetter]:
-        """The current dead letters without their payloads. Those that are buried while this runs are left out."""
+        """The current dead letters without their payloads. Those that are buried while this runs are skipped."""
         last = await self._newest_dead_letter()
         first = "-"
         while last:

@@ -77,7 +77,7 @@ from penstock.store.scripts import QUEUE, read_columns, read_record, read_rows
 
 IDEMPOTENCY_TTL_S = 7 * 24 * 3600
 PROMPTS_AT_ONCE = 64
-"""Prompts that one command reads. A prompt may be large, and Redis answers nobody else meanwhile."""
+"""Prompts that one command reads. A prompt may be large, and Redis answers no one else meanwhile."""
 
 
 class QueueCalls:
@@ -103,7 +103,7 @@ class QueueCalls:
         )
 
     async def wait_for_entry(self, stream: str, timeout_s: float) -> None:
-        """Block on a connection of its own until the stream has an entry that no wait has seen, or for `timeout_s`."""
+        """Block on a separate connection until the stream has an entry that no wait has seen, or for `timeout_s`."""
         block_ms = max(1, int(1000 * min(timeout_s, self.client.max_block_s)))
         found = await guarded(self.client.xread({stream: self._seen.get(stream, b"0-0")}, count=1, block=block_ms))
         if found and stream == self.keys.lease_signals:  # it has one entry, so that is the newest
@@ -405,7 +405,7 @@ class GroupConsumer(QueueCalls):
         return KeptGroups(tuple(sorted(map(int, prompt_ids))), int(num_left_out or 0))
 
     async def fetch_kept(self, evaluation_id: str, prompt_ids: Sequence[int]) -> list[bytes]:
-        """Kept groups of an evaluation. Those that are no longer kept are left out."""
+        """Kept groups of an evaluation. Those that are no longer kept are skipped."""
         if not prompt_ids:
             return []
         groups = await guarded(self.client.hmget(self.keys.evaluation_groups(evaluation_id), list(prompt_ids)))
@@ -438,7 +438,7 @@ class GroupConsumer(QueueCalls):
         await self.wait_for_entry(self.keys.results, timeout_s)
 
     async def fetch(self, prompt_ids: Sequence[int]) -> list[Delivery]:
-        """The groups of these prompts. Those that are no longer queued are left out."""
+        """The groups of these prompts. Those that are no longer queued are skipped."""
         known, ahead = self._attempts, self._fetched_ahead
         attempts = {prompt_id: known.pop(prompt_id) for prompt_id in prompt_ids if prompt_id in known}
         payloads = {prompt_id: ahead.pop(prompt_id) for prompt_id in attempts if prompt_id in ahead}

@@ -37,7 +37,7 @@ from penstock.store.scripts import STORE, read_record, read_rows
 #                                          └──────(probes disagree)─────────────┘
 #
 # While it drains, it leases nothing. While it is probed, it leases a few prompts, whose groups are compared. A group
-# that it sampled in quarantine and that is no probe is expired: its prompt is leased again and loses no attempt.
+# that it sampled in quarantine and that is not a probe is expired: its prompt is leased again and loses no attempt.
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ class Heartbeats:
 
     @contextlib.contextmanager
     def beating_in_thread(self, component: str, connect: Callable[[], redis.Redis]) -> Iterator[None]:
-        """Beat from a thread, with a connection of its own, while the block keeps the event loop busy."""
+        """Beat from a thread, with a separate connection, while the block keeps the event loop busy."""
         stop = threading.Event()
 
         async def beat() -> None:

@@ -37,7 +37,7 @@ def test_one_reason_for_half_of_the_prompts_pauses(num_inserted: int, reasons: d
     now = {reason: reasons.get(reason, 0) + before.get(reason, 0) for reason in {*reasons, *before}}
     assert bool(watched.reason_to_pause(100 + num_inserted, now)) == pauses
     assert bool(watched.reason_to_pause(100 + num_inserted, now)) == pauses, "the reason stays until the run is paused"
-    watched.begin_anew(100 + num_inserted, now)
+    watched.begin_again(100 + num_inserted, now)
     assert watched.reason_to_pause(100 + num_inserted, now) == "", "after a pause the count begins anew"
     assert BuriedPrompts(None).reason_to_pause(num_inserted, now) == ""
 

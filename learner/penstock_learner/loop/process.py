@@ -26,7 +26,7 @@ from penstock.errors import QueueFull, RoleDied, Unavailable
 from penstock.machine import DiskWatch, folder_bytes
 from penstock.process_endpoint import Readiness
 from penstock.replay.queue import GroupConsumer
-from penstock.replay.recomputed import RecomputedLogProbs
+from penstock.replay.results import RecomputedLogProbs
 from penstock.store.fleet import Fleet, Quarantines
 from penstock.store.heartbeats import LEARNER, Heartbeats, Phases
 from penstock.store.notices import Event, Notices

@@ -46,7 +46,7 @@ from penstock.config.run import RunConfig
 from penstock.logs import bind
 from penstock.machine import spare_living_objects
 from penstock.replay.queue import GroupConsumer
-from penstock.replay.recomputed import RecomputedLogProbs
+from penstock.replay.results import RecomputedLogProbs
 from penstock.store.heartbeats import LEARNER, Phases
 from penstock.store.policies import PolicyRegistry
 from penstock.store.run_control import Orders, RunControl

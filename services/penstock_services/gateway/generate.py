@@ -261,7 +261,7 @@ class GenerateHandlers:
             except grpc.aio.AioRpcError as error:
                 failure = _translated(error, server)
                 if session is not None and session.replaced and _is_of_template(failure):
-                    session.begin_anew(request)
+                    session.begin_again(request)
                     untried.appendleft(server)
                     continue
                 if whole.server_id or not isinstance(failure, Unavailable):

@@ -18,7 +18,7 @@ from penstock.config.run import RunConfig
 from penstock.errors import InvalidInput, NotFound, PoisonGroup
 from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import Delivery
-from penstock.replay.recomputed import RecomputedLogProbs
+from penstock.replay.results import RecomputedLogProbs
 from penstock.samples import Order, Place, Range, Sample, SampleFilter, SamplePage, TokenText, page, select
 from penstock.trajectory import Group
 from penstock.v1 import groups_pb2

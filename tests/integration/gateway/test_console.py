@@ -16,7 +16,7 @@ import redis.asyncio as redis
 from penstock.api_keys import make_key
 from penstock.codec import decode_group, encode_group
 from penstock.replay.queue import RedisReplayQueue
-from penstock.replay.recomputed import RecomputedLogProbs
+from penstock.replay.results import RecomputedLogProbs
 from penstock.samples import Sample
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.policies import PolicyRegistry

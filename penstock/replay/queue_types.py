@@ -245,7 +245,7 @@ class Evaluation:
     pass_at: dict[int, float] = field(default_factory=dict)
     """pass@k over the prompts finished so far: see `penstock.sample_scores`. A sample passes with a reward of 1."""
     num_failed: int = 0
-    """Finished prompts that have no samples, because they failed too often or none could answer them. The score does
+    """Finished prompts that have no samples, because they failed too often or had no server. The score does
     not contain them."""
     by_source: dict[str, dict[str, float]] = field(default_factory=dict)
     """Scores of each data source: see `penstock.sample_scores.scores_by_source`."""

@@ -26,10 +26,9 @@ import psutil
 
 from harness import Bar, Measurement, median_ratio, report, sized
 from penstock.config.loading import dump_config
-from penstock.config.run import ModelConfig, RunConfig
+from penstock.config.run import ModelConfig, RunConfig, WeightsConfig
 from penstock.config.service import GatewayConfig, GatewayLimits, RedisConfig, SessionLimits
-from penstock.config.weights import WeightsConfig
-from penstock.machine.ports import free_port, wait_for_port
+from penstock.machine import free_port, wait_for_port
 from penstock.store.redis_client import connect
 from penstock.trajectory import VersionSegment
 from penstock_rollout.engines.engine import GenerateRequest, TokenChunk

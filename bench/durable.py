@@ -36,7 +36,7 @@ from harness import Bar, Measurement, earlier, report, sized
 from penstock.codec import decode_group, encode_prompt
 from penstock.config.rollout import RolloutConfig
 from penstock.config.service import RedisConfig, ReplayConfig
-from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.replay.queue import RedisReplayQueue
 from penstock.store.redis_client import connect
 from penstock.trajectory import Prompt, Sampling
 from replay import Server

@@ -27,7 +27,7 @@ from penstock.api.records import SubmittedPrompt
 from penstock.config.loading import dump_config
 from penstock.config.run import ModelConfig, RunConfig
 from penstock.config.service import GatewayConfig, RedisConfig
-from penstock.machine.ports import free_port, wait_for_port
+from penstock.machine import free_port, wait_for_port
 from penstock.v1 import prompts_pb2
 from penstock_services.local.private_redis import find_redis_server, write_config
 

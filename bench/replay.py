@@ -30,9 +30,9 @@ from typing import TypeVar
 
 from harness import SMOKE, Bar, Measurement, alternate, ends_without, median_ratio, report, sized
 from penstock.config.service import RedisConfig, ReplayConfig
-from penstock.machine.ports import free_port, wait_for_port
+from penstock.machine import free_port, wait_for_port
+from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import FinishedGroup
-from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.redis_client import EXCHANGES_AT_ONCE, RedisClient, connect
 from penstock_services.local.private_redis import find_redis_server, write_config
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from harness import Bar, Measurement, ends_without, report
 from penstock.config.service import RedisConfig
-from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.replay.queue import RedisReplayQueue
 from penstock.store.redis_client import connect
 from penstock_rollout.engines.factory import start_engine
 from replay import Server

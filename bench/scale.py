@@ -39,8 +39,7 @@ from penstock.codec import encode_prompt
 from penstock.config.loading import dump_config
 from penstock.config.run import ModelConfig, RunConfig, WeightsConfig
 from penstock.config.service import GatewayConfig, RedisConfig, ReplayConfig
-from penstock.machine.host_memory import measure_memory
-from penstock.machine.ports import free_port, wait_for_port
+from penstock.machine import free_port, measure_memory, wait_for_port
 from penstock.trajectory import Prompt, Sampling
 from penstock.weights.cluster_key import ClusterKey
 from penstock_services.local.private_redis import find_redis_server, write_config

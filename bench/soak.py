@@ -53,9 +53,9 @@ from harness import SMOKE, Bar, ends_without, write_results
 from penstock.config.loading import dump_config, load_config
 from penstock.config.run import RunConfig
 from penstock.errors import PenstockError
-from penstock.machine.ports import free_port, wait_for_port
+from penstock.machine import free_port, wait_for_port
+from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import QueueStat
-from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.keys import RunKeys
 from penstock.store.redis_client import RedisClient, connect
 from penstock_learner.checkpoints.store import CheckpointStore

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from penstock.config.algorithms import ADVANTAGE_NAMES, LOSS_NAMES
-from penstock.config.rewards import Reward
+from penstock.config.rollout import Reward
 from penstock.config.run import RunConfig
 from penstock_rollout.agents.registry import BUILT_IN as AGENTS
 from penstock_rollout.agents.tool_calls import TOOL_FORMATS

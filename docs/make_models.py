@@ -5,9 +5,12 @@ python docs/make_models.py
 
 from __future__ import annotations
 
+import re
 import sys
 import tempfile
+import textwrap
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,34 +26,32 @@ The learner takes one of two paths, by the architecture in `config.json`:
 
 | path | models | how |
 |---|---|---|
-| packed | those in the first table | sequences without padding; the logits are never whole in memory |
+| packed | those in the first list | sequences without padding; the logits are never whole in memory |
 | padded | every other causal model that Hugging Face can load | Hugging Face's own forward of right-padded rows |
 
 The padded path is slower, holds the logits of a micro-batch in memory, and cannot use `learner.sequence_parallel`. The
-log says so if a model takes the padded path, and why.
+log names the reason if a model takes it.
 
-A model that can take neither path is refused in one line that names its type and the reason, by
-`penstock learner --check`, by `penstock check-model` and at the start. That holds for vision-language models and others
-of several parts, also if only text would be trained: rollout servers know the weights of their language model by other
-names. The last table has examples. So is a model whose weights cannot be sharded layer by layer, or cannot be pushed
-under the names of its folder: of those below, deepseek_v4, hrm_text, longcat_flash and zamba2.
+A model that can take neither path is refused in one line, by `penstock learner --check`, by `penstock check-model` and
+at the start. That holds for vision-language models and others of several parts, even if only text would be trained:
+rollout servers know the weights of their language model by other names. It also holds for models whose weights cannot
+be sharded layer by layer, or pushed under the names of their folder: of those below, deepseek_v4, hrm_text,
+longcat_flash and zamba2.
 
-Every role that loads a model (policy, reference, critic, reward model, `penstock sft`) compares its path with the plain
-forward of the same weights before it does anything else. The sequences are longer than every window and share one
-forward pass, the plain forward takes them one at a time, and the largest difference of any token counts. It refuses the
-model, with the numbers, if they differ by more than rounding. It also replaces the last token of each sequence, and
-refuses the model if an earlier token notices: it would be given the answers. You can ask beforehand:
+Every role that loads a model (policy, reference, critic, reward model, `penstock sft`) first compares its path with the
+plain forward of the same weights, and refuses the model if they differ by more than rounding, or if a token can see the
+tokens after it. You can ask beforehand:
 
 ```bash
 penstock check-model examples/arithmetic/model
 ```
 
-The tables show tiny random models in float32: *error* is the largest difference of any response token's log-prob, in
+The lists show tiny random models in float32; *error* is the largest difference of any response token's log-prob, in
 nats, from Hugging Face's forward of each sequence by itself. Tests also compare the gradients of every parameter.
 Rotary embeddings that change with the length (`dynamic`, `longrope`) are computed for each sequence by itself. An
 engine that chooses them by the model's maximum length will differ, which the check of log-probs in each step shows.
 
-Mixtures of experts have a page of their own: [experts.md](experts.md).
+Mixtures of experts have their own page: [experts.md](experts.md).
 
 """
 
@@ -100,16 +101,33 @@ def refuse_all() -> list[tuple[str, str]]:
 
 
 def page(rows: list[tuple[str, bool, float, str]], refused: list[tuple[str, str]]) -> str:
-    packed = [f"| {name} | {error:.0e} |" for name, is_packed, error, _ in rows if is_packed]
-    padded = [f"| {name} | {error:.0e} | {reason} |" for name, is_packed, error, reason in rows if not is_packed]
+    packed = [(name, error) for name, is_packed, error, _ in rows if is_packed]
+    padded = [(name, error, reason) for name, is_packed, error, reason in rows if not is_packed]
     return HEAD + "\n".join(
         [
-            f"## Packed: {len(packed)} compared", "", "| architecture | error |", "|---|---|", *packed, "",
-            f"## Padded: {len(padded)} compared", "", "| architecture | error | why |", "|---|---|---|", *padded, "",
-            f"## Refused: {len(refused)} tried", "", "| architecture | why |", "|---|---|",
-            *(f"| {model_type} | {reason} |" for model_type, reason in refused), "",
+            f"## Packed: {len(packed)} compared",
+            f"Largest error: {max(error for _, error in packed):.0e}.",
+            "",
+            *_list(name for name, _ in packed),
+            f"## Padded: {len(padded)} compared",
+            f"Largest error: {max(error for _, error, _ in padded):.0e}.",
+            "",
+            *_by_reason((name, reason.replace(f"type {name.partition(',')[0]} ", "")) for name, _, reason in padded),
+            f"## Refused: {len(refused)} tried",
+            *_by_reason((name, re.sub(r"^which |^whose | \(.*\)$", "", reason)) for name, reason in refused),
         ]
-    )  # fmt: skip
+    )
+
+
+def _by_reason(rows: Iterable[tuple[str, str]]) -> list[str]:
+    names: dict[str, list[str]] = {}
+    for name, reason in rows:
+        names.setdefault(reason, []).append(name)
+    return [line for reason, of_it in names.items() for line in _list(of_it, f"**{reason[0].upper()}{reason[1:]}**: ")]
+
+
+def _list(names: Iterable[str], title: str = "") -> list[str]:
+    return [textwrap.fill(f"{title}{'; '.join(names)}.", 120, break_on_hyphens=False), ""]
 
 
 if __name__ == "__main__":

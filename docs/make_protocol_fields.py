@@ -37,18 +37,15 @@ def field_notes(body: type[bodies.Body]) -> dict[str, str]:
     return notes
 
 
-def row(name: str, body: type[bodies.Body], notes: dict[str, str]) -> tuple[str, str]:
-    """How a field is treated, and the row of the table."""
-    marks = body.model_fields[name].metadata
-    for mark in marks:
+def treatment(name: str, body: type[bodies.Body], notes: dict[str, str]) -> tuple[str, str, str]:
+    """How a field is treated, why, and its name with the values that are accepted nevertheless."""
+    for mark in body.model_fields[name].metadata:
         if isinstance(mark, bodies.Refused):
-            neutral = ", ".join(f"`{value!r}`" for value in mark.neutral)
-            accepted = f"; accepted: {neutral}" if neutral else ""
-            return "refused", f"| `{name}` | refused: {mark.why}{accepted} |"
+            neutral = " or ".join(f"`{value!r}`" for value in mark.neutral)
+            return "refused", mark.why, f"`{name}`" + (f" (unless {neutral})" if neutral else "")
         if isinstance(mark, bodies.NoEffect):
-            return "none", f"| `{name}` | accepted without effect: {mark.why} |"
-    note = notes.get(name, "")
-    return "honoured", f"| `{name}` | honoured{': ' + note if note else ''} |"
+            return "no effect", mark.why, f"`{name}`"
+    return "honoured", notes.get(name, ""), f"`{name}`"
 
 
 def build() -> str:
@@ -56,9 +53,14 @@ def build() -> str:
     parts = [PAGE.read_text().partition(MARK)[0] + MARK]
     for route, body in ROUTES.items():
         notes = field_notes(body)
-        rows = [row(name, body, notes) for name in sorted(body.model_fields)]
-        ordered = [text for kind in ("honoured", "refused", "none") for found, text in rows if found == kind]
-        parts.append(f"\n### `{route}`\n| field | |\n|---|---|\n" + "\n".join(ordered) + "\n")
+        names: dict[tuple[str, str], list[str]] = {}
+        for name in sorted(body.model_fields):
+            kind, why, text = treatment(name, body, notes)
+            names.setdefault((kind, why), []).append(text)
+        order = ("honoured", "refused", "no effect")
+        rows = sorted(names, key=lambda key: (order.index(key[0]), key[1] != ""))
+        table = [f"| {', '.join(names[row])} | {row[0]}{': ' + row[1] if row[1] else ''} |" for row in rows]
+        parts.append(f"\n### `{route}`\n| fields | |\n|---|---|\n" + "\n".join(table) + "\n")
     return "".join(parts)
 
 

@@ -28,13 +28,13 @@ HEADER = """\
 What `penstock import-verl` does with each key of verl ([coming-from-verl.md](coming-from-verl.md)). `*` stands for any
 text. A key that is in no table is reported as not known.
 
-- **same**: our field means the same.
-- **changed**: our field is set from it, with the difference that is noted.
-- **not needed**: nothing is lost without it. The import's report says why.
-- **none**: there is no counterpart; the note says why, or what to do. A value that asks for nothing, such as verl's
-  default, is not reported.
+- A row without a note: our field means the same.
+- A row with a note: our field is set from the key, with the difference that is noted.
+- A row without a field of ours: there is no counterpart; the note says why, or what to do. A value that asks for
+  nothing, such as verl's default, is not reported.
+- **Not needed**: nothing is lost without the key. The import's report says why.
 """
-TITLES = {"same": "same", "changed": "changed", "unneeded": "not needed", "missing": "none"}
+ALIAS = "another name of "
 SECTIONS = {
     "Trainer": TRAINER_KEYS,
     "Data": DATA_KEYS,
@@ -53,19 +53,25 @@ def build() -> str:
 
 
 def _section(title: str, rows: Iterable[Key]) -> str:
-    """A table of the keys that mean something here, and a list of those that are not needed."""
+    """A table of the keys that mean something here, and lists of other names and of keys that are not needed."""
     rows = list(rows)
-    lines = [f"\n## {title}", "| verl | ours | | note |", "|---|---|---|---|"]
-    lines += [_line(row) for row in rows if row.status != "unneeded"]
-    if unneeded := [f"`{row.verl}`" for row in rows if row.status == "unneeded"]:
-        lines += ["", textwrap.fill("Not needed: " + ", ".join(unneeded) + ".", 140, break_on_hyphens=False)]
+    aliases = [row for row in rows if row.note.startswith(ALIAS)]
+    lines = [f"\n## {title}", "| verl | ours | note |", "|---|---|---|"]
+    lines += [_line(row) for row in rows if row.status != "unneeded" and row not in aliases]
+    lists = {
+        "Other names": [f"`{row.verl}` for {row.note.removeprefix(ALIAS)}" for row in aliases],
+        "Not needed": [f"`{row.verl}`" for row in rows if row.status == "unneeded"],
+    }
+    for name, items in lists.items():
+        if items:
+            lines += ["", textwrap.fill(f"{name}: {', '.join(items)}.", 140, break_on_hyphens=False)]
     return "\n".join(lines) + "\n"
 
 
 def _line(row: Key) -> str:
     ours = ", ".join(f"`{name}`" for name in row.ours)
     note = row.note.replace("|", "\\|")
-    return f"| `{row.verl}` | {ours} | {TITLES[row.status]} | {note} |"
+    return f"| `{row.verl}` | {ours} | {note} |"
 
 
 if __name__ == "__main__":

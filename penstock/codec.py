@@ -19,8 +19,10 @@ import json
 import math
 import struct
 import threading
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from functools import cache
+from typing import Any, TypeVar
 
 import numpy as np
 import zstandard
@@ -41,6 +43,25 @@ from penstock.trajectory import (
     VersionSegment,
 )
 from penstock.v1 import groups_pb2, prompts_pb2
+
+# ── Reading records that another version of Penstock may have written ──
+
+
+T = TypeVar("T")
+
+
+def read_known_fields(kind: type[T], record: Mapping[str, Any]) -> T:
+    """Build the dataclass `kind` from a record. During a rolling upgrade the writer may be newer or older than the
+    reader: fields that `kind` does not have are ignored, and missing ones take their default. Lists become tuples."""
+    names = _field_names(kind)  # type: ignore[arg-type]
+    known = {name: value for name, value in record.items() if name in names}
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in known.items()})
+
+
+@cache
+def _field_names(kind: type) -> frozenset[str]:
+    return frozenset(field.name for field in fields(kind))
+
 
 MAGIC = b"PSK"
 SCHEMA_VERSION = 3

@@ -13,8 +13,7 @@ from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from penstock.machine.disk_space import DiskWatch
-from penstock.machine.host_memory import measure_memory
+from penstock.machine import DiskWatch, measure_memory
 
 PREFIX = "penstock"
 SHORT_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)

@@ -7,7 +7,7 @@
 | `/startupz` | the process has once left the state `loading`        | it still loads                        |
 | `/readyz`   | the state is `ready`                                 | it is `loading`, `stale` or `draining` |
 
-`/readyz` answers `{"state": …, "detail": …}`. A thread of its own answers, so that a process whose loop is blocked,
+`/readyz` answers `{"state": …, "detail": …}`. A separate thread answers, so that a process whose loop is blocked,
 by an import for example, still says so. The gateway answers the same paths on its REST port.
 """
 

@@ -10,16 +10,13 @@ import json
 import tempfile
 from pathlib import Path
 
-from penstock.config.agents import AgentsConfig
 from penstock.config.dataset import listed_files
 from penstock.config.learner import LearnerConfig
-from penstock.config.rewards import FunctionReward, RewardConfig
+from penstock.config.rollout import AgentsConfig, FunctionReward, RewardConfig, SearchTool
 from penstock.config.run import RunConfig
 from penstock.config.service import RedisConfig
-from penstock.config.tools import SearchTool
 from penstock.errors import ConfigError, InvalidInput
-from penstock.feed.datasets import RowFormat, read_prompts
-from penstock.feed.files import matching_files
+from penstock.feed.datasets import RowFormat, matching_files, read_prompts
 from penstock.trajectory import Sampling
 
 CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")

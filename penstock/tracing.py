@@ -20,7 +20,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from penstock.config.tracing import TracingConfig
+from penstock.config.run import TracingConfig
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:

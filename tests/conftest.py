@@ -12,7 +12,7 @@ import redis.asyncio as redis
 from hypothesis import settings
 
 from penstock.config.service import RedisConfig, ReplayConfig
-from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.replay.queue import RedisReplayQueue
 from penstock.store.redis_client import connect
 from support.redis_server import RedisProcess
 

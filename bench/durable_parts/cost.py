@@ -12,11 +12,9 @@ from prometheus_client import CollectorRegistry
 from harness import Bar, Measurement, median_ratio
 from penstock.cancellation import end_task
 from penstock.codec import encode_prompt
-from penstock.config.agents import AdaptiveConcurrencyConfig, AgentsConfig
-from penstock.config.rewards import RewardConfig
-from penstock.config.rollout import EngineConfig, RolloutConfig
+from penstock.config.rollout import AdaptiveConcurrencyConfig, AgentsConfig, EngineConfig, RewardConfig, RolloutConfig
 from penstock.config.service import RedisConfig, ReplayConfig
-from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.replay.queue import RedisReplayQueue
 from penstock.store.redis_client import connect
 from penstock.trajectory import Prompt, Sampling
 from penstock_rollout.agents.registry import Agents

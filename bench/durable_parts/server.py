@@ -25,11 +25,9 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from penstock.config.agents import AdaptiveConcurrencyConfig, AgentsConfig
-from penstock.config.rewards import RewardConfig
-from penstock.config.rollout import RolloutConfig
+from penstock.config.rollout import AdaptiveConcurrencyConfig, AgentsConfig, RewardConfig, RolloutConfig
 from penstock.config.service import RedisConfig, ReplayConfig
-from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.replay.queue import RedisReplayQueue
 from penstock.store.redis_client import connect
 from penstock.trajectory import FinishReason, VersionSegment
 from penstock_rollout.agents.registry import Agents

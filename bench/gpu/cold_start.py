@@ -40,8 +40,8 @@ import yaml
 from harness import WRITE_TO, Bar, Measurement, Results, earlier_results, ends_without, report, run_parts, save, say
 from learner_parts.models import SHAPES
 from penstock.client import SyncPenstockClient
-from penstock.compiled_code import VARIABLES
 from penstock.errors import PenstockError
+from penstock.machine import VARIABLES
 from penstock_rollout.engines.vllm.standby import SWITCH
 from whole_run import MICRO_BATCH_TOKENS, model_folder
 from whole_run_parts.ours import UP, print_logs, settings_of, step_rows, stop

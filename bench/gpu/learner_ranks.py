@@ -26,7 +26,7 @@ from harness import Child, Results, run_parts, save, say, sized
 from learner_parts.models import SHAPES, Shape
 from learner_parts.steps import clear, make_batch, make_model
 from penstock.config.learner import LearnerConfig
-from penstock.machine.ports import free_port
+from penstock.machine import free_port
 from penstock_learner.batches.partition import partition, unpermute
 from penstock_learner.batches.sequence_batch import SequenceBatch
 from penstock_learner.model.adapter import add_adapter

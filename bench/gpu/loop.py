@@ -27,8 +27,8 @@ import psutil
 
 from harness import RESULTS, Results, ends_without, run_parts, save, say
 from loop_parts.run import SERVERS, LoopRun
+from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import QueueStat
-from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet
 from penstock.store.redis_client import connect
 from soak_parts.processes import rank_process, root_process

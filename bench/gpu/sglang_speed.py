@@ -32,7 +32,7 @@ import httpx
 
 from harness import Child, Results, ends_without, run_parts, save, say
 from penstock.config.rollout import EngineConfig
-from penstock.machine.ports import free_port
+from penstock.machine import free_port
 from penstock.trajectory import Sampling
 from penstock_rollout.engines.engine import GenerateRequest
 from penstock_rollout.engines.sglang.engine import SglangEngine

@@ -1,1 +1,1 @@
-"""The jobs of loading.py and gpu/loading.py, and the program of a rank."""
+"""The jobs of loading.py and gpu/loading_gpu.py, and the program of a rank."""

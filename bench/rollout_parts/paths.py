@@ -20,8 +20,7 @@ from prometheus_client import CollectorRegistry
 from harness import Measurement, median_ratio
 from penstock.cancellation import end_task
 from penstock.codec import encode_prompt
-from penstock.config.agents import AdaptiveConcurrencyConfig, AgentsConfig
-from penstock.config.rollout import EngineConfig, RewardConfig, RolloutConfig
+from penstock.config.rollout import AdaptiveConcurrencyConfig, AgentsConfig, EngineConfig, RewardConfig, RolloutConfig
 from penstock.config.service import ReplayConfig
 from penstock.trajectory import Prompt, Sampling
 from penstock.weights.folder_tensors import stop_token_ids

@@ -11,8 +11,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from penstock.config.run import RunConfig
-from penstock.machine.garbage import spare_living_objects
-from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.machine import spare_living_objects
+from penstock.replay.queue import RedisReplayQueue
 from penstock.store.fleet import SERVING_STATES, Fleet
 from penstock.store.redis_client import connect
 from penstock.store.run_control import RunControl

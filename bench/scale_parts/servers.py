@@ -26,8 +26,8 @@ from prometheus_client import CollectorRegistry
 from penstock.config.loading import load_config
 from penstock.config.run import RunConfig
 from penstock.config.service import ReplayConfig
+from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import Lease
-from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, Reported, ServerRecord
 from penstock.store.policies import PolicyRegistry
 from penstock.store.redis_client import RedisClient, connect

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from penstock.errors import InvalidInput
-from penstock.replay.admission import admission
+from penstock.replay.queue_types import admission
 
 DRAWS_AT_ONCE = 8192
 SMALLEST_TOKENS = 1.0

@@ -32,10 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", type=Path, required=True, help="YAML file of the run")
     parser.add_argument("--check", action="store_true", help="check the configuration and exit")
     arguments, overrides = parse_with_overrides(parser, argv)
-    from penstock.compiled_code import keep_compiled_code
     from penstock.config.loading import load_config
     from penstock.hub import with_local_models
-    from penstock.machine.private_files import keep_files_private
+    from penstock.machine import keep_compiled_code, keep_files_private
     from penstock.start_checks import make_run_folder
     from penstock.weights.cluster_key import ClusterKey
 
@@ -50,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         keep_files_private()
         make_run_folder(config)
-        keep_compiled_code(config)
+        keep_compiled_code(config.cache_folder)
         ClusterKey.of(config).make_if_missing()
         asyncio.run(serve(config))
     except PenstockError as error:
@@ -68,11 +67,9 @@ async def serve(config: RunConfig) -> None:
 
     from penstock.metrics import write_endpoint
     from penstock.process_endpoint import Readiness, process_endpoint
-    from penstock.replay.redis_queue import RedisReplayQueue
+    from penstock.replay.queue import RedisReplayQueue
     from penstock.store.fleet import Fleet
-    from penstock.store.heartbeats import LEARNER, Heartbeats
-    from penstock.store.leaving import Leaving
-    from penstock.store.phases import Phases
+    from penstock.store.heartbeats import LEARNER, Heartbeats, Leaving, Phases
     from penstock.store.redis_client import connect
     from penstock.tracing import open_tracing
     from penstock_learner.loggers.step_loggers import check_loggers
@@ -127,7 +124,7 @@ def prepare_environment(config: RunConfig) -> None:
 
     A private Ray gets a token, and listens on loopback only, as do the process groups of its ranks. A cluster that is
     joined has its own settings."""
-    from penstock.machine.ports import is_loopback, keep_collectives_on_loopback
+    from penstock.machine import is_loopback, keep_collectives_on_loopback
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")

@@ -150,7 +150,7 @@ class GroupPage(Record):
 
 
 class Sample(Record):
-    """A trained response: see penstock.samples.sample for its fields."""
+    """A trained response: see penstock.samples for its fields."""
 
     step: int
     policy_version: int

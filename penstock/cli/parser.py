@@ -205,7 +205,7 @@ def _check_name(parser: Parser, name: str) -> None:
         return
     if hint := did_you_mean(name, parser.option_names, cutoff=0.75):
         parser.error(f"unknown option {name}; {hint}")
-    from penstock.config.explanation import hint_for_key
+    from penstock.config.loading import hint_for_key
 
     parser.error(f"unknown option {name}; {hint_for_key([name[2:].replace('-', '_')], RunConfig)}")
 

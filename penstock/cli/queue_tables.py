@@ -15,7 +15,7 @@ from rich.text import Text
 
 from penstock.cli.output import labelled
 from penstock.replay.inspection import DeadLetter, DeadLetterContents, QueuedGroup, QueueReport
-from penstock.token_text import TokenText
+from penstock.samples import TokenText
 from penstock.trajectory import Group, Prompt, Trajectory
 
 _HEADLINE = ("step", "policy_version", "term")

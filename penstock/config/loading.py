@@ -1,23 +1,260 @@
 """Load a run's configuration: a YAML file, then `--section.field value` overrides with the same names.
 
 Every mistake is reported in one line: an unknown key with the nearest known one, a wrong value with its field's path
-and what is expected (explanation.py).
+and what is expected.
 """
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 from urllib.parse import urlsplit
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
-from penstock.config.explanation import Mistake, explain
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, InvalidInput
+
+# ──
+# What is wrong with a configuration, in plain words: a line for each field, with its path and what is expected.
+#
+#     learner.lr: must be a number, not 'fast'
+#     unknown key 'learner.num_step'; did you mean 'num_steps'?
+
+
+MAX_SHOWN = 60
+"""A longer value is cut in a message."""
+_TEXTS = {
+    "int": "a whole number", "float": "a number", "finite": "a finite number", "bool": "true or false",
+    "string": "text", "path": "a path", "tuple": "a list", "list": "a list", "set": "a list",
+    "dict": "a mapping of keys to values", "model": "a section with keys", "date": "a date",
+}  # fmt: skip
+"""What is expected, by the first word of pydantic's error type, such as `int_parsing`."""
+_BOUNDS = {
+    "greater_than": ("gt", "above"), "greater_than_equal": ("ge", "at least"),
+    "less_than": ("lt", "below"), "less_than_equal": ("le", "at most"),
+}  # fmt: skip
+_FORMS = {
+    r"^[a-z0-9][a-z0-9_-]{0,62}$": "at most 63 small letters, digits, - and _, without spaces",
+    r"^[A-Za-z0-9._-]{1,64}$": "at most 64 letters, digits, ., - and _, without spaces",
+    r"^([0-9]{1,18}|latest|current)$": "a version's number, latest or current",
+    r"^(https?://.+)?$": "a URL that starts with http:// or https://",
+    r"^([a-z][a-z0-9+.-]*://.+)?$": "the URL of a folder, such as s3://bucket/folder",
+}
+"""Patterns of fields in words."""
+_LENGTHS = {"too_short": ("min_length", "at least"), "too_long": ("max_length", "at most")}
+
+
+@dataclass(frozen=True)
+class Mistake:
+    path: tuple[str, ...]
+    """Keys from the root to the field, as a user writes them."""
+    text: str
+    """One line, without the path."""
+    names_field: bool = False
+    """Whether the text itself names the field."""
+
+    @property
+    def dotted(self) -> str:
+        return dotted(self.path)
+
+    @property
+    def line(self) -> str:
+        return self.text if self.names_field or not self.path else f"{self.dotted}: {self.text}"
+
+
+def explain(error: ValidationError, model: type[BaseModel]) -> list[Mistake]:
+    """The mistakes of a config of type `model`, unknown keys first: a missing key may be one of them, misspelled."""
+    found: dict[tuple[str, ...], list[ErrorDetails]] = {}
+    for details in error.errors(include_url=False):
+        found.setdefault(_user_path(details, model), []).append(details)
+    mistakes = [_mistake(path, errors, model) for path, errors in found.items()]
+    unknown = [mistake for mistake in mistakes if mistake.text.startswith("unknown key")]
+    suggested = {hint for mistake in unknown for hint in re.findall(r"did you mean '(.+)'", mistake.text)}
+    others = [mistake for mistake in mistakes if mistake not in unknown]
+    return [*unknown, *(found for found in others if not (_is_missing(found) and found.dotted in suggested))]
+
+
+def describe(errors: Sequence[ErrorDetails]) -> str:
+    """What is wrong with one value, in a line. Several errors are those of the types that it may have."""
+    first = errors[0]
+    if first["type"] == "missing":
+        return "is missing"
+    if first["type"] in ("value_error", "assertion_error"):
+        return _one_line(first["ctx"]["error"] if "ctx" in first else first["msg"])
+    expected = " or ".join(dict.fromkeys(map(_expected, errors)))
+    return _one_line(f"must be {expected}, not {_shown(first['input'])}{_nearest(first)}")
+
+
+def dotted(path: Sequence[str]) -> str:
+    """`("learner", "loggers", "2")` is `learner.loggers[2]`."""
+    return "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in path).lstrip(".")
+
+
+def hint_for_key(path: Sequence[str], model: type[BaseModel]) -> str:
+    """What may be meant by an unknown key: a similar key of the same section, or one of another section."""
+    *section, key = path
+    key, known = key.lower(), fields_at(section, model)
+    elsewhere: dict[str, str] = {}
+    for found in sorted(paths_of(model), key=lambda found: found.count(".")):
+        elsewhere.setdefault(found.rpartition(".")[2], found)
+    for nearest in (
+        difflib.get_close_matches(key, known, n=1, cutoff=0.7),
+        [name for name in known if len(key) > 2 and key in name],
+        [elsewhere[name] for name in difflib.get_close_matches(key, elsewhere, n=1, cutoff=0.8)],
+        [found for name, found in elsewhere.items() if len(key) > 2 and key in name],
+        difflib.get_close_matches(key, known, n=1, cutoff=0.6),
+    ):
+        if nearest:
+            return f"did you mean {nearest[0]!r}?"
+    return f"known keys: {', '.join(known)}"
+
+
+def paths_of(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """The dotted paths of all fields, without those of mappings, whose keys are the user's."""
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        if get_origin(field.annotation) is not dict:
+            for inner in _models_in(field.annotation):
+                yield from paths_of(inner, f"{prefix}{name}.")
+
+
+def fields_at(path: Sequence[str], model: type[BaseModel]) -> list[str]:
+    """Field names of the model at `path`. The path may pass through sections and mappings."""
+    models = _models_at(path, model) or [model]
+    return list(dict.fromkeys(name for found in models for name in found.model_fields))
+
+
+def _mistake(path: tuple[str, ...], errors: Sequence[ErrorDetails], model: type[BaseModel]) -> Mistake:
+    first = errors[0]
+    if first["type"] == "extra_forbidden":
+        return Mistake(path, f"unknown key {dotted(path)!r}; {hint_for_key(_with_kind(first, path), model)}", True)
+    if first["type"] == "missing":
+        expected = _description(path, model)
+        return Mistake(path, f"{dotted(path)} is missing{f'; give {expected}' if expected else ''}", True)
+    return Mistake(path, describe(errors))
+
+
+def _is_missing(mistake: Mistake) -> bool:
+    return mistake.names_field and mistake.text.startswith(f"{mistake.dotted} is missing")
+
+
+def _expected(error: ErrorDetails) -> str:
+    kind, context = error["type"], error.get("ctx", {})
+    if kind in _BOUNDS:
+        name, words = _BOUNDS[kind]
+        return f"{words} {context[name]:g}"
+    if kind == "literal_error":
+        return str(context["expected"]).replace("'", "")
+    if kind == "union_tag_invalid":
+        return f"of kind {context['expected_tags']}".replace("'", "")
+    if kind == "union_tag_not_found":
+        return f"a section with the key {context['discriminator']}".replace("'", "")
+    if kind == "string_pattern_mismatch":
+        return _FORMS.get(context["pattern"], f"text of the form {context['pattern']}")
+    ending = kind.removeprefix("string_")
+    if ending in _LENGTHS:
+        name, words = _LENGTHS[ending]
+        thing = "characters" if kind.startswith("string_") else "items"
+        return f"{words} {context[name]} {thing if context[name] != 1 else thing[:-1]} long"
+    return _TEXTS.get(kind.partition("_")[0], "") or error["msg"].removeprefix("Input should be ")
+
+
+def _nearest(error: ErrorDetails) -> str:
+    """The nearest of the names that a field may have."""
+    context = error.get("ctx", {})
+    known = re.findall(r"'([^']+)'", str(context.get("expected") or context.get("expected_tags") or ""))
+    given = context.get("tag", error["input"])
+    nearest = difflib.get_close_matches(given, known, n=1, cutoff=0.5) if isinstance(given, str) else []
+    return f"; did you mean {nearest[0]!r}?" if nearest else ""
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "empty"
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"
+
+
+def _description(path: Sequence[str], model: type[BaseModel]) -> str:
+    """What a field takes, for one that is missing."""
+    *section, name = path
+    sections = _models_at(section, model)
+    field = next((found.model_fields[name] for found in sections if name in found.model_fields), None)
+    if field is None:
+        return ""
+    inner = _models_in(field.annotation)
+    if inner:
+        needed = [key for key, value in inner[0].model_fields.items() if value.is_required()]
+        return f"a section with {', '.join(needed)}" if needed else "a section"
+    names = {Path: "path", int: "int", float: "float", str: "string", bool: "bool"}
+    types = [kind for kind in names if field.annotation is kind or kind in get_args(field.annotation)]
+    return _TEXTS[names[types[0]]] if types else ""
+
+
+# ── paths ──
+
+
+def _user_path(error: ErrorDetails, model: type[BaseModel]) -> tuple[str, ...]:
+    """pydantic's location without the names of the types of a union, which nobody writes."""
+    *outer, last = [str(part) for part in error["loc"]] or [""]
+    unknown = [last] if error["type"] == "extra_forbidden" else []
+    known = outer if unknown else [*outer, last]
+    return (*(part for part, _ in _walk(known, model) if part), *unknown)
+
+
+def _with_kind(error: ErrorDetails, path: tuple[str, ...]) -> tuple[str, ...]:
+    """pydantic's location, whose names of kinds choose among the sections that a field may hold."""
+    return tuple(map(str, error["loc"])) if error["loc"] else path
+
+
+def _models_at(path: Sequence[str], model: type[BaseModel]) -> list[type[BaseModel]]:
+    """The models that the value at `path` may be."""
+    return [[model], *(models for _, models in _walk(path, model))][-1]
+
+
+def _walk(path: Sequence[str], model: type[BaseModel]) -> Iterator[tuple[str, list[type[BaseModel]]]]:
+    """Each key of a path, with the models that its value may be. A key that no user writes is empty."""
+    annotation: Any = model
+    for part in path:
+        models = _models_in(annotation)
+        if (mapping := _mapping_in(annotation)) is not None:
+            annotation = get_args(mapping)[1]
+            yield part, _models_in(annotation)
+        elif chosen := [found for found in models if part in _kinds_of(found)]:
+            annotation = chosen[0]
+            yield "", chosen
+        elif owner := next((found for found in models if part in found.model_fields), None):
+            annotation = owner.model_fields[part].annotation
+            yield part, _models_in(annotation)
+        elif part.isdigit():
+            yield part, models
+
+
+def _mapping_in(annotation: Any) -> Any:
+    if get_origin(annotation) is dict:
+        return annotation
+    return next((found for found in map(_mapping_in, get_args(annotation)) if found is not None), None)
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for argument in get_args(annotation) for model in _models_in(argument)]
+
+
+def _kinds_of(model: type[BaseModel]) -> tuple[Any, ...]:
+    return get_args(model.model_fields["kind"].annotation) if "kind" in model.model_fields else ()
+
+
+def _one_line(message: object) -> str:
+    return " ".join(str(message).split())
 
 
 class _Loader(yaml.SafeLoader):
@@ -151,7 +388,3 @@ def _assign(data: dict[str, Any], keys: list[str], value: Any) -> None:
             raise ConfigError(f"--{'.'.join(keys)}: {'.'.join(keys[: depth + 1])} is not a section")
         data = inner
     data[keys[-1]] = value
-
-
-def _one_line(message: object) -> str:
-    return " ".join(str(message).split())

@@ -20,15 +20,13 @@ from redis.exceptions import AuthenticationError, NoPermissionError, RedisError,
 
 from penstock.client.address import is_stopped
 from penstock.config.gpu_bundles import num_gpus
-from penstock.config.rewards import CodeReward
+from penstock.config.rollout import CodeReward
 from penstock.config.run import RunConfig
 from penstock.diagnosis import Finding, Level
 from penstock.diagnosis.facts import RunStores
 from penstock.diagnosis.run_findings import run_findings
 from penstock.errors import PenstockError
-from penstock.machine.disk_space import folder_bytes, measure_disk
-from penstock.machine.gpus import gpu_names, nvidia_smi
-from penstock.machine.ports import port_is_free
+from penstock.machine import folder_bytes, gpu_names, measure_disk, nvidia_smi, port_is_free
 from penstock.start_checks import check_datasets, check_first_rows, check_lengths, check_model, check_rewards
 from penstock.store.redis_client import RedisClient, connect
 

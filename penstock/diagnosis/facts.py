@@ -16,17 +16,14 @@ from typing import Literal, get_args
 
 from penstock.api.records import FIRST_BATCH, READY_PHASES
 from penstock.config.run import RunConfig
+from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import QueueStat
-from penstock.replay.redis_queue import RedisReplayQueue
-from penstock.store.breakers import OpenBreaker
-from penstock.store.fleet import SERVING_STATES, Fleet, ServerRecord
-from penstock.store.heartbeats import LEARNER, Heartbeats
+from penstock.store.fleet import SERVING_STATES, Fleet, Quarantine, ServerRecord
+from penstock.store.heartbeats import LEARNER, Heartbeats, Phase, Phases
 from penstock.store.notices import Notice, Notices
-from penstock.store.phases import Phase, Phases
 from penstock.store.policies import PolicyRegistry
-from penstock.store.quarantine import Quarantine
 from penstock.store.redis_client import RedisClient
-from penstock.store.run_control import Orders, RunControl
+from penstock.store.run_control import OpenBreaker, Orders, RunControl
 from penstock.v1 import policies_pb2
 
 RunState = Literal["WAITING", "RUNNING", "PAUSED", "STOPPED", "FINISHED"]

@@ -1,6 +1,6 @@
 """Feeds a dataset to a run: every prompt of every epoch once, in an order that follows from the seed.
 
-The position is stored in Redis beside the prompts, and one script submits a chunk and moves the position on. So a
+The position is stored in Redis with the prompts, and one script submits a chunk and moves the position on. So a
 feeder that is killed and started again, or replaced by another one, skips nothing and repeats nothing. The same holds
 if Redis loses its tail, because it loses position and prompts together. Learner checkpoints record the position.
 """
@@ -11,21 +11,203 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
+from typing import Any, Protocol
 
-from penstock.codec import encode_prompt
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.codec import decode_group, encode_prompt
 from penstock.config.dataset import DatasetConfig
 from penstock.config.run import RunConfig
-from penstock.errors import ConfigError, InvalidInput, QueueFull, Unavailable
-from penstock.feed.buried_prompts import BuriedPrompts
-from penstock.feed.curriculum import Curriculum
-from penstock.feed.dataset_files import read_files, shown_files
-from penstock.feed.epoch_order import EpochOrder, require_drawn
-from penstock.replay.contract import PromptIntake
+from penstock.errors import ConfigError, InvalidInput, NotFound, PoisonGroup, QueueFull, Unavailable
+from penstock.feed.datasets import read_files, shown_files
+from penstock.replay.queue import PromptIntake, RedisReplayQueue
 from penstock.replay.queue_types import FeedPosition
+from penstock.replay.results import PromptBook
 from penstock.tracing import Tracing
 from penstock.trajectory import Prompt, Sampling
+from penstock.user_code import load_callable
+
+# ── Which rows each epoch of a dataset has, and in which order. It follows from the seed alone ──
+
+
+class EpochOrder:
+    """An epoch has each row once, or as often as the weight of its file says."""
+
+    def __init__(self, parts: Sequence[tuple[int, float]], *, shuffle: bool, seed: int) -> None:
+        """`parts` has the number of rows and the weight of each file."""
+        self.parts = parts
+        self.shuffle = shuffle
+        self.seed = seed
+        self.num_rows = sum(_num_drawn(count, weight) for count, weight in parts)
+        """Number of rows of one epoch."""
+        self.rows = lru_cache(maxsize=2)(self._rows)
+        """The rows of an epoch by its number, in order."""
+
+    def _rows(self, epoch: int) -> NDArray[np.int64]:
+        # numpy guarantees RandomState's streams, so a run continues in the same order under every release of numpy.
+        if all(weight == 1.0 for _, weight in self.parts):
+            chosen = np.arange(self.num_rows)
+        else:
+            drawn, first = [], 0
+            for number, (count, weight) in enumerate(self.parts):
+                drawn.append(first + self._draw(epoch, number, count, weight))
+                first += count
+            chosen = np.concatenate(drawn)
+        if not self.shuffle:
+            return chosen
+        return chosen[np.random.RandomState([self.seed, epoch]).permutation(len(chosen))]
+
+    def _draw(self, epoch: int, part: int, count: int, weight: float) -> NDArray[np.int64]:
+        """The rows of a file that an epoch has: all of them for each whole part of the weight, and then some, which
+        are others in each epoch until all have come."""
+        whole, rest = divmod(_num_drawn(count, weight), count)
+        rows = np.tile(np.arange(count), whole)
+        order = np.random.RandomState([self.seed, part, 1]).permutation(count)
+        return np.concatenate([rows, np.sort(np.take(order, np.arange(epoch * rest, (epoch + 1) * rest), mode="wrap"))])
+
+
+def require_drawn(parts: Sequence[tuple[int, float]], where: str) -> None:
+    """Raise InvalidInput if an epoch would have no row of a file."""
+    for count, weight in parts:
+        if not _num_drawn(count, weight):
+            raise InvalidInput(where, f"weight {weight:g} leaves none of a file's {count} rows; raise it")
+
+
+def _num_drawn(count: int, weight: float) -> int:
+    """How many rows an epoch has of a file."""
+    return round(count * weight)
+
+
+# ──
+# A sampler of the user's own: it chooses the rows to train on next, and sees the rewards that each row has brought.
+#
+#     class Sampler:
+#         def __init__(self, num_prompts, seed, **sampler_kwargs): ...
+#         def choose(self, count): ...              # returns `count` numbers of rows, from 0 to num_prompts - 1
+#         def observe(self, row, rewards): ...      # called for each group that was made from a row
+#
+# Rewards arrive while training runs, some steps after their row was chosen. A feed that is started again makes a new
+# sampler, which sees the rewards of the prompts that this feed submits.
+
+
+MAX_WAITING = 100_000
+"""Submitted prompts whose rewards are still awaited. The oldest are forgotten beyond this."""
+
+
+class Sampler(Protocol):
+    def choose(self, count: int) -> Sequence[int]: ...
+
+    def observe(self, row: int, rewards: Sequence[float]) -> None: ...
+
+
+class Curriculum:
+    """The user's sampler, and which prompt was made from which row."""
+
+    def __init__(self, sampler: Sampler, queue: RedisReplayQueue, num_prompts: int, where: str) -> None:
+        self.sampler = sampler
+        self.queue = queue
+        self.num_prompts = num_prompts
+        self.where = where
+        self._book = PromptBook(queue)
+        self._cursor = ""
+        self._rows: dict[int, int] = {}
+
+    @classmethod
+    def open(cls, config: RunConfig, queue: RedisReplayQueue, num_prompts: int) -> Curriculum | None:
+        """The curriculum of the config; None if it names no sampler."""
+        dataset = config.dataset
+        if not dataset.sampler:
+            return None
+        sampler = _checked(
+            "dataset.sampler", load_callable(dataset.sampler, "dataset.sampler"), num_prompts=num_prompts,
+            seed=config.seed, **dataset.sampler_kwargs,
+        )  # fmt: skip
+        return cls(sampler, queue, num_prompts, dataset.sampler)
+
+    def choose(self, count: int) -> list[int]:
+        """The next rows. Raises InvalidInput if the sampler does not return as many rows of the dataset."""
+        rows = [int(row) for row in _checked(self.where, self.sampler.choose, count)]
+        if len(rows) != count or not all(0 <= row < self.num_prompts for row in rows):
+            raise InvalidInput(
+                "dataset.sampler", f"{self.where} must choose {count} rows from 0 to {self.num_prompts - 1}"
+            )
+        return rows
+
+    def remember(self, last_id: int, rows: Sequence[int]) -> None:
+        """The prompts of these rows were submitted, the last one with this id."""
+        self._rows |= {last_id - len(rows) + 1 + place: row for place, row in enumerate(rows)}
+        for prompt_id in list(self._rows)[: max(0, len(self._rows) - MAX_WAITING)]:
+            del self._rows[prompt_id]
+
+    async def look(self) -> None:
+        """Show the sampler the rewards of groups that have been made since the last look."""
+        if not self._cursor:
+            self._cursor = await self._book.start("")
+        while results := await self._book.after(self._cursor):
+            self._cursor = results[-1].cursor
+            for result in results:
+                row = self._rows.pop(result.prompt_id, None)
+                if row is not None and result.state == "queued":
+                    await self._show(result.prompt_id, row)
+
+    async def _show(self, prompt_id: int, row: int) -> None:
+        try:
+            group = decode_group(await self.queue.get_group(prompt_id))
+        except (NotFound, PoisonGroup):  # trained and deleted already, or not a group
+            return
+        rewards = [sample.reward for sample in group.trajectories if not sample.is_baseline]
+        _checked(self.where, self.sampler.observe, row, rewards)
+
+
+def _checked(where: str, call: Any, *arguments: Any, **keywords: Any) -> Any:
+    """Call the user's code. Raises InvalidInput with what it raised."""
+    try:
+        return call(*arguments, **keywords)
+    except Exception as error:
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        raise InvalidInput("dataset.sampler", f"{where} failed: {why}") from error
+
+
+# ── Watches a dataset whose prompts are dead-lettered, so that a run does not bury all of them ──
+
+
+MIN_BURIED = 32
+"""Prompts with the same reason that must be dead-lettered before their share counts."""
+
+
+class BuriedPrompts:
+    """Compares dead letters with the groups that were made since the feed began, or since the run was last paused."""
+
+    def __init__(self, limit: float | None) -> None:
+        """`limit` is the share of prompts with one reason at which the run pauses; None for never."""
+        self.limit = limit
+        self._reasons: Mapping[str, int] | None = None
+        self._inserted = 0
+
+    def reason_to_pause(self, num_inserted: int, reasons: Mapping[str, int]) -> str:
+        """Why the run should pause, or an empty text. Both counts are since the run began. The answer stays until
+        `begin_again` is called."""
+        if self._reasons is None:
+            self.begin_again(num_inserted, reasons)
+        before = self._reasons or {}
+        new = {reason: count - before.get(reason, 0) for reason, count in reasons.items()}
+        num_finished = num_inserted - self._inserted + sum(new.values())
+        for reason, count in new.items():
+            if self.limit is not None and count >= MIN_BURIED and count >= self.limit * num_finished:
+                return (
+                    f"{count} of the newest {num_finished} prompts were dead-lettered with {reason}; correct the "
+                    "dataset or rollout.prompt, or raise dataset.max_buried_share; `penstock queue dlq` lists them"
+                )
+        return ""
+
+    def begin_again(self, num_inserted: int, reasons: Mapping[str, int]) -> None:
+        """Compare with these counts from here on. Called once the run is paused."""
+        self._reasons, self._inserted = dict(reasons), num_inserted
+
 
 logger = logging.getLogger(__name__)
 CHUNK_PROMPTS = 256
@@ -200,7 +382,7 @@ class Feeder:
         if (reason := self.buried.reason_to_pause(stat.inserted, reasons)) and self.pause is not None:
             logger.error("the run pauses: %s", reason)
             await self.pause(reason)
-            self.buried.begin_anew(stat.inserted, reasons)
+            self.buried.begin_again(stat.inserted, reasons)
 
     async def _submit(self, position: int, chunk: Sequence[Prompt]) -> int:
         with contextlib.ExitStack() as spans:

@@ -14,17 +14,133 @@ wrong row raises InvalidInput with the file, the row or line, and what to do.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from penstock.config.dataset import ColumnsConfig
-from penstock.errors import InvalidInput
-from penstock.feed.dataset_rows import read_rows
-from penstock.feed.parquet_rows import ReadLimits
+from penstock.config.dataset import ColumnsConfig, DatasetConfig, Files, listed_files
+from penstock.errors import ConfigError, InvalidInput
+from penstock.feed.parquet_rows import ReadLimits, all_rows, column_names, limited_rows
 from penstock.trajectory import MESSAGE_FIELDS, Prompt, Sampling
+from penstock.user_code import load_callable
+
+# ── The files that a dataset's path names: one file, a folder, or all that a pattern matches ──
+
+
+_PATTERN = ("*", "?", "[")
+
+
+def matching_files(path: Path) -> list[Path]:
+    """The files of a path or pattern, in the order of their names. Raises ConfigError if there are none."""
+    if path.exists():
+        return [path]
+    text = str(path)
+    if not any(sign in text for sign in _PATTERN):
+        raise ConfigError(f"dataset {path} does not exist")
+    found = sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
+    if not found:
+        raise ConfigError(f"no file matches dataset {path}")
+    return found
+
+
+# ──
+# Reads the rows of one dataset file: Parquet, JSONL, or a folder that Hugging Face's `save_to_disk` wrote.
+#
+# Each row comes with its place, such as `data.parquet row 7`, for error messages. What a row means is for the caller.
+
+
+Check = Callable[[Sequence[str]], None]
+"""Raises InvalidInput if a file with these columns cannot be used. JSONL has no columns, so it is not called for it."""
+
+
+def read_rows(
+    path: Path, columns: Sequence[str], *, check: Check, limits: ReadLimits | None = None
+) -> Iterator[tuple[str, Any]]:
+    """The place and the content of each row, in the file's order. Of a Parquet file, only these columns are read."""
+    if path.is_dir():
+        return _folder_rows(path, check)
+    if not path.is_file():
+        raise InvalidInput(str(path), "is not a file; check the path")
+    if path.suffix not in (".parquet", ".jsonl", ".ndjson"):
+        raise InvalidInput(
+            str(path), "is neither .parquet nor .jsonl nor a dataset's folder; convert it to one of them"
+        )
+    return _parquet_rows(path, limits, columns, check) if path.suffix == ".parquet" else _jsonl_rows(path)
+
+
+def _parquet_rows(
+    path: Path, limits: ReadLimits | None, columns: Sequence[str], check: Check
+) -> Iterator[tuple[str, Any]]:
+    import pyarrow
+
+    try:
+        names = column_names(path)
+        check(names)
+        wanted = [name for name in columns if name in names]
+        rows = all_rows(path, wanted) if limits is None else limited_rows(path, wanted, limits)
+        for number, row in enumerate(rows):
+            yield f"{path} row {number}", row
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
+        # ValueError is also raised for text that is not UTF-8, and OverflowError for dates.
+        raise InvalidInput(str(path), f"cannot be read as Parquet ({_one_line(error)}); write it again") from error
+
+
+def _folder_rows(path: Path, check: Check) -> Iterator[tuple[str, Any]]:
+    """Rows of the Arrow streams that state.json names, in its order."""
+    import pyarrow
+
+    splits = _read_json(path / "dataset_dict.json").get("splits", [])
+    if len(splits) > 1:
+        raise InvalidInput(str(path), f"has the splits {', '.join(splits)}; choose one, as in {path / splits[0]}")
+    if splits:
+        path = path / splits[0]
+    files = [path / entry["filename"] for entry in _read_json(path / "state.json").get("_data_files", [])]
+    if not files:
+        raise InvalidInput(str(path), "is not a dataset that save_to_disk wrote: its state.json names no files")
+    number = 0
+    try:
+        for file in files:
+            with pyarrow.memory_map(str(file)) as source, pyarrow.ipc.open_stream(source) as stream:
+                check(stream.schema.names)
+                for batch in stream:
+                    for row in batch.to_pylist():
+                        yield f"{path} row {number}", row
+                        number += 1
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
+        raise InvalidInput(str(path), f"cannot be read as Arrow ({_one_line(error)}); save it again") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Content of a JSON file; empty if the file does not exist."""
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise InvalidInput(str(path), f"cannot be read ({_one_line(error)}); save the dataset again") from error
+    return content if isinstance(content, dict) else {}
+
+
+def _jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.strip():
+                    continue
+                where = f"{path} line {number}"
+                try:
+                    yield where, json.loads(line)
+                except (ValueError, RecursionError) as error:  # also for a number of thousands of digits
+                    raise InvalidInput(where, f"is not JSON ({error}); every line must be one object") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInput(str(path), f"cannot be read as UTF-8 text ({_one_line(error)})") from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
 
 MEDIA_COLUMNS = ("images", "videos", "image", "video", "audios")
 _USUAL_COLUMNS = ColumnsConfig().model_dump()
@@ -180,3 +296,48 @@ def _check_json(where: str, value: Any) -> None:
 
 def _kind(value: Any) -> str:
     return "missing" if value is None else "empty" if value == [] else type(value).__name__
+
+
+# ── Reads all files of a dataset: paths, patterns and weights, or the rows of a loader of the user's own ──
+
+
+def read_files(
+    files: Files, config: DatasetConfig, num_samples: int, sampling: Sampling
+) -> list[tuple[float, list[Prompt]]]:
+    """The weight and the prompts of each entry. The prompts of a pattern are in the order of its files' names.
+
+    With `dataset.loader`, the files go to the loader, and its rows have the weight 1."""
+    row_format = RowFormat(config.columns, config.data_source)
+    if config.loader:
+        rows = _loaded(files, config)
+        return [(1.0, [make_prompt(where, row, num_samples, sampling, row_format) for where, row in rows])]
+    return [
+        (
+            entry.weight,
+            [
+                prompt
+                for path in matching_files(entry.file)
+                for prompt in read_prompts(path, num_samples=num_samples, sampling=sampling, row_format=row_format)
+            ],
+        )
+        for entry in listed_files(files)
+    ]
+
+
+def shown_files(files: Files) -> str:
+    """The files of a dataset, for messages."""
+    return ", ".join(str(entry.file) for entry in listed_files(files))
+
+
+def _loaded(files: Files, config: DatasetConfig) -> Iterable[tuple[str, Any]]:
+    """The rows of the user's loader, each with its place."""
+    loader = load_callable(config.loader, "dataset.loader")
+    paths = [str(path) for entry in listed_files(files) for path in matching_files(entry.file)]
+    try:
+        for number, row in enumerate(loader(files=paths, **config.loader_kwargs)):
+            yield f"{config.loader} row {number}", row
+    except InvalidInput:
+        raise
+    except Exception as error:
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        raise InvalidInput("dataset.loader", f"{config.loader} failed: {why}") from error

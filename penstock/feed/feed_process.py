@@ -15,14 +15,12 @@ from prometheus_client import REGISTRY
 from penstock.cancellation import end_task, to_the_end
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, Conflict
-from penstock.feed.curriculum import Curriculum
-from penstock.feed.dataset_feed import Feeder, PromptStream
+from penstock.feed.dataset_feed import Curriculum, Feeder, PromptStream
 from penstock.feed.run_end import Before, RunEnd, found_before, plan_line
-from penstock.feed.validation import Validator
-from penstock.feed.version_hold import VersionHold
+from penstock.feed.validation import Validator, VersionHold
 from penstock.metrics import write_endpoint
 from penstock.process_endpoint import Readiness, process_endpoint
-from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.replay.queue import RedisReplayQueue
 from penstock.store.fleet import Fleet
 from penstock.store.heartbeats import VALIDATOR, Heartbeats
 from penstock.store.policies import PolicyRegistry

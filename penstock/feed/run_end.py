@@ -7,7 +7,7 @@ from typing import Protocol
 
 from penstock.config.dataset import DatasetConfig
 from penstock.config.run import RunConfig
-from penstock.replay.contract import PromptIntake
+from penstock.replay.queue import PromptIntake
 from penstock.replay.queue_types import FeedPosition, QueueStat
 
 

@@ -20,11 +20,9 @@ from google.protobuf.message import DecodeError
 from penstock.codec import decode_group, decode_prompt
 from penstock.config.service import ReplayConfig
 from penstock.errors import DeadlineExceeded, InvalidInput, NotFound, PoisonGroup
-from penstock.replay.on_redis.intake import IDEMPOTENCY_TTL_S
+from penstock.replay.queue import IDEMPOTENCY_TTL_S, RedisReplayQueue
 from penstock.replay.queue_types import Lease, QueueStat
-from penstock.replay.redis_queue import RedisReplayQueue
-from penstock.store.redis_client import RedisClient
-from penstock.store.redis_errors import guarded
+from penstock.store.redis_client import RedisClient, guarded
 from penstock.store.scripts import QUEUE, read_record, read_rows
 from penstock.trajectory import Group, Prompt
 
@@ -147,14 +145,14 @@ class QueueInspector:
         return ids
 
     async def groups(self, prompt_ids: Sequence[int]) -> list[QueuedGroup]:
-        """Decoded groups in the given order. Groups that were committed meanwhile are left out."""
+        """Decoded groups in the given order. Groups that were committed meanwhile are skipped."""
         deliveries = await self.queue.fetch(prompt_ids)
         return await asyncio.to_thread(lambda: [_decode(found.prompt_id, found.payload) for found in deliveries])
 
     # ── dead letters ──
 
     async def dead_letters(self, kind: str = "", *, newest_first: bool = False) -> AsyncIterator[DeadLetter]:
-        """The current dead letters without their payloads. Those that are buried while this runs are left out."""
+        """The current dead letters without their payloads. Those that are buried while this runs are skipped."""
         last = await self._newest_dead_letter()
         first = "-"
         while last:

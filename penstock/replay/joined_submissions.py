@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.errors import DeadlineExceeded
+from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import Submission
-from penstock.replay.redis_queue import RedisReplayQueue
 
 MAX_PROMPTS = 2_048
 """Maximum number of prompts in one exchange, because Redis answers no other client meanwhile."""

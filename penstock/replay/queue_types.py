@@ -1,4 +1,5 @@
-"""What the calls of the replay queue take and return: prompts, leases, groups, positions and counts."""
+"""What the calls of the replay queue take and return: prompts, leases, groups, evaluations, positions and counts; and
+the formula of admission."""
 
 from __future__ import annotations
 
@@ -128,7 +129,7 @@ class Committed:
 
 @dataclass(frozen=True)
 class QueueStat:
-    """Counts of every place of the diagram in contract.py at one moment. Two that differ only in their ages are equal.
+    """Counts of every place of the diagram in queue.py at one moment. Two that differ only in their ages are equal.
 
     The fields that clients see have the same names in penstock.v1.runs_pb2.QueueStat and in penstock.client."""
 
@@ -178,3 +179,95 @@ class QueueStat:
         """Groups that were trained, including those of steps that no checkpoint covers yet, which count as delivered
         here."""
         return self.trained + min(self.delivered, max(0, self.step - self.committed_step) * groups_per_step)
+
+
+# ──
+# Admission: how many prompts may be in flight. It is one formula over the queue's counters.
+#
+# A prompt is admitted only while `trained + queued + in_flight < (max_staleness + step + 1) · groups_per_step`. Groups
+# beyond that could only be trained more than `max_staleness` steps after the policy they start with. Expired, discarded
+# and dead-lettered groups are in none of the three terms, so each makes room for another.
+#
+# The same limiter can be read as a rate limiter with one sample per insert: the difference `accepted - step ·
+# groups_per_step` between what was admitted and what the steps have used stays within `[0, (max_staleness + 1) ·
+# groups_per_step]`. At the upper bound producers wait; at 0 the learner waits.
+#
+# lease.lua applies the same formula in its atomic call. Tests compare the two.
+
+
+@dataclass(frozen=True)
+class Admission:
+    """Limits of admission at one moment."""
+
+    limit: int
+    """Upper bound on trained + queued + in-flight groups."""
+    room: int
+    """How many more prompts may be admitted now."""
+    difference: int
+    """Admitted groups minus the groups that the steps so far have used."""
+    max_difference: int
+    """Difference at which producers wait. The learner waits at 0."""
+
+
+def admission(
+    *, step: int, trained: int, queued: int, in_flight: int, max_staleness: int, groups_per_step: int
+) -> Admission:
+    """Compute the limits. Example: with two groups a step, staleness 1, nothing trained and one prompt in flight, the
+    limit is four prompts, so three more may be admitted.
+
+    >>> admission(step=0, trained=0, queued=0, in_flight=1, max_staleness=1, groups_per_step=2)
+    Admission(limit=4, room=3, difference=1, max_difference=4)
+    """
+    accepted = trained + queued + in_flight
+    limit = (max_staleness + step + 1) * groups_per_step
+    return Admission(
+        limit=limit,
+        room=max(0, limit - accepted),
+        difference=accepted - step * groups_per_step,
+        max_difference=(max_staleness + 1) * groups_per_step,
+    )
+
+
+# ── Evaluations of a run, as the queue keeps them: progress, scores, and groups for the learner's reward model ──
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Progress and scores of an evaluation."""
+
+    evaluation_id: str
+    num_prompts: int
+    num_finished: int
+    score: float
+    policy_version_min: int
+    policy_version_max: int
+    num_samples: int = 0
+    pass_at: dict[int, float] = field(default_factory=dict)
+    """pass@k over the prompts finished so far: see `penstock.sample_scores`. A sample passes with a reward of 1."""
+    num_failed: int = 0
+    """Finished prompts that have no samples, because they failed too often or had no server. The score does
+    not contain them."""
+    by_source: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Scores of each data source: see `penstock.sample_scores.scores_by_source`."""
+
+
+def is_numbered(evaluation_id: str) -> bool:
+    """Whether the id ends in a number, such as the step of a validation. Scores of other evaluations have no history,
+    and the learner does not see them."""
+    benchmark, _, number = evaluation_id.rpartition("-")
+    return benchmark != "" and number.isascii() and number.isdigit()
+
+
+@dataclass(frozen=True)
+class KeptGroups:
+    """The groups of an evaluation that are kept for the learner's reward model."""
+
+    prompt_ids: tuple[int, ...] = ()
+    num_left_out: int = 0
+    """Groups for which there was no room."""
+
+
+KEPT_EVALUATION_S = 3600
+"""How long the groups of an evaluation are kept after the last of them was recorded."""
+KEPT_EVALUATION_SHARE = 4
+"""The kept groups of one evaluation have at most `replay.capacity_bytes` divided by this."""

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from penstock.config.service import SessionLimits
 from penstock.errors import Conflict, NotFound, QueueFull
 from penstock.store.keys import RunKeys
-from penstock.store.redis_errors import guarded
+from penstock.store.redis_client import guarded
 from penstock.store.scripts import SESSIONS, read_rows
 
 RETRY_S = 10.0

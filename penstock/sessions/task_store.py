@@ -28,7 +28,7 @@ from penstock.config.service import SessionLimits
 from penstock.errors import NotFound, QueueFull
 from penstock.sessions.session_store import RETRY_S
 from penstock.store.keys import RunKeys
-from penstock.store.redis_errors import guarded
+from penstock.store.redis_client import guarded
 from penstock.store.scripts import SESSIONS, read_record, read_rows
 
 IDEMPOTENCY_TTL_S = 7 * 24 * 3600

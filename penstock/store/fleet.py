@@ -12,17 +12,92 @@ A server that ends leaves. One that died stays, with its last heartbeat, until t
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, cast
 
 import redis.asyncio as redis
 
-from penstock.records import read_known_fields
+from penstock.codec import read_known_fields
 from penstock.store.keys import RunKeys
-from penstock.store.redis_errors import guarded
+from penstock.store.redis_client import guarded
 from penstock.store.scripts import STORE, read_record, read_rows
+
+# ──
+# Servers in quarantine: their log-probs disagree with the learner's, so nothing that they sampled is trained.
+#
+# The learner moves a server through these phases. The server itself notices nothing: it leases less, and is sent a
+# version that it seems to have.
+#
+#     serving ──(log-probs disagree)──► draining ──(weights loaded wholly)──► probed ──(probes agree)──► serving
+#                                          ▲                                    │
+#                                          └──────(probes disagree)─────────────┘
+#
+# While it drains, it leases nothing. While it is probed, it leases a few prompts, whose groups are compared. A group
+# that it sampled in quarantine and that is not a probe is expired: its prompt is leased again and loses no attempt.
+
+
+@dataclass(frozen=True)
+class Quarantine:
+    """Why a server is in quarantine, and how far it is on its way back."""
+
+    server_id: str
+    mismatch_nats: float
+    """Mean difference between its log-probs and the learner's when they were compared last."""
+    limit_nats: float
+    """The largest difference that would have been allowed."""
+    policy_version: int
+    """The learner's version when they were compared."""
+    since_ms: int
+    """When the quarantine began, by Redis' clock."""
+    num_reloads: int = 0
+    """How often its weights were loaded wholly since."""
+    probes_left: int = 0
+    """Prompts that it may still lease as probes. lease.lua counts them down."""
+    probe_ids: frozenset[int] = field(default_factory=frozenset)
+    """Prompts that it leased as probes. lease.lua adds them."""
+
+    def to_json(self) -> str:
+        """The stored form, which lease.lua reads and writes."""
+        return json.dumps(asdict(self) | {"probe_ids": " ".join(map(str, sorted(self.probe_ids)))})
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Quarantine:
+        fields = json.loads(text)
+        fields["probe_ids"] = frozenset(map(int, fields.get("probe_ids", "").split()))
+        return read_known_fields(cls, fields)
+
+
+class Quarantines:
+    """The records of one run. Only the learner of the current term changes them."""
+
+    def __init__(self, client: redis.Redis, run: str) -> None:
+        self.client: Any = client
+        self.keys = RunKeys(run)
+
+    async def read(self) -> dict[str, Quarantine]:
+        """Every record, by server."""
+        records = await guarded(self.client.hgetall(self.keys.quarantined))
+        return {server.decode(): Quarantine.from_json(text) for server, text in sorted(records.items())}
+
+    async def put(self, quarantine: Quarantine, term: int) -> None:
+        """Store the record, unless the server has left. Raises Fenced once a newer term was taken."""
+        await self._set(quarantine.server_id, quarantine.to_json(), term)
+
+    async def end(self, server_id: str, term: int) -> None:
+        """Remove the record. Raises Fenced once a newer term was taken."""
+        await self._set(server_id, "", term)
+
+    async def now_ms(self) -> int:
+        seconds, microseconds = await guarded(self.client.time())
+        return int(seconds) * 1000 + int(microseconds) // 1000
+
+    async def _set(self, server_id: str, record: str, term: int) -> None:
+        await STORE.call(self.client, self.keys.prefix, "set_quarantine", term, server_id, record)
+
 
 ServerState = Literal["JOINING", "READY", "LOADING", "STALE", "EVICTED"]
 SERVING_STATES: tuple[ServerState, ...] = ("READY", "LOADING")
@@ -130,7 +205,7 @@ class Fleet:
         return int(await guarded(self.client.hget(self.keys.counters, "fleet_changes")) or 0)
 
     async def quarantined(self) -> frozenset[str]:
-        """Servers whose samples must not be used: see penstock.store.quarantine."""
+        """Servers whose samples must not be used: see penstock.store.fleet."""
         return frozenset(server.decode() for server in await guarded(self.client.hgetall(self.keys.quarantined)))
 
     async def term(self) -> int:
@@ -150,3 +225,79 @@ def _read(fields: dict[str, Any], state: bytes | None, now_ms: int) -> ServerRec
     fields["heartbeat_age_ms"] = max(0, now_ms - fields["heartbeat_ms"])
     fields["state"] = (state or b"JOINING").decode()
     return read_known_fields(ServerRecord, fields)
+
+
+# ──
+# The fleet as it was read a moment ago, for callers that look at a large fleet many times a second.
+#
+# Reading the fleet costs time for every server. A view reads one number of Redis instead, which counts the servers that
+# joined, left, or changed their state or version, and reads the fleet again only if
+#
+#     the number has changed              so a view never shows a state or a version that a server has left
+#     the reading is `max_age_s` old      so loads and heartbeats are at most that old
+#
+# The second bound also covers a Redis that went back to an earlier number, and servers of a Penstock that does not
+# count. A view for frequent calls may give it a second part: see `rarely_used_age_s`.
+
+
+@dataclass(frozen=True, eq=False)
+class FleetReading:
+    """All servers at one moment."""
+
+    servers: Sequence[ServerRecord]
+    num_changes: int
+    """Changes of the fleet before the servers were read. A change meanwhile makes the next look read them again."""
+    read_at: float
+    """When the reading began, by the clock of time.monotonic."""
+
+    @property
+    def age_s(self) -> float:
+        return time.monotonic() - self.read_at
+
+    def first_silence_s(self, max_silence_s: float) -> float:
+        """In how many seconds a serving server may have been silent for `max_silence_s`, at the earliest. Not positive
+        if one may be silent now."""
+        ages_ms = (server.heartbeat_age_ms for server in self.servers if server.state in SERVING_STATES)
+        return max_silence_s - max(ages_ms, default=0) / 1000 - self.age_s
+
+
+class FleetView:
+    """The newest reading of a fleet. Callers that look at the same time share one.
+
+    With `rarely_used_age_s`, a reading that is `max_age_s` old is kept until there were as many looks at it as it has
+    servers, or until it is `rarely_used_age_s` old. So a look costs the reading of one server at most, in any fleet,
+    except where looks are so rare that their cost does not matter."""
+
+    def __init__(self, fleet: Fleet, max_age_s: float, rarely_used_age_s: float | None = None) -> None:
+        self.fleet = fleet
+        self.max_age_s = max_age_s
+        self.rarely_used_age_s = max_age_s if rarely_used_age_s is None else rarely_used_age_s
+        self._reading: FleetReading | None = None
+        self._num_looks = 0
+        """Looks at the reading."""
+        self._lock = asyncio.Lock()
+
+    async def look(self) -> FleetReading:
+        """The last reading if it still holds, otherwise a new one."""
+        asked_at, num_changes = time.monotonic(), await self.fleet.num_changes()
+        reading = self._reading
+        if reading is not None and reading.num_changes == num_changes and not self._is_old(reading):
+            self._num_looks += 1
+            return reading
+        return await self._read(asked_at)
+
+    async def read(self) -> FleetReading:
+        """A reading that began after this call."""
+        return await self._read(time.monotonic())
+
+    def _is_old(self, reading: FleetReading) -> bool:
+        is_rarely_used = self._num_looks < len(reading.servers)
+        return reading.age_s >= (self.rarely_used_age_s if is_rarely_used else self.max_age_s)
+
+    async def _read(self, asked_at: float) -> FleetReading:
+        async with self._lock:
+            if self._reading is None or self._reading.read_at < asked_at:
+                read_at, num_changes = time.monotonic(), await self.fleet.num_changes()
+                self._reading = FleetReading(await self.fleet.servers(), num_changes, read_at)
+                self._num_looks = 0
+            return self._reading

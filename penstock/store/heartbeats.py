@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
+import os
+import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import redis.asyncio as redis
 
 from penstock.cancellation import end_task
-from penstock.errors import QueueFull, Unavailable
+from penstock.errors import PenstockError, QueueFull, Unavailable
 from penstock.store.keys import RunKeys
-from penstock.store.redis_errors import guarded
+from penstock.store.redis_client import guarded
 from penstock.store.scripts import STORE
 
 logger = logging.getLogger(__name__)
@@ -76,7 +80,7 @@ class Heartbeats:
 
     @contextlib.contextmanager
     def beating_in_thread(self, component: str, connect: Callable[[], redis.Redis]) -> Iterator[None]:
-        """Beat from a thread, with a connection of its own, while the block keeps the event loop busy."""
+        """Beat from a thread, with a separate connection, while the block keeps the event loop busy."""
         stop = threading.Event()
 
         async def beat() -> None:
@@ -103,3 +107,100 @@ class Heartbeats:
                 await self.beat(component)
             except (QueueFull, Unavailable) as error:
                 logger.warning("cannot send the heartbeat of the %s: %s", component, error)
+
+
+# ──
+# Phases of the start of a process: `starting Ray`, `loading the model` and so on, until it serves or trains.
+#
+# Each process records its phases itself. `penstock up` prints a line for each, and the API shows them. Times are those
+# of Redis' clock.
+
+
+MAX_PHASES = 16
+"""The newest phases of a part that are kept."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    name: str
+    entered_at_ms: int
+
+
+class Phases:
+    """The phases of all parts of one run."""
+
+    def __init__(self, client: redis.Redis, run: str) -> None:
+        self.client: Any = client
+        self.keys = RunKeys(run)
+        self.newest = ""
+        """The phase that this process has entered last."""
+
+    async def enter(self, component: str, phase: str, *, is_first: bool = False) -> None:
+        """Record that `component` has begun `phase`. The first phase of a process removes those of the process before
+        it. If Redis does not answer or refuses the phase, it is only logged: a start does not fail because of this."""
+        phase = phase.encode("utf-8", "replace").decode()  # it may name a path, which need not be UTF-8
+        self.newest = phase
+        logger.info("%s", phase)
+        arguments = (component, phase, int(is_first), MAX_PHASES)
+        try:
+            await STORE.call(self.client, self.keys.prefix, "enter_phase", *arguments)
+        except PenstockError as error:
+            logger.warning("cannot record the phase: %s", error)
+
+    async def age_s(self, phase: Phase) -> float:
+        """Seconds since the phase began."""
+        seconds, microseconds = await guarded(self.client.time())
+        return int(seconds) + int(microseconds) / 1e6 - phase.entered_at_ms / 1000
+
+    async def by_component(self) -> dict[str, list[Phase]]:
+        """The newest phases of each part, oldest first."""
+        records = await guarded(self.client.hgetall(self.keys.phases))
+        return {
+            component.decode(): [Phase(name, int(at_ms)) for name, at_ms in json.loads(text)]
+            for component, text in sorted(records.items())
+        }
+
+
+# ──
+# Processes that are stopping and still need Redis.
+#
+# A process that gets SIGTERM finishes its work: a learner writes a checkpoint and commits its groups, a rollout server
+# gives prompts back. If Redis is stopped at the same moment, as by `helm uninstall`, it has to leave last. So a
+# stopping process says once a second that it is still there, and removes its name when it needs Redis no longer.
+# deploy/redis/wait-for-clients.sh waits for the names before Redis is stopped. A process that was killed while it was
+# stopping leaves its name behind; a name that is older than 30 s does not count.
+
+
+SIGN_S = 1.0
+
+
+class Leaving:
+    """The name of one stopping process in Redis. It is written while `holding` is open, once `stopping` is set."""
+
+    def __init__(self, client: redis.Redis, run: str, component: str) -> None:
+        self.client: Any = client
+        self.key = RunKeys(run).leaving
+        self.name = f"{component}@{socket.gethostname()}:{os.getpid()}"
+
+    @contextlib.asynccontextmanager
+    async def holding(self, stopping: asyncio.Event) -> AsyncIterator[None]:
+        """Keep Redis from being stopped between the moment `stopping` is set and the end of the block."""
+        task = asyncio.create_task(self._sign_loop(stopping))
+        try:
+            yield
+        finally:
+            await end_task(task)
+            if stopping.is_set():
+                with contextlib.suppress(PenstockError):
+                    await guarded(self.client.zrem(self.key, self.name))
+
+    async def _sign_loop(self, stopping: asyncio.Event) -> None:
+        await stopping.wait()
+        while True:
+            try:
+                seconds, microseconds = await guarded(self.client.time())
+                now_ms = int(seconds) * 1000 + int(microseconds) // 1000
+                await guarded(self.client.zadd(self.key, {self.name: now_ms}))
+            except PenstockError as error:
+                logger.warning("cannot tell Redis that this process is stopping: %s", error)
+            await asyncio.sleep(SIGN_S)

@@ -55,7 +55,7 @@ class RunKeys:
     leaving = Key()
     """Sorted set of processes that are stopping and still need Redis, by the time of their last sign in ms."""
     phases = Key()
-    """Hash: part of the run to the phases of its start (penstock.store.phases)."""
+    """Hash: part of the run to the phases of its start (penstock.store.heartbeats)."""
     drained = Key()
     """Set of servers that lease nothing."""
     pause_reason = Key()

@@ -27,10 +27,10 @@ from typing import Any, Literal
 
 import redis.asyncio as redis
 
+from penstock.codec import read_known_fields
 from penstock.errors import PenstockError, QueueFull, Unavailable
-from penstock.records import read_known_fields
 from penstock.store.keys import RunKeys
-from penstock.store.redis_errors import guarded
+from penstock.store.redis_client import guarded
 from penstock.store.scripts import STORE
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ import redis.asyncio as redis
 
 from penstock.errors import NotFound
 from penstock.store.keys import RunKeys
-from penstock.store.redis_errors import guarded
+from penstock.store.redis_client import guarded
 from penstock.v1 import policies_pb2
 
 NUM_LISTED = 1000

@@ -2,7 +2,7 @@
 
 A script's text is, in this order: the key names of penstock.store.keys, `store/lua/prelude.lua`, the preludes
 (`prelude*.lua`) of its own folder if that is another one, and the script itself. KEYS[1] is the prefix of the keys.
-Functions of the preludes that the script does not use, and comments, are left out: Redis makes every function anew in
+Functions of the preludes that the script does not use, and comments, are omitted: Redis makes every function again in
 each call, and reads the whole text whenever it is sent.
 
 Scripts answer with names, not positions: a record as `{name, value, ...}`, which `read_record` reads, and a table as
@@ -22,7 +22,7 @@ from typing import Any
 from redis.exceptions import NoScriptError
 
 from penstock.store.keys import lua_names
-from penstock.store.redis_errors import guarded
+from penstock.store.redis_client import guarded
 
 
 @dataclass(frozen=True)

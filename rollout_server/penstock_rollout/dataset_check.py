@@ -18,8 +18,7 @@ from penstock.config.dataset import listed_files
 from penstock.config.loading import load_config
 from penstock.config.run import RunConfig
 from penstock.errors import InvalidInput, PenstockError
-from penstock.feed.datasets import RowFormat, read_prompts
-from penstock.feed.files import matching_files
+from penstock.feed.datasets import RowFormat, matching_files, read_prompts
 from penstock.trajectory import Prompt, Sampling
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.rewards.scorer import RewardChoice

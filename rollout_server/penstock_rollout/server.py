@@ -35,15 +35,13 @@ from prometheus_client import REGISTRY
 from penstock.cancellation import end_task
 from penstock.config.run import RunConfig
 from penstock.errors import PenstockError, Unavailable, described, first_error
-from penstock.machine.ports import is_loopback, keep_collectives_on_loopback
+from penstock.machine import is_loopback, keep_collectives_on_loopback
 from penstock.metrics import write_endpoint
 from penstock.process_endpoint import ProcessEndpoint, Readiness
-from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.replay.queue import RedisReplayQueue
 from penstock.store.fleet import Fleet
-from penstock.store.heartbeats import Heartbeats
-from penstock.store.leaving import Leaving
+from penstock.store.heartbeats import Heartbeats, Leaving, Phases
 from penstock.store.notices import Event, NoticeBoard, Notices
-from penstock.store.phases import Phases
 from penstock.store.policies import PolicyRegistry
 from penstock.store.redis_client import connect
 from penstock.tracing import Tracing, open_tracing

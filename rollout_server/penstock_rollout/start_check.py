@@ -7,11 +7,10 @@ import shutil
 
 from prometheus_client import CollectorRegistry
 
-from penstock.config.agents import AgentsConfig
+from penstock.config.rollout import AgentsConfig, SearchTool
 from penstock.config.run import RunConfig
-from penstock.config.tools import SearchTool
 from penstock.errors import ConfigError
-from penstock.machine.ports import is_loopback
+from penstock.machine import is_loopback
 from penstock.start_checks import (
     check_agent_packages,
     check_chat_template,

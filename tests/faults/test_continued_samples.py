@@ -16,8 +16,8 @@ import torch
 from penstock.codec import decode_group, encode_prompt
 from penstock.config.loading import validate
 from penstock.config.run import RunConfig
+from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import QueueStat
-from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.redis_client import connect
 from penstock.trajectory import Group, Prompt, Sampling, Trajectory
 from penstock.v1 import policies_pb2

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from penstock.machine.ports import free_port, wait_for_port
+from penstock.machine import free_port, wait_for_port
 from support.learner_runs import fill_queue, make_config, outcome, ranks_of, run_learner
 from support.redis_server import RedisProcess
 

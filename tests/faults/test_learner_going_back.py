@@ -20,8 +20,8 @@ import pytest
 from penstock.codec import decode_prompt, encode_group
 from penstock.config.service import RedisConfig
 from penstock.errors import ConfigError
+from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import Lease, QueueStat
-from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.keys import RunKeys
 from penstock.store.redis_client import RedisClient, connect
 from penstock_learner.checkpoints.store import CheckpointStore

@@ -12,8 +12,8 @@ import pytest
 
 from penstock.api_keys import read_own_key
 from penstock.client import SyncPenstockClient
-from penstock.machine.ports import free_port, wait_for_port
-from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.machine import free_port, wait_for_port
+from penstock.replay.queue import RedisReplayQueue
 from penstock.trajectory import Prompt
 from support.faults.matrix_run import GROUPS_PER_STEP, NUM_STEPS, MatrixRun, make_faults
 from support.faults.proxy import ProxyThread

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.store.quarantine import Quarantine, Quarantines
+from penstock.store.fleet import Quarantine, Quarantines
 from support.faults.faulty_server import FILE, KIND
 from support.faults.matrix_run import MatrixRun
 from support.fixtures import MakeRun

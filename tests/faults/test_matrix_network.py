@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.machine.ports import free_port
+from penstock.machine import free_port
 from support.faults.matrix_run import FaultFree, MatrixRun, make_faults
 from support.faults.proxy import ProxyThread
 from support.faults.steady_server import STORE_FILE, STORE_VIA

@@ -8,7 +8,7 @@ import time
 import pytest
 import redis
 
-from penstock.machine.ports import free_port
+from penstock.machine import free_port
 from penstock.store.fleet import SERVING_STATES
 from penstock.store.keys import RunKeys
 from support.faults.matrix_run import FaultFree, MatrixRun

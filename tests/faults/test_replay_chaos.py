@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.replay.queue import RedisReplayQueue
 from support.chaos.chaos_run import ChaosRun, Plan, Report
 from support.chaos.processes import LOSS_WINDOW_S
 

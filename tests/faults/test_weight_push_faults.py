@@ -22,8 +22,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from penstock.codec import encode_prompt
-from penstock.replay.evaluations import Evaluation
-from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.replay.queue import RedisReplayQueue
+from penstock.replay.queue_types import Evaluation
 from penstock.store.fleet import SERVING_STATES
 from penstock.trajectory import Group, Trajectory
 from penstock.weights.checksums import host_checksum, weights_digest

@@ -22,7 +22,7 @@ from typing import Any
 import httpx
 import yaml
 
-from penstock.machine.ports import free_port
+from penstock.machine import free_port
 from support.chart import CHART, HELM
 from support.processes import until
 

@@ -101,8 +101,8 @@ NUM_SERVERS = 4
 async def talking(
     redis_process: Any, redis_client: redis.Redis, tmp_path: Path
 ) -> AsyncIterator[tuple[Gateway, dict[str, TalkingEngine]]]:
+    from penstock.config.run import WeightsConfig
     from penstock.config.service import SessionLimits
-    from penstock.config.weights import WeightsConfig
     from support.gateways import run_config, running
     from support.scripted_engines import TalkingEngine, make_tokenizer_folder, serving
 

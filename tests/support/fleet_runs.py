@@ -33,8 +33,8 @@ from penstock.config.run import RunConfig
 from penstock.errors import PenstockError
 from penstock.feed.datasets import read_prompts
 from penstock.replay.inspection import QueueInspector
+from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import QueueStat
-from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.keys import RunKeys
 from penstock.store.policies import PolicyRegistry

@@ -23,7 +23,7 @@ from penstock.api.conversion import to_json
 from penstock.api_keys import read_own_key
 from penstock.config.run import ModelConfig, RunConfig
 from penstock.config.service import GatewayConfig, RedisConfig
-from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.replay.queue import RedisReplayQueue
 from penstock.trajectory import Group, Sampling, Trajectory, VersionSegment
 from penstock.v1 import groups_pb2_grpc, policies_pb2, policies_pb2_grpc, prompts_pb2_grpc, runs_pb2_grpc
 from penstock_services.gateway.server import serve

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.samples.files import SampleFile
-from penstock.samples.sample import Sample, line_of
+from penstock.samples import Sample, SampleFile, line_of
 from penstock.trajectory import Group, Sampling, Trajectory, VersionSegment
 
 

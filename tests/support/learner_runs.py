@@ -19,8 +19,8 @@ import psutil
 from penstock.codec import encode_group
 from penstock.config.loading import dump_config, validate
 from penstock.config.run import RunConfig
+from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import QueueStat
-from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.keys import RunKeys
 from penstock.store.policies import PolicyRegistry
 from penstock.store.redis_client import connect

@@ -14,15 +14,18 @@ from dataclasses import replace
 
 from penstock.config.service import ReplayConfig
 from penstock.errors import Conflict, Fenced, NotFound
-from penstock.replay.evaluations import KEPT_EVALUATION_S, KEPT_EVALUATION_SHARE, Evaluation, KeptGroups
 from penstock.replay.queue_types import (
+    KEPT_EVALUATION_S,
+    KEPT_EVALUATION_SHARE,
     SAVED_SHARE,
     AppendOutcome,
     Committed,
     Delivery,
+    Evaluation,
     FeedPosition,
     FinishedGroup,
     GoneBack,
+    KeptGroups,
     Lease,
     Outbox,
     PromptState,

@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from penstock.config.service import BreakerConfig, ReplayConfig
-from penstock.replay.admission import Admission, admission
-from penstock.replay.queue_types import FeedPosition, GoneBack
+from penstock.replay.queue_types import Admission, FeedPosition, GoneBack, admission
 from penstock.sample_scores import PromptSamples, summarise
 
 NEVER = float("inf")

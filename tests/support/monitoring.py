@@ -22,9 +22,9 @@ from prometheus_client import CollectorRegistry, Metric, start_http_server
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector as Metrics
 
-from penstock.machine.ports import free_port, wait_for_port
+from penstock.machine import free_port, wait_for_port
 from penstock.sessions.task_store import TaskStat
-from penstock.store.redis_memory import RedisMemory
+from penstock.store.redis_client import RedisMemory
 from penstock_services.gateway.metrics import GatewayMetrics, RunSnapshot
 from support.processes import ROOT, until
 from support.run_facts import run_facts

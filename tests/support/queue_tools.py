@@ -17,8 +17,8 @@ import redis
 from penstock.cli import main as cli
 from penstock.codec import decode_group, encode_group, encode_prompt
 from penstock.config.service import RedisConfig, ReplayConfig
+from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import QueueStat
-from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.redis_client import connect
 from penstock.trajectory import Group, Prompt, Sampling, SamplingSegment, Trajectory, VersionSegment
 from support.redis_server import RedisProcess

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from penstock.machine.ports import free_port, wait_for_port
+from penstock.machine import free_port, wait_for_port
 from penstock_services.local.private_redis import find_redis_server, write_config
 
 

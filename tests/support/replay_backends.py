@@ -15,8 +15,8 @@ import redis.asyncio as redis
 
 from penstock.codec import encode_group
 from penstock.config.service import ReplayConfig
+from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import Lease
-from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.trajectory import Group
 from support.memory_queue import MemoryReplayQueue
 from support.memory_store import MemoryStore

@@ -13,7 +13,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from penstock.config.agents import AgentsConfig
+from penstock.config.rollout import AgentsConfig
 from penstock.config.run import RunConfig
 from penstock.errors import InvalidInput
 from penstock.store.fleet import Fleet, ServerRecord

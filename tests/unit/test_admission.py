@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.config.service import ReplayConfig
-from penstock.replay import admission as admission_module
-from penstock.replay.admission import admission
-from penstock.replay.queue_types import Lease
+from penstock.replay import queue_types as admission_module
+from penstock.replay.queue_types import Lease, admission
 from support.memory_queue import MemoryReplayQueue
 from support.memory_store import MemoryStore
 

@@ -11,8 +11,7 @@ from penstock.cancellation import end_task
 from penstock.config.dataset import DatasetConfig
 from penstock.config.service import ReplayConfig
 from penstock.errors import InvalidInput, Unavailable
-from penstock.feed.buried_prompts import MIN_BURIED, BuriedPrompts
-from penstock.feed.dataset_feed import Feeder, PromptStream
+from penstock.feed.dataset_feed import MIN_BURIED, BuriedPrompts, Feeder, PromptStream
 from penstock.trajectory import Prompt
 from support.memory_queue import MemoryReplayQueue
 from support.memory_store import MemoryStore
@@ -38,7 +37,7 @@ def test_one_reason_for_half_of_the_prompts_pauses(num_inserted: int, reasons: d
     now = {reason: reasons.get(reason, 0) + before.get(reason, 0) for reason in {*reasons, *before}}
     assert bool(watched.reason_to_pause(100 + num_inserted, now)) == pauses
     assert bool(watched.reason_to_pause(100 + num_inserted, now)) == pauses, "the reason stays until the run is paused"
-    watched.begin_anew(100 + num_inserted, now)
+    watched.begin_again(100 + num_inserted, now)
     assert watched.reason_to_pause(100 + num_inserted, now) == "", "after a pause the count begins anew"
     assert BuriedPrompts(None).reason_to_pause(num_inserted, now) == ""
 

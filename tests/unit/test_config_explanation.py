@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.config.explanation import paths_of
-from penstock.config.loading import load_config, validate, validate_field
+from penstock.config.loading import load_config, paths_of, validate, validate_field
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, InvalidInput
 

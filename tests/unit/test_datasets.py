@@ -15,8 +15,7 @@ import pytest
 from penstock.codec import decode_prompt, encode_prompt
 from penstock.config.dataset import ColumnsConfig, DatasetConfig
 from penstock.errors import ConfigError, InvalidInput
-from penstock.feed.dataset_files import read_files
-from penstock.feed.datasets import read_prompts
+from penstock.feed.datasets import read_files, read_prompts
 from penstock.feed.parquet_rows import ReadLimits
 from penstock.trajectory import Prompt, Sampling
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import shutil
 from collections import namedtuple
 from pathlib import Path
 
@@ -11,8 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from penstock.errors import ProcessDied
-from penstock.machine import disk_space
-from penstock.machine.disk_space import DiskWatch, is_disk_full, measure_disk
+from penstock.machine import DiskWatch, is_disk_full, measure_disk
 from penstock.metrics import DiskGauges
 
 Usage = namedtuple("Usage", "total used free")
@@ -26,7 +26,7 @@ GIB = 2**30
 def test_space_is_low_below_a_reserve_or_what_the_next_files_need(
     size: int, free: float, needed: int, is_low: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_space.shutil, "disk_usage", lambda _: Usage(size * GIB, 0, int(free * GIB)))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(size * GIB, 0, int(free * GIB)))
     assert measure_disk(tmp_path / "missing" / "folder", needed * GIB).is_low == is_low
 
 
@@ -34,7 +34,7 @@ def test_a_warning_each_time_when_space_becomes_low(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     free = [GIB]
-    monkeypatch.setattr(disk_space.shutil, "disk_usage", lambda _: Usage(1000 * GIB, 0, free[0]))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(1000 * GIB, 0, free[0]))
     watch, registry = DiskWatch(tmp_path, "checkpoints"), CollectorRegistry()
     DiskGauges(registry).follow("run_dir", watch)
     with caplog.at_level(logging.WARNING):
@@ -55,5 +55,5 @@ def test_errors_of_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert all(is_disk_full(error, tmp_path) for error in (full, wrapped, by_text, over_quota))
     short_write = ProcessDied("policy.finish_saving failed: RuntimeError: unexpected pos 64 vs 0")
     assert not is_disk_full(short_write, tmp_path) and not is_disk_full(OSError(errno.EACCES, "denied"), tmp_path)
-    monkeypatch.setattr(disk_space.shutil, "disk_usage", lambda _: Usage(GIB, GIB, 0))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(GIB, GIB, 0))
     assert is_disk_full(short_write, tmp_path)

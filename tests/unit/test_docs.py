@@ -20,7 +20,7 @@ from pydantic import Field
 from penstock.client import SyncPenstockClient
 from penstock.config.loading import validate
 from penstock.sessions.task_store import TaskStat
-from penstock.store.redis_memory import RedisMemory
+from penstock.store.redis_client import RedisMemory
 from penstock_learner.metrics import LearnerMetrics
 from penstock_rollout.agents.verl import verl_names
 from penstock_rollout.metrics import RolloutMetrics

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.config.rewards import CodeReward, RewardConfig
+from penstock.config.rollout import CodeReward, RewardConfig
 from penstock.config.run import RunConfig
 from penstock.diagnosis import deployment
 

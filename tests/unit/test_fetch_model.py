@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from penstock import fetching
 from penstock.errors import ConfigError, DeadlineExceeded, Unavailable
-from penstock.fetching import model_fetch, object_folder
-from penstock.fetching.model_fetch import MARKER, fetch_model
-from penstock.fetching.object_folder import ObjectFolder
+from penstock.fetching import MARKER, ObjectFolder, fetch_model
 from support.object_store import ObjectStore, in_environment, object_store
 
 WEIGHTS = bytes(range(256)) * 4096
@@ -33,8 +32,8 @@ def store() -> Iterator[ObjectStore]:
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_fetch, "CHUNK_BYTES", 2**18)
-    monkeypatch.setattr(object_folder, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(fetching, "CHUNK_BYTES", 2**18)
+    monkeypatch.setattr(fetching, "FIRST_WAIT_S", 0.01)
 
 
 def test_a_model_is_fetched_once_from_an_object_store(store: ObjectStore, tmp_path: Path) -> None:
@@ -103,7 +102,7 @@ def test_two_fetches_of_one_folder_do_not_clash(store: ObjectStore, tmp_path: Pa
     answers = [process.communicate(timeout=120)[0] for process in both]
     said = sorted(answer.split()[0] for answer in answers)
     assert said == sorted(["fetched", str(tmp_path / "tiny")])
-    with model_fetch._locked(tmp_path / "tiny", 5), pytest.raises(DeadlineExceeded, match="another fetch has held"):
+    with fetching._locked(tmp_path / "tiny", 5), pytest.raises(DeadlineExceeded, match="another fetch has held"):
         fetch_model(SOURCE, tmp_path / "tiny", 0.1)
 
 

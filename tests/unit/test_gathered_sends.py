@@ -12,7 +12,7 @@ from hiredis import pack_command
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from penstock.store.gathered_sends import MAX_PARTS, gathering, packed_mset, send_all
+from penstock.store.redis_client import MAX_PARTS, gathering, packed_mset, send_all
 
 
 def test_an_mset_is_packed_as_hiredis_packs_it() -> None:

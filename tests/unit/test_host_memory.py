@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.machine.host_memory import HostMemory, measure_memory
+from penstock.machine import HostMemory, measure_memory
 
 MEMINFO = "MemTotal:       1000 kB\nMemFree:          10 kB\nMemAvailable:    600 kB\n"
 

@@ -9,7 +9,7 @@ import pytest
 
 SCRIPT = """
 import resource
-from penstock.machine.open_files import raise_file_limit
+from penstock.machine import raise_file_limit
 resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
 raise_file_limit()
 print(*resource.getrlimit(resource.RLIMIT_NOFILE))

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, Gauge
 
 from penstock import process_endpoint as endpoints
 from penstock.errors import Unavailable
-from penstock.machine.ports import port_is_free
+from penstock.machine import port_is_free
 from penstock.process_endpoint import ProcessEndpoint, Readiness, process_endpoint
 
 HOST = "127.0.0.1"

@@ -9,12 +9,23 @@ from pathlib import Path
 
 import pytest
 
+from penstock import samples
 from penstock.cli.main import main
 from penstock.errors import InvalidInput
-from penstock.samples import files
-from penstock.samples.files import NEWEST, OLDER, Place, SampleFile, groups_newest_first
-from penstock.samples.sample import line_of, samples_of
-from penstock.samples.selection import Range, SampleFilter, is_sampled, page, select
+from penstock.samples import (
+    NEWEST,
+    OLDER,
+    Place,
+    Range,
+    SampleFile,
+    SampleFilter,
+    groups_newest_first,
+    is_sampled,
+    line_of,
+    page,
+    samples_of,
+    select,
+)
 from support.groups import SAMPLE, group_of_samples, write_samples
 
 
@@ -73,7 +84,7 @@ def test_the_files_stay_below_their_limit_and_keep_the_newest(tmp_path: Path) ->
 def test_lines_longer_than_what_is_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_samples(tmp_path, *(group_of_samples(step, step, response="x" * step * 37) for step in range(1, 30)))
     for size in (1, 64, 1000):
-        monkeypatch.setattr(files, "READ_BYTES", size)
+        monkeypatch.setattr(samples, "READ_BYTES", size)
         assert read(tmp_path) == [(step, step) for step in range(29, 0, -1)]
 
 

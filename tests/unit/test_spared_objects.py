@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.machine.garbage import spare_living_objects
+from penstock.machine import spare_living_objects
 
 
 class Node:

@@ -11,7 +11,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 
-from penstock.config.tracing import TracingConfig
+from penstock.config.run import TracingConfig
 from penstock.tracing import OpenTelemetryTracing, Tracing, open_tracing
 
 
@@ -71,7 +71,7 @@ def test_a_damaged_context_starts_a_trace_of_its_own(
 def test_without_an_endpoint_nothing_is_traced_or_imported() -> None:
     assert type(open_tracing(TracingConfig(), "gateway", "run")) is Tracing
     script = (
-        "import sys; from penstock.tracing import open_tracing; from penstock.config.tracing import TracingConfig; "
+        "import sys; from penstock.tracing import open_tracing; from penstock.config.run import TracingConfig; "
         "open_tracing(TracingConfig(), 'gateway', 'run'); "
         "sys.exit(any(name.startswith('opentelemetry') for name in sys.modules))"
     )

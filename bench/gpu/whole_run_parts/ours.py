@@ -21,7 +21,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from harness import GpuSamples, Results, say
-from penstock.machine.ports import free_port
+from penstock.machine import free_port
 from whole_run_parts.steps import LEARNER_TIMES, LearnerTimes, StepLog
 from whole_run_parts.task import DATA_SOURCE, Task, write_prompts
 

@@ -6,7 +6,7 @@ The run ends only if every server of the fleet is beyond the configured limit, a
 help or could not have helped. By then nothing of the batch was trained.
 
 `ServerQuarantine` is the learner's side of a quarantine: who is in it, which groups it refuses, and when weights are
-loaded again. penstock/store/quarantine.py draws the phases. loop/publication.py loads the servers' weights.
+loaded again. penstock/store/fleet.py draws the phases. loop/publication.py loads the servers' weights.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.store.fleet import Fleet, ServerRecord
-from penstock.store.quarantine import Quarantine, Quarantines
+from penstock.store.fleet import Fleet, Quarantine, Quarantines, ServerRecord
 from penstock.trajectory import Group
 from penstock_learner.agreement.comparison import LogProbCheck, Sample, Verdict, choose, compare, disagreement, enough
 from penstock_learner.checkpoints.trainer_state import Lineage

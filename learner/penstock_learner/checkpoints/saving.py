@@ -19,7 +19,7 @@ from pathlib import Path
 
 from penstock.cancellation import end_task
 from penstock.errors import CheckpointDamaged, ProcessDied, RoleDied
-from penstock.replay.contract import GroupConsumer
+from penstock.replay.queue import GroupConsumer
 from penstock_learner.checkpoint_files import FileRecord
 from penstock_learner.checkpoints.store import CheckpointStore, checksums_of, raise_if_damaged, shards_folder
 from penstock_learner.checkpoints.trainer_state import TrainerState

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from penstock.errors import CheckpointDamaged, ConfigError, DiskFull, Fenced, Unavailable
-from penstock.machine.disk_space import is_disk_full, measure_disk
+from penstock.machine import is_disk_full, measure_disk
 from penstock.replay.queue_types import GoneBack
 from penstock_learner.checkpoint_files import (
     FileRecord,

@@ -16,8 +16,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.codec import read_known_fields
 from penstock.errors import CheckpointDamaged, ConfigError
-from penstock.records import read_known_fields
 from penstock.trajectory import Group
 from penstock_learner.checkpoint_files import MANIFEST_FILE, FileRecord, read_manifest
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from penstock.config.run import RunConfig
 from penstock.errors import CheckpointDamaged, Unavailable
-from penstock.fetching.object_folder import CHUNK_BYTES, ObjectFolder
+from penstock.fetching import CHUNK_BYTES, ObjectFolder
 from penstock_learner.checkpoint_files import MANIFEST_FILE, find_damage, flush, read_manifest
 from penstock_learner.crash_points import crash_point
 

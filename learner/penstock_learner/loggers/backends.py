@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.config.run import RunConfig
-from penstock.samples.sample import Sample
+from penstock.samples import Sample
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -21,9 +21,7 @@ from numpy.typing import NDArray
 
 from penstock.codec import decode_prompt
 from penstock.config.run import RunConfig
-from penstock.samples.files import SampleFile
-from penstock.samples.sample import Sample, line_of
-from penstock.token_text import TokenText
+from penstock.samples import Sample, SampleFile, TokenText, line_of
 from penstock.trajectory import Group
 from penstock_learner.loggers.step_loggers import StepLoggers
 

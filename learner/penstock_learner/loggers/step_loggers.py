@@ -5,7 +5,7 @@
 If a logger raises an error, the error is logged once and the logger gets no more steps. If a logger hangs, it gets no
 more steps once its queue is full. When the run ends, the controller waits for the loggers until a deadline.
 
-To add a logger, write a class in `backends.py`, and add its name to `penstock/config/loggers.py` and to `_open`.
+To add a logger, write a class in `backends.py`, and add its name to `penstock/config/learner.py` and to `_open`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Protocol
 
-from penstock.config.loggers import LoggerName
+from penstock.config.learner import LoggerName
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError
-from penstock.samples.sample import Sample
+from penstock.samples import Sample
 
 logger = logging.getLogger(__name__)
 

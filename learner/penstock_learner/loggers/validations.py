@@ -29,7 +29,7 @@ from penstock.cancellation import end_task
 from penstock.codec import decode_group
 from penstock.config.learner import RewardModelConfig
 from penstock.errors import PenstockError, PoisonGroup, QueueFull, Unavailable
-from penstock.replay.contract import GroupConsumer
+from penstock.replay.queue import GroupConsumer
 from penstock.sample_scores import PromptSamples, scores_by_source
 from penstock.store.heartbeats import VALIDATOR, Heartbeats
 from penstock.trajectory import Group

@@ -26,9 +26,9 @@ from penstock.config.learner import LearnerConfig
 from penstock.config.service import ReplayConfig
 from penstock.errors import DeadlineExceeded, InvalidInput, PoisonGroup
 from penstock.feed.run_end import data_has_ended
-from penstock.replay.contract import GroupConsumer
+from penstock.replay.queue import GroupConsumer
 from penstock.replay.queue_types import Delivery
-from penstock.samples.selection import is_sampled
+from penstock.samples import is_sampled
 from penstock.trajectory import SESSION_SERVER, Group
 from penstock_learner.agreement.servers import ServerQuarantine
 from penstock_learner.batches.sequence_batch import SequenceBatch, check_tokens, no_sequences

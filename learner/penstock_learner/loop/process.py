@@ -23,16 +23,14 @@ from penstock.api.records import LAST_VALIDATION
 from penstock.cancellation import end_task
 from penstock.config.run import RunConfig
 from penstock.errors import QueueFull, RoleDied, Unavailable
-from penstock.machine.disk_space import DiskWatch, folder_bytes
+from penstock.machine import DiskWatch, folder_bytes
 from penstock.process_endpoint import Readiness
-from penstock.replay.contract import GroupConsumer
-from penstock.replay.recomputed import RecomputedLogProbs
-from penstock.store.fleet import Fleet
-from penstock.store.heartbeats import LEARNER, Heartbeats
+from penstock.replay.queue import GroupConsumer
+from penstock.replay.results import RecomputedLogProbs
+from penstock.store.fleet import Fleet, Quarantines
+from penstock.store.heartbeats import LEARNER, Heartbeats, Phases
 from penstock.store.notices import Event, Notices
-from penstock.store.phases import Phases
 from penstock.store.policies import PolicyRegistry
-from penstock.store.quarantine import Quarantines
 from penstock.store.run_control import RunControl
 from penstock.tracing import Tracing
 from penstock_learner.agreement.comparison import LogProbCheck

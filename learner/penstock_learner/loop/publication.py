@@ -28,10 +28,9 @@ from pathlib import Path
 
 from penstock.config.run import RunConfig
 from penstock.errors import DeadlineExceeded, DiskFull, PenstockError, TrainingDiverged
-from penstock.machine.disk_space import is_disk_full, measure_disk
-from penstock.replay.contract import GroupConsumer
-from penstock.store.fleet import SERVING_STATES, Fleet, ServerRecord, ServerState
-from penstock.store.fleet_view import FleetView
+from penstock.machine import is_disk_full, measure_disk
+from penstock.replay.queue import GroupConsumer
+from penstock.store.fleet import SERVING_STATES, Fleet, FleetView, ServerRecord, ServerState
 from penstock.store.policies import PolicyRegistry
 from penstock.store.run_control import RunControl
 from penstock.tracing import Tracing

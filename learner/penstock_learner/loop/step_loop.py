@@ -44,11 +44,10 @@ from penstock.api.records import FIRST_BATCH
 from penstock.config.learner import LearnerConfig
 from penstock.config.run import RunConfig
 from penstock.logs import bind
-from penstock.machine.garbage import spare_living_objects
-from penstock.replay.contract import GroupConsumer
-from penstock.replay.recomputed import RecomputedLogProbs
-from penstock.store.heartbeats import LEARNER
-from penstock.store.phases import Phases
+from penstock.machine import spare_living_objects
+from penstock.replay.queue import GroupConsumer
+from penstock.replay.results import RecomputedLogProbs
+from penstock.store.heartbeats import LEARNER, Phases
 from penstock.store.policies import PolicyRegistry
 from penstock.store.run_control import Orders, RunControl
 from penstock.tracing import Tracing

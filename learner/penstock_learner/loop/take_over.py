@@ -26,7 +26,7 @@ from pathlib import Path
 
 from penstock.config.learner import CheckpointConfig
 from penstock.errors import CheckpointDamaged, ConfigError, NotFound, Unavailable, WeightPushFailed
-from penstock.replay.contract import GroupConsumer
+from penstock.replay.queue import GroupConsumer
 from penstock.replay.queue_types import Committed, GoneBack
 from penstock.store.policies import PolicyRegistry
 from penstock_learner.checkpoints.saving import load_checkpoint

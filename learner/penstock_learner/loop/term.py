@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from penstock.config.run import RunConfig
-from penstock.replay.contract import GroupConsumer
+from penstock.replay.queue import GroupConsumer
 from penstock_learner.algorithms.kl import FixedKLController, KLController, make_kl_controller
 from penstock_learner.checkpoints.trainer_state import Ledger, Lineage, Rewind, TrainerState
 from penstock_learner.loop.take_over import TakeOver, restore_batches

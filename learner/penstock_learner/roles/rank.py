@@ -15,12 +15,10 @@ import torch.distributed as dist
 from ray.util import get_current_placement_group, remove_placement_group
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported, but not listed
 
-from penstock.compiled_code import keep_compiled_code
 from penstock.config.run import RunConfig
 from penstock.errors import Fenced
 from penstock.logs import setup_logging
-from penstock.machine.garbage import spare_living_objects
-from penstock.machine.private_files import keep_files_private
+from penstock.machine import keep_compiled_code, keep_files_private, spare_living_objects
 from penstock_learner.crash_points import crash_point
 from penstock_learner.model.torch_settings import DTYPES, set_up_torch
 from penstock_learner.rendezvous import open_store
@@ -64,7 +62,7 @@ class Rank:
         self.profiler = RankProfiler(self.role, rank)
         if config.learner.ray_address:  # a Ray that was started elsewhere has its own mask and environment
             keep_files_private()
-            keep_compiled_code(config)
+            keep_compiled_code(config.cache_folder)
             threading.Thread(target=self._end_when_orphaned, daemon=True).start()
 
     def call(self, owner: str, method: str, *arguments: Any) -> Any:

@@ -21,13 +21,10 @@ from typing import Any
 import numpy as np
 
 from penstock.config.dataset import Files, listed_files
+from penstock.config.learner import SftConfig
 from penstock.config.run import RunConfig
-from penstock.config.sft import SftConfig
 from penstock.errors import InvalidInput
-from penstock.feed.dataset_files import shown_files
-from penstock.feed.dataset_rows import read_rows
-from penstock.feed.datasets import MEDIA_COLUMNS, read_messages
-from penstock.feed.files import matching_files
+from penstock.feed.datasets import MEDIA_COLUMNS, matching_files, read_messages, read_rows, shown_files
 from penstock_learner.batches.sequence_batch import SequenceBatch
 from penstock_learner.sft.masks import ConversationMasks, Example
 

@@ -21,11 +21,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from penstock.config.learner import SftConfig
 from penstock.config.run import RunConfig
-from penstock.config.sft import SftConfig
 from penstock.errors import ConfigError, InvalidInput
-from penstock.feed.dataset_files import shown_files
-from penstock.feed.epoch_order import EpochOrder, require_drawn
+from penstock.feed.dataset_feed import EpochOrder, require_drawn
+from penstock.feed.datasets import shown_files
 from penstock_learner.batches.sequence_batch import SequenceBatch
 from penstock_learner.export import export
 from penstock_learner.loggers.step_loggers import StepLoggers, check_loggers, open_loggers

@@ -22,7 +22,7 @@ import torch
 
 from penstock.config.run import RunConfig
 from penstock.errors import TrainingDiverged, WeightPushFailed
-from penstock.machine.open_files import raise_file_limit
+from penstock.machine import raise_file_limit
 from penstock.v1 import weights_pb2
 from penstock.weights.checksums import weights_digest
 from penstock.weights.cuda import libraries

@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
 
     from penstock.cli.connection import load_started_config
     from penstock.logs import setup_logging
-    from penstock.machine.private_files import keep_files_private
+    from penstock.machine import keep_files_private
     from penstock.start_checks import check_datasets, check_first_rows
 
     config = load_started_config(args.config, overrides)

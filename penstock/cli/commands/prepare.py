@@ -132,7 +132,7 @@ def _run_name(file: Path) -> str:
 
 
 def _num_gpus_here() -> int:
-    from penstock.machine.gpus import visible_gpus
+    from penstock.machine import visible_gpus
 
     return len(visible_gpus())
 
@@ -236,7 +236,7 @@ def fetch_model(argv: Sequence[str]) -> int:
         "--timeout", type=float, default=3600.0, metavar="S", help="longest wait for another fetch or a store (3600)"
     )
     args = parser.parse_args(argv)
-    from penstock.fetching.model_fetch import fetch_model as fetch
+    from penstock.fetching import fetch_model as fetch
 
     print(fetch(args.source, args.target.absolute(), args.timeout, verify=args.verify))
     return 0

@@ -21,7 +21,7 @@ from penstock.errors import ConfigError, InvalidInput, NotFound, PenstockError
 if TYPE_CHECKING:
     from penstock.config.service import RedisConfig, ReplayConfig
     from penstock.replay.inspection import DeadLetter, QueueInspector
-    from penstock.token_text import TokenText
+    from penstock.samples import TokenText
 
 MAX_LIMIT = 1000
 _RECORDINGS = "penstock_tools.recordings.command"
@@ -137,7 +137,7 @@ def _target(args: argparse.Namespace) -> _Target:
 def _redis_at(url: str) -> RedisConfig:
     from pydantic import ValidationError
 
-    from penstock.config.explanation import explain
+    from penstock.config.loading import explain
     from penstock.config.service import RedisConfig
 
     try:
@@ -255,7 +255,7 @@ async def _selected(args: argparse.Namespace, inspector: QueueInspector) -> list
 
 def _texts(args: argparse.Namespace) -> TokenText:
     """The text of tokens, if the run's config and its tokenizer are here."""
-    from penstock.token_text import TokenText
+    from penstock.samples import TokenText
 
     target: _Target = args.target
     return TokenText(None) if target.model_path is None else TokenText.load(target.model_path)

@@ -20,8 +20,7 @@ from penstock.cli.parser import Parser, RawHelpFormatter
 from penstock.errors import ConfigError, InvalidInput
 
 if TYPE_CHECKING:
-    from penstock.samples.sample import Sample
-    from penstock.samples.selection import Range, SampleFilter
+    from penstock.samples import Range, Sample, SampleFilter
 
 MAX_LIMIT = 100_000
 SHOWN_CHARACTERS = 600
@@ -32,8 +31,7 @@ _RANGE = "A:B"
 
 def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
-    from penstock.samples.files import has_samples
-    from penstock.samples.selection import select
+    from penstock.samples import has_samples, select
 
     if not 1 <= args.limit <= MAX_LIMIT:
         raise InvalidInput("--limit", f"must be between 1 and {MAX_LIMIT}")
@@ -98,7 +96,7 @@ def _chosen_folder() -> Path:
 
 
 def _wanted(args: argparse.Namespace) -> SampleFilter:
-    from penstock.samples.selection import SampleFilter
+    from penstock.samples import SampleFilter
 
     return SampleFilter(
         steps=_range("--step", args.step),
@@ -112,7 +110,7 @@ def _wanted(args: argparse.Namespace) -> SampleFilter:
 
 
 def _range(option: str, text: str | None) -> Range:
-    from penstock.samples.selection import Range
+    from penstock.samples import Range
 
     try:
         return Range() if text is None else Range.parse(text)

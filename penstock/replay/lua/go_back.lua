@@ -52,7 +52,7 @@ for _, of_step in ipairs(redis.call('HKEYS', MANIFESTS)) do
   end
 end
 redis.call('UNLINK', MANIFESTS)
--- Saved tokens may be those of versions that are given up.
+-- Saved tokens may be those of versions that are abandoned.
 drop_all_saved(redis.call('HKEYS', SAVED_BYTES))
 redis.call('HSET', COUNTERS, 'step', step, 'committed_step', step, 'gone_back_checkpoint', checkpoint,
   'gone_back_term', ARGV[1], 'gone_back_roll_backs', counter('roll_backs'))

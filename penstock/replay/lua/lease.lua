@@ -16,7 +16,7 @@ end
 
 if counter('paused') == 1 or redis.call('SISMEMBER', DRAINED, server) == 1 then return rows(COLUMNS, {}) end
 
--- A server in quarantine (penstock/store/quarantine.py) leases its probes and nothing else.
+-- A server in quarantine (penstock/store/fleet.py) leases its probes and nothing else.
 local quarantine = redis.call('HGET', QUARANTINED, server)
 quarantine = quarantine and cjson.decode(quarantine)
 if quarantine then

@@ -37,7 +37,7 @@ local function ask_many(command, key, fields)
   return answers
 end
 
--- Each attempt has a payload key of its own, so a late duplicate never overwrites a group that was delivered.
+-- Each attempt has its own payload key, so a late duplicate never overwrites a group that was delivered.
 local function group_key(id, attempt)
   return GROUP .. id .. ':' .. attempt
 end
@@ -288,7 +288,7 @@ local function fail_evaluation_prompt(id)
   forget_prompts({id})
 end
 
--- Ends an evaluation that nobody can answer: its prompts that wait count as finished, without samples.
+-- Ends an evaluation that no server can answer: its prompts that wait count as finished, without samples.
 local function give_up_evaluation(evaluation_id)
   for _, id in ipairs(redis.call('ZRANGE', EVAL_PENDING, 0, -1)) do
     if redis.call('HGET', EVAL_OF, id) == evaluation_id then

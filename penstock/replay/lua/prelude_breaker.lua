@@ -158,7 +158,7 @@ local function record_successes(owners)
   end
 end
 
--- A pinned server stays at its version, so a new one is no reason to probe.
+-- A pinned server stays at its version, so a new one is not a reason to probe.
 local function has_new_version(breaker, is_pinned)
   return not is_pinned and counter('policy_version') ~= breaker.policy_version
 end
@@ -168,7 +168,7 @@ local function may_probe(breaker, is_pinned, now)
 end
 
 -- Notes that a server with an open breaker asked for a probe. If all prompts in line were tried before, the tries begin
--- anew.
+-- again.
 local function record_probe(server, breaker, is_pinned, was_leased, has_tried_all, now, first_wait_ms)
   if has_tried_all then breaker.prompts = {} end
   if was_leased then

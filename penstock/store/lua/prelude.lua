@@ -43,7 +43,7 @@ local function drop_all_saved(ids)
   for _, id in ipairs(ids) do drop_saved(id) end
 end
 
--- Notes that servers joined, left or changed their state or version: see penstock/store/fleet_view.py.
+-- Notes that servers joined, left or changed their state or version: see penstock/store/fleet.py.
 local function note_fleet_change()
   count('fleet_changes', 1)
 end

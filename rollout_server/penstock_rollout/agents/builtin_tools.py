@@ -9,9 +9,9 @@ from typing import Any, Protocol
 
 import httpx
 
-from penstock.config.tools import BuiltInTool
-from penstock.config.tools import PythonTool as PythonSettings
-from penstock.config.tools import SearchTool as SearchSettings
+from penstock.config.rollout import BuiltInTool
+from penstock.config.rollout import PythonTool as PythonSettings
+from penstock.config.rollout import SearchTool as SearchSettings
 from penstock.errors import ConfigError
 from penstock_rollout.agents.search_index import SearchIndex
 from penstock_rollout.agents.tools import Tool, ToolAnswer

@@ -6,7 +6,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.config.agents import AgentsConfig
+from penstock.config.rollout import AgentsConfig
 from penstock.trajectory import Prompt, Sampling
 from penstock_rollout.agents.episode import Episode
 from penstock_rollout.agents.interactions import Interaction

@@ -20,10 +20,10 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from penstock.config.base import Config
-from penstock.config.explanation import explain
-from penstock.config.tools import McpServer
-from penstock.config.tools import PythonTool as PythonSettings
-from penstock.config.tools import SearchTool as SearchSettings
+from penstock.config.loading import explain
+from penstock.config.rollout import McpServer
+from penstock.config.rollout import PythonTool as PythonSettings
+from penstock.config.rollout import SearchTool as SearchSettings
 from penstock.errors import ConfigError
 from penstock.user_code import load_object
 from penstock_rollout.agents.builtin_tools import PythonTool, SearchTool

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.cancellation import end_task
-from penstock.config.tools import McpServer
+from penstock.config.rollout import McpServer
 from penstock.errors import ConfigError
 from penstock_rollout.agents.tools import Tool, ToolAnswer, ToolError
 from penstock_rollout.rewards.remote import bearer_headers

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from penstock.config.agents import AgentsConfig
+from penstock.config.rollout import AgentsConfig
 from penstock.errors import ConfigError, InvalidInput, PoisonGroup
 from penstock.trajectory import SESSION_AGENT, Prompt
 from penstock.user_code import hint_for_name, load_object

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from penstock.codec import decode_saved, encode_saved, trajectory_from_proto, trajectory_to_proto
 from penstock.errors import PenstockError, PoisonGroup, QueueFull, Unavailable
-from penstock.replay.contract import GroupProducer
+from penstock.replay.queue import GroupProducer
 from penstock.replay.queue_types import Lease, SavedTokens
 from penstock.trajectory import Prompt, TokenReward, Trajectory, VersionSegment
 from penstock.v1 import groups_pb2

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from penstock.config.rollout import EngineConfig
 from penstock.errors import ConfigError, Unavailable
-from penstock.machine.garbage import spare_living_objects
+from penstock.machine import spare_living_objects
 from penstock.weights.folder_tensors import read_json
 from penstock_rollout.engines.engine import Engine
 from penstock_rollout.engines.vllm.standby import start_standby

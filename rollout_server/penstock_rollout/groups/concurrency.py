@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 
-from penstock.config.agents import AdaptiveConcurrencyConfig
+from penstock.config.rollout import AdaptiveConcurrencyConfig
 from penstock_rollout.engines.engine import EngineStats
 
 OBSERVE_S = 1.0

@@ -36,9 +36,8 @@ from penstock.errors import (
     first_error,
 )
 from penstock.logs import bind
-from penstock.replay.contract import GroupProducer
-from penstock.replay.evaluations import is_numbered
-from penstock.replay.queue_types import AppendOutcome, FinishedGroup, Lease
+from penstock.replay.queue import GroupProducer
+from penstock.replay.queue_types import AppendOutcome, FinishedGroup, Lease, is_numbered
 from penstock.sample_scores import ACCURACY
 from penstock.store.notices import Event, PostEvent, ignore_event
 from penstock.store.redis_client import EXCHANGES_AT_ONCE

@@ -341,7 +341,7 @@ except Exception as error:
 
 @dataclass(frozen=True)
 class Interpreter:
-    """Runs programs with the settings of `penstock.config.tools.PythonTool`."""
+    """Runs programs with the settings of `penstock.config.rollout.PythonTool`."""
 
     sandbox: Sandbox
     limits: Limits

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx
 
-from penstock.config.rewards import RemoteReward
+from penstock.config.rollout import RemoteReward
 from penstock.errors import ConfigError
 from penstock_rollout.rewards.function import SampleScore, read_score
 from penstock_rollout.rewards.pool import Json, RewardFailed

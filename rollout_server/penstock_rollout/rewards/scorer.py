@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter
 
 from penstock.cancellation import end_task
-from penstock.config.rewards import FunctionReward, RemoteReward, Reward, RewardConfig, RewardModelReward
+from penstock.config.rollout import FunctionReward, RemoteReward, Reward, RewardConfig, RewardModelReward
 from penstock.errors import ConfigError
 from penstock.store.notices import Event, PostEvent, ignore_event
 from penstock_rollout.metrics import RolloutMetrics

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from penstock.cli.parser import Parser, parse_with_overrides
 from penstock.errors import PenstockError
-from penstock.machine.garbage import spare_living_objects
-from penstock.machine.open_files import raise_file_limit
+from penstock.machine import raise_file_limit, spare_living_objects
 
 COLLECTED_OBJECTS = 50_000
 
@@ -35,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(path: Path, overrides: Sequence[str], check_only: bool) -> int:
     from penstock.config.loading import load_config
     from penstock.logs import setup_logging
-    from penstock.machine.private_files import keep_files_private
+    from penstock.machine import keep_files_private
     from penstock_services.gateway.server import check, serve
 
     config = load_config(path, overrides)

@@ -15,11 +15,10 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from penstock.api_keys import OWN_KEY_FILE, ROLES, ApiKey, Role, find_key, make_own_key
+from penstock.api_keys import OWN_KEY_FILE, ROLES, ApiKey, KeyFile, Role, find_key, key_files_of, make_own_key
 from penstock.config.service import GatewayConfig
 from penstock.errors import ConfigError, PermissionDenied, RateLimited, Unauthenticated
-from penstock.key_files import KeyFile, key_files_of
-from penstock.machine.ports import is_loopback
+from penstock.machine import is_loopback
 
 
 @dataclass(frozen=True)

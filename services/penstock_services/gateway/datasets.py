@@ -21,7 +21,7 @@ from penstock.config.run import RunConfig
 from penstock.errors import Conflict, InvalidInput, NotFound, Unavailable
 from penstock.feed.datasets import read_prompts
 from penstock.feed.parquet_rows import ReadLimits
-from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.replay.queue import RedisReplayQueue
 from penstock.trajectory import Prompt, Sampling
 from penstock.v1 import datasets_pb2
 from penstock_services.gateway import validation

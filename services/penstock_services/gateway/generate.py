@@ -34,8 +34,8 @@ from penstock.protocols.bodies import SamplingBody
 from penstock.protocols.chat import ChatBody, ChatExchange, CompletionBody, CompletionExchange
 from penstock.protocols.conversation import Conversation, Json
 from penstock.protocols.responses import ResponsesBody, ResponsesExchange
+from penstock.samples import TokenText
 from penstock.store.fleet import ServerRecord
-from penstock.token_text import TokenText
 from penstock.v1 import generate_pb2, generate_pb2_grpc, groups_pb2
 from penstock.weights.cluster_key import ClusterKey
 from penstock_services.gateway import validation
@@ -261,7 +261,7 @@ class GenerateHandlers:
             except grpc.aio.AioRpcError as error:
                 failure = _translated(error, server)
                 if session is not None and session.replaced and _is_of_template(failure):
-                    session.begin_anew(request)
+                    session.begin_again(request)
                     untried.appendleft(server)
                     continue
                 if whole.server_id or not isinstance(failure, Unavailable):

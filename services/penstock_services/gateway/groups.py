@@ -16,13 +16,10 @@ from penstock.api.conversion import message_of
 from penstock.codec import decode_group, group_to_proto
 from penstock.config.run import RunConfig
 from penstock.errors import InvalidInput, NotFound, PoisonGroup
+from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import Delivery
-from penstock.replay.recomputed import RecomputedLogProbs
-from penstock.replay.redis_queue import RedisReplayQueue
-from penstock.samples.files import Place
-from penstock.samples.sample import Sample
-from penstock.samples.selection import Order, Range, SampleFilter, SamplePage, page, select
-from penstock.token_text import TokenText
+from penstock.replay.results import RecomputedLogProbs
+from penstock.samples import Order, Place, Range, Sample, SampleFilter, SamplePage, TokenText, page, select
 from penstock.trajectory import Group
 from penstock.v1 import groups_pb2
 from penstock_services.gateway import validation

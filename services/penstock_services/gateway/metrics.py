@@ -22,7 +22,7 @@ from penstock.diagnosis.progress import LEARNING_CODES, SPEED_CODES, learning_fi
 from penstock.metrics import SHORT_SECONDS, DiskGauges, HostMemoryGauges
 from penstock.replay.queue_types import QueueStat
 from penstock.sessions.task_store import TaskStat
-from penstock.store.redis_memory import RedisMemory, read_redis_memory
+from penstock.store.redis_client import RedisMemory, read_redis_memory
 from penstock.v1 import runs_pb2
 from penstock_services.gateway.sessions.recorder import SessionTraffic
 

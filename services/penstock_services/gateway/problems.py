@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 from starlette.responses import JSONResponse
 
-from penstock.config.explanation import describe
+from penstock.config.loading import describe
 from penstock.errors import (
     InvalidInput,
     PenstockError,

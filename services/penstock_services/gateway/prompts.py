@@ -26,9 +26,9 @@ from penstock.api.records import (
 from penstock.config.run import RunConfig
 from penstock.errors import InvalidInput, NotFound, PenstockError
 from penstock.replay.joined_submissions import JoinedSubmissions
+from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import PromptState, PromptStatus
 from penstock.replay.queue_types import Submission as QueueSubmission
-from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.replay.results import PromptBook, PromptResult, entry_of, entry_order
 from penstock.tracing import Tracing
 from penstock.v1 import prompts_pb2

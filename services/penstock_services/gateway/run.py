@@ -15,11 +15,11 @@ from penstock.api.records import Record
 from penstock.config.run import RunConfig
 from penstock.diagnosis.facts import RunStores
 from penstock.errors import PenstockError, Unavailable
-from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.replay.queue import RedisReplayQueue
+from penstock.samples import TokenText
 from penstock.sessions.session_store import SessionStore
 from penstock.sessions.task_store import TaskStore
 from penstock.store.redis_client import RedisClient
-from penstock.token_text import TokenText
 from penstock.tracing import Tracing
 from penstock_services.gateway import problems
 from penstock_services.gateway.access import Access

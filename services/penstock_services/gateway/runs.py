@@ -14,12 +14,10 @@ from penstock.diagnosis.facts import RunStores
 from penstock.diagnosis.progress import learning_finding, speed_finding
 from penstock.errors import NotFound
 from penstock.replay.inspection import DeadLetter, QueueInspector
-from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.results import entry_order
-from penstock.store.breakers import OpenBreaker
-from penstock.store.fleet import Fleet, ServerRecord
-from penstock.store.quarantine import Quarantine
-from penstock.store.run_control import RunControl
+from penstock.store.fleet import Fleet, Quarantine, ServerRecord
+from penstock.store.run_control import OpenBreaker, RunControl
 from penstock.v1 import runs_pb2
 from penstock_services.gateway import validation
 from penstock_services.gateway.operations import RUN, AuditLog, operation

@@ -26,10 +26,10 @@ from prometheus_client import CollectorRegistry
 from penstock.config.run import RunConfig
 from penstock.config.service import GatewayConfig
 from penstock.errors import ConfigError, Unavailable
-from penstock.machine.disk_space import DiskWatch
+from penstock.machine import DiskWatch
 from penstock.metrics import write_endpoint
 from penstock.start_checks import check_redis
-from penstock.store.leaving import Leaving
+from penstock.store.heartbeats import Leaving
 from penstock.store.redis_client import connect
 from penstock.tracing import open_tracing
 from penstock_services.gateway.access import Access, check_gateway, read_certificates

@@ -21,8 +21,7 @@ from functools import cached_property
 
 from penstock.config.run import RunConfig
 from penstock.errors import Conflict, ModelNotFound, PenstockError, Unavailable
-from penstock.store.fleet import SERVING_STATES, Fleet, ServerRecord
-from penstock.store.fleet_view import FleetReading, FleetView
+from penstock.store.fleet import SERVING_STATES, Fleet, FleetReading, FleetView, ServerRecord
 from penstock.store.policies import PolicyRegistry
 from penstock.store.run_control import RunControl
 from penstock.v1 import generate_pb2

@@ -28,7 +28,7 @@ def up(argv: Sequence[str] | None = None) -> int:
 
     from penstock.config.loading import load_config
     from penstock.hub import with_local_datasets, with_local_models
-    from penstock.machine.private_files import keep_files_private
+    from penstock.machine import keep_files_private
     from penstock.start_checks import doubts_about
     from penstock_services.local.start_check import check_before_start, check_processes
 
@@ -60,7 +60,7 @@ def demo(argv: Sequence[str] | None = None) -> int:
     import time
 
     from penstock.config.loading import load_config
-    from penstock.machine.private_files import keep_files_private
+    from penstock.machine import keep_files_private
     from penstock_services.local.demo import run_demo
 
     config = load_config(arguments.config or _default_config(), overrides)

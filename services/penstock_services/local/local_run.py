@@ -24,11 +24,9 @@ from penstock.config.run import RunConfig
 from penstock.diagnosis.facts import PROCESS_STARTED
 from penstock.errors import ConfigError, DeadlineExceeded, PenstockError
 from penstock.feed.feed_process import FEED, feed_file
-from penstock.machine.gpus import visible_gpus
-from penstock.machine.ports import free_port, wait_for_port
-from penstock.machine.private_files import close_to_others
+from penstock.machine import close_to_others, free_port, visible_gpus, wait_for_port
+from penstock.store.heartbeats import Phases
 from penstock.store.notices import Event, Notices
-from penstock.store.phases import Phases
 from penstock.store.redis_client import connect
 from penstock.weights.cluster_key import ClusterKey
 from penstock_services.local.private_redis import find_redis_server, write_config

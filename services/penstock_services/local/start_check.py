@@ -11,7 +11,7 @@ from pathlib import Path
 from penstock.config.loading import dump_config
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, DeadlineExceeded
-from penstock.machine.ports import port_is_free
+from penstock.machine import port_is_free
 from penstock.start_checks import (
     check_agent_packages,
     check_chat_template,

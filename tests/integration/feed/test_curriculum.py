@@ -12,9 +12,8 @@ import pytest
 from penstock.codec import decode_prompt, encode_group
 from penstock.config.loading import validate
 from penstock.errors import InvalidInput
-from penstock.feed.curriculum import Curriculum
-from penstock.feed.dataset_feed import Feeder, PromptStream
-from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.feed.dataset_feed import Curriculum, Feeder, PromptStream
+from penstock.replay.queue import RedisReplayQueue
 from support.groups import make_group
 
 SAMPLER = """

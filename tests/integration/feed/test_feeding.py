@@ -23,13 +23,11 @@ from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, DeadlineExceeded
 from penstock.feed.dataset_feed import Feeder, PromptStream
 from penstock.feed.feed_process import feed_run
-from penstock.feed.validation import Validator, validated_steps
-from penstock.feed.version_hold import VersionHold
-from penstock.replay.redis_queue import RedisReplayQueue
-from penstock.store.fleet import Fleet, ServerRecord
+from penstock.feed.validation import Validator, VersionHold, validated_steps
+from penstock.replay.queue import RedisReplayQueue
+from penstock.store.fleet import Fleet, Quarantine, ServerRecord
 from penstock.store.heartbeats import VALIDATOR, Heartbeats
 from penstock.store.policies import PolicyRegistry
-from penstock.store.quarantine import Quarantine
 from support.redis_server import RedisProcess
 
 NUM_PROMPTS = 2000
@@ -310,7 +308,7 @@ def pinned_validation(
     tmp_path: Path, redis_process: RedisProcess, queue: RedisReplayQueue, monkeypatch: pytest.MonkeyPatch
 ) -> Any:
     """A maker of validators with 20 prompts, the policies and the fleet."""
-    for name, value in (("version_hold.STABLE_S", 0.4), ("version_hold.POLL_S", 0.05), ("validation.POLL_S", 0.05)):
+    for name, value in (("validation.STABLE_S", 0.4), ("validation.HOLD_POLL_S", 0.05), ("validation.POLL_S", 0.05)):
         monkeypatch.setattr(f"penstock.feed.{name}", value)
     heldout = tmp_path / "heldout.jsonl"
     heldout.write_text("".join(json.dumps({"prompt": f"{i}?"}) + "\n" for i in range(20)))
@@ -367,8 +365,8 @@ async def test_a_server_that_a_push_has_moved_on_is_held_all_the_same(
     queue: RedisReplayQueue, pinned_validation: Any, monkeypatch: pytest.MonkeyPatch, returns: bool, held_at: int
 ) -> None:
     """The server's report is out of date: a push moves it to another version at the moment in which it is pinned."""
-    monkeypatch.setattr("penstock.feed.version_hold.RETURN_TIMEOUT_S", 10.0 if returns else 0.8)
-    monkeypatch.setattr("penstock.feed.version_hold.STABLE_TIMEOUT_S", 20.0)
+    monkeypatch.setattr("penstock.feed.validation.RETURN_TIMEOUT_S", 10.0 if returns else 0.8)
+    monkeypatch.setattr("penstock.feed.validation.STABLE_TIMEOUT_S", 20.0)
     make, policies, fleet = pinned_validation
     servers = [Server(server_id, queue, fleet) for server_id in "ab"]
     servers[1].version = 6

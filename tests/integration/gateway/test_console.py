@@ -15,9 +15,9 @@ import redis.asyncio as redis
 
 from penstock.api_keys import make_key
 from penstock.codec import decode_group, encode_group
-from penstock.replay.recomputed import RecomputedLogProbs
-from penstock.replay.redis_queue import RedisReplayQueue
-from penstock.samples.sample import Sample
+from penstock.replay.queue import RedisReplayQueue
+from penstock.replay.results import RecomputedLogProbs
+from penstock.samples import Sample
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.policies import PolicyRegistry
 from penstock.v1 import policies_pb2

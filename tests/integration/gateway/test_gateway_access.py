@@ -143,7 +143,7 @@ async def test_a_keys_file_that_breaks_keeps_its_keys_for_a_while(
         logged = [record.getMessage() for record in caplog.records if "stay valid for 300 s" in record.getMessage()]
         assert len(logged) == 1 and str(keys.file) in logged[0], "once, not with every request"
         broken_at = time.monotonic()
-        monkeypatch.setattr("penstock.key_files.monotonic", lambda: broken_at + 301)
+        monkeypatch.setattr("penstock.api_keys.monotonic", lambda: broken_at + 301)
         assert await keys.statuses(gateway) == [401, 401], "but not for ever"
         assert (await broken_files(gateway))[1] == "0.0 1.0"
         assert [record for record in caplog.records if "no longer valid" in record.getMessage()]

@@ -8,7 +8,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.replay.queue import RedisReplayQueue
 from support.gateways import LAUNCH, PROMPT, RUN, Gateway, needs_chromium, publish, submit
 
 FILES = {"": "html", "/page.js": "javascript", "/swagger-ui.css": "css", "/swagger-ui-bundle.js": "javascript"}

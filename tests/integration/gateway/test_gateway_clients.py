@@ -29,8 +29,8 @@ from penstock.errors import (
     NotFound,
     PermissionDenied,
 )
-from penstock.machine.ports import free_port
-from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.machine import free_port
+from penstock.replay.queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.trajectory import Prompt
 from penstock.v1 import (

@@ -17,7 +17,7 @@ import redis.asyncio as redis
 from penstock.codec import encode_group
 from penstock.config.run import RunConfig
 from penstock.config.service import GatewayLimits
-from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.replay.queue import RedisReplayQueue
 from penstock.v1 import runs_pb2, runs_pb2_grpc
 from support.gateways import PROMPT, RUN, Gateway, group_of, run_config, running, submit
 

@@ -13,7 +13,7 @@ import redis.asyncio as redis
 
 from penstock.api.conversion import fill
 from penstock.config.run import RunConfig
-from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.replay.queue import RedisReplayQueue
 from penstock.v1 import (
     prompts_pb2,
     prompts_pb2_grpc,

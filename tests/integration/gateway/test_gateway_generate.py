@@ -14,9 +14,9 @@ import redis.asyncio as redis
 
 from penstock.client import retries
 from penstock.codec import decode_group, decode_prompt
-from penstock.config.weights import WeightsConfig
+from penstock.config.run import WeightsConfig
 from penstock.errors import PromptTooLong
-from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.replay.queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.keys import RunKeys
 from penstock.store.policies import PolicyRegistry

@@ -9,7 +9,7 @@ import pytest
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.replay.queue import RedisReplayQueue
 from penstock.store.keys import RunKeys
 from penstock.store.policies import PolicyRegistry
 from penstock.store.run_control import RunControl

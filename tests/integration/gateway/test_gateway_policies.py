@@ -11,7 +11,7 @@ import pytest
 from penstock.api import records
 from penstock.client import PenstockClient
 from penstock.errors import DeadlineExceeded
-from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.replay.queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.policies import PolicyRegistry
 from penstock.trajectory import Prompt

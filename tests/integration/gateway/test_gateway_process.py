@@ -17,7 +17,7 @@ import redis.asyncio as redis
 from penstock.client import PenstockClient
 from penstock.config.run import RunConfig
 from penstock.errors import Unavailable
-from penstock.machine.ports import free_port
+from penstock.machine import free_port
 from penstock.v1 import (
     runs_pb2,
     runs_pb2_grpc,

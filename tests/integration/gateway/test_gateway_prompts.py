@@ -18,8 +18,8 @@ from penstock.api.conversion import fill, to_json
 from penstock.client import PenstockClient
 from penstock.client.gateway_connection import prompt_body
 from penstock.codec import decode_prompt, encode_group, encode_prompt
-from penstock.replay.redis_queue import RedisReplayQueue
-from penstock.token_text import TokenText
+from penstock.replay.queue import RedisReplayQueue
+from penstock.samples import TokenText
 from penstock.trajectory import Prompt, Sampling
 from penstock.v1 import (
     groups_pb2,

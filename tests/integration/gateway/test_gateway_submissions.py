@@ -16,7 +16,7 @@ from pyarrow import parquet
 
 from penstock.api import records
 from penstock.api.conversion import fill
-from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.replay.queue import RedisReplayQueue
 from penstock.v1 import (
     datasets_pb2,
     datasets_pb2_grpc,

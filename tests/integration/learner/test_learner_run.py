@@ -14,7 +14,7 @@ import pytest
 from penstock.codec import encode_group
 from penstock.config.run import RunConfig
 from penstock.config.service import RedisConfig, ReplayConfig
-from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.replay.queue import RedisReplayQueue
 from penstock.store.redis_client import connect
 from support.groups import make_group
 from support.learner_runs import (

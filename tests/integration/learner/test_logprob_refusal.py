@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.replay.queue import RedisReplayQueue
 from penstock.store.policies import PolicyRegistry
 from penstock.store.redis_client import connect
 from penstock.trajectory import Group

@@ -21,9 +21,8 @@ from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry
 
 from penstock.config.rollout import EngineConfig
-from penstock.replay.redis_queue import RedisReplayQueue
-from penstock.store.fleet import Fleet, ServerRecord
-from penstock.store.quarantine import Quarantines
+from penstock.replay.queue import RedisReplayQueue
+from penstock.store.fleet import Fleet, Quarantines, ServerRecord
 from penstock.trajectory import Group, Sampling, Trajectory
 from penstock.v1 import policies_pb2
 from penstock.weights.checksums import host_checksum, weights_digest

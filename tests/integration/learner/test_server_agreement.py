@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry
 
 from penstock.errors import ConfigError
-from penstock.replay.redis_queue import RedisReplayQueue
-from penstock.store.fleet import Fleet, ServerRecord
-from penstock.store.quarantine import Quarantines
+from penstock.replay.queue import RedisReplayQueue
+from penstock.store.fleet import Fleet, Quarantines, ServerRecord
 from penstock.trajectory import Group, Trajectory, VersionSegment
 from penstock_learner.agreement.comparison import STRIKES, LogProbCheck
 from penstock_learner.agreement.servers import NUM_PROBES, RELOADS_THAT_FAILED, ServerAgreement, ServerQuarantine

@@ -15,10 +15,9 @@ from transformers import AutoModelForCausalLM
 
 from penstock.cancellation import end_task
 from penstock.codec import decode_group, encode_prompt
-from penstock.config.agents import AgentsConfig
-from penstock.config.rollout import RolloutConfig
+from penstock.config.rollout import AgentsConfig, RolloutConfig
 from penstock.config.service import BreakerConfig, ReplayConfig
-from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.replay.queue import RedisReplayQueue
 from penstock.store.run_control import RunControl
 from penstock.trajectory import Prompt, Sampling
 from penstock_learner.weights.publisher import WeightPublisher

@@ -15,7 +15,7 @@ from penstock.codec import decode_prompt
 from penstock.config.loading import dump_config
 from penstock.config.service import ReplayConfig
 from penstock.replay.inspection import QueueInspector
-from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.replay.queue import RedisReplayQueue
 from penstock.trajectory import Prompt, Trajectory, VersionSegment
 from penstock_tools.recordings.transfer import SERVER_ID, _import_key
 from support.groups import make_group

@@ -14,7 +14,7 @@ import pytest
 from penstock.cli import main as cli
 from penstock.codec import encode_group, encode_prompt
 from penstock.config.loading import dump_config
-from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.replay.queue import RedisReplayQueue
 from penstock.trajectory import Prompt, VersionSegment
 from support.groups import make_group
 from support.learner_runs import make_config

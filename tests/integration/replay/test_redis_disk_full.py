@@ -14,8 +14,8 @@ import pytest
 
 from penstock.config.service import RedisConfig, ReplayConfig
 from penstock.errors import Unavailable
-from penstock.machine.ports import wait_for_port
-from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.machine import wait_for_port
+from penstock.replay.queue import RedisReplayQueue
 from penstock.store.redis_client import connect
 from penstock_services.local.private_redis import find_redis_server
 from support.redis_server import RedisProcess

@@ -17,8 +17,8 @@ from penstock.codec import encode_prompt
 from penstock.config.rollout import RolloutConfig
 from penstock.config.service import RedisConfig, ReplayConfig
 from penstock.errors import QueueFull
+from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import Lease
-from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.redis_client import connect
 from penstock.trajectory import Group, Prompt

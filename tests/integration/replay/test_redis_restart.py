@@ -14,7 +14,7 @@ from penstock.codec import encode_group
 from penstock.config.learner import LearnerConfig
 from penstock.config.service import RedisConfig, ReplayConfig
 from penstock.errors import Unavailable
-from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.replay.queue import RedisReplayQueue
 from penstock.store.redis_client import RedisClient, connect
 from penstock_learner.loop.batches import BatchReader
 from penstock_learner.loop.term import Term

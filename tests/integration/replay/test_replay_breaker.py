@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
+from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import Lease
-from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.policies import PolicyRegistry
 from penstock.store.run_control import RunControl

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from penstock.replay.evaluations import KEPT_EVALUATION_S
-from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.replay.queue import RedisReplayQueue
+from penstock.replay.queue_types import KEPT_EVALUATION_S
 from support.replay_backends import (  # noqa: F401 the fixtures
     MakeQueue,
     ReplayQueue,

@@ -21,8 +21,8 @@ from hypothesis.stateful import (
 
 from penstock.config.service import BreakerConfig, RedisConfig, ReplayConfig
 from penstock.errors import Fenced
+from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import Lease, SavedTokens
-from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.replay.results import PromptBook
 from penstock.store.keys import RunKeys
 from penstock.store.policies import PolicyRegistry

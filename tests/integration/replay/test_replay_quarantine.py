@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from penstock.errors import Fenced
-from penstock.replay.redis_queue import RedisReplayQueue
-from penstock.store.fleet import Fleet, ServerRecord
-from penstock.store.quarantine import Quarantine, Quarantines
+from penstock.replay.queue import RedisReplayQueue
+from penstock.store.fleet import Fleet, Quarantine, Quarantines, ServerRecord
 from support.memory_queue import MemoryReplayQueue
 from support.replay_backends import (
     MakeQueue,

@@ -1,4 +1,4 @@
-"""Conformance suite of replay backends: every transition of the diagram in penstock/replay/contract.py."""
+"""Conformance suite of replay backends: every transition of the diagram in penstock/replay/queue.py."""
 
 from __future__ import annotations
 

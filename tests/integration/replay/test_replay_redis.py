@@ -8,11 +8,11 @@ import pytest
 import redis
 
 from penstock.errors import Fenced, Unavailable
+from penstock.replay import group_payloads
+from penstock.replay.group_payloads import GroupPayloads
 from penstock.replay.inspection import QueueInspector
-from penstock.replay.on_redis import group_payloads
-from penstock.replay.on_redis.group_payloads import GroupPayloads
+from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import FinishedGroup
-from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.scripts import QUEUE, ScriptFolder
 
 

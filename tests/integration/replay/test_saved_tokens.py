@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import Lease, SavedTokens
-from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.replay.results import PromptBook
-from penstock.store.fleet import Fleet, ServerRecord
-from penstock.store.quarantine import Quarantine, Quarantines
+from penstock.store.fleet import Fleet, Quarantine, Quarantines, ServerRecord
 from support.memory_queue import MemoryReplayQueue
 from support.replay_backends import (
     MakeQueue,

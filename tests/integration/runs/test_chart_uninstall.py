@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from penstock.machine.ports import free_port, wait_for_port
+from penstock.machine import free_port, wait_for_port
 from penstock_services.local.private_redis import find_redis_server
 from support.chart import FILES, PodFolder, needs_helm, one, processes, render
 from support.processes import until

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from penstock.machine.ports import free_port, wait_for_port
+from penstock.machine import free_port, wait_for_port
 from penstock_services.local.private_redis import find_redis_server
 from support.processes import until
 

@@ -16,8 +16,7 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.samples.files import groups_newest_first
-from penstock.samples.selection import SampleFilter, select
+from penstock.samples import SampleFilter, groups_newest_first, select
 from support.processes import DemoProcess, until
 
 

@@ -20,12 +20,11 @@ from penstock.config.run import RunConfig
 from penstock.config.service import RedisConfig
 from penstock.diagnosis import Finding
 from penstock.diagnosis.deployment import check_gpus, check_ports, examine
-from penstock.machine.ports import free_port
-from penstock.replay.redis_queue import RedisReplayQueue
-from penstock.store.fleet import Fleet, ServerRecord
+from penstock.machine import free_port
+from penstock.replay.queue import RedisReplayQueue
+from penstock.store.fleet import Fleet, Quarantine, Quarantines, ServerRecord
 from penstock.store.heartbeats import Heartbeats
 from penstock.store.notices import Event, Notices
-from penstock.store.quarantine import Quarantine, Quarantines
 from penstock.store.run_control import RunControl
 from penstock.v1 import policies_pb2
 from support.redis_server import RedisProcess

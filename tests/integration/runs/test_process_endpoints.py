@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from penstock.config.loading import dump_config
-from penstock.machine.ports import free_port
+from penstock.machine import free_port
 from support.fleet_runs import fleet_config
 from support.processes import probe, until
 from support.redis_server import RedisProcess

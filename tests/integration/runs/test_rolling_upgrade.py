@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.machine.ports import free_port
+from penstock.machine import free_port
 from support.fleet_runs import FleetRun, Part, fleet_config
 from support.processes import SeenStates, probe
 from support.redis_server import RedisProcess

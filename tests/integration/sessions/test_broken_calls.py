@@ -13,9 +13,9 @@ import pytest
 import redis.asyncio as redis
 
 from penstock.client import PenstockClient
-from penstock.config.weights import WeightsConfig
+from penstock.config.run import WeightsConfig
 from penstock.errors import NotFound
-from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.replay.queue import RedisReplayQueue
 from penstock.store.keys import RunKeys
 from penstock.trajectory import VersionSegment
 from penstock_rollout.engines.engine import GenerateRequest, TokenChunk

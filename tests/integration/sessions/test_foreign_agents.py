@@ -12,7 +12,7 @@ import pytest
 
 from penstock.client import PenstockClient
 from penstock.codec import decode_group
-from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.replay.queue import RedisReplayQueue
 from penstock.trajectory import Trajectory, VersionSegment
 from penstock_rollout.engines.engine import GenerateRequest, TokenChunk
 from support.gateways import ROOT, Gateway, run_worker

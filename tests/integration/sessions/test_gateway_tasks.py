@@ -13,7 +13,7 @@ import redis.asyncio as redis
 from penstock.client import PenstockClient
 from penstock.codec import decode_group
 from penstock.errors import InvalidInput
-from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.replay.queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.keys import RunKeys
 from penstock.v1 import tasks_pb2, tasks_pb2_grpc

@@ -16,7 +16,7 @@ from penstock.client import Attempt, PenstockClient, work
 from penstock.client import worker as worker_module
 from penstock.codec import decode_group
 from penstock.errors import Unauthenticated, Unavailable
-from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.replay.queue import RedisReplayQueue
 from support.gateways import Gateway
 from support.scripted_engines import ANSWER
 

@@ -15,7 +15,7 @@ import pytest
 import redis.asyncio as redis
 
 from penstock.client import PenstockClient
-from penstock.config.weights import WeightsConfig
+from penstock.config.run import WeightsConfig
 from penstock.trajectory import VersionSegment
 from penstock_rollout.engines.engine import GenerateRequest, TokenChunk
 from support.gateways import run_config, running

@@ -8,7 +8,7 @@ import pytest
 import redis.asyncio as redis
 
 from penstock.errors import Fenced
-from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.replay.queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, Reported, ServerRecord
 from penstock.store.notices import Notices
 from penstock.store.policies import PolicyRegistry

@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import redis.asyncio as redis
 
-from penstock.replay.redis_queue import RedisReplayQueue
-from penstock.store.fleet import Fleet, ServerRecord
-from penstock.store.fleet_view import FleetReading, FleetView
+from penstock.replay.queue import RedisReplayQueue
+from penstock.store.fleet import Fleet, FleetReading, FleetView, ServerRecord
 
 FOREVER_S = 3600.0
 SERVER = ServerRecord("a", "127.0.0.1:1", "torch")

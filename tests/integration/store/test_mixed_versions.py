@@ -7,7 +7,7 @@ import json
 import pytest
 import redis.asyncio as redis
 
-from penstock.records import read_known_fields
+from penstock.codec import read_known_fields
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.keys import RunKeys
 from penstock.store.policies import PolicyRegistry

@@ -8,8 +8,8 @@ import pytest
 import redis.asyncio as redis
 
 from penstock.errors import PenstockError, Unavailable
+from penstock.store.heartbeats import Phases
 from penstock.store.notices import MAX_OF_KIND, SHOWN_S, Event, NoticeBoard, Notices
-from penstock.store.phases import Phases
 
 
 async def test_text_that_is_not_unicode_is_written_with_question_marks(redis_client: redis.Redis) -> None:

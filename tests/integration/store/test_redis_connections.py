@@ -16,8 +16,8 @@ from redis.asyncio import Redis
 
 from penstock.config.service import RedisConfig, ReplayConfig
 from penstock.errors import ConfigError, Unavailable
-from penstock.machine.ports import free_port, wait_for_port
-from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.machine import free_port, wait_for_port
+from penstock.replay.queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.policies import PolicyRegistry
 from penstock.store.redis_client import connect

@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from penstock.config.run import ModelConfig, RunConfig
-from penstock.machine.ports import free_port
+from penstock.machine import free_port
 from penstock.v1 import weights_pb2, weights_pb2_grpc
 from penstock.weights.cluster_key import ClusterKey
 from penstock_learner.weights.member_calls import MemberCalls

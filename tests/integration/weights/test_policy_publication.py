@@ -14,10 +14,9 @@ from prometheus_client import CollectorRegistry
 
 from penstock.cancellation import end_task
 from penstock.errors import DeadlineExceeded, NotFound, TrainingDiverged
-from penstock.replay.redis_queue import RedisReplayQueue
-from penstock.store.fleet import Fleet, ServerRecord
+from penstock.replay.queue import RedisReplayQueue
+from penstock.store.fleet import Fleet, Quarantines, ServerRecord
 from penstock.store.policies import PolicyRegistry
-from penstock.store.quarantine import Quarantines
 from penstock.store.redis_client import connect
 from penstock_learner.agreement.comparison import Verdict
 from penstock_learner.agreement.servers import ServerQuarantine

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from penstock.cancellation import end_task
 from penstock.config.service import RedisConfig
-from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.replay.queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.redis_client import connect
 from penstock_learner.loop.publication import PolicyPublication

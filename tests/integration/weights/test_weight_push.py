@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from penstock.config.run import RunConfig
 from penstock.errors import Unavailable
-from penstock.machine.ports import free_port
+from penstock.machine import free_port
 from penstock.v1 import weights_pb2, weights_pb2_grpc
 from penstock.weights.cluster_key import ClusterKey
 from penstock.weights.deadline import Deadline

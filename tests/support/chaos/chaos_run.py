@@ -26,8 +26,8 @@ from typing import Literal, TypeVar, get_args
 
 from penstock.config.service import RedisConfig
 from penstock.errors import PenstockError, Unavailable
+from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import QueueStat
-from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.redis_client import connect
 from penstock_learner.checkpoints.store import CheckpointStore
 from penstock_learner.crash_points import NAMES as CRASH_POINTS

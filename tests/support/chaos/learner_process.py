@@ -20,7 +20,7 @@ from pathlib import Path
 from penstock.config.learner import CheckpointConfig, LearnerConfig
 from penstock.config.service import RedisConfig
 from penstock.errors import DeadlineExceeded, Fenced, Unavailable
-from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.replay.queue import RedisReplayQueue
 from penstock.store.redis_client import connect
 from penstock_learner.checkpoints.store import CheckpointStore
 from penstock_learner.checkpoints.trainer_state import TrainerState

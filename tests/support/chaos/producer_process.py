@@ -15,8 +15,8 @@ from prometheus_client import CollectorRegistry
 
 from penstock.config.rollout import RolloutConfig
 from penstock.config.service import RedisConfig
+from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import Lease
-from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.redis_client import connect
 from penstock.trajectory import Group, Prompt
 from penstock_rollout.groups.producer import Producer

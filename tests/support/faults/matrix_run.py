@@ -28,8 +28,8 @@ import redis.asyncio
 from penstock.config.loading import dump_config, validate
 from penstock.config.run import RunConfig
 from penstock.errors import PenstockError
+from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import QueueStat
-from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.store.fleet import SERVING_STATES, Fleet, ServerRecord
 from penstock.store.keys import RunKeys
 from penstock.store.policies import PolicyRegistry

@@ -17,17 +17,15 @@ from penstock.config.run import ModelConfig, RunConfig
 from penstock.config.service import BreakerConfig, RedisConfig, ReplayConfig, SessionLimits
 from penstock.diagnosis.facts import RunStores
 from penstock.errors import PenstockError
+from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import Lease, SavedTokens
-from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.replay.results import PromptBook
 from penstock.sessions.session_store import Reward, SessionStore
 from penstock.sessions.task_store import NewTask, TaskStore
-from penstock.store.fleet import Fleet, ServerRecord
-from penstock.store.heartbeats import Heartbeats
+from penstock.store.fleet import Fleet, Quarantine, Quarantines, ServerRecord
+from penstock.store.heartbeats import Heartbeats, Phases
 from penstock.store.notices import Event, Notices
-from penstock.store.phases import Phases
 from penstock.store.policies import PolicyRegistry
-from penstock.store.quarantine import Quarantine, Quarantines
 from penstock.store.redis_client import connect
 from penstock.store.run_control import RunControl
 from penstock.v1 import policies_pb2

@@ -22,7 +22,7 @@ from rich.console import Console
 from penstock.config.loading import validate
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError
-from penstock.samples.sample import Sample
+from penstock.samples import Sample
 from penstock_learner.loggers.backends import VERL_NAMES, ConsoleLogger, under_verl_names
 from penstock_learner.loggers.step_loggers import MAX_WAITING, LoggerThread, StepLoggers, check_loggers, open_loggers
 

@@ -14,10 +14,7 @@ import pytest
 from penstock.codec import encode_prompt
 from penstock.config.loading import validate
 from penstock.config.run import RunConfig
-from penstock.samples.files import NEWEST, SampleFile
-from penstock.samples.sample import Sample
-from penstock.samples.selection import SampleFilter, select
-from penstock.token_text import TokenText
+from penstock.samples import NEWEST, Sample, SampleFile, SampleFilter, TokenText, select
 from penstock.trajectory import Group, Prompt, VersionSegment
 from penstock_learner.loggers.samples import MAX_GROUND_TRUTH, MAX_WAITING, SampleLog, TrainedStep, spread
 from penstock_learner.loggers.step_loggers import StepLoggers

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.config.rewards import CodeReward, RewardConfig
+from penstock.config.rollout import CodeReward, RewardConfig
 from penstock.errors import ConfigError
 from penstock_rollout.rewards.code import extract_program, read_cases, same_text, same_value
 from penstock_rollout.rewards.kinds import build

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from prometheus_client import CollectorRegistry
 
-from penstock.config.rewards import RewardConfig
+from penstock.config.rollout import RewardConfig
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.rewards.pool import RewardPool
 from penstock_rollout.rewards.scorer import Scorer

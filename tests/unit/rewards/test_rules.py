@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.config.rewards import Gsm8kReward, MathReward, RegexReward, Reward, RewardConfig
+from penstock.config.rollout import Gsm8kReward, MathReward, RegexReward, Reward, RewardConfig
 from penstock.errors import ConfigError
 from penstock_rollout.rewards.function import WrongScore, normalise_score
 from penstock_rollout.rewards.kinds import build

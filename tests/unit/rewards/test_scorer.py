@@ -14,7 +14,7 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
-from penstock.config.rewards import RemoteReward, RewardConfig
+from penstock.config.rollout import RemoteReward, RewardConfig
 from penstock.errors import ConfigError
 from penstock.store.notices import Event, PostEvent, ignore_event
 from penstock_rollout.metrics import RolloutMetrics

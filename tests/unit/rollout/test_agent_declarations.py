@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.config.agents import AgentsConfig
+from penstock.config.rollout import AgentsConfig
 from penstock.errors import ConfigError, InvalidInput
 from penstock.trajectory import Prompt
 from penstock_rollout.agents.registry import Agents

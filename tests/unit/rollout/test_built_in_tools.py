@@ -14,7 +14,7 @@ import pytest_asyncio
 from pydantic import ValidationError
 
 from penstock.cli.main import main
-from penstock.config.agents import AgentsConfig
+from penstock.config.rollout import AgentsConfig
 from penstock.errors import ConfigError
 from penstock_rollout.agents.builtin_tools import RetrievalService
 from penstock_rollout.agents.declarations import load_tools

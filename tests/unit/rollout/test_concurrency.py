@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from penstock.config.agents import AdaptiveConcurrencyConfig
+from penstock.config.rollout import AdaptiveConcurrencyConfig
 from penstock_rollout.engines.engine import EngineStats
 from penstock_rollout.groups.concurrency import ConcurrencyLimit
 

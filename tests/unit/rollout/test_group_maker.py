@@ -13,8 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from penstock.cancellation import end_task
 from penstock.codec import decode_group, encode_prompt
-from penstock.config.agents import AgentsConfig
-from penstock.config.rollout import RewardConfig, RolloutConfig
+from penstock.config.rollout import AgentsConfig, RewardConfig, RolloutConfig
 from penstock.config.service import ReplayConfig
 from penstock.trajectory import Group, Prompt, Sampling
 from penstock_rollout.agents.context import AgentContext

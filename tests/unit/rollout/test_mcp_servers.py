@@ -16,8 +16,7 @@ import pytest
 import pytest_asyncio
 from pydantic import ValidationError
 
-from penstock.config.agents import AgentsConfig
-from penstock.config.tools import McpServer
+from penstock.config.rollout import AgentsConfig, McpServer
 from penstock.errors import ConfigError
 from penstock_rollout.agents.declarations import load_mcp_servers
 from penstock_rollout.agents.loops import tool_agent

@@ -12,8 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from penstock.cancellation import end_task
 from penstock.codec import encode_prompt
-from penstock.config.agents import AgentsConfig
-from penstock.config.rollout import PromptConfig, RolloutConfig
+from penstock.config.rollout import AgentsConfig, PromptConfig, RolloutConfig
 from penstock.config.service import ReplayConfig
 from penstock.errors import PromptTooLong
 from penstock.replay.queue_types import Lease

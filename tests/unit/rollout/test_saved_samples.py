@@ -15,9 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from penstock.cancellation import end_task
 from penstock.codec import decode_group, encode_prompt
-from penstock.config.agents import AdaptiveConcurrencyConfig, AgentsConfig
-from penstock.config.rewards import RewardConfig
-from penstock.config.rollout import RolloutConfig
+from penstock.config.rollout import AdaptiveConcurrencyConfig, AgentsConfig, RewardConfig, RolloutConfig
 from penstock.config.service import ReplayConfig
 from penstock.errors import Unavailable
 from penstock.replay.queue_types import Lease, SavedTokens

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from penstock.config.agents import AgentsConfig
+from penstock.config.rollout import AgentsConfig
 from penstock.errors import ConfigError
 from penstock_rollout.agents.episode import Episode
 from penstock_rollout.agents.loops import interaction_agent, tool_agent

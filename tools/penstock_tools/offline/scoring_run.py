@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from prometheus_client import CollectorRegistry
 
 from penstock.cli.output import progress_bar
-from penstock.config.rewards import RewardConfig
+from penstock.config.rollout import RewardConfig
 from penstock.errors import InvalidInput
 from penstock.feed.datasets import row_field
 from penstock.sample_scores import ScoreSummary, summarise

@@ -12,7 +12,7 @@ from penstock.config import gpu_bundles
 from penstock.config.gpu_bundles import active_resource_groups
 from penstock.config.learner import RoleConfig
 from penstock.config.run import RunConfig
-from penstock.config.starter_gpus import shares_of_gpus
+from penstock.config.starter import shares_of_gpus
 from penstock.errors import InvalidInput
 from penstock_tools.sizing.hardware import USABLE_MEMORY, Gpu
 from penstock_tools.sizing.memory import Moment, Role, Setup, Term, peak, role_moments, server_terms, total

@@ -8,7 +8,7 @@
 | published | servers serve the version after a pause; admission advances; the newest waiting version follows |
 | fail, up  | a server's groups are lost; their prompts are leased again when the leases expire; it returns   |
 
-The rules are those of the queue (penstock/replay/admission.py; groups are taken in order of admission or of arrival)
+The rules are those of the queue (penstock/replay/queue_types.py; groups are taken in order of admission or of arrival)
 and of publication (a newer version replaces one whose push has not begun). No data is moved, so 10,000 servers take
 seconds.
 """
@@ -26,7 +26,7 @@ from typing import Literal
 import numpy as np
 
 from penstock.errors import InvalidInput
-from penstock.replay.admission import admission
+from penstock.replay.queue_types import admission
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from typing import Any
 from penstock.cancellation import end_task
 from penstock.config.rollout import EngineConfig
 from penstock.errors import ConfigError, InvalidInput, Unavailable, WeightPushFailed
-from penstock.machine.ports import free_port
+from penstock.machine import free_port
 from penstock.trajectory import FinishReason
 from penstock.v1 import weights_pb2
 from penstock_rollout.engines.engine import CommitReport, EngineStats, GenerateRequest, TokenChunk

@@ -20,12 +20,12 @@ from penstock.api.records import Page, Record
 from penstock.codec import FINISH_TO_PROTO, sampling_to_proto
 from penstock.config.run import RunConfig
 from penstock.errors import InvalidInput
-from penstock.replay.redis_queue import RedisReplayQueue
+from penstock.replay.queue import RedisReplayQueue
 from penstock.reward_bounds import RANGE, is_reward
+from penstock.samples import TokenText
 from penstock.sessions.session_store import SessionSummary
 from penstock.sessions.task_store import NewTask, TaskLease, TaskStore
 from penstock.store.run_control import RunControl
-from penstock.token_text import TokenText
 from penstock.v1 import generate_pb2, sessions_pb2, tasks_pb2
 from penstock_services.gateway import validation
 from penstock_services.gateway.operations import AuditLog, bounded, operation

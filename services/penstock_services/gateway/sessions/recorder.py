@@ -48,7 +48,7 @@ class SessionCall:
         newest = dict.fromkeys(call.server_id for call in reversed(calls))
         return [*newest] if self.continued is None else [calls[self.continued].server_id, *newest]
 
-    def begin_anew(self, request: generate_pb2.GenerateRequest) -> None:
+    def begin_again(self, request: generate_pb2.GenerateRequest) -> None:
         """Let the request send its history as messages again. Unless the ids are the same, the call is a fork."""
         messages = [*self.replaced, *request.messages]
         del request.messages[:]

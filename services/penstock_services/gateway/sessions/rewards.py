@@ -19,8 +19,8 @@ from penstock.codec import encode_group, encode_prompt
 from penstock.config.run import RunConfig
 from penstock.errors import PenstockError, QueueFull
 from penstock.replay.inspection import QueueInspector
+from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import Lease
-from penstock.replay.redis_queue import RedisReplayQueue
 from penstock.sessions.session_store import Closing, Reward, SessionStore
 from penstock.sessions.task_store import TaskStore
 from penstock.trajectory import SESSION_AGENT, SESSION_SERVER, Group, Prompt

@@ -20,7 +20,7 @@ from penstock.config.learner import CheckpointConfig
 from penstock.config.loading import validate
 from penstock.config.service import ReplayConfig
 from penstock.errors import CheckpointDamaged, ConfigError, DiskFull, ProcessDied, TrainingDiverged
-from penstock.machine.disk_space import folder_bytes
+from penstock.machine import folder_bytes
 from penstock_learner.checkpoint_files import MANIFEST_FILE
 from penstock_learner.checkpoints.saving import CheckpointWriter, load_checkpoint
 from penstock_learner.checkpoints.store import CheckpointStore

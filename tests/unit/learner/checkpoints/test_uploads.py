@@ -14,7 +14,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from penstock.errors import ConfigError, Unavailable
-from penstock.fetching.object_folder import ObjectFolder
+from penstock.fetching import ObjectFolder
 from penstock.replay.queue_types import GoneBack
 from penstock_learner.checkpoints.saving import CheckpointWriter
 from penstock_learner.checkpoints.store import CheckpointStore, verify_in_this_process

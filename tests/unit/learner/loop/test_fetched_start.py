@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from penstock.config.loading import validate
 from penstock.config.run import RunConfig
-from penstock.fetching.object_folder import ObjectFolder
+from penstock.fetching import ObjectFolder
 from penstock_learner.checkpoint_files import FileRecord, find_damage
 from penstock_learner.checkpoints.store import CheckpointStore
 from penstock_learner.checkpoints.trainer_state import TrainerState

@@ -1,1 +1,0 @@
-"""The machine that a process runs on: its disks, memory, GPUs, ports and files."""

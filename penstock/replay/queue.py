@@ -1,0 +1,533 @@
+"""The replay queue on Redis (6.2 or newer), split by who may call what.
+
+Every transition is one Lua script in `lua/`, so it happens whole or not at all. group_payloads.py moves the bytes.
+
+A prompt is in exactly one of these places at any time:
+
+    pending ──lease──► leased ──append──► ready ──take──► delivered ──commit──► trained
+       ▲                 │                  └──────┬──────────┤
+       └── give back, ───┘                         │          └─ dead_letter ─► dead letters
+           lease expiry                            ├─ expire (the prompt is pending again)
+                                                   └─ discard (the prompt ends without being trained)
+
+    trained ──go_back──► pending           the learner went back to a checkpoint from before the prompt was trained
+
+    lease, append, give_back, heartbeat,           rollout servers
+    save_tokens, saved_tokens, forget_tokens
+    take, commit, expire, discard, dead_letter,    the learner that holds the current term
+    go_back
+    submit, feed                                   the gateway and the feed of a dataset
+
+`admitted` counts first leases, and leases after an expiry. A prompt whose lease was lost is still in flight. So
+`admitted = trained + expired + dead_lettered + queued + in_flight` holds at every moment (queued = ready + delivered;
+expired includes discarded).
+
+Every admission has a number. Ready groups are taken in the order of these numbers (`fifo`) or newest version first
+(`freshest`). `replay.stale_policy` says what happens to a group that would be trained past the staleness bound:
+
+    wait      take stops before a prompt that is still in flight, so groups are trained exactly in order of admission.
+              Admission alone then keeps the bound: the k-th admission that is not dropped is trained in step
+              k / groups_per_step, at most max_staleness steps after the step it was admitted in. A straggler stalls
+              training until its lease is reclaimed or it is dead-lettered.
+    drop      take skips stragglers. The learner expires a group that arrives too old, and its prompt is admitted again.
+    correct   take skips stragglers. The learner trains a group that is too old with off-policy weights.
+
+While a prompt is leased, its server may save the tokens that its samples have so far. They stay while the prompt is in
+flight, so the next lease continues the samples. They are deleted with the transition that ends the flight. They are
+not a place of the diagram: no count of groups contains them, and losing them costs no more than generating them again.
+
+Evaluation prompts take a separate lane: they are leased without admission, recorded in their evaluation, and never
+queued.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from penstock.config.service import ReplayConfig
+from penstock.errors import Conflict, NotFound
+from penstock.replay.group_payloads import GroupPayloads
+from penstock.replay.queue_types import (
+    KEPT_EVALUATION_S,
+    KEPT_EVALUATION_SHARE,
+    SAVED_SHARE,
+    AppendOutcome,
+    Committed,
+    Delivery,
+    Evaluation,
+    FeedPosition,
+    FinishedGroup,
+    GoneBack,
+    KeptGroups,
+    Lease,
+    Outbox,
+    PromptStatus,
+    QueueStat,
+    SavedTokens,
+    Submission,
+    admission,
+)
+from penstock.sample_scores import PromptSamples, scores_by_source, summarise
+from penstock.store.keys import RunKeys
+from penstock.store.redis_client import RedisClient, guarded
+from penstock.store.scripts import QUEUE, read_columns, read_record, read_rows
+
+IDEMPOTENCY_TTL_S = 7 * 24 * 3600
+PROMPTS_AT_ONCE = 64
+"""Prompts that one command reads. A prompt may be large, and Redis answers no one else meanwhile."""
+
+
+class QueueCalls:
+    """What all three sides share: the client, the Lua scripts, waiting, the bytes of queued groups, and the counts."""
+
+    def __init__(self, client: RedisClient, run: str, config: ReplayConfig) -> None:
+        self.client = client
+        self.keys = RunKeys(run)
+        self.config = config
+        self.payloads = GroupPayloads(client, self.keys)
+        self._seen: dict[str, bytes] = {}
+        """Newest entry of each stream that a wait has seen. The next wait returns at once if there are newer ones, so
+        no signal between two waits is missed."""
+
+    async def call(self, name: str, *arguments: Any) -> Any:
+        return await QUEUE.call(self.client, self.keys.prefix, name, *arguments)
+
+    async def fetch_located(self, prompt_ids: Sequence[int]) -> dict[int, bytes]:
+        """The groups of these prompts that are queued, wherever they are."""
+        located = await self.call("locate", *prompt_ids)
+        return await self.payloads.fetch(
+            {prompt_id: key for prompt_id, key in zip(prompt_ids, located, strict=True) if key}
+        )
+
+    async def wait_for_entry(self, stream: str, timeout_s: float) -> None:
+        """Block on a separate connection until the stream has an entry that no wait has seen, or for `timeout_s`."""
+        block_ms = max(1, int(1000 * min(timeout_s, self.client.max_block_s)))
+        found = await guarded(self.client.xread({stream: self._seen.get(stream, b"0-0")}, count=1, block=block_ms))
+        if found and stream == self.keys.lease_signals:  # it has one entry, so that is the newest
+            self._seen[stream] = found[0][1][0][0]
+        elif found:
+            for entry_id, _ in await guarded(self.client.xrevrange(stream, count=1)):
+                self._seen[stream] = entry_id
+
+    async def feeds(self) -> dict[str, FeedPosition]:
+        """How far each dataset has been submitted, by name."""
+        fields = await guarded(self.client.hgetall(self.keys.feeds))
+        return {
+            name.decode(): FeedPosition(
+                int(position), fields.get(name + b":fingerprint", b"").decode(), int(fields.get(name + b":prompts", 0))
+            )
+            for name, position in fields.items()
+            if b":" not in name
+        }
+
+    async def record_scores(self, number: int, scores: Mapping[str, float]) -> None:
+        """Keep scores by the name of their benchmark, with a number such as the step of a validation, beside those of
+        finished evaluations."""
+        flat = [item for name, value in scores.items() for item in (name, repr(value))]
+        await self.call("record_scores", number, *flat)
+
+    async def evaluation_history(self) -> dict[str, float]:
+        """Score of each finished evaluation whose name ends in a number, such as the step of a validation. The first
+        MAX_SCORES are kept."""
+        scores = await guarded(self.client.hgetall(self.keys.score_history))
+        return {evaluation_id.decode(): float(score) for evaluation_id, score in scores.items()}
+
+    async def expired_reasons(self) -> dict[str, int]:
+        """Number of expired (`stale`, `quarantined`, `reward_failed`, or `abandoned` by `go_back`) and discarded groups
+        by the reason's first word."""
+        return await self._reasons(self.keys.expired_reasons)
+
+    async def stat(self) -> QueueStat:
+        numbers = read_record(await self.call("stat"))
+        state = admission(
+            step=numbers["step"], trained=numbers["trained"], queued=numbers["queued"], in_flight=numbers["in_flight"],
+            max_staleness=self.config.max_staleness, groups_per_step=self.config.groups_per_step,
+        )  # fmt: skip
+        return QueueStat(**numbers, admission_limit=state.limit, admission_room=state.room)
+
+    async def _reasons(self, key: str) -> dict[str, int]:
+        reasons = await guarded(self.client.hgetall(key))
+        return {reason.decode(): int(count) for reason, count in reasons.items()}
+
+
+class PromptIntake(QueueCalls):
+    """The calls of the gateway and of the feed."""
+
+    async def submit(self, payloads: Sequence[bytes], priorities: Sequence[int], idempotency_key: str) -> Submission:
+        """Accept all prompts or none. They are as durable as Redis is when the call returns."""
+        return (await self.submit_many([(payloads, priorities, idempotency_key)]))[0]
+
+    async def submit_many(
+        self, requests: Sequence[tuple[Sequence[bytes], Sequence[int], str]], *, all_or_none: bool = False
+    ) -> list[Submission]:
+        """`submit` for many requests in one exchange. A request is its payloads, priorities and idempotency key.
+
+        With `all_or_none`, nothing is submitted if a key was used for another number of prompts. The answers then have
+        the ids of the keys that were used before."""
+        flat: list[Any] = []
+        for payloads, priorities, idempotency_key in requests:
+            flat += (idempotency_key, len(payloads))
+            flat += [item for pair in zip(payloads, priorities, strict=True) for item in pair]
+        return [
+            Submission(tuple(range(row["first_id"], row["first_id"] + row["count"])), bool(row["replayed"]))
+            for row in read_rows(await self.call("submit", IDEMPOTENCY_TTL_S, int(all_or_none), *flat))
+        ]
+
+    async def feed(
+        self, name: str, fingerprint: str, position: int, payloads: Sequence[bytes], priorities: Sequence[int],
+        epoch_prompts: int = 0,
+    ) -> FeedPosition:  # fmt: skip
+        """Submit the prompts at `position` of a dataset if exactly the prompts before it have been submitted. So every
+        prompt is submitted once, whichever feeder is killed. Otherwise, and without prompts, no position changes.
+        `epoch_prompts` is stored if it is given and the fingerprint is right. Returns the position after the call."""
+        flat = [item for pair in zip(payloads, priorities, strict=True) for item in pair]
+        feed = read_record(await self.call("feed", name, fingerprint, position, epoch_prompts, *flat))
+        return FeedPosition(feed["position"], feed["fingerprint"].decode(), feed["epoch_prompts"], feed["last_id"])
+
+    async def create_evaluation(self, evaluation_id: str, payloads: Sequence[bytes]) -> Evaluation:
+        """Queue held-out prompts. Repeating an id changes nothing and returns the first one."""
+        await self.call("create_evaluation", evaluation_id, *payloads)
+        return await self.get_evaluation(evaluation_id)
+
+    async def get_evaluation(self, evaluation_id: str) -> Evaluation:
+        fields = await guarded(self.client.hgetall(self.keys.evaluation(evaluation_id)))
+        if not fields:
+            raise NotFound(f"evaluation {evaluation_id!r} does not exist")
+        num_samples = int(fields[b"num_samples"])
+        rewards = {
+            name.partition(b":")[2]: [float(word) for word in text.split()]
+            for name, text in fields.items()
+            if name.startswith(b"rewards:")
+        }
+        samples = []
+        for prompt, scored in rewards.items():
+            source, answers, *others = json.loads(fields.get(b"samples:" + prompt, b'["", []]'))
+            samples.append(PromptSamples(source, tuple(scored), tuple(answers), *map(tuple, others)))
+        return Evaluation(
+            evaluation_id=evaluation_id,
+            num_prompts=int(fields[b"num_prompts"]),
+            num_finished=int(fields[b"num_finished"]),
+            score=float(fields[b"reward_sum"]) / num_samples if num_samples else 0.0,
+            policy_version_min=int(fields.get(b"version_min", -1)),
+            policy_version_max=int(fields.get(b"version_max", -1)),
+            num_samples=num_samples,
+            pass_at=summarise(list(rewards.values())).pass_at,
+            num_failed=int(fields.get(b"num_failed", 0)),
+            by_source=scores_by_source(samples),
+        )
+
+    async def get_prompt(self, prompt_id: int) -> PromptStatus:
+        found = read_record(await self.call("get_prompt", prompt_id))
+        if not found:
+            raise NotFound(f"prompt {prompt_id} does not exist, or was discarded")
+        return PromptStatus(prompt_id, found["state"].decode(), found["attempt"], found["payload"])
+
+    async def get_group(self, prompt_id: int) -> bytes:
+        payloads = await self.fetch_located([prompt_id])
+        if not payloads:
+            raise NotFound(f"no group of prompt {prompt_id} is queued; it is not finished, or already trained")
+        return payloads[prompt_id]
+
+    async def waiting(self) -> set[int]:
+        """The prompts whose groups wait for the learner."""
+        return {int(prompt_id) for prompt_id in await guarded(self.client.zrange(self.keys.ready, 0, -1))}
+
+    async def taken(self) -> set[int]:
+        """The prompts whose groups the learner has taken and not committed."""
+        return {int(prompt_id) for prompt_id in await guarded(self.client.smembers(self.keys.delivered))}
+
+    async def dead_letter_reasons(self) -> dict[str, int]:
+        """Number of dead-lettered prompts by the first word of the reason."""
+        return await self._reasons(self.keys.dead_reasons)
+
+    async def evaluation_scores(self) -> dict[str, float]:
+        """Newest score of each benchmark. A benchmark is the name of a finished evaluation without the number at its
+        end."""
+        scores = await guarded(self.client.hgetall(self.keys.scores))
+        return {benchmark.decode(): float(score) for benchmark, score in scores.items()}
+
+
+class GroupProducer(QueueCalls):
+    """The calls of a rollout server."""
+
+    async def lease(self, server_id: str, max_prompts: int) -> list[Lease]:
+        """Lease up to `max_prompts`, as far as admission and the byte limit allow, in one atomic call.
+
+        Training prompts are leased while `trained + queued + in_flight < (max_staleness + step + 1) · groups_per_step`
+        and while ready groups have fewer than `capacity_bytes`. Prompts whose lease ran out are leased again before new
+        ones. They are admitted already, so neither bound applies to them."""
+        config = self.config
+        leased = read_columns(await self.call(
+            "lease", server_id, max_prompts, self._lease_ttl_ms, config.groups_per_step, config.max_staleness,
+            config.capacity_bytes, config.max_attempts, int(config.settle_s * 1000),
+            int(config.breaker.probe_s * 1000) if config.breaker.failures else 0,
+        ))  # fmt: skip
+        return [Lease(*row) for row in zip(leased["prompt_id"], leased["attempt"], leased["payload"], strict=True)]
+
+    async def wait_for_prompts(self, timeout_s: float) -> None:
+        """Wait until there are new prompts or there is room to admit some, or for `timeout_s`.
+
+        It may return early. `lease` may also succeed without a signal, because a lease has run out or a pause has
+        ended. So call `lease` after it in any case."""
+        await self.wait_for_entry(self.keys.lease_signals, timeout_s)
+
+    async def heartbeat(self, server_id: str, leases: Sequence[Lease]) -> list[int]:
+        """Renew the leases. Returns the prompt ids whose lease this server no longer holds."""
+        if not leases:
+            return []
+        lost: list[int] = await self.call("heartbeat", server_id, self._lease_ttl_ms, *_pairs(leases))
+        return lost
+
+    async def append(self, lease: Lease, payload: bytes, min_version: int) -> AppendOutcome:
+        """Append a finished group. The first group of a prompt is accepted, and every later one is a `duplicate`, so
+        the call can be repeated.
+
+        `full` means that the queue is at `capacity_bytes`: try again later. A queue from which nothing can be taken is
+        never full for the group that unblocks it. Raises QueueFull if the store itself is out of memory."""
+        return (await self.append_many([FinishedGroup(lease, payload, min_version)]))[0]
+
+    async def append_many(self, groups: Sequence[FinishedGroup]) -> list[AppendOutcome]:
+        """`append` for each group in turn, in few exchanges with the store. Outcomes are in the same order."""
+        return await self.payloads.append(groups, self.config)
+
+    async def record_evaluation(
+        self, evaluation_id: str, lease: Lease, rewards: Sequence[float], min_version: int, max_version: int,
+        data_source: str = "", answers: Sequence[str] = (), kept_group: bytes = b"", accuracies: Sequence[float] = (),
+    ) -> None:  # fmt: skip
+        """Record the samples of a held-out prompt. `answers` has the answer of each sample, or nothing if the reward
+        does not say them, and `accuracies` the part `acc` of each reward, or nothing. `kept_group` is the encoded group
+        if the learner's reward model is to score it; it is kept for KEPT_EVALUATION_S, if there is room."""
+        await self.call(
+            "record_evaluation", evaluation_id, lease.prompt_id, len(rewards), sum(rewards), min_version, max_version,
+            " ".join(map(repr, rewards)), json.dumps([data_source, list(answers), list(accuracies)]), kept_group,
+            self.config.capacity_bytes // KEPT_EVALUATION_SHARE, KEPT_EVALUATION_S,
+        )  # fmt: skip
+
+    async def save_tokens(self, server_id: str, pieces: Sequence[tuple[Lease, SavedTokens]]) -> list[int]:
+        """Save tokens of unfinished groups. A piece with the sample and start of an earlier one replaces it.
+
+        Returns the prompts of the pieces that were refused, because the lease is lost, the server is in quarantine, or
+        there is no room. What was saved before stays. Raises QueueFull if the store is out of memory."""
+        if not pieces:
+            return []
+        flat: list[Any] = []
+        for lease, piece in pieces:
+            flat += (lease.prompt_id, lease.attempt, piece.sample, piece.start, piece.payload)
+        max_bytes = self.config.capacity_bytes // SAVED_SHARE
+        refused: list[int] = await self.call("save_tokens", server_id, max_bytes, *flat)
+        return refused
+
+    async def saved_tokens(self, lease: Lease) -> list[SavedTokens]:
+        """The saved tokens of a leased prompt, by sample and start. Pieces may be missing, and may overlap."""
+        pieces = []
+        for value in filter(None, await guarded(self.client.hvals(self.keys.saved(lease.prompt_id)))):
+            sample, start, payload = value.split(b":", 2)
+            pieces.append(SavedTokens(int(sample), int(start), payload))
+        return sorted(pieces, key=lambda piece: (piece.sample, piece.start))
+
+    async def forget_tokens(self, server_id: str, lease: Lease) -> None:
+        """Delete the saved tokens of a prompt, if the server still has its lease."""
+        await self.call("forget_tokens", server_id, lease.prompt_id, lease.attempt)
+
+    async def give_back(
+        self, server_id: str, lease: Lease, failure: str = "", *, is_final: bool = False, num_running: int = 0,
+        forget_saved: bool = False,
+    ) -> bool:  # fmt: skip
+        """Return a prompt to the queue. Its saved tokens stay for the next lease, unless `forget_saved`.
+
+        A `failure` counts towards max_attempts, as soon as it is known that the server
+        was not at fault. At max_attempts, or at once if the failure `is_final`, the prompt is dead-lettered; a held-out
+        prompt counts as finished, without samples.
+
+        Returns whether the failure opened the server's breaker, which pauses its leasing: see lua/prelude_breaker.lua.
+        `num_running` is the number of other prompts that the server works on."""
+        max_attempts, breaker = 1 if is_final else self.config.max_attempts, self.config.breaker
+        return bool(await self.call(
+            "give_back", server_id, lease.prompt_id, lease.attempt, failure, max_attempts, int(is_final), num_running,
+            breaker.failures, breaker.non_finite_failures, int(breaker.probe_s * 1000), int(forget_saved),
+        ))  # fmt: skip
+
+    async def reconcile(self, held: Sequence[Lease]) -> Outbox:
+        """Compare the groups in the producer's outbox with the queue."""
+        if not held:
+            return Outbox((), ())
+        answer = read_record(await self.call("reconcile", *_pairs(held)))
+        return Outbox(tuple(answer["done"]), tuple(answer["missing"]))
+
+    @property
+    def _lease_ttl_ms(self) -> int:
+        return int(self.config.lease_ttl_s * 1000)
+
+
+class GroupConsumer(QueueCalls):
+    """The calls of the learner. All but `store_id`, `take_term`, `committed`, `feeds`, those of evaluations,
+    `expired_reasons`, `wait_for_groups`, `fetch`, `prompts` and `stat` raise Fenced once a newer term was taken.
+
+    `term` is 0 until `take_term` was called."""
+
+    def __init__(self, client: RedisClient, run: str, config: ReplayConfig) -> None:
+        super().__init__(client, run, config)
+        self.term = 0
+        self._attempts: dict[int, int] = {}
+        """Attempts of the groups that were taken and not yet fetched. For any other group, Redis is asked."""
+        self._fetched_ahead: dict[int, bytes] = {}
+        """Payloads that came with the newest take, until they are fetched or dropped."""
+        self._manifests: dict[int, list[int]] = {}
+        """Ids in the open manifests, as far as this learner knows them."""
+
+    async def store_id(self) -> str:
+        """Random name of the store that holds this run's queue, made at the first call. A store that lost everything,
+        or another store, has another name."""
+        name: bytes = await self.call("store_id", secrets.token_hex(8))
+        return name.decode()
+
+    async def take_term(self, at_least: int) -> int:
+        """Become the only learner: returns a term above every earlier one and above `at_least`."""
+        self.term = await self.call("take_term", at_least)
+        return self.term
+
+    async def restore(self, step: int) -> dict[int, list[int]]:
+        """Start from a checkpoint of `step`. Returns the manifests that the queue holds, by step.
+
+        The groups of later steps are delivered again, in the same batches."""
+        flat = await self.call("restore", self.term, step)
+        manifests = {int(flat[i]): [int(word) for word in flat[i + 1].split()] for i in range(0, len(flat), 2)}
+        self._manifests = {of_step: list(ids) for of_step, ids in manifests.items()}
+        return manifests
+
+    async def kept_groups(self, evaluation_id: str) -> KeptGroups:
+        """The groups of an evaluation that are still kept. None of them if all were forgotten, or none was kept."""
+        prompt_ids = await guarded(self.client.hkeys(self.keys.evaluation_groups(evaluation_id)))
+        num_left_out = await guarded(self.client.hget(self.keys.evaluation(evaluation_id), "num_left_out"))
+        return KeptGroups(tuple(sorted(map(int, prompt_ids))), int(num_left_out or 0))
+
+    async def fetch_kept(self, evaluation_id: str, prompt_ids: Sequence[int]) -> list[bytes]:
+        """Kept groups of an evaluation. Those that are no longer kept are skipped."""
+        if not prompt_ids:
+            return []
+        groups = await guarded(self.client.hmget(self.keys.evaluation_groups(evaluation_id), list(prompt_ids)))
+        return [group for group in groups if group is not None]
+
+    async def forget_kept(self, evaluation_id: str) -> None:
+        """Delete the kept groups of an evaluation."""
+        await guarded(self.client.unlink(self.keys.evaluation_groups(evaluation_id)))
+
+    async def finish(self, step: int) -> None:
+        """Record that no step follows this one: the run has made its last step, or its data has ended."""
+        await self.call("finish", self.term, step)
+
+    async def take(self, step: int, max_groups: int) -> list[int]:
+        """Move ready groups into the manifest of `step` and return their prompt ids, in the configured order.
+
+        Under `wait` no group is taken that was admitted after a prompt still in flight. If the manifest holds groups
+        that neither `restore` nor an earlier take has returned, because an answer was lost, only these are returned."""
+        known = self._manifests.setdefault(step, [])
+        limits = (max_groups, self.config.take_order, self.config.capacity_bytes)
+        taken, self._fetched_ahead = await self.payloads.take(self.term, step, *limits, *known)
+        self._attempts |= taken
+        known += taken
+        return list(taken)
+
+    async def wait_for_groups(self, timeout_s: float) -> None:
+        """Wait until new groups may be taken, or for `timeout_s`. It may return early.
+
+        Every change that lets a group be taken adds an entry to the results: an append, a burial, a cancellation."""
+        await self.wait_for_entry(self.keys.results, timeout_s)
+
+    async def fetch(self, prompt_ids: Sequence[int]) -> list[Delivery]:
+        """The groups of these prompts. Those that are no longer queued are skipped."""
+        known, ahead = self._attempts, self._fetched_ahead
+        attempts = {prompt_id: known.pop(prompt_id) for prompt_id in prompt_ids if prompt_id in known}
+        payloads = {prompt_id: ahead.pop(prompt_id) for prompt_id in attempts if prompt_id in ahead}
+        if len(payloads) < len(attempts):
+            others = {prompt_id: attempt for prompt_id, attempt in attempts.items() if prompt_id not in payloads}
+            payloads |= await self.payloads.fetch(self.payloads.keys_of(others))
+        # A learner before this one took these, or their attempt has changed.
+        unknown = [prompt_id for prompt_id in prompt_ids if prompt_id not in payloads]
+        if unknown:
+            payloads |= await self.fetch_located(unknown)
+        return [Delivery(prompt_id, payloads[prompt_id]) for prompt_id in prompt_ids if prompt_id in payloads]
+
+    async def prompts(self, prompt_ids: Sequence[int]) -> list[bytes]:
+        """The encoded prompts, in the same order; empty for a prompt that is trained, dead-lettered or unknown."""
+        payloads: list[bytes] = []
+        for first in range(0, len(prompt_ids), PROMPTS_AT_ONCE):
+            some = prompt_ids[first : first + PROMPTS_AT_ONCE]
+            payloads += [found or b"" for found in await guarded(self.client.hmget(self.keys.prompts, some))]
+        return payloads
+
+    async def commit(self, step: int, prompt_ids: Sequence[int], oldest_step: int = 0) -> int:
+        """Acknowledge and delete groups that a durable checkpoint covers. Returns how many were still there.
+
+        Closes the manifests up to `step`. Other groups in them become ready again. The prompts are kept for `go_back`
+        until `oldest_step`, the step of the oldest checkpoint that exists, has reached the step of their commit."""
+        committed: int = await self.call("commit", self.term, step, oldest_step, " ".join(map(str, prompt_ids)))
+        if self._fetched_ahead:
+            self._forget_fetched(prompt_ids)
+        self._manifests = {of_step: ids for of_step, ids in self._manifests.items() if of_step > step}
+        return committed
+
+    async def committed(self) -> Committed:
+        """What commits have covered so far."""
+        trained = await guarded(self.client.get(self.keys.trained))
+        fields = ("committed_step", "kept_after", "gone_back_term", "gone_back_roll_backs", "gone_back_checkpoint")
+        *numbers, checkpoint = await guarded(self.client.hmget(self.keys.counters, fields))
+        step, kept_after, term, roll_backs = (int(number or 0) for number in numbers)
+        gone_back = GoneBack(checkpoint.decode(), term, roll_backs) if checkpoint else None
+        return Committed(step, (trained or b"").rstrip(b"\0"), kept_after, gone_back)
+
+    async def go_back(self, checkpoint: str, step: int, prompt_ids: Sequence[int]) -> None:
+        """Undo the commits of these prompts, in one atomic call: the run continues from a checkpoint of `step`, whose
+        weights were not trained on them. `checkpoint` is its path.
+
+        The prompts are pending again, and their groups count as expired. Groups that were taken for later steps are
+        ready again. Raises Conflict, and changes nothing, if a prompt is no longer kept."""
+        num_missing: int = await self.call("go_back", self.term, checkpoint, step, *prompt_ids)
+        if num_missing:
+            raise Conflict(f"{num_missing} prompts that were trained after step {step} are no longer kept")
+        self._manifests, self._attempts, self._fetched_ahead = {}, {}, {}
+
+    async def expire(self, prompt_id: int, reason: str = "stale") -> None:
+        """Drop a group that must not be trained and admit its prompt again. The prompt loses no attempt."""
+        await self._drop("expire", prompt_id, reason)
+
+    async def discard(self, prompt_id: int, reason: str) -> None:
+        """Drop a group that is not worth training and forget its prompt. Another prompt may be admitted instead."""
+        await self._drop("discard", prompt_id, reason)
+
+    async def dead_letter(self, prompt_id: int, reason: str) -> None:
+        await self._drop("dead_letter", prompt_id, reason)
+
+    async def publish(self, policy_version: int, step: int, policy: bytes) -> None:
+        """Make `policy_version` the run's current version, which opens admission for the next step.
+
+        `policy` is the version's encoded registry record."""
+        await self.call("publish", self.term, policy_version, step, policy)
+
+    async def allocate_version(self, at_least: int) -> int:
+        """A policy version that this run has never used."""
+        version: int = await self.call("allocate_version", self.term, at_least)
+        return version
+
+    async def _drop(self, how: str, prompt_id: int, reason: str) -> None:
+        """Remove a group, also from the manifests: the prompt may be taken again, and is then news to this learner."""
+        self._forget_fetched([prompt_id])
+        await self.call(how, self.term, prompt_id, reason)
+        for ids in self._manifests.values():
+            if prompt_id in ids:
+                ids.remove(prompt_id)
+
+    def _forget_fetched(self, prompt_ids: Sequence[int]) -> None:
+        for prompt_id in prompt_ids:
+            self._fetched_ahead.pop(prompt_id, None)
+
+
+class RedisReplayQueue(PromptIntake, GroupProducer, GroupConsumer):
+    """All calls of one run's queue. A process uses those of its own side."""
+
+
+def _pairs(leases: Sequence[Lease]) -> list[int]:
+    return [number for lease in leases for number in (lease.prompt_id, lease.attempt)]

@@ -1,6 +1,6 @@
 """Every benchmark runs: `--smoke` takes the smallest sizes and one round, judges nothing and writes nothing.
 
-What needs a GPU or vLLM ends where it would start it. Its names and signatures are checked by mypy, which reads bench/.
+What needs a GPU or vLLM ends where it would start it, so what comes after that is not covered here.
 """
 
 from __future__ import annotations

@@ -32,9 +32,10 @@ BENCHES = {
     ),
     "weights_gpu": ("The weight push, GPU", "bench/gpu/weights_gpu.py", "compared with a broadcast, a copy and a load"),
     "delta_push": (
-        "Deltas", "bench/gpu/delta_push.py",
-        "pushes of a 7B model after a step, compared with pushes of all its bytes. The member loads the weights on a "
-        "GPU but does not decode",
+        "Deltas",
+        "bench/gpu/delta_push.py",
+        "pushes of a 7B model after a step, compared with pushes of all its bytes. The member loads the "
+        "weights on a GPU but does not decode, so its pause is that of the load alone",
     ),
     "agents": ("Sessions of agents", "make bench-agents", "with and without a session, 2,000 sessions, prefix caches"),
     "checkpoints": ("Checkpoints", "make bench-checkpoints", "the cost of checksums and of checks for finite numbers"),
@@ -43,7 +44,10 @@ BENCHES = {
     "rollout": ("Generation, CPU", "make bench-rollout", "a rollout server and bare vLLM, 64 concurrent requests"),
     "rollout_gpu": ("Generation, GPU", "bench/gpu/rollout_gpu.py", "the same, 512 concurrent requests"),
     "engine_check_bf16": (
-        "vLLM on a GPU", "bench/gpu/engine_check.py", "log-probs and version stamps across updates, in bf16",
+        "vLLM on a GPU",
+        "bench/gpu/engine_check.py",
+        "log-probs and version stamps across updates, in bf16. The figures of `keep` and of `recompute` are "
+        "of two runs",
     ),
     "engine_check_fp8": ("vLLM in FP8", "bench/gpu/engine_check.py --quantization fp8", "the same"),
     "engine_check_sglang_bf16": ("SGLang on a GPU", "bench/gpu/engine_check.py --engine sglang", "the same"),
@@ -67,11 +71,14 @@ BENCHES = {
     "whole_run": (
         "Whole runs",
         "bench/gpu/whole_run.py",
-        "GRPO on one GPU, compared with TRL's GRPOTrainer and with verl, both with vLLM and their defaults except for "
-        "sizes; `bench/gpu/whole_run_parts/` has the settings. TRL and verl generate and train in turns; Penstock does "
-        "both at once. Parts of a round (`@3`) ran one after another on one machine. verl ran in earlier sessions and "
-        "made 12 steps in its time, because it takes five minutes to start. The learner's share counts all of an "
-        "update as training, also while the server uses the GPU",
+        "GRPO on one GPU, compared with TRL's GRPOTrainer and with verl, both with vLLM and their defaults "
+        "except for sizes; `bench/gpu/whole_run_parts/` has the settings. TRL and verl generate and train in "
+        "turns; Penstock does both at once. Parts of a round (`@3`) ran one after another on one machine, "
+        "except trl-1.5b of the first round; machines of different rounds were not equally fast. verl ran in "
+        "earlier sessions, in which Penstock was 4.78 and 4.24 times as fast, and made 12 steps in its time, "
+        "because it takes five minutes to start. The learner's share counts all of an update as training, "
+        "also while the server uses the GPU: without the server an update takes 1.36 s instead of 2.37 s. A "
+        "server counts as generating while it has at least one request",
     ),
     "group_speculation": (
         "Drafts from siblings, CPU",
@@ -86,10 +93,11 @@ BENCHES = {
     "async_sync": (
         "Asynchronous training",
         "make bench-async",
-        "time to a held-out score of the demo's task, compared with synchronous training, with one core for the engine "
-        "and one for the learner. Generating and training a batch take about the same CPU time, which is the best case "
-        "for overlap. Six seeds of synchronous training and of staleness 2, the default, and three of the others; the "
-        "six ratios are 1.56 to 1.83",
+        "time to a held-out score of the demo's task, compared with synchronous training, with one core for "
+        "the engine and one for the learner. Generating and training a batch take about the same CPU time, "
+        "which is the best case for overlap. Six seeds of synchronous training and of staleness 2, the "
+        "default, and three of the others; the six ratios are 1.56 to 1.83. Scores are compared by their "
+        "means over seeds. The runs without correction are of earlier code, so only their scores count",
     ),
     "trl_demo": (
         "The demo's task, CPU", "make bench-trl_demo", "time to a held-out score, compared with TRL's GRPOTrainer",
@@ -97,9 +105,11 @@ BENCHES = {
     "simulate": (
         "Asynchronous training, simulated",
         "make bench-simulate",
-        "speedup over synchronous training on as many GPUs, with a long tail of lengths, next to published figures. "
-        "Speeds were measured on one H200; bench/simulate.py says what is assumed. `whatever is assumed` is the "
-        "smallest speedup with half and twice the mean length, and with an engine that only its memory limits",
+        "speedup over synchronous training on as many GPUs, with a long tail of lengths, next to published "
+        "figures. Speeds were measured on one H200; the mean length is assumed, and decides "
+        "(bench/simulate.py). `whatever is assumed` is the smallest speedup with half and twice the mean "
+        "length, and with an engine that only its memory limits. The simulator is compared with closed forms "
+        "and with a published step of verl",
     ),
     "gateway": ("The gateway", "make bench-gateway", "submissions, compared with bare FastAPI and grpc.aio servers"),
     "soak": ("The soak", "make soak", "a run of an hour whose parts are killed every 30 s on average"),

@@ -47,8 +47,8 @@ penstock check-model examples/arithmetic/model
 ```
 
 The lists show tiny random models in float32; *error* is the largest difference of any response token's log-prob, in
-nats, from Hugging Face's forward of each sequence by itself. Tests also compare the gradients of every parameter.
-Rotary embeddings that change with the length (`dynamic`, `longrope`) are computed for each sequence by itself. An
+nats, from Hugging Face's forward of each sequence alone. Tests also compare the gradients of every parameter.
+Rotary embeddings that change with the length (`dynamic`, `longrope`) are computed for each sequence separately. An
 engine that chooses them by the model's maximum length will differ, which the check of log-probs in each step shows.
 
 Mixtures of experts have their own page: [experts.md](experts.md).

@@ -32,7 +32,9 @@ A test is skipped, with its reason, where a tool that it needs is not installed:
 
 ## Which command runs which tests
 A tick stands for tests without a marker, which are not counted. The numbers count test functions, however many
-parameters each has. *More cases* are tests in `make test` with some parameters that are marked `long`.
+parameters each has. *More cases* are tests in `make test` with some parameters that are marked `long`. Every test that
+only `make test-long` runs has a sibling in `make test` that covers the feature in a cheaper way;
+`pytest tests -m long --collect-only -q` lists them.
 
 """
 
@@ -44,11 +46,6 @@ COLUMNS = {
     "gpu": "GPU",
     "cluster": "cluster",
 }
-LEFT = """
-## What `make test` leaves to `make test-long`
-Each has a sibling in `make test` that covers the feature in a cheaper way.
-
-"""
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,7 @@ class Test:
 
 def build() -> str:
     tests = [test for path in sorted(TESTS.rglob("test_*.py")) for test in _tests_of(path)]
-    return "\n".join([HEAD + _table(tests), LEFT + _left(tests)])
+    return HEAD + _table(tests) + "\n"
 
 
 def _tests_of(path: Path) -> Iterator[Test]:
@@ -130,14 +127,6 @@ def _cell(column: str, count: int) -> str:
     if not count:
         return ""
     return "✓" if column == "test" else str(count)
-
-
-def _left(tests: list[Test]) -> str:
-    by_file: defaultdict[str, list[str]] = defaultdict(list)
-    for test in tests:
-        if test.when == "long":
-            by_file[test.file.as_posix()].append(test.name.removeprefix("test_").replace("_", " "))
-    return "\n".join(f"- `{file}`: {'; '.join(names)}" for file, names in by_file.items()) + "\n"
 
 
 if __name__ == "__main__":

@@ -280,7 +280,7 @@ async def test_commands_act_on_the_run(
         def act() -> None:
             compared = run("policies", "diff", "1", "2", *where)
             assert "reward_mean" in compared and "different weights" not in compared
-            assert "no metric is known of both" in run("policies", "diff", "2", "3", *where)
+            assert "no metric in common" in run("policies", "diff", "2", "3", *where)
             assert "promoted" in run("policies", "promote", "3", *where)
             assert "pinned: ci" in run("policies", "pin", "1", "ci", *where)
             assert run("policies", "unpin", "ci", *where) == "unpinned\n"

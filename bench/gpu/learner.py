@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from harness import Results, run_parts, save, say, sized
+from harness import Results, ends_without, run_parts, save, say, sized
 from learner_parts.models import Setting
 
 NAME = "learner"
@@ -196,6 +196,7 @@ def main() -> int:
     parser.add_argument("--models", default=sized("0.5b,1.5b,7b", "tiny"))
     parser.add_argument("--no-compile", action="store_true", help="do not use torch.compile")
     arguments = parser.parse_args()
+    ends_without("a GPU")
     models = arguments.models.split(",")
     is_met = run_parts(
         NAME,

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from harness import Child, Results, run_parts, save, say, sized
+from harness import Child, Results, ends_without, run_parts, save, say, sized
 from learner_parts.models import SHAPES, Shape
 from learner_parts.steps import clear, make_batch, make_model
 from penstock.config.learner import LearnerConfig
@@ -221,6 +221,7 @@ def difference(a: Outcome, b: Outcome) -> float:
 
 
 def main() -> int:
+    ends_without("ranks on a GPU")
     is_met = run_parts(NAME, "the learner on several ranks of one GPU", ["ranks"], {"ranks": 280.0}, lambda _: bench())
     return 0 if is_met else 1
 

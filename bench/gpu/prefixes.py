@@ -15,7 +15,7 @@ import sys
 import time
 from typing import Any
 
-from harness import Results, run_parts, save, say, sized
+from harness import Results, ends_without, run_parts, save, say, sized
 
 NAME = "prefixes"
 TIMEOUTS_S = {"tiny": 300.0, "0.5b": 300.0, "1.5b": 300.0}
@@ -161,6 +161,7 @@ def main() -> int:
     parser.add_argument("--models", default=sized("1.5b", "tiny"))
     parser.add_argument("--no-compile", action="store_true", help="do not use torch.compile")
     arguments = parser.parse_args()
+    ends_without("a GPU")
     is_met = run_parts(
         NAME,
         "training step with shared prefixes on one GPU",

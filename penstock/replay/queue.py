@@ -423,7 +423,7 @@ class GroupConsumer(QueueCalls):
         """Move ready groups into the manifest of `step` and return their prompt ids, in the configured order.
 
         Under `wait` no group is taken that was admitted after a prompt still in flight. If the manifest holds groups
-        that neither `rewind_step` nor an earlier take has returned, because an answer was lost, only these are returned."""
+        that neither `rewind_step` nor an earlier take has returned, since an answer was lost, it returns only these."""
         known = self._manifests.setdefault(step, [])
         limits = (max_groups, self.config.take_order, self.config.capacity_bytes)
         taken, self._fetched_ahead = await self.payloads.take(self.term, step, *limits, *known)

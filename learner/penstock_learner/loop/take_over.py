@@ -166,8 +166,8 @@ def _checked(
         raise ConfigError(f"{text}; restore the run's checkpoints, or start a new run")
     if state.step < committed.kept_after:
         raise ConfigError(
-            f"{text}; the run can only be rewound to step {committed.kept_after} or later, because older prompts are no "
-            "longer kept; start a new run from this checkpoint's weights (penstock export)"
+            f"{text}; the run can only be rewound to step {committed.kept_after} or later, because older prompts are "
+            "no longer kept; start a new run from this checkpoint's weights (penstock export)"
         )
     if not _asks_for(config, choice):
         raise ConfigError(

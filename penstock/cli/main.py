@@ -45,9 +45,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "gateway": ("penstock_services.gateway.__main__", "run one gateway process"),
     "rollout": ("penstock_rollout.__main__", "run one rollout server process"),
     "learner": ("penstock_learner.__main__", "run the learner process"),
-    "sft": ("penstock_learner.sft.command", "fine-tune a model on supervised examples"),
-    "check-model": ("penstock_learner.check_model", "check that the learner trains a model correctly, and how"),
-    "export": ("penstock_learner.export", "write a checkpoint as a Hugging Face folder"),
+    "sft": ("penstock_tools.sft.command", "fine-tune a model on supervised examples"),
+    "check-model": ("penstock_tools.check_model", "check that the learner trains a model correctly, and how"),
+    "export": ("penstock_tools.export", "write a checkpoint as a Hugging Face folder"),
 }
 """Each command's function, which takes `argv` and returns an exit code, and its help. A module stands for its `main`.
 They are given as text, because this package may not import the packages above it."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.api_keys import ROLES, make_key, read_keys
+from penstock.api_keys import SCOPES, make_key, read_keys
 from penstock.cli.parser import Parser, interruptible
 from penstock.config.starter import ALGORITHMS, BUILT_IN_REWARDS, Answers, starter_config
 from penstock.errors import ConfigError, InvalidInput
@@ -182,35 +182,37 @@ def keys(argv: Sequence[str]) -> int:
     parser = Parser(
         prog="penstock keys",
         description="Make and list the API keys of a gateway.",
-        epilog="Example: penstock keys make --name alice --role submit --file keys.txt",
+        epilog="Example: penstock keys make --name alice --scope submit --file keys.txt",
     )
     actions = parser.add_subparsers(dest="action", required=True)
     make = actions.add_parser("make", help="make a key, print it, and add its hash to the file")
     make.add_argument("--name", required=True, help="who uses the key; appears in the audit log")
     make.add_argument(
-        "--role",
-        choices=ROLES,
+        "--scope",
+        choices=SCOPES,
         required=True,
         help="read: view only; submit: also submit prompts; admin: also change runs and policies",
     )
-    listing = actions.add_parser("list", help="list names and roles")
+    listing = actions.add_parser("list", help="list names and scopes")
     for action in (make, listing):
         action.add_argument("--file", type=Path, required=True, help="file that gateway.keys_file names")
+    if any(word.partition("=")[0] == "--role" for word in argv):
+        raise InvalidInput("--role", "is called --scope")
     args = parser.parse_args(argv)
     if args.action == "list":
         for key in read_keys(args.file):
-            print(f"{key.name}\t{key.role}")
+            print(f"{key.name}\t{key.scope}")
         return 0
-    print(_make_key(args.file, args.name, args.role))
+    print(_make_key(args.file, args.name, args.scope))
     return 0
 
 
-def _make_key(path: Path, name: str, role: str) -> str:
+def _make_key(path: Path, name: str, scope: str) -> str:
     if path.exists() and path.read_text().strip() and any(key.name == name for key in read_keys(path)):
         raise InvalidInput(
             "--name", f"{path} already has a key {name!r}; choose another name, or remove its line first"
         )
-    secret, key = make_key(name, next(known for known in ROLES if known == role))
+    secret, key = make_key(name, next(known for known in SCOPES if known == scope))
     try:
         with os.fdopen(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600), "r+") as file:
             ends_in_line = not (text := file.read()) or text.endswith("\n")

@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from penstock.codec import read_known_fields
 from penstock.errors import CheckpointDamaged, ConfigError
 from penstock.trajectory import Group
-from penstock_learner.checkpoint_files import MANIFEST_FILE, FileRecord, read_manifest
+from penstock_learner.checkpoint_files import FileRecord, read_manifest
 
 TRAINER_FILE = "trainer.json"
 MAX_REWINDS = 64
@@ -78,13 +78,16 @@ class Ledger:
         self._volatile.update(fresh)
 
 
+RewindCause = Literal["order", "restart"]
+
+
 @dataclass(frozen=True)
 class Rewind:
     """Training continues from the weights of version `target`, which are called `new_version` from then on."""
 
     target: int
     new_version: int
-    why: Literal["order", "restart"] = "order"
+    why: RewindCause = "order"
     """`order`: an operator ordered it, by `penstock policies rollback` or by `learner.checkpoint.rewind`. The versions
     in between are abandoned. `restart`: a learner started again from its checkpoint. Nothing is abandoned: the steps
     after the checkpoint are trained once more, with the same batches, and make the same weights again."""
@@ -140,10 +143,6 @@ class Lineage:
             targets = np.where(moves_target, targets + change, targets)
         return numbers
 
-    def stored(self) -> list[tuple[int, int, bool]]:
-        """As `TrainerState.lineage`."""
-        return [(rewind.target, rewind.new_version, rewind.why == "restart") for rewind in self.rewinds]
-
 
 @dataclass(frozen=True)
 class TrainerState:
@@ -162,14 +161,7 @@ class TrainerState:
     """The value of `checkpoint.resume` if the run was started from the checkpoint that it names, or empty."""
     num_orders: int = 0
     """How many of the operator's orders to rewind were handled."""
-    lineage: list[tuple[int, int, bool]] = field(default_factory=list)
-    """The lineage: for each rewind its target, the new version, and whether it was a restart."""
-
-    def make_ledger(self) -> Ledger:
-        return Ledger(self.ledger)
-
-    def make_lineage(self) -> Lineage:
-        return Lineage(Rewind(target, new, "restart" if restart else "order") for target, new, restart in self.lineage)
+    lineage: list[Rewind] = field(default_factory=list)
 
     def check_store(self, store_id: str) -> None:
         """Raise ConfigError for a queue other than the ledger's: its new prompts would have the ids of trained ones."""
@@ -184,39 +176,17 @@ def read_state(path: Path) -> TrainerState:
     """The trainer state of a finished checkpoint, which another version of Penstock may have written.
 
     Raises CheckpointDamaged if `trainer.json` or the manifest is missing or damaged."""
-    record, _ = _read_trainer(path)
-    try:
-        state = read_known_fields(TrainerState, record)
-        ranges = [(int(a), int(b)) for a, b in state.ledger]
-        # Checkpoints from before restarts were recorded have pairs.
-        lineage = [(int(a), int(b), any(restart)) for a, b, *restart in state.lineage]
-    except (ValueError, TypeError) as error:
-        raise CheckpointDamaged(f"{path / TRAINER_FILE} is damaged ({error})") from error
-    return replace(state, ledger=ranges, lineage=lineage)
-
-
-def read_checksums(path: Path) -> dict[str, FileRecord]:
-    """The checksums of all files of a finished checkpoint. Empty if an older version of Penstock wrote it, without any.
-
-    Raises CheckpointDamaged as `read_state` does."""
-    return _read_trainer(path)[1]
-
-
-def _read_trainer(path: Path) -> tuple[dict[str, Any], dict[str, FileRecord]]:
-    """The content of `trainer.json`, compared with the manifest, and the manifest."""
     file = path / TRAINER_FILE
     try:
         content = file.read_bytes()
-        record = json.loads(content)
-        has_manifest = bool(record.get("has_manifest"))
+        expected, found = read_manifest(path).get(TRAINER_FILE), FileRecord.of(content)
+        if found != expected:
+            raise CheckpointDamaged(f"{file} is damaged: expected {expected}, found {found}")
+        state = read_known_fields(TrainerState, json.loads(content))
+        ranges = [(int(a), int(b)) for a, b in state.ledger]
+        rewinds = [Rewind(**dict(fields)) for fields in state.lineage]  # type: ignore[call-overload]
+        return replace(state, ledger=ranges, lineage=rewinds)
     except FileNotFoundError as error:
         raise CheckpointDamaged(f"{file} is missing") from error
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise CheckpointDamaged(f"{file} is damaged ({error})") from error
-    if not has_manifest and not (path / MANIFEST_FILE).exists():
-        return record, {}
-    files = read_manifest(path)
-    expected, found = files.get(TRAINER_FILE), FileRecord.of(content)
-    if found != expected:
-        raise CheckpointDamaged(f"{file} is damaged: expected {expected}, found {found}")
-    return record, files

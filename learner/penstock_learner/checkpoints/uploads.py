@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.config.run import RunConfig
@@ -34,16 +35,16 @@ ABANDONED_AFTER_S = 86_400.0
 _NAME = re.compile(r"^term-\d{6,}-step-\d{8,}$")
 
 
+@dataclass(eq=False)
 class CheckpointUploads:
     """The uploaded checkpoints of one run. All methods block."""
 
-    def __init__(self, store: ObjectFolder, keep: int) -> None:
-        self.store = store
-        self.keep = keep
-        self.abandoned = threading.Event()
-        """Set to end an upload between two files."""
-        self._damaged: set[str] = set()
-        """Checkpoints that arrived damaged, and are not fetched again."""
+    store: ObjectFolder
+    keep: int
+    abandoned: threading.Event = field(default_factory=threading.Event)
+    """Set to end an upload between two files."""
+    _damaged: set[str] = field(default_factory=set)
+    """Checkpoints that arrived damaged, and are not fetched again."""
 
     @classmethod
     def of(cls, config: RunConfig) -> CheckpointUploads | None:

@@ -319,7 +319,7 @@ class LearnerController:
 
     def _on_durable_checkpoint(self, term: Term, prompt_ids: Sequence[int]) -> None:
         """Called after each checkpoint: this process has one to rewind to, and the roles have made progress."""
-        term.ledger.mark_durable(prompt_ids)
+        term.mark_durable(prompt_ids)
         if self.resuming.resume == "off":
             self.resuming = self.resuming.model_copy(update={"resume": "auto"})
         self.recovery.made_progress()

@@ -326,12 +326,12 @@ class StepLoop:
             self.term.advance(0)
         else:
             version = await self.queue.allocate_version(self.term.policy_version + 1)
-            self.term.rewind(self.term.policy_version, version, is_restart=not self.term.is_rewound)
+            self.term.rewind(self.term.policy_version, version, "order" if self.term.is_rewound else "restart")
         await self._publish_rewound(None)
 
     async def _rewind(self, orders: Orders) -> None:
         """Rewind to the ordered version, if its weights still exist. An order is handled once."""
-        self.term.num_orders = orders.roll_backs
+        self.term.handle_orders(orders.roll_backs)
         target = orders.roll_back_version
         if not await load_version(target, self.trained, self.checkpoints, self.policies):
             return

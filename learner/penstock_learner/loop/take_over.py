@@ -31,7 +31,7 @@ from penstock.replay.queue_types import Committed, RunRewind
 from penstock.store.policies import PolicyRegistry
 from penstock_learner.checkpoints.saving import load_checkpoint
 from penstock_learner.checkpoints.store import CheckpointStore, record_rewind
-from penstock_learner.checkpoints.trainer_state import TrainerState, read_state
+from penstock_learner.checkpoints.trainer_state import Ledger, TrainerState, read_state
 from penstock_learner.crash_points import crash_point
 from penstock_learner.roles.role_group import RoleGroup
 
@@ -153,7 +153,7 @@ def _checked(
     state.check_store(store_id)
     if path == Path(config.resume):
         state = replace(state, resumed_from=config.resume)
-    choice = ChosenCheckpoint(path, state, state.make_ledger().missing(committed.trained), committed)
+    choice = ChosenCheckpoint(path, state, Ledger(state.ledger).missing(committed.trained), committed)
     if not choice.uncovered:
         return choice
     newer = f"; newer checkpoints are damaged: {'; '.join(damaged)}" if damaged else ""
@@ -185,7 +185,7 @@ def _asks_for(config: CheckpointConfig, choice: ChosenCheckpoint) -> bool:
 async def restore_batches(queue: GroupConsumer, state: TrainerState) -> dict[int, list[int]]:
     """Acknowledge the groups that the checkpoint covers. Returns the batches that an earlier learner had taken for
     later steps, by step."""
-    ledger = state.make_ledger()
+    ledger = Ledger(state.ledger)
     manifests = await queue.rewind_step(state.step)
     covered = [p for step, ids in manifests.items() if step <= state.step for p in ids if p in ledger]
     if covered:

@@ -34,8 +34,7 @@ from penstock.sample_scores import PromptSamples, scores_by_source
 from penstock.store.heartbeats import VALIDATOR, Heartbeats
 from penstock.trajectory import Group
 from penstock_learner.batches.sequence_batch import check_tokens
-from penstock_learner.loggers.backends import VALIDATION
-from penstock_learner.loggers.step_loggers import StepLoggers
+from penstock_learner.loggers.step_loggers import VALIDATION, StepLoggers
 from penstock_learner.steps.stages import combined
 
 logger = logging.getLogger(__name__)

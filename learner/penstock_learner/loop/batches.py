@@ -33,7 +33,7 @@ from penstock.trajectory import SESSION_SERVER, Group
 from penstock_learner.agreement.servers import ServerQuarantine
 from penstock_learner.batches.sequence_batch import SequenceBatch, check_tokens, no_sequences
 from penstock_learner.loop.term import Term
-from penstock_learner.loop.training_step import TrainingStep
+from penstock_learner.steps.program import TrainingStep
 
 logger = logging.getLogger(__name__)
 NO_SPREAD, PASS_RATE, TOO_LONG = "no_spread", "pass_rate", "too_long"

@@ -23,7 +23,7 @@ import logging
 import shutil
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from penstock.config.run import RunConfig
@@ -58,16 +58,8 @@ class Followers:
         self.control = RunControl(fleet.client, config.run)
         self.policies = policies
         self.term = term
-        self._failures: dict[str, tuple[int, float]] = {}
-        """For each server its failed pushes in a row, and when it may be tried again."""
-
-    @property
-    def any_failed(self) -> bool:
-        return bool(self._failures)
-
-    def has_failed(self, server_id: str) -> bool:
-        """Whether the server failed in its last push."""
-        return server_id in self._failures
+        self.failures: dict[str, tuple[int, float]] = {}
+        """For each server whose last push failed its failures in a row, and when it may be tried again."""
 
     async def in_states(self, states: Sequence[ServerState]) -> list[ServerRecord]:
         """The reachable servers that take new versions.
@@ -92,13 +84,13 @@ class Followers:
         """Give the members that committed their state. Evict those that failed, and count the failure."""
         await self.fleet.set_states(report.committed, state, self.term)
         for server_id in report.committed:
-            self._failures.pop(server_id, None)
+            self.failures.pop(server_id, None)
         await self.fleet.set_states(list(report.failed), "EVICTED", self.term)
         for server_id, reason in report.failed.items():
             logger.warning("%s is evicted from the weight group: %s", server_id, reason)
-            failures = self._failures.get(server_id, (0, 0.0))[0] + 1
+            failures = self.failures.get(server_id, (0, 0.0))[0] + 1
             backoff_s = min(FIRST_BACKOFF_S * 2.0 ** (failures - 1), MAX_BACKOFF_S)
-            self._failures[server_id] = (failures, time.monotonic() + backoff_s)
+            self.failures[server_id] = (failures, time.monotonic() + backoff_s)
 
     async def _reachable(self, states: Sequence[ServerState]) -> list[ServerRecord]:
         """Servers in one of the states, with a fresh heartbeat, that have not just failed.
@@ -111,23 +103,23 @@ class Followers:
             if is_silent and server.state in SERVING_STATES:
                 logger.warning("%s is evicted: silent for %.1f s", server.server_id, server.heartbeat_age_ms / 1000)
                 await self.fleet.set_state(server.server_id, "EVICTED", self.term)
-            retry_at = self._failures.get(server.server_id, (0, 0.0))[1]
+            retry_at = self.failures.get(server.server_id, (0, 0.0))[1]
             if not is_silent and server.state in states and time.monotonic() >= retry_at:
                 reachable.append(server)
         return reachable
 
 
+@dataclass(eq=False)
 class VersionSnapshots:
     """Has policy rank 0 write snapshots of staged versions, and keeps the newest ones and those that are in use."""
 
-    def __init__(self, config: RunConfig, policy: RoleGroup, policies: PolicyRegistry) -> None:
-        self.config = config
-        self.policy = policy
-        self.policies = policies
-        self.written: set[int] = set()
-        """Versions whose snapshots this learner has written."""
-        self.last_step: int | None = None
-        """The step of the newest snapshot that was due."""
+    config: RunConfig
+    policy: RoleGroup
+    policies: PolicyRegistry
+    written: set[int] = field(default_factory=set)
+    """Versions whose snapshots this learner has written."""
+    last_step: int | None = None
+    """The step of the newest snapshot that was due."""
 
     async def write_if_due(self, policy_version: int, step: int) -> Path | None:
         """Write a snapshot of the version if one is due: every `snapshot_every_steps`, and the first and last."""
@@ -195,16 +187,9 @@ class PolicyPublication:
     """Owns the order in which versions become current. `current` is the newest version that was published."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        queue: GroupConsumer,
-        fleet: Fleet,
-        policy: RoleGroup,
-        term: int,
-        metrics: LearnerMetrics,
-        tracing: Tracing | None = None,
-        quarantine: ServerQuarantine | None = None,
-    ) -> None:
+        self, config: RunConfig, queue: GroupConsumer, fleet: Fleet, policy: RoleGroup, term: int,
+        metrics: LearnerMetrics, tracing: Tracing | None = None, quarantine: ServerQuarantine | None = None,
+    ) -> None:  # fmt: skip
         self.config = config
         self.queue = queue
         self.fleet = fleet
@@ -319,7 +304,7 @@ class PolicyPublication:
             if self.current is not None:
                 await self._load_quarantined(transport)
             await self._keep_promoted()
-            if self.current is None or (self._pushing is not None and not self.followers.any_failed):
+            if self.current is None or (self._pushing is not None and not self.followers.failures):
                 continue  # the running push serves STALE servers too
             if by_snapshot and self.current in self.snapshots.written:
                 continue  # servers load the snapshot themselves
@@ -327,7 +312,7 @@ class PolicyPublication:
                 continue
             stale = await self.followers.in_states(("STALE",))
             behind = [server for server in stale if server.policy_version != self.current]
-            failed = [server for server in behind if self.followers.has_failed(server.server_id)]
+            failed = [server for server in behind if server.server_id in self.followers.failures]
             others = [server for server in behind if server not in failed] if self._pushing is None else []
             for servers in ([others] if others else []) + [[server] for server in failed]:
                 await self._catch_up(servers, transport)
@@ -429,14 +414,9 @@ class PolicyPublication:
             ) from error
 
     async def _push(
-        self,
-        policy_version: int,
-        servers: list[ServerRecord],
-        *,
-        transport: str | None = None,
-        base_version: int | None = None,
-        lane: str = "push",
-    ) -> PushReport:
+        self, policy_version: int, servers: list[ServerRecord], *, transport: str | None = None,
+        base_version: int | None = None, lane: str = "push",
+    ) -> PushReport:  # fmt: skip
         """Push a staged version. Members that fail are evicted. They come back as STALE, and catch up alone.
 
         A READY server is LOADING during the push, because it goes on serving. A STALE server stays STALE until it has
@@ -461,7 +441,7 @@ class PolicyPublication:
         return report
 
     def _catches_up_alone(self, server: ServerRecord) -> bool:
-        has_failed = server.state == "STALE" and self.followers.has_failed(server.server_id)
+        has_failed = server.state == "STALE" and server.server_id in self.followers.failures
         is_held = self.quarantine is not None and self.quarantine.awaits_load(server.server_id)
         return has_failed or is_held or server.server_id in self._catching_up
 
@@ -484,10 +464,9 @@ class PolicyPublication:
     async def _keep_promoted(self) -> None:
         """Write a snapshot of the version that was promoted, if it has none. Its buckets stay until then."""
         version = await self.policies.promoted_version()
-        if version is None or version not in self._held - self.snapshots.written or self._pushing is not None:
-            return
-        await self._keep(version)
-        logger.info("version %d was promoted, so its snapshot is kept", version)
+        if version in self._held - self.snapshots.written and self._pushing is None and version is not None:
+            await self._keep(version)
+            logger.info("version %d was promoted, so its snapshot is kept", version)
 
     async def _keep(self, version: int) -> None:
         """Write a snapshot of a version, whose buckets stay until it is written."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
+from penstock_learner.batches.partition import RankShard
 from penstock_learner.batches.prefix_tree import PrefixTree
 from penstock_learner.batches.sequence_batch import SequenceBatch
 from penstock_learner.model.attention.packed_attention import prepare_masks
@@ -64,6 +65,13 @@ class ModelInputs:
             to_device(batch.temperatures, device),
             None if experts is None else to_device(experts, device),
         )
+
+
+def tree_of(micro: SequenceBatch, part: RankShard, model: Any) -> PrefixTree | None:
+    """The tree of a micro-batch of this part, if the model computes shared tokens once. The padded path cannot."""
+    if not (part.shares_prefixes and model.path.is_packed):
+        return None
+    return part.tree or PrefixTree.of(micro)
 
 
 def hidden_states(lm: Any, token_ids: Tensor, positions: Tensor, packing: Packing) -> Tensor:

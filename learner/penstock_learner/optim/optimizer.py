@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -19,7 +20,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from penstock.config.learner import LearnerConfig
-from penstock_learner.optim import OptimizerStep
 
 # ── AdamW ──
 
@@ -153,6 +153,17 @@ def _update(betas: tuple[float, float], eps: float, compiled: bool) -> Update:
 
 
 # ── a step ──
+
+
+@dataclass(frozen=True)
+class OptimizerStep:
+    """The outcome of a step. It is the same on every rank."""
+
+    grad_norm: float
+    """Norm of the whole model's gradient, before clipping."""
+    lr: float
+    skipped: bool
+    """True when the loss or the gradient was not finite. The weights are then unchanged."""
 
 
 def make_optimizer(model: nn.Module, learner: LearnerConfig, lr: float) -> ScaledAdamW:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from penstock_learner.algorithms.corrections import CorrectionStatistics, Mismatch
 from penstock_learner.algorithms.losses import LossStatistics
-from penstock_learner.optim import OptimizerStep
+from penstock_learner.optim.optimizer import OptimizerStep
 
 Split = Literal["sequences", "copies"]
 Join = Literal["tokens", "sequences", "reports", "ranks"]

@@ -40,7 +40,7 @@ from penstock_learner.batches.sequence_batch import SequenceBatch
 from penstock_learner.model.adapter import adapter_off, add_adapter
 from penstock_learner.model.architectures import require_parallel
 from penstock_learner.model.attention.sequence_parallel import SequenceParallel, make_sequence_parallel
-from penstock_learner.model.backbone import ModelInputs
+from penstock_learner.model.backbone import ModelInputs, tree_of
 from penstock_learner.model.causal_lm import CausalLM, open_model
 from penstock_learner.model.published_layout import fit_to_folder
 from penstock_learner.model.routers import Balance, watch_routers
@@ -49,7 +49,6 @@ from penstock_learner.model.tensors import required_to_device, to_device, to_hos
 from penstock_learner.model.torch_settings import DTYPES, compute_dtype_of
 from penstock_learner.optim.optimizer import ScaledAdamW, apply_gradients
 from penstock_learner.roles.dispatch import RouterReport, UpdateReport, dispatched
-from penstock_learner.roles.prefix_sharing import tree_of
 from penstock_learner.roles.trainer import TrainerRank
 from penstock_learner.weights.gathering import PushedWeights
 from penstock_learner.weights.publisher import WeightPublisher

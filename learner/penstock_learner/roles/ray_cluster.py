@@ -31,7 +31,6 @@ from penstock.config.gpu_bundles import active_resource_groups, bundles, num_gpu
 from penstock.config.learner import LearnerConfig, RoleConfig
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, DeadlineExceeded, RayDied, Unavailable
-from penstock_learner.roles.profiling import profiles_folder, write_ray_timeline
 from penstock_learner.roles.role_group import RoleActors, RoleGroup, namespace_of
 
 logger = logging.getLogger(__name__)
@@ -269,3 +268,19 @@ def _start(config: RunConfig, roles: Mapping[str, RoleConfig], folder: str) -> N
         _temp_dir=folder,
         _node_ip_address="127.0.0.1",
     )
+
+
+def profiles_folder(config: RunConfig) -> Path:
+    """Chrome traces of the ranks, for chrome://tracing or ui.perfetto.dev, and Ray's timeline. A profile that cannot be
+    written is reported in the log; training continues."""
+    return config.folder / "profiles"
+
+
+def write_ray_timeline(path: Path) -> None:
+    """Write Ray's timeline, which has all calls that the cluster has made so far."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        ray.timeline(str(path))
+        logger.info("wrote %s", path)
+    except Exception as error:  # Ray raises many types, and a timeline is not worth failing a run
+        logger.error("Ray's timeline %s was not written: %r", path, error)

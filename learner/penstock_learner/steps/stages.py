@@ -27,8 +27,7 @@ from penstock_learner.algorithms.aggregation import Denominators, apply_mask, se
 from penstock_learner.algorithms.kl import kl_penalty, penalize_rewards
 from penstock_learner.batches.partition import unpermute
 from penstock_learner.batches.sequence_batch import REWARD_PART, SequenceBatch, token_ranges
-from penstock_learner.steps.context import BatchContext, StepContext
-from penstock_learner.steps.roles import Role, Roles, Update, gather_fields
+from penstock_learner.steps.roles import BatchContext, Role, Roles, StepContext, Update, gather_fields
 from penstock_learner.steps.step_result import listed
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from penstock.v1 import weights_pb2
 from penstock.weights.deadline import Deadline
 from penstock.weights.delta import GAP_BYTES, HEADER, DeltaLayout
 from penstock.weights.manifest import item_bytes
-from penstock_learner.weights.senders.sender import Shipment
+from penstock_learner.weights.senders import Shipment
 from penstock_learner.weights.staging import StagedVersion, beside_training
 
 ITEMS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ import torch
 from penstock.config.loading import validate
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError
-from penstock_learner.loop.step_loop import StepProfiles
+from penstock_learner.loop.step_loop import profiled
 from penstock_learner.roles.rank import Rank
 
 
@@ -33,17 +36,17 @@ class PolicyRank(Rank):
     device = torch.device("cpu")
 
 
-def make_profiles(folder: Path, **profile: Any) -> StepProfiles:
+def make_profiles(folder: Path, **profile: Any) -> Callable[[int], AbstractAsyncContextManager[None]]:
     settings = {"model": {"path": "none"}, "run_dir": str(folder), "learner": {"profile": profile}}
     config = validate(settings, "test")
     roles: Any = {"policy": LocalRole(config, 2)}
-    return StepProfiles(config, roles)
+    return partial(profiled, config, roles)
 
 
 async def test_a_trace_is_of_the_named_step_and_rank_only(tmp_path: Path) -> None:
     profiles = make_profiles(tmp_path, steps=[2], ranks=[1, 7])
     for step, operation in ((1, torch.mm), (2, torch.add), (3, torch.mm)):
-        async with profiles.of_step(step):
+        async with profiles(step):
             operation(torch.ones(2, 2), torch.ones(2, 2))
     (path,) = profiles.folder.iterdir()
     assert path.name == "step-2-policy-1.json.gz"
@@ -55,10 +58,10 @@ async def test_a_trace_is_of_the_named_step_and_rank_only(tmp_path: Path) -> Non
 async def test_a_step_that_failed_leaves_no_trace_and_the_next_attempt_does(tmp_path: Path) -> None:
     profiles = make_profiles(tmp_path, steps=[1])
     with pytest.raises(ArithmeticError):
-        async with profiles.of_step(1):
+        async with profiles(1):
             raise ArithmeticError
     assert not profiles.folder.exists()
-    async with profiles.of_step(1):
+    async with profiles(1):
         torch.ones(2) + 1
     assert [path.name for path in profiles.folder.iterdir()] == ["step-1-policy-0.json.gz"]
 
@@ -69,7 +72,7 @@ async def test_a_folder_that_cannot_be_written_does_not_end_the_step(
     profiles = make_profiles(tmp_path, steps=[1])
     profiles.folder.parent.mkdir(parents=True)
     profiles.folder.touch()
-    async with profiles.of_step(1):
+    async with profiles(1):
         torch.ones(2) + 1
     assert "was not written" in caplog.text
 

@@ -128,9 +128,8 @@ MANIFEST_FILE = "manifest.json"
 
 
 def write_manifest(folder: Path, known: Mapping[str, FileRecord]) -> None:
-    """Describe every file of the folder. `known` are the records of files, by path, that need not be read again.
-
-    Raises CheckpointDamaged if a known file is missing or has another size. Does not flush the manifest to disk."""
+    """Describe every file of the folder. The files whose records are `known` are not read again. Raises
+    CheckpointDamaged if one of them is missing or has another size. Does not flush the manifest to disk."""
     found = {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
     for name, record in known.items():
         if found.get(name) != record.num_bytes:

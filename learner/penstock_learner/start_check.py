@@ -70,9 +70,8 @@ def _check_gpus(config: RunConfig) -> None:
 
 def _check_structure(config: RunConfig) -> None:
     """Raise ConfigError if the learner cannot train the model, if engines could not load what it pushes, or if
-    `learner.router` has no routers.
-
-    No weights are loaded. A model whose structure cannot be built without them is examined when it is loaded."""
+    `learner.router` has no routers. No weights are loaded. A model that cannot be built without them is examined when
+    it is loaded."""
     learner = config.learner
 
     from penstock_learner.model.architectures import path_of, require_causal, require_parallel

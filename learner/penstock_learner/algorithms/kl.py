@@ -45,10 +45,8 @@ PENALTIES: Registry[PenaltyFunction] = Registry("KL penalty", {"k1": k1, "abs": 
 
 
 def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, name: PenaltyName) -> Tensor:
-    """[T] the penalty of each token, 0 where masked out. The gradient flows through `log_probs`.
-
-    `ref_log_probs` come from a forward pass of the reference policy, never from the rollout engine.
-    """
+    """[T] the penalty of each token, 0 where masked out. The gradient flows through `log_probs`. `ref_log_probs` come
+    from a forward pass of the reference policy, never from the rollout engine."""
     difference = apply_mask(log_probs - ref_log_probs.detach(), mask)
     return apply_mask(PENALTIES.get(name)(difference), mask)
 
@@ -60,9 +58,8 @@ def penalize_rewards(token_rewards: Tensor, kl: Tensor, coefficient: float) -> T
 
 @dataclass(frozen=True)
 class KLController:
-    """The KL coefficient and how it changes. A checkpoint stores `coefficient` only.
-
-    An adaptive one follows `coefficient *= 1 + clip(KL / target - 1, -0.2, 0.2) * num_sequences / horizon`."""
+    """The KL coefficient, which a checkpoint stores, and how it changes. An adaptive one follows `coefficient *= 1 +
+    clip(KL / target - 1, -0.2, 0.2) * num_sequences / horizon`."""
 
     config: KLConfig
     coefficient: float

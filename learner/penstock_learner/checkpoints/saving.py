@@ -41,9 +41,8 @@ class CheckpointWriter:
     _writing: asyncio.Task[None] | None = None
 
     async def begin(self, state: TrainerState, prompt_ids: Sequence[int]) -> None:
-        """Copy the shards, then write the files in a task while training continues.
-
-        `prompt_ids` are the prompts that were trained since the last checkpoint."""
+        """Copy the shards, then write the files in a task while training continues. `prompt_ids` were trained since the
+        last checkpoint."""
         await self.wait_until_written()
         started = time.monotonic()
         partial = await asyncio.to_thread(self.store.partial_folder, state.step, state.term)
@@ -53,9 +52,8 @@ class CheckpointWriter:
         self._writing = asyncio.create_task(self._write(state, list(prompt_ids), started))
 
     async def wait_until_written(self) -> None:
-        """Wait for the checkpoint that is being written, if any. It is then durable and acknowledged.
-
-        Raises its error if it failed. Its calls to the ranks and to Redis have deadlines."""
+        """Wait until the checkpoint that is being written, if any, is durable and acknowledged. Raises its error if it
+        failed."""
         if self._writing is not None:
             await self._writing
             self._writing = None
@@ -98,10 +96,9 @@ def _shards(partial: Path, written: Mapping[str, Sequence[Mapping[str, FileRecor
 
 
 async def load_checkpoint(path: Path, trained: Mapping[str, RoleGroup]) -> None:
-    """Verify a checkpoint, then restore the trained roles from it.
-
-    Raises CheckpointDamaged if a file is damaged; the roles are unchanged then. It raises the same if the weights are
-    not finite; the roles must be restored again then. All ranks share the verification of the files."""
+    """Verify a checkpoint, then restore the trained roles from it. Raises CheckpointDamaged if a file is damaged; the
+    roles are unchanged then. It raises the same if the weights are not finite; the roles must be restored again then.
+    All ranks share the verification."""
     files = await asyncio.to_thread(read_manifest, path)
     ranks = [(role, rank) for role in trained.values() for rank in range(role.num_ranks)]
     shares = [dict(sorted(files.items())[index :: len(ranks)]) for index in range(len(ranks))]

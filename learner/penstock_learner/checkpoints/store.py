@@ -54,10 +54,8 @@ class CheckpointStore:
 
     @contextmanager
     def writing(self, partial: Path) -> Iterator[None]:
-        """Wraps code that writes to `partial`. An error becomes Fenced if the folder is gone, and DiskFull if the disk
-        is full; then the folder is removed.
-
-        The folder is gone if this learner was suspended and its successor has removed it meanwhile."""
+        """Turns errors of code that writes to `partial` into Fenced if the folder is gone, because a successor has
+        removed it, and DiskFull if the disk is full; then the folder is removed."""
         try:
             yield
         except Exception as error:
@@ -75,8 +73,7 @@ class CheckpointStore:
 
     def finish(self, partial: Path, state: TrainerState, shards: Mapping[str, FileRecord] = NO_FILES) -> Path:
         """Make the checkpoint durable, then remove old ones. Its groups may be acknowledged afterwards. Blocks.
-
-        `shards` describes the files that the ranks have written, by their paths in the folder. Other files are read."""
+        `shards` describes the files that the ranks have written; other files are read."""
         final = partial.with_suffix("")
         with self.writing(partial):
             trainer = json.dumps(asdict(state)).encode()
@@ -106,10 +103,8 @@ class CheckpointStore:
 
     def candidates(self, resume: str, rewind: RunRewind | None = None) -> list[Path]:
         """The checkpoints that `learner.checkpoint.resume` allows, the first choice first. A newer one is fetched from
-        the object store first, if there is one.
-
-        If `resume` names a checkpoint, that checkpoint is used once. Afterwards the run continues from its own newer
-        checkpoints. Checkpoints that the run abandoned in a rewind are skipped."""
+        the object store first. A checkpoint that `resume` names is used once; afterwards the run continues from its own
+        newer ones. Checkpoints that the run abandoned in a rewind are skipped."""
         if resume == "off":
             return []
         if self.uploads is not None:
@@ -122,9 +117,8 @@ class CheckpointStore:
         return [Path(resume)]
 
     def of_the_run(self) -> list[Path]:
-        """The checkpoints of the run, newest first, without those that it abandoned in a rewind.
-
-        Does not need Redis. Raises ConfigError if a learner was about to rewind and has not started again since."""
+        """The checkpoints of the run, newest first, without those that it abandoned in a rewind. Does not need Redis.
+        Raises ConfigError if a learner was about to rewind and has not started again since."""
         rewind, is_done = read_rewind(self.folder)
         if rewind is None or is_done:
             return self._usable(rewind)
@@ -176,9 +170,7 @@ class CheckpointStore:
         return max((_term_of(path) for path in (*self.newest_first(), *uploaded)), default=0)
 
     def of_version(self, policy_version: int) -> Path | None:
-        """The newest checkpoint that holds the weights of a version, or None.
-
-        Reads every checkpoint's `trainer.json`, and skips damaged ones."""
+        """The newest readable checkpoint that holds the weights of a version, or None."""
         for path in self.newest_first():
             with suppress(CheckpointDamaged):
                 if read_state(path).policy_version == policy_version:
@@ -199,8 +191,7 @@ REWIND_FILE = "rewind.json"
 
 
 def record_rewind(folder: Path, term: int, rewind: RunRewind | None, *, is_done: bool) -> None:
-    """Write the file, or remove it if the run was never rewound. `term` is the learner's own: the file of a later term
-    stays as it is. Blocks."""
+    """Write the file, or remove it if the run was never rewound. A file of a term later than `term` stays. Blocks."""
     with suppress(CheckpointDamaged):
         known, _ = read_rewind(folder)
         if known is not None and known.term > term:

@@ -23,15 +23,12 @@ from penstock_learner.checkpoint_files import FileRecord, read_manifest
 
 TRAINER_FILE = "trainer.json"
 MAX_REWINDS = 64
-"""Rewinds that a term remembers and its checkpoints store. Groups that were sampled before the oldest of them count as
-older than they are."""
+"""Rewinds that a term remembers and its checkpoints store. Groups from before them count as older than they are."""
 
 
 class Ledger:
-    """A set of prompt ids that only grows.
-
-    It is stored as disjoint, sorted, inclusive ranges. Prompts finish nearly in order, so a handful of ranges is enough
-    for millions of prompts."""
+    """A set of prompt ids that only grows, stored as disjoint, sorted, inclusive ranges. Prompts finish nearly in
+    order, so a handful of ranges is enough for millions of prompts."""
 
     def __init__(self, ranges: Iterable[tuple[int, int]] = ()) -> None:
         self._ranges = [(int(first), int(last)) for first, last in ranges]
@@ -122,14 +119,11 @@ class Lineage:
         return int(self.in_steps(np.array(group.min_version))) if self.rewinds else group.min_version
 
     def in_steps(self, versions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Renumber versions so that their differences are steps of training.
-
-        The target of a rewind gets the number of the new version with its weights, and older versions move along with
-        it. For example, after an order to rewind from 5 to 3 as version 6, version 3 counts as 6 and version 2 as 5.
-        Abandoned versions have no meaningful number.
-
-        After a restart from version 3 as version 6, versions 4 and 5 move too: version 4 counts as 7, which will have
-        its weights. A sample of such a version is newer than the policy, so its age is negative."""
+        """Renumber versions so that their differences are steps of training. The target of a rewind gets the number of
+        the new version with its weights, and older versions move along: after an order to rewind from 5 to 3 as version
+        6, version 3 counts as 6 and version 2 as 5. Abandoned versions have no meaningful number. After a restart from
+        3 as 6, versions 4 and 5 move too: 4 counts as 7, which will have its weights. Its samples are newer than the
+        policy, so their age is negative."""
         given = np.array([rewind.target for rewind in self.rewinds])
         targets, numbers = given, versions
         for index, rewind in enumerate(self.rewinds):
@@ -173,9 +167,8 @@ class TrainerState:
 
 
 def read_state(path: Path) -> TrainerState:
-    """The trainer state of a finished checkpoint, which another version of Penstock may have written.
-
-    Raises CheckpointDamaged if `trainer.json` or the manifest is missing or damaged."""
+    """The trainer state of a finished checkpoint. Raises CheckpointDamaged if `trainer.json` or the manifest is missing
+    or damaged."""
     file = path / TRAINER_FILE
     try:
         content = file.read_bytes()

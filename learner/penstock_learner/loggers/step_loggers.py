@@ -34,10 +34,8 @@ logger = logging.getLogger(__name__)
 
 
 class StepLogger:
-    """A logger is made, called and closed in one separate thread, so it may be slow. An error ends only the logger.
-
-    It is made for the steps after `resume_step`. An earlier logger of the run may have logged some of these steps
-    already."""
+    """A logger is made, called and closed in one separate thread, so it may be slow. An error ends only the logger. It
+    is made for the steps after `resume_step`. An earlier logger of the run may have logged some of them already."""
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """Write the numbers of one step, under the learner's own names. `step` is one of them."""
@@ -46,8 +44,7 @@ class StepLogger:
         """Write some samples of a step, the worst first. `samples.jsonl` has all of them."""
 
     def log_validation(self, step: int, scores: Mapping[str, float]) -> None:
-        """Write the scores of validations that are finished, under verl's names. `step` is the step that they scored,
-        which may be some steps ago."""
+        """Write the scores of finished validations of `step`, which may be some steps ago, under verl's names."""
 
     def close(self) -> None:
         """Called when no step follows."""
@@ -74,8 +71,7 @@ def open_loggers(config: RunConfig, resume_step: int) -> StepLoggers:
 
 
 class LoggerThread:
-    """One logger and its thread. `make_logger` runs in the thread too, because it may call a server that does not
-    answer."""
+    """One logger and its thread, which also makes it: that may call a server that does not answer."""
 
     def __init__(self, name: str, make_logger: Callable[[], StepLogger]) -> None:
         self.name = name
@@ -198,9 +194,8 @@ _NOT_LOGGED = ("time",)
 
 
 def under_verl_names(metrics: Metrics) -> dict[str, float]:
-    """Return every number once, under verl's name or `penstock/…`, and the numbers that verl derives from several.
-
-    Names with a slash, as those of supervised fine-tuning (`train/loss`), are verl's already."""
+    """Every number once, under verl's name or `penstock/…`, and the numbers that verl derives from several. Names with
+    a slash, as those of supervised fine-tuning (`train/loss`), are verl's already."""
     named = {_verl_name(name): value for name, value in metrics.items() if name not in _NOT_LOGGED}
     is_supervised = any("/" in name for name in metrics)
     return named | ({} if is_supervised else {name: derive(metrics) for name, derive in _DERIVED.items()})
@@ -257,9 +252,8 @@ def _text(value: Any) -> str:
 
 
 class JsonlLogger(StepLogger):
-    """Writes one line per step, with the learner's own names, and flushes it at once.
-
-    When a run resumes, the lines of steps after `resume_step` are dropped: they are trained again."""
+    """Writes one line per step, with the learner's own names, and flushes it at once. When a run resumes, the lines of
+    steps after `resume_step` are dropped: they are trained again."""
 
     def __init__(self, path: Path, resume_step: int) -> None:
         kept = []

@@ -98,9 +98,8 @@ def vocabulary_size(model: Path) -> int | None:
 
 
 class LearnerController:
-    """Runs one learner process. Knows nothing of placements or transports.
-
-    `silence_s` is the time since the last heartbeat of a learner that crashed before this one, or None."""
+    """Runs one learner process. Knows nothing of placements or transports. `silence_s` is the time since the last
+    heartbeat of a learner that crashed before this one, or None."""
 
     def __init__(
         self, config: RunConfig, queue: GroupConsumer, fleet: Fleet, roles: Mapping[str, RoleGroup],
@@ -137,12 +136,10 @@ class LearnerController:
         self._is_training = False
 
     async def run(self) -> None:
-        """Train until the last step, or until `stopping`. Roles that die are started again.
-
-        The checkpoint to continue from is chosen once, before any role starts: to adopt ranks fences the controller
-        before, so a checkpoint that may not be used raises first. A learner that is to stop before it has taken a term
-        takes none and adopts no ranks, so that it fences no one. Nor does a learner whose term has passed: it raises
-        Fenced."""
+        """Train until the last step, or until `stopping`. Roles that die are started again. The checkpoint is chosen
+        once, before any role starts: to adopt ranks fences the controller before, so a checkpoint that may not be used
+        raises first. A learner that is to stop before it has taken a term takes none and adopts no ranks, so that it
+        fences no one. Nor does a learner whose term has passed: it raises Fenced."""
         died: RoleDied | None = None
         self._watch_disk()
         while not self.stopping.is_set():
@@ -166,8 +163,7 @@ class LearnerController:
         return Readiness("ready") if self._is_training else Readiness("loading", self.phases.newest)
 
     async def _raise_if_fenced(self) -> None:
-        """Raise Fenced if another learner took over from this one. A learner that was suspended may find that before it
-        finds a rank dead, or too late. It must not take the run back."""
+        """Raise Fenced if another learner took over: one that was suspended must not take the run back."""
         if self._has_term:
             await self.queue.commit(0, [])
 
@@ -315,8 +311,7 @@ class LearnerController:
         self._watch_disk()
 
     def _watch_disk(self) -> None:
-        """Warn if the disk has no room for two more checkpoints. The next one is written before an old one is
-        removed."""
+        """Warn if the disk has no room for two more checkpoints: one is written before an old one is removed."""
         if newest := self.checkpoints.newest_first():
             self.disk.needed_bytes = 2 * folder_bytes(newest[0])
         self.disk.measure()

@@ -62,10 +62,8 @@ class Followers:
         """For each server whose last push failed its failures in a row, and when it may be tried again."""
 
     async def in_states(self, states: Sequence[ServerState]) -> list[ServerRecord]:
-        """The reachable servers that take new versions.
-
-        Servers that an operator has pinned to a version are skipped. While the servers are rolled back, there are
-        none."""
+        """The reachable servers that take new versions: none while the servers are rolled back, and none that is
+        pinned."""
         reachable = await self._reachable(states)
         if (await self.control.orders()).held_version is not None:
             return []
@@ -73,9 +71,8 @@ class Followers:
         return [server for server in reachable if server.server_id not in pins]
 
     async def are_settled(self) -> bool:
-        """Whether no server is STALE, and no serving one is silent, without a look at each of them.
-
-        A server that becomes STALE changes the view at once. None becomes silent before the reading says so."""
+        """Whether no server is STALE, and no serving one is silent, without a look at each of them. A server that
+        becomes STALE changes the view at once. None becomes silent before the reading says so."""
         reading = await self.view.look()
         is_stale = any(server.state == "STALE" for server in reading.servers)
         return not is_stale and reading.first_silence_s(self.config.replay.lease_ttl_s) > 0
@@ -93,9 +90,8 @@ class Followers:
             self.failures[server_id] = (failures, time.monotonic() + backoff_s)
 
     async def _reachable(self, states: Sequence[ServerState]) -> list[ServerRecord]:
-        """Servers in one of the states, with a fresh heartbeat, that have not just failed.
-
-        A serving server without heartbeats is evicted. If it wakes up, it must load a version before it leases."""
+        """Servers in one of the states, with a fresh heartbeat, that have not just failed. A serving server without
+        heartbeats is evicted. If it wakes up, it must load a version before it leases."""
         limit_ms = self.config.replay.lease_ttl_s * 1000
         reachable = []
         for server in await self.fleet.servers():
@@ -155,8 +151,7 @@ class VersionSnapshots:
 
 
 def _remove_old_snapshots(folder: Path, num_newest: int, kept: Collection[int]) -> dict[int, str]:
-    """Remove all snapshots but the newest ones and those of versions in `kept`. Returns the folders that remain, by
-    version."""
+    """Remove all snapshots but the newest and those in `kept`. Returns the folders that remain, by version."""
     for old in sorted(folder.glob("version-*"))[:-num_newest]:
         if _version_of(old) not in kept:
             shutil.rmtree(old, ignore_errors=True)
@@ -205,8 +200,7 @@ class PolicyPublication:
         self.in_flight_updates = 0
         """Member commits during which requests were running."""
         self.computed_s = 0.0
-        """Seconds of forward passes, backward passes and the optimizer between the last two gatherings, on the slowest
-        rank of the policy."""
+        """Seconds of computing between the last two gatherings, on the slowest rank of the policy."""
         self._computed_before_s = 0.0
         self._staged: StagedVersion | None = None
         """The newest version, until its push begins."""
@@ -256,10 +250,8 @@ class PolicyPublication:
             self._changed.notify_all()
 
     async def wait_until_published(self) -> None:
-        """Wait until every version that was staged is published or superseded.
-
-        The deadline covers two publications, each with its push and its snapshot: the one that runs, and the newest
-        version behind it."""
+        """Wait until every staged version is published or superseded. The deadline covers the publication that runs and
+        the newest version behind it."""
         num_servers = await self.fleet.num_servers()
         timeout_s = 2 * (self._push_timeout_s(num_servers) + self.config.learner.rank_timeout_s)
         try:
@@ -294,9 +286,7 @@ class PolicyPublication:
 
     async def catch_up_loop(self) -> None:
         """Runs forever: brings the current version to servers that are STALE or in quarantine, without disturbing the
-        others.
-
-        A server that failed before is tried alone, so that only itself waits for it."""
+        others. A server that failed before is tried alone, so that only itself waits for it."""
         by_snapshot = self.config.weights.catch_up == "snapshot"
         transport = "snapshot" if by_snapshot else None
         while True:
@@ -318,10 +308,8 @@ class PolicyPublication:
                 await self._catch_up(servers, transport)
 
     async def _load_quarantined(self, transport: str | None) -> None:
-        """Send the whole current version to the servers in quarantine that are due, one after the other. They may seem
-        to have it.
-
-        A step's batch is compared as a whole. If no other server is left to fill it, these sample enough for it."""
+        """Send the whole current version to the servers in quarantine that are due, one after the other. If no other
+        server is left to fill a step's batch, which is compared as a whole, these sample enough for it."""
         if self.quarantine is None or not self.quarantine.records:
             return
         await self.quarantine.read()
@@ -417,10 +405,9 @@ class PolicyPublication:
         self, policy_version: int, servers: list[ServerRecord], *, transport: str | None = None,
         base_version: int | None = None, lane: str = "push",
     ) -> PushReport:  # fmt: skip
-        """Push a staged version. Members that fail are evicted. They come back as STALE, and catch up alone.
-
-        A READY server is LOADING during the push, because it goes on serving. A STALE server stays STALE until it has
-        loaded the version."""
+        """Push a staged version. Members that fail are evicted. They come back as STALE, and catch up alone. A READY
+        server is LOADING during the push and goes on serving. A STALE server stays STALE until it has loaded the
+        version."""
         ready = [server.server_id for server in servers if server.state == "READY"]
         await self.fleet.set_states(ready, "LOADING", self.term)
         targets = [

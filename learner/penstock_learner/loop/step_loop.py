@@ -302,11 +302,9 @@ class StepLoop:
         return BatchAhead.begin(self.reader, self.training, step, policy_version)
 
     async def _publish_start(self) -> None:
-        """Publish the weights that the term starts from.
-
-        Version 0 is the model folder, which servers load themselves. The weights of a checkpoint get a new version,
-        which is not a step and does not count as staleness. If the run was rewound to the checkpoint, groups that the
-        versions in between have sampled are dropped."""
+        """Publish the weights that the term starts from. Version 0 is the model folder, which servers load themselves.
+        The weights of a checkpoint get a new version, which is not a step and does not count as staleness. If the run
+        was rewound to the checkpoint, groups that the versions in between have sampled are dropped."""
         was_published = (await self.queue.stat()).policy_version > 0
         if self.term.step == 0 and not was_published:
             self.term.advance(0)
@@ -325,18 +323,16 @@ class StepLoop:
         await self._publish_rewound(target)
 
     async def _publish_rewound(self, parent_version: int | None) -> None:
-        """Publish weights that no step of this term has made, and wait until the servers have them.
-
-        Otherwise the next step's version could replace this one, whose record says where the weights came from."""
+        """Publish weights that no step of this term has made, and wait until the servers have them: the next step's
+        version could replace this one, whose record says where the weights came from."""
         staged = await self.publication.stage(self.term.policy_version, parent_version=parent_version)
         await self.publication.publish(staged, self.term.step, {})
         await self.publication.wait_until_published()
 
     async def _batch_unless_interrupted(self, ahead: BatchAhead) -> Batch | None:
-        """The batch, or None if the operator orders a stop or a rewind before it is complete.
-
-        Groups that no checkpoint covers stay in Redis, and producers may be waiting for their memory. So if the batch
-        takes long, a checkpoint is made early."""
+        """The batch, or None if the operator orders a stop or a rewind before it is complete. Groups that no checkpoint
+        covers stay in Redis, and producers may be waiting for their memory. So if the batch takes long, a checkpoint is
+        made early."""
         ahead.wanted.set()
         await self.orders.wait_for_either(ahead.reading, self.config.learner.batch_timeout_s * STARVED_SHARE)
         if not ahead.reading.done() and not self.orders.interrupts:
@@ -365,8 +361,7 @@ class StepLoop:
     async def _publish(
         self, batch: Batch, result: StepResult, started: float, wait_s: float, between_s: float
     ) -> float:
-        """Give the new weights a version, bring it to the servers, and record the step, begun at `started`. Returns
-        when the step ended."""
+        """Give the new weights a version, bring it to the servers, and record the step. Returns when the step ended."""
         version = await self.queue.allocate_version(self.term.policy_version + 1)
         self.term.advance(version)
         stage_started = time.monotonic()

@@ -152,9 +152,8 @@ _BY_LENGTH = frozenset({"dynamic", "longrope"})
 
 
 def embed_each_sequence(lm: nn.Module) -> None:
-    """Make rotary embeddings that depend on the length treat each packed sequence by itself. Others stay as they are.
-
-    Sequences begin at position 0."""
+    """Make rotary embeddings that depend on the length treat each packed sequence, which begins at position 0, by
+    itself."""
     for module in lm.modules():
         if _kinds(module) & _BY_LENGTH:
             module.forward = _EachSequence(module)

@@ -20,10 +20,8 @@ from penstock_learner.model.tensors import to_device
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """A micro-batch on the device: N packed tokens, of which T are response tokens.
-
-    A token that several sequences share may be stored once. N counts the stored tokens then, and T is larger than the
-    number of those that are response tokens."""
+    """A micro-batch on the device: N packed tokens, of which T are response tokens. A token that several sequences
+    share may be stored once. N counts the stored tokens then, and T may exceed the response tokens among them."""
 
     token_ids: Tensor
     """[N] prompt and response of each sequence."""
@@ -84,9 +82,8 @@ def hidden_states(lm: Any, token_ids: Tensor, positions: Tensor, packing: Packin
 
 
 def padded_inputs(inputs: ModelInputs) -> dict[str, Any]:
-    """Arguments for Hugging Face's own forward: right-padded rows [S, L] and their mask.
-
-    No token looks right, so padding changes nothing, whatever the layers are."""
+    """Arguments for Hugging Face's own forward: right-padded rows [S, L] and their mask. No token looks right, so
+    padding changes nothing, whatever the layers are."""
     packing = inputs.packing
     return {
         "input_ids": inputs.token_ids[packing.gather],

@@ -80,9 +80,8 @@ class RewardModelWorker(FrozenRank):
 
     @dispatched(join="sequences")
     def scores(self, part: RankShard) -> NDArray[np.float32]:
-        """[S] one score for each sequence of this rank's micro-batches, in order.
-
-        The score is the model's output at the sequence's last token. For a judge, the question is appended first."""
+        """[S] one score for each sequence of this rank's micro-batches: the model's output at its last token. For a
+        judge, the question is appended first."""
         self.crash_point()
         results = []
         with torch.no_grad():
@@ -105,11 +104,10 @@ _MARK = "PENSTOCK_QUESTION"
 
 
 class Retokenization:
-    """Translates sequences of the policy's tokens into those of another model, by way of their text.
-
-    The prompt becomes the user's message and the response the assistant's, in the other model's chat template. The
-    message is found by the policy's own template; a prompt of several messages is given whole, as the policy's template
-    has rendered it. A model without a template reads prompt and response as plain text."""
+    """Translates sequences of the policy's tokens into those of another model, by way of their text. The prompt becomes
+    the user's message and the response the assistant's, in the other model's chat template. The message is found by the
+    policy's own template; a prompt of several messages is given whole, as that has rendered it. A model without a
+    template reads plain text."""
 
     def __init__(self, policy_path: Path, own_path: Path, key: str) -> None:
         from transformers import AutoTokenizer
@@ -122,8 +120,7 @@ class Retokenization:
         self._before, self._after = self._around_question()
 
     def __call__(self, batch: SequenceBatch) -> SequenceBatch:
-        """The same sequences in the other model's tokens. Use it for forward passes only: the [T] arrays do not
-        change."""
+        """The same sequences in the other model's tokens, for forward passes only: the [T] arrays do not change."""
         encoded, start = [], 0
         for length, prompt_length in zip(batch.lengths.tolist(), batch.prompt_lengths.tolist(), strict=True):
             prompt = batch.token_ids[start : start + prompt_length].tolist()

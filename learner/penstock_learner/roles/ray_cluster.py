@@ -196,7 +196,6 @@ START_ATTEMPTS = 3
 @contextmanager
 def ray_cluster(config: RunConfig, roles: Mapping[str, RoleConfig]) -> Iterator[None]:
     """Join `learner.ray_address`, or start a private Ray on loopback, without a dashboard. Shuts Ray down at the end.
-
     Call `prepare_environment` (`__main__.py`) before ray is imported."""
     # Ray's sockets need a short path (107 bytes), so the folder is not inside the run's folder. Ray opens the folder
     # that it is given to all users, so it gets one inside a folder that only this user can enter.
@@ -236,8 +235,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def _start_patiently(config: RunConfig, roles: Mapping[str, RoleConfig], folder: Path) -> None:
-    """Start or join Ray. A private one gets three tries: its own limit of 30 s is short for a busy machine, and cannot
-    be set."""
+    """Start or join Ray. A private one gets three tries: its own limit of 30 s is short for a busy machine."""
     for attempt in range(1, START_ATTEMPTS + 1):
         try:
             _start(config, roles, str(folder / f"r{attempt}"))

@@ -138,9 +138,8 @@ def _load(path: str, key: str) -> Callable[..., Awaitable[Any]]:
 
 
 async def _explained(call: Awaitable[Any], calls: Calls, name: str) -> Any:
-    """The result of a user's function. Its own errors become one line with the place where they were raised.
-
-    The error of a call to a role comes first, whatever the function made of it: the controller may recover from it."""
+    """The result of a user's function. Its own errors become one line with the place where they were raised. The error
+    of a call to a role comes first, whatever the function made of it: the controller may recover from it."""
     try:
         return await call
     except Exception as error:
@@ -213,9 +212,8 @@ class TrainingStep:
         ahead: Awaitable[SequenceBatch] | None = None,
         lineage: Lineage | None = None,
     ) -> StepResult:
-        """Train on the groups. The policy then holds new weights, not yet published.
-
-        `ahead` is an earlier call to `ahead` for these groups."""
+        """Train on the groups. The policy then holds new weights, not yet published. `ahead` is an earlier call to
+        `ahead`."""
         started = time.monotonic()
         computing = asyncio.ensure_future(ahead or self.ahead(groups))
         context = StepContext(self.config, groups, step, version, kl_coefficient, AheadBatch(computing))

@@ -190,9 +190,8 @@ class Role:
 
 
 class Roles(Mapping[str, Role]):
-    """The roles of a run by name: `roles.policy` or `roles["policy"]`.
-
-    Without `with_trained` these are the frozen roles alone, for what is computed a step ahead."""
+    """The roles of a run by name: `roles.policy` or `roles["policy"]`. Without `with_trained` the frozen roles alone,
+    for what is computed a step ahead."""
 
     def __init__(self, groups: Mapping[str, RoleGroup], access: RoleAccess, *, with_trained: bool = True) -> None:
         self.calls = Calls()
@@ -273,9 +272,8 @@ class StepContext(BatchContext):
     ahead_batch: AheadBatch
 
     async def ahead(self) -> SequenceBatch:
-        """The batch with the fields that the program's `ahead` computes. Every step must await it.
-
-        It may not be ready yet: await it together with calls that do not need its fields."""
+        """The batch with the fields that the program's `ahead` computes. Every step must await it. It may not be ready
+        yet: await it together with calls that do not need its fields."""
         return await self.ahead_batch.read()
 
     @property
@@ -284,10 +282,9 @@ class StepContext(BatchContext):
         return self.config.recomputes_log_probs
 
     def minibatches(self, batch: SequenceBatch) -> list[SequenceBatch]:
-        """The parts of the batch in the order in which they are trained: all parts, once for each epoch.
-
-        Parts are made of neighbouring sequences, or with `shuffle_minibatches` of random ones, which are others in each
-        epoch. Greedy samples, which are not trained, are omitted."""
+        """The parts of the batch in the order in which they are trained: all parts, once for each epoch. Parts are made
+        of neighbouring sequences, or with `shuffle_minibatches` of random ones, which are others in each epoch. Greedy
+        samples, which are not trained, are omitted."""
         if self.config.minibatches_per_step == 1 and not self.config.shuffle_minibatches:
             return [batch.without_baselines()] * self.config.epochs_per_step
         return [batch.select(part.tolist()) for part in self._parts(batch)]
@@ -314,7 +311,6 @@ class StepContext(BatchContext):
 
 
 Step = Callable[[SequenceBatch, Roles, StepContext], Awaitable[tuple[SequenceBatch, dict[str, float]]]]
-"""Trains the roles on a batch, which has no fields from `ahead` yet. Returns the batch with all that was computed, and
-its own numbers."""
+"""Trains the roles on a batch without fields of `ahead`. Returns the batch with all fields, and its own numbers."""
 Ahead = Callable[[SequenceBatch, Roles, BatchContext], Awaitable[SequenceBatch]]
 """Adds what the frozen roles compute. It runs while the batch before it is trained."""

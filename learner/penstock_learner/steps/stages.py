@@ -164,10 +164,9 @@ def _tokens_of(batch: SequenceBatch, sequences: NDArray[np.int64]) -> NDArray[np
 
 
 async def update_policy(policy: Role, parts: Sequence[SequenceBatch], context: StepContext) -> list[Update]:
-    """One optimizer step of the policy for each part, one after another.
-
-    The parts need `advantages`, `old_log_probs` if the correction recomputes them and there is more than one update,
-    and `reference_log_probs` if the KL penalty is in the loss. The first part may lack `old_log_probs`, or have NaN."""
+    """One optimizer step of the policy for each part, one after another. The parts need `advantages`, `old_log_probs`
+    if the correction recomputes them and there is more than one update, and `reference_log_probs` if the KL penalty is
+    in the loss. The first part may lack `old_log_probs`, or have NaN."""
     _require("advantages", parts)
     if context.algorithm.correction.recomputes:
         _require("old_log_probs", parts[1:])

@@ -55,10 +55,9 @@ NO_DELTA_TRANSPORTS = ("shm", "snapshot")
 
 
 class WeightPublisher:
-    """Holds the version that is being gathered, and the versions that are being pushed or were pushed last.
-
-    The training thread calls `begin` and StagedVersion.put. Each lane has one thread that calls `push`, and lanes push
-    at the same time. The caller of `begin` names the versions that lanes still need."""
+    """Holds the version that is being gathered, and the versions that are being pushed or were pushed last. The
+    training thread calls `begin` and StagedVersion.put. Each lane has one thread that calls `push`, and lanes push at
+    the same time. The caller of `begin` names the versions that lanes still need."""
 
     def __init__(self, config: RunConfig, host: str, device: torch.device | None = None) -> None:
         raise_file_limit()  # a push by gloo has two connections for each server
@@ -91,9 +90,8 @@ class WeightPublisher:
         adapter_scale: float | None = None,
         exact: Collection[str] = (),
     ) -> StagedVersion:
-        """Allocate the buckets of a new version. Drops every other version except those in `keep`.
-
-        Tensors are sent in `model.dtype`, and those that `exact` names in float32."""
+        """Allocate the buckets of a new version. Drops every other version except those in `keep`. Tensors are sent in
+        `model.dtype`, and those that `exact` names in float32."""
         weights = self.config.weights
         dtype = SAFETENSORS_NAMES[DTYPES[self.config.model.dtype]]
         tensors = [TensorShape(name, "F32" if name in exact else dtype, shape) for name, shape in shapes]
@@ -142,11 +140,10 @@ class WeightPublisher:
         base_version: int | None = None,
         lane: str = "push",
     ) -> PushReport:
-        """Push a staged version to as many targets as can take it. Does not raise if members fail.
-
-        A version that is not finite is pushed to no one. `base_version` is the version that all targets serve. Only the
-        first attempt may send a delta on it: members apply a delta to the base itself, so after an attempt that failed
-        they may not have the base any more."""
+        """Push a staged version to as many targets as can take it. Does not raise if members fail. A version that is
+        not finite is pushed to no one. Only the first attempt may send a delta on `base_version`, which all targets
+        serve: members apply a delta to the base itself, so after an attempt that failed they may not have it any
+        more."""
         self._deadline("staging").wait_for(self._begun, lambda: policy_version in self.staged)
         staged = self.staged[policy_version]
         base = None if base_version is None else self.staged.get(base_version)
@@ -230,9 +227,8 @@ class WeightPublisher:
 
     @property
     def _memory_kind(self) -> MemoryKind:
-        """Where to stage buckets: as configured, else on the GPU if the transport can use it, else on the host.
-
-        Host memory is shared if `shm` may be used."""
+        """Where to stage buckets: as configured, else on the GPU if the transport can use it, else on the host, in
+        shared memory if `shm` may be used."""
         weights = self.config.weights
         on_device = self.device.type == "cuda" and weights.transport in ("auto", "nccl", "cuda_ipc")
         if weights.staging == "device" or (weights.staging == "auto" and on_device):
@@ -253,10 +249,9 @@ def attempt(
     report: PushReport,
 ) -> dict[str, str]:
     """Try once to bring a shipment to a fixed set of members. Returns the members that must leave, with the reason.
-
     `timeout_s` is the deadline from the first bucket to the last commit. The durations, and after a commit the results,
-    are added to `report`. If a phase before the commit fails, no member has committed. That is also so if it raises:
-    BaseMissing, or TrainingDiverged because the version turns out not to be finite."""
+    are added to `report`. If a phase before the commit fails, or raises BaseMissing or TrainingDiverged (the version is
+    not finite), no member has committed."""
     manifest, staged = shipment.manifest, shipment.staged
 
     def abort(told: Sequence[PushTarget], reason: str) -> dict[str, str]:
@@ -354,9 +349,8 @@ _Answered = tuple[dict[str, Any], dict[str, str]]
 
 
 class MemberCalls:
-    """Keeps one channel per address. A failed call does not raise: its member gets one line that says what failed.
-
-    Any thread may call, and several may at the same time. `close` ends the thread of the channels."""
+    """Keeps one channel per address. A failed call does not raise: its member gets one line that says what failed. Any
+    thread may call, and several may at the same time. `close` ends the thread of the channels."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config.weights
@@ -390,8 +384,7 @@ class MemberCalls:
     def _call_all(
         self, method: str, members: Sequence[PushTarget], requests: Sequence[Any], timeout_s: float
     ) -> _Answered:
-        """Start all calls in the thread of the channels, and wait for each. They end at their own deadline, so no wait
-        is longer."""
+        """Start all calls in the thread of the channels, and wait for each until its own deadline."""
 
         async def call_all() -> _Answered:
             metadata = self.key.metadata()

@@ -63,15 +63,13 @@ class Shipment:
 
 
 class Sender(Protocol):
-    """Serves one push at a time: open, send, close. It lives as long as the publisher.
-
-    A sender may keep its connections from push to push while the members stay the same. Every wait in `send` ends at
-    the deadline. After a failure the next `open` starts from scratch."""
+    """Serves one push at a time: open, send, close. It lives as long as the publisher, and may keep its connections
+    while the members stay the same. Every wait in `send` ends at the deadline. After a failure the next `open` starts
+    from scratch."""
 
     def open(self, shipment: Shipment, members: Sequence[PushTarget], deadline: Deadline) -> str:
-        """Prepare to connect to the members' workers, whose ranks are 1, 2, … in order. Returns the rendezvous.
-
-        It must not enter a collective, because members learn the rendezvous only afterwards."""
+        """Prepare to connect to the members' workers, whose ranks are 1, 2, … in order. Returns the rendezvous. It must
+        not enter a collective, because members learn the rendezvous only afterwards."""
         ...
 
     def send(self, shipment: Shipment, members: Sequence[PushTarget], deadline: Deadline) -> None:
@@ -204,10 +202,9 @@ def make_sender(transport: str, host: str, device: torch.device, gloo_group_size
 
 
 class CudaIpcSender:
-    """The rendezvous is an IpcOffer. Members copy a bucket when the header in the memory says that it is ready.
-
-    Deltas, and buckets that are not staged on the GPU, are first copied to GPU memory of this sender. That memory is
-    kept from push to push, because freeing it would wait for everything that runs on the GPU."""
+    """The rendezvous is an IpcOffer. Members copy a bucket when the header in the memory says that it is ready. Deltas,
+    and buckets that are not staged on the GPU, are first copied to GPU memory of this sender, which is kept: freeing it
+    would wait for everything that runs on the GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -261,7 +258,6 @@ class CudaIpcSender:
 
 class NcclSender:
     """Keeps its communicator from push to push while the members stay the same. The rendezvous is an NcclMeeting.
-
     Deltas, and buckets in host memory, are sent through two buffers on the GPU."""
 
     def __init__(self, device: torch.device) -> None:
@@ -329,9 +325,8 @@ def is_on_gpu(wire: torch.Tensor) -> bool:
 
 
 class GlooSender:
-    """Forms one group per push, or groups of `group_size` workers if there are more (penstock.weights.transports).
-
-    The rendezvous is `host:port/prefix/group_size` of the store where all groups meet."""
+    """Forms one group per push, or groups of `group_size` workers if there are more (penstock.weights.transports). The
+    rendezvous is `host:port/prefix/group_size` of the store where all groups meet."""
 
     def __init__(self, host: str, group_size: int) -> None:
         self.host = host
@@ -350,11 +345,9 @@ class GlooSender:
         return f"{self.host}:{self._store.port}/{self._prefix}/{self.group_size}"
 
     def send(self, shipment: Shipment, members: Sequence[PushTarget], deadline: Deadline) -> None:
-        """Send to all workers, or to the relays. With relays it ends when all workers have all bytes: otherwise one
-        that dies late would take those with it that get their bytes from it.
-
-        Every operation gets the rest of the deadline, also because a group's destructor waits for those that were
-        begun."""
+        """Send to all workers, or to the relays. With relays it ends when all workers have all bytes: one that dies
+        late would take those with it that get their bytes from it. Every operation gets the rest of the deadline, also
+        because a group's destructor waits for those that were begun."""
         try:
             [place] = group_places(PUBLISHER_RANK, num_ranks(members), self.group_size)
             store = PrefixStore(f"{self._prefix}/{place.name}", self._store)
@@ -378,10 +371,9 @@ class GlooSender:
 
 
 def _meet(store: Any, place: GroupPlace, host: str, deadline: Deadline) -> Any:
-    """Form the group. Raises WeightPushFailed at the deadline.
-
-    Gloo gives each worker the whole time to connect, one after the other. So the meeting has a separate thread, which
-    is left behind at the deadline. It ends when a worker no longer connects."""
+    """Form the group. Raises WeightPushFailed at the deadline. Gloo gives each worker the whole time to connect, one
+    after the other. So a separate thread meets, and is left behind at the deadline. It ends when a worker no longer
+    connects."""
     met: Future[Any] = Future()
 
     def meet() -> None:

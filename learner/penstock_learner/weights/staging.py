@@ -36,14 +36,12 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 COPY_BYTES = 2**18
 """Size of the parts in which a weight is copied. A part that the same thread hashes is still in its cache."""
 NUM_HASHING_THREADS = 2
-"""Threads that help the training thread to hash, if there are cores for them. On many ARM processors hashing is slower
-than copying."""
+"""Threads that help the training thread to hash, which on many ARM processors is slower than copying."""
 
 
 class StagedVersion:
-    """The buckets of one version: first filling, then complete, then sealed, or refused if a number is not finite.
-
-    Call `put` in the manifest's order. A bucket may be sent as soon as its last tensor was put."""
+    """The buckets of one version: first filling, then complete, then sealed, or refused if a number is not finite. Call
+    `put` in the manifest's order. A bucket may be sent as soon as its last tensor was put."""
 
     def __init__(self, manifest: weights_pb2.WeightManifest, memory: BucketMemory) -> None:
         self.manifest = manifest
@@ -120,10 +118,8 @@ class StagedVersion:
             raise TrainingDiverged(f"version {self.policy_version} is not finite: {self.nonfinite}")
 
     def _finish_bucket(self, index: int) -> None:
-        """Leave a bucket whose last tensor was put to the checking thread.
-
-        Weights that the GPU copies within its own memory may change again at once: kernels that are enqueued from now
-        on run after the copies."""
+        """Leave a bucket whose last tensor was put to the checking thread. Weights that the GPU copies within its own
+        memory may change again at once: kernels that are enqueued from now on run after the copies."""
         assert index == self._num_put, "weights must come in the manifest's order"
         self._num_put += 1
         bucket = self.memory.buckets[index]
@@ -143,10 +139,8 @@ class StagedVersion:
             self._pieces.close()
 
     def _check_and_hash(self, index: int, digests: list[Future[bytes]], copied: torch.cuda.Event | None) -> str:
-        """Return the checksum of a bucket, and refuse the version if a number in it is not finite.
-
-        Runs in the checking thread, while the training thread fills the next bucket. `copied` happens when the GPU has
-        filled the bucket."""
+        """Return the checksum of a bucket, and refuse the version if a number in it is not finite. Runs in the checking
+        thread, while the training thread fills the next bucket. `copied` happens when the GPU has filled this one."""
         bucket = self.memory.buckets[index]
         if not bucket.is_cpu:
             self._wait_filled(copied)
@@ -191,10 +185,9 @@ def _view(bucket: torch.Tensor, specs: Sequence[weights_pb2.TensorSpec]) -> torc
 
 
 class PieceHashing:
-    """Hashes a bucket piece by piece as it is filled, for the checksum xxh3_pieces.
-
-    A piece is left to a hashing thread if one is idle. Otherwise the training thread hashes it, in parts that it has
-    just copied. So idle cores help, and without any nothing is read twice from memory."""
+    """Hashes a bucket piece by piece as it is filled, for the checksum xxh3_pieces. An idle hashing thread gets a
+    piece; otherwise the training thread hashes it, in parts that it has just copied. So idle cores help, and without
+    any nothing is read twice from memory."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(NUM_HASHING_THREADS, thread_name_prefix="hash")
@@ -341,11 +334,10 @@ class HostBuckets:
 
 
 class SharedBuckets:
-    """One anonymous file in memory, which members on the same host map by its `path`.
-
-    Kernel seals prevent every other process from writing to it. The header names a version only while the buckets hold
-    all of it. The pages live until the last mapping is gone, even if the publisher has died. If there is a GPU, the
-    pages are pinned, because nccl copies from them too."""
+    """One anonymous file in memory, which members on the same host map by its `path`. Kernel seals prevent every other
+    process from writing to it. The header names a version only while the buckets hold all of it. The pages live until
+    the last mapping is gone, even if the publisher has died. If there is a GPU, they are pinned, because nccl copies
+    from them too."""
 
     kind: MemoryKind = "shared"
 
@@ -398,11 +390,8 @@ def pin(pointer: int, num_bytes: int) -> int:
 
 
 class DeviceBuckets:
-    """Buckets in GPU memory that other processes on the same GPU can map.
-
-    It is one allocation with the layout of penstock/weights/cuda/ipc.py: the buckets, then the header of cuda_ipc.
-
-    The buckets are views, so they must not outlive this object."""
+    """Buckets in GPU memory that other processes on the same GPU can map: one allocation with the layout of
+    penstock/weights/cuda/ipc.py. The buckets are views, so they must not outlive this object."""
 
     kind: MemoryKind = "device"
 
@@ -461,9 +450,8 @@ class _Bytes:
 
 
 class MemoryPool:
-    """Reuses bucket memory from version to version, so the publisher's memory stays the same over many pushes.
-
-    Copying into pages that were used before is several times faster than copying into new ones."""
+    """Reuses bucket memory, so that the publisher's memory stays the same over many pushes. Copying into pages that
+    were used before is several times faster."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -478,10 +466,9 @@ class MemoryPool:
         return memory
 
     def give_back(self, memory: BucketMemory) -> None:
-        """Keep the memory for a later version, unless a member may still read it.
-
-        GPU memory is always kept. Members copy it and verify the copy, so they notice if it is overwritten. Freeing it
-        would wait for everything that runs on the GPU, including a transfer that hangs."""
+        """Keep the memory for a later version, unless a member may still read it. GPU memory is always kept: members
+        verify their copy, so they notice if it is overwritten, and freeing it would wait for everything that runs on
+        the GPU, including a transfer that hangs."""
         if memory.is_reusable or memory.kind == "device":
             self._free.append(memory)
 

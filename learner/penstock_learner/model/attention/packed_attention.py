@@ -45,9 +45,8 @@ def packed_attention(
     dropout: float = 0.0,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention with Hugging Face's signature. `query` is [1, heads, N, dim], the output [1, N, heads, dim].
-
-    Raises NotImplementedError if the model asks for anything that would change the result and is not done here."""
+    """Attention with Hugging Face's signature. `query` is [1, heads, N, dim], the output [1, N, heads, dim]. Raises
+    NotImplementedError if the model asks for anything that would change the result and is not done here."""
     unknown = [name for name in _UNSUPPORTED if others.get(name) is not None]
     unknown += ["attention_mask"] * (attention_mask is not None) + ["dropout"] * (dropout > 0)
     if unknown or is_causal is False:
@@ -68,10 +67,8 @@ def packed_attention(
 
 
 def mark_layers(lm: torch.nn.Module) -> None:
-    """Tell each module which kind of layer it belongs to. Call this once for a model on the packed path.
-
-    Attention reads the kind and not the number of its layer: torch compiles a layer once for every value that it reads,
-    so all layers of a kind share one program."""
+    """Tell each module, once, which kind of layer it belongs to. Attention reads the kind and not the number of its
+    layer: torch compiles a layer once for every value that it reads, so all layers of a kind share one program."""
     for module in lm.modules():
         types, index = _layer_types(module), getattr(module, "layer_idx", None)
         if types and index is not None:
@@ -181,8 +178,7 @@ _LARGE_HEADS_ON_HOPPER = {
     "bwd_BLOCK_M1": 64, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 64,
     "bwd_num_warps": 8, "bwd_num_stages": 2,
 }  # fmt: skip
-"""Tiles of FlexAttention for heads of 256 in half precision. They take four fifths of the time of torch's choice, and
-need the shared memory of a Hopper GPU."""
+"""Tiles of FlexAttention for heads of 256 in half precision on Hopper: four fifths of the time of torch's choice."""
 
 
 @dataclass(frozen=True)
@@ -220,9 +216,8 @@ def has_varlen(q: Tensor, v: Tensor, form: ScoreForm) -> bool:
 
 @cache
 def varlen_function() -> Callable[..., Any] | None:
-    """Flash attention over packed tokens, or None in a torch that was built without it.
-
-    Its module imports the whole of torch's compiler. A rank on CPUs, which does not need it, starts without."""
+    """Flash attention over packed tokens, or None in a torch that was built without it. Its module imports torch's
+    compiler, which a rank on CPUs starts without."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:

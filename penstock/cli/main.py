@@ -17,10 +17,10 @@ from penstock import __version__
 from penstock.errors import ConfigError, InvalidInput, PenstockError
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "demo": ("penstock_services.local.commands:demo", "train a tiny model on this machine, start to finish"),
-    "init": ("penstock.cli.commands.prepare:init", "write the configuration of a new run"),
+    "demo": ("penstock_tools.local.commands:demo", "train a tiny model on this machine, start to finish"),
+    "init": ("penstock_tools.init_command", "write the configuration of a new run"),
     "import-verl": ("penstock_tools.verl_import.command", "write our configuration from a verl script or command line"),
-    "up": ("penstock_services.local.commands:up", "start every process of a run on this machine"),
+    "up": ("penstock_tools.local.commands:up", "start every process of a run on this machine"),
     "submit": ("penstock.cli.commands.submit", "submit the prompts of a dataset file to a run"),
     "feed": ("penstock.cli.commands.feed", "submit the dataset of a config file to its run, and run its validations"),
     "status": ("penstock.cli.commands.observe:status", "show the state of a run once: step, version, queue, servers"),

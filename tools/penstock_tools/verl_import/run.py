@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config.learner import CheckpointConfig
-from penstock.config.starter import SHARED_UTILIZATION, RoleGpus, shares_of_gpus
+from penstock_tools.starter import SHARED_UTILIZATION, RoleGpus, shares_of_gpus
 from penstock_tools.verl_import.algorithm import has_critic, set_algorithm
 from penstock_tools.verl_import.keys import Values, local_path
 

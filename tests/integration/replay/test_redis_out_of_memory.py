@@ -25,7 +25,7 @@ from penstock.trajectory import Group, Prompt
 from penstock_rollout.groups import producer as producer_module
 from penstock_rollout.groups.producer import Producer
 from penstock_rollout.metrics import RolloutMetrics
-from penstock_services.local.private_redis import write_config
+from penstock_tools.local.private_redis import write_config
 from support.groups import make_group
 from support.redis_server import RedisProcess
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.config.starter import SHARED_UTILIZATION, RoleGpus, shares_of_gpus
+from penstock_tools.starter import SHARED_UTILIZATION, RoleGpus, shares_of_gpus
 from penstock_tools.verl_import.algorithm import has_critic, has_kl_reward, loss_name, set_algorithm
 from penstock_tools.verl_import.convert import listed, local_path
 from penstock_tools.verl_import.keys import Values

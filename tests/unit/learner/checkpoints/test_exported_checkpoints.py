@@ -104,7 +104,7 @@ def test_a_damaged_checkpoint_that_is_named_is_refused(
 def test_weights_that_the_type_cannot_hold_are_not_written(
     tmp_path: Path, checkpoints: list[Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from penstock_learner import export as module
+    from penstock_tools import export as module
 
     load = module._load
 

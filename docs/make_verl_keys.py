@@ -20,10 +20,10 @@ HEADER = """\
 What `penstock import-verl` does with each key of verl ([coming-from-verl.md](coming-from-verl.md)). `*` stands for any
 text. A key that is in no table is reported as not known.
 
-- A row without a note: our field means the same.
-- A row with a note: our field is set from the key, with the difference that is noted.
-- A row without a field of ours: there is no counterpart; the note says why, or what to do. A value that asks for
-  nothing, such as verl's default, is not reported.
+- **Same**: our field means the same.
+- **With a difference**: our field is set from the key, with the difference that is noted.
+- **No counterpart**: the note says why, or what to do. A value that asks for nothing, such as verl's default, is not
+  reported.
 - **Not needed**: nothing is lost without the key. The import's report says why.
 """
 SECTIONS = {
@@ -45,24 +45,37 @@ def build() -> str:
 
 
 def _section(title: str, rows: Iterable[Key]) -> str:
-    """A table of the keys that mean something here, and lists of other names and of keys that are not needed."""
+    """The keys of a section: same meaning, with a difference, without counterpart, other names, not needed."""
     rows = list(rows)
-    lines = [f"\n## {title}", "| verl | ours | note |", "|---|---|---|"]
-    lines += [_line(row) for row in rows if row.kind in ("set", "missing")]
+    fields = [row for row in rows if row.kind == "set"]
     lists = {
-        "Other names": [f"`{row.verl}` for `{row.ours[0]}`" for row in rows if row.kind == "alias"],
+        "Same": [f"`{row.verl}`: {_ours(row)}" for row in fields if not row.note],
+        "Other names": [f"`{row.verl}` for {_ours(row)}" for row in rows if row.kind == "alias"],
         "Not needed": [f"`{row.verl}`" for row in rows if row.kind == "unneeded"],
     }
-    for name, items in lists.items():
-        if items:
-            lines += ["", textwrap.fill(f"{name}: {', '.join(items)}.", 140, break_on_hyphens=False)]
-    return "\n".join(lines) + "\n"
+    tables = {
+        "| verl, with a difference | ours | difference |\n|---|---|---|": [
+            f"| `{row.verl}` | {_ours(row)} | {_note(row)} |" for row in fields if row.note
+        ],
+        "| verl, no counterpart | note |\n|---|---|": [
+            f"| `{row.verl}` | {_note(row)} |" for row in rows if row.kind == "missing"
+        ],
+    }
+    texts = [
+        textwrap.fill(f"**{name}**: {'; '.join(items)}.", 140, break_on_hyphens=False)
+        for name, items in lists.items()
+        if items
+    ]
+    texts += ["\n".join([head, *lines]) for head, lines in tables.items() if lines]
+    return f"\n## {title}\n" + "\n\n".join(texts) + "\n"
 
 
-def _line(row: Key) -> str:
-    ours = ", ".join(f"`{name}`" for name in row.ours)
-    note = row.note.replace("|", "\\|")
-    return f"| `{row.verl}` | {ours} | {note} |"
+def _ours(row: Key) -> str:
+    return ", ".join(f"`{name}`" for name in row.ours)
+
+
+def _note(row: Key) -> str:
+    return row.note.replace("|", "\\|")
 
 
 if __name__ == "__main__":

@@ -8,31 +8,46 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass, fields
-from functools import lru_cache
-from typing import Annotated, Any, get_type_hints
+from functools import cache, lru_cache
+from typing import Annotated, Any, get_args, get_type_hints
 
-from pydantic import Field, TypeAdapter, ValidationError
-from pydantic.fields import FieldInfo
+from annotated_types import Ge, Gt, Le, Lt, MinLen
 
 from penstock.errors import InvalidInput
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a parameter means, for the reference of the config, OpenAPI and the help of a command."""
+
+    text: str
+    help: str
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
+        described: dict[str, Any] = handler(schema) | {"description": self.text}
+        return described
 
 
 @dataclass(frozen=True)
 class Distribution:
     """Parameters that shape the distribution from which tokens are sampled."""
 
+    __pydantic_config__ = {"allow_inf_nan": False}
+
     temperature: Annotated[
-        float, Field(ge=0, allow_inf_nan=False, description="Sampling temperature. 0 is greedy decoding.")
+        float, Ge(0), Description("Sampling temperature. 0 is greedy decoding.", "sampling temperature; 0 is greedy")
     ] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1, description=(
-        "Nucleus sampling: sample from the smallest set of tokens whose probabilities add up to this. 1 turns it off."
-    ))] = 1.0  # fmt: skip
-    top_k: Annotated[
-        int, Field(ge=0, lt=2**31, description="Sample from this many of the most likely tokens. 0 turns it off.")
-    ] = 0
-    min_p: Annotated[float, Field(ge=0, lt=1, description=(
-        "Sample from tokens that are at least this likely, compared with the most likely one. 0 turns it off."
-    ))] = 0.0  # fmt: skip
+    top_p: Annotated[float, Gt(0), Le(1), Description(
+        "Nucleus sampling: sample from the smallest set of tokens whose probabilities add up to this. 1 turns it off.",
+        "nucleus sampling",
+    )] = 1.0  # fmt: skip
+    top_k: Annotated[int, Ge(0), Lt(2**31), Description(
+        "Sample from this many of the most likely tokens. 0 turns it off.", "sample from this many tokens; 0: all"
+    )] = 0  # fmt: skip
+    min_p: Annotated[float, Ge(0), Lt(1), Description(
+        "Sample from tokens that are at least this likely, compared with the most likely one. 0 turns it off.",
+        "least probability, relative to the best token's",
+    )] = 0.0  # fmt: skip
 
     @property
     def is_truncated(self) -> bool:
@@ -50,50 +65,61 @@ class Distribution:
 class SamplingParameters(Distribution):
     """All parameters that the prompts of a dataset have in common."""
 
-    max_tokens: Annotated[int, Field(ge=1, lt=2**31, description="Maximum number of tokens in a response.")] = 256
-    ignore_eos: Annotated[bool, Field(description="Go on after a stop token, up to `max_tokens`.")] = False
-    stop: Annotated[
-        tuple[Annotated[str, Field(min_length=1)], ...],
-        Field(description="Texts that end a response. The text itself stays in the response."),
-    ] = ()
+    max_tokens: Annotated[
+        int, Ge(1), Lt(2**31), Description("Maximum number of tokens in a response.", "longest response")
+    ] = 256
+    ignore_eos: Annotated[bool, Description(
+        "Go on after a stop token, up to `max_tokens`.", "go on after a stop token, up to --max-tokens"
+    )] = False  # fmt: skip
+    stop: Annotated[tuple[Annotated[str, MinLen(1)], ...], Description(
+        "Texts that end a response. The text itself stays in the response.", "end a response after this text"
+    )] = ()  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Sampling(SamplingParameters):
     """Sampling parameters of a prompt."""
 
-    seed: Annotated[Annotated[int, Field(ge=-(2**63), lt=2**63)] | None, Field(description=(
-        "Sample i of a prompt is drawn with `seed + i`. None leaves the engine unseeded."
-    ))] = None  # fmt: skip
+    seed: Annotated[Annotated[int, Ge(-(2**63)), Lt(2**63)] | None, Description(
+        "Sample i of a prompt is drawn with `seed + i`. None leaves the engine unseeded.", "seed of the first sample"
+    )] = None  # fmt: skip
 
 
 DISTRIBUTION_FIELDS = tuple(field.name for field in fields(Distribution))
 SAMPLING_FIELDS = tuple(field.name for field in fields(Sampling))
-_BOUNDS = TypeAdapter(Sampling)
 
 
 @lru_cache(maxsize=256)
 def check_sampling(sampling: Sampling) -> None:
     """Raise InvalidInput if a parameter is out of its bounds."""
+    from pydantic import ValidationError
+
     try:
-        _BOUNDS.validate_python({name: getattr(sampling, name) for name in SAMPLING_FIELDS})
+        _bounds().validate_python({name: getattr(sampling, name) for name in SAMPLING_FIELDS})
     except ValidationError as error:
         first = error.errors()[0]
         message = first["msg"].replace("Input should be", "must be").replace("String should have", "must have")
         raise InvalidInput(f"sampling.{first['loc'][0]}", message) from error
 
 
+@cache
+def _bounds() -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(Sampling)
+
+
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     """A flag for each of SamplingParameters, such as `--top-p`."""
     for name, hint in get_type_hints(SamplingParameters, include_extras=True).items():
-        field, default = FieldInfo.from_annotation(hint), getattr(SamplingParameters, name)
-        options: dict[str, Any] = {"type": field.annotation, "default": default}
-        if default is False:
-            options = {"action": "store_true"}
+        (kind, *_, description), default = get_args(hint), getattr(SamplingParameters, name)
+        flag, text = f"--{name.replace('_', '-')}", description.help
+        if kind is bool:
+            parser.add_argument(flag, action="store_true", help=text)
         elif default == ():
-            options = {"action": "append", "default": [], "metavar": "TEXT"}
-        text = (field.description or "").replace("%", "%%")
-        parser.add_argument(f"--{name.replace('_', '-')}", help=f"{text} (default: %(default)s)", **options)
+            parser.add_argument(flag, action="append", default=[], metavar="TEXT", help=text)
+        else:
+            parser.add_argument(flag, type=kind, default=default, help=f"{text} (default: %(default)s)")
 
 
 def sampling_from_flags(args: argparse.Namespace) -> Sampling:

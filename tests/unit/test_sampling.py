@@ -1,7 +1,7 @@
 """One declaration of the sampling parameters: every place that names them has all of them."""
 
 import argparse
-import inspect
+import math
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,7 @@ def test_protocols_have_every_parameter():
 @pytest.mark.parametrize("config", [SamplingConfig, DatasetConfig, ValidationConfig])
 def test_config_has_every_parameter_with_its_description(config):
     assert set(OF_A_DATASET) <= set(config.model_fields)
-    assert all(config.model_fields[name].description for name in OF_A_DATASET)
+    assert all(config.model_json_schema()["properties"][name]["description"] for name in OF_A_DATASET)
     given = {name: other_value(name) for name in OF_A_DATASET}
     assert config(**given).sampling == replace(all_changed(), seed=None)
 
@@ -121,11 +121,11 @@ def test_parameters_out_of_bounds_are_refused_by_name(name, value):
     with pytest.raises(InvalidInput, match="must") as error:
         check_sampling(replace(Sampling(), **{name: value}))
     assert error.value.field == f"sampling.{name}"
-    with pytest.raises(ValueError, match=name):
-        records.Sampling(**{name: value})
+    if isinstance(value, tuple) or math.isfinite(value):  # JSON has no other numbers
+        with pytest.raises(ValueError, match=name):
+            records.Sampling(**{name: value})
 
 
-def test_every_parameter_has_a_description():
-    source = inspect.getsource(SamplingParameters) + inspect.getsource(Sampling)
-    assert source.count("description=") == len(SAMPLING_FIELDS) - len(DISTRIBUTION_FIELDS)
+def test_parameters_within_their_bounds_pass():
+    check_sampling(Sampling())
     check_sampling(all_changed())

@@ -207,11 +207,11 @@ class GatewayConfig(Config):
     grpc_port: int = Field(default=0, ge=0, le=65535)
     """gRPC port. 0: take a free port."""
     api_key_file: Path | None = None
-    """File with a single API key, which has the role admin. Clients send it as `Authorization: Bearer …`. Use
-    `keys_file` for several keys or roles. Without either, a gateway on loopback makes a key of its own in `gateway.key`
-    in the run's folder, which commands and clients on this machine read."""
+    """File with a single API key, which has the scope admin. Clients send it as `Authorization: Bearer …`. Use
+    `keys_file` for several keys or scopes. Without either, a gateway on loopback makes its own key in `gateway.key` in
+    the run's folder, which commands and clients on this machine read."""
     keys_file: Path | None = None
-    """File with the names, roles and hashes of API keys, written by `penstock keys make`. It is read again when it
+    """File with the names, scopes and hashes of API keys, written by `penstock keys make`. It is read again when it
     changes."""
     keys_grace_s: float = Field(default=300.0, ge=0)
     """Seconds for which the keys that were read before stay valid when `keys_file` or `api_key_file` becomes unreadable

@@ -10,11 +10,11 @@ import pytest
 
 from penstock.config.gpu_bundles import num_gpus
 from penstock.config.loading import load_config
-from penstock.config.starter import ALGORITHMS, Answers, starter_config
 from penstock.hub import is_hub_id
 from penstock.start_checks import check_lengths
 from penstock_tools.sizing.hardware import GPUS
 from penstock_tools.sizing.plan import memory_of
+from penstock_tools.starter import ALGORITHMS, Answers, starter_config
 
 PRESETS = Path(__file__).parents[2] / "examples" / "presets"
 SHAPE = {

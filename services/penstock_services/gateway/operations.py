@@ -28,7 +28,7 @@ from google.protobuf.message_factory import GetMessageClass
 from pydantic import BaseModel
 from redis.exceptions import RedisError
 
-from penstock.api_keys import Role
+from penstock.api_keys import Scope
 from penstock.config.run import RunConfig
 from penstock.errors import DeadlineExceeded, NotFound, PenstockError, Unauthenticated, Unavailable
 from penstock_services.gateway.access import Caller
@@ -49,8 +49,8 @@ class Operation:
     method: Callable[..., Awaitable[Any]]
     verb: str
     path: str
-    scope: Role | None
-    """The weakest role of a key that may call it. None: it needs no key."""
+    scope: Scope | None
+    """The weakest scope of a key that may call it. None: it needs no key."""
     answer: type[BaseModel] | str
     """The record that REST answers with, or the media type of a file."""
     rpcs: tuple[MethodDescriptor, ...] = ()
@@ -80,7 +80,7 @@ class Operation:
 
 
 def operation(
-    verb: str, path: str, *rpcs: str, scope: Role, answer: type[BaseModel], **further: Any
+    verb: str, path: str, *rpcs: str, scope: Scope, answer: type[BaseModel], **further: Any
 ) -> Callable[[F], F]:
     """Declare the method `(self, request)` as the operation that answers `verb path` and the gRPC methods `rpcs`.
 
@@ -95,7 +95,7 @@ def operation(
 
 
 def http_operation(
-    verb: str, path: str, *, scope: Role | None, answer: type[BaseModel] | str, **further: Any
+    verb: str, path: str, *, scope: Scope | None, answer: type[BaseModel] | str, **further: Any
 ) -> Callable[[F], F]:
     """Declare the method `(self, http)`, or `(self, http, body)` if it `takes` one, which returns an HTTP response."""
 
@@ -113,7 +113,7 @@ def declared_by(owners: Iterable[type]) -> list[Operation]:
 
 
 class AuditLog:
-    """Writes a line of JSON for each call that needs the role admin: who made it, when, and how it ended."""
+    """Writes a line of JSON for each call that needs the scope admin: who made it, when, and how it ended."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -121,7 +121,7 @@ class AuditLog:
     def write(self, caller: Caller, operation: str, request: Message | None, run: str, outcome: str) -> None:
         fields = {"run": run} if request is None else {one.name: _plain(value) for one, value in request.ListFields()}
         entry = {
-            "time": time.time(), "key": caller.name, "role": caller.role, "request_id": caller.request_id,
+            "time": time.time(), "key": caller.name, "scope": caller.scope, "request_id": caller.request_id,
             "operation": operation, "request": fields, "outcome": outcome,
         }  # fmt: skip
         try:
@@ -156,7 +156,7 @@ class ServedOperation:
         """Answer a request of `caller`. `read` reads the request, and `run` is the run that its path names.
 
         The caller's scope is checked first: a caller with too weak a key learns nothing of runs and requests. A call
-        that needs the role admin goes into the audit log, however it ends."""
+        that needs the scope admin goes into the audit log, however it ends."""
         operation, request, outcome = self.operation, None, "OK"
         try:
             check_scope(caller, operation)
@@ -192,7 +192,7 @@ class ServedOperation:
 
 
 def check_scope(caller: Caller | None, operation: Operation) -> None:
-    """Raise Unauthenticated or PermissionDenied unless the caller's key is valid and its role suffices."""
+    """Raise Unauthenticated or PermissionDenied unless the caller's key is valid and its scope suffices."""
     if not isinstance(caller, Caller):
         raise Unauthenticated(f"{operation.name} was called without a caller")
     assert operation.scope is not None

@@ -12,13 +12,13 @@ from penstock.config import gpu_bundles
 from penstock.config.gpu_bundles import active_resource_groups
 from penstock.config.learner import RoleConfig
 from penstock.config.run import RunConfig
-from penstock.config.starter import shares_of_gpus
 from penstock.errors import InvalidInput
 from penstock_tools.sizing.hardware import USABLE_MEMORY, Gpu
 from penstock_tools.sizing.memory import Moment, Role, Setup, Term, peak, role_moments, server_terms, total
 from penstock_tools.sizing.models import ModelShape, find_shape
 from penstock_tools.sizing.rates import GROUP_VARIATION, LONGEST_GROUP, RoleWork, Workload, group_s, push_s, train_s
 from penstock_tools.sizing.simulation import FleetModel, Forecast, simulate
+from penstock_tools.starter import shares_of_gpus
 
 Placement = Literal["standalone", "split-collocate"]
 PLACEMENTS: tuple[Placement, ...] = ("standalone", "split-collocate")

@@ -287,16 +287,16 @@ class CheckpointConfig(Config):
     resume: str = Field(default="auto", min_length=1)
     """`auto` continues from the newest checkpoint in the run's folder, `off` ignores checkpoints. A path continues from
     that checkpoint once: a later restart continues from the checkpoints made since. A checkpoint that does not cover
-    every committed group is refused, unless `go_back` is set."""
-    go_back: bool = False
-    """Allow `resume`, which must be a path, to go back to a checkpoint from before the newest commit. The steps after
-    it are given up: their prompts return to the queue and are trained again, and newer checkpoints are no longer
+    every committed group is refused, unless `rewind` is set."""
+    rewind: bool = False
+    """Allow `resume`, which must be a path, to rewind the run to a checkpoint from before the newest commit. The steps
+    after it are abandoned: their prompts return to the queue and are trained again, and newer checkpoints are no longer
     used."""
 
     @model_validator(mode="after")
-    def _check_go_back(self) -> CheckpointConfig:
-        if self.go_back and self.resume in ("auto", "off"):
-            raise ValueError("go_back needs resume to be the path of the checkpoint to go back to")
+    def _check_rewind(self) -> CheckpointConfig:
+        if self.rewind and self.resume in ("auto", "off"):
+            raise ValueError("rewind needs resume to be the path of the checkpoint to rewind to")
         return self
 
 

@@ -106,7 +106,7 @@ def submit_all(client: SyncPenstockClient, prompts: Sequence[Prompt], epoch: int
 
 def prompt_key(prompt: Prompt, row: int, epoch: int) -> str:
     """Idempotency key of a prompt: equal for equal content, sampling, position and epoch, on every machine."""
-    from penstock.client.gateway_connection import prompt_body
+    from penstock.client.client import prompt_body
 
     content = json.dumps([row, epoch, prompt_body(prompt)], sort_keys=True)
     return f"submit-{hashlib.sha256(content.encode()).hexdigest()[:32]}"

@@ -44,8 +44,8 @@ this page. Compare placements with the estimates, then measure a run and let `pe
 its numbers. The estimates assume the published figures of the GPUs, the efficiencies in
 `tools/penstock_tools/sizing/hardware.py`, and the learner's defaults with `model.dtype: bfloat16`: passes in bfloat16,
 weights, gradients and optimizer state in float32, activations recomputed. Measured on one H200: the weight push and a
-decoding step (0.5B and 7B), and the training step (0.5B, 1.5B and 7B). Other models are marked *on paper*; nothing above
-7B has been run.
+decoding step (0.5B and 7B), and the training step (0.5B, 1.5B and 7B). Other models are marked *on paper*; nothing
+above 7B has been run.
 
 ```bash
 penstock plan --model 7b --gpu h100                      # both placements, with the arithmetic

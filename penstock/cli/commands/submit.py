@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from penstock.cli.connection import add_gateway_arguments, open_client
 from penstock.cli.output import progress_bar
-from penstock.cli.parser import Parser, interruptible
+from penstock.cli.parser import Parser, interruptible, whole_number
 from penstock.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -25,6 +25,17 @@ if TYPE_CHECKING:
 
 BATCH_PROMPTS = 256
 DEADLINE_S = 120.0
+_OPTIONS = (
+    ("num-samples", int, 8, "samples per prompt"),
+    ("temperature", float, 1.0, "sampling temperature"),
+    ("top-p", float, 1.0, "nucleus sampling; 1 is off"),
+    ("top-k", int, 0, "sample from this many tokens; 0 is all"),
+    ("min-p", float, 0.0, "least probability, relative to the best token's"),
+    ("max-tokens", int, 256, "maximum tokens of a response"),
+    ("limit", whole_number(1), None, "submit only the first LIMIT prompts"),
+    ("wait", float, None, "wait until every prompt is finished, at most this many seconds"),
+    ("epoch", int, 0, "give another number to submit the same prompts again"),
+)  # fmt: skip
 
 
 def main(argv: Sequence[str]) -> int:
@@ -33,26 +44,11 @@ def main(argv: Sequence[str]) -> int:
         "file", type=Path, help="Parquet or JSONL file with verl's columns, or a Hugging Face dataset folder"
     )
     add_gateway_arguments(parser)
-    parser.add_argument("--num-samples", type=int, default=8, help="samples per prompt (default: %(default)s)")
-    parser.add_argument("--temperature", type=float, default=1.0, help="sampling temperature (default: %(default)s)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="nucleus sampling (default: %(default)s, off)")
-    parser.add_argument("--top-k", type=int, default=0, help="sample from this many tokens (default: %(default)s, all)")
-    parser.add_argument("--min-p", type=float, default=0.0, help="least probability, relative to the best token's")
+    for name, kind, default, text in _OPTIONS:
+        shown = "" if default is None else " (default: %(default)s)"
+        parser.add_argument(f"--{name}", type=kind, default=default, help=text + shown)
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end a response after this text")
     parser.add_argument("--ignore-eos", action="store_true", help="go on after a stop token, up to --max-tokens")
-    parser.add_argument(
-        "--max-tokens", type=int, default=256, help="maximum tokens of a response (default: %(default)s)"
-    )
-    parser.add_argument("--limit", type=int, metavar="N", help="submit only the first N prompts")
-    parser.add_argument(
-        "--wait", type=float, metavar="SECONDS", help="wait until every prompt is finished, at most this long"
-    )
-    parser.add_argument(
-        "--epoch",
-        type=int,
-        default=0,
-        help="give another number to submit the same prompts again (default: %(default)s)",
-    )
     args = parser.parse_args(argv)
 
     prompts = _read(args)
@@ -118,12 +114,8 @@ def _read(args: argparse.Namespace) -> list[Prompt]:
     from penstock.feed.datasets import read_prompts
     from penstock.trajectory import Sampling
 
-    if args.limit is not None and args.limit < 1:
-        raise InvalidInput("--limit", "must be at least 1")
-    sampling = Sampling(
-        temperature=args.temperature, top_p=args.top_p, max_tokens=args.max_tokens, top_k=args.top_k, min_p=args.min_p,
-        ignore_eos=args.ignore_eos, stop=tuple(args.stop),
-    )  # fmt: skip
+    names = ("temperature", "top_p", "max_tokens", "top_k", "min_p", "ignore_eos")
+    sampling = Sampling(**{name: getattr(args, name) for name in names}, stop=tuple(args.stop))
     rows = read_prompts(args.file, num_samples=args.num_samples, sampling=sampling)
     prompts = list(islice(rows, args.limit))
     if not prompts:

@@ -266,14 +266,14 @@ class CheckpointConfig(Config):
     """Seconds for which one call of the object store may fail before the learner ends; its next start continues."""
     resume: str = Field(default="auto", min_length=1)
     """`auto` continues from the newest checkpoint, `off` ignores checkpoints, and a path continues from that one, once.
-    A checkpoint that does not cover every committed group is refused, unless `go_back` is set."""
-    go_back: bool = False
+    A checkpoint that does not cover every committed group is refused, unless `rewind` is set."""
+    rewind: bool = False
     """Allow the path in `resume` to be older than the newest commit. The steps after it are abandoned: their prompts
     are trained again, and newer checkpoints are no longer used."""
 
     def refused(self) -> tuple[tuple[object, str], ...]:
-        text = "go_back needs resume to be the path of the checkpoint to go back to"
-        return ((self.go_back and self.resume in ("auto", "off"), text),)
+        text = "rewind needs resume to be the path of the checkpoint to rewind to"
+        return ((self.rewind and self.resume in ("auto", "off"), text),)
 
 
 class LearnerConfig(Config):

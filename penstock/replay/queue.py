@@ -10,12 +10,12 @@ A prompt is in exactly one of these places at any time:
            lease expiry                            ├─ expire (the prompt is pending again)
                                                    └─ discard (the prompt ends without being trained)
 
-    trained ──go_back──► pending           the learner went back to a checkpoint from before the prompt was trained
+    trained ──rewind──► pending            the learner rewound to a checkpoint from before the prompt was trained
 
     lease, append, give_back, heartbeat,           rollout servers
     save_tokens, saved_tokens, forget_tokens
     take, commit, expire, discard, dead_letter,    the learner that holds the current term
-    go_back
+    rewind
     submit, feed                                   the gateway and the feed of a dataset
 
 `admitted` counts first leases, and leases after an expiry. A prompt whose lease was lost is still in flight. So
@@ -60,12 +60,12 @@ from penstock.replay.queue_types import (
     Evaluation,
     FeedPosition,
     FinishedGroup,
-    GoneBack,
     KeptGroups,
     Lease,
     Outbox,
     PromptStatus,
     QueueStat,
+    RunRewind,
     SavedTokens,
     Submission,
     admission,
@@ -136,7 +136,7 @@ class QueueCalls:
         return {evaluation_id.decode(): float(score) for evaluation_id, score in scores.items()}
 
     async def expired_reasons(self) -> dict[str, int]:
-        """Number of expired (`stale`, `quarantined`, `reward_failed`, or `abandoned` by `go_back`) and discarded groups
+        """Number of expired (`stale`, `quarantined`, `reward_failed`, or `abandoned` by `rewind`) and discarded groups
         by the reason's first word."""
         return await self._reasons(self.keys.expired_reasons)
 
@@ -389,11 +389,11 @@ class GroupConsumer(QueueCalls):
         self.term = await self.call("take_term", at_least)
         return self.term
 
-    async def restore(self, step: int) -> dict[int, list[int]]:
+    async def rewind_step(self, step: int) -> dict[int, list[int]]:
         """Start from a checkpoint of `step`. Returns the manifests that the queue holds, by step.
 
         The groups of later steps are delivered again, in the same batches."""
-        flat = await self.call("restore", self.term, step)
+        flat = await self.call("rewind_step", self.term, step)
         manifests = {int(flat[i]): [int(word) for word in flat[i + 1].split()] for i in range(0, len(flat), 2)}
         self._manifests = {of_step: list(ids) for of_step, ids in manifests.items()}
         return manifests
@@ -423,7 +423,7 @@ class GroupConsumer(QueueCalls):
         """Move ready groups into the manifest of `step` and return their prompt ids, in the configured order.
 
         Under `wait` no group is taken that was admitted after a prompt still in flight. If the manifest holds groups
-        that neither `restore` nor an earlier take has returned, because an answer was lost, only these are returned."""
+        that neither `rewind_step` nor an earlier take has returned, since an answer was lost, it returns only these."""
         known = self._manifests.setdefault(step, [])
         limits = (max_groups, self.config.take_order, self.config.capacity_bytes)
         taken, self._fetched_ahead = await self.payloads.take(self.term, step, *limits, *known)
@@ -462,7 +462,7 @@ class GroupConsumer(QueueCalls):
     async def commit(self, step: int, prompt_ids: Sequence[int], oldest_step: int = 0) -> int:
         """Acknowledge and delete groups that a durable checkpoint covers. Returns how many were still there.
 
-        Closes the manifests up to `step`. Other groups in them become ready again. The prompts are kept for `go_back`
+        Closes the manifests up to `step`. Other groups in them become ready again. The prompts are kept for `rewind`
         until `oldest_step`, the step of the oldest checkpoint that exists, has reached the step of their commit."""
         committed: int = await self.call("commit", self.term, step, oldest_step, " ".join(map(str, prompt_ids)))
         if self._fetched_ahead:
@@ -473,19 +473,19 @@ class GroupConsumer(QueueCalls):
     async def committed(self) -> Committed:
         """What commits have covered so far."""
         trained = await guarded(self.client.get(self.keys.trained))
-        fields = ("committed_step", "kept_after", "gone_back_term", "gone_back_roll_backs", "gone_back_checkpoint")
+        fields = ("committed_step", "kept_after", "rewind_term", "rewind_orders", "rewind_checkpoint")
         *numbers, checkpoint = await guarded(self.client.hmget(self.keys.counters, fields))
-        step, kept_after, term, roll_backs = (int(number or 0) for number in numbers)
-        gone_back = GoneBack(checkpoint.decode(), term, roll_backs) if checkpoint else None
-        return Committed(step, (trained or b"").rstrip(b"\0"), kept_after, gone_back)
+        step, kept_after, term, num_orders = (int(number or 0) for number in numbers)
+        rewind = RunRewind(checkpoint.decode(), term, num_orders) if checkpoint else None
+        return Committed(step, (trained or b"").rstrip(b"\0"), kept_after, rewind)
 
-    async def go_back(self, checkpoint: str, step: int, prompt_ids: Sequence[int]) -> None:
+    async def rewind(self, checkpoint: str, step: int, prompt_ids: Sequence[int]) -> None:
         """Undo the commits of these prompts, in one atomic call: the run continues from a checkpoint of `step`, whose
         weights were not trained on them. `checkpoint` is its path.
 
         The prompts are pending again, and their groups count as expired. Groups that were taken for later steps are
         ready again. Raises Conflict, and changes nothing, if a prompt is no longer kept."""
-        num_missing: int = await self.call("go_back", self.term, checkpoint, step, *prompt_ids)
+        num_missing: int = await self.call("rewind", self.term, checkpoint, step, *prompt_ids)
         if num_missing:
             raise Conflict(f"{num_missing} prompts that were trained after step {step} are no longer kept")
         self._manifests, self._attempts, self._fetched_ahead = {}, {}, {}

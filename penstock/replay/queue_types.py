@@ -103,15 +103,15 @@ class Delivery:
 
 
 @dataclass(frozen=True)
-class GoneBack:
-    """The last time that the run went back to a checkpoint."""
+class RunRewind:
+    """The last time that the run was rewound to a checkpoint."""
 
     checkpoint: str
     """Path of the checkpoint."""
     term: int
-    """The term that went back. Checkpoints of earlier terms that are newer than `checkpoint` are abandoned."""
-    num_roll_backs: int
-    """How many roll backs the operator had ordered by then."""
+    """The term that rewound it. Checkpoints of earlier terms that are newer than `checkpoint` are abandoned."""
+    num_orders: int
+    """How many rewinds to a version the operator had ordered by then."""
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,8 @@ class Committed:
     trained: bytes
     """Bitmap of the committed prompts. The first byte's highest bit stands for prompt 0."""
     kept_after: int
-    """The prompts of every commit after this step are kept, so the run can go back to this step, but no further."""
-    gone_back: GoneBack | None
+    """The prompts of every commit after this step are kept, so the run can be rewound to this step, but no further."""
+    rewind: RunRewind | None
 
 
 @dataclass(frozen=True)

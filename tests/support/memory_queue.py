@@ -24,13 +24,13 @@ from penstock.replay.queue_types import (
     Evaluation,
     FeedPosition,
     FinishedGroup,
-    GoneBack,
     KeptGroups,
     Lease,
     Outbox,
     PromptState,
     PromptStatus,
     QueueStat,
+    RunRewind,
     SavedTokens,
     Submission,
 )
@@ -461,7 +461,7 @@ class MemoryConsumer:
         self.term = self.store.counters["term"] = max(self.store.counters["term"], at_least) + 1
         return self.term
 
-    async def restore(self, step: int) -> dict[int, list[int]]:
+    async def rewind_step(self, step: int) -> dict[int, list[int]]:
         self._check_term()
         self.store.counters["step"] = step
         self.store.lease_signal.send()
@@ -557,11 +557,9 @@ class MemoryConsumer:
         trained = bytearray(max(store.trained, default=-1) // 8 + 1)
         for prompt_id in store.trained:
             trained[prompt_id // 8] |= 128 >> prompt_id % 8
-        return Committed(
-            store.counters["committed_step"], bytes(trained), store.counters["kept_after"], store.gone_back
-        )
+        return Committed(store.counters["committed_step"], bytes(trained), store.counters["kept_after"], store.rewind)
 
-    async def go_back(self, checkpoint: str, step: int, prompt_ids: Sequence[int]) -> None:
+    async def rewind(self, checkpoint: str, step: int, prompt_ids: Sequence[int]) -> None:
         self._check_term()
         store = self.store
         kept = {prompt_id: prompt for prompts in store.kept.values() for prompt_id, prompt in prompts.items()}
@@ -589,7 +587,7 @@ class MemoryConsumer:
             store.drop_saved(prompt_id)
         self._known.clear()
         store.counters["step"] = store.counters["committed_step"] = step
-        store.gone_back = GoneBack(checkpoint, self.term, 0)
+        store.rewind = RunRewind(checkpoint, self.term, 0)
         store.lease_signal.send()
 
     async def expire(self, prompt_id: int, reason: str = "stale") -> None:

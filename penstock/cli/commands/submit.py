@@ -18,6 +18,7 @@ from penstock.cli.connection import add_gateway_arguments, open_client
 from penstock.cli.output import progress_bar
 from penstock.cli.parser import Parser, interruptible, whole_number
 from penstock.errors import InvalidInput
+from penstock.sampling import add_sampling_flags, sampling_from_flags
 
 if TYPE_CHECKING:
     from penstock.client import SyncPenstockClient
@@ -25,17 +26,6 @@ if TYPE_CHECKING:
 
 BATCH_PROMPTS = 256
 DEADLINE_S = 120.0
-_OPTIONS = (
-    ("num-samples", int, 8, "samples per prompt"),
-    ("temperature", float, 1.0, "sampling temperature"),
-    ("top-p", float, 1.0, "nucleus sampling; 1 is off"),
-    ("top-k", int, 0, "sample from this many tokens; 0 is all"),
-    ("min-p", float, 0.0, "least probability, relative to the best token's"),
-    ("max-tokens", int, 256, "maximum tokens of a response"),
-    ("limit", whole_number(1), None, "submit only the first LIMIT prompts"),
-    ("wait", float, None, "wait until every prompt is finished, at most this many seconds"),
-    ("epoch", int, 0, "give another number to submit the same prompts again"),
-)  # fmt: skip
 
 
 def main(argv: Sequence[str]) -> int:
@@ -44,11 +34,13 @@ def main(argv: Sequence[str]) -> int:
         "file", type=Path, help="Parquet or JSONL file with verl's columns, or a Hugging Face dataset folder"
     )
     add_gateway_arguments(parser)
-    for name, kind, default, text in _OPTIONS:
-        shown = "" if default is None else " (default: %(default)s)"
-        parser.add_argument(f"--{name}", type=kind, default=default, help=text + shown)
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end a response after this text")
-    parser.add_argument("--ignore-eos", action="store_true", help="go on after a stop token, up to --max-tokens")
+    parser.add_argument("--num-samples", type=int, default=8, help="samples per prompt (default: %(default)s)")
+    add_sampling_flags(parser)
+    parser.add_argument("--limit", type=whole_number(1), metavar="N", help="submit only the first N prompts")
+    parser.add_argument(
+        "--wait", type=float, metavar="S", help="wait S seconds at most until every prompt is finished"
+    )
+    parser.add_argument("--epoch", type=int, default=0, help="give another number to submit the same prompts again")
     args = parser.parse_args(argv)
 
     prompts = _read(args)
@@ -102,7 +94,7 @@ def submit_all(client: SyncPenstockClient, prompts: Sequence[Prompt], epoch: int
 
 def prompt_key(prompt: Prompt, row: int, epoch: int) -> str:
     """Idempotency key of a prompt: equal for equal content, sampling, position and epoch, on every machine."""
-    from penstock.client.gateway_connection import prompt_body
+    from penstock.client.client import prompt_body
 
     content = json.dumps([row, epoch, prompt_body(prompt)], sort_keys=True)
     return f"submit-{hashlib.sha256(content.encode()).hexdigest()[:32]}"
@@ -112,11 +104,8 @@ def _read(args: argparse.Namespace) -> list[Prompt]:
     from itertools import islice
 
     from penstock.feed.datasets import read_prompts
-    from penstock.trajectory import Sampling
 
-    names = ("temperature", "top_p", "max_tokens", "top_k", "min_p", "ignore_eos")
-    sampling = Sampling(**{name: getattr(args, name) for name in names}, stop=tuple(args.stop))
-    rows = read_prompts(args.file, num_samples=args.num_samples, sampling=sampling)
+    rows = read_prompts(args.file, num_samples=args.num_samples, sampling=sampling_from_flags(args))
     prompts = list(islice(rows, args.limit))
     if not prompts:
         raise InvalidInput(str(args.file), "contains no prompts")

@@ -45,7 +45,7 @@ CONFIGS = [
 CONFIGS.append(CONFIGS[0].model_copy(update={"breaker": BreakerConfig(failures=4, probe_s=LEASE_TTL_S)}))
 EVALUATION = "held-out-1"
 NUM_KEPT = 2
-"""Steps that the learner can go back by: how long it keeps checkpoints."""
+"""Steps that the learner can rewind: how long it keeps checkpoints."""
 PASSED_S = st.sampled_from([1.0, LEASE_TTL_S + 1])
 indices = st.integers(0, 7)
 
@@ -286,20 +286,20 @@ class ReplayMachine(RuleBasedStateMachine):
     @rule()
     def restart_the_learner(self) -> None:
         self.do(self.queue.take_term(0))
-        manifests = self.do(self.queue.restore(self.step))
+        manifests = self.do(self.queue.rewind_step(self.step))
         assert {i for ids in manifests.values() for i in ids} >= set(self.taken)
 
     @rule(num_steps=st.integers(0, NUM_KEPT + 1))
-    def go_back(self, num_steps: int) -> None:
-        """A new learner goes back by some steps. A repetition changes nothing."""
+    def rewind(self, num_steps: int) -> None:
+        """A new learner rewinds some steps. A repetition changes nothing."""
         step = max(0, self.step - num_steps)
         abandoned = [prompt_id for prompt_id in self.committed if self.committed_at[prompt_id] > step]
         self.do(self.queue.take_term(0))
         if step < self.do(self.queue.committed()).kept_after:
             return
-        self.do(self.queue.go_back("checkpoint", step, abandoned))
+        self.do(self.queue.rewind("checkpoint", step, abandoned))
         stat = self.do(self.queue.stat())
-        self.do(self.queue.go_back("checkpoint", step, []))
+        self.do(self.queue.rewind("checkpoint", step, []))
         assert self.do(self.queue.stat()) == stat and stat.delivered == 0
         assert self.do(self.queue.committed()).step == step
         for prompt_id in abandoned:

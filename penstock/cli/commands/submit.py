@@ -37,9 +37,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--num-samples", type=int, default=8, help="samples per prompt (default: %(default)s)")
     add_sampling_flags(parser)
     parser.add_argument("--limit", type=whole_number(1), metavar="N", help="submit only the first N prompts")
-    parser.add_argument(
-        "--wait", type=float, metavar="S", help="wait S seconds at most until every prompt is finished"
-    )
+    parser.add_argument("--wait", type=float, metavar="S", help="wait S seconds at most until every prompt is finished")
     parser.add_argument("--epoch", type=int, default=0, help="give another number to submit the same prompts again")
     args = parser.parse_args(argv)
 

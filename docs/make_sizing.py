@@ -5,6 +5,7 @@ python docs/make_sizing.py
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from penstock_tools.sizing.hardware import CONTEXT_BYTES, GPUS
@@ -21,10 +22,10 @@ from penstock_tools.sizing.memory import (
     total,
 )
 from penstock_tools.sizing.models import KNOWN
-from penstock_tools.sizing.plan import PLACEMENTS, Plan, make_plan
+from penstock_tools.sizing.plan import Plan, smallest_plan
 from penstock_tools.sizing.plan_text import as_text, search_text
 from penstock_tools.sizing.rates import Workload
-from penstock_tools.sizing.search import Task, search
+from penstock_tools.sizing.search import PLACEMENTS, Placement, Task, search
 
 PAGE = Path(__file__).parent / "sizing.md"
 GPU = GPUS["h100"]
@@ -182,20 +183,25 @@ the examples, predicted / measured:
 
 def build() -> str:
     header = f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|"
-    plans = [make_plan(shape, GPU, placement, WORKLOAD) for shape in KNOWN.values() for placement in PLACEMENTS]
+    plans = [_plan(name, placement) for name in KNOWN for placement in PLACEMENTS]
     load = (
         f"## On {GPU.name.upper()} (80 GB)\n"
         f"{WORKLOAD.groups_per_step} groups of {WORKLOAD.num_samples} samples a step, prompts of "
         f"{WORKLOAD.prompt_tokens} and responses of {WORKLOAD.response_tokens} tokens on "
         f"average, `max_staleness` {WORKLOAD.max_staleness}, 400 Gbit/s.\n"
     )
-    example = make_plan(KNOWN["7b"], GPU, "split-collocate", WORKLOAD)
-    arithmetic = f"\n## The arithmetic of one plan\n```\n{as_text(example)}\n```\n"
+    arithmetic = f"\n## The arithmetic of one plan\n```\n{as_text(_plan('7b', 'split-collocate'))}\n```\n"
     plans_table = "\n".join([HEAD, load, header, *map(_row, plans)]) + "\n"
-    shape = KNOWN["7b"]
-    found = search(Task({"policy": shape, "reference": shape}, GPU, WORKLOAD), 8)
-    searched = SEARCH.replace("EXAMPLE", search_text(found))
+    searched = SEARCH.replace("EXAMPLE", search_text(search(_task("7b"), 8)))
     return plans_table + arithmetic + MEMORY + _memory_table() + FORMULAS + searched + TAIL
+
+
+def _task(name: str) -> Task:
+    return Task({"policy": KNOWN[name], "reference": KNOWN[name]}, GPU, WORKLOAD)
+
+
+def _plan(name: str, placement: Placement) -> Plan:
+    return smallest_plan(replace(_task(name), placements=(placement,)))
 
 
 def _memory_table() -> str:
@@ -212,19 +218,20 @@ def _memory_table() -> str:
 
 
 def _row(plan: Plan) -> str:
-    forecast, reference = plan.forecast, plan.reference
+    forecast, policy, reference = plan.forecast, plan.roles["policy"], plan.roles["reference"]
+    name, num_servers = plan.task.policy.name, plan.proposal.num_servers
     cells = [
-        plan.model.name + ("" if plan.model.name in RUN else " (on paper)"),
-        plan.placement,
-        str(plan.num_gpus),
-        f"{plan.policy.num_gpus} ({plan.policy.num_bytes / 1e9:.0f} GB)",
+        name + ("" if name in RUN else " (on paper)"),
+        plan.proposal.learner.placement,
+        str(plan.proposal.num_gpus),
+        f"{policy.num_gpus} ({policy.num_bytes / 1e9:.0f} GB)",
         f"{reference.num_gpus or 'shared'} ({reference.num_bytes / 1e9:.0f} GB)",
-        f"{plan.num_servers} x {plan.server.num_gpus}",
-        f"{plan.num_servers * plan.server_tokens_per_s:,.0f}",
+        f"{num_servers} x {plan.server.num_gpus}",
+        f"{num_servers * plan.server_tokens_per_s:,.0f}",
         f"{forecast.step_s:.0f} s",
         f"{forecast.idle_share:.0%}",
-        f"{plan.push_s:.1f} s",
-        f"{plan.pause_s * 1000:.0f} ms",
+        f"{plan.durations['push_s']:.1f} s",
+        f"{plan.durations['pause_s'] * 1000:.0f} ms",
         f"{forecast.staleness_mean:.1f}",
     ]
     return f"| {' | '.join(cells)} |"

@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 from penstock.config.algorithms import ADVANTAGE_NAMES, LOSS_NAMES
 from penstock.config.rollout import Reward
 from penstock.config.run import RunConfig
+from penstock.sampling import Description
 from penstock_rollout.agents.registry import BUILT_IN as AGENTS
 from penstock_rollout.agents.tool_calls import TOOL_FORMATS
 from penstock_rollout.rewards.kinds import DATA_SOURCES
@@ -152,7 +153,8 @@ def _row(name: str, field: FieldInfo) -> str:
 
 
 def _meaning(field: FieldInfo) -> str:
-    return _one_line(field.description or "").replace("None: ", "`null`: ")
+    described = [part.text for part in field.metadata if isinstance(part, Description)]
+    return _one_line(field.description or "".join(described)).replace("None: ", "`null`: ")
 
 
 def _type(field: FieldInfo) -> str:
@@ -182,7 +184,8 @@ def _kind(annotation: Any) -> str:
         kind = _kind(arguments[0])
         return f"list of {kind}" if arguments[-1] is Ellipsis else f"list of {len(arguments)} {kind}s"
     if origin is Annotated:
-        return ", ".join([_kind(arguments[0]), *_bounds([item for extra in arguments[1:] for item in extra.metadata])])
+        items = [item for extra in arguments[1:] for item in getattr(extra, "metadata", [extra])]
+        return ", ".join([_kind(arguments[0]), *_bounds(items)])
     if origin is dict:
         return "mapping"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from penstock.config.base import Config
-from penstock.trajectory import Sampling
+from penstock.sampling import Sampling, SamplingParameters
 
 
 class WeightedFile(Config):
@@ -44,33 +45,15 @@ class ColumnsConfig(Config):
         return tuple(dict.fromkeys(field.partition(".")[0] for field in fields))
 
 
-class SamplingConfig(Config):
-    """Sampling parameters of a dataset, besides its temperature."""
-
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus sampling: sample from the smallest set of tokens whose probabilities add up to this. 1 turns it off."""
-    top_k: int = Field(default=0, ge=0)
-    """Sample from this many of the most likely tokens. 0 turns it off."""
-    min_p: float = Field(default=0.0, ge=0, lt=1)
-    """Sample from tokens that are at least this likely, compared with the most likely one. 0 turns it off."""
-    max_tokens: int = Field(default=256, ge=1)
-    """Maximum number of tokens in a response."""
-    ignore_eos: bool = False
-    """Go on after a stop token, up to `max_tokens`."""
-    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Texts that end a response. The text itself stays in the response."""
-    temperature: float = 1.0
-    """Sampling temperature."""
+class SamplingConfig(Config, SamplingParameters):  # type: ignore[misc]  # mypy does not know that it is frozen
+    """Sampling parameters of a dataset."""
 
     @property
     def sampling(self) -> Sampling:
-        return Sampling(
-            temperature=self.temperature, top_p=self.top_p, max_tokens=self.max_tokens, top_k=self.top_k,
-            min_p=self.min_p, ignore_eos=self.ignore_eos, stop=self.stop,
-        )  # fmt: skip
+        return Sampling(**{field.name: getattr(self, field.name) for field in fields(SamplingParameters)})
 
 
-class ValidationConfig(SamplingConfig):
+class ValidationConfig(SamplingConfig):  # type: ignore[misc]  # mypy does not know that it is frozen
     """A held-out dataset that is scored while the run trains, with its own sampling parameters."""
 
     file: Files | None = None
@@ -100,7 +83,7 @@ class ValidationConfig(SamplingConfig):
         return self
 
 
-class DatasetConfig(SamplingConfig):
+class DatasetConfig(SamplingConfig):  # type: ignore[misc]  # mypy does not know that it is frozen
     """The dataset that `penstock up` and `penstock feed` submit. Without a file, only clients submit prompts."""
 
     file: Files | None = None

@@ -13,9 +13,11 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from penstock.codec import sampling_to_proto
 from penstock.errors import InvalidInput, ModelNotFound
 from penstock.protocols.conversation import Json
-from penstock.v1 import generate_pb2, prompts_pb2
+from penstock.sampling import SAMPLING_FIELDS, Sampling
+from penstock.v1 import generate_pb2
 
 MAX_CHOICES = 128
 UNLIMITED = 2**31 - 1
@@ -96,17 +98,12 @@ class SamplingBody(Body):
         """A request with everything but its prompt. Refuses what is not supported."""
         self.refuse()
         run, version = self._model()
+        named = [name for name in SAMPLING_FIELDS if name in SamplingBody.model_fields]
+        given = {name: value for name in named if (value := getattr(self, name)) is not None}
+        given["top_k"] = max(0, self.top_k or 0)
         return generate_pb2.GenerateRequest(
             run=run,
-            sampling=prompts_pb2.Sampling(
-                temperature=1.0 if self.temperature is None else self.temperature,
-                top_p=1.0 if self.top_p is None else self.top_p,
-                max_tokens=max_tokens,
-                seed=seed,
-                top_k=max(0, self.top_k or 0),
-                min_p=self.min_p or 0.0,
-                ignore_eos=bool(self.ignore_eos),
-            ),
+            sampling=sampling_to_proto(Sampling(**given, max_tokens=max_tokens, seed=seed)),
             stop=[stop] if isinstance(stop, str) else stop or [],
             stream=bool(self.stream),
             session_id=session_id,

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from penstock.api.conversion import parse_json
-from penstock.codec import prompt_to_proto
+from penstock.codec import prompt_to_proto, sampling_from_proto
 from penstock.errors import InvalidInput
+from penstock.sampling import check_sampling as check_bounds
 from penstock.trajectory import MESSAGE_FIELDS, Prompt
-from penstock.trajectory import check_sampling as check_bounds
 from penstock.v1 import prompts_pb2
 
 MAX_PROMPT_ID = 2**32 - 1
@@ -162,9 +162,7 @@ def check_fields(text: str, path: str) -> None:
 
 
 def check_sampling(sampling: prompts_pb2.Sampling) -> None:
-    check_bounds(sampling)
-    if sampling.max_tokens < 1:
-        raise InvalidInput("sampling.max_tokens", f"must be at least 1, not {sampling.max_tokens}")
+    check_bounds(sampling_from_proto(sampling))
 
 
 def check_json(text: str, path: str) -> Any:

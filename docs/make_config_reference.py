@@ -5,6 +5,7 @@ python docs/make_config_reference.py
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
@@ -16,6 +17,7 @@ from pydantic.fields import FieldInfo
 from penstock.config.algorithms import ADVANTAGE_NAMES, LOSS_NAMES
 from penstock.config.rollout import Reward
 from penstock.config.run import RunConfig
+from penstock.sampling import Description
 from penstock_rollout.agents.registry import BUILT_IN as AGENTS
 from penstock_rollout.agents.tool_calls import TOOL_FORMATS
 from penstock_rollout.rewards.kinds import DATA_SOURCES
@@ -47,7 +49,8 @@ DESCRIBED_ELSEWHERE = (dict[str, Reward],)
 
 
 def build() -> str:
-    return HEADER + _names() + "".join(_section(path, model) for path, model in _models("", RunConfig))
+    shown: dict[str, str] = {}
+    return HEADER + _names() + "".join(_section(path, model, shown) for path, model in _models("", RunConfig))
 
 
 def _names() -> str:
@@ -124,18 +127,27 @@ def _models_in(annotation: Any) -> list[type[BaseModel]]:
     return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
 
 
-def _section(path: str, model: type[BaseModel]) -> str:
+def _section(path: str, model: type[BaseModel], shown: dict[str, str]) -> str:
+    """The table of a model. `shown` has the rows of earlier tables by section; they are not shown again."""
     purpose = vars(model).get("__doc__") or ""
     sections = {name: field for name, field in model.model_fields.items() if _model_of(field) is not None}
-    values = {name: field for name, field in model.model_fields.items() if name not in sections}
-    lines = ["", f"## `{path}`" if path else "## Top level", *([_one_line(purpose)] if purpose and path else []), ""]
-    if values:
-        lines += ["| field | type | default | meaning |", "|---|---|---|---|"]
-        lines += [_row(name, field) for name, field in values.items()]
+    values = {name: field for name, field in model.model_fields.items() if name not in {*sections, "kind"}}
+    rows = {name: _row(name, field) for name, field in values.items()}
+    repeated: dict[str, list[str]] = {}
+    for name in [name for name, row in rows.items() if row in shown]:
+        repeated.setdefault(shown[rows.pop(name)], []).append(name)
+    shown.update(dict.fromkeys(rows.values(), path))
+    texts = ["\n".join(["| field | type | default | meaning |", "|---|---|---|---|", *rows.values()])] if rows else []
+    for other, names in repeated.items():
+        texts.append(f"As in [`{other}`](#{_anchor(other)}): {', '.join(f'`{name}`' for name in names)}.")
     if sections:
-        links = [_link(path, name, field) for name, field in sections.items()]
-        lines += [*([""] if values else []), f"Sections: {', '.join(links)}."]
-    return "\n".join(lines) + "\n"
+        texts.append(f"Sections: {', '.join(_link(path, name, field) for name, field in sections.items())}.")
+    head = ["", f"## `{path}`" if path else "## Top level", *([_one_line(purpose)] if purpose and path else []), ""]
+    return "\n".join(head) + "\n" + "\n\n".join(texts) + "\n"
+
+
+def _anchor(path: str) -> str:
+    return re.sub(r"[^\w -]", "", path).replace(" ", "-")
 
 
 def _link(path: str, name: str, field: FieldInfo) -> str:
@@ -143,7 +155,7 @@ def _link(path: str, name: str, field: FieldInfo) -> str:
     dotted = f"{path}.{name}".lstrip(".")
     notes = ["null by default"] if NoneType in get_args(field.annotation) else []
     notes += [_meaning(field).rstrip(".")] if field.description else []
-    return f"[`{name}`](#{dotted.replace('.', '')})" + (f" ({'; '.join(notes)})" if notes else "")
+    return f"[`{name}`](#{_anchor(dotted)})" + (f" ({'; '.join(notes)})" if notes else "")
 
 
 def _row(name: str, field: FieldInfo) -> str:
@@ -152,7 +164,8 @@ def _row(name: str, field: FieldInfo) -> str:
 
 
 def _meaning(field: FieldInfo) -> str:
-    return _one_line(field.description or "").replace("None: ", "`null`: ")
+    described = [part.text for part in field.metadata if isinstance(part, Description)]
+    return _one_line(field.description or "".join(described)).replace("None: ", "`null`: ")
 
 
 def _type(field: FieldInfo) -> str:
@@ -182,7 +195,8 @@ def _kind(annotation: Any) -> str:
         kind = _kind(arguments[0])
         return f"list of {kind}" if arguments[-1] is Ellipsis else f"list of {len(arguments)} {kind}s"
     if origin is Annotated:
-        return ", ".join([_kind(arguments[0]), *_bounds([item for extra in arguments[1:] for item in extra.metadata])])
+        items = [item for extra in arguments[1:] for item in getattr(extra, "metadata", [extra])]
+        return ", ".join([_kind(arguments[0]), *_bounds(items)])
     if origin is dict:
         return "mapping"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):

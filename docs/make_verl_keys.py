@@ -9,15 +9,7 @@ import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
-from penstock_tools.verl_import.keys import EVALUATION_KEYS, FSDP_SFT_KEYS, GENERATION_KEYS, SFT_KEYS
-from penstock_tools.verl_import.training_keys import (
-    DATA_KEYS,
-    POLICY_KEYS,
-    REWARD_KEYS,
-    ROLLOUT_KEYS,
-    TRAINER_KEYS,
-    Key,
-)
+from penstock_tools.verl_import.keys import ALL_KEYS, KEYS_BY_PROGRAM, Key
 
 KEYS_FILE = Path(__file__).parent / "verl-keys.md"
 HEADER = """\
@@ -34,40 +26,39 @@ text. A key that is in no table is reported as not known.
   reported.
 - **Not needed**: nothing is lost without the key. The import's report says why.
 """
-ALIAS = "another name of "
 SECTIONS = {
-    "Trainer": TRAINER_KEYS,
-    "Data": DATA_KEYS,
-    "Rewards": REWARD_KEYS,
-    "Rollout": ROLLOUT_KEYS,
-    "Policy, reference, critic and algorithm": POLICY_KEYS,
-    "Generation (`main_generation`), replaced by `penstock generate`": GENERATION_KEYS,
-    "Evaluation (`main_eval`), replaced by `penstock evaluate`": EVALUATION_KEYS,
-    "Supervised training (`sft_trainer`), replaced by `penstock sft`": SFT_KEYS,
-    "Supervised training before it (`fsdp_sft_trainer`)": FSDP_SFT_KEYS,
+    "trainer": "Trainer",
+    "data": "Data",
+    "rewards": "Rewards",
+    "rollout": "Rollout",
+    "policy": "Policy, reference, critic and algorithm",
+    "generation": "Generation (`main_generation`), replaced by `penstock generate`",
+    "evaluation": "Evaluation (`main_eval`), replaced by `penstock evaluate`",
+    "sft": "Supervised training (`sft_trainer`), replaced by `penstock sft`",
 }
 
 
 def build() -> str:
-    return HEADER + "".join(_section(title, rows) for title, rows in SECTIONS.items())
+    sections = [_section(title, [row for row in ALL_KEYS if row.section == name]) for name, title in SECTIONS.items()]
+    older = _section("Supervised training before it (`fsdp_sft_trainer`)", KEYS_BY_PROGRAM["fsdp_sft"])
+    return HEADER + "".join([*sections, older])
 
 
 def _section(title: str, rows: Iterable[Key]) -> str:
     """The keys of a section: same meaning, with a difference, without counterpart, other names, not needed."""
     rows = list(rows)
-    aliases = [row for row in rows if row.note.startswith(ALIAS)]
-    meant = [row for row in rows if row.status != "unneeded" and row not in aliases]
+    fields = [row for row in rows if row.kind == "set"]
     lists = {
-        "Same": [f"`{row.verl}`: {_ours(row)}" for row in meant if row.ours and not row.note],
-        "Other names": [f"`{row.verl}` for {row.note.removeprefix(ALIAS)}" for row in aliases],
-        "Not needed": [f"`{row.verl}`" for row in rows if row.status == "unneeded"],
+        "Same": [f"`{row.verl}`: {_ours(row)}" for row in fields if not row.note],
+        "Other names": [f"`{row.verl}` for {_ours(row)}" for row in rows if row.kind == "alias"],
+        "Not needed": [f"`{row.verl}`" for row in rows if row.kind == "unneeded"],
     }
     tables = {
         "| verl, with a difference | ours | difference |\n|---|---|---|": [
-            f"| `{row.verl}` | {_ours(row)} | {_note(row)} |" for row in meant if row.ours and row.note
+            f"| `{row.verl}` | {_ours(row)} | {_note(row)} |" for row in fields if row.note
         ],
         "| verl, no counterpart | note |\n|---|---|": [
-            f"| `{row.verl}` | {_note(row)} |" for row in meant if not row.ours
+            f"| `{row.verl}` | {_note(row)} |" for row in rows if row.kind == "missing"
         ],
     }
     texts = [

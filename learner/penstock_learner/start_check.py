@@ -1,7 +1,4 @@
-"""`penstock learner --check`: finds the mistakes that can be found before Ray is started.
-
-torch and transformers are imported only by the checks that need them.
-"""
+"""`penstock learner --check`: finds the mistakes that can be found before Ray is started."""
 
 from __future__ import annotations
 

@@ -8,14 +8,11 @@ apply to the mean difference of a server's tokens:
                  missed an update long before its difference is large: a correct server is far below it.
 
 A server that is beyond a limit in STRIKES steps in a row disagrees. It disagrees at once if it is beyond the configured
-limit on the learner's own weights, and has never agreed or is at more than twice the limit.
+limit on the learner's own weights, and has never agreed or is at more than twice the limit. Both limits allow for top-p
+and for the drift of the policy since older versions, which is measured on the samples of the step before (`add_drift`).
 
-Both limits allow for top-p, and for tokens of older versions: their log-probs differ because the policy has moved. How
-far it moves in a step is measured on the samples of the step before, which the learner computes again (`add_drift`).
-Tokens that are older than these measurements are not judged.
-
-Baselines are not compared: they are not trained, and greedy decoding reports its log-probs at another temperature. Nor
-are trajectories that one server has continued for another: they would not say which of the two is wrong.
+Baselines are not compared: greedy decoding reports its log-probs at another temperature. Nor are trajectories that one
+server has continued for another: they would not say which of the two is wrong.
 """
 
 from __future__ import annotations

@@ -1,15 +1,10 @@
 """Advantage estimators. Each is a pure function (AdvantageInputs, AdvantageConfig) -> AdvantageOutputs. A function of a
 user may return the advantages of the tokens alone.
 
-Groups must be complete, and whitening uses all tokens that it is given. So call these on the whole batch, before it is
-split over ranks and micro-batches. In every estimator `R = sum_t r_t` over the trained tokens of a sequence, `mu` is
-the mean of R over its group, and `W` is `segments.whiten`.
-
-A sequence without a trained token has no R. It is no member of its group: it counts neither in the mean and the
-standard deviation nor in the group's size.
-
-Sequences of one episode, such as the paths of a session, are one sample of their group: each counts for its share, so
-that a session with many paths weighs no more than a session with one.
+Call these on the whole batch: groups must be complete, and whitening (`W`) uses all tokens that it is given. In every
+estimator `R = sum_t r_t` over the trained tokens of a sequence, and `mu` is the mean of R over its group. A sequence
+without a trained token has no R, and is not a member of its group. Sequences of one episode, such as the paths of a
+session, are one sample of their group, in which each counts for its share.
 """
 
 from __future__ import annotations

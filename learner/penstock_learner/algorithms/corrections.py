@@ -8,7 +8,7 @@ gradient. The caller chooses the proximal policy by `CorrectionConfig.mode`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -45,18 +45,12 @@ class CorrectionStatistics:
 
     def merge(self, other: CorrectionStatistics) -> CorrectionStatistics:
         """The statistics of two parts that share no token, as one."""
-        return CorrectionStatistics(
-            self.num_tokens + other.num_tokens,
-            self.num_truncated + other.num_truncated,
-            self.num_rejected + other.num_rejected,
-            self.sum_weights + other.sum_weights,
-            self.sum_squared_weights + other.sum_squared_weights,
-            torch.maximum(self.max_weight, other.max_weight),
-            torch.maximum(self.max_ratio, other.max_ratio),
-            self.sum_ratio + other.sum_ratio,
-            self.sum_kl + other.sum_kl,
-            self.ratio_counts + other.ratio_counts,
-        )
+        names = [each.name for each in fields(self)]
+        merged = {
+            name: (torch.maximum if name.startswith("max_") else torch.add)(getattr(self, name), getattr(other, name))
+            for name in names
+        }
+        return CorrectionStatistics(**merged)
 
     @property
     def mean_weight(self) -> float:

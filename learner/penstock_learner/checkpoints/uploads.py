@@ -1,10 +1,9 @@
 """Checkpoints in object storage: each one is uploaded once it is written, and fetched by a learner without a folder.
 
-    URL/RUN/term-T-step-N/…shards…, trainer.json, and manifest.json last
+    URL/RUN/term-T-step-N/…shards…, trainer.json, and manifest.json last, without which a checkpoint is not complete
 
-Only a checkpoint with a manifest is complete: it is uploaded last, and removed first. With uploads, a checkpoint is
-durable when it is complete in the store, so groups are acknowledged only then. A learner looks into the store each time
-it chooses a checkpoint, also after it has taken its term: a learner before it may have uploaded one until then.
+With uploads, a checkpoint is durable when it is complete in the store, so groups are acknowledged only then. A learner
+looks into the store each time it chooses a checkpoint, also after it has taken its term.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Compiles the trained roles while the learner has nothing to train on: the rollout servers still start, or generate
-the first batch.
+"""Compiles the trained roles while the learner has nothing to train on.
 
-torch compiles a layer when it is first called, for the sizes that it meets, and again for any size when it meets
-others. So two batches of random tokens are run for each form that the sequences of a step can have. A form that was not
-rehearsed is compiled in the step that meets it.
+torch compiles a layer for the sizes that it meets first, and again for any size when it meets others. So two batches of
+random tokens are run for each form that sequences can have. Other forms are compiled in the step that meets them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""The stages that steps are made of.
-
-ahead             the reward model's scores and the reference's log-probs, computed by frozen roles a step ahead
-with_advantages   advantages from rewards, on the whole batch, before it is split over ranks
-update_policy, update_critic
-"""
+"""The stages that steps are made of."""
 
 from __future__ import annotations
 

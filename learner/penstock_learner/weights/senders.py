@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -98,15 +98,15 @@ class ShmSender:
         pass
 
 
+@dataclass(eq=False)
 class SnapshotSender:
     """The rendezvous is the folder. The folder is removed after the push, unless the run keeps it as a snapshot."""
 
-    def __init__(self, folder: Path, kept: dict[int, Path], model_path: Path) -> None:
-        self.folder = folder
-        self.kept = kept
-        """Folders of the snapshots that the run keeps, by version."""
-        self.model_path = model_path
-        self._own: Path | None = None
+    folder: Path
+    kept: dict[int, Path]
+    """Folders of the snapshots that the run keeps, by version."""
+    model_path: Path
+    _own: Path | None = None
 
     def open(self, shipment: Shipment, members: Sequence[PushTarget], deadline: Deadline) -> str:
         staged = shipment.staged
@@ -324,16 +324,16 @@ def is_on_gpu(wire: torch.Tensor) -> bool:
     return wire.is_cuda
 
 
+@dataclass(eq=False)
 class GlooSender:
     """Forms one group per push, or groups of `group_size` workers if there are more (penstock.weights.transports). The
     rendezvous is `host:port/prefix/group_size` of the store where all groups meet."""
 
-    def __init__(self, host: str, group_size: int) -> None:
-        self.host = host
-        self.group_size = group_size
-        self._numbers = itertools.count(1)
-        self._store: Any = None
-        self._prefix = ""
+    host: str
+    group_size: int
+    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    _store: Any = None
+    _prefix: str = ""
 
     def open(self, shipment: Shipment, members: Sequence[PushTarget], deadline: Deadline) -> str:
         timeout = timedelta(seconds=deadline.remaining_s)
@@ -359,7 +359,9 @@ class GlooSender:
                     if len(in_flight) == GLOO_PIECES_AT_ONCE:
                         in_flight.popleft().wait(_rest(deadline))
             if is_divided(num_ranks(members), self.group_size):
-                in_flight.append(_barrier(group, deadline))
+                options = BarrierOptions()
+                options.timeout = _rest(deadline)
+                in_flight.append(group.barrier(options))
             for work in in_flight:
                 work.wait(_rest(deadline))
         except RuntimeError as error:
@@ -394,12 +396,6 @@ def _broadcast(group: Any, piece: torch.Tensor, deadline: Deadline) -> Any:
     options = BroadcastOptions()
     options.rootRank, options.rootTensor, options.timeout = PUBLISHER_RANK, 0, _rest(deadline)
     return group.broadcast([piece], options)
-
-
-def _barrier(group: Any, deadline: Deadline) -> Any:
-    options = BarrierOptions()
-    options.timeout = _rest(deadline)
-    return group.barrier(options)
 
 
 def _rest(deadline: Deadline) -> timedelta:

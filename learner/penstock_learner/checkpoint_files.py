@@ -102,7 +102,6 @@ def _damage(path: Path, expected: FileRecord, index: int) -> str:
 
 
 def _read_checksum(path: Path, index: int) -> str:
-    """The checksum of a piece's present content."""
     checksum, left = xxhash.xxh3_128(), PIECE_BYTES
     buffer = memoryview(bytearray(min(READ_BYTES, PIECE_BYTES)))
     with path.open("rb", buffering=0) as file:

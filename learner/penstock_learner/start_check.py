@@ -42,7 +42,6 @@ def check(config: RunConfig) -> str:
 
 
 def check_step(learner: LearnerConfig) -> None:
-    """Raise ConfigError if a step or a worker of the user's cannot be loaded."""
     if learner.step or learner.ahead:
         from penstock_learner.steps.program import load_program
 

@@ -60,7 +60,6 @@ class Sample:
         return len(self.group.prompt_token_ids) + len(self.trajectory.token_ids)
 
     def as_group(self) -> Group:
-        """The group with this trajectory alone."""
         return replace(self.group, trajectories=(self.trajectory,))
 
 
@@ -254,13 +253,11 @@ class LogProbCheck:
 
 
 def _mean(comparisons: Sequence[Comparison], value: Callable[[Comparison], float]) -> float:
-    """Mean over tokens."""
     num_tokens = sum(one.num_tokens for one in comparisons)
     return sum(one.num_tokens * value(one) for one in comparisons) / num_tokens
 
 
 def disagreement(verdicts: Sequence[Verdict]) -> ConfigError:
-    """The error that ends a run in which every server disagrees."""
     worst = max(verdicts, key=lambda verdict: verdict.mismatch_nats - verdict.limit_nats)
     others = ", ".join(f"{verdict.server_id} by {verdict.mismatch_nats:.3g}" for verdict in verdicts[:8])
     return ConfigError(

@@ -108,7 +108,6 @@ class ServerQuarantine:
         await self._put(record)
 
     async def end(self, server_id: str) -> None:
-        """Let the server serve again."""
         logger.warning("%s leaves the quarantine, and its groups are trained again", server_id)
         async with self._changing:
             await self.store.end(server_id, self.term)
@@ -147,7 +146,6 @@ class ServerQuarantine:
         return record is not None and not record.probes_left and not record.probe_ids
 
     def is_due(self, server: ServerRecord) -> bool:
-        """Whether the weights of this server should be loaded now."""
         if not self.holds(server.server_id):
             return False
         now = time.monotonic()
@@ -277,7 +275,6 @@ class ServerAgreement:
             raise disagreement([self._beyond[name] for name in sorted(expected)])
 
     async def _follow(self, verdicts: Mapping[str, Verdict], version: int) -> None:
-        """Begin and end quarantines as the verdicts say."""
         known = [verdict for name, verdict in verdicts.items() if name in self._known]
         probed = [verdict for verdict in known if self.quarantine.holds(verdict.server_id)]
         others = [verdict for verdict in known if verdict not in probed]
@@ -310,6 +307,5 @@ class ServerAgreement:
 
 
 def _mean_difference(compared: _Compared, log_probs: NDArray[np.float32]) -> float:
-    """How far the learner's log-probs of trained tokens have moved."""
     trained = np.concatenate([sample.trajectory.loss_mask for sample in compared.samples]).astype(bool)
     return float(np.abs(log_probs - compared.log_probs)[trained].mean())

@@ -109,7 +109,6 @@ class _Groups:
 
     @classmethod
     def of(cls, inputs: AdvantageInputs, rewards: Tensor | None = None) -> _Groups:
-        """The groups by their total rewards, or by `rewards` [S]."""
         if rewards is None:
             token_rewards = apply_mask(inputs.token_rewards, inputs.mask)
             rewards = segment_sum(token_rewards, inputs.sequence_ids, inputs.num_sequences)

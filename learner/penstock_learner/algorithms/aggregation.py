@@ -103,7 +103,6 @@ class Denominators:
 
     @classmethod
     def of(cls, mask: Tensor, sequence_ids: Tensor, constant_length: int | None = None) -> Denominators:
-        """The counts of a batch, or of a rank's part of it."""
         trained = sequence_ids[mask.bool()]
         return cls(int(trained.shape[0]), int(torch.unique(trained).shape[0]), constant_length)
 

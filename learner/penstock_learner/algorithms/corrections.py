@@ -109,7 +109,6 @@ def _sequence_ratio(log_ratio: Tensor, sequence_ids: Tensor) -> Tensor:
 
 
 def no_weight(log_ratio: Tensor, sequence_ids: Tensor, config: CorrectionConfig) -> tuple[Tensor, Tensor]:
-    """`w = 1`."""
     return torch.ones_like(log_ratio), torch.zeros_like(log_ratio, dtype=torch.bool)
 
 
@@ -133,7 +132,6 @@ def band(log_ratio: Tensor, sequence_ids: Tensor, config: CorrectionConfig) -> t
 
 
 def no_rejection(log_ratio: Tensor, sequence_ids: Tensor, config: CorrectionConfig) -> Tensor:
-    """Keep all tokens."""
     return torch.ones_like(log_ratio, dtype=torch.bool)
 
 
@@ -170,7 +168,6 @@ def correct(
     sequence_ids: Tensor,
     config: CorrectionConfig,
 ) -> Correction:
-    """Weights and rejections of a micro-batch of whole sequences."""
     log_ratio = apply_mask((numerator_log_probs - behaviour_log_probs).detach(), mask)
     weights, truncated = WEIGHTS.get(config.weight_name)(log_ratio, sequence_ids, config)
     kept = mask.bool() & REJECTIONS.get(config.rejection)(log_ratio, sequence_ids, config)

@@ -61,7 +61,6 @@ class CheckpointWriter:
             self._writing.result()
 
     async def abandon(self) -> None:
-        """Cancel the checkpoint that is being written, if any."""
         if self._writing is not None:
             self.store.abandon_upload()
             await end_task(self._writing)

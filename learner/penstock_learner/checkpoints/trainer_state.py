@@ -109,7 +109,6 @@ class Lineage:
         self.rewinds = [*self.rewinds, rewind][-MAX_REWINDS:]
 
     def abandons(self, group: Group) -> bool:
-        """Whether a version that was abandoned sampled a token of the group."""
         return any(rewind.abandons(group) for rewind in self.rewinds)
 
     def oldest_version(self, group: Group) -> int:

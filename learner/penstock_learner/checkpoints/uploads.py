@@ -47,7 +47,6 @@ class CheckpointUploads:
 
     @classmethod
     def of(cls, config: RunConfig) -> CheckpointUploads | None:
-        """The uploads that the config asks for, if any."""
         checkpoint = config.learner.checkpoint
         if not checkpoint.upload:
             return None
@@ -55,7 +54,6 @@ class CheckpointUploads:
         return cls(ObjectFolder(url, FIELD, checkpoint.upload_timeout_s), checkpoint.keep_uploaded)
 
     def newest_first(self) -> list[str]:
-        """The names of the complete checkpoints."""
         return sorted((name for name, files in self._list().items() if MANIFEST_FILE in files), reverse=True)
 
     def upload(self, checkpoint: Path, is_usable: Callable[[str], bool]) -> None:
@@ -146,7 +144,6 @@ class CheckpointUploads:
                 self.store.remove(f"{name}/{file}")
 
     def _list(self) -> dict[str, set[str]]:
-        """The files of each checkpoint, by its name."""
         checkpoints: dict[str, set[str]] = {}
         for path in self.store.list():
             name, _, file = path.partition("/")

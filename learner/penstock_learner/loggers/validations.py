@@ -61,7 +61,6 @@ class ValidationLog:
             await asyncio.sleep(POLL_S)
 
     async def look(self) -> None:
-        """Log the validations that have finished since the last look."""
         scores: dict[int, dict[str, float]] = {}
         history = await self.queue.evaluation_history()
         if self._known is None:
@@ -158,7 +157,6 @@ class RewardModelValidation:
             await asyncio.sleep(POLL_S)
 
     async def look(self) -> None:
-        """Score the validations that have finished since the last look."""
         async with self._looking:
             finished = [name for name in await self.queue.evaluation_history() if not is_named_score(name)]
             for evaluation_id in sorted(finished, key=lambda name: name_and_step(name)[1]):

@@ -94,7 +94,6 @@ class OperatorOrders:
                 self.rewind_ordered.set()
 
     async def new_rewind(self) -> Orders | None:
-        """The orders with a rewind that was not followed yet, or None."""
         self.rewind_ordered.clear()
         orders = await self.control.orders()
         return orders if orders.roll_backs > self.term.num_orders else None
@@ -271,7 +270,6 @@ class StepLoop:
                     await unused.end()
 
     async def _rehearse(self, first: BatchAhead) -> None:
-        """Compile the layers while the servers start and generate the first batch."""
         await self.phases.enter(LEARNER, "compiling, while the servers make the first batch")
 
         def is_needed() -> bool:

@@ -67,7 +67,6 @@ def log_probs_of_logits(
 
 
 def _capped(logits: Tensor, cap: float | None) -> Tensor:
-    """The logits in float32, soft capped."""
     return logits.float() if cap is None else soft_cap(logits.float(), cap)
 
 

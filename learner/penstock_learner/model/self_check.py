@@ -142,7 +142,6 @@ def _one_at_a_time(model: CausalLM | ScalarModel, run: Runner, batch: SequenceBa
 
 
 def _implementations(lm: Any) -> list[str]:
-    """The plain attention implementations that the model supports."""
     return ["eager", *(["sdpa"] if lm._supports_sdpa else [])]
 
 
@@ -170,7 +169,6 @@ def _lengths(config: Any) -> list[int]:
 
 
 def _with_other_last_tokens(batch: SequenceBatch, vocabulary: int) -> SequenceBatch:
-    """The same sequences, each with another last token."""
     token_ids = batch.token_ids.copy()
     last = np.cumsum(batch.lengths) - 1
     token_ids[last] = (token_ids[last] + 1) % vocabulary

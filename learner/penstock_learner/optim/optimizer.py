@@ -161,7 +161,6 @@ class OptimizerStep:
 
 
 def make_optimizer(model: nn.Module, learner: LearnerConfig, lr: float) -> ScaledAdamW:
-    """AdamW over the parameters that require a gradient."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     compiles = trained[0].is_cuda and learner.compile
     return ScaledAdamW(

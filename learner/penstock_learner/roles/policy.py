@@ -261,7 +261,6 @@ def _on_host(
 
 
 def _filled(part: T, tensors: Iterator[Tensor]) -> T:
-    """The dataclass with the next tensors in place of its own."""
     return replace(part, **{field.name: next(tensors) for field in fields(part)})
 
 

@@ -162,7 +162,6 @@ async def watch_address(address: str, unreachable_s: float = UNREACHABLE_S) -> N
 
 
 def kill_own_processes() -> None:
-    """Kill what is left of the private Ray that this process has started."""
     for process in own_processes().values():
         for each in (*process.children(recursive=True), process):
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -129,7 +129,6 @@ async def gather_all(*calls: Awaitable[Any]) -> list[Any]:
 
 
 async def send_beats(roles: Iterable[RoleGroup]) -> None:
-    """Tell the ranks again and again that their controller is alive."""
     while True:
         for role in roles:
             role.beat()
@@ -280,7 +279,6 @@ class RoleGroup:
             self.source.give_up()
 
     async def call_all(self, method: str, *arguments: Any) -> list[Any]:
-        """Make the same call to every rank."""
         return await self.call_each(method, [arguments] * self.num_ranks)
 
     async def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:

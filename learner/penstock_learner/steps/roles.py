@@ -39,7 +39,6 @@ class Update:
 
     @property
     def num_tokens(self) -> int:
-        """Number of trained tokens."""
         return int(np.count_nonzero(self.batch.loss_mask))
 
     def is_of(self, batch: SequenceBatch) -> bool:
@@ -241,7 +240,6 @@ class BatchContext:
 
     @property
     def data_sources(self) -> list[str]:
-        """The data source of each sequence."""
         return [group.data_source for group in self.groups for _ in group.trajectories]
 
 

@@ -101,7 +101,6 @@ async def ahead(batch: SequenceBatch, roles: Roles, context: BatchContext) -> Se
 
 
 def scored_sequences(context: BatchContext, config: RewardModelConfig) -> list[int]:
-    """The sequences of the data sources that the reward model scores."""
     return [i for i, source in enumerate(context.data_sources) if config.scores_source(source)]
 
 
@@ -153,7 +152,6 @@ def with_own_log_probs(batch: SequenceBatch, updates: Sequence[Update], context:
 
 
 def _tokens_of(batch: SequenceBatch, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The indices of the response tokens of these sequences."""
     lengths = batch.response_lengths
     return token_ranges((np.cumsum(lengths) - lengths)[sequences], lengths[sequences])
 

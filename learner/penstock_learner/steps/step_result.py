@@ -216,7 +216,6 @@ class SkippedSteps:
 
 
 def listed(prompts: list[int], at_most: int = 8) -> str:
-    """The first prompts, for a message."""
     more = ", …" if len(prompts) > at_most else ""
     return ", ".join(map(str, prompts[:at_most])) + more
 
@@ -230,7 +229,6 @@ _WITHOUT_UPDATES = (
 def metrics_of_updates(
     updates: Sequence[Update], batch: SequenceBatch, algorithm: AlgorithmConfig, kl_coefficient: float
 ) -> dict[str, float]:
-    """Numbers about all updates of a step, which trained on `batch`."""
     metrics = dict.fromkeys(_WITHOUT_UPDATES, 0.0)
     policy = [update for update in updates if update.role == "policy"]
     if policy:

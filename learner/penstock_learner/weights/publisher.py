@@ -324,7 +324,6 @@ def attempt(
 def _announcements(
     shipment: Shipment, members: Sequence[PushTarget], rendezvous: str, timeout_s: float, report: PushReport
 ) -> list[weights_pb2.AnnounceRequest]:
-    """The announcement to each member, with the rank of its first worker."""
     requests, rank = [], 1
     for member in members:
         requests.append(

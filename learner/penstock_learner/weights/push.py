@@ -25,7 +25,6 @@ class PushTarget:
 
 
 def num_ranks(members: Sequence[PushTarget]) -> int:
-    """Return the number of ranks: the publisher and every worker."""
     return 1 + sum(len(member.devices) for member in members)
 
 
@@ -54,7 +53,6 @@ class PushReport:
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Add the duration of the block to the phase."""
         started = time.monotonic()
         try:
             yield

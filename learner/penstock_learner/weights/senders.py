@@ -154,7 +154,6 @@ class PublisherPlace:
 
 
 def choose_transport(place: PublisherPlace, members: Sequence[PushTarget]) -> tuple[str, str]:
-    """Return the transport and the reason for it."""
     devices = [device for member in members for device in member.devices]
 
     def all_can(transport: str) -> bool:

@@ -72,7 +72,6 @@ class StagedVersion:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every bucket is filled."""
         return self._num_filled == len(self.memory.buckets)
 
     @property
@@ -159,7 +158,6 @@ class StagedVersion:
             self._progress.notify_all()
 
     def _first_nonfinite(self, index: int, bucket: torch.Tensor) -> str:
-        """The name of a tensor in the bucket that is not finite, or an empty text."""
         with beside_training(bucket):
             for _, run in groupby(self._of_bucket[index], key=lambda spec: spec.dtype):
                 specs = list(run)

@@ -124,7 +124,6 @@ def _layer_types(module: Any) -> list[str] | None:
 
 
 def register() -> None:
-    """Register packed attention with Hugging Face under `NAME`."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, packed_attention)

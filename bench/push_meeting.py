@@ -24,8 +24,7 @@ from penstock.v1 import weights_pb2
 from penstock.weights.checksums import XXH3_PIECES
 from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import TensorShape, build_manifest
-from penstock_learner.weights.push import PushTarget
-from penstock_learner.weights.senders import GlooSender, Shipment
+from penstock_learner.weights.senders import GlooSender, PushTarget, Shipment
 from penstock_learner.weights.staging import HostBuckets, StagedVersion
 from penstock_rollout.weights.stage import WeightStage
 

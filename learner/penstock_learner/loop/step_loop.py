@@ -63,8 +63,7 @@ from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.model.utilisation import RankUsage, mfu, peak_flops
 from penstock_learner.roles.ray_cluster import profiles_folder
 from penstock_learner.roles.role_group import RoleGroup, gather_all
-from penstock_learner.steps.program import TrainingStep
-from penstock_learner.steps.rehearsal import rehearse
+from penstock_learner.steps.program import TrainingStep, rehearse
 from penstock_learner.steps.step_result import StepResult, StepTimes, flattened, mean_rewards
 
 logger = logging.getLogger(__name__)

@@ -52,7 +52,7 @@ from penstock_learner.roles.dispatch import RouterReport, UpdateReport, dispatch
 from penstock_learner.roles.trainer import TrainerRank
 from penstock_learner.weights.gathering import PushedWeights
 from penstock_learner.weights.publisher import WeightPublisher
-from penstock_learner.weights.push import PushReport, PushTarget
+from penstock_learner.weights.senders import PushReport, PushTarget
 
 
 def open_policy(config: RunConfig) -> CausalLM:

@@ -30,7 +30,7 @@ from penstock.errors import ConfigError
 from penstock_learner.algorithms.advantages import ADVANTAGES, AdvantageInputs, compute_advantages
 from penstock_learner.algorithms.corrections import REJECTIONS, WEIGHTS
 from penstock_learner.algorithms.losses import LOSSES, LossInputs, policy_loss
-from penstock_learner.algorithms.trial import try_functions
+from penstock_learner.start_check import try_functions
 
 MODELS = [AdvantageConfig, LossConfig, CorrectionConfig, KLConfig, ValueLossConfig, OverlongConfig, AlgorithmConfig]
 

@@ -149,12 +149,7 @@ def sequence_rejection(log_ratio: Tensor, sequence_ids: Tensor, config: Correcti
 
 WEIGHTS: Registry[WeightFunction] = Registry(
     "correction weight",
-    {
-        "none": no_weight,
-        "token_truncation": token_truncation,
-        "sequence_truncation": sequence_truncation,
-        "band": band,
-    },
+    {"none": no_weight, "token_truncation": token_truncation, "sequence_truncation": sequence_truncation, "band": band},
 )
 REJECTIONS: Registry[RejectionFunction] = Registry(
     "rejection", {"none": no_rejection, "token": token_rejection, "sequence": sequence_rejection}

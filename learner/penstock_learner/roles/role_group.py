@@ -342,7 +342,7 @@ class RoleGroup:
         return ProcessDied(f"{self.name}.{method} failed: {type(cause).__name__}: {reason} (see the rank's log)")
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class RoleRecovery:
     """Counts the restarts of each role since `made_progress` was last called."""
 

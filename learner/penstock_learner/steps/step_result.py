@@ -171,7 +171,7 @@ _RATES = {"policy": "learner.lr", "critic": "learner.critic.lr"}
 """The learning rates of the trained roles. That of any other role is in `learner.roles`."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class SkippedSteps:
     """Counts the skipped steps in a row of each role. At the limit it saves the batch for inspection and ends the run.
     With a limit of 0 the run never ends for this reason."""

@@ -239,7 +239,7 @@ def _event(kind: str, **fields: Any) -> str:
 
 
 def _messages(message: InputMessage, number: int) -> list[Message]:
-    """Our messages for one of Anthropic's. The results of tools in it become messages of their own, before its text."""
+    """Our messages for one of Anthropic's. The results of tools in it become separate messages, before its text."""
     path = f"messages[{number}].content"
     if isinstance(message.content, str):
         return [Message(message.role, message.content)]
@@ -287,7 +287,7 @@ def _texts(content: Any, path: str) -> str:
 
 
 def _input(arguments: str) -> Json:
-    """The arguments of a call. Those that a limit has cut are no JSON, and are given as text."""
+    """The arguments of a call. Those that a limit has cut are not JSON, and are given as text."""
     try:
         value = json.loads(arguments or "{}")
     except ValueError:

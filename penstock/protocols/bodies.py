@@ -139,7 +139,7 @@ def set_json_schema(request: generate_pb2.GenerateRequest, schema: Any, path: st
 
 
 def function_tool(name: str, description: str | None, parameters: Json | None, strict: bool | None, path: str) -> Json:
-    """A tool in the form that chat templates read. Fields without a value are left out."""
+    """A tool in the form that chat templates read. Fields without a value are omitted."""
     json_text(parameters, f"{path}.parameters")
     fields = {"name": name, "description": description, "parameters": parameters, "strict": strict or None}
     return {"type": "function", "function": {key: value for key, value in fields.items() if value is not None}}

@@ -83,9 +83,7 @@ class ChatTurns:
         text = self._render([*_BASE, *messages], tools, template_arguments)
         before, marker, after = text.partition(_SPOKEN)
         if not marker:
-            raise ConfigError(
-                "the model's chat template leaves out the assistant's messages, which multi-turn agents need"
-            )
+            raise ConfigError("the model's chat template omits the assistant's messages, which multi-turn agents need")
         return before + marker, after
 
     def _render(

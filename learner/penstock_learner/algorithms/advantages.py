@@ -5,7 +5,7 @@ Groups must be complete, and whitening uses all tokens that it is given. So call
 split over ranks and micro-batches. In every estimator `R = sum_t r_t` over the trained tokens of a sequence, `mu` is
 the mean of R over its group, and `W` is `segments.whiten`.
 
-A sequence without a trained token has no R. It is no member of its group: it counts neither in the mean and the
+A sequence without a trained token has no R. It is not a member of its group: it counts neither in the mean and the
 standard deviation nor in the group's size.
 
 Sequences of one episode, such as the paths of a session, are one sample of their group: each counts for its share, so
@@ -106,8 +106,8 @@ class _Groups:
     """The total reward and the group of each sequence.
 
     `index[S]` numbers the groups 0..G-1. `is_member[S]` is false for a sequence without a trained token. `shares[S]` is
-    1 over the number of members of its episode, and 0 if it is no member. `sizes[S]` is the number of samples of each
-    sequence's group."""
+    1 over the number of members of its episode, and 0 if it is not a member. `sizes[S]` is the number of samples of
+    each sequence's group."""
 
     rewards: Tensor
     index: Tensor
@@ -140,8 +140,8 @@ class _Groups:
         return self.sum(per_sequence * self.shares)
 
     def centered(self) -> Tensor:
-        """[S] `R - mu`, and 0 for sequences that are no members. Exactly 0 if a group's rewards are equal: the smallest
-        is subtracted before the mean."""
+        """[S] `R - mu`, and 0 for sequences that are not members. Exactly 0 if a group's rewards are equal: the
+        smallest is subtracted before the mean."""
         rewards = torch.where(self.is_member, self.rewards, torch.inf)
         lifted = apply_mask(rewards - segment_min(rewards, self.index, self.num_groups)[self.index], self.is_member)
         return apply_mask(lifted - self.sum_samples(lifted) / self.sizes.clamp(min=1), self.is_member)
@@ -164,7 +164,7 @@ class _Groups:
 
 
 def _shares(episodes: Tensor | None, groups: Tensor, is_member: Tensor, dtype: torch.dtype) -> Tensor:
-    """[S] 1 over the number of members of each sequence's episode, and 0 for a sequence that is no member."""
+    """[S] 1 over the number of members of each sequence's episode, and 0 for a sequence that is not a member."""
     if episodes is None:
         return is_member.to(dtype)
     alone = -1 - torch.arange(len(episodes), device=episodes.device)

@@ -95,7 +95,7 @@ def watch_routers(lm: Any, learner: LearnerConfig) -> RouterWatch | None:
 def require_routers(lm: Any, routers: list[Router], *, replay: bool) -> None:
     """Raise ConfigError if the model has no routers, or for a replay, several in one layer or one expert per token.
 
-    A report of one expert cannot be told from the zero of an engine that knows nothing."""
+    A report of one expert cannot be distinguished from the zero of an engine that knows nothing."""
     kind = lm.config.model_type
     if not routers:
         raise ConfigError(
@@ -122,7 +122,7 @@ class RouterWatch:
         self.settings = settings
         self._used: list[Usage] = []
         self._counted: Tensor | None = None
-        """[rows] how many tokens a row of a router's input stands for. None: one each."""
+        """[rows] how many tokens a row of a router's input stands for. None if each stands for one."""
         self._experts: Tensor | None = None
         """[tokens, layers, top_k] to replay. They stay until the next forward pass, because the backward pass computes
         layers again."""
@@ -219,7 +219,7 @@ def _usable(forced: Tensor, num_experts: int) -> Tensor:
 
 
 def _laid_out(inputs: ModelInputs, padded: bool, experts: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """How many tokens each row of a router's input stands for (None: one), and the experts to replay for it."""
+    """Tokens that each row of a router's input stands for, None if one each; and the experts to replay for it."""
     packing = inputs.packing
     if padded:
         is_token = packing.is_token.flatten()

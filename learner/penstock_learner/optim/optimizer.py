@@ -31,7 +31,7 @@ Update = Callable[..., None]
 class ScaledAdamW(torch.optim.AdamW):
     """torch's AdamW with a step that scales the gradients. Its state is torch's, so a checkpoint loads into either.
 
-    Weights of at least `large` elements get a kernel of their own; by default no weight does. `compiled` fuses that
+    Weights of at least `large` elements get their own kernel; by default no weight does. `compiled` fuses that
     kernel. Uncompiled, each of its operations makes a pass over memory."""
 
     def __init__(

@@ -50,7 +50,7 @@ class Operation:
     verb: str
     path: str
     scope: Scope | None
-    """The weakest scope of a key that may call it. None: it needs no key."""
+    """The weakest scope of a key that may call it. None if it needs no key."""
     answer: type[BaseModel] | str
     """The record that REST answers with, or the media type of a file."""
     rpcs: tuple[MethodDescriptor, ...] = ()

@@ -80,7 +80,7 @@ class WatchResults(Record):
 
 
 class PromptHandlers:
-    """Streams and waits read through `watched`, which has connections of its own."""
+    """Streams and waits read through `watched`, which has its own connections."""
 
     def __init__(
         self, config: RunConfig, audit: AuditLog, queue: RedisReplayQueue, watched: GroupReader,

@@ -1,7 +1,7 @@
 """Exports a queue to a file and imports it, so that a recorded run can be replayed without rollout servers.
 
 Export only reads. It lists the groups first, then fetches them a few at a time, so its memory does not grow with the
-queue. A group that is committed before its turn is left out.
+queue. A group that is committed before its turn is skipped.
 
 Import makes each row a new prompt. One atomic call submits and leases the prompts without asking for admission: the
 groups exist already, and holding them back would only stall. Then the groups are appended like any others. So the
@@ -40,10 +40,10 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class Exported:
     num_groups: int
-    num_gone: int
+    num_committed: int
     """Groups that were committed while the export ran."""
     unreadable: tuple[str, ...]
-    """Groups that were left out because they cannot be decoded, with the reason. The learner will dead-letter them."""
+    """Groups that were skipped because they cannot be decoded, with the reason. The learner will dead-letter them."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ async def import_groups(
 
 
 class _Importer:
-    """Imports batches of rows. Its leases are short and renewed while it waits, so a dead import blocks nobody."""
+    """Imports batches of rows. Its leases are short and renewed while it waits, so a dead import blocks no one."""
 
     def __init__(self, inspector: QueueInspector, key: str, wait_s: float) -> None:
         self.inspector = inspector

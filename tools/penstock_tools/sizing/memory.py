@@ -54,7 +54,7 @@ class Term:
 
 
 @dataclass(frozen=True)
-class Moment:
+class MemoryUse:
     """What a rank holds at one moment, on its GPU and on the host."""
 
     phase: Phase
@@ -131,7 +131,7 @@ def total(terms: Sequence[Term]) -> float:
     return sum(term.num_bytes for term in terms)
 
 
-def peak(moments: Sequence[Moment], phase: Phase | None = None) -> Moment:
+def peak(moments: Sequence[MemoryUse], phase: Phase | None = None) -> MemoryUse:
     """The moment of a phase, or of all, at which the GPU is fullest."""
     return max((moment for moment in moments if phase in (None, moment.phase)), key=lambda m: total(m.device))
 
@@ -208,7 +208,7 @@ class TrainedRank:
         self.is_sharded = num_ranks > 1 or setup.master_bytes != setup.compute_bytes or setup.cpu_offload
         """Whether FSDP2 is used. Otherwise the weights are used as they are."""
 
-    def moments(self) -> list[Moment]:
+    def moments(self) -> list[MemoryUse]:
         found = [*self._load(), *self._step()]
         if self.role == "policy":
             found += self._push()
@@ -242,19 +242,19 @@ class TrainedRank:
         others: Sequence[Term],
         host: Sequence[Term] = (),
         num_staged: int = STAGED_VERSIONS,
-    ) -> Moment:
+    ) -> MemoryUse:
         """The moment with its state on the GPU, or with offload on the host."""
         others = [term for term in others if term.num_bytes]
         if self.role == "policy" and phase != "load":
             staged = self._staged(num_staged)
             others, host = ([*others, *staged], host) if self.setup.staging == "device" else (others, [*host, *staged])
         if self.setup.cpu_offload:
-            return Moment(phase, what, tuple(others), (*state, *host))
-        return Moment(phase, what, (*state, *others), tuple(host))
+            return MemoryUse(phase, what, tuple(others), (*state, *host))
+        return MemoryUse(phase, what, (*state, *others), tuple(host))
 
     # ── phases ──
 
-    def _load(self) -> list[Moment]:
+    def _load(self) -> list[MemoryUse]:
         """Each rank reads its part of the files. Then the self-check runs forward passes of a few tokens."""
         root = self._unsharded(self.model.root_parameters, "R")
         checked = [self._gathered(), *self._gathered_layer(), checked_logits(self.model, self.setup)]
@@ -264,7 +264,7 @@ class TrainedRank:
             self._placed("load", "the self-check", [self._weights()], checked),
         ]
 
-    def _step(self) -> list[Moment]:
+    def _step(self) -> list[MemoryUse]:
         is_first = self.setup.num_micro_batches == 1
         before = self._state(0.0 if is_first else 1.0)
         root = self._gathered()
@@ -277,7 +277,7 @@ class TrainedRank:
             found.append(self._placed("step", "logits", before, [root, *self._logits(), *self._inputs()]))
         return found
 
-    def _push(self) -> list[Moment]:
+    def _push(self) -> list[MemoryUse]:
         """Units are gathered one after the other and staged: layers, and the embedding and the head each by itself. A
         version may still be sent while the next is gathered."""
         root = [self._embedding()]
@@ -422,7 +422,7 @@ class TrainedRank:
 # ── every role ──
 
 
-def role_moments(role: Role, model: ModelShape, num_ranks: int, setup: Setup) -> list[Moment]:
+def role_moments(role: Role, model: ModelShape, num_ranks: int, setup: Setup) -> list[MemoryUse]:
     """The moments at which a rank of the role needs the most memory. For the policy it is rank 0, which also holds the
     versions that are pushed."""
     if role == "policy":
@@ -436,7 +436,7 @@ def role_moments(role: Role, model: ModelShape, num_ranks: int, setup: Setup) ->
     return [replace(moment, device=(*moment.device, context), host=(*moment.host, process)) for moment in moments]
 
 
-def _frozen_moments(role: Role, model: ModelShape, num_ranks: int, setup: Setup) -> list[Moment]:
+def _frozen_moments(role: Role, model: ModelShape, num_ranks: int, setup: Setup) -> list[MemoryUse]:
     """A reference or reward model: frozen weights, and forward passes only."""
     if role == "reference" and setup.lora_rank and setup.policy_is_reference:
         return []
@@ -458,16 +458,16 @@ def _frozen_moments(role: Role, model: ModelShape, num_ranks: int, setup: Setup)
     width = 4 * shape.hidden_size + shape.attention_size + 3 * shape.active_intermediate_size
     inside = Term("inside one layer", f"{tokens} x {width} x {size} B", float(size * tokens * width))
     found = [
-        Moment("load", "reading the weights", (whole if is_quantized else weights,), (reading(),)),
-        Moment("load", "gathering the root", (weights, *root, *buffer)),
-        Moment("step", "forward pass of a layer", (weights, *root, *layer, inside)),
+        MemoryUse("load", "reading the weights", (whole if is_quantized else weights,), (reading(),)),
+        MemoryUse("load", "gathering the root", (weights, *root, *buffer)),
+        MemoryUse("step", "forward pass of a layer", (weights, *root, *layer, inside)),
     ]
     if role == "reference":
-        found.append(Moment("load", "the self-check", (weights, *root, *layer, checked_logits(shape, setup))))
+        found.append(MemoryUse("load", "the self-check", (weights, *root, *layer, checked_logits(shape, setup))))
         states = Term("hidden states", f"{tokens} x {shape.hidden_size} x 8 B", 8.0 * tokens * shape.hidden_size)
         logits = logits_term(shape, setup, EAGER_LOGIT_BYTES - 1)
         all_logits = whole_logits(shape, setup, 2)
-        found.append(Moment("step", "logits", (weights, *root, *layer, states, logits, *all_logits)))
+        found.append(MemoryUse("step", "logits", (weights, *root, *layer, states, logits, *all_logits)))
     return found
 
 

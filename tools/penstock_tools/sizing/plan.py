@@ -14,7 +14,7 @@ from penstock.config.learner import RoleConfig
 from penstock.config.run import RunConfig
 from penstock.errors import InvalidInput
 from penstock_tools.sizing.hardware import USABLE_MEMORY, Gpu
-from penstock_tools.sizing.memory import Moment, Role, Setup, Term, peak, role_moments, server_terms, total
+from penstock_tools.sizing.memory import MemoryUse, Role, Setup, Term, peak, role_moments, server_terms, total
 from penstock_tools.sizing.models import ModelShape, find_shape
 from penstock_tools.sizing.rates import GROUP_VARIATION, LONGEST_GROUP, RoleWork, Workload, group_s, push_s, train_s
 from penstock_tools.sizing.simulation import FleetModel, Forecast, simulate
@@ -30,8 +30,8 @@ class RolePlan:
 
     role: str
     num_gpus: int
-    moments: tuple[Moment, ...]
-    """The moments at which its fullest rank needs the most memory. Empty if it needs none of its own."""
+    moments: tuple[MemoryUse, ...]
+    """The moments at which its fullest rank needs the most memory. Empty if it needs no memory itself."""
 
     @property
     def terms(self) -> tuple[Term, ...]:
@@ -182,11 +182,11 @@ def _fit_policy(model: ModelShape, gpu: Gpu, placement: Placement, workload: Wor
         for divisor in MICRO_BATCH_DIVISORS:
             smaller = replace(setup, micro_batch_tokens=setup.micro_batch_tokens // divisor)
             is_shared = placement == "split-collocate" and workload.has_reference
-            beside = _role("reference", model, num_ranks, smaller).num_bytes if is_shared else 0.0
+            shared_bytes = _role("reference", model, num_ranks, smaller).num_bytes if is_shared else 0.0
             for staging in choices:
                 staged = replace(smaller, staging=staging)
                 needed = _role("policy", model, num_ranks, staged).num_bytes
-                if needed + beside <= gpu.memory_bytes * USABLE_MEMORY:
+                if needed + shared_bytes <= gpu.memory_bytes * USABLE_MEMORY:
                     return num_ranks, staged
     raise InvalidInput("model", f"{model.name} does not fit on {RANKS[-1]} {gpu.name}; take larger GPUs")
 
@@ -248,7 +248,7 @@ def server_plan(model: ModelShape, gpu: Gpu, num_gpus: int, utilisation: float) 
     """A rollout server with this tensor parallelism."""
     staged = Term("a version that is being received", "P x 2 B", 2.0 * model.num_parameters)
     terms = tuple(server_terms(model, num_gpus, gpu, utilisation))
-    return RolePlan("rollout", num_gpus, (Moment("step", "decoding", terms, (staged,)),))
+    return RolePlan("rollout", num_gpus, (MemoryUse("step", "decoding", terms, (staged,)),))
 
 
 def fewest_sequences(workload: Workload) -> int:
@@ -287,7 +287,7 @@ class RoleMemory:
 
     role: str
     shares: RoleConfig
-    moments: tuple[Moment, ...]
+    moments: tuple[MemoryUse, ...]
 
     @property
     def num_bytes(self) -> float:
@@ -323,7 +323,7 @@ def memory_of(config: RunConfig, gpu: Gpu) -> list[GroupMemory]:
 
 
 def _role_memory(config: RunConfig, name: str, shares: RoleConfig) -> RoleMemory:
-    """The memory of a role. A worker class of the user's own has no moments: nobody knows what it holds."""
+    """The memory of a role. A worker class of the user's own has no moments, because what it holds is not known."""
     own = config.learner.roles.get(name)
     if own is not None and own.is_own_class:
         return RoleMemory(name, shares, ())

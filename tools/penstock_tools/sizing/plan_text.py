@@ -15,7 +15,7 @@ from penstock.config.loading import load_config, read_config, validate
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError
 from penstock_tools.sizing.hardware import Gpu
-from penstock_tools.sizing.memory import PHASES, Moment, Role, Setup, peak, total
+from penstock_tools.sizing.memory import PHASES, MemoryUse, Role, Setup, peak, total
 from penstock_tools.sizing.models import HUB_IDS, ModelShape, find_shape
 from penstock_tools.sizing.plan import PLACEMENTS, Plan, RolePlan
 from penstock_tools.sizing.rates import Pace, Workload
@@ -73,7 +73,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
 def _role_lines(role: RolePlan, plan: Plan) -> list[str]:
     """Memory of a role's fullest GPU when it is fullest, term by term, and the peak of each phase."""
     if not role.moments:
-        return [f"{role.role:<9} the policy with its adapter switched off: no memory of its own"]
+        return [f"{role.role:<9} the policy with its adapter switched off: no further memory"]
     shared_with = "critic" if role.role == "reward_model" else "policy"
     where = f"{role.num_gpus} GPU" if role.num_gpus else f"on the {shared_with}'s GPUs"
     memory = f"{role.num_bytes / 1e9:.1f} of {plan.gpu.memory_bytes / 1e9:.0f} GB"
@@ -84,7 +84,7 @@ def _role_lines(role: RolePlan, plan: Plan) -> list[str]:
     return [*lines, f"  {phases_text(role.moments)}"]
 
 
-def phases_text(moments: Sequence[Moment]) -> str:
+def phases_text(moments: Sequence[MemoryUse]) -> str:
     """The peaks of all phases in one line."""
 
     peaks = [f"{moment.phase} {total(moment.device) / 1e9:.1f}" for moment in _fullest(moments)]
@@ -92,7 +92,7 @@ def phases_text(moments: Sequence[Moment]) -> str:
     return f"{', '.join(peaks)} GB; {host_bytes / 1e9:.1f} GB on the host"
 
 
-def _fullest(moments: Sequence[Moment]) -> list[Moment]:
+def _fullest(moments: Sequence[MemoryUse]) -> list[MemoryUse]:
     """The fullest moment of each phase that a role has."""
     present = {moment.phase for moment in moments}
     return [peak(moments, phase) for phase in PHASES if phase in present]
@@ -146,7 +146,7 @@ def task_of(config: RunConfig, gpu: Gpu, defaults: Workload, given: Mapping[str,
     or what `longest_sample` makes of them. Flags come before the config."""
     if config.learner.roles:
         raise ConfigError(
-            "--gpus cannot place the roles of learner.roles: nobody knows their memory; use --config alone"
+            "--gpus cannot place the roles of learner.roles: their memory is not known; use --config alone"
         )
     dataset, engine, learner = config.dataset, config.rollout.engine, config.learner
     longest_prompt = config.rollout.prompt.max_tokens or max(1, engine.max_model_len - dataset.max_tokens)

@@ -85,7 +85,7 @@ class LearnerChoice:
 
     placement: Placement
     ranks: tuple[tuple[Role, int], ...]
-    """Ranks of each role that has memory of its own."""
+    """Ranks of each role that has its own memory."""
     setup: Setup
     """Settings of the policy."""
     micro_batch_tokens: int
@@ -172,7 +172,7 @@ class Learners:
         return LearnerChoice(placement, tuple(counts.items()), setup, micro, parallel, num_gpus, seconds)
 
     def _packed(self, placement: Placement) -> Iterator[LearnerChoice]:
-        """The learner on one GPU, alone or beside a rollout server. Only split-collocate lets models share GPUs."""
+        """The learner on one GPU, alone or with a rollout server. Only split-collocate lets models share GPUs."""
         if placement == "standalone" and len(self.task.groups(placement)) > 1:
             return
         roles = [role for group in self.task.groups(placement) for role in group]
@@ -235,7 +235,7 @@ class Learners:
         )
 
     def _useful_ranks(self, groups: list[list[Role]], fitting: tuple[tuple[int, ...], ...]) -> list[tuple[int, ...]]:
-        """Ranks of the other groups. Combinations are left out that are slower than others on as many GPUs, both in
+        """Ranks of the other groups. Combinations are skipped that are slower than others on as many GPUs, both in
         the forward passes and in the update."""
         key = (tuple(map(tuple, groups)), fitting)
         if key not in self._useful:
@@ -385,7 +385,7 @@ class Result:
     """What does not fit, next to what was chosen."""
 
     def cost(self, proposal: Proposal) -> float:
-        """Share of the best throughput that a proposal gives up."""
+        """Share of the best throughput that a proposal loses."""
         return 1 - proposal.tokens_per_s / self.best.tokens_per_s
 
 
@@ -632,7 +632,7 @@ def roles_of(task: Task, proposal: Proposal) -> dict[Role, RolePlan]:
 
 
 def _role(task: Task, proposal: Proposal, role: Role) -> RolePlan:
-    """GPUs and memory of a role. A role that shares the GPUs of the role before it has none of its own."""
+    """GPUs and memory of a role. A role that shares the GPUs of the role before it has no GPUs itself."""
     learner = proposal.learner
     num_ranks = dict(learner.ranks).get(role, learner.policy_ranks)
     tokens = tokens_of_a_rank(

@@ -105,7 +105,7 @@ def _override(config: HydraConfig, word: str) -> None:
         return
     found = _OVERRIDE.fullmatch(word)
     if found is None:
-        config.notes.append(f"{word!r} is not `key=value` and is left out")
+        config.notes.append(f"{word!r} is not `key=value` and is skipped")
         return
     for key, value in _flat(_value(found["value"]), found["key"]):
         config.values.pop(key, None)
@@ -113,7 +113,7 @@ def _override(config: HydraConfig, word: str) -> None:
 
 
 def _value(text: str) -> Any:
-    """Hydra's grammar is close to YAML's. A dict may leave out the space after the colon."""
+    """Hydra's grammar is close to YAML's. A dict may omit the space after the colon."""
     try:
         return parse_value(re.sub(r"([{,]\s*[\w.]+):(?=[^\s/])", r"\1: ", text) if text.startswith("{") else text)
     except yaml.YAMLError:
@@ -151,7 +151,7 @@ def _default(entry: Any, path: Path, config: HydraConfig, folders: Sequence[Path
     file = _find(path.parent / group / f"{name}.yaml", [folder / group for folder in folders])
     if file is None or file == path:
         if str(name) not in OWN_CONFIGS:
-            config.notes.append(f"{path.name}: the defaults entry {group or name} is not here; its keys are left out")
+            config.notes.append(f"{path.name}: the defaults entry {group or name} is not here; its keys are skipped")
         return {}
     tree = _tree(file, config, folders, depth + 1)
     keys = [] if package in ("_global_", "_here_") else (package or group).replace("/", ".").split(".")

@@ -219,7 +219,7 @@ class Statement:
 
 
 def split_statements(script: str) -> list[Statement]:
-    """Comments, redirections and here-documents are left out. A keyword is a statement of its own."""
+    """Comments, redirections and here-documents are skipped. A keyword is a separate statement."""
     return _Splitter(script).split()
 
 
@@ -559,7 +559,7 @@ class Expansion:
 
 
 def _is_empty_array(pieces: list[tuple[Value, bool]]) -> bool:
-    """`"$@"` without arguments is no word at all, and not an empty one."""
+    """`"$@"` without arguments is not a word at all, rather than an empty one."""
     return any(piece == [] for piece, _ in pieces) and not any(piece for piece, _ in pieces)
 
 

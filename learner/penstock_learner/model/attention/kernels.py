@@ -197,7 +197,7 @@ def flexible(q: Tensor, k: Tensor, v: Tensor, packing: Packing, form: ScoreForm)
 
 
 def _tiles(q: Tensor) -> dict[str, int] | None:
-    """FlexAttention's tiles for these queries. None: torch chooses them."""
+    """FlexAttention's tiles for these queries. None if torch chooses them."""
     is_large = 128 < q.shape[2] <= 256 and q.element_size() == 2
     is_hopper = torch.cuda.get_device_capability(q.device)[0] == 9
     return _LARGE_HEADS_ON_HOPPER if is_large and is_hopper else None

@@ -96,13 +96,15 @@ class Standby:
         """Wait until the process has imported everything. Returns whether it has; if not, it is closed."""
         started = time.monotonic()
         line = self._read_report(timeout_s)
-        said = json.loads(line) if line else {"problem": f"it did not answer within {timeout_s:.0f} s, or has died"}
-        if said["problem"]:
-            logger.warning("EngineCore starts without its standby process, which takes longer: %s", said["problem"])
+        report = json.loads(line) if line else {"problem": f"it did not answer within {timeout_s:.0f} s, or has died"}
+        if report["problem"]:
+            logger.warning("EngineCore starts without its standby process, which takes longer: %s", report["problem"])
             self.close()
             return False
         waited_s = time.monotonic() - started
-        logger.info("EngineCore's process imported vLLM in %.1f s; waited for %.1f s of it", said["seconds"], waited_s)
+        logger.info(
+            "EngineCore's process imported vLLM in %.1f s; waited for %.1f s of it", report["seconds"], waited_s
+        )
         return True
 
     def _read_report(self, timeout_s: float) -> bytes:
@@ -229,9 +231,9 @@ def main(data: int, tracker: int, report: int, architectures: list[str]) -> None
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server
     prepare_environment()
     problem = _preload(architectures)
-    said = json.dumps({"problem": problem, "seconds": time.monotonic() - started})
+    message = json.dumps({"problem": problem, "seconds": time.monotonic() - started})
     with contextlib.suppress(BrokenPipeError):  # the server does not wait for it
-        os.write(report, said.encode() + b"\n")
+        os.write(report, message.encode() + b"\n")
     os.close(report)
     environment = _read_environment(data, server)
     if environment is None:

@@ -20,11 +20,9 @@ ExpertIds = NDArray[Any]
 """[tokens, layers, top_k] of uint8, or of uint16 with more than 256 experts."""
 
 
-SESSION_SERVER = "session"
-"""Server id of the groups that a gateway makes of sessions. Only the harness could sample them again, so a group that
-may not be trained is dropped for good."""
 SESSION_AGENT = "penstock_session"
-"""Agent of the prompts of such groups. A rollout server that gets one refuses it."""
+"""Agent of the groups that a gateway makes of sessions, and of their prompts. Only the harness could sample them again:
+a rollout server refuses such a prompt, and a group that may not be trained is dropped for good."""
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ A prompt is in exactly one of these places at any time:
     take, commit, expire, discard, dead_letter,    the learner that holds the current term
     rewind
     submit, feed                                   the gateway and the feed of a dataset
+    accept                                         sessions and imports, whose groups need no rollout server
 
 `admitted` counts first leases, and leases after an expiry. A prompt whose lease was lost is still in flight. So
 `admitted = trained + expired + dead_lettered + queued + in_flight` holds at every moment (queued = ready + delivered;
@@ -42,13 +43,17 @@ queued.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from penstock.codec import encode_group
 from penstock.config.service import ReplayConfig
-from penstock.errors import Conflict, NotFound
+from penstock.errors import Conflict, DeadlineExceeded, NotFound
 from penstock.replay.group_payloads import GroupPayloads
 from penstock.replay.queue_types import (
     KEPT_EVALUATION_S,
@@ -62,6 +67,8 @@ from penstock.replay.queue_types import (
     FinishedGroup,
     KeptGroups,
     Lease,
+    OfferedGroup,
+    Origin,
     Outbox,
     PromptStatus,
     QueueStat,
@@ -76,6 +83,8 @@ from penstock.store.redis_client import RedisClient, guarded
 from penstock.store.scripts import QUEUE, read_columns, read_record, read_rows
 
 IDEMPOTENCY_TTL_S = 7 * 24 * 3600
+DURABLE_MARGIN_S = 10.0
+"""Extra time for new ids to become durable, beyond twice the loss window."""
 PROMPTS_AT_ONCE = 64
 """Prompts that one command reads. A prompt may be large, and Redis answers no one else meanwhile."""
 
@@ -85,6 +94,7 @@ class QueueCalls:
 
     def __init__(self, client: RedisClient, run: str, config: ReplayConfig) -> None:
         self.client = client
+        self.run = run
         self.keys = RunKeys(run)
         self.config = config
         self.payloads = GroupPayloads(client, self.keys)
@@ -292,6 +302,41 @@ class GroupProducer(QueueCalls):
     async def append_many(self, groups: Sequence[FinishedGroup]) -> list[AppendOutcome]:
         """`append` for each group in turn, in few exchanges with the store. Outcomes are in the same order."""
         return await self.payloads.append(groups, self.config)
+
+    async def accept(self, groups: Sequence[OfferedGroup], origin: Origin) -> list[tuple[int, AppendOutcome]]:
+        """Queue groups that no rollout server has leased: submit and lease their prompts without asking for admission,
+        because the groups exist already, then append them in order until one is refused as `full`. Returns the prompt
+        id and the outcome of each.
+
+        The call can be repeated at any point, by anyone: a group that an earlier call brought is a `duplicate`. Waits
+        until Redis can no longer lose the prompt ids, as every lease does."""
+        leases = await self._lease_offered(groups, origin)
+        outcomes: list[AppendOutcome] = []
+        for lease, offered in zip(leases, groups, strict=True):
+            if "full" in outcomes[-1:]:
+                outcomes.append("full")
+            elif not lease.attempt:
+                outcomes.append("duplicate")
+            else:
+                made = replace(offered.group, run=self.run, prompt_id=lease.prompt_id, attempt=lease.attempt)
+                payload = await asyncio.to_thread(encode_group, made)
+                outcomes.append(await self.append(lease, payload, made.min_version))
+        return [(lease.prompt_id, outcome) for lease, outcome in zip(leases, outcomes, strict=True)]
+
+    async def _lease_offered(self, groups: Sequence[OfferedGroup], origin: Origin) -> list[Lease]:
+        """The leases of the groups. The attempt of a group that an earlier call brought is 0."""
+        flat = [item for offered in groups for item in (offered.number, offered.prompt, offered.priority)]
+        loss_window_s = self.config.settle_s
+        deadline = time.monotonic() + 2 * loss_window_s + DURABLE_MARGIN_S  # ids that are older become durable first
+        times_ms = self._lease_ttl_ms, int(loss_window_s * 1000)
+        while groups:
+            leased = read_rows(await self.call("accept", origin.key, IDEMPOTENCY_TTL_S, origin.name, *times_ms, *flat))
+            if leases := [Lease(**row, payload=b"") for row in leased]:
+                return leases
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded("new prompt ids do not become durable; is Redis restarting? Try again")
+            await asyncio.sleep(loss_window_s / 10)
+        return []
 
     async def record_evaluation(
         self, evaluation_id: str, lease: Lease, rewards: Sequence[float], min_version: int, max_version: int,

@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from penstock.trajectory import Group
+
 PromptState = Literal["pending", "leased", "queued", "trained", "dead_lettered", "cancelled"]
 AppendOutcome = Literal["accepted", "duplicate", "full", "unknown"]
 
@@ -48,6 +50,28 @@ class FinishedGroup:
     lease: Lease
     payload: bytes
     min_version: int
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Who made groups that no rollout server has leased: the sessions of a gateway, or an import."""
+
+    name: str
+    """It holds the leases of the groups, as a rollout server does under its id."""
+    key: str
+    """Groups with the same key and number are the same group, for a week."""
+
+
+@dataclass(frozen=True)
+class OfferedGroup:
+    """A finished group without a lease."""
+
+    number: int
+    prompt: bytes
+    """The encoded prompt, which is sampled again if the group expires."""
+    priority: int
+    group: Group
+    """Its run, prompt and attempt are set when it is accepted."""
 
 
 @dataclass(frozen=True)

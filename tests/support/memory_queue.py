@@ -12,6 +12,7 @@ import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 
+from penstock.codec import encode_group
 from penstock.config.service import ReplayConfig
 from penstock.errors import Conflict, Fenced, NotFound
 from penstock.replay.queue_types import (
@@ -26,6 +27,8 @@ from penstock.replay.queue_types import (
     FinishedGroup,
     KeptGroups,
     Lease,
+    OfferedGroup,
+    Origin,
     Outbox,
     PromptState,
     PromptStatus,
@@ -311,6 +314,33 @@ class MemoryProducer:
 
     async def append_many(self, groups: Sequence[FinishedGroup]) -> list[AppendOutcome]:
         return [await self.append(group.lease, group.payload, group.min_version) for group in groups]
+
+    async def accept(self, groups: Sequence[OfferedGroup], origin: Origin) -> list[tuple[int, AppendOutcome]]:
+        store, leases = self.store, list[Lease | None]()
+        for offered in groups:
+            known = store.accepted.get((origin.key, offered.number))
+            if known is None:
+                known = store.accepted[origin.key, offered.number] = store.count("next_prompt_id")
+                store.prompts[known] = MemoryPrompt(offered.prompt, priority=offered.priority)
+                store.count("admitted")
+                store.open.put(known, store.count("admission"))
+            elif known in store.returned:
+                store.returned.discard(known)
+                store.pending.remove(known)
+            elif known not in store.prompts or (store.prompts[known].owner or ("",))[0] != origin.name:
+                leases.append(None)
+                continue
+            leases.append(self._grant(origin.name, known, store.leases))
+        outcomes: list[tuple[int, AppendOutcome]] = []
+        for offered, lease in zip(groups, leases, strict=True):
+            outcome: AppendOutcome = "duplicate"
+            if outcomes and outcomes[-1][1] == "full":
+                outcome = "full"
+            elif lease is not None:
+                made = replace(offered.group, prompt_id=lease.prompt_id, attempt=lease.attempt)
+                outcome = await self.append(lease, encode_group(made), made.min_version)
+            outcomes.append((store.accepted[origin.key, offered.number], outcome))
+        return outcomes
 
     async def record_evaluation(
         self, evaluation_id: str, lease: Lease, rewards: Sequence[float], min_version: int, max_version: int,

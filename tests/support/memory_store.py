@@ -215,6 +215,8 @@ class MemoryStore:
         self.prompts: dict[int, MemoryPrompt] = {}
         self.groups: dict[int, MemoryGroup] = {}
         self.submissions: dict[str, range] = {}
+        self.accepted: dict[tuple[str, int], int] = {}
+        """Prompt of each group that was accepted without a lease, by the key of its origin and its number."""
         self.feeds: dict[str, FeedPosition] = {}
         self.finished_step = -1
         self.evaluations: dict[str, MemoryEvaluation] = {}

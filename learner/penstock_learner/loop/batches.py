@@ -29,7 +29,7 @@ from penstock.feed.run_end import data_has_ended
 from penstock.replay.queue import GroupConsumer
 from penstock.replay.queue_types import Delivery
 from penstock.samples import is_sampled
-from penstock.trajectory import SESSION_SERVER, Group
+from penstock.trajectory import SESSION_AGENT, Group
 from penstock_learner.agreement.servers import ServerQuarantine
 from penstock_learner.batches.sequence_batch import SequenceBatch, check_tokens, no_sequences
 from penstock_learner.loop.term import Term
@@ -169,7 +169,7 @@ class Batch:
     step: int
     groups: tuple[Group, ...]
     prompts: Mapping[int, bytes] = field(default_factory=dict)
-    """Encoded prompts, by id, of the groups whose text is written (`learner.samples`); empty if one no longer exists."""
+    """Encoded prompts, by id, of the groups whose text is written (`learner.samples`); empty if one is missing."""
 
     @property
     def trace_parents(self) -> tuple[str, ...]:
@@ -245,7 +245,7 @@ class BatchReader:
 
     async def _expire(self, group: Group, reason: str) -> None:
         """Drop a group. Its prompt is sampled again, unless it was a session of a harness."""
-        if group.server_id == SESSION_SERVER:
+        if group.agent_name == SESSION_AGENT:
             await self.queue.discard(group.prompt_id, reason)
         else:
             await self.queue.expire(group.prompt_id, reason)

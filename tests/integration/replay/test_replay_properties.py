@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,12 +23,13 @@ from hypothesis.stateful import (
 from penstock.config.service import BreakerConfig, RedisConfig, ReplayConfig
 from penstock.errors import Fenced
 from penstock.replay.queue import RedisReplayQueue
-from penstock.replay.queue_types import Lease, SavedTokens
+from penstock.replay.queue_types import Lease, OfferedGroup, Origin, SavedTokens
 from penstock.replay.results import PromptBook
 from penstock.store.keys import RunKeys
 from penstock.store.policies import PolicyRegistry
 from penstock.store.redis_client import connect
 from penstock.store.run_control import RunControl
+from support.groups import made_by
 from support.memory_queue import MemoryReplayQueue
 from support.memory_store import MemoryStore
 from support.redis_server import RedisProcess
@@ -181,6 +183,14 @@ class ReplayMachine(RuleBasedStateMachine):
     def append(self, index: int, size: int, version: int) -> None:
         _, lease = self.held[index % len(self.held)]
         self.do(self.queue.append(lease, b"g" * size, version))
+
+    @rule(numbers=st.lists(st.integers(0, 5), min_size=1, max_size=3, unique=True), version=st.integers(0, 3))
+    def accept(self, numbers: list[int], version: int) -> None:
+        """Offer groups that no server has leased. A number that comes again is the same group."""
+        group = replace(made_by(1, version), run=RUN)
+        offered = [OfferedGroup(number, b"p", 0, group) for number in numbers]
+        accepted = self.do(self.queue.accept(offered, Origin("import", "key")))
+        assert len({prompt_id for prompt_id, _ in accepted}) == len(numbers)
 
     @precondition(lambda self: self.held)
     @rule(index=indices, failure=st.sampled_from(["", "oops", "oops"]), forget_saved=st.booleans())

@@ -22,7 +22,7 @@ _MAX_LOG_RATIO = 20.0
 _MAX_LOG_SEQUENCE_RATIO = 10.0
 _LEFT = 1e-8
 """Added to the probability of all other tokens, which may be 0."""
-_DRAW_FACTOR = 98765.4321
+_LOT_FACTOR = 98765.4321
 """The fraction of a log-prob times this stands for a random number."""
 
 
@@ -135,10 +135,8 @@ def ppo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
 
 
 def gspo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
-    """PPO's clip, without the dual clip, of the ratio `exp(min(sg[mean_t(lp - old)] + lp - sg[lp], 10))`.
-
-    The ratio has the value of the sequence and the gradient of the token. The mean is over trained tokens.
-    """
+    """PPO's clip, without the dual clip, of the ratio `exp(min(sg[mean_t(lp - old)] + lp - sg[lp], 10))`. The ratio has
+    the value of the sequence and the gradient of the token. The mean is over trained tokens."""
     advantages = apply_mask(inputs.advantages, inputs.mask)
     log_probs = apply_mask(inputs.log_probs, inputs.mask)
     log_ratio = _log_ratio(inputs.log_probs, inputs.old_log_probs, inputs.mask)
@@ -180,10 +178,8 @@ def gpg(inputs: LossInputs, config: LossConfig) -> LossOutputs:
 
 
 def geo_mean(inputs: LossInputs, config: LossConfig) -> LossOutputs:
-    """GMPO: `-A_s exp(mean_t(x_t))`, the same for all tokens of a sequence. A_s is the mean of its advantages.
-
-    `x` is `lp - old`, clipped to [-clip_low, clip_high] where that makes the loss larger: above for A > 0, below for
-    A < 0."""
+    """GMPO: `-A_s exp(mean_t(x_t))`, the same for all tokens of a sequence. A_s is the mean of its advantages. `x` is
+    `lp - old`, clipped to [-clip_low, clip_high] where that makes the loss larger: above for A > 0, below for A < 0."""
     advantages = apply_mask(inputs.advantages, inputs.mask)
     log_ratio = _log_ratio(inputs.log_probs, inputs.old_log_probs, inputs.mask)
     low = (log_ratio < -config.epsilon_low) & (advantages < 0)
@@ -207,18 +203,17 @@ def sapo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
 
 def clip_cov(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     """Clip-Cov: PPO's clip, without the dual clip, but a few tokens whose covariance is within (cov_low, cov_high) are
-    skipped: `cov_share` of all, at least one, and none that PPO clips.
-
-    Which of them is random, but a function of the log-probs: the same inputs have the same loss."""
+    omitted: `cov_share` of all, at least one, and none that PPO clips. They are chosen by a hash of the log-probs, so
+    the same inputs have the same loss."""
     advantages = apply_mask(inputs.advantages, inputs.mask)
     log_ratio = _log_ratio(inputs.log_probs, inputs.old_log_probs, inputs.mask)
     loss, low, high = _clipped_surrogate(_clamped_exp(log_ratio), advantages, config)
     covariance = _covariance(inputs)
-    may_skip = inputs.mask.bool() & ~low & ~high & (covariance > config.cov_low) & (covariance < config.cov_high)
+    may_go = inputs.mask.bool() & ~low & ~high & (covariance > config.cov_low) & (covariance < config.cov_high)
     log_probs = apply_mask(inputs.log_probs.detach(), inputs.mask)
-    draws = (log_probs.double() * _DRAW_FACTOR).frac().abs()
-    skipped = may_skip & _largest(torch.where(may_skip, draws, -1.0), inputs.mask, config.cov_share)
-    return _outputs(torch.where(skipped, 0.0, loss), inputs, log_ratio, low=low, high=high)
+    lot = (log_probs.double() * _LOT_FACTOR).frac().abs()
+    gone = may_go & _largest(torch.where(may_go, lot, -1.0), inputs.mask, config.cov_share)
+    return _outputs(torch.where(gone, 0.0, loss), inputs, log_ratio, low=low, high=high)
 
 
 def kl_cov(inputs: LossInputs, config: LossConfig) -> LossOutputs:
@@ -263,8 +258,8 @@ def _trust_region(inputs: LossInputs, config: LossConfig, *, low: Tensor, high: 
     dual = torch.zeros_like(low) if config.dual_clip is None else ratio > config.dual_clip
     low, high = low & (advantages <= 0), high & (advantages > 0)
     loss = -ratio.clamp(max=config.dual_clip) * advantages * inputs.log_probs
-    masked = low | high
-    return _outputs(torch.where(masked, 0.0, loss), inputs, log_ratio, low=low, high=high, dual=dual & ~masked)
+    gone = low | high
+    return _outputs(torch.where(gone, 0.0, loss), inputs, log_ratio, low=low, high=high, dual=dual & ~gone)
 
 
 def dro(inputs: LossInputs, config: LossConfig) -> LossOutputs:

@@ -36,14 +36,7 @@ from penstock.trajectory import FinishReason
 from penstock.v1 import weights_pb2
 from penstock_rollout.engines.engine import CommitReport, EngineStats, GenerateRequest, TokenChunk
 from penstock_rollout.engines.serving import ServingEngine
-from penstock_rollout.engines.sglang.calls import (
-    FIRST_TOKEN_ONLY,
-    Response,
-    SglangCalls,
-    StreamMessage,
-    generate_body,
-    read_event,
-)
+from penstock_rollout.engines.sglang.calls import FIRST_TOKEN_ONLY, Response, SglangCalls, generate_body
 from penstock_rollout.engines.sglang.plugin import StageCalls, announce_plugin
 from penstock_rollout.engines.sglang.server import HOST, LAUNCH_MODULE, SglangServer, honours_seeds, server_arguments
 
@@ -173,21 +166,20 @@ class SglangEngine(ServingEngine):
                 async for message in messages:
                     if running.superseded:
                         return
-                    event = read_event(message, request.sampling, len(response.token_ids))
-                    response.add(event)
+                    response.add(message, request.sampling)
                     running.has_begun = bool(response.token_ids)
-                    if event.finish_reason is not None:
+                    if response.finish_reason is not None:
                         has_ended = True
-                        yield self._last_chunk(response, running, event)
+                        yield self._last_chunk(response, running, response.finish_reason)
                         return
                     if request.stream and not running.spans_flip:
-                        yield response.take(None)
+                        yield response.take()
             if not running.superseded:
                 raise Unavailable(f"SGLang ended the response to request {request.request_id} before it was finished")
         except Unavailable:
             if not self._stopping:
                 raise
-            yield _aborted() if running.spans_flip else response.take(None, "aborted")
+            yield _aborted() if running.spans_flip else response.take("aborted")
         finally:
             if not has_ended and not self._stopping:
                 self._spawn(self._abort(running.rid))
@@ -207,13 +199,12 @@ class SglangEngine(ServingEngine):
             chunk_tokens=request.min_chunk_tokens if request.stream else FIRST_TOKEN_ONLY,
         )
 
-    def _last_chunk(self, response: Response, running: _Running, event: StreamMessage) -> TokenChunk:
-        reason = event.finish_reason or {}
+    def _last_chunk(self, response: Response, running: _Running, reason: dict[str, Any]) -> TokenChunk:
         if "status_code" in reason and not self._stopping and not running.interrupted:
             raise Unavailable(f"SGLang aborted a request: {reason.get('message', reason)}")
-        if event.spans is None and running.spans_flip and len(response.token_ids) > response.num_delivered:
+        if response.spans is None and running.spans_flip and len(response.token_ids) > response.num_delivered:
             raise Unavailable("SGLang did not report which version produced which tokens of a response")
-        return response.take(event.spans, _FINISH_REASONS.get(reason["type"], "aborted"))
+        return response.take(_FINISH_REASONS.get(reason["type"], "aborted"))
 
     async def _abort(self, rid: str) -> None:
         with suppress(Unavailable):
@@ -288,11 +279,11 @@ class SglangEngine(ServingEngine):
         """Return the load. SGLang's figures are from the last poll, so they are capped by the requests known here."""
         if self._server is None or not self._running:
             return EngineStats(running_requests=0, waiting_requests=0, kv_cache_usage=0.0)
-        load = self._server.load
+        num_waiting, kv_cache_usage = self._server.load
         held = sum(not running.is_submitted for running in self._running.values())
         without_token = sum(not running.has_begun for running in self._running.values())
-        waiting = min(load.waiting_requests + held, without_token)
-        return EngineStats(len(self._running) - waiting, waiting, load.kv_cache_usage, self._generating.seconds)
+        waiting = min(num_waiting + held, without_token)
+        return EngineStats(len(self._running) - waiting, waiting, kv_cache_usage, self._generating.seconds)
 
     async def check_health(self) -> None:
         if self._broken:

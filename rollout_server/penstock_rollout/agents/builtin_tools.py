@@ -68,7 +68,7 @@ class PythonTool(Tool):
         if not isinstance(code, str) or not code.strip():
             raise ValueError('give the program as the text "code"')
         try:
-            result = await self._pool.call(self._settings, {"code": code}, self._run_s)
+            result = await self._pool.compute(self._settings, {"code": code}, self._run_s, "result")
         except RewardFailed as error:
             raise RuntimeError(f"the program could not be run: {error}") from error
         return result["text"], 0.0, {"calls": 1.0, "failed": 0.0 if result["succeeded"] else 1.0}

@@ -97,18 +97,6 @@ class RolloutMetrics:
         for kind in REWARD_ERRORS:
             self.reward_errors.labels(kind)
 
-    def follow_engine(self, generating_s: Callable[[], float]) -> None:
-        """Set the function that is called for the engine's time when it is scraped."""
-        self.generating.seconds = generating_s
-
-    def follow(
-        self, num_running: Callable[[], int], limit: Callable[[], int], num_in_outbox: Callable[[], int]
-    ) -> None:
-        """Set the functions that the gauges call when they are scraped."""
-        self.inflight.set_function(num_running)
-        self.concurrency_limit.set_function(limit)
-        self.outbox.set_function(num_in_outbox)
-
     def record_samples(
         self, data_source: str, turns: list[int], num_tokens: list[int], version_spans: list[int], num_truncated: int
     ) -> None:
@@ -129,6 +117,7 @@ class GeneratingSeconds(Collector):
 
     def __init__(self) -> None:
         self.seconds: Callable[[], float] = lambda: 0.0
+        """Called when it is scraped."""
 
     def collect(self) -> Iterator[CounterMetricFamily]:
         yield CounterMetricFamily(

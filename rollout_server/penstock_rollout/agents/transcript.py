@@ -128,8 +128,10 @@ class Transcript:
         self._log_probs += chunk.log_probs
         for segment in chunk.segments:
             self._append_segment(first + segment.start, first + segment.end, segment.policy_version)
-        if chunk.routed_experts is not None:
-            self._append_experts(chunk.routed_experts)
+        if (experts := chunk.routed_experts) is not None:
+            # Those of a turn cover everything from the prompt on. Tokens that were known keep theirs.
+            known = self._experts
+            self._experts = experts if known is None else np.concatenate([known, experts[len(known) :]])
         if self.context.sampling.stop and self._cut_at_stop(start, len(chunk.token_ids)):
             return "stop"
         return chunk.finish_reason
@@ -212,11 +214,6 @@ class Transcript:
     def _turn_room(self, num_sampled: int) -> int:
         limit = self.context.config.max_turn_tokens
         return self.room if limit is None else min(self.room, limit - num_sampled)
-
-    def _append_experts(self, of_turn: ExpertIds) -> None:
-        """Add the experts of a turn, which cover everything from the prompt on. Tokens that were known keep theirs."""
-        known = self._experts
-        self._experts = of_turn if known is None else np.concatenate([known, of_turn[len(known) :]])
 
     def _experts_until(self, end: int) -> ExpertIds | None:
         """The experts of the prompt and of `end` tokens of the response, but the last. None unless all are known."""

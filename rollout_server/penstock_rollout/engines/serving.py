@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-from penstock.errors import InvalidInput
+from penstock.errors import InvalidInput, Unavailable
 from penstock.v1 import weights_pb2
 from penstock.weights.checksums import weights_digest
 from penstock.weights.folder_tensors import stop_token_ids, tensor_shapes
@@ -35,6 +36,9 @@ class ServingEngine:
         self._num_loads = 0
         self._stop_ids: list[int] = []
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self._devices: tuple[str, ...] = ()
+        self._request_ids: set[str] = set()
+        """Requests between their submission and their end."""
         self._generating = GeneratingTime()
         self._broken = "it was not started"
         """Why the engine cannot generate, or an empty text."""
@@ -50,6 +54,27 @@ class ServingEngine:
     @property
     def retained_version(self) -> int | None:
         return self._retained_version
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        return self._devices
+
+    async def check_health(self) -> None:
+        if self._broken:
+            raise Unavailable(f"the engine cannot generate: {self._broken}")
+
+    @contextmanager
+    def _serving(self, request_id: str) -> Iterator[None]:
+        """Surrounds one request. Raises InvalidInput if another one with this id runs."""
+        if request_id in self._request_ids:
+            raise InvalidInput("request_id", f"{request_id!r} is running already")
+        self._request_ids.add(request_id)
+        self._generating.begin()
+        try:
+            yield
+        finally:
+            self._request_ids.discard(request_id)
+            self._generating.end()
 
     def _read_folder(self) -> None:
         """Read what the engine has to know of its model folder."""

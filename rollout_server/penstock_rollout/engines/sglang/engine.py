@@ -88,15 +88,10 @@ class SglangEngine(ServingEngine):
         self._folder: Path | None = None
         """Private to this engine: the sockets of SGLang's schedulers, and the names by which versions are loaded."""
         self._schedulers: StageCalls
-        self._devices: tuple[str, ...] = ()
         self._stopping = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: SglangServer | None = None
         self._calls: SglangCalls
-
-    @property
-    def devices(self) -> tuple[str, ...]:
-        return self._devices
 
     async def start(self, policy_version: int) -> None:
         self._read_folder()
@@ -118,32 +113,29 @@ class SglangEngine(ServingEngine):
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         await self.check_health()
         self._check(request)
-        running = self._running[request.request_id] = _Running()
-        self._idle.clear()
-        self._generating.begin()
-        try:
-            while True:
-                await self._open.wait()
-                if self._stopping or running.interrupted:
-                    yield _aborted()
-                    return
-                await self.check_health()
-                running.version, running.is_submitted, running.superseded = self._policy_version, True, False
-                async with aclosing(self._submit(request, running)) as chunks:
-                    async for chunk in chunks:
-                        yield chunk
-                if not running.superseded:
-                    return
-                running.is_submitted = False
-        finally:
-            del self._running[request.request_id]
-            self._generating.end()
-            if not self._running:
-                self._idle.set()
+        with self._serving(request.request_id):
+            running = self._running[request.request_id] = _Running()
+            self._idle.clear()
+            try:
+                while True:
+                    await self._open.wait()
+                    if self._stopping or running.interrupted:
+                        yield _aborted()
+                        return
+                    await self.check_health()
+                    running.version, running.is_submitted, running.superseded = self._policy_version, True, False
+                    async with aclosing(self._submit(request, running)) as chunks:
+                        async for chunk in chunks:
+                            yield chunk
+                    if not running.superseded:
+                        return
+                    running.is_submitted = False
+            finally:
+                del self._running[request.request_id]
+                if not self._running:
+                    self._idle.set()
 
     def _check(self, request: GenerateRequest) -> None:
-        if request.request_id in self._running:
-            raise InvalidInput("request_id", f"{request.request_id!r} is running already")
         if request.constraint is not None:
             raise InvalidInput(
                 "response_format", "or a constrained tool call cannot be used with the sglang engine; use vllm or torch"
@@ -286,8 +278,7 @@ class SglangEngine(ServingEngine):
         return EngineStats(len(self._running) - waiting, waiting, kv_cache_usage, self._generating.seconds)
 
     async def check_health(self) -> None:
-        if self._broken:
-            raise Unavailable(f"the SGLang engine cannot generate: {self._broken}")
+        await super().check_health()
         if self._server is None or not self._server.is_alive:
             raise Unavailable("SGLang has died; restart the rollout server")
 
@@ -300,20 +291,16 @@ class SglangEngine(ServingEngine):
         self._open.set()
         if server.is_alive:
             await self.abort_weights()
-        if server.is_alive and self._running:
-            await self._abort_running()
+        if server.is_alive and self._running:  # they may deliver their last tokens for a moment
+            with suppress(Unavailable):
+                await self._calls.abort_all()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), ABORT_GRACE_S)
         for task in list(self._tasks):
             await end_task(task)
         await server.stop()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
-
-    async def _abort_running(self) -> None:
-        """Abort all requests, and wait a moment for them to deliver their last tokens."""
-        with suppress(Unavailable):
-            await self._calls.abort_all()
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), ABORT_GRACE_S)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

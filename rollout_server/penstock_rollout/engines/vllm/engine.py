@@ -90,19 +90,12 @@ class VllmEngine(ServingEngine):
         self._standby = standby
         self.load = SchedulerLoad()
         """The latest figures of vLLM's scheduler."""
-        self._running: set[str] = set()
-        """Ids of the requests between their submission and their end."""
         self._superseded: set[str] = set()
         """Requests that were aborted before their first token and will be submitted again under a newer version."""
         self._control = asyncio.Lock()
-        self._devices: tuple[str, ...] = ()
         self._llm: Any = None
         self._flips_in_one_call = False
         self._stamps: NativeStamps | OwnStamps
-
-    @property
-    def devices(self) -> tuple[str, ...]:
-        return self._devices
 
     @property
     def llm(self) -> Any:
@@ -122,23 +115,18 @@ class VllmEngine(ServingEngine):
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         await self.check_health()
-        if request.request_id in self._running:
-            raise InvalidInput("request_id", f"{request.request_id!r} is running already")
-        self._running.add(request.request_id)
-        self._generating.begin()
-        try:
-            while True:
-                async with aclosing(self._submit(request)) as chunks:
-                    async for chunk in chunks:
-                        yield chunk
-                if request.request_id not in self._superseded:
-                    return
+        with self._serving(request.request_id):
+            try:
+                while True:
+                    async with aclosing(self._submit(request)) as chunks:
+                        async for chunk in chunks:
+                            yield chunk
+                    if request.request_id not in self._superseded:
+                        return
+                    self._superseded.discard(request.request_id)
+            finally:
                 self._superseded.discard(request.request_id)
-        finally:
-            self._running.discard(request.request_id)
-            self._superseded.discard(request.request_id)
-            self._generating.end()
-            self._stamps.end(request.request_id)
+                self._stamps.end(request.request_id)
 
     async def _submit(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk]:
         """Submit the request to vLLM once. Yields nothing if the request is superseded.
@@ -163,16 +151,14 @@ class VllmEngine(ServingEngine):
                     num_tokens += len(chunk.token_ids)
                     yield chunk
         except (VLLMValidationError, ValueError) as error:
-            raise InvalidInput(self._refused_field(request), str(error).splitlines()[0]) from error
+            # vLLM checks the constraint before the prompt, and its errors do not say which it refuses.
+            fits = len(request.prompt_token_ids) < self._config.max_model_len
+            field = "response_format" if request.constraint is not None and fits else "prompt_token_ids"
+            raise InvalidInput(field, str(error).splitlines()[0]) from error
         except (EngineDeadError, EngineGenerateError) as error:
             if isinstance(error.__cause__, ImportError) and request.constraint is not None:
                 raise InvalidInput("response_format", f"vLLM needs a package for it: {error.__cause__}") from error
             raise Unavailable(f"vLLM could not finish request {request.request_id}: {error!r}") from error
-
-    def _refused_field(self, request: GenerateRequest) -> str:
-        """The field that vLLM refuses. It checks the constraint before the prompt, and its errors do not say which."""
-        fits = len(request.prompt_token_ids) < self._config.max_model_len
-        return "response_format" if request.constraint is not None and fits else "prompt_token_ids"
 
     def _chunk(self, request_id: str, completion: Any, start: int) -> TokenChunk:
         token_ids = tuple(completion.token_ids)
@@ -186,7 +172,7 @@ class VllmEngine(ServingEngine):
         )
 
     async def interrupt(self, request_ids: Collection[str]) -> None:
-        running = [request_id for request_id in request_ids if request_id in self._running]
+        running = [request_id for request_id in request_ids if request_id in self._request_ids]
         if running:
             await answer_of(self._llm.abort(running))
 
@@ -233,7 +219,7 @@ class VllmEngine(ServingEngine):
         policy_version = staged.manifest.policy_version
         flip = self._flip_inside if self._flips_in_one_call else self._flip_by_calls
         async with self._control:
-            in_flight = len(self._running)
+            in_flight = len(self._request_ids)
             try:
                 paused_s, timings = await flip(staged, bucket_checksums)
             except WeightPushFailed:  # the stage does not verify, and nothing was paused
@@ -280,7 +266,7 @@ class VllmEngine(ServingEngine):
 
     async def _supersede_unstarted(self) -> None:
         """Abort the requests without a token; `generate` submits them again under the new version."""
-        unstarted = [request_id for request_id in self._running if not self._stamps.has_token(request_id)]
+        unstarted = [request_id for request_id in self._request_ids if not self._stamps.has_token(request_id)]
         self._superseded.update(unstarted)
         if unstarted:
             await answer_of(self._llm.abort(unstarted))
@@ -288,7 +274,7 @@ class VllmEngine(ServingEngine):
     async def _break(self, why: str) -> None:
         logger.error("the vLLM engine stops serving: %s", why)
         self._broken = why
-        await answer_of(self._llm.abort(list(self._running)))
+        await answer_of(self._llm.abort(list(self._request_ids)))
 
     async def _rpc(self, method: str, *args: Any, timeout_s: float = CONTROL_TIMEOUT_S) -> list[Any]:
         """Call a method of every worker. Returns the results in rank order."""
@@ -300,17 +286,16 @@ class VllmEngine(ServingEngine):
             await self._rpc("penstock_abort")
 
     def stats(self) -> EngineStats:
-        waiting = min(self.load.waiting_requests, len(self._running))
+        waiting = min(self.load.waiting_requests, len(self._request_ids))
         return EngineStats(
-            running_requests=len(self._running) - waiting,
+            running_requests=len(self._request_ids) - waiting,
             waiting_requests=waiting,
             kv_cache_usage=self.load.kv_cache_usage,
             generating_s=self._generating.seconds,
         )
 
     async def check_health(self) -> None:
-        if self._broken:
-            raise Unavailable(f"the vLLM engine cannot generate: {self._broken}")
+        await super().check_health()
         if self._llm.errored:
             raise Unavailable("vLLM's EngineCore has died; restart the rollout server")
 
@@ -322,7 +307,7 @@ class VllmEngine(ServingEngine):
         self._broken = "it was stopped"
         llm, self._llm = self._llm, None
         with suppress(Unavailable):
-            await answer_of(llm.abort(list(self._running)))
+            await answer_of(llm.abort(list(self._request_ids)))
         if llm.output_handler is not None:
             llm.output_handler.cancel()
         await asyncio.to_thread(llm.shutdown, timeout=STOP_TIMEOUT_S)

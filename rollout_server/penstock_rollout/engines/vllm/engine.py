@@ -24,7 +24,7 @@ import numpy as np
 
 from penstock.config.rollout import EngineConfig
 from penstock.errors import InvalidInput, Unavailable, WeightPushFailed
-from penstock.trajectory import FinishReason, VersionSegment
+from penstock.trajectory import FinishReason
 from penstock.v1 import weights_pb2
 from penstock_rollout.engines.engine import (
     CommitReport,
@@ -32,10 +32,8 @@ from penstock_rollout.engines.engine import (
     GenerateRequest,
     OutputConstraint,
     TokenChunk,
-    segments_of,
 )
 from penstock_rollout.engines.serving import ServingEngine
-from penstock_rollout.engines.vllm.older_vllm import OwnStamps, chunk_settings, reports_versions
 from penstock_rollout.engines.vllm.standby import Standby
 from penstock_rollout.engines.vllm.start import (
     CHUNK_TOKENS,
@@ -46,6 +44,7 @@ from penstock_rollout.engines.vllm.start import (
     engine_arguments,
     flips_in_one_call,
 )
+from penstock_rollout.engines.vllm.version_stamps import VersionStamps
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +94,7 @@ class VllmEngine(ServingEngine):
         self._control = asyncio.Lock()
         self._llm: Any = None
         self._flips_in_one_call = False
-        self._stamps: NativeStamps | OwnStamps
+        self._stamps: VersionStamps
 
     @property
     def llm(self) -> Any:
@@ -106,7 +105,7 @@ class VllmEngine(ServingEngine):
         self._read_folder()
         core_process = [self._standby.when_ready] if self._standby is not None else []
         self._llm = await asyncio.to_thread(create_llm, self._arguments, self.load, *core_process)
-        self._stamps = create_stamps(self._llm)
+        self._stamps = VersionStamps(self._llm)
         self._flips_in_one_call = flips_in_one_call(self._arguments, self._llm)
         await answer_of(self._llm.get_supported_tasks())
         await answer_of(self._stamps.set_version(policy_version))
@@ -166,7 +165,7 @@ class VllmEngine(ServingEngine):
         return TokenChunk(
             token_ids=token_ids,
             log_probs=tuple(completion.logprobs.logprobs) if token_ids else (),
-            segments=self._stamps.segments(request_id, completion, start, start + len(token_ids)),
+            segments=self._stamps.segments(request_id, completion, start),
             finish_reason=None if reason is None else _FINISH_REASONS.get(reason, "aborted"),
             routed_experts=_small_ids(completion.routed_experts) if reason is not None else None,
         )
@@ -314,46 +313,6 @@ class VllmEngine(ServingEngine):
         llm.shutdown = lambda: None  # its finalizer calls it again, which fails while the interpreter exits
 
 
-class NativeStamps:
-    """Which version produced which token of a request, as vLLM 0.32 reports it: EngineCore labels the outputs of every
-    step, and the front end keeps the spans of a request, which it reports with the last output.
-
-    Requests have the id under which they were submitted. `begin` comes before each submission, `end` after the last."""
-
-    def __init__(self, llm: Any) -> None:
-        self._core = llm.engine_core
-        self._processor = llm.output_processor
-
-    async def set_version(self, policy_version: int) -> None:
-        """Set the version of all tokens from now on. Call it before the first request, or while nothing decodes.
-
-        A flip inside EngineCore (core_flip.py) sets it without this call."""
-        await self._core.set_weight_version_async(str(policy_version))
-
-    def begin(self, request_id: str) -> None: ...
-
-    def end(self, request_id: str) -> None: ...
-
-    def has_token(self, request_id: str) -> bool:
-        """Also True for a request that vLLM has finished."""
-        return all(self._starts(internal_id) for internal_id in self._processor.external_req_ids.get(request_id, ()))
-
-    def segments(self, request_id: str, completion: Any, start: int, end: int) -> tuple[VersionSegment, ...]:
-        """Return the versions of the tokens [start, end), which came with `completion`."""
-        if completion.finish_reason is None:
-            (internal_id,) = self._processor.external_req_ids[request_id]
-            return segments_of(self._starts(internal_id), start, end)
-        return segments_of([(int(span.version), span.start) for span in completion.weight_versions or ()], start, end)
-
-    def _starts(self, internal_id: str) -> list[tuple[int, int]]:
-        state = self._processor.request_states[internal_id]
-        return [(int(version), first) for version, first in state.weight_version_starts]
-
-
-def create_stamps(llm: Any) -> NativeStamps | OwnStamps:
-    return NativeStamps(llm) if reports_versions() else OwnStamps(llm)
-
-
 def sampling_params(request: GenerateRequest, stop_ids: list[int]) -> Any:
     """Return the sampling parameters of a request, as vLLM takes them.
 
@@ -365,6 +324,8 @@ def sampling_params(request: GenerateRequest, stop_ids: list[int]) -> Any:
 
     sampling = request.sampling
     chunk_tokens = min(request.min_chunk_tokens, MAX_CHUNK_TOKENS) if request.stream else MAX_CHUNK_TOKENS
+    # By this parameter vLLM's front end delivers several tokens at once. Where it lacks it, each is a chunk.
+    is_known = request.min_chunk_tokens > 1 and hasattr(SamplingParams, "stream_interval")
     return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -381,7 +342,7 @@ def sampling_params(request: GenerateRequest, stop_ids: list[int]) -> Any:
         skip_clone=True,
         extra_args={CHUNK_TOKENS: chunk_tokens} if chunk_tokens > 1 else None,
         structured_outputs=None if request.constraint is None else _structured_outputs(request.constraint),
-        **chunk_settings(request.min_chunk_tokens),
+        **({"stream_interval": request.min_chunk_tokens} if is_known else {}),
     )
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import copy
+import dataclasses
 import importlib.util
 import threading
 from collections.abc import AsyncIterator, Callable

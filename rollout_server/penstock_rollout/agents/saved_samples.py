@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -166,27 +167,24 @@ class _Piece:
     """Called in a thread when the piece is sent. Most pieces of short samples never are."""
 
 
+@dataclass(eq=False)
 class TokenSaver:
     """Saves and reads the tokens of the prompts that one server has leased. With `every_tokens` 0 it does nothing."""
 
-    def __init__(
-        self, queue: GroupProducer, engine: Engine, server_id: str, metrics: RolloutMetrics, every_tokens: int,
-        max_staleness: int,
-    ) -> None:  # fmt: skip
-        self.queue = queue
-        self.engine = engine
-        self.server_id = server_id
-        self.metrics = metrics
-        self.every_tokens = every_tokens
-        self.max_staleness = max_staleness
-        self.is_draining = False
-        """Whether samples that end as `aborted` are handed over to another server."""
-        self.running: set[str] = set()
-        """Engine requests of the samples that another server can continue."""
-        self._pieces: list[_Piece] = []
-        self._refused: set[tuple[int, int]] = set()
-        """Prompt and attempt of the leases that save nothing more."""
-        self._added = asyncio.Event()
+    queue: GroupProducer
+    engine: Engine
+    server_id: str
+    metrics: RolloutMetrics
+    every_tokens: int
+    max_staleness: int
+    is_draining: bool = False
+    """Whether samples that end as `aborted` are handed over to another server."""
+    running: set[str] = field(default_factory=set)
+    """Engine requests of the samples that another server can continue."""
+    _pieces: list[_Piece] = field(default_factory=list)
+    _refused: set[tuple[int, int]] = field(default_factory=set)
+    """Prompt and attempt of the leases that save nothing more."""
+    _added: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def read(self, lease: Lease, prompt: Prompt, policy_version: int) -> dict[int, SavedSample]:
         """What earlier leases saved of the prompt's samples and this one may use, by the number of the sample.
@@ -301,20 +299,14 @@ class SampleProgress:
         self.saved = saved
         self._num_saved = 0 if saved is None else len(saved.token_ids)
 
-    @property
-    def server_id(self) -> str:
-        return self.saver.server_id
-
-    @property
-    def chunk_tokens(self) -> int:
-        return self.saver.every_tokens
-
-    def begin(self, request_id: str) -> None:
-        """Note that the engine samples it, so that a drain can interrupt it."""
+    @contextmanager
+    def sampling(self, request_id: str) -> Iterator[None]:
+        """Within the block the engine samples it, and a drain can interrupt it."""
         self.saver.running.add(request_id)
-
-    def stop(self, request_id: str) -> None:
-        self.saver.running.discard(request_id)
+        try:
+            yield
+        finally:
+            self.saver.running.discard(request_id)
 
     def add(
         self, token_ids: Sequence[int], log_probs: Sequence[float], segments: Sequence[VersionSegment],
@@ -330,7 +322,7 @@ class SampleProgress:
         self._check(log_probs[start:])
         encode = partial(
             encode_piece, token_ids[start:], log_probs[start:], clip_segments(segments, start, len(token_ids)),
-            self.server_id, is_handed_over=is_last and self.saver.is_draining,
+            self.saver.server_id, is_handed_over=is_last and self.saver.is_draining,
         )  # fmt: skip
         self.saver.add(_Piece(self.lease, self.number, start, num_new, encode))
         self._num_saved = len(token_ids)
@@ -339,7 +331,7 @@ class SampleProgress:
         """Save a finished sample. Raises PoisonGroup if a log-prob is not finite."""
         self._check(episode.log_probs)
         num_new = max(0, len(episode.token_ids) - self._num_saved)
-        encode = partial(encode_episode, episode, self.server_id)
+        encode = partial(encode_episode, episode, self.saver.server_id)
         self.saver.add(_Piece(self.lease, self.number, 0, num_new, encode))
 
     def _check(self, log_probs: Sequence[float] | NDArray[np.float32]) -> None:

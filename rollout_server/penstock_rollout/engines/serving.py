@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from penstock.config.rollout import EngineConfig
 from penstock.errors import InvalidInput, Unavailable
 from penstock.v1 import weights_pb2
 from penstock.weights.checksums import weights_digest
@@ -26,8 +27,13 @@ class ServingEngine:
 
     If a stage is dropped or fails, version and digest stay, and no base for a delta is left."""
 
-    def __init__(self, model_path: Path) -> None:
+    name: str
+
+    def __init__(self, config: EngineConfig, model_path: Path, dtype: str, seed: int) -> None:
+        self._config = config
         self._model_path = model_path
+        self._dtype = dtype
+        self._seed = seed
         self._policy_version = -1
         self._weights_digest = ""
         self._retained_version: int | None = None
@@ -61,7 +67,7 @@ class ServingEngine:
 
     async def check_health(self) -> None:
         if self._broken:
-            raise Unavailable(f"the engine cannot generate: {self._broken}")
+            raise Unavailable(f"the {self.name} engine cannot generate: {self._broken}")
 
     @contextmanager
     def _serving(self, request_id: str) -> Iterator[None]:

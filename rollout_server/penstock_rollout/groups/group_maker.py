@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -41,34 +41,22 @@ class SampleAborted(PenstockError):
     """The engine ended a sample before it was finished."""
 
 
+@dataclass(eq=False)
 class GroupMaker:
     """Generates all samples of a prompt at once, then scores them."""
 
-    def __init__(
-        self,
-        run: str,
-        server_id: str,
-        engine: Engine,
-        tokenization: Tokenization,
-        scorer: Scoring,
-        metrics: RolloutMetrics,
-        agents: Agents,
-        greedy_baseline: bool = False,
-        tracing: Tracing | None = None,
-        saver: TokenSaver | None = None,
-    ) -> None:
-        self.run = run
-        self.server_id = server_id
-        self.engine = engine
-        self.tokenization = tokenization
-        self.scorer = scorer
-        self.metrics = metrics
-        self.agents = agents
-        self.tracing = tracing or Tracing()
-        self.saver = saver
-        """Saves the tokens of unfinished groups. None if they are not saved."""
-        self.greedy_baseline = greedy_baseline
-        """Whether groups for training get one more sample, decoded greedily, as the baseline of the others."""
+    run: str
+    server_id: str
+    engine: Engine
+    tokenization: Tokenization
+    scorer: Scoring
+    metrics: RolloutMetrics
+    agents: Agents
+    greedy_baseline: bool = False
+    """Whether groups for training get one more sample, decoded greedily, as the baseline of the others."""
+    tracing: Tracing = field(default_factory=Tracing)
+    saver: TokenSaver | None = None
+    """Saves the tokens of unfinished groups. None if they are not saved."""
 
     async def make(self, lease: Lease, prompt: Prompt, note_running: NoteRunning = lambda running, all: None) -> Group:
         """Generate and score all samples of the prompt. Cancelling this aborts the samples that still run.

@@ -18,7 +18,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from penstock.cancellation import end_task
@@ -68,34 +68,31 @@ CONTINUABLE = (TimeoutError, DeadlineExceeded, Unavailable, SampleAborted)
 again."""
 
 
+@dataclass(eq=False)
 class Producer:
-    """Turns leased prompts into groups, up to a limit at a time.
+    """Turns leased prompts into groups, up to a limit at a time."""
 
-    `may_lease` is called before every lease and returns whether this server serves a version that training wants.
-    `engine_stats` feeds the adaptive concurrency limit; without it the limit stays at `max_concurrent_groups`. `post`
-    tells the run's users why prompts fail. Groups of evaluations are kept for the learner's `reward_model`, if the run
-    has one. `saver` is that of the maker: it hands samples over when the server ends."""
+    queue: GroupProducer
+    server_id: str
+    maker: GroupMaker
+    rollout: RolloutConfig
+    replay: ReplayConfig
+    metrics: RolloutMetrics
+    may_lease: Callable[[], bool]
+    """Called before every lease: whether this server serves a version that training wants."""
+    engine_stats: Callable[[], EngineStats] | None = None
+    """Feeds the adaptive concurrency limit. Without it the limit stays at `max_concurrent_groups`."""
+    tracing: Tracing = field(default_factory=Tracing)
+    post: PostEvent = ignore_event
+    """Tells the run's users why prompts fail."""
+    reward_model: RewardModelConfig | None = None
+    """The learner's, for which groups of evaluations are kept."""
+    saver: TokenSaver | None = None
+    """That of the maker. It hands samples over when the server ends."""
 
-    def __init__(
-        self, queue: GroupProducer, server_id: str, maker: GroupMaker, rollout: RolloutConfig, replay: ReplayConfig,
-        metrics: RolloutMetrics, may_lease: Callable[[], bool], engine_stats: Callable[[], EngineStats] | None = None,
-        tracing: Tracing | None = None, post: PostEvent = ignore_event, reward_model: RewardModelConfig | None = None,
-        saver: TokenSaver | None = None,
-    ) -> None:  # fmt: skip
-        self.queue = queue
-        self.appender = GroupAppender(queue)
-        self.server_id = server_id
-        self.maker = maker
-        self.rollout = rollout
-        self.replay = replay
-        self.metrics = metrics
-        self.may_lease = may_lease
-        self.engine_stats = engine_stats
-        self.tracing = tracing or Tracing()
-        self.post = post
-        self.reward_model = reward_model
-        self.concurrency = ConcurrencyLimit(rollout.adaptive_concurrency, rollout.max_concurrent_groups)
-        self.saver = saver
+    def __post_init__(self) -> None:
+        self.appender = GroupAppender(self.queue)
+        self.concurrency = ConcurrencyLimit(self.rollout.adaptive_concurrency, self.rollout.max_concurrent_groups)
         self._leases: dict[int, Lease] = {}
         self._occupied: dict[int, float] = {}
         """The part of a place that each leased prompt takes; 1 if it is not in here."""

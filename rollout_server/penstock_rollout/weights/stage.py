@@ -56,14 +56,9 @@ class WeightStage:
     has no base for a delta until it has loaded another version."""
 
     def __init__(
-        self,
-        announcement: weights_pb2.AnnounceRequest,
-        model_folder: Path,
-        *,
-        worker: int = 0,
-        device: torch.device | None = None,
-        last: WeightStage | None = None,
-    ) -> None:
+        self, announcement: weights_pb2.AnnounceRequest, model_folder: Path, *, worker: int = 0,
+        device: torch.device | None = None, last: WeightStage | None = None,
+    ) -> None:  # fmt: skip
         self.manifest = announcement.manifest
         self.done: Future[None] = Future()
         """Resolved when the version was received or has failed."""

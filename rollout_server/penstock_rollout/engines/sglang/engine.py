@@ -73,10 +73,7 @@ class SglangEngine(ServingEngine):
     def __init__(
         self, config: EngineConfig, model_path: Path, dtype: str, seed: int, *, module: str = LAUNCH_MODULE
     ) -> None:
-        super().__init__(model_path)
-        self._config = config
-        self._dtype = dtype
-        self._seed = seed
+        super().__init__(config, model_path, dtype, seed)
         self._module = module
         self._seeds = random.Random(seed)
         self._running: dict[str, _Running] = {}

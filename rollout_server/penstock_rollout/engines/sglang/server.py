@@ -42,13 +42,9 @@ class SglangServer:
     """Can be started once and stopped once. Calls `on_loss` once with the reason if the server dies or hangs."""
 
     def __init__(
-        self,
-        module: str,
-        arguments: Sequence[str],
-        port: int,
-        on_loss: Callable[[str], None],
+        self, module: str, arguments: Sequence[str], port: int, on_loss: Callable[[str], None],
         environment: Mapping[str, str],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.load = (0, 0.0)
         """Waiting requests and usage of the KV cache, as of the last poll."""
         self._module = module

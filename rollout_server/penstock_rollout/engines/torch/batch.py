@@ -70,13 +70,9 @@ class DecodeBatch:
     """The rows that decode together. `join` adds rows, and `step` draws one token for each."""
 
     def __init__(
-        self,
-        model: Any,
-        stop_ids: frozenset[int],
-        max_model_len: int,
-        seed: int,
+        self, model: Any, stop_ids: frozenset[int], max_model_len: int, seed: int,
         recorder: ExpertRecorder | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.rows: list[Row] = []
         self._recorder = recorder
         self._model = model

@@ -49,10 +49,7 @@ class TorchEngine(ServingEngine):
     def __init__(
         self, config: EngineConfig, model_path: Path, dtype: str, seed: int, *, report_experts: bool = False
     ) -> None:
-        super().__init__(model_path)
-        self._config = config
-        self._dtype = dtype
-        self._seed = seed
+        super().__init__(config, model_path, dtype, seed)
         self._report_experts = report_experts
         self._queues: dict[Row, asyncio.Queue[TokenChunk | Unavailable]] = {}
         self._changed = threading.Condition()

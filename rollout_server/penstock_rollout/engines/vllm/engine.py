@@ -72,17 +72,10 @@ class VllmEngine(ServingEngine):
     name = "vllm"
 
     def __init__(
-        self,
-        config: EngineConfig,
-        model_path: Path,
-        dtype: str,
-        seed: int,
-        *,
-        report_experts: bool = False,
+        self, config: EngineConfig, model_path: Path, dtype: str, seed: int, *, report_experts: bool = False,
         standby: Standby | None = None,
-    ) -> None:
-        super().__init__(model_path)
-        self._config = config
+    ) -> None:  # fmt: skip
+        super().__init__(config, model_path, dtype, seed)
         self._arguments = engine_arguments(config, model_path, dtype, seed)
         if report_experts:
             self._arguments["enable_return_routed_experts"] = True

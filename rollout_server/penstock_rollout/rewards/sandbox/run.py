@@ -86,15 +86,9 @@ class Sandbox:
         return f"confined by {self.confinement.name}; {memory} the memory of a program's processes together"
 
     def run(
-        self,
-        arguments: Sequence[str],
-        files: Mapping[str, str],
-        stdin: bytes,
-        limits: Limits,
-        *,
-        wall_s: float,
+        self, arguments: Sequence[str], files: Mapping[str, str], stdin: bytes, limits: Limits, *, wall_s: float,
         output_bytes: int,
-    ) -> Outcome:
+    ) -> Outcome:  # fmt: skip
         """Run the Python interpreter with `arguments` in a folder with `files`. No process or file outlives the
         call."""
         command = [sys.executable, "-I", "-B", *arguments]

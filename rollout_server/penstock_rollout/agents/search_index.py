@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,14 @@ from penstock.errors import ConfigError
 _LANGUAGE = "en"
 
 
+@dataclass(eq=False)
 class SearchIndex:
     """`open` loads or builds the index. A folder is mapped into memory and read as needed; a file is kept in memory."""
 
-    def __init__(self, path: Path, where: str) -> None:
-        self._path = path
-        self._where = where
-        self._ranking: Any = None
-        self._contents: Sequence[str | Mapping[str, str]] = ()
+    _path: Path
+    _where: str
+    _ranking: Any = None
+    _contents: Sequence[str | Mapping[str, str]] = ()
 
     async def open(self) -> None:
         try:

@@ -296,13 +296,13 @@ SHARED_WITH_VLLM = ("hermes", "llama3_json")
 """Our formats for which vLLM has a parser of the same name. vLLM's `openai` is the format of gpt-oss, ours is not."""
 
 
+@dataclass(frozen=True)
 class ToolCalling:
     """The tool parser of one server."""
 
-    def __init__(self, name: str, tokenization: Tokenization, *, is_vllm: bool = False) -> None:
-        self.name = name
-        self.tokenization = tokenization
-        self.is_vllm = is_vllm
+    name: str
+    tokenization: Tokenization
+    is_vllm: bool = False
 
     @classmethod
     def of(cls, config: RolloutConfig, engine_name: str, tokenization: Tokenization) -> ToolCalling:

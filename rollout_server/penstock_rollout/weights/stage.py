@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -243,23 +244,23 @@ def named_tensors(
         yield spec.name, raw.view(TORCH_DTYPES[spec.dtype]).reshape(tuple(spec.shape))
 
 
+@dataclass(eq=False)
 class StageSlot:
     """The stages of one worker: at most one new stage, and the one loaded last. Beginning another stage aborts the new
     one."""
 
-    def __init__(self, model_folder: Path, device: torch.device | None = None, worker: int = 0) -> None:
-        self.loaded: WeightStage | None = None
-        """The stage that the engine loaded last. The next stage uses it as `WeightStage.last`."""
-        self._model_folder = model_folder
-        self._device = device
-        self._worker = worker
-        self._stage: WeightStage | None = None
+    model_folder: Path
+    device: torch.device | None = None
+    worker: int = 0
+    loaded: WeightStage | None = None
+    """The stage that the engine loaded last. The next stage uses it as `WeightStage.last`."""
+    _stage: WeightStage | None = None
 
     def begin(self, announcement: weights_pb2.AnnounceRequest) -> None:
         """Start to receive the announced version."""
         self.abort()
         self._stage = WeightStage(
-            announcement, self._model_folder, worker=self._worker, device=self._device, last=self.loaded
+            announcement, self.model_folder, worker=self.worker, device=self.device, last=self.loaded
         )
         self._stage.start()
 

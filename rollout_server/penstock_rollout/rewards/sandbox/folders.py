@@ -16,6 +16,7 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -24,13 +25,14 @@ _MAX_ATTEMPTS = 5
 _OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
+@dataclass
 class BaseFolder:
-    """The folder of one reward process. `lock` is a descriptor that holds the lock."""
+    """The folder of one reward process."""
 
-    def __init__(self, path: Path, lock: int) -> None:
-        self.path = path
-        self._lock = lock
-        self._num_folders = 0
+    path: Path
+    _lock: int
+    """A descriptor that holds the lock."""
+    _num_folders: int = 0
 
     @classmethod
     def create(cls) -> BaseFolder:

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal, cast
 
 from penstock.errors import ConfigError
@@ -42,12 +43,12 @@ for attempt in (lambda: open("/proc/self/environ"), lambda: open("/etc/passwd"),
 """
 
 
+@dataclass(frozen=True)
 class Sandbox:
     """Runs programs one at a time under one confinement, in a control group if there is one."""
 
-    def __init__(self, confinement: Bubblewrap | Builtin, group: ControlGroup | None) -> None:
-        self.confinement = confinement
-        self.group = group
+    confinement: Bubblewrap | Builtin
+    group: ControlGroup | None
 
     @classmethod
     def open(cls, choice: Choice = "auto", *, allow_unisolated: bool = False) -> Sandbox:

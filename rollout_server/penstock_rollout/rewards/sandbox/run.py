@@ -43,7 +43,7 @@ for attempt in (lambda: open("/proc/self/environ"), lambda: open("/etc/passwd"),
 """
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Sandbox:
     """Runs programs one at a time under one confinement, in a control group if there is one."""
 

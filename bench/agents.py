@@ -32,7 +32,7 @@ from penstock.machine import free_port, wait_for_port
 from penstock.store.redis_client import connect
 from penstock.trajectory import VersionSegment
 from penstock_rollout.engines.engine import GenerateRequest, TokenChunk
-from penstock_services.local.private_redis import find_redis_server, write_config
+from penstock_tools.local.private_redis import find_redis_server, write_config
 from support.scripted_engines import END, make_tokenizer_folder, serving, spelled
 
 NUM_SERVERS = 4

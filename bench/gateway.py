@@ -29,7 +29,7 @@ from penstock.config.run import ModelConfig, RunConfig
 from penstock.config.service import GatewayConfig, RedisConfig
 from penstock.machine import free_port, wait_for_port
 from penstock.v1 import prompts_pb2
-from penstock_services.local.private_redis import find_redis_server, write_config
+from penstock_tools.local.private_redis import find_redis_server, write_config
 
 CONNECTIONS = 64
 NUM_REQUESTS = sized(2_000, 64)

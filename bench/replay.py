@@ -34,7 +34,7 @@ from penstock.machine import free_port, wait_for_port
 from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import FinishedGroup
 from penstock.store.redis_client import EXCHANGES_AT_ONCE, RedisClient, connect
-from penstock_services.local.private_redis import find_redis_server, write_config
+from penstock_tools.local.private_redis import find_redis_server, write_config
 
 SIZES = {"16 KB": 16 * 1024, "64 KB": 64 * 1024, "256 KB": 256 * 1024} if not SMOKE else {"64 KB": 64 * 1024}
 BYTES_PER_ROUND = sized(48, 4) * 2**20

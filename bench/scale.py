@@ -42,7 +42,7 @@ from penstock.config.service import GatewayConfig, RedisConfig, ReplayConfig
 from penstock.machine import free_port, measure_memory, wait_for_port
 from penstock.trajectory import Prompt, Sampling
 from penstock.weights.cluster_key import ClusterKey
-from penstock_services.local.private_redis import find_redis_server, write_config
+from penstock_tools.local.private_redis import find_redis_server, write_config
 from scale_parts.clients import generating, p99, submitting
 from scale_parts.figures import Bar, Costs, Sample, fleet_bars, growth, measurements
 from scale_parts.fleet import FleetProcesses, Meter

@@ -59,8 +59,8 @@ from penstock.replay.queue_types import QueueStat
 from penstock.store.keys import RunKeys
 from penstock.store.redis_client import RedisClient, connect
 from penstock_learner.checkpoints.store import CheckpointStore
-from penstock_services.local.private_redis import find_redis_server, write_config
-from penstock_services.local.processes import ProcessGroup
+from penstock_tools.local.private_redis import find_redis_server, write_config
+from penstock_tools.local.processes import ProcessGroup
 from soak_parts.lineage import Account, Lineage, make_account
 from soak_parts.processes import Killer, Part, host_description, rank_process, root_process
 

@@ -21,7 +21,7 @@ import struct
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -31,12 +31,12 @@ from numpy.typing import NDArray
 
 from penstock.errors import PoisonGroup
 from penstock.reward_bounds import RANGE, is_reward
+from penstock.sampling import DISTRIBUTION_FIELDS, SAMPLING_FIELDS, Sampling
 from penstock.trajectory import (
     ExpertIds,
     FinishReason,
     Group,
     Prompt,
-    Sampling,
     SamplingSegment,
     TokenReward,
     Trajectory,
@@ -312,12 +312,7 @@ def trajectory_to_proto(trajectory: Trajectory) -> groups_pb2.Trajectory:
         reward_parts=trajectory.reward_parts,
         finish_reason=FINISH_TO_PROTO[trajectory.finish_reason],
         is_baseline=trajectory.is_baseline,
-        sampling_segments=[
-            groups_pb2.SamplingSegment(
-                start=s.start, end=s.end, temperature=s.temperature, top_p=s.top_p, top_k=s.top_k, min_p=s.min_p
-            )
-            for s in trajectory.sampling_segments
-        ],
+        sampling_segments=[groups_pb2.SamplingSegment(**vars(segment)) for segment in trajectory.sampling_segments],
         episode=trajectory.episode,
         routed_experts=None if trajectory.routed_experts is None else _experts_to_proto(trajectory.routed_experts),
         reward_failed=trajectory.reward_failed,
@@ -339,7 +334,7 @@ def trajectory_from_proto(message: groups_pb2.Trajectory) -> Trajectory:
         finish_reason=FINISH_FROM_PROTO.get(found.get("finish_reason", 0), "stop"),
         is_baseline=found.get("is_baseline", False),
         sampling_segments=tuple(
-            SamplingSegment(s.start, s.end, s.temperature, s.top_p, s.top_k, s.min_p)
+            SamplingSegment(s.start, s.end, *[getattr(s, name) for name in DISTRIBUTION_FIELDS])
             for s in found.get("sampling_segments", ())
         ),
         episode=found.get("episode", 0),
@@ -368,23 +363,20 @@ def _experts_from_proto(message: groups_pb2.RoutedExperts) -> ExpertIds:
 
 
 def sampling_to_proto(sampling: Sampling) -> prompts_pb2.Sampling:
-    return prompts_pb2.Sampling(
-        temperature=sampling.temperature, top_p=sampling.top_p, max_tokens=sampling.max_tokens, seed=sampling.seed,
-        top_k=sampling.top_k, min_p=sampling.min_p, ignore_eos=sampling.ignore_eos, stop=sampling.stop,
-    )  # fmt: skip
+    return prompts_pb2.Sampling(**vars(sampling))
 
 
 def sampling_from_proto(message: prompts_pb2.Sampling) -> Sampling:
-    return Sampling(
-        temperature=message.temperature,
-        top_p=message.top_p,
-        max_tokens=message.max_tokens,
-        seed=message.seed if message.HasField("seed") else None,
-        top_k=message.top_k,
-        min_p=message.min_p,
-        ignore_eos=message.ignore_eos,
-        stop=tuple(message.stop),
-    )
+    return _read_sampling(message.SerializeToString())
+
+
+@lru_cache(maxsize=256)
+def _read_sampling(encoded: bytes) -> Sampling:
+    """Most prompts of a run have the same parameters."""
+    message = prompts_pb2.Sampling.FromString(encoded)
+    values = {name: getattr(message, name) for name in SAMPLING_FIELDS}
+    given = {"stop": tuple(message.stop), "seed": message.seed if message.HasField("seed") else None}
+    return Sampling(**values | given)
 
 
 def _int32(data: bytes) -> NDArray[np.int32]:

@@ -7,7 +7,7 @@ PenstockError                INTERNAL             500
 ├── NotFound                 NOT_FOUND            404
 │   └── ModelNotFound        NOT_FOUND            404   no run or server here has the model that a generate call names
 ├── Unauthenticated          UNAUTHENTICATED      401
-├── PermissionDenied         PERMISSION_DENIED    403   the key's role does not allow the call
+├── PermissionDenied         PERMISSION_DENIED    403   the key's scope does not allow the call
 ├── RateLimited              RESOURCE_EXHAUSTED   429   the key has exceeded its rate limit
 ├── Conflict                 FAILED_PRECONDITION  409   the request does not fit the current state
 ├── Fenced                   FAILED_PRECONDITION  409   a newer learner has taken over

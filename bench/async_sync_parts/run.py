@@ -24,9 +24,9 @@ from penstock.config.loading import load_config
 from penstock.config.run import RunConfig
 from penstock.feed.datasets import read_prompts
 from penstock.trajectory import Prompt, Sampling
-from penstock_services.local.demo import read_history
-from penstock_services.local.local_run import LocalRun
-from penstock_services.local.processes import Child
+from penstock_tools.local.demo import read_history
+from penstock_tools.local.local_run import LocalRun
+from penstock_tools.local.processes import Child
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "examples" / "arithmetic" / "demo.yaml"

@@ -37,8 +37,8 @@ def check(config: RunConfig) -> str:
     checkpoint = config.learner.checkpoint
     folder = config.folder / "checkpoints"
     known = read_rewind(folder)
-    gone_back = known.gone_back if known is not None and known.is_done else None
-    found = CheckpointStore(folder, checkpoint.keep).candidates(checkpoint.resume, gone_back)
+    rewind = known.rewind if known is not None and known.is_done else None
+    found = CheckpointStore(folder, checkpoint.keep).candidates(checkpoint.resume, rewind)
     uploads = CheckpointUploads.of(config)
     newest = uploads.newest_first()[:1] if uploads is not None and checkpoint.resume != "off" else []
     if uploads is not None and newest > [path.name for path in found[:1]]:

@@ -10,6 +10,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
+from penstock import sampling, trajectory
+
 Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 PromptId = Annotated[int, Field(ge=1, lt=2**63)]
@@ -71,15 +73,8 @@ class Message(Record):
         return {name: value for name, value in serialize(self).items() if value or name in ("role", "content")}
 
 
-class Sampling(Record):
-    temperature: float = 1.0
-    top_p: float = 1.0
-    max_tokens: Int32 = 256
-    seed: Int64 | None = None
-    top_k: Int32 = 0
-    min_p: float = 0.0
-    ignore_eos: bool = False
-    stop: tuple[str, ...] = ()
+class Sampling(Record, sampling.Sampling):  # type: ignore[misc]  # mypy does not know that it is frozen
+    """The parameters of penstock.sampling."""
 
 
 class SubmittedPrompt(Record):
@@ -179,15 +174,8 @@ class SamplePage(Record):
     next_page_token: str
 
 
-class SamplingSegment(Record):
+class SamplingSegment(Record, trajectory.SamplingSegment):  # type: ignore[misc]  # mypy does not know that it is frozen
     """Tokens [start, end) were sampled with these parameters."""
-
-    start: int
-    end: int
-    temperature: float
-    top_p: float
-    top_k: int = 0
-    min_p: float = 0.0
 
 
 class Trajectory(Record):

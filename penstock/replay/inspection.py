@@ -1,16 +1,13 @@
 """The operator's view of a replay queue: shows every place, and requeues dead letters.
 
-Reads change nothing and take nothing from the learner. Two calls write: `requeue` submits a dead-lettered prompt again,
-`import_prompts` submits and leases prompts whose groups exist already (`penstock queue import`). Both are one
-atomic script, so `admitted = trained + expired + dead_lettered + queued + in_flight` holds through them. Neither needs
-the learner's term: they only ever add prompts.
+Reads change nothing and take nothing from the learner. `requeue` submits a dead-lettered prompt again, in one atomic
+script; it does not need the learner's term, because it only adds a prompt.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
-import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,17 +16,15 @@ from google.protobuf.message import DecodeError
 
 from penstock.codec import decode_group, decode_prompt
 from penstock.config.service import ReplayConfig
-from penstock.errors import DeadlineExceeded, InvalidInput, NotFound, PoisonGroup
-from penstock.replay.queue import IDEMPOTENCY_TTL_S, RedisReplayQueue
-from penstock.replay.queue_types import Lease, QueueStat
+from penstock.errors import InvalidInput, NotFound, PoisonGroup
+from penstock.replay.queue import RedisReplayQueue
+from penstock.replay.queue_types import QueueStat
 from penstock.store.redis_client import RedisClient, guarded
 from penstock.store.scripts import QUEUE, read_record, read_rows
 from penstock.trajectory import Group, Prompt
 
 DEAD_PAGE = 100
 DELETE_PAGE = 1000
-DURABLE_MARGIN_S = 10.0
-"""Extra time for new ids to become durable, beyond twice the loss window."""
 
 
 @dataclass(frozen=True)
@@ -202,30 +197,6 @@ class QueueInspector:
             page = stream_ids[start : start + DELETE_PAGE]
             num_deleted += await guarded(self.client.xdel(self.queue.keys.dead, *page))
         return num_deleted
-
-    # ── import ──
-
-    async def import_prompts(
-        self, key: str, server_id: str, lease_ttl_s: float, rows: Sequence[tuple[int, bytes, int]]
-    ) -> list[Lease]:
-        """Submit prompts and lease them at once, without asking for admission. `rows` are (row number, encoded prompt,
-        priority).
-
-        The same row under the same key gets the same prompt id for a week. Its attempt is 0 once its group was
-        imported. Waits until Redis can no longer lose the ids, as every lease does."""
-        flat = [item for row in rows for item in row]
-        loss_window_s = self.queue.config.settle_s
-        deadline = time.monotonic() + 2 * loss_window_s + DURABLE_MARGIN_S  # ids that are older become durable first
-        while True:
-            times_ms = int(lease_ttl_s * 1000), int(loss_window_s * 1000)
-            answer = await self._call("import_prompts", key, IDEMPOTENCY_TTL_S, server_id, *times_ms, *flat)
-            leased = list(read_rows(answer))
-            if leased or not rows:
-                break
-            if time.monotonic() > deadline:
-                raise DeadlineExceeded("new prompt ids do not become durable; is Redis restarting? Import again")
-            await asyncio.sleep(loss_window_s / 10)
-        return [Lease(**lease, payload=row[1]) for lease, row in zip(leased, rows, strict=True)]
 
     # ── private ──
 

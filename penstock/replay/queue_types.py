@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from penstock.trajectory import Group
+
 PromptState = Literal["pending", "leased", "queued", "trained", "dead_lettered", "cancelled"]
 AppendOutcome = Literal["accepted", "duplicate", "full", "unknown"]
 
@@ -48,6 +50,28 @@ class FinishedGroup:
     lease: Lease
     payload: bytes
     min_version: int
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Who made groups that no rollout server has leased: the sessions of a gateway, or an import."""
+
+    name: str
+    """It holds the leases of the groups, as a rollout server does under its id."""
+    key: str
+    """Groups with the same key and number are the same group, for a week."""
+
+
+@dataclass(frozen=True)
+class OfferedGroup:
+    """A finished group without a lease."""
+
+    number: int
+    prompt: bytes
+    """The encoded prompt, which is sampled again if the group expires."""
+    priority: int
+    group: Group
+    """Its run, prompt and attempt are set when it is accepted."""
 
 
 @dataclass(frozen=True)
@@ -103,15 +127,15 @@ class Delivery:
 
 
 @dataclass(frozen=True)
-class GoneBack:
-    """The last time that the run went back to a checkpoint."""
+class RunRewind:
+    """The last time that the run was rewound to a checkpoint."""
 
     checkpoint: str
     """Path of the checkpoint."""
     term: int
-    """The term that went back. Checkpoints of earlier terms that are newer than `checkpoint` are abandoned."""
-    num_roll_backs: int
-    """How many roll backs the operator had ordered by then."""
+    """The term that rewound it. Checkpoints of earlier terms that are newer than `checkpoint` are abandoned."""
+    num_orders: int
+    """How many rewinds to a version the operator had ordered by then."""
 
 
 @dataclass(frozen=True)
@@ -123,8 +147,8 @@ class Committed:
     trained: bytes
     """Bitmap of the committed prompts. The first byte's highest bit stands for prompt 0."""
     kept_after: int
-    """The prompts of every commit after this step are kept, so the run can go back to this step, but no further."""
-    gone_back: GoneBack | None
+    """The prompts of every commit after this step are kept, so the run can be rewound to this step, but no further."""
+    rewind: RunRewind | None
 
 
 @dataclass(frozen=True)

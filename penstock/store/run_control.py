@@ -3,7 +3,7 @@
 paused         no prompt is leased (lease.lua)
 stop_term      a learner of this term or an earlier one ends after its step and writes a checkpoint
 held_version   servers load this version's snapshot and stay there; the learner pushes nothing
-roll_backs     number of roll backs; for each one the learner goes back to the weights of roll_back_version
+roll_backs     number of roll backs; for each one the learner rewinds to the weights of roll_back_version
 drained        servers that lease nothing (lease.lua)
 
 The queue itself pauses the leasing of a server while everything that it tries fails (lua/prelude_breaker.lua). The

@@ -13,7 +13,7 @@ from penstock.config.loading import validate
 from penstock.diagnosis import display
 from penstock.diagnosis.display import LINE_EVERY_S, WAITING_AFTER_S, LineDisplay
 from penstock.diagnosis.terminal import alarms, sparkline
-from penstock_services.local.supervisor import say_validations
+from penstock_tools.local.supervisor import say_validations
 
 QUEUE = QueueStat(**dict.fromkeys(QueueStat.model_fields, 0) | {"pending_prompts": 7, "queued": 5, "delivered": 3})
 RUN = Run(

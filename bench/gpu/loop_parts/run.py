@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from penstock.config.loading import dump_config, load_config
 from penstock.config.run import RunConfig
 from penstock.machine import free_port, wait_for_port
-from penstock_services.local.private_redis import find_redis_server, write_config
-from penstock_services.local.processes import ProcessGroup
+from penstock_tools.local.private_redis import find_redis_server, write_config
+from penstock_tools.local.processes import ProcessGroup
 from soak_parts.lineage import Lineage
 from soak_parts.processes import Part
 

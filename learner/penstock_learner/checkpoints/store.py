@@ -19,7 +19,7 @@ from types import MappingProxyType
 
 from penstock.errors import CheckpointDamaged, ConfigError, DiskFull, Fenced, Unavailable
 from penstock.machine import is_disk_full, measure_disk
-from penstock.replay.queue_types import GoneBack
+from penstock.replay.queue_types import RunRewind
 from penstock_learner.checkpoint_files import (
     FileRecord,
     find_damage,
@@ -46,8 +46,8 @@ class CheckpointStore:
         self.keep = keep
         self.uploads = uploads
         """Where checkpoints are also kept, if the config names an object store."""
-        self.gone_back: GoneBack | None = None
-        """What the run went back to, once a take-over has found that it did."""
+        self.rewind: RunRewind | None = None
+        """The run's last rewind to a checkpoint, once a take-over has read it."""
 
     def partial_folder(self, step: int, term: int) -> Path:
         """Make an empty folder for the ranks to write to. Removes files that a crashed learner left. Blocks."""
@@ -96,7 +96,7 @@ class CheckpointStore:
             partial.rename(final)
         flush(self.folder)
         # Checkpoints that the run abandoned in a rewind cannot replace this one, so they do not count as kept.
-        usable = self.newest_first() if self.gone_back is None else self._without_abandoned(self.gone_back)
+        usable = self.newest_first() if self.rewind is None else self._without_abandoned(self.rewind)
         kept = [path for path in usable if path.parent == self.folder][: self.keep]
         unfinished = [path for path in self.folder.glob("term-*-step-*.partial") if path < partial]
         for old in [*(path for path in self.newest_first() if path not in kept), *unfinished]:
@@ -106,13 +106,13 @@ class CheckpointStore:
     def upload(self, checkpoint: Path) -> None:
         """Make a checkpoint of this folder durable in the object store, if there is one. Blocks."""
         if self.uploads is not None and checkpoint.parent.absolute() == self.folder.absolute():
-            self.uploads.upload(checkpoint, lambda name: self._is_usable(name, self.gone_back))
+            self.uploads.upload(checkpoint, lambda name: self._is_usable(name, self.rewind))
 
     def abandon_upload(self) -> None:
         if self.uploads is not None:
             self.uploads.abandoned.set()
 
-    def candidates(self, resume: str, gone_back: GoneBack | None = None) -> list[Path]:
+    def candidates(self, resume: str, rewind: RunRewind | None = None) -> list[Path]:
         """The checkpoints that `learner.checkpoint.resume` allows, the first choice first. A newer one is fetched from
         the object store first, if there is one.
 
@@ -121,8 +121,8 @@ class CheckpointStore:
         if resume == "off":
             return []
         if self.uploads is not None:
-            self.uploads.fetch_newest(self.folder, lambda name: self._is_usable(name, gone_back))
-        found = self.newest_first() if gone_back is None else self._without_abandoned(gone_back)
+            self.uploads.fetch_newest(self.folder, lambda name: self._is_usable(name, rewind))
+        found = self.newest_first() if rewind is None else self._without_abandoned(rewind)
         if resume == "auto" or self._resumed_from(found) == Path(resume).absolute():
             return found
         if not Path(resume).is_dir():
@@ -132,33 +132,33 @@ class CheckpointStore:
     def of_the_run(self) -> list[Path]:
         """The checkpoints of the run, newest first, without those that it abandoned in a rewind.
 
-        Does not need Redis. Raises ConfigError if a learner was about to go back and has not started again since."""
+        Does not need Redis. Raises ConfigError if a learner was about to rewind and has not started again since."""
         recorded = read_rewind(self.folder)
         if recorded is None:
             return self.newest_first()
-        gone_back = recorded.gone_back
+        rewind = recorded.rewind
         if recorded.is_done:
-            return self._without_abandoned(gone_back)
-        later = [path for path in self.newest_first() if _term_of(path) >= gone_back.term]
+            return self._without_abandoned(rewind)
+        later = [path for path in self.newest_first() if _term_of(path) >= rewind.term]
         if not later:
             raise ConfigError(
-                f"a learner was about to go back to {gone_back.checkpoint}, and only Redis knows whether it did; start "
+                f"a learner was about to rewind to {rewind.checkpoint}, and only Redis knows whether it did; start "
                 "the learner again, or name a checkpoint"
             )
         return later
 
-    def _without_abandoned(self, gone_back: GoneBack) -> list[Path]:
-        target = Path(gone_back.checkpoint)
+    def _without_abandoned(self, rewind: RunRewind) -> list[Path]:
+        target = Path(rewind.checkpoint)
         is_ours = target.parent == self.folder.absolute()
-        later = [path for path in self.newest_first() if _term_of(path) >= gone_back.term]
+        later = [path for path in self.newest_first() if _term_of(path) >= rewind.term]
         earlier = [path for path in self.newest_first() if is_ours and path.name < target.name]
         return [*later, *([self.folder / target.name if is_ours else target] if target.is_dir() else []), *earlier]
 
-    def _is_usable(self, name: str, gone_back: GoneBack | None) -> bool:
+    def _is_usable(self, name: str, rewind: RunRewind | None) -> bool:
         """Whether the run has not abandoned the checkpoint of this name."""
-        if gone_back is None or _term_of(Path(name)) >= gone_back.term:
+        if rewind is None or _term_of(Path(name)) >= rewind.term:
             return True
-        target = Path(gone_back.checkpoint)
+        target = Path(rewind.checkpoint)
         return target.parent == self.folder.absolute() and name <= target.name
 
     def _resumed_from(self, newest_first: list[Path]) -> Path | None:
@@ -170,7 +170,7 @@ class CheckpointStore:
         return None
 
     def oldest_step(self) -> int:
-        """The lowest step of a finished checkpoint: the run cannot go back further. 0 without one."""
+        """The lowest step of a finished checkpoint: the run cannot be rewound further. 0 without one."""
         return min((int(path.name.split("-")[3]) for path in self.newest_first()), default=0)
 
     def newest(self) -> tuple[Path, TrainerState] | None:
@@ -203,37 +203,37 @@ def _term_of(path: Path) -> int:
     return int(path.name.split("-")[1])
 
 
-REWIND_FILE = "going-back.json"
+REWIND_FILE = "rewind.json"
 
 
 @dataclass(frozen=True)
 class RecordedRewind:
     """The content of the file."""
 
-    gone_back: GoneBack
+    rewind: RunRewind
     is_done: bool
-    """Whether Redis has the change. Otherwise a learner was about to go back."""
+    """Whether Redis has the change. Otherwise a learner was about to rewind."""
 
 
-def record_rewind(folder: Path, term: int, gone_back: GoneBack | None, *, is_done: bool) -> None:
-    """Write the file, or remove it if the run never went back. `term` is the learner's own: the file of a later term
+def record_rewind(folder: Path, term: int, rewind: RunRewind | None, *, is_done: bool) -> None:
+    """Write the file, or remove it if the run was never rewound. `term` is the learner's own: the file of a later term
     stays as it is. Blocks."""
     with suppress(CheckpointDamaged):
         known = read_rewind(folder)
-        if known is not None and known.gone_back.term > term:
+        if known is not None and known.rewind.term > term:
             return
     file = folder / REWIND_FILE
     try:
-        if gone_back is None:
+        if rewind is None:
             file.unlink(missing_ok=True)
             return
         # The run's folder may be moved or mounted elsewhere, so its own checkpoints are stored by their names.
-        path = Path(gone_back.checkpoint)
+        path = Path(rewind.checkpoint)
         checkpoint = path.name if path.parent == folder.absolute() else str(path)
         partial = folder / f"{REWIND_FILE}.partial"
         folder.mkdir(parents=True, exist_ok=True)
         with partial.open("w") as writing:
-            json.dump({"checkpoint": checkpoint, "term": gone_back.term, "is_done": is_done}, writing)
+            json.dump({"checkpoint": checkpoint, "term": rewind.term, "is_done": is_done}, writing)
         flush(partial)
         partial.rename(file)
         flush(folder)
@@ -247,7 +247,7 @@ def read_rewind(folder: Path) -> RecordedRewind | None:
     try:
         record = json.loads(file.read_text())
         checkpoint = folder.absolute() / str(record["checkpoint"])
-        return RecordedRewind(GoneBack(str(checkpoint), int(record["term"]), num_roll_backs=0), bool(record["is_done"]))
+        return RecordedRewind(RunRewind(str(checkpoint), int(record["term"]), num_orders=0), bool(record["is_done"]))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:

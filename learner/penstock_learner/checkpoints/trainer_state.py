@@ -85,7 +85,7 @@ class Rewind:
     target: int
     new_version: int
     why: Literal["order", "restart"] = "order"
-    """`order`: an operator ordered it, by `penstock policies rollback` or by `learner.checkpoint.go_back`. The versions
+    """`order`: an operator ordered it, by `penstock policies rollback` or by `learner.checkpoint.rewind`. The versions
     in between are abandoned. `restart`: a learner started again from its checkpoint. Nothing is abandoned: the steps
     after the checkpoint are trained once more, with the same batches, and make the same weights again."""
 
@@ -141,7 +141,7 @@ class Lineage:
         return numbers
 
     def stored(self) -> list[tuple[int, int, bool]]:
-        """As `TrainerState.roll_backs`."""
+        """As `TrainerState.lineage`."""
         return [(rewind.target, rewind.new_version, rewind.why == "restart") for rewind in self.rewinds]
 
 
@@ -160,18 +160,16 @@ class TrainerState:
     """Identifies the queue whose prompt ids the ledger holds."""
     resumed_from: str = ""
     """The value of `checkpoint.resume` if the run was started from the checkpoint that it names, or empty."""
-    num_roll_backs: int = 0
+    num_orders: int = 0
     """How many of the operator's orders to rewind were handled."""
-    roll_backs: list[tuple[int, int, bool]] = field(default_factory=list)
+    lineage: list[tuple[int, int, bool]] = field(default_factory=list)
     """The lineage: for each rewind its target, the new version, and whether it was a restart."""
 
     def make_ledger(self) -> Ledger:
         return Ledger(self.ledger)
 
     def make_lineage(self) -> Lineage:
-        return Lineage(
-            Rewind(target, new, "restart" if restart else "order") for target, new, restart in self.roll_backs
-        )
+        return Lineage(Rewind(target, new, "restart" if restart else "order") for target, new, restart in self.lineage)
 
     def check_store(self, store_id: str) -> None:
         """Raise ConfigError for a queue other than the ledger's: its new prompts would have the ids of trained ones."""
@@ -191,10 +189,10 @@ def read_state(path: Path) -> TrainerState:
         state = read_known_fields(TrainerState, record)
         ranges = [(int(a), int(b)) for a, b in state.ledger]
         # Checkpoints from before restarts were recorded have pairs.
-        roll_backs = [(int(a), int(b), any(restart)) for a, b, *restart in state.roll_backs]
+        lineage = [(int(a), int(b), any(restart)) for a, b, *restart in state.lineage]
     except (ValueError, TypeError) as error:
         raise CheckpointDamaged(f"{path / TRAINER_FILE} is damaged ({error})") from error
-    return replace(state, ledger=ranges, roll_backs=roll_backs)
+    return replace(state, ledger=ranges, lineage=lineage)
 
 
 def read_checksums(path: Path) -> dict[str, FileRecord]:

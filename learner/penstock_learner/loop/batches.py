@@ -29,7 +29,7 @@ from penstock.feed.run_end import data_has_ended
 from penstock.replay.queue import GroupConsumer
 from penstock.replay.queue_types import Delivery
 from penstock.samples import is_sampled
-from penstock.trajectory import SESSION_SERVER, Group
+from penstock.trajectory import SESSION_AGENT, Group
 from penstock_learner.agreement.servers import ServerQuarantine
 from penstock_learner.batches.sequence_batch import SequenceBatch, check_tokens, no_sequences
 from penstock_learner.loop.term import Term
@@ -245,7 +245,7 @@ class BatchReader:
 
     async def _expire(self, group: Group, reason: str) -> None:
         """Drop a group. Its prompt is sampled again, unless it was a session of a harness."""
-        if group.server_id == SESSION_SERVER:
+        if group.agent_name == SESSION_AGENT:
             await self.queue.discard(group.prompt_id, reason)
         else:
             await self.queue.expire(group.prompt_id, reason)

@@ -76,8 +76,8 @@ class Term:
             feed_positions=feed_positions,
             store_id=self.store_id,
             resumed_from=self.resumed_from,
-            num_roll_backs=self.num_orders,
-            roll_backs=self.lineage.stored(),
+            num_orders=self.num_orders,
+            lineage=self.lineage.stored(),
         )
 
 
@@ -92,7 +92,7 @@ async def begin_term(config: RunConfig, queue: GroupConsumer, taken: TakeOver) -
         ledger=state.make_ledger(),
         kl=make_kl_controller(config.learner.algorithm.kl, state.kl_coefficient),
         resumed_from=state.resumed_from,
-        num_orders=state.num_roll_backs,
+        num_orders=state.num_orders,
         lineage=state.make_lineage(),
         is_rewound=taken.is_rewound,
         manifests=await restore_batches(queue, state),

@@ -2,7 +2,7 @@
 
 A call is split over the ranks of the role and its results are joined, as the worker declares (roles/dispatch.py). A
 frozen role whose rank dies is restarted within the call, which is then repeated. The death of a trained role ends the
-step: the controller goes back to a checkpoint.
+step: the controller rewinds to a checkpoint.
 """
 
 from __future__ import annotations

@@ -15,7 +15,8 @@ from penstock.codec import FINISH_TO_PROTO, messages_from_proto, sampling_from_p
 from penstock.errors import InvalidInput, ModelNotFound, PenstockError, PromptTooLong
 from penstock.protocols.bodies import UNLIMITED
 from penstock.protocols.conversation import Conversation
-from penstock.trajectory import Prompt, Sampling, check_sampling
+from penstock.sampling import Sampling, check_sampling
+from penstock.trajectory import Prompt
 from penstock.v1 import generate_pb2, generate_pb2_grpc, groups_pb2
 from penstock_rollout.engines.engine import Engine, GenerateRequest, TokenChunk
 from penstock_rollout.serving.tool_calling import ToolCalling, ToolCallReader
@@ -132,9 +133,9 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
                 f"{self.max_model_len} tokens with the answer; send a shorter one",
             )
         sampling = sampling_from_proto(request.sampling)
+        if not sampling.max_tokens:
+            sampling = replace(sampling, max_tokens=room)
         check_sampling(sampling)
-        if sampling.max_tokens < 0:
-            raise InvalidInput("sampling.max_tokens", "must not be negative; 0 fills the context")
         # As vLLM's own server: what no prompt could leave room for is refused, and less is cut to the room.
         if self.max_model_len < sampling.max_tokens < UNLIMITED:
             raise InvalidInput(
@@ -142,7 +143,7 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
                 f"is {sampling.max_tokens}, more than the {self.max_model_len} tokens of the model's context; ask for "
                 "fewer, or leave it out to fill the context",
             )
-        return replace(sampling, max_tokens=min(sampling.max_tokens or room, room))
+        return replace(sampling, max_tokens=min(sampling.max_tokens, room))
 
 
 def _bytes(token_ids: Sequence[int]) -> bytes:

@@ -1,5 +1,4 @@
-"""Access to the gateway: API keys, the role and call rate of each, the caller of a request, certificates, and the names
-by which browsers may reach it.
+"""Access to the gateway: API keys with their scopes and call rates, callers, certificates, and allowed host names.
 
 Imports no server, so that `penstock up --check` is quick.
 """
@@ -15,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from penstock.api_keys import OWN_KEY_FILE, ROLES, ApiKey, KeyFile, Role, find_key, key_files_of, make_own_key
+from penstock.api_keys import OWN_KEY_FILE, SCOPES, ApiKey, KeyFile, Scope, find_key, key_files_of, make_own_key
 from penstock.config.service import GatewayConfig
 from penstock.errors import ConfigError, PermissionDenied, RateLimited, Unauthenticated
 from penstock.machine import is_loopback
@@ -27,18 +26,18 @@ class Caller:
 
     name: str
     """Name of the API key."""
-    role: Role
+    scope: Scope
     request_id: str
     has_valid_key: Callable[[], bool]
     """A key can be removed while a stream is open."""
 
-    def check(self, role: Role, operation: str) -> None:
-        """Raise PermissionDenied unless this caller has `role` or a higher one, and Unauthenticated if its key has been
-        removed since."""
+    def check(self, scope: Scope, operation: str) -> None:
+        """Raise PermissionDenied unless this caller has `scope` or a higher one, and Unauthenticated if its key was
+        removed."""
         if not self.has_valid_key():
             raise Unauthenticated(f"the key {self.name!r} is no longer valid")
-        if ROLES.index(self.role) < ROLES.index(role):
-            raise PermissionDenied(f"{operation} needs the role {role}; the key {self.name!r} has {self.role}")
+        if SCOPES.index(self.scope) < SCOPES.index(scope):
+            raise PermissionDenied(f"{operation} needs the scope {scope}; the key {self.name!r} has {self.scope}")
 
 
 class Access:
@@ -92,7 +91,7 @@ class Access:
                 "this gateway needs an API key: give --api-key-file, or send `Authorization: Bearer <key>`; a gateway "
                 f"without configured keys writes one to {OWN_KEY_FILE} in its run's folder"
             )
-        return Caller(key.name, key.role, request_id, partial(self._still_has, key))
+        return Caller(key.name, key.scope, request_id, partial(self._still_has, key))
 
     def _still_has(self, key: ApiKey) -> bool:
         self.refresh()

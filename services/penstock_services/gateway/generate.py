@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from penstock.api.records import Record
-from penstock.config.run import RunConfig
 from penstock.errors import (
     DeadlineExceeded,
     InvalidInput,
@@ -40,7 +40,7 @@ from penstock.v1 import generate_pb2, generate_pb2_grpc, groups_pb2
 from penstock.weights.cluster_key import ClusterKey
 from penstock_services.gateway import validation
 from penstock_services.gateway.access import Caller
-from penstock_services.gateway.operations import AuditLog, bounded, http_operation, operation, while_valid
+from penstock_services.gateway.operations import Handlers, bounded, http_operation, operation, while_valid
 from penstock_services.gateway.rest import HttpRequest
 from penstock_services.gateway.server_choice import ServerChoice
 from penstock_services.gateway.sessions.recorder import SessionCall, SessionRecorder, SessionTraffic
@@ -119,17 +119,15 @@ class ModelList(Record):
     data: tuple[Model, ...]
 
 
-class GenerateHandlers:
+@dataclass
+class GenerateHandlers(Handlers):
     """Keeps channels to the servers open until `close`."""
 
-    def __init__(
-        self, config: RunConfig, audit: AuditLog, choice: ServerChoice, recorder: SessionRecorder, texts: TokenText
-    ) -> None:
-        self.config = config
-        self.audit = audit
-        self.choice = choice
-        self.recorder = recorder
-        self.texts = texts
+    choice: ServerChoice
+    recorder: SessionRecorder
+    texts: TokenText
+
+    def __post_init__(self) -> None:
         self.traffic = SessionTraffic()
         self._channels: dict[str, grpc.aio.Channel] = {}
 
@@ -137,48 +135,46 @@ class GenerateHandlers:
         for channel in self._channels.values():
             await channel.close()
 
-    @operation("", "", "GenerateService.Generate", scope="submit", answer=Completion, takes_caller=True)
+    @operation("", "", "submit", Completion, takes_caller=True)
     async def generate(
         self, caller: Caller, request: generate_pb2.GenerateRequest
     ) -> AsyncIterator[generate_pb2.GenerateChunk]:
         """Choose a server and return its answer as it comes. The caller's key may be pinned to a version."""
         return await self._open_answer(caller.name, request)
 
-    @http_operation("POST", "/v1/chat/completions", scope="submit", answer=Completion, takes=ChatBody, header=SESSION)
+    @http_operation("POST", "/v1/chat/completions", "submit", Completion, takes=ChatBody, header=SESSION)
     async def complete_chat(self, http: HttpRequest, body: ChatBody) -> Response:
         """OpenAI's chat completions, answered by the rollout servers. X-Penstock-Session records the call."""
-        return await self._respond(http, body, ChatExchange(body, self.texts.tokens, _session_of(http)))
+        return await self._respond(http, ChatExchange(body, self.texts.tokens))
 
-    @http_operation("POST", "/v1/completions", scope="submit", answer=Completion, takes=CompletionBody, header=SESSION)
+    @http_operation("POST", "/v1/completions", "submit", Completion, takes=CompletionBody, header=SESSION)
     async def complete(self, http: HttpRequest, body: CompletionBody) -> Response:
         """OpenAI's completions, answered by the rollout servers."""
-        return await self._respond(http, body, CompletionExchange(body, self.texts.tokens, _session_of(http)))
+        return await self._respond(http, CompletionExchange(body, self.texts.tokens))
 
-    @http_operation(
-        "POST", "/v1/responses", scope="submit", answer=ResponsesAnswer, takes=ResponsesBody, header=SESSION
-    )
+    @http_operation("POST", "/v1/responses", "submit", ResponsesAnswer, takes=ResponsesBody, header=SESSION)
     async def create_response(self, http: HttpRequest, body: ResponsesBody) -> Response:
         """OpenAI's Responses, answered by the rollout servers. Nothing is stored."""
-        return await self._respond(http, body, ResponsesExchange(body, self.texts.tokens, _session_of(http)))
+        return await self._respond(http, ResponsesExchange(body, self.texts.tokens))
 
-    @http_operation("POST", "/v1/messages", scope="submit", answer=MessagesAnswer, takes=MessagesBody, header=SESSION)
+    @http_operation("POST", "/v1/messages", "submit", MessagesAnswer, takes=MessagesBody, header=SESSION)
     async def create_message(self, http: HttpRequest, body: MessagesBody) -> Response:
         """Anthropic's Messages, answered by the rollout servers."""
-        return await self._respond(http, body, MessagesExchange(body, _session_of(http)))
+        return await self._respond(http, MessagesExchange(body, self.texts.tokens))
 
-    @http_operation("POST", "/v1/messages/count_tokens", scope="submit", answer=TokenCount, takes=CountBody)
+    @http_operation("POST", "/v1/messages/count_tokens", "submit", TokenCount, takes=CountBody)
     async def count_tokens(self, http: HttpRequest, body: CountBody) -> Response:
         """How many tokens the model's chat template makes of a request to /v1/messages."""
         self._check_model(body)
         [choice] = await collect([await self._open_guarded(http, body.request())])
         return JSONResponse({"input_tokens": choice.num_prompt_tokens})
 
-    @http_operation("GET", "/v1/models", scope="read", answer=ModelList)
+    @http_operation("GET", "/v1/models", "read", ModelList)
     async def list_models(self, _: HttpRequest) -> Response:
         """List the models: the run, which any of its servers answers, and each version that is served now."""
         return JSONResponse({"object": "list", "data": await self._models()})
 
-    @http_operation("GET", "/v1/models/{model}", scope="read", answer=Model)
+    @http_operation("GET", "/v1/models/{model}", "read", Model)
     async def get_model(self, http: HttpRequest) -> Response:
         """One model of the list."""
         models, wanted = {described["id"]: described for described in await self._models()}, http.params["model"]
@@ -200,10 +196,12 @@ class GenerateHandlers:
         if body.model.partition("@")[0] != own:
             raise ModelNotFound(f"the model must be {own} or {own}@VERSION, not {body.model!r}")
 
-    async def _respond(self, http: HttpRequest, body: SamplingBody, exchange: Exchange) -> Response:
+    async def _respond(self, http: HttpRequest, exchange: Exchange) -> Response:
+        body = exchange.body
         self._check_model(body)
         try:
-            streams = [await self._open_guarded(http, wanted) for wanted in exchange.requests()]
+            requests = body.requests(http.headers.get(SESSION[0], ""))
+            streams = [await self._open_guarded(http, wanted) for wanted in requests]
             if body.stream:
                 events = await open_events(exchange, streams)
                 return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
@@ -221,7 +219,7 @@ class GenerateHandlers:
         """An answer for the caller of an HTTP request, which ends if its key is removed."""
         assert http.caller is not None
         opening = self._open_answer(http.caller.name, request)
-        return while_valid(await bounded(opening, 2 * self.config.redis.timeout_s), http.caller, http.operation)
+        return while_valid(await bounded(opening, self.deadline_s), http.caller, http.operation)
 
     async def _open_answer(
         self, key_name: str, request: generate_pb2.GenerateRequest
@@ -283,11 +281,6 @@ class GenerateHandlers:
                 yield chunk
         finally:
             call.cancel()
-
-
-def _session_of(http: HttpRequest) -> str:
-    """The session that records the call; empty for none."""
-    return http.headers.get(SESSION[0], "")
 
 
 def _check(request: generate_pb2.GenerateRequest) -> None:

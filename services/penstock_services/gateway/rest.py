@@ -334,7 +334,7 @@ async def _encoded(operation: Operation, answer: ProtoMessage) -> bytes:
 def event_stream(operation: Operation, items: AsyncIterator[Any]) -> Response:
     """Send `items` as server-sent events. An error ends the stream with an event `problem`."""
     assert operation.event is not None
-    name, event_id = operation.event
+    name, id_field = operation.event
 
     async def events() -> AsyncIterator[str]:
         pending: asyncio.Task[Any] | None = None
@@ -346,7 +346,8 @@ def event_stream(operation: Operation, items: AsyncIterator[Any]) -> Response:
                     yield ": keep-alive\n\n"
                     continue
                 item, pending = pending.result(), None
-                yield f"id: {event_id(item)}\nevent: {name}\ndata: {(await _encoded(operation, item)).decode()}\n\n"
+                data = (await _encoded(operation, item)).decode()
+                yield f"id: {getattr(item, id_field)}\nevent: {name}\ndata: {data}\n\n"
         except StopAsyncIteration:
             return
         except PenstockError as error:

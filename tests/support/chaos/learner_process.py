@@ -80,7 +80,7 @@ class ChaosLearner:
 
     async def run(self) -> None:
         self.folded = Folded({}, 0)
-        resuming = CheckpointConfig(resume=self.settings.go_back_to or "auto", go_back=bool(self.settings.go_back_to))
+        resuming = CheckpointConfig(resume=self.settings.rewind_to or "auto", rewind=bool(self.settings.rewind_to))
         settle_s = self.settings.replay_config.settle_s
         chosen = await choose_checkpoint(self.queue, self.checkpoints, resuming)
         taken = await take_over(self.queue, self.checkpoints, resuming, chosen, self._load, settle_s)

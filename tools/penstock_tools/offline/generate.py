@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from penstock.cli.parser import Parser, interruptible, parse_with_overrides
 from penstock.errors import ConfigError, InvalidInput
+from penstock.sampling import add_sampling_flags, sampling_from_flags
 
 if TYPE_CHECKING:
     from penstock.config.run import RunConfig
@@ -54,13 +55,7 @@ def _parser() -> Parser:
     )
     parser.add_argument("--engine", metavar="NAME", help="engine to use (default: vllm where it is installed)")
     parser.add_argument("--n", type=int, default=1, help="samples per prompt (default: %(default)s)")
-    parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default: %(default)s)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="nucleus sampling (default: %(default)s)")
-    parser.add_argument("--top-k", type=int, default=0, help="sample from this many tokens (default: %(default)s, all)")
-    parser.add_argument("--min-p", type=float, default=0.0, help="least probability, relative to the best token's")
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end an answer after this text")
-    parser.add_argument("--ignore-eos", action="store_true", help="go on after a stop token, up to --max-tokens")
-    parser.add_argument("--max-tokens", type=int, default=256, help="longest answer (default: %(default)s)")
+    add_sampling_flags(parser)
     parser.add_argument("--seed", type=int, help="make every sample reproducible, whatever the order of work")
     parser.add_argument(
         "--concurrency", type=int, metavar="N", help="prompts to answer at once (default: enough to fill the engine)"
@@ -91,13 +86,9 @@ def _read(args: argparse.Namespace) -> list[Prompt]:
     from itertools import islice
 
     from penstock.feed.datasets import read_prompts
-    from penstock.trajectory import Sampling
 
     _check(args)
-    sampling = Sampling(
-        temperature=args.temperature, top_p=args.top_p, max_tokens=args.max_tokens, top_k=args.top_k, min_p=args.min_p,
-        ignore_eos=args.ignore_eos, stop=tuple(args.stop),
-    )  # fmt: skip
+    sampling = sampling_from_flags(args)
     prompts = list(islice(read_prompts(args.file, num_samples=args.n, sampling=sampling), args.limit))
     if not prompts:
         raise InvalidInput(str(args.file), "contains no prompts; check the file")
@@ -111,16 +102,10 @@ def _read(args: argparse.Namespace) -> list[Prompt]:
 
 
 def _check(args: argparse.Namespace) -> None:
-    for name in ("n", "max_tokens", "concurrency", "limit"):
+    for name in ("n", "concurrency", "limit"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise InvalidInput(f"--{name.replace('_', '-')}", "must be at least 1")
-    if args.temperature < 0:
-        raise InvalidInput("--temperature", "must be 0 or more")
-    if not 0 < args.top_p <= 1:
-        raise InvalidInput("--top-p", "must be above 0 and at most 1")
-    if args.top_k < 0 or not 0 <= args.min_p < 1:
-        raise InvalidInput("--top-k", "must be 0 or more, and --min-p at least 0 and below 1")
 
 
 def _print(output: Path, summary: GenerationSummary, model: Path) -> None:

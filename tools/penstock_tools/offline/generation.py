@@ -19,7 +19,8 @@ from penstock.codec import encode_prompt
 from penstock.config.run import RunConfig
 from penstock.errors import PenstockError, Unavailable, first_error
 from penstock.replay.queue_types import Lease
-from penstock.trajectory import Group, Prompt, Sampling
+from penstock.sampling import SAMPLING_FIELDS, Sampling
+from penstock.trajectory import Group, Prompt
 from penstock_rollout.agents.registry import Agents
 from penstock_rollout.engines.factory import create_engine, start_engine
 from penstock_rollout.groups.group_maker import GroupMaker
@@ -184,5 +185,5 @@ def describe_settings(config: RunConfig, file: Path, prompts: Sequence[Prompt], 
 
 def _further(sampling: Sampling) -> str:
     """The parameters that are seldom given, if they are."""
-    given = {"top_k": sampling.top_k, "min_p": sampling.min_p, "ignore_eos": sampling.ignore_eos, "stop": sampling.stop}
-    return "".join(f", {name} {value}" for name, value in given.items() if value)
+    seldom = [name for name in SAMPLING_FIELDS if name not in ("temperature", "top_p", "max_tokens", "seed")]
+    return "".join(f", {name} {value}" for name in seldom if (value := getattr(sampling, name)))

@@ -38,12 +38,6 @@ class Workload:
     recomputes_log_probs: bool = False
     """Whether the policy has a forward pass before its updates. A step with a single update has none, unless the reward
     has a KL penalty."""
-    has_reference: bool = True
-    """Whether there is a reference, which has the policy's size."""
-    has_critic: bool = False
-    """Whether there is a critic, which has the policy's size."""
-    has_reward_model: bool = False
-    """Whether there is a reward model, which has the policy's size."""
 
     def num_forwards(self, role: str) -> int:
         """Forward passes of a role over a batch, without those of its updates."""

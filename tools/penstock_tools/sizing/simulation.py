@@ -103,6 +103,9 @@ class Forecast:
     """Number of groups that were dropped because they were too old."""
     steps: tuple[StepRecord, ...] = field(repr=False, default=())
 
+    def numbers(self) -> dict[str, float]:
+        return {name: value for name, value in vars(self).items() if name != "steps"}
+
 
 # ── the simulation ──
 

@@ -175,7 +175,7 @@ def test_the_one_before_a_damaged_checkpoint_is_taken(
     (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
     assert f"{newest.name} cannot be used: {newest / 'critic' / '__0_0.distcp'} is damaged: expected checksum" in line
     asyncio.run(queue.commit(5, [5]))
-    message = r"step-00000004 is at step 4, but step 5 is committed; newer .* damaged: .*critic/__0_0.distcp.*go_back"
+    message = r"step-00000004 is at step 4, but step 5 is committed; newer .* damaged: .*critic/__0_0.distcp.*rewind"
     with pytest.raises(ConfigError, match=message):
         asyncio.run(taken_over(queue))
 

@@ -25,8 +25,8 @@ from penstock.diagnosis.terminal import sparkline
 from penstock.errors import ConfigError, Conflict, DeadlineExceeded
 from penstock.feed.datasets import read_prompts
 from penstock.trajectory import Prompt, Sampling
-from penstock_services.local.local_run import LocalRun
-from penstock_services.local.supervisor import News
+from penstock_tools.local.local_run import LocalRun
+from penstock_tools.local.supervisor import News
 
 POLL_S = 0.5
 SUBMIT_BATCH = 512

@@ -17,7 +17,7 @@ from penstock.errors import CheckpointDamaged, ConfigError
 from penstock_learner.checkpoint_files import FileRecord
 from penstock_learner.checkpoints.store import CheckpointStore, verify_in_this_process
 from penstock_learner.checkpoints.trainer_state import TrainerState, read_state
-from penstock_learner.sft.rank import SupervisedRank
+from penstock_tools.sft.rank import SupervisedRank
 
 logger = logging.getLogger(__name__)
 DATA_FILE = "sft.json"

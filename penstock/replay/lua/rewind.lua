@@ -54,7 +54,7 @@ end
 redis.call('UNLINK', MANIFESTS)
 -- Saved tokens may be those of versions that are abandoned.
 drop_all_saved(redis.call('HKEYS', SAVED_BYTES))
-redis.call('HSET', COUNTERS, 'step', step, 'committed_step', step, 'gone_back_checkpoint', checkpoint,
-  'gone_back_term', ARGV[1], 'gone_back_roll_backs', counter('roll_backs'))
+redis.call('HSET', COUNTERS, 'step', step, 'committed_step', step, 'rewind_checkpoint', checkpoint,
+  'rewind_term', ARGV[1], 'rewind_orders', counter('roll_backs'))
 signal_lease()
 return 0

@@ -1,4 +1,4 @@
-"""A learner goes back to a checkpoint and is killed at every point: nothing is lost or trained twice in the weights.
+"""A learner rewinds to a checkpoint and is killed at every point: nothing is lost or trained twice in the weights.
 
 The learner is the one of the chaos runs. It has no model: its weights count how often each prompt was trained.
 """
@@ -58,9 +58,9 @@ class Run:
         payloads = [make_payload(number) for number in range(NUM_PROMPTS)]
         assert (await queue.feed("train", "f", 0, payloads, [0] * NUM_PROMPTS)).position == NUM_PROMPTS
 
-    def start(self, crash_at: str = "", go_back_to: str = "") -> subprocess.Popen[str]:
+    def start(self, crash_at: str = "", rewind_to: str = "") -> subprocess.Popen[str]:
         path = self.folder / "settings.json"
-        replace(self.settings, go_back_to=go_back_to).save(path)
+        replace(self.settings, rewind_to=rewind_to).save(path)
         return subprocess.Popen(
             [sys.executable, "-m", "support.chaos.learner_process", "--settings", str(path)],
             env=os.environ | {"PENSTOCK_CRASH_AT": crash_at},
@@ -83,9 +83,9 @@ class Run:
         assert stat.conservation_error == 0, stat
         return stat
 
-    def go(self, crash_at: str = "", go_back_to: str = "", until_trained: int = NUM_PROMPTS) -> tuple[int, str]:
+    def go(self, crash_at: str = "", rewind_to: str = "", until_trained: int = NUM_PROMPTS) -> tuple[int, str]:
         """Run a learner. Returns its exit code and what it logged."""
-        learner = self.start(crash_at, go_back_to)
+        learner = self.start(crash_at, rewind_to)
         try:
             self.do(self.serve(learner, until_trained))
             assert learner.stderr is not None
@@ -139,34 +139,34 @@ def check_all_trained_once(run: Run) -> None:
 
 
 @pytest.mark.fault_row(
-    "checkpoints", "killed just after going back", how="a crash point",
+    "checkpoints", "killed just after a rewind", how="a crash point",
     must="the next learner goes on from the older checkpoint",
 )  # fmt: skip
-def test_a_learner_killed_just_after_it_went_back_is_continued(run: Run) -> None:
-    check_crash(run, "after_go_back")
+def test_a_learner_killed_just_after_it_rewound_is_continued(run: Run) -> None:
+    check_crash(run, "after_rewind")
 
 
 @pytest.mark.fault_row(
-    "checkpoints", "going back, killed at {crash_at}", how="a named checkpoint, and a crash point",
+    "checkpoints", "rewind, killed at {crash_at}", how="a named checkpoint, and a crash point",
     must="no group is lost or trained twice",
 )  # fmt: skip
 @pytest.mark.long
-@pytest.mark.parametrize("crash_at", ["before_go_back", *NAMES])
-def test_a_learner_that_goes_back_and_is_killed_is_continued(crash_at: str, run: Run) -> None:
+@pytest.mark.parametrize("crash_at", ["before_rewind", *NAMES])
+def test_a_learner_that_rewinds_and_is_killed_is_continued(crash_at: str, run: Run) -> None:
     check_crash(run, crash_at)
 
 
 def check_crash(run: Run, crash_at: str) -> None:
     older = older_checkpoint(run)
     before = run.stat()
-    code, output = run.go(crash_at, go_back_to=str(older))
+    code, output = run.go(crash_at, rewind_to=str(older))
     assert code == KILLED, output
-    if crash_at.endswith("go_back"):
+    if crash_at.endswith("rewind"):
         with pytest.raises(ConfigError, match="only Redis knows whether it did"):
             run.store.of_the_run()
-    if crash_at == "before_go_back":
+    if crash_at == "before_rewind":
         assert run.stat().trained == before.trained
-        code, output = run.go(go_back_to=str(older))
+        code, output = run.go(rewind_to=str(older))
     else:
         code, output = run.go()  # a supervisor may start it again without the option
         assert "rewound to" not in output
@@ -177,10 +177,10 @@ def check_crash(run: Run, crash_at: str) -> None:
 
 
 @pytest.mark.fault_row(
-    "checkpoints", "going back to an older checkpoint", how="it is named on purpose",
+    "checkpoints", "rewind to an older checkpoint", how="it is named on purpose",
     must="it happens once, and only when asked",
 )  # fmt: skip
-def test_a_learner_goes_back_only_when_asked_and_only_once(run: Run) -> None:
+def test_a_learner_rewinds_only_when_asked_and_only_once(run: Run) -> None:
     older = older_checkpoint(run)
     newest, _ = run.store.newest_first()
     newest.rename(run.folder / newest.name)
@@ -191,9 +191,9 @@ def test_a_learner_goes_back_only_when_asked_and_only_once(run: Run) -> None:
     term = run.stat().term
     (run.folder / newest.name).rename(newest)
 
-    code, output = run.go(go_back_to=str(older), until_trained=NUM_PROMPTS - 8)
+    code, output = run.go(rewind_to=str(older), until_trained=NUM_PROMPTS - 8)
     assert code == 0 and "rewound to" in output, output
     assert run.stat().term == term + 1
-    code, output = run.go(go_back_to=str(older))
+    code, output = run.go(rewind_to=str(older))
     assert code == 0 and "rewound to" not in output, output
     check_all_trained_once(run)

@@ -14,9 +14,9 @@ from transformers import AutoTokenizer
 from penstock.config.dataset import WeightedFile
 from penstock.config.loading import load_overrides
 from penstock.errors import InvalidInput
-from penstock_learner.sft.data import ExampleReader, Examples, batch_of_examples
+from penstock_tools.sft.data import ExampleReader, Examples, batch_of_examples
 
-MODEL = Path(__file__).parents[4] / "examples" / "arithmetic" / "model"
+MODEL = Path(__file__).parents[3] / "examples" / "arithmetic" / "model"
 """A tokenizer of characters. Its chat template joins the contents, with an end token after the assistant's."""
 EOS = 1
 CONTEXT = 32

@@ -1,4 +1,4 @@
-"""Lists the role that every operation needs, in both protocols, and tries each operation with keys that are too weak.
+"""Lists the scope that every operation needs, in both protocols, and tries each operation with keys that are too weak.
 
 A test fails if an operation of the contracts or of the OpenAPI schema is not listed here, or if a listed operation does
 not exist.
@@ -29,11 +29,11 @@ from penstock.v1 import (
 )
 from support.gateways import PROMPT, Gateway, run_config, running
 
-Role = Literal["read", "submit", "admin"]
-WEAKER: dict[Role, tuple[Role, ...]] = {"read": (), "submit": ("read",), "admin": ("read", "submit")}
+Scope = Literal["read", "submit", "admin"]
+WEAKER: dict[Scope, tuple[Scope, ...]] = {"read": (), "submit": ("read",), "admin": ("read", "submit")}
 ANSWER_TIMEOUT_S = 20.0
 
-GRPC_ROLES: dict[str, Role] = {
+GRPC_SCOPES: dict[str, Scope] = {
     "PromptService/SubmitPrompts": "submit",
     "PromptService/StreamPrompts": "submit",
     "PromptService/GetPrompt": "read",
@@ -84,7 +84,7 @@ WATCHES = ("PromptService/WatchResults", "PolicyService/WatchPolicies")
 """These never end by themselves."""
 CONTRACTS = (datasets_pb2, generate_pb2, groups_pb2, policies_pb2, prompts_pb2, runs_pb2, tasks_pb2)
 
-REST_ROLES: dict[str, Role] = {
+REST_SCOPES: dict[str, Scope] = {
     "GET /v1/runs": "read",
     "GET /v1/runs/{run}": "read",
     "POST /v1/runs/{run}:pause": "admin",
@@ -169,23 +169,25 @@ BODIES: dict[str, Any] = {
 async def guarded(
     redis_process: Any, redis_client: redis.Redis, tmp_path: Path
 ) -> AsyncIterator[tuple[Gateway, dict[str, str]]]:
-    """A gateway with a key of every role, and the keys' `Authorization` headers."""
-    keys = {role: make_key(role, role) for role in WEAKER}
+    """A gateway with a key of every scope, and the keys' `Authorization` headers."""
+    keys = {scope: make_key(scope, scope) for scope in WEAKER}
     (tmp_path / "keys").write_text("\n".join(key.line for _, key in keys.values()))
     async with running(run_config(redis_process.url, tmp_path, keys_file=tmp_path / "keys")) as gateway:
-        yield gateway, {role: f"Bearer {secret}" for role, (secret, _) in keys.items()}
+        yield gateway, {scope: f"Bearer {secret}" for scope, (secret, _) in keys.items()}
 
 
 def test_every_method_of_the_contracts_has_a_role() -> None:
     services = [service for contract in CONTRACTS for service in contract.DESCRIPTOR.services_by_name.values()]
-    assert {f"{service.name}/{method}" for service in services for method in service.methods_by_name} == set(GRPC_ROLES)
+    assert {f"{service.name}/{method}" for service in services for method in service.methods_by_name} == set(
+        GRPC_SCOPES
+    )
 
 
-async def test_grpc_refuses_a_role_that_is_too_weak(guarded: tuple[Gateway, dict[str, str]]) -> None:
+async def test_grpc_refuses_a_scope_that_is_too_weak(guarded: tuple[Gateway, dict[str, str]]) -> None:
     gateway, headers = guarded
-    for method, role in GRPC_ROLES.items():
+    for method, scope in GRPC_SCOPES.items():
         assert await grpc_code(gateway, method, None) == grpc.StatusCode.UNAUTHENTICATED, method
-        for weaker in WEAKER[role]:
+        for weaker in WEAKER[scope]:
             found = await grpc_code(gateway, method, headers[weaker])
             assert found == grpc.StatusCode.PERMISSION_DENIED, (method, weaker)
 
@@ -194,8 +196,8 @@ async def test_grpc_serves_a_role_that_suffices(guarded: tuple[Gateway, dict[str
     """The requests are empty. They may be refused because of their content, but not because of the key."""
     gateway, headers = guarded
     refusals = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNIMPLEMENTED)
-    for method, role in GRPC_ROLES.items():
-        assert await grpc_code(gateway, method, headers[role]) not in refusals, method
+    for method, scope in GRPC_SCOPES.items():
+        assert await grpc_code(gateway, method, headers[scope]) not in refusals, method
 
 
 async def grpc_code(gateway: Gateway, method: str, authorization: str | None) -> grpc.StatusCode:
@@ -232,22 +234,22 @@ async def grpc_code(gateway: Gateway, method: str, authorization: str | None) ->
 async def test_every_rest_operation_has_a_role(gateway: Gateway) -> None:
     paths = (await gateway.rest.get("/v1/openapi.json")).json()["paths"]
     served = {f"{method.upper()} {path}" for path, methods in paths.items() for method in methods}
-    assert served == set(REST_ROLES) | OPEN
+    assert served == set(REST_SCOPES) | OPEN
 
 
-async def test_rest_refuses_a_role_that_is_too_weak(guarded: tuple[Gateway, dict[str, str]]) -> None:
+async def test_rest_refuses_a_scope_that_is_too_weak(guarded: tuple[Gateway, dict[str, str]]) -> None:
     gateway, headers = guarded
-    for operation, role in REST_ROLES.items():
+    for operation, scope in REST_SCOPES.items():
         assert await rest_status(gateway, operation, None) == 401, operation
-        for weaker in WEAKER[role]:
+        for weaker in WEAKER[scope]:
             assert await rest_status(gateway, operation, headers[weaker]) == 403, (operation, weaker)
     assert await rest_status(gateway, "GET /v1/openapi.json", None) == 401
 
 
 async def test_rest_serves_a_role_that_suffices(guarded: tuple[Gateway, dict[str, str]]) -> None:
     gateway, headers = guarded
-    for operation, role in REST_ROLES.items():
-        assert await rest_status(gateway, operation, headers[role]) not in (401, 403, 405), operation
+    for operation, scope in REST_SCOPES.items():
+        assert await rest_status(gateway, operation, headers[scope]) not in (401, 403, 405), operation
     for operation in OPEN:
         assert await rest_status(gateway, operation, None) == 200, operation
 

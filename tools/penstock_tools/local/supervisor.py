@@ -16,7 +16,7 @@ from penstock.diagnosis.log_lines import PAUSED_STATES, Announcements, buried_ev
 from penstock.errors import DeadlineExceeded, InvalidInput, NotFound, ProcessDied, Unavailable
 from penstock.feed.feed_process import feed_file
 from penstock.feed.validation import evaluation_id, read_results, result_line, validated_steps
-from penstock_services.local.local_run import LocalRun
+from penstock_tools.local.local_run import LocalRun
 
 POLL_S = 0.5
 ANSWER_S = 0.5

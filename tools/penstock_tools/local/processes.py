@@ -24,7 +24,7 @@ import psutil
 from penstock.api.records import Server
 from penstock.config.run import RunConfig
 from penstock.errors import ProcessDied
-from penstock_services.local.orphan_cleanup import GRACE_S, OrphanCleanup
+from penstock_tools.local.orphan_cleanup import GRACE_S, OrphanCleanup
 
 QUIET_S = 3.0
 """A child that takes longer than this to end is mentioned."""

@@ -29,9 +29,9 @@ from penstock.store.heartbeats import Phases
 from penstock.store.notices import Event, Notices
 from penstock.store.redis_client import connect
 from penstock.weights.cluster_key import ClusterKey
-from penstock_services.local.private_redis import find_redis_server, write_config
-from penstock_services.local.processes import Child, HungServers, ProcessGroup, Restart, Restarts
-from penstock_services.local.start_check import check_before_start
+from penstock_tools.local.private_redis import find_redis_server, write_config
+from penstock_tools.local.processes import Child, HungServers, ProcessGroup, Restart, Restarts
+from penstock_tools.local.start_check import check_before_start
 
 logger = logging.getLogger(__name__)
 LEARNER, GATEWAY = "learner", "gateway"

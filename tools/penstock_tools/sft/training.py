@@ -27,11 +27,11 @@ from penstock.errors import ConfigError, InvalidInput
 from penstock.feed.dataset_feed import EpochOrder, require_drawn
 from penstock.feed.datasets import shown_files
 from penstock_learner.batches.sequence_batch import SequenceBatch
-from penstock_learner.export import export
 from penstock_learner.loggers.step_loggers import StepLoggers, check_loggers, open_loggers
-from penstock_learner.sft.checkpoints import SupervisedCheckpoints
-from penstock_learner.sft.data import ExampleReader, Examples, Row, batch_of_examples
-from penstock_learner.sft.rank import SupervisedRank
+from penstock_tools.export import export
+from penstock_tools.sft.checkpoints import SupervisedCheckpoints
+from penstock_tools.sft.data import ExampleReader, Examples, Row, batch_of_examples
+from penstock_tools.sft.rank import SupervisedRank
 
 logger = logging.getLogger(__name__)
 

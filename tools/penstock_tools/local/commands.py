@@ -30,7 +30,7 @@ def up(argv: Sequence[str] | None = None) -> int:
     from penstock.hub import with_local_datasets, with_local_models
     from penstock.machine import keep_files_private
     from penstock.start_checks import doubts_about
-    from penstock_services.local.start_check import check_before_start, check_processes
+    from penstock_tools.local.start_check import check_before_start, check_processes
 
     config = with_local_datasets(with_local_models(load_config(arguments.config, overrides)))
     for doubt in doubts_about(config):
@@ -41,7 +41,7 @@ def up(argv: Sequence[str] | None = None) -> int:
             print(f"warning: {doubt}", flush=True)
         print(f"{arguments.config}: ok")
         return 0
-    from penstock_services.local.supervisor import supervise
+    from penstock_tools.local.supervisor import supervise
 
     keep_files_private()
     return INTERRUPTED if asyncio.run(supervise(config)) else 0
@@ -61,7 +61,7 @@ def demo(argv: Sequence[str] | None = None) -> int:
 
     from penstock.config.loading import load_config
     from penstock.machine import keep_files_private
-    from penstock_services.local.demo import run_demo
+    from penstock_tools.local.demo import run_demo
 
     config = load_config(arguments.config or _default_config(), overrides)
     if not any(word.split("=")[0] == "--run" for word in overrides):

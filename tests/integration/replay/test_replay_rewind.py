@@ -1,4 +1,4 @@
-"""Going back to a checkpoint: the queue undoes the commits that the checkpoint does not cover."""
+"""Rewinding to a checkpoint: the queue undoes the commits that the checkpoint does not cover."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ async def test_prompts_of_the_abandoned_steps_are_leased_and_trained_again(queue
     assert before.trained == 6
 
     await queue.take_term(0)
-    await queue.go_back("/checkpoints/1", 1, ids[2:6])
+    await queue.rewind("/checkpoints/1", 1, ids[2:6])
     after = await queue.stat()
     assert (after.step, after.trained, after.expired, after.delivered, after.queued) == (1, 2, 4, 0, 4)
-    assert await queue.restore(1) == {}
+    assert await queue.rewind_step(1) == {}
     await assert_conserved(queue)
     assert [(await queue.get_prompt(i)).state for i in ids[1:4]] == ["trained", "pending", "pending"]
     committed = await queue.committed()
     assert committed.step == 1 and committed.trained[0] == 0b0110_0000
-    assert committed.gone_back is not None and committed.gone_back.term == queue.term
+    assert committed.rewind is not None and committed.rewind.term == queue.term
     assert (await queue.expired_reasons()) == {"abandoned": 4}
 
     for step in (2, 3):  # the groups that had been taken come first
@@ -52,7 +52,7 @@ async def test_prompts_of_the_abandoned_steps_are_leased_and_trained_again(queue
     await assert_conserved(queue)
 
 
-async def test_a_run_cannot_go_back_further_than_its_oldest_checkpoint(queue: ReplayQueue) -> None:
+async def test_a_run_cannot_rewind_further_than_its_oldest_checkpoint(queue: ReplayQueue) -> None:
     ids = await submit(queue, 12)
     await queue.take_term(0)
     for step in (1, 2, 3):
@@ -60,9 +60,9 @@ async def test_a_run_cannot_go_back_further_than_its_oldest_checkpoint(queue: Re
     assert (await queue.committed()).kept_after == 2
     stat = await queue.stat()
     with pytest.raises(Conflict, match="2 prompts that were trained after step 1"):
-        await queue.go_back("/checkpoints/1", 1, ids[2:6])
+        await queue.rewind("/checkpoints/1", 1, ids[2:6])
     assert await queue.stat() == stat
-    await queue.go_back("/checkpoints/2", 2, ids[4:6])
+    await queue.rewind("/checkpoints/2", 2, ids[4:6])
     assert (await queue.stat()).trained == 4
 
 

@@ -1,7 +1,7 @@
--- ARGV: import key, the key's seconds to live, server, lease ms, loss window ms, then row, encoded prompt and priority
--- of each group. Submits each row and leases it to the server in one step. It does not ask for admission, because the
+-- ARGV: key, the key's seconds to live, origin, lease ms, loss window ms, then number, encoded prompt and priority of
+-- each group. Submits each prompt and leases it to the origin in one step. It does not ask for admission, because the
 -- group is finished already. Returns rows of prompt_id and attempt, or no rows while Redis may still lose the new ids:
--- then call again. Attempt 0: an earlier import brought the group, and nothing is left to do. A row whose import died
+-- then call again. Attempt 0: an earlier call brought the group, and nothing is left to do. A number whose call died
 -- before the append is leased again, unless a rollout server has it by now.
 local imported, server, now = IMPORTED .. ARGV[1], ARGV[3], now_ms()
 local expiry, RESERVED = now + tonumber(ARGV[4]), ' reserved'

@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from penstock.cli.main import main as cli
-from penstock_learner.sft import training
-from penstock_learner.sft.rank import StepReport, SupervisedRank
+from penstock_tools.sft import training
+from penstock_tools.sft.rank import StepReport, SupervisedRank
 
-EXAMPLE = Path(__file__).parents[4] / "examples" / "arithmetic"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "arithmetic"
 MODEL = EXAMPLE / "model"
 PROMPTS = [f"{a}{b}+{b}{a}=" for a in range(1, 5) for b in range(5, 9)]
 

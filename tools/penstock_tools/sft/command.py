@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if config.learner.router.replay:
         raise ConfigError("penstock sft has no router.replay; leave it out")
     config = with_local_examples(with_local_models(config))
-    from penstock_learner.sft.training import fine_tune
+    from penstock_tools.sft.training import fine_tune
 
     stopped = fine_tune(config, arguments.out)
     if stopped is not None:

@@ -26,7 +26,7 @@ from penstock.config.run import RunConfig
 from penstock.errors import InvalidInput
 from penstock.feed.datasets import MEDIA_COLUMNS, matching_files, read_messages, read_rows, shown_files
 from penstock_learner.batches.sequence_batch import SequenceBatch
-from penstock_learner.sft.masks import ConversationMasks, Example
+from penstock_tools.sft.masks import ConversationMasks, Example
 
 Row = tuple[Example, ...]
 

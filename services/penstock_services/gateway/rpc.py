@@ -38,6 +38,7 @@ FASTEST_PING_S = 10.0
 """A client that pings more often than this is disconnected."""
 REFLECTION = f"/{reflection.SERVICE_NAME}/ServerReflectionInfo"
 HEALTH_CHECK, HEALTH_WATCH = f"/{health.SERVICE_NAME}/Check", f"/{health.SERVICE_NAME}/Watch"
+_HEALTH = health_pb2.HealthCheckResponse.SerializeToString
 Context = grpc.aio.ServicerContext[Any, Any]
 Answer = Callable[[Caller, bytes], Awaitable[Any]]
 
@@ -88,9 +89,7 @@ class Servicers(grpc.GenericRpcHandler):
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
         route = handler_call_details.method
         if route == HEALTH_CHECK:
-            return grpc.unary_unary_rpc_method_handler(
-                self._of_health(self.health.Check), None, Message.SerializeToString
-            )
+            return grpc.unary_unary_rpc_method_handler(self._of_health(self.health.Check), None, _HEALTH)
         if route not in self.methods and route not in (REFLECTION, HEALTH_WATCH):
             return None
         metadata: dict[str, Any] = dict(handler_call_details.invocation_metadata or ())
@@ -100,9 +99,7 @@ class Servicers(grpc.GenericRpcHandler):
         except PenstockError as error:
             return grpc.stream_unary_rpc_method_handler(self._refusal(route, request_id, error))
         if route == HEALTH_WATCH:
-            return grpc.unary_stream_rpc_method_handler(
-                self._of_health(self.health.Watch), None, Message.SerializeToString
-            )
+            return grpc.unary_stream_rpc_method_handler(self._of_health(self.health.Watch), None, _HEALTH)
         if route == REFLECTION:
             return grpc.stream_stream_rpc_method_handler(self._stream(route, self._reflect, caller))
         return self._method(route, *self.methods[route], caller)

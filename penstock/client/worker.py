@@ -251,7 +251,7 @@ class _Worker:
 
 
 async def _in_thread(agent: Agent, attempt: Attempt) -> Any:
-    """Run an agent in a separate thread. A pool has fewer threads than agents that should run at once, and the end of
+    """Run an agent in its own thread. A pool has fewer threads than agents that should run at once, and the end of
     the process would wait for those that go on after they were cancelled."""
     ended: Future[Any] = Future()
     context = contextvars.copy_context()

@@ -29,7 +29,7 @@ from penstock.v1 import groups_pb2
 
 @dataclass(frozen=True)
 class Sample:
-    """A response that a step trained on, with all that is known about it."""
+    """A response that a step trained on. The REST interface answers with the same fields."""
 
     step: int
     policy_version: int
@@ -45,7 +45,7 @@ class Sample:
     """Without special tokens, as rewards see it."""
     reward: float | None
     """The reward that it was trained with. None if that was not a finite number."""
-    reward_parts: Mapping[str, float | None]
+    reward_parts: dict[str, float | None]
     num_tokens: int
     """Tokens of the response."""
     min_version: int

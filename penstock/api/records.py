@@ -10,7 +10,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
-from penstock import sampling, trajectory
+from penstock import samples, sampling, trajectory
+from penstock.replay import queue_types
 
 Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
@@ -93,14 +94,8 @@ class SubmittedPrompt(Record):
     """Set by the gateway for the prompts of an evaluation."""
 
 
-class Submission(Record):
+class Submission(Record, queue_types.Submission):  # type: ignore[misc]  # mypy does not know that it is frozen
     """Answer to a submission of prompts."""
-
-    prompt_ids: tuple[int, ...]
-    replayed: bool
-    """Whether these are the ids of an earlier request with the same idempotency key."""
-    num_replayed: int = 0
-    """How many of the prompts were submitted before."""
 
 
 class PromptRecord(Record):
@@ -144,29 +139,8 @@ class GroupPage(Record):
     next_page_token: str
 
 
-class Sample(Record):
-    """A trained response: see penstock.samples for its fields."""
-
-    step: int
-    policy_version: int
-    prompt_id: int
-    sample: int
-    data_source: str
-    prompt: str
-    ground_truth: Any
-    response: str
-    reward: float | None
-    reward_parts: Metrics
-    num_tokens: int
-    min_version: int
-    max_version: int
-    finish_reason: str
-    is_baseline: bool
-    server_id: str
-    agent_name: str
-    attempt: int
-    finished_at_ms: int
-    reward_failed: bool = False
+class Sample(Record, samples.Sample):  # type: ignore[misc]  # mypy does not know that it is frozen
+    """A trained response."""
 
 
 class SamplePage(Record):

@@ -10,7 +10,6 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from google.protobuf.message import DecodeError
 
@@ -20,7 +19,7 @@ from penstock.errors import InvalidInput, NotFound, PoisonGroup
 from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import QueueStat
 from penstock.store.redis_client import RedisClient, guarded
-from penstock.store.scripts import QUEUE, read_record, read_rows
+from penstock.store.scripts import read_record, read_rows
 from penstock.trajectory import Group, Prompt
 
 DEAD_PAGE = 100
@@ -136,7 +135,7 @@ class QueueInspector:
         self, selection: str = "fifo", limit: int = -1, *, include_delivered: bool = False
     ) -> list[int]:
         """Ready groups in the order in which the learner will take them, after the delivered ones if wanted."""
-        ids: list[int] = await self._call("inspect_queued", selection, limit, int(include_delivered))
+        ids: list[int] = await self.queue.call("inspect_queued", selection, limit, int(include_delivered))
         return ids
 
     async def groups(self, prompt_ids: Sequence[int]) -> list[QueuedGroup]:
@@ -183,7 +182,7 @@ class QueueInspector:
         prompt = (await self.dead_letter(stream_id)).prompt
         if prompt is None:
             raise InvalidInput(stream_id, "holds no prompt that can be decoded; purge it and submit the prompt again")
-        prompt_id: int = await self._call("inspect_requeue", stream_id, prompt.priority)
+        prompt_id: int = await self.queue.call("inspect_requeue", stream_id, prompt.priority)
         if not prompt_id:
             raise _no_dead_letter(stream_id)
         return prompt_id
@@ -201,7 +200,7 @@ class QueueInspector:
     # ── private ──
 
     async def _places(self) -> dict[str, int]:
-        return read_record(await self._call("inspect_places"))
+        return read_record(await self.queue.call("inspect_places"))
 
     async def _group_age_s(self, which: str, places: dict[str, int]) -> float | None:
         """Time since a group was finished; None if there is no group or its producer did not record the time."""
@@ -215,16 +214,13 @@ class QueueInspector:
         return newest[0].stream_id if newest else ""
 
     async def _dead_letters(self, first: str, last: str, limit: int, *, newest_first: bool) -> list[DeadLetter]:
-        answer = await self._call("inspect_dead", first, last, limit, int(newest_first))
+        answer = await self.queue.call("inspect_dead", first, last, limit, int(newest_first))
         return [
             DeadLetter(
                 **row | {"stream_id": row["stream_id"].decode(), "reason": row["reason"].decode(errors="replace")}
             )
             for row in read_rows(answer)
         ]
-
-    async def _call(self, name: str, *arguments: Any) -> Any:
-        return await QUEUE.call(self.client, self.queue.keys.prefix, name, *arguments)
 
 
 def _decode(prompt_id: int, payload: bytes) -> QueuedGroup:

@@ -24,10 +24,8 @@ from penstock.store.redis_client import guarded
 from penstock.store.scripts import RunRecords, read_record, read_rows
 
 # ──
-# Servers in quarantine: their log-probs disagree with the learner's, so nothing that they sampled is trained.
-#
-# The learner moves a server through these phases. The server itself notices nothing: it leases less, and is sent a
-# version that it seems to have.
+# Servers in quarantine: their log-probs disagree with the learner's, so nothing that they sampled is trained. The
+# server itself notices nothing: it leases less, and is sent a version that it seems to have.
 #
 #     serving ──(log-probs disagree)──► draining ──(weights loaded wholly)──► probed ──(probes agree)──► serving
 #                                          ▲                                    │
@@ -146,20 +144,16 @@ class Fleet(RunRecords):
         fields = asdict(record)
         del fields["state"], fields["heartbeat_age_ms"]
         answer = read_record(await self.call("report_server", record.server_id, json.dumps(fields)))
-        state, held = answer["state"], answer["held_version"]
-        return Reported(
-            cast("ServerState", state.decode()) if state else None,
-            int(held) if held else None,
-            int(answer["current_version"] or 0),
-        )
+        state = cast("ServerState | None", answer["state"] and answer["state"].decode())
+        held = answer["held_version"] and int(answer["held_version"])
+        return Reported(state, held, int(answer["current_version"] or 0))
 
     async def set_state(self, server_id: str, state: ServerState, term: int | None = None) -> None:
-        """Move a server to a state. A publisher gives its term: the call raises Fenced and changes nothing once a newer
-        term was taken, and it does nothing for a server that has left."""
         await self.set_states([server_id], state, term)
 
     async def set_states(self, server_ids: Sequence[str], state: ServerState, term: int | None = None) -> None:
-        """`set_state` for many servers in one call, so that a push to a large fleet does not wait for each."""
+        """Move servers to a state. A publisher gives its term: the call raises Fenced and changes nothing once a newer
+        term was taken, and it does nothing for a server that has left."""
         if server_ids:
             await self.call("set_server_state", state, "" if term is None else term, *server_ids)
 
@@ -201,17 +195,7 @@ def _read(fields: dict[str, Any], state: bytes | None, now_ms: int) -> ServerRec
     return read_known_fields(ServerRecord, fields)
 
 
-# ──
-# The fleet as it was read a moment ago, for callers that look at a large fleet many times a second.
-#
-# Reading the fleet costs time for every server. A view reads one number of Redis instead, which counts the servers that
-# joined, left, or changed their state or version, and reads the fleet again only if
-#
-#     the number has changed              so a view never shows a state or a version that a server has left
-#     the reading is `max_age_s` old      so loads and heartbeats are at most that old
-#
-# The second bound also covers a Redis that went back to an earlier number, and servers of a Penstock that does not
-# count. A view for frequent calls may give it a second part: see `rarely_used_age_s`.
+# ── The fleet as it was read a moment ago, for callers that look at a large fleet many times a second ──
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,9 +222,12 @@ class FleetReading:
 class FleetView:
     """The newest reading of a fleet. Callers that look at the same time share one.
 
-    With `rarely_used_age_s`, a reading that is `max_age_s` old is kept until there were as many looks at it as it has
-    servers, or until it is `rarely_used_age_s` old. So a look costs the reading of one server at most, in any fleet,
-    except where looks are so rare that their cost does not matter."""
+    A look reads one number of Redis, which counts the servers that joined, left, or changed their state or version. The
+    fleet is read again only if the number has changed, so a view never shows a state or a version that a server has
+    left, or if the reading is `max_age_s` old, so loads and heartbeats are at most that old.
+
+    With `rarely_used_age_s`, an old reading is kept until there were as many looks at it as it has servers, or until it
+    is `rarely_used_age_s` old. So a look costs the reading of one server at most, in any fleet."""
 
     def __init__(self, fleet: Fleet, max_age_s: float, rarely_used_age_s: float | None = None) -> None:
         self.fleet = fleet

@@ -99,11 +99,7 @@ class Heartbeats(RunRecords):
                 logger.warning("cannot send the heartbeat of the %s: %s", component, error)
 
 
-# ──
-# Phases of the start of a process: `starting Ray`, `loading the model` and so on, until it serves or trains.
-#
-# Each process records its phases itself. `penstock up` prints a line for each, and the API shows them. Times are those
-# of Redis' clock.
+# ── Phases of the start of a process, such as `loading the model`. `penstock up` prints them, and the API shows them ──
 
 
 MAX_PHASES = 16
@@ -143,21 +139,18 @@ class Phases(RunRecords):
         return {part: [Phase(name, int(at_ms)) for name, at_ms in json.loads(text)] for part, text in records.items()}
 
 
-# ──
-# Processes that are stopping and still need Redis.
-#
-# A process that gets SIGTERM finishes its work: a learner writes a checkpoint and commits its groups, a rollout server
-# gives prompts back. If Redis is stopped at the same moment, as by `helm uninstall`, it has to leave last. So a
-# stopping process says once a second that it is still there, and removes its name when it needs Redis no longer.
-# deploy/redis/wait-for-clients.sh waits for the names before Redis is stopped. A process that was killed while it was
-# stopping leaves its name behind; a name that is older than 30 s does not count.
+# ── Processes that are stopping and still need Redis ──
 
 
 SIGN_S = 1.0
 
 
 class Leaving(RunRecords):
-    """The name of one stopping process in Redis. It is written while `holding` is open, once `stopping` is set."""
+    """The name of one stopping process in Redis, written once a second while `holding` is open and `stopping` is set.
+
+    A process that gets SIGTERM still commits groups or gives prompts back. If Redis is stopped at the same moment, as
+    by `helm uninstall`, it has to leave last: deploy/redis/wait-for-clients.sh waits for the names. A name that is
+    older than 30 s, of a process that was killed, does not count."""
 
     def __init__(self, client: redis.Redis, run: str, component: str) -> None:
         super().__init__(client, run)

@@ -266,37 +266,11 @@ class Task(Record):
     failure: str
 
 
-class QueueStat(Record):
-    """Counts of the replay queue. Fields without a description count since the run began."""
+class QueueStat(Record, queue_types.QueueCounts):  # type: ignore[misc]  # mypy does not know that it is frozen
+    """Counts of the replay queue."""
 
-    pending_prompts: int
-    """Prompts that wait for a lease."""
-    admitted: int
-    in_flight: int
-    """Prompts that rollout servers work on."""
-    queued: int
-    """Groups in the queue, including those that the learner has taken since its last checkpoint."""
-    delivered: int
-    """The part of `queued` that the learner has taken."""
-    queued_bytes: int
-    trained: int
-    expired: int
-    dead_lettered: int
     conservation_error: int
     """Admitted prompts that are in no place of the queue. 0 in a healthy run."""
-    redelivered: int
-    reclaimed: int
-    """Leases that expired, whose prompts were leased again."""
-    discarded: int
-    """The part of `expired` whose prompts are not admitted again."""
-    admission_limit: int
-    """Upper bound on trained + queued + in-flight groups."""
-    admission_room: int
-    """Prompts that may be admitted now."""
-    inserted: int
-    """Groups that rollout servers have appended."""
-    saved_bytes: int = 0
-    """Bytes of the saved tokens of samples whose groups are not finished."""
 
 
 class Server(Record):

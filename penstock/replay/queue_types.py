@@ -151,29 +151,42 @@ class Committed:
     rewind: RunRewind | None
 
 
-@dataclass(frozen=True)
-class QueueStat:
-    """Counts of every place of the diagram in queue.py at one moment. Two that differ only in their ages are equal.
-
-    The fields that clients see have the same names in penstock.v1.runs_pb2.QueueStat and in penstock.client."""
+@dataclass(frozen=True, kw_only=True)
+class QueueCounts:
+    """Counts of the replay queue. Fields without a description count since the run began."""
 
     pending_prompts: int
+    """Prompts that wait for a lease."""
     admitted: int
     in_flight: int
+    """Prompts that rollout servers work on."""
     queued: int
+    """Groups in the queue, including those that the learner has taken since its last checkpoint."""
     delivered: int
+    """The part of `queued` that the learner has taken."""
     queued_bytes: int
     trained: int
     expired: int
     dead_lettered: int
     redelivered: int
     reclaimed: int
+    """Leases that expired, whose prompts were leased again."""
     discarded: int
-    """Part of expired: groups that were dropped for good, whose prompts are not admitted again."""
+    """The part of `expired` whose prompts are not admitted again."""
+    admission_limit: int
+    """Upper bound on trained + queued + in-flight groups."""
+    admission_room: int
+    """Prompts that may be admitted now."""
     inserted: int
     """Groups that append accepted."""
-    saved_bytes: int
-    """Bytes of saved tokens of samples whose groups are not finished."""
+    saved_bytes: int = 0
+    """Bytes of the saved tokens of samples whose groups are not finished."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueueStat(QueueCounts):
+    """The queue at one moment. Two that differ only in their ages are equal."""
+
     step: int
     committed_step: int
     """Newest step that a durable checkpoint covers."""
@@ -185,10 +198,6 @@ class QueueStat:
     """Time since the next prompt in line was submitted; 0 if none is pending."""
     ready_age_ms: int = field(compare=False)
     """Time since the next group in line was appended; 0 if none is ready."""
-    admission_limit: int
-    """Upper bound on trained + queued + in-flight groups."""
-    admission_room: int
-    """Number of prompts that the staleness bound allows to be admitted now."""
 
     @property
     def conservation_error(self) -> int:

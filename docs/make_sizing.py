@@ -15,21 +15,25 @@ from penstock_tools.sizing.memory import (
     READ_BYTES,
     REDUCED_BYTES,
     STAGED_VERSIONS,
+    Role,
     Setup,
     peak,
     role_moments,
     total,
 )
-from penstock_tools.sizing.models import KNOWN
-from penstock_tools.sizing.plan import PLACEMENTS, Plan, make_plan
+from penstock_tools.sizing.models import KNOWN, ModelShape
+from penstock_tools.sizing.plan import Plan, smallest_plan
 from penstock_tools.sizing.plan_text import as_text
 from penstock_tools.sizing.rates import Workload
+from penstock_tools.sizing.search import PLACEMENTS, Placement, Task
 
 PAGE = Path(__file__).parent / "sizing.md"
 GPU = GPUS["h100"]
 WORKLOAD = Workload()
 RUN = ("0.5b", "1.5b", "7b")
 """Models whose training was measured. All others are computed by the same formulas."""
+PLANNED = ("0.5b", "1.5b", "7b", "30b-a3b", "32b", "70b")
+"""Models in the table of plans."""
 MEMORY_ROWS = {"0.5b": (1,), "1.5b": (1, 2), "7b": (2, 4), "14b": (8,), "30b-a3b": (16,), "32b": (16,), "70b": (32,)}
 """Models and numbers of ranks in the table of phases."""
 COLUMNS = (
@@ -171,17 +175,21 @@ of Redis, or a network that many pushes share. `make bench-simulate` models the 
 
 def build() -> str:
     header = f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|"
-    plans = [make_plan(shape, GPU, placement, WORKLOAD) for shape in KNOWN.values() for placement in PLACEMENTS]
+    plans = [_plan(name, placement) for name in PLANNED for placement in PLACEMENTS]
     load = (
         f"## On {GPU.name.upper()} (80 GB)\n"
         f"{WORKLOAD.groups_per_step} groups of {WORKLOAD.num_samples} samples a step, prompts of "
         f"{WORKLOAD.prompt_tokens} and responses of {WORKLOAD.response_tokens} tokens on "
         f"average, `max_staleness` {WORKLOAD.max_staleness}, 400 Gbit/s.\n"
     )
-    example = make_plan(KNOWN["7b"], GPU, "split-collocate", WORKLOAD)
-    arithmetic = f"\n## The arithmetic of one plan\n```\n{as_text(example)}\n```\n"
+    arithmetic = f"\n## The arithmetic of one plan\n```\n{as_text(_plan('7b', 'split-collocate'))}\n```\n"
     plans_table = "\n".join([HEAD, load, header, *map(_row, plans)]) + "\n"
     return plans_table + arithmetic + MEMORY + _memory_table() + FORMULAS + SEARCH + TAIL
+
+
+def _plan(name: str, placement: Placement) -> Plan:
+    shapes: dict[Role, ModelShape] = {"policy": KNOWN[name], "reference": KNOWN[name]}
+    return smallest_plan(Task(shapes, GPU, WORKLOAD, (placement,)))
 
 
 def _memory_table() -> str:
@@ -198,19 +206,20 @@ def _memory_table() -> str:
 
 
 def _row(plan: Plan) -> str:
-    forecast, reference = plan.forecast, plan.reference
+    forecast, policy, reference = plan.forecast, plan.roles["policy"], plan.roles["reference"]
+    name, num_servers = plan.task.policy.name, plan.proposal.num_servers
     cells = [
-        plan.model.name + ("" if plan.model.name in RUN else " (on paper)"),
-        plan.placement,
-        str(plan.num_gpus),
-        f"{plan.policy.num_gpus} ({plan.policy.num_bytes / 1e9:.0f} GB)",
+        name + ("" if name in RUN else " (on paper)"),
+        plan.proposal.learner.placement,
+        str(plan.proposal.num_gpus),
+        f"{policy.num_gpus} ({policy.num_bytes / 1e9:.0f} GB)",
         f"{reference.num_gpus or 'shared'} ({reference.num_bytes / 1e9:.0f} GB)",
-        f"{plan.num_servers} x {plan.server.num_gpus}",
-        f"{plan.num_servers * plan.server_tokens_per_s:,.0f}",
+        f"{num_servers} x {plan.server.num_gpus}",
+        f"{num_servers * plan.server_tokens_per_s:,.0f}",
         f"{forecast.step_s:.0f} s",
         f"{forecast.idle_share:.0%}",
-        f"{plan.push_s:.1f} s",
-        f"{plan.pause_s * 1000:.0f} ms",
+        f"{plan.durations['push_s']:.1f} s",
+        f"{plan.durations['pause_s'] * 1000:.0f} ms",
         f"{forecast.staleness_mean:.1f}",
     ]
     return f"| {' | '.join(cells)} |"

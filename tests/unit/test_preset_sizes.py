@@ -38,7 +38,7 @@ def test_a_preset_names_its_gpus_and_fits_on_them(name: str, tmp_path: Path) -> 
     assert config.rollout.num_servers * config.rollout.engine.tensor_parallel_size == engines
     assert num_gpus(config.learner.placement, config.learner.needed_roles) == training == count - engines
     for group in memory_of(config, gpu):
-        assert group.fits, f"{group.num_bytes / 1e9:.0f} GB for {[role.role for role in group.roles]}"
+        assert group.fits, f"{group.num_bytes / 1e9:.0f} GB for {[role.role for role in group.plans]}"
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from penstock.cli.connection import add_gateway_arguments, open_client
 from penstock.cli.output import progress_bar
-from penstock.cli.parser import Parser, interruptible
+from penstock.cli.parser import Parser, interruptible, whole_number
 from penstock.errors import InvalidInput
 from penstock.sampling import add_sampling_flags, sampling_from_flags
 
@@ -36,16 +36,9 @@ def main(argv: Sequence[str]) -> int:
     add_gateway_arguments(parser)
     parser.add_argument("--num-samples", type=int, default=8, help="samples per prompt (default: %(default)s)")
     add_sampling_flags(parser)
-    parser.add_argument("--limit", type=int, metavar="N", help="submit only the first N prompts")
-    parser.add_argument(
-        "--wait", type=float, metavar="SECONDS", help="wait until every prompt is finished, at most this long"
-    )
-    parser.add_argument(
-        "--epoch",
-        type=int,
-        default=0,
-        help="give another number to submit the same prompts again (default: %(default)s)",
-    )
+    parser.add_argument("--limit", type=whole_number(1), metavar="N", help="submit only the first N prompts")
+    parser.add_argument("--wait", type=float, metavar="S", help="wait S seconds at most until every prompt is finished")
+    parser.add_argument("--epoch", type=int, default=0, help="give another number to submit the same prompts again")
     args = parser.parse_args(argv)
 
     prompts = _read(args)
@@ -110,8 +103,6 @@ def _read(args: argparse.Namespace) -> list[Prompt]:
 
     from penstock.feed.datasets import read_prompts
 
-    if args.limit is not None and args.limit < 1:
-        raise InvalidInput("--limit", "must be at least 1")
     rows = read_prompts(args.file, num_samples=args.num_samples, sampling=sampling_from_flags(args))
     prompts = list(islice(rows, args.limit))
     if not prompts:

@@ -84,7 +84,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Result of a simulation. The first steps, in which the queue fills, are left out."""
+    """Result of a simulation. The first steps, in which the queue fills, do not count."""
 
     idle_share: float
     """Share of its time that the learner waits for groups."""
@@ -102,6 +102,9 @@ class Forecast:
     num_expired: int
     """Number of groups that were dropped because they were too old."""
     steps: tuple[StepRecord, ...] = field(repr=False, default=())
+
+    def numbers(self) -> dict[str, float]:
+        return {name: value for name, value in vars(self).items() if name != "steps"}
 
 
 # ── the simulation ──

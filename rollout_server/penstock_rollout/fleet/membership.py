@@ -5,12 +5,9 @@ States that the server itself changes (`penstock/store/fleet.py` has all of them
     JOINING, EVICTED ──► STALE ──(serves the wanted version)──► READY
     READY, LOADING ──(held at another version, or behind the published one)──► STALE
 
-The wanted version is the version that the run or this server is held at, or else the current one of the registry. A
-STALE server gets it from the next push. If the config allows snapshots, the server loads it from there without waiting
-for a push.
-
-A version is published after its push, so every member of that push has it by then. A serving server that is behind was
-skipped: it was released from an older version, or became READY while the push ran without it.
+The wanted version is the one that the run or this server is held at, or else the current one of the registry. A STALE
+server gets it from the next push, or from a snapshot if the config allows it. A version is published after its push, so
+a serving server that is behind was skipped: it was released from an older version, or became READY during the push.
 """
 
 from __future__ import annotations
@@ -174,7 +171,7 @@ class FleetMembership:
         return state
 
     def _record(self, num_running: int, num_scoring: int) -> ServerRecord:
-        load = self.engine.stats()
+        load, transports = self.engine.stats(), available_transports(self.engine.devices)
         return ServerRecord(
             server_id=self.server_id,
             address=self.address,
@@ -183,8 +180,8 @@ class FleetMembership:
             weights_digest=self.engine.weights_digest,
             devices=self.engine.devices,
             host_id=host_id(),
-            transports=available_transports(self.engine.devices),
-            nccl_version=reported_nccl_version(self.engine.devices),
+            transports=transports,
+            nccl_version=_nccl_version() if "nccl" in transports else "",
             running_groups=num_running,
             scoring_groups=num_scoring,
             running_requests=load.running_requests,
@@ -225,11 +222,6 @@ def available_transports(devices: Sequence[str]) -> tuple[str, ...]:
         if _nccl_version():
             names.add("nccl")
     return tuple(name for name in TRANSPORTS if name in names)
-
-
-def reported_nccl_version(devices: Sequence[str]) -> str:
-    """Return the version of NCCL if such an engine can receive by `nccl`, else an empty string."""
-    return _nccl_version() if "nccl" in available_transports(devices) else ""
 
 
 @cache

@@ -171,7 +171,7 @@ class FleetMembership:
         return state
 
     def _record(self, num_running: int, num_scoring: int) -> ServerRecord:
-        load, transports = self.engine.stats(), available_transports(self.engine.devices)
+        load = self.engine.stats()
         return ServerRecord(
             server_id=self.server_id,
             address=self.address,
@@ -180,8 +180,8 @@ class FleetMembership:
             weights_digest=self.engine.weights_digest,
             devices=self.engine.devices,
             host_id=host_id(),
-            transports=transports,
-            nccl_version=_nccl_version() if "nccl" in transports else "",
+            transports=available_transports(self.engine.devices),
+            nccl_version=reported_nccl_version(self.engine.devices),
             running_groups=num_running,
             scoring_groups=num_scoring,
             running_requests=load.running_requests,
@@ -222,6 +222,11 @@ def available_transports(devices: Sequence[str]) -> tuple[str, ...]:
         if _nccl_version():
             names.add("nccl")
     return tuple(name for name in TRANSPORTS if name in names)
+
+
+def reported_nccl_version(devices: Sequence[str]) -> str:
+    """Return the version of NCCL if such an engine can receive by `nccl`, else an empty string."""
+    return _nccl_version() if "nccl" in available_transports(devices) else ""
 
 
 @cache

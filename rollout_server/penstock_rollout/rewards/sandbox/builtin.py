@@ -11,8 +11,8 @@ machines where bubblewrap cannot start, such as pods without user namespaces: it
 | rlimits    | CPU, address space, file size, number of processes and descriptors      | any Unix                 |
 
 Landlock and seccomp are required; the other layers are added where the machine allows them. A program still sees that
-files outside exist, with sizes and times: Landlock does not restrict `stat`. The sandbox does not protect against kernel
-bugs and side channels: if a machine holds secrets that matter, run these tests in a separate virtual machine.
+files outside exist, with sizes and times: Landlock does not restrict `stat`. It does not protect against kernel bugs
+and side channels: if a machine holds secrets that matter, run these tests in a separate virtual machine.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Models and datasets of the Hugging Face Hub: a config may name them by id, and they are fetched once.
 
-Each process resolves the ids of its config before it starts anything else, so that no rank and no engine makes a
-network call. `huggingface_hub` does the work, with the variables that its users know: HF_HOME, HF_TOKEN, HF_ENDPOINT,
-HF_HUB_OFFLINE. A path that exists on this machine is never looked up.
+Each process resolves the ids before it starts anything else, so that no rank and no engine makes a network call.
+HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE apply. A path that exists on this machine is never looked up.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ def with_local_model(config: RunConfig) -> RunConfig:
 
 
 def with_local_models(config: RunConfig) -> RunConfig:
-    """The config with a folder in place of each Hub id of the learner's models. Downloads what the cache does not
-    have."""
+    """The config with a folder, downloaded if needed, in place of each Hub id of the learner's models."""
     roles: dict[str, Any] = {}
     for name in ("reference", "critic", "reward_model"):
         role = getattr(config.learner, name)
@@ -39,8 +37,7 @@ def with_local_models(config: RunConfig) -> RunConfig:
 
 
 def with_local_datasets(config: RunConfig) -> RunConfig:
-    """The config with a file or pattern in place of each Hub id of a dataset. Downloads what the cache does not
-    have."""
+    """The config with a file or pattern, downloaded if needed, in place of each Hub id of a dataset."""
     dataset = config.dataset
     held_out = _local_files(dataset.validation.file, "dataset.validation.file", "test")
     data = {
@@ -77,8 +74,7 @@ def local_model_config(path: Path, field: str) -> Path:
 
 
 def download_model(path: Path, target: Path) -> None:
-    """Download the model of a Hub id into a folder, and compare it with the Hub's checksums. An interrupted download is
-    continued."""
+    """Download a model into a folder, continuing an interrupted download, and compare it with the Hub's checksums."""
     found = _hub_id(path)
     assert found is not None and not found["part"], f"{path} is no id of a model"
     _download("model", found["id"], found["revision"], MODEL_FILES, "SOURCE", target)
@@ -146,8 +142,7 @@ def _download(
     field: str,
     target: Path | None = None,
 ) -> Path:
-    """The folder of the files: in the cache of `huggingface_hub`, or `target`, whose files are compared with the Hub's
-    checksums."""
+    """The folder of the files: in the cache, or `target`, whose files are compared with the Hub's checksums."""
     try:
         from huggingface_hub import constants, snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled

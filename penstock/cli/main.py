@@ -1,8 +1,7 @@
-"""The `penstock` command.
+"""The `penstock` command. It imports only the chosen subcommand, so that `--help` is fast.
 
-It imports only the module of the chosen subcommand, so that `--help` is fast. Errors are one line on stderr; a wrong
-configuration has a line for each field. Exit codes: 0 success, 1 failure, 2 wrong usage, configuration or input, 130
-interrupted.
+Errors are one line on stderr, or one per wrong field. Exit codes: 0 success, 1 failure, 2 wrong usage, configuration or
+input, 130 interrupted.
 """
 
 from __future__ import annotations

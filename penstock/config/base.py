@@ -9,8 +9,7 @@ from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, mod
 LARGEST_NUMBERS = {"_s": 10**9, "_bytes": 2**60, "seed": 2**63 - 1, "_flops_per_rank": 10**18}
 """The largest value of a number, by the ending of its field's name. Redis keeps whole numbers in 64 bits."""
 LARGEST_COUNT = 10**9
-"""The largest value of every other whole number: tokens, steps, samples. A larger one is a slip of the keyboard, and
-what is sized by it would fill the memory."""
+"""The largest value of every other whole number: tokens, steps, samples. A larger one is a typing mistake."""
 
 
 class Config(BaseModel):

@@ -38,3 +38,11 @@ class Finding:
     @property
     def line(self) -> str:
         return f"{self.text}; {self.advice}" if self.advice else self.text
+
+
+def first_finding(check: str, *rules: tuple[object, Level, str, str], ok: str) -> Finding:
+    """The finding of the first rule whose condition holds, with its level, text and advice; `ok` if none does."""
+    for holds, level, text, advice in rules:
+        if holds:
+            return Finding(check, level, text, advice)
+    return Finding(check, "ok", ok)

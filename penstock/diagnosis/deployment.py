@@ -1,7 +1,5 @@
-"""`penstock doctor`: the examination of a deployment. Each finding has advice on what to do.
-
-The checks only read. They use the rights of the config's Redis user: what that user may not read becomes a warning.
-"""
+"""`penstock doctor`: the examination of a deployment, with advice. It only reads, with the rights of the config's Redis
+user: what that user may not read becomes a warning."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from penstock.client.address import is_stopped
 from penstock.config.gpu_bundles import num_gpus
 from penstock.config.rollout import CodeReward
 from penstock.config.run import RunConfig
-from penstock.diagnosis import Finding, Level
+from penstock.diagnosis import Finding, Level, first_finding
 from penstock.diagnosis.facts import RunStores
 from penstock.diagnosis.run_findings import run_findings
 from penstock.errors import PenstockError
@@ -131,9 +129,8 @@ def check_disk(config: RunConfig) -> Finding:
     space = measure_disk(config.folder)
     newest = max(config.folder.glob("checkpoints/term-*-step-*"), default=None)
     needed = 2 * folder_bytes(newest) if newest else 0
-    if space.free_bytes < max(MIN_FREE_BYTES, needed):
-        return Finding("disk", "warn", str(space), "free space for checkpoints and snapshots, or move run_dir")
-    return Finding("disk", "ok", str(space))
+    is_low, advice = space.free_bytes < max(MIN_FREE_BYTES, needed), "free space for checkpoints, or move run_dir"
+    return first_finding("disk", (is_low, "warn", str(space), advice), ok=str(space))
 
 
 def check_sandbox(config: RunConfig) -> list[Finding]:
@@ -163,23 +160,19 @@ def check_gpus(config: RunConfig) -> list[Finding]:
     """Compare the GPUs of this machine with what the learner needs, and check that NVLink connects them."""
     wanted = num_gpus(config.learner.placement, config.learner.needed_roles)
     names = gpu_names()
-    if not names:
-        if wanted and not config.learner.ray_address:
-            advice = "install the driver, or set learner.*.gpus_per_rank to 0"
-            return [Finding("gpus", "fail", f"none here, but the learner needs {wanted}", advice)]
-        return [Finding("gpus", "ok", "none here, and the learner needs none here")]
-    found = f"{len(names)} x {names[0]}"
+    found = f"{len(names)} x {names[0]}" if names else "none here"
     if wanted > len(names) and not config.learner.ray_address:
-        return [Finding("gpus", "fail", f"{found}, but the learner needs {wanted}", "lower learner.*.num_ranks")]
-    if len(names) == 1:
-        return [Finding("gpus", "ok", found)]
+        advice = "lower learner.*.num_ranks" if names else "install the driver, or set learner.*.gpus_per_rank to 0"
+        return [Finding("gpus", "fail", f"{found}, but the learner needs {wanted}", advice)]
+    if len(names) < 2:
+        return [Finding("gpus", "ok", found if names else f"{found}, and the learner needs none here")]
     # Each row of the matrix has an X on the diagonal; the header has none.
     rows = [cells for line in nvidia_smi("topo", "-m") if "X" in (cells := line.split()) and cells[0].startswith("GPU")]
     links = {cell for row in rows for cell in row[1 : len(names) + 1]} - {"X"}
-    if links and all(link.startswith("NV") for link in links):
-        return [Finding("gpus", "ok", f"{found}, linked by NVLink")]
+    is_linked = links and all(link.startswith("NV") for link in links)
     advice = "place policy ranks, and the GPUs of one server, on linked GPUs"
-    return [Finding("gpus", "warn", f"{found}, not all linked by NVLink ({', '.join(sorted(links))})", advice)]
+    text = f"{found}, not all linked by NVLink ({', '.join(sorted(links))})"
+    return [first_finding("gpus", (not is_linked, "warn", text, advice), ok=f"{found}, linked by NVLink")]
 
 
 # ── Redis ──
@@ -207,50 +200,49 @@ async def check_redis(client: RedisClient, config: RunConfig) -> list[Finding]:
 
 def _version(info: dict[str, Any]) -> Finding:
     version = str(info.get("valkey_version") or info["redis_version"])
-    if tuple(int(part) for part in version.split(".")[:2]) < MIN_REDIS:
-        return Finding("redis", "fail", f"version {version} is too old", "upgrade to 6.2 or newer")
-    return Finding("redis", "ok", f"version {version}")
+    is_old = tuple(int(part) for part in version.split(".")[:2]) < MIN_REDIS
+    text, advice = f"version {version} is too old", "upgrade to 6.2 or newer"
+    return first_finding("redis", (is_old, "fail", text, advice), ok=f"version {version}")
 
 
 def _durability(info: dict[str, Any], fsync: str, settle_s: float) -> Finding:
-    name = "durability"
-    if not info.get("aof_enabled"):
-        return Finding(name, "fail", "no append-only file: a restart loses the queue", "set appendonly yes")
-    if info.get("aof_last_write_status", "ok") != "ok":
-        return Finding(
-            name, "fail", "the last write of the append-only file failed", "free disk space on the Redis machine"
-        )
-    if fsync == "no":
-        return Finding(name, "warn", "appendfsync no: a crash may lose 30 s of writes", "set appendfsync everysec")
-    if fsync == "everysec" and settle_s < EVERYSEC_LOSS_S:
-        text = f"append-only file, fsync every second, and replay.settle_s is {settle_s:g}"
-        return Finding(
-            name, "warn", text, "set replay.settle_s to 2, so that a crash of the Redis machine loses nothing"
-        )
-    return Finding(name, "ok", f"append-only file, fsync {fsync or 'unknown'}")
+    return first_finding(
+        "durability",
+        (not info.get("aof_enabled"),
+         "fail", "no append-only file: a restart loses the queue", "set appendonly yes"),
+        (info.get("aof_last_write_status", "ok") != "ok",
+         "fail", "the last write of the append-only file failed", "free disk space on the Redis machine"),
+        (fsync == "no",
+         "warn", "appendfsync no: a crash may lose 30 s of writes", "set appendfsync everysec"),
+        (fsync == "everysec" and settle_s < EVERYSEC_LOSS_S,
+         "warn", f"append-only file, fsync every second, and replay.settle_s is {settle_s:g}",
+         "set replay.settle_s to 2, so that a crash of the Redis machine loses nothing"),
+        ok=f"append-only file, fsync {fsync or 'unknown'}",
+    )  # fmt: skip
 
 
 def _memory(info: dict[str, Any]) -> Finding:
     policy, limit, used = info.get("maxmemory_policy", ""), int(info.get("maxmemory", 0)), int(info["used_memory"])
-    if limit and policy != "noeviction":
-        return Finding("memory", "fail", f"{policy} may evict prompts and groups", "set maxmemory-policy noeviction")
-    if limit and used > 0.9 * limit:
-        text = f"{used / limit:.0%} of maxmemory is used"
-        return Finding("memory", "warn", text, "raise maxmemory, or lower replay.capacity_bytes")
-    return Finding("memory", "ok", f"{used / 2**20:.0f} MiB used, {policy or 'no limit'}")
+    return first_finding(
+        "memory",
+        (limit and policy != "noeviction",
+         "fail", f"{policy} may evict prompts and groups", "set maxmemory-policy noeviction"),
+        (limit and used > 0.9 * limit,
+         "warn", f"{used / max(limit, 1):.0%} of maxmemory is used", "raise maxmemory, or lower replay.capacity_bytes"),
+        ok=f"{used / 2**20:.0f} MiB used, {policy or 'no limit'}",
+    )  # fmt: skip
 
 
 def _disk(config: RunConfig, folder: str) -> list[Finding]:
-    """Check the space for the append-only file, if Redis runs on this machine. A Redis whose disk is full refuses all
-    writes."""
+    """Check the space for the append-only file of a Redis on this machine, which refuses writes when its disk is
+    full."""
     url = urlsplit(config.redis.url)
     is_here = url.scheme == "unix" or url.hostname in ("localhost", "127.0.0.1", "::1")
     if not is_here or not folder or not Path(folder).is_dir():
         return []
     space = measure_disk(Path(folder))
-    if space.is_low:
-        return [Finding("disk", "warn", f"{space}, the folder of Redis", "free space, before Redis refuses writes")]
-    return [Finding("disk", "ok", f"{space}, the folder of Redis")]
+    text, advice = f"{space}, the folder of Redis", "free space, before Redis refuses writes"
+    return [first_finding("disk", (space.is_low, "warn", text, advice), ok=text)]
 
 
 async def _setting(client: RedisClient, name: str) -> str:
@@ -271,8 +263,6 @@ async def check_clock(client: RedisClient) -> Finding:
     seconds, microseconds = await asked
     offset_s = int(seconds) + int(microseconds) / 1e6 - (started + time.time()) / 2
     text = f"this clock is {abs(offset_s):.2f} s {'behind' if offset_s > 0 else 'ahead of'} that of Redis"
-    if abs(offset_s) < CLOCK_WARN_S:
-        return Finding("clock", "ok", text)
-    return Finding(
-        "clock", "fail" if abs(offset_s) >= CLOCK_FAIL_S else "warn", text, "synchronise this machine's clock (NTP)"
-    )
+    advice, off_s = "synchronise this machine's clock (NTP)", abs(offset_s)
+    level: Level = "fail" if off_s >= CLOCK_FAIL_S else "warn"
+    return first_finding("clock", (off_s >= CLOCK_WARN_S, level, text, advice), ok=text)

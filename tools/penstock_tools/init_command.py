@@ -91,9 +91,7 @@ def _answer(question: str, default: str, parse: Callable[[str], Any]) -> Any:
 
 
 def _check(text: str, file: Path) -> None:
-    """Make the checks of a start that need no other process, so that mistakes show before the file is written.
-
-    Nothing is looked up on the Hub: `penstock up --check` does that."""
+    """Make the checks of a start that need no other process and no lookup on the Hub, before the file is written."""
     from penstock.config.dataset import listed_files
     from penstock.config.loading import parse_config
     from penstock.hub import is_hub_id

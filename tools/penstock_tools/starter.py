@@ -267,10 +267,7 @@ def _rollout(answers: Answers, divided: DividedGpus) -> list[str]:
         return [*lines, "  # reward: {function_file: reward.py}   # without it: by the data source of each prompt"]
     if answers.reward in BUILT_IN_REWARDS:
         return [*lines, f'  reward: {{by_data_source: {{"*": {{kind: {answers.reward}}}}}}}']
-    return [
-        *lines,
-        f"  reward: {{function_file: {_quoted(answers.reward)}}}   # it defines compute_score",
-    ]
+    return [*lines, f"  reward: {{function_file: {_quoted(answers.reward)}}}   # it defines compute_score"]
 
 
 def _learner(answers: Answers, algorithm: Algorithm, divided: DividedGpus) -> list[str]:

@@ -110,8 +110,7 @@ async def _evaluate(run: LocalRun, evaluation_id: str, prompts: list[Prompt], ne
 
 
 def check_not_paused(status: Run) -> None:
-    """Raise Conflict if the run has paused itself, or was stopped: the demo would only reach its deadline. An operator
-    who has paused it may resume it."""
+    """Raise Conflict if the run paused itself or was stopped. An operator who has paused it may resume it."""
     if status.state in PAUSED_STATES and status.detail != NO_LEARNER and (status.detail or status.state == "STOPPED"):
         why = f"has paused itself: {status.detail}" if status.detail else "was stopped by an operator"
         raise Conflict(f"the demo ends, because its run {why}")

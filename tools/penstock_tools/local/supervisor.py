@@ -24,8 +24,7 @@ ANSWER_S = 0.5
 STATUS_POLLS = 2
 """The run's status is read after this many polls, and its news are said."""
 BURIED_LOOKS = 5
-"""A dataset counts as dead-lettered as a whole once this many statuses in a row say so. The feed submits more prompts
-within one of them, if there are any."""
+"""A dataset counts as dead-lettered as a whole once this many statuses in a row say so."""
 PROGRESS_POLLS = 20
 """Progress is shown after this many polls."""
 VALIDATIONS = "validation.jsonl"
@@ -33,7 +32,7 @@ VALIDATIONS = "validation.jsonl"
 
 async def supervise(config: RunConfig) -> bool:
     """Run until the learner has made its last step, a process dies for good, or SIGTERM or SIGINT arrives. Returns
-    whether SIGINT, which is Ctrl-C, ended it before the last step."""
+    whether Ctrl-C ended it before the last step."""
     stopping, received = asyncio.Event(), set[signal.Signals]()
 
     def stop(name: signal.Signals) -> None:
@@ -127,8 +126,7 @@ def say_validations(results: Path, display: LineDisplay, said: set[int]) -> None
 
 
 async def _finish_validation(run: LocalRun, stopping: asyncio.Event) -> None:
-    """Wait for the validation of the last policy, whose score matters most. A stopped run is paused: no prompts are
-    leased, so there is nothing to wait for."""
+    """Wait for the validation of the last policy. A stopped run is paused, so there is nothing to wait for."""
     status, timeout_s = await run.client.get_run(), run.config.rollout.prompt_timeout_s
     if status.state in PAUSED_STATES:
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
@@ -36,6 +37,14 @@ class Config(BaseModel):
         if largest is not None and abs(value) > largest:
             raise ValueError(f"must be at most {largest:g}, not {value:g}")
         return value
+
+    def changed(self, values: Mapping[str, Any]) -> Self:
+        """A copy with other values, given by the dotted paths of their fields. They are not validated."""
+        copy = self
+        for path, value in values.items():
+            name, _, rest = path.partition(".")
+            copy = copy.model_copy(update={name: getattr(copy, name).changed({rest: value}) if rest else value})
+        return copy
 
     def refused(self) -> tuple[tuple[object, str], ...]:
         """Combinations of fields that are refused: a condition, and what to do. The first that holds is reported."""

@@ -67,7 +67,7 @@ def doctor(argv: Sequence[str]) -> int:
     config = load_started_config(args.config or written or newest_config(), overrides)
     if args.run_dir is not None and args.run_dir.resolve().name == config.run:
         # The written path may be relative to the folder in which the run was started.
-        config = config.model_copy(update={"run_dir": args.run_dir.resolve().parent})
+        config = config.changed({"run_dir": args.run_dir.resolve().parent})
     findings = run_interruptible(examine(config), "while it examined the run")
     if args.json:
         print(to_json([asdict(finding) for finding in findings]))

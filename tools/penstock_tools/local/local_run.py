@@ -188,7 +188,7 @@ class LocalRun:
         if not wait_for_port("127.0.0.1", port, timeout_s=30, while_true=lambda: redis.exit_code is None):
             self.processes.check()
             raise DeadlineExceeded(f"Redis did not start in 30 s (log: {self.folder / 'logs' / 'redis.log'})")
-        self.config = self.config.model_copy(update={"redis": self.config.redis.model_copy(update={"url": url})})
+        self.config = self.config.changed({"redis.url": url})
 
     def _write_config(self) -> None:
         """Write the resolved config, which every child reads and only its owner may: it has Redis' password."""

@@ -24,11 +24,9 @@ from penstock.v1 import weights_pb2
 from penstock.weights.checksums import XXH3_PIECES
 from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import TensorShape, build_manifest
-from penstock_learner.weights.memory import HostBuckets
 from penstock_learner.weights.push import PushTarget
-from penstock_learner.weights.senders.gloo import GlooSender
-from penstock_learner.weights.senders.sender import Shipment
-from penstock_learner.weights.staging import StagedVersion
+from penstock_learner.weights.senders import GlooSender, Shipment
+from penstock_learner.weights.staging import HostBuckets, StagedVersion
 from penstock_rollout.weights.stage import WeightStage
 
 DEADLINE_S = 600.0

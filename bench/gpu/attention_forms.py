@@ -138,8 +138,8 @@ def attention_alone(shape: FormShape, device: Any, results: Results) -> None:
     import numpy as np
     import torch
 
-    from penstock_learner.model.attention import kernels
-    from penstock_learner.model.attention.kernels import ScoreForm
+    from penstock_learner.model.attention import packed_attention as kernels
+    from penstock_learner.model.attention.packed_attention import ScoreForm
     from penstock_learner.model.attention.packed_layout import Packing
 
     packing = Packing.of(np.array(LENGTHS[:4], dtype=np.int64), device)

@@ -31,7 +31,7 @@ from penstock.replay.queue_types import Committed, RunRewind
 from penstock.store.policies import PolicyRegistry
 from penstock_learner.checkpoints.saving import load_checkpoint
 from penstock_learner.checkpoints.store import CheckpointStore, record_rewind
-from penstock_learner.checkpoints.trainer_state import TrainerState, read_state
+from penstock_learner.checkpoints.trainer_state import Ledger, TrainerState, read_state
 from penstock_learner.crash_points import crash_point
 from penstock_learner.roles.role_group import RoleGroup
 
@@ -72,10 +72,8 @@ async def take_over(
     settle_s: float,
 ) -> TakeOver:  # fmt: skip
     """Fence every earlier learner, then load the chosen checkpoint or a newer one that the learner before has finished
-    meanwhile, and rewind to it if the config asks for that.
-
-    A checkpoint that no longer covers all committed groups is refused before the term is taken: such a learner fences
-    no one."""
+    meanwhile, and rewind to it if the config asks for that. A checkpoint that no longer covers all committed groups is
+    refused before the term is taken: such a learner fences no one."""
     store_id = await queue.store_id()
     if await queue.committed() != chosen.committed:
         await choose_checkpoint(queue, checkpoints, config)
@@ -112,9 +110,8 @@ async def choose_checkpoint(
     queue: GroupConsumer, checkpoints: CheckpointStore, config: CheckpointConfig
 ) -> ChosenCheckpoint:
     """The checkpoint to continue from: the newest one that is intact and may be used, fetched if it was uploaded.
-
-    Fences no one. Raises ConfigError if the checkpoint does not cover all committed groups or belongs to another store,
-    and CheckpointDamaged if none is intact."""
+    Fences no one. Raises ConfigError if it does not cover all committed groups or belongs to another store, and
+    CheckpointDamaged if none is intact."""
     return await _choose(queue, checkpoints, config, await queue.store_id())
 
 
@@ -153,7 +150,7 @@ def _checked(
     state.check_store(store_id)
     if path == Path(config.resume):
         state = replace(state, resumed_from=config.resume)
-    choice = ChosenCheckpoint(path, state, state.make_ledger().missing(committed.trained), committed)
+    choice = ChosenCheckpoint(path, state, Ledger(state.ledger).missing(committed.trained), committed)
     if not choice.uncovered:
         return choice
     newer = f"; newer checkpoints are damaged: {'; '.join(damaged)}" if damaged else ""
@@ -183,9 +180,8 @@ def _asks_for(config: CheckpointConfig, choice: ChosenCheckpoint) -> bool:
 
 
 async def restore_batches(queue: GroupConsumer, state: TrainerState) -> dict[int, list[int]]:
-    """Acknowledge the groups that the checkpoint covers. Returns the batches that an earlier learner had taken for
-    later steps, by step."""
-    ledger = state.make_ledger()
+    """Acknowledge the groups that the checkpoint covers. Returns the batches taken for later steps, by step."""
+    ledger = Ledger(state.ledger)
     manifests = await queue.rewind_step(state.step)
     covered = [p for step, ids in manifests.items() if step <= state.step for p in ids if p in ledger]
     if covered:
@@ -197,12 +193,9 @@ async def load_version(
     policy_version: int, trained: Mapping[str, RoleGroup], checkpoints: CheckpointStore, policies: PolicyRegistry
 ) -> bool:
     """Load a version into the trained roles, because an operator ordered to rewind to it. False, changing nothing, if
-    no checkpoint or snapshot of it is intact.
-
-    If the version has a checkpoint, the weights, the optimizers and the critic are restored from it. Otherwise the
-    policy takes the weights of the version's snapshot, in the engines' precision: its optimizer starts from zero, and
-    the critic stays as it is. Steps, the learning rate schedule and the ledger continue: trained prompts stay
-    trained."""
+    no checkpoint or snapshot of it is intact. A checkpoint restores weights, optimizers and critic. From a snapshot the
+    policy takes the weights, in the engines' precision: its optimizer starts from zero, and the critic stays as it is.
+    Steps, the learning rate schedule and the ledger continue: trained prompts stay trained."""
     if (checkpoint := await asyncio.to_thread(checkpoints.of_version, policy_version)) is not None:
         try:
             await load_checkpoint(checkpoint, trained)

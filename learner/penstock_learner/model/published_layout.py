@@ -42,9 +42,8 @@ def sharded_units(lm: Any) -> Iterator[tuple[nn.Module, list[tuple[str, Tensor]]
 
 
 def to_published(lm: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Convert tensors of the model to the folder's names and shapes. A layer must be given whole.
-
-    Results are views where that is possible. Meta tensors give the shapes without any memory."""
+    """Convert tensors of the model, layers whole, to the folder's names and shapes. Results are views where possible.
+    Meta tensors give the shapes without any memory."""
     from transformers.core_model_loading import revert_weight_conversion
 
     published: dict[str, Tensor] = revert_weight_conversion(lm, dict(tensors))
@@ -87,10 +86,8 @@ def published_shapes(lm: Any, tensors: Iterable[tuple[str, Tensor]]) -> Shapes:
 
 
 def fit_to_folder(lm: Any, folder: Path, key: str) -> None:
-    """Choose the conversions that give the folder's names and shapes.
-
-    Raises ConfigError, in one line that names the config's `key`, if none do: engines could not load the weights that
-    the learner pushes."""
+    """Choose the conversions that give the folder's names and shapes. Raises ConfigError, which names the config's
+    `key`, if none do: engines could not load the weights that the learner pushes."""
     wanted = tensor_shapes(folder)
     problem = ""
     for conversions in _candidates(lm, wanted):

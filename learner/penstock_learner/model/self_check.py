@@ -80,9 +80,8 @@ def require_right(model: CausalLM | ScalarModel, key: str, device: torch.device,
 
 
 def compare_with_plain(model: CausalLM | ScalarModel, key: str, device: torch.device, dtype: torch.dtype) -> SelfCheck:
-    """Compare the model's path with the plain forward. Collective where the model is sharded.
-
-    Raises ConfigError if the model cannot run at all, or runs out of memory."""
+    """Compare the model's path with the plain forward. Collective where the model is sharded. Raises ConfigError if the
+    model cannot run at all, or runs out of memory."""
     vocabulary: int = model.lm.config.get_text_config().vocab_size
     batch = _random_batch(_lengths(model.lm.config), vocabulary)
     run = _runner(model, device)

@@ -27,8 +27,7 @@ from penstock_learner.algorithms.aggregation import Denominators, apply_mask, se
 from penstock_learner.algorithms.kl import kl_penalty, penalize_rewards
 from penstock_learner.batches.partition import unpermute
 from penstock_learner.batches.sequence_batch import REWARD_PART, SequenceBatch, token_ranges
-from penstock_learner.steps.context import BatchContext, StepContext
-from penstock_learner.steps.roles import Role, Roles, Update, gather_fields
+from penstock_learner.steps.roles import BatchContext, Role, Roles, StepContext, Update, gather_fields
 from penstock_learner.steps.step_result import listed
 
 logger = logging.getLogger(__name__)
@@ -165,10 +164,9 @@ def _tokens_of(batch: SequenceBatch, sequences: NDArray[np.int64]) -> NDArray[np
 
 
 async def update_policy(policy: Role, parts: Sequence[SequenceBatch], context: StepContext) -> list[Update]:
-    """One optimizer step of the policy for each part, one after another.
-
-    The parts need `advantages`, `old_log_probs` if the correction recomputes them and there is more than one update,
-    and `reference_log_probs` if the KL penalty is in the loss. The first part may lack `old_log_probs`, or have NaN."""
+    """One optimizer step of the policy for each part, one after another. The parts need `advantages`, `old_log_probs`
+    if the correction recomputes them and there is more than one update, and `reference_log_probs` if the KL penalty is
+    in the loss. The first part may lack `old_log_probs`, or have NaN."""
     _require("advantages", parts)
     if context.algorithm.correction.recomputes:
         _require("old_log_probs", parts[1:])

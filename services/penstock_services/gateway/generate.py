@@ -145,22 +145,22 @@ class GenerateHandlers(Handlers):
     @http_operation("POST", "/v1/chat/completions", "submit", Completion, takes=ChatBody, header=SESSION)
     async def complete_chat(self, http: HttpRequest, body: ChatBody) -> Response:
         """OpenAI's chat completions, answered by the rollout servers. X-Penstock-Session records the call."""
-        return await self._respond(http, body, ChatExchange(body, self.texts.tokens, _session_of(http)))
+        return await self._respond(http, ChatExchange(body, self.texts.tokens))
 
     @http_operation("POST", "/v1/completions", "submit", Completion, takes=CompletionBody, header=SESSION)
     async def complete(self, http: HttpRequest, body: CompletionBody) -> Response:
         """OpenAI's completions, answered by the rollout servers."""
-        return await self._respond(http, body, CompletionExchange(body, self.texts.tokens, _session_of(http)))
+        return await self._respond(http, CompletionExchange(body, self.texts.tokens))
 
     @http_operation("POST", "/v1/responses", "submit", ResponsesAnswer, takes=ResponsesBody, header=SESSION)
     async def create_response(self, http: HttpRequest, body: ResponsesBody) -> Response:
         """OpenAI's Responses, answered by the rollout servers. Nothing is stored."""
-        return await self._respond(http, body, ResponsesExchange(body, self.texts.tokens, _session_of(http)))
+        return await self._respond(http, ResponsesExchange(body, self.texts.tokens))
 
     @http_operation("POST", "/v1/messages", "submit", MessagesAnswer, takes=MessagesBody, header=SESSION)
     async def create_message(self, http: HttpRequest, body: MessagesBody) -> Response:
         """Anthropic's Messages, answered by the rollout servers."""
-        return await self._respond(http, body, MessagesExchange(body, _session_of(http)))
+        return await self._respond(http, MessagesExchange(body, self.texts.tokens))
 
     @http_operation("POST", "/v1/messages/count_tokens", "submit", TokenCount, takes=CountBody)
     async def count_tokens(self, http: HttpRequest, body: CountBody) -> Response:
@@ -196,10 +196,12 @@ class GenerateHandlers(Handlers):
         if body.model.partition("@")[0] != own:
             raise ModelNotFound(f"the model must be {own} or {own}@VERSION, not {body.model!r}")
 
-    async def _respond(self, http: HttpRequest, body: SamplingBody, exchange: Exchange) -> Response:
+    async def _respond(self, http: HttpRequest, exchange: Exchange) -> Response:
+        body = exchange.body
         self._check_model(body)
         try:
-            streams = [await self._open_guarded(http, wanted) for wanted in exchange.requests()]
+            requests = body.requests(http.headers.get(SESSION[0], ""))
+            streams = [await self._open_guarded(http, wanted) for wanted in requests]
             if body.stream:
                 events = await open_events(exchange, streams)
                 return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
@@ -279,11 +281,6 @@ class GenerateHandlers(Handlers):
                 yield chunk
         finally:
             call.cancel()
-
-
-def _session_of(http: HttpRequest) -> str:
-    """The session that records the call; empty for none."""
-    return http.headers.get(SESSION[0], "")
 
 
 def _check(request: generate_pb2.GenerateRequest) -> None:

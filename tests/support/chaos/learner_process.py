@@ -23,7 +23,7 @@ from penstock.errors import DeadlineExceeded, Fenced, Unavailable
 from penstock.replay.queue import RedisReplayQueue
 from penstock.store.redis_client import connect
 from penstock_learner.checkpoints.store import CheckpointStore
-from penstock_learner.checkpoints.trainer_state import TrainerState
+from penstock_learner.checkpoints.trainer_state import Ledger, TrainerState
 from penstock_learner.crash_points import crash_point
 from penstock_learner.loop.batches import Batch, BatchReader
 from penstock_learner.loop.take_over import choose_checkpoint, restore_batches, take_over
@@ -88,7 +88,7 @@ class ChaosLearner:
         self.resumed_from = state.resumed_from
         self.term, self.store_id = taken.term, taken.store_id
         logger.warning("%s: term %d from step %d", TOOK_OVER, self.term, state.step)
-        self.ledger = state.make_ledger()
+        self.ledger = Ledger(state.ledger)
         self.uncommitted: list[int] = []
         manifests = await restore_batches(self.queue, state)
         learner = LearnerConfig(batch_timeout_s=self.settings.batch_timeout_s)

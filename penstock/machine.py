@@ -288,10 +288,10 @@ def keep_compiled_code(folder: Path) -> None:
         os.environ.setdefault(variable, str(folder / name))
 
 
-# ── Keeps Python's garbage collector from objects that are never garbage ──
+# ── Lets Python's garbage collector skip objects that are never garbage ──
 
 
-def spare_living_objects() -> None:
+def freeze_loaded_objects() -> None:
     """Free what is garbage, and let the collector skip the hundreds of thousands of objects that are left, which a full
     collection visits for tenths of a second. Call it when a process has loaded all that it keeps, and after each
     reload."""

@@ -545,12 +545,12 @@ class SessionPage(Record):
 
 
 class SessionNode(Record):
-    """A call of a session. Where the request's bound is reached, its tokens are cut or left out: compare their number
+    """A call of a session. Where the request's bound is reached, its tokens are cut or omitted: compare their number
     with `num_inserted` and `num_sampled`."""
 
     number: int
     parent: int | None
-    """The call that this one continues, token by token. None: a path begins here."""
+    """The call that this one continues, token by token. None if a path begins here."""
     server_id: str
     finish_reason: str
     sampling: Sampling

@@ -1,4 +1,4 @@
-"""When a client tries a call again, and the error it raises when it gives up.
+"""When a client tries a call again, and the error it raises after its last attempt.
 
 Connection errors, 429 and 5xx are transient: the call is sent again after a pause that doubles each time, or after
 the time in `Retry-After` if that is longer. Everything else is raised at once, as the class that the gateway raised.

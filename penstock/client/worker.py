@@ -250,7 +250,7 @@ class _Worker:
 
 
 async def _in_thread(agent: Agent, attempt: Attempt) -> Any:
-    """Run an agent in a thread of its own. A pool has fewer threads than agents that should run at once, and the end of
+    """Run an agent in its own thread. A pool has fewer threads than agents that should run at once, and the end of
     the process would wait for those that go on after they were cancelled."""
     loop, context = asyncio.get_running_loop(), contextvars.copy_context()
     ended: asyncio.Future[Any] = loop.create_future()

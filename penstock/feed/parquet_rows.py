@@ -105,7 +105,7 @@ class _Reader:
         return fields
 
     def _value(self, kind: int, depth: int) -> Any:
-        if kind in (1, 2):  # true and false have no bytes of their own
+        if kind in (1, 2):  # true and false take no bytes
             return None
         if kind == 3:
             return self._byte()
@@ -251,7 +251,7 @@ def _start(chunk: Any) -> int:
 
 
 def _row_sizes(batch: Any) -> NDArray[np.int64]:
-    """Bytes of the texts in each row, as if every repetition were a text of its own."""
+    """Bytes of the texts in each row, as if every repetition were a separate text."""
     sizes = np.zeros(batch.num_rows, np.int64)
     for column in batch.columns:
         sizes += _text_sizes(column)

@@ -235,7 +235,7 @@ def _decode(prompt_id: int, payload: bytes) -> QueuedGroup:
 
 
 def decoded_prompt(payload: bytes) -> Prompt | None:
-    """The prompt, or None if it is gone or cannot be decoded."""
+    """The prompt, or None if it no longer exists or cannot be decoded."""
     try:
         return decode_prompt(payload) if payload else None
     except (DecodeError, ValueError):

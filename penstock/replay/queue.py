@@ -134,8 +134,8 @@ class QueueCalls:
         }
 
     async def record_scores(self, number: int, scores: Mapping[str, float]) -> None:
-        """Keep scores by the name of their benchmark, with a number such as the step of a validation, beside those of
-        finished evaluations."""
+        """Keep scores by the name of their benchmark, with a number such as the step of a validation, alongside those
+        of finished evaluations."""
         flat = [item for name, value in scores.items() for item in (name, repr(value))]
         await self.call("record_scores", number, *flat)
 

@@ -99,7 +99,7 @@ class FeedPosition:
     fingerprint: str
     """Hash of the dataset's rows and their order."""
     epoch_prompts: int = 0
-    """Number of prompts of one epoch; 0 if the feed has not said it."""
+    """Number of prompts of one epoch; 0 if the feed has not reported it."""
     last_id: int = field(default=0, compare=False)
     """In the answer to `feed`: the newest prompt id. If the call has submitted prompts, it is that of the last one."""
 

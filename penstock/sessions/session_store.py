@@ -46,7 +46,7 @@ class Closing:
     """What `close` has found, and what is to do."""
 
     state: Literal["closed", "joined", "complete", "answered"]
-    """closed: the session becomes a group of its own. joined: it is part of a task that waits for others. complete: it
+    """closed: the session becomes its own group. joined: it is part of a task that waits for others. complete: it
     was the last session of its task. answered: nothing is to do."""
     reward: Reward | None = None
     """If it is closed: the reward that counts, which is the first one that was given."""

@@ -2,7 +2,7 @@
 
 The learner's publish call writes the record in the same script that makes the version current. A record never changes.
 The learner removes old records, except those of versions with a mark or a snapshot.
-Marks are stored beside it: which version is promoted, which are retired, and which names (API keys, sessions,
+Marks are stored with it: which version is promoted, which are retired, and which names (API keys, sessions,
 evaluations, servers) are pinned.
 """
 
@@ -45,7 +45,7 @@ class PolicyRegistry:
         return policy
 
     async def newest_first(self, before: int | None, limit: int) -> list[policies_pb2.Policy]:
-        """Up to `limit` records with a version below `before` (None: from the newest)."""
+        """Up to `limit` records with a version below `before`, or from the newest if it is None."""
         top = "+inf" if before is None else f"({before}"
         versions = await guarded(
             self.client.zrevrangebyscore(self.keys.policy_versions, top, "-inf", start=0, num=limit)
@@ -88,12 +88,12 @@ class PolicyRegistry:
 
     async def record_snapshots(self, snapshots: Mapping[int, str]) -> None:
         """Record which snapshots exist. The learner calls it after each change."""
-        gone = (await self.snapshots()).keys() - snapshots.keys()
+        removed = (await self.snapshots()).keys() - snapshots.keys()
         if snapshots:
             fields = {str(version): folder for version, folder in snapshots.items()}
             await guarded(self.client.hset(self.keys.snapshots, mapping=fields))
-        if gone:
-            await guarded(self.client.hdel(self.keys.snapshots, *map(str, gone)))
+        if removed:
+            await guarded(self.client.hdel(self.keys.snapshots, *map(str, removed)))
 
     async def promoted_version(self) -> int | None:
         version = await guarded(self.client.hget(self.keys.counters, "promoted_version"))

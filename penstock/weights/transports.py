@@ -2,7 +2,7 @@
 
 | name     | how weights are sent                       | needs                                                        |
 |----------|--------------------------------------------|--------------------------------------------------------------|
-| nccl     | NCCL broadcast (CuPy), GPU to GPU          | CuPy; a GPU of its own for the publisher and for each worker |
+| nccl     | NCCL broadcast (CuPy), GPU to GPU          | CuPy; a separate GPU for the publisher and for each worker   |
 | cuda_ipc | one copy inside a GPU                      | CuPy; publisher and worker on the same GPU of one host       |
 | shm      | sealed shared memory, mapped without copy  | publisher and worker on one host, one user, one pid namespace|
 | gloo     | TCP broadcast through host memory          | a network                                                    |

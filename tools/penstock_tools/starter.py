@@ -70,7 +70,7 @@ def _own_gpus(roles: tuple[str, ...], num_gpus: int) -> dict[str, RoleGpus]:
 
 
 def _collocated(roles: tuple[str, ...], num_gpus: int) -> dict[str, RoleGpus]:
-    """The reference has a part of each of the policy's GPUs. A critic has GPUs of its own, if there are two."""
+    """The reference has a part of each of the policy's GPUs. A critic has its own GPUs, if there are two."""
     if "critic" in roles and num_gpus == 1:
         return shares_of_gpus(roles, 1)
     num_critics = num_gpus // 2 if "critic" in roles else 0
@@ -159,7 +159,7 @@ ALGORITHMS = {path.stem: Algorithm(read_config(path)) for path in sorted(_PRESET
 
 @dataclass(frozen=True)
 class Answers:
-    """What `penstock init` was told."""
+    """The options of `penstock init`."""
 
     run: str
     model: str
@@ -171,12 +171,12 @@ class Answers:
     algorithm: str = "grpo"
     gpus: int = 0
     placement: Placement | None = None
-    """None: split-collocate if several models share GPUs."""
+    """None means split-collocate if several models share GPUs."""
     max_tokens: int | None = None
-    """None: a quarter of the model's context, at most 1024."""
+    """None means a quarter of the model's context, at most 1024."""
     steps: int = 100
     lr: float | None = None
-    """None: that of the algorithm's preset."""
+    """None means that of the algorithm's preset."""
 
     @property
     def learning_rate(self) -> float:

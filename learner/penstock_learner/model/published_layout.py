@@ -3,7 +3,7 @@
 transformers holds some weights in another form than their folder does. Experts, for example, are fused in memory
 (`mlp.experts.gate_up_proj`) and single on disk (`mlp.experts.0.gate_proj.weight`). It converts them when it loads a
 folder, and back when it saves one. The functions here apply the same conversions to any part of a model, such as one
-layer, so that nobody needs the whole model at once.
+layer, so that no process needs the whole model at once.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def from_published(lm: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def published_names(lm: Any, weights: Mapping[str, Tensor]) -> dict[str, str]:
-    """The name in the folder of each weight that has the same form there. Weights of another form are left out."""
+    """The name in the folder of each weight that has the same form there. Weights of another form are skipped."""
     placeholders = {name: torch.empty(weight.shape, device="meta") for name, weight in weights.items()}
     names = {id(placeholder): name for name, placeholder in placeholders.items()}
     published = to_published(lm, placeholders).items()

@@ -75,7 +75,7 @@ class HttpRequest:
         self.caller: Caller | None = None
         """None if the operation needs no key."""
         self.seen: Any = None
-        """What metrics are told of it."""
+        """What metrics record of it."""
 
     @property
     def content_type(self) -> str:

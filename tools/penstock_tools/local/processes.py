@@ -75,8 +75,8 @@ class Child:
         code = self.process.returncode
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         how = self.why_killed or how
-        said = last_error_line(self.log, self.log_start)
-        return ProcessDied(f"{self.name} {how}{': ' + said if said else ''} (log: {self.log})")
+        last_line = last_error_line(self.log, self.log_start)
+        return ProcessDied(f"{self.name} {how}{': ' + last_line if last_line else ''} (log: {self.log})")
 
 
 def last_error_line(log: Path, start: int = 0) -> str:

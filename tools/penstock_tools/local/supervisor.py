@@ -22,7 +22,7 @@ POLL_S = 0.5
 ANSWER_S = 0.5
 """How long the gateway may take to answer. `LocalRun.check` tells why it does not."""
 STATUS_POLLS = 2
-"""The run's status is read after this many polls, and its news are said."""
+"""The run's status is read after this many polls, and its news are printed."""
 BURIED_LOOKS = 5
 """A dataset counts as dead-lettered as a whole once this many statuses in a row say so."""
 PROGRESS_POLLS = 20
@@ -60,13 +60,13 @@ async def supervise(config: RunConfig) -> bool:
             if poll % STATUS_POLLS == 0:
                 buried.check(await news.say())
                 run.end_hung(news.status.servers if news.is_new else None)
-                say_validations(run.folder / VALIDATIONS, display, validated)
+                print_validations(run.folder / VALIDATIONS, display, validated)
             if poll % PROGRESS_POLLS == PROGRESS_POLLS - 1:
                 display.update(*_progress(news.status))
             await asyncio.sleep(POLL_S)
         if run.learner_finished and config.dataset.validation.file is not None:
             await _finish_validation(run, stopping)
-        say_validations(run.folder / VALIDATIONS, display, validated)
+        print_validations(run.folder / VALIDATIONS, display, validated)
         if run.learner_finished:
             display.update_last(*_progress(await news.say()))
             display.say("the learner has finished; stopping")
@@ -117,11 +117,11 @@ def _say_plan(run: LocalRun, display: LineDisplay) -> bool:
     return True
 
 
-def say_validations(results: Path, display: LineDisplay, said: set[int]) -> None:
-    """Print the validations whose step is not in `said`, and add it."""
+def print_validations(results: Path, display: LineDisplay, printed: set[int]) -> None:
+    """Print the validations whose step is not in `printed`, and add it."""
     for result in read_results(results):
-        if result["step"] not in said:
-            said.add(result["step"])
+        if result["step"] not in printed:
+            printed.add(result["step"])
             display.say(result_line(result))
 
 

@@ -1,6 +1,6 @@
 """Keeps the answers of an offline generation on disk, so that an interrupted one can continue.
 
-Finished rows are written to a folder beside the output, `answers.parquet.parts`, together with the settings they were
+Finished rows are written to a folder next to the output, `answers.parquet.parts`, together with the settings they were
 made with. Each part file holds some rows in the order in which they finished. A part is written under a temporary name,
 flushed and renamed, so it is either whole or absent. No row is in two parts. Once all rows are there, `finish` merges
 the parts into `answers.parquet` in the order of the dataset and removes the folder.

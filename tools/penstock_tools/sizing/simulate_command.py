@@ -78,8 +78,8 @@ def _plain(forecast: Forecast) -> dict[str, Any]:
 def _print(forecast: Forecast, measured: dict[str, float]) -> None:
     print(f"{'':<22}{'predicted':>12}{'measured' if measured else '':>12}")
     for name, value in _plain(forecast).items():
-        beside = f"{measured[name]:>12.3f}" if name in measured else ""
-        print(f"{name:<22}{value:>12.3f}{beside}")
+        shown = f"{measured[name]:>12.3f}" if name in measured else ""
+        print(f"{name:<22}{value:>12.3f}{shown}")
 
 
 # ── what a finished run measured ──

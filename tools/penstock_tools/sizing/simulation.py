@@ -84,7 +84,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Result of a simulation. The first steps, in which the queue fills, are left out."""
+    """Result of a simulation. The first steps, in which the queue fills, do not count."""
 
     idle_share: float
     """Share of its time that the learner waits for groups."""

@@ -226,7 +226,7 @@ def _refuse_gaps(model: Any, copied: list[torch.Tensor], filled: list[torch.Tens
         borders = [begin, *(border for piece in written[_memory_of(parameter)] for border in piece)]
         borders.append(begin + parameter.nbytes)
         if not parameter.is_contiguous() or borders[::2] != borders[1::2]:
-            raise NotPlain(f"its loader leaves out a part of {name}")
+            raise NotPlain(f"its loader skips a part of {name}")
 
 
 def _memory_of(tensor: torch.Tensor) -> int:

@@ -133,6 +133,6 @@ class SessionRewards:
 
 def _unique(name: str, sessions: Sequence[RewardedSession]) -> str:
     """The name with the id of the first call. A name that is used again, after its session was forgotten, has another
-    first call, so it gets prompt ids of its own."""
+    first call, so it gets its own prompt ids."""
     calls = (call for session in sessions for call in session.tree.calls)
     return f"{name}:{next(calls).call_id}"

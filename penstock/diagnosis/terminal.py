@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
-from rich.console import Console, RenderableType
-from rich.markup import escape
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from penstock.api.records import Metrics, Run, Server
-from penstock.diagnosis import Finding
 
 COLUMNS = 80
 _BARS = "▁▂▃▄▅▆▇█"
 _DIGEST_LENGTH = 8
-_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 _STEP_METRICS = {
     "reward_mean": "reward", "staleness_mean": "staleness", "tokens_per_second": "tokens/s", "loss": "loss",
     "entropy": "entropy", "kl_reference": "KL", "grad_norm": "grad norm", "logprob_mismatch": "mismatch",
@@ -157,15 +154,6 @@ def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value + 0.0:.4g}"  # no -0
     return "-" if value is None else str(value)
-
-
-def print_findings(findings: Sequence[Finding]) -> None:
-    """One line per finding, with its advice."""
-    console = Console(soft_wrap=True, highlight=False)
-    for finding in findings:
-        advice = f": {finding.advice}" if finding.advice else ""
-        level = f"[{_STYLES[finding.level]}]{finding.level:<4}[/]"
-        console.print(f"{level}  {finding.check:<12}  {escape(finding.text + advice)}")
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

@@ -25,7 +25,7 @@ from penstock.start_checks import (
 from penstock_services.gateway.access import check_gateway
 
 CHECK_TIMEOUT_S = 120.0
-DATASET_CHECK = "penstock_rollout.dataset_check"
+DATASET_CHECK = "penstock_tools.local.dataset_check"
 PRIVATE_REDIS = "redis://127.0.0.1:6379"
 """Stands for the run's own Redis, which a check does not start. Checks do not connect."""
 

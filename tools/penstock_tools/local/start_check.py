@@ -56,10 +56,10 @@ def check_before_start(config: RunConfig) -> None:
 
 
 async def check_processes(config: RunConfig) -> list[str]:
-    """Let the learner and a rollout server check the config and the dataset, in separate processes. Returns what a
-    server would warn of, one line each. Raises ConfigError."""
+    """Let the learner and a rollout server check config and dataset, in separate processes. Returns the warnings of a
+    server. Raises ConfigError."""
     if not config.redis.url:
-        config = config.model_copy(update={"redis": config.redis.model_copy(update={"url": PRIVATE_REDIS})})
+        config = config.changed({"redis.url": PRIVATE_REDIS})
     with tempfile.TemporaryDirectory(prefix="penstock-check-") as folder:
         file = Path(folder) / "config.yaml"
         file.touch(mode=0o600)

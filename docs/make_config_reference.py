@@ -20,7 +20,6 @@ from penstock.config.run import RunConfig
 from penstock.sampling import Description
 from penstock_rollout.agents.registry import BUILT_IN as AGENTS
 from penstock_rollout.agents.tool_calls import TOOL_FORMATS
-from penstock_rollout.rewards.kinds import DATA_SOURCES
 
 REFERENCE_FILE = Path(__file__).parent / "config.md"
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<", "pattern": "matches"}
@@ -62,7 +61,6 @@ def _names() -> str:
         "`kind` of a built-in tool": _choices_in(get_args(_field("rollout.agents.tools").annotation)[1]),
         "rollout.agents.tool_format": TOOL_FORMATS,
         "`agent_name` of a prompt": AGENTS,
-        "`data_source` of a prompt, with a built-in reward": DATA_SOURCES,
     }
     rows = [
         f"| {path if ' ' in path else f'`{path}`'} | {', '.join(f'`{name}`' for name in names)} |"
@@ -188,7 +186,7 @@ def _kind(annotation: Any) -> str:
     if (models := _models_in(annotation)) and all("kind" in model.model_fields for model in models):
         return "one of " + ", ".join(f"`{get_args(model.model_fields['kind'].annotation)[0]}`" for model in models)
     if origin is Literal:
-        return " or ".join(f"`{value}`" for value in arguments)
+        return ", ".join(f"`{value}`" for value in arguments)
     if origin in (Union, UnionType):
         return " or ".join("null" if kind is NoneType else _kind(kind) for kind in arguments)
     if origin is tuple:

@@ -53,8 +53,8 @@ class ColumnSize:
 
 
 def column_sizes(file: BinaryIO, places: Iterable[tuple[int, int]]) -> list[ColumnSize]:
-    """Add up the pages of columns, each of which begins at a position and has a number of bytes. Raises ValueError for
-    bytes that are no pages, for too many pages, and for an encoding that hides the size of its texts."""
+    """Add up the pages of columns, each at a position with a number of bytes. Raises ValueError for damaged bytes, for
+    too many pages, and for an encoding that hides the size of its texts."""
     sizes, num_pages = [], 0
     for start, num_bytes in places:
         at, end = start, start + num_bytes
@@ -105,7 +105,7 @@ class _Reader:
         return fields
 
     def _value(self, kind: int, depth: int) -> Any:
-        if kind in (1, 2):  # true and false have no bytes of their own
+        if kind in (1, 2):  # true and false take no bytes
             return None
         if kind == 3:
             return self._byte()
@@ -191,8 +191,8 @@ def all_rows(path: Path, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 
 def limited_rows(path: Path, columns: Sequence[str], limits: ReadLimits) -> Iterator[dict[str, Any]]:
-    """The rows of a file, with these columns. Raises InvalidInput for a file that is beyond the limits, before it takes
-    memory for what is too much."""
+    """The rows with these columns. Raises InvalidInput beyond the limits, before memory is taken for what is too
+    much."""
     from pyarrow import parquet
 
     metadata = parquet.read_metadata(path)
@@ -214,8 +214,7 @@ def limited_rows(path: Path, columns: Sequence[str], limits: ReadLimits) -> Iter
 
 
 def _checked_dictionaries(path: Path, metadata: Any, columns: Sequence[str], limits: ReadLimits) -> list[int]:
-    """Check what the pages of the file hold before any is decoded. Returns the columns that have dictionaries of texts,
-    by their number."""
+    """Check what the pages hold before any is decoded. Returns the columns that have dictionaries of texts."""
     if metadata.num_rows > limits.max_rows:
         raise InvalidInput(str(path), f"has more than {limits.max_rows} prompts; split it")
     chunks = _chunks(metadata, columns)
@@ -252,7 +251,7 @@ def _start(chunk: Any) -> int:
 
 
 def _row_sizes(batch: Any) -> NDArray[np.int64]:
-    """Bytes of the texts in each row, as if every repetition were a text of its own."""
+    """Bytes of the texts in each row, as if every repetition were a separate text."""
     sizes = np.zeros(batch.num_rows, np.int64)
     for column in batch.columns:
         sizes += _text_sizes(column)

@@ -10,7 +10,6 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from google.protobuf.message import DecodeError
 
@@ -20,10 +19,16 @@ from penstock.errors import InvalidInput, NotFound, PoisonGroup
 from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import QueueStat
 from penstock.store.redis_client import RedisClient, guarded
-from penstock.store.scripts import QUEUE, read_record, read_rows
+from penstock.store.scripts import read_record, read_rows
 from penstock.trajectory import Group, Prompt
 
 DEAD_PAGE = 100
+_PLACES = {
+    "pending": "pending", "leased": "leased", "ready": "ready", "delivered": "delivered", "saved": "saved tokens",
+    "eval_pending": "evaluation pending", "eval_leased": "evaluation leased", "dead": "dead letters",
+}  # fmt: skip
+"""Titles of the places that inspect_places.lua counts."""
+_GROUP_PLACES = ("ready", "delivered")
 DELETE_PAGE = 1000
 
 
@@ -105,38 +110,28 @@ class QueueInspector:
 
     async def report(self) -> QueueReport:
         stat = await self.queue.stat()
-        places = await self._places()
-        now_ms, dead_ms = places["now_ms"], places["oldest_dead_ms"]
-        returned, overdue = places["returned"], places["overdue"]
-        return QueueReport(
-            run=self.run,
-            stat=stat,
-            places=(
-                Place("pending", places["pending"], note=f"{returned} back from a lost lease" if returned else ""),
-                Place("leased", places["leased"], note=f"{overdue} overdue" if overdue else ""),
-                Place(
-                    "ready", places["ready"], places["ready_bytes"], await self._group_age_s("first_ready", places)
-                ),
-                Place(
-                    "delivered", places["delivered"], places["delivered_bytes"],
-                    await self._group_age_s("first_delivered", places),
-                    note=f"taken since the checkpoint of step {stat.committed_step}" if places["delivered"] else "",
-                ),
-                Place("saved tokens", places["saved"], places["saved_bytes"], note="of leased or returned prompts"),
-                Place("evaluation pending", places["eval_pending"]),
-                Place("evaluation leased", places["eval_leased"]),
-                Place("dead letters", places["dead"], oldest_age_s=(now_ms - dead_ms) / 1000 if dead_ms else None),
-            ),
-            dead_letter_reasons=await self.queue.dead_letter_reasons(),
-            expired_reasons=await self.queue.expired_reasons(),
-            limits_known=self.knows_limits,
-        )  # fmt: skip
+        found = await self._places()
+        dead_age_s = (found["now_ms"] - found["oldest_dead_ms"]) / 1000 if found["oldest_dead_ms"] else None
+        notes = {
+            "pending": f"{found['returned']} back from a lost lease" if found["returned"] else "",
+            "leased": f"{found['overdue']} overdue" if found["overdue"] else "",
+            "delivered": f"taken since the checkpoint of step {stat.committed_step}" if found["delivered"] else "",
+            "saved": "of leased or returned prompts",
+        }
+        ages = {name: await self._group_age_s(found[f"first_{name}"], found["now_ms"]) for name in _GROUP_PLACES}
+        ages["dead"] = dead_age_s
+        places = tuple(
+            Place(title, found[name], found.get(f"{name}_bytes"), ages.get(name), notes.get(name, ""))
+            for name, title in _PLACES.items()
+        )
+        reasons = await self.queue.dead_letter_reasons(), await self.queue.expired_reasons()
+        return QueueReport(self.run, stat, places, *reasons, limits_known=self.knows_limits)
 
     async def queued_ids(
         self, selection: str = "fifo", limit: int = -1, *, include_delivered: bool = False
     ) -> list[int]:
         """Ready groups in the order in which the learner will take them, after the delivered ones if wanted."""
-        ids: list[int] = await self._call("inspect_queued", selection, limit, int(include_delivered))
+        ids: list[int] = await self.queue.call("inspect_queued", selection, limit, int(include_delivered))
         return ids
 
     async def groups(self, prompt_ids: Sequence[int]) -> list[QueuedGroup]:
@@ -148,8 +143,8 @@ class QueueInspector:
 
     async def dead_letters(self, kind: str = "", *, newest_first: bool = False) -> AsyncIterator[DeadLetter]:
         """The current dead letters without their payloads. Those that are buried while this runs are skipped."""
-        last = await self._newest_dead_letter()
-        first = "-"
+        page = await self._dead_letters("-", "+", 1, newest_first=True)
+        first, last = "-", page[0].stream_id if page else ""
         while last:
             page = await self._dead_letters(first, last, DEAD_PAGE, newest_first=newest_first)
             for letter in page:
@@ -157,10 +152,8 @@ class QueueInspector:
                     yield letter
             if len(page) < DEAD_PAGE:
                 return
-            if newest_first:
-                last = f"({page[-1].stream_id}"
-            else:
-                first = f"({page[-1].stream_id}"
+            beyond = f"({page[-1].stream_id}"
+            first, last = (first, beyond) if newest_first else (beyond, last)
 
     async def dead_letter(self, stream_id: str) -> DeadLetterContents:
         _check_stream_id(stream_id)
@@ -183,7 +176,7 @@ class QueueInspector:
         prompt = (await self.dead_letter(stream_id)).prompt
         if prompt is None:
             raise InvalidInput(stream_id, "holds no prompt that can be decoded; purge it and submit the prompt again")
-        prompt_id: int = await self._call("inspect_requeue", stream_id, prompt.priority)
+        prompt_id: int = await self.queue.call("inspect_requeue", stream_id, prompt.priority)
         if not prompt_id:
             raise _no_dead_letter(stream_id)
         return prompt_id
@@ -201,30 +194,19 @@ class QueueInspector:
     # ── private ──
 
     async def _places(self) -> dict[str, int]:
-        return read_record(await self._call("inspect_places"))
+        return read_record(await self.queue.call("inspect_places"))
 
-    async def _group_age_s(self, which: str, places: dict[str, int]) -> float | None:
+    async def _group_age_s(self, prompt_id: int, now_ms: int) -> float | None:
         """Time since a group was finished; None if there is no group or its producer did not record the time."""
-        found = await self.groups([places[which]]) if places[which] else []
+        found = await self.groups([prompt_id]) if prompt_id else []
         if not found or found[0].group is None or not found[0].group.finished_at_ms:
             return None
-        return max(0.0, (places["now_ms"] - found[0].group.finished_at_ms) / 1000)
-
-    async def _newest_dead_letter(self) -> str:
-        newest = await self._dead_letters("-", "+", 1, newest_first=True)
-        return newest[0].stream_id if newest else ""
+        return max(0.0, (now_ms - found[0].group.finished_at_ms) / 1000)
 
     async def _dead_letters(self, first: str, last: str, limit: int, *, newest_first: bool) -> list[DeadLetter]:
-        answer = await self._call("inspect_dead", first, last, limit, int(newest_first))
-        return [
-            DeadLetter(
-                **row | {"stream_id": row["stream_id"].decode(), "reason": row["reason"].decode(errors="replace")}
-            )
-            for row in read_rows(answer)
-        ]
-
-    async def _call(self, name: str, *arguments: Any) -> Any:
-        return await QUEUE.call(self.client, self.queue.keys.prefix, name, *arguments)
+        rows = read_rows(await self.queue.call("inspect_dead", first, last, limit, int(newest_first)))
+        texts = ("stream_id", "reason")
+        return [DeadLetter(**row | {name: row[name].decode(errors="replace") for name in texts}) for row in rows]
 
 
 def _decode(prompt_id: int, payload: bytes) -> QueuedGroup:
@@ -235,7 +217,7 @@ def _decode(prompt_id: int, payload: bytes) -> QueuedGroup:
 
 
 def decoded_prompt(payload: bytes) -> Prompt | None:
-    """The prompt, or None if it is gone or cannot be decoded."""
+    """The prompt, or None if it no longer exists or cannot be decoded."""
     try:
         return decode_prompt(payload) if payload else None
     except (DecodeError, ValueError):

@@ -78,9 +78,8 @@ from penstock.replay.queue_types import (
     admission,
 )
 from penstock.sample_scores import PromptSamples, scores_by_source, summarise
-from penstock.store.keys import RunKeys
 from penstock.store.redis_client import RedisClient, guarded
-from penstock.store.scripts import QUEUE, read_columns, read_record, read_rows
+from penstock.store.scripts import QUEUE, RunRecords, read_columns, read_record, read_rows
 
 IDEMPOTENCY_TTL_S = 7 * 24 * 3600
 DURABLE_MARGIN_S = 10.0
@@ -89,21 +88,18 @@ PROMPTS_AT_ONCE = 64
 """Prompts that one command reads. A prompt may be large, and Redis answers no one else meanwhile."""
 
 
-class QueueCalls:
+class QueueCalls(RunRecords):
     """What all three sides share: the client, the Lua scripts, waiting, the bytes of queued groups, and the counts."""
 
+    scripts = QUEUE
+
     def __init__(self, client: RedisClient, run: str, config: ReplayConfig) -> None:
-        self.client = client
-        self.run = run
-        self.keys = RunKeys(run)
+        super().__init__(client, run)
         self.config = config
         self.payloads = GroupPayloads(client, self.keys)
         self._seen: dict[str, bytes] = {}
         """Newest entry of each stream that a wait has seen. The next wait returns at once if there are newer ones, so
         no signal between two waits is missed."""
-
-    async def call(self, name: str, *arguments: Any) -> Any:
-        return await QUEUE.call(self.client, self.keys.prefix, name, *arguments)
 
     async def fetch_located(self, prompt_ids: Sequence[int]) -> dict[int, bytes]:
         """The groups of these prompts that are queued, wherever they are."""
@@ -124,26 +120,25 @@ class QueueCalls:
 
     async def feeds(self) -> dict[str, FeedPosition]:
         """How far each dataset has been submitted, by name."""
-        fields = await guarded(self.client.hgetall(self.keys.feeds))
+        fields = await self.hash_of(self.keys.feeds)
         return {
-            name.decode(): FeedPosition(
-                int(position), fields.get(name + b":fingerprint", b"").decode(), int(fields.get(name + b":prompts", 0))
+            name: FeedPosition(
+                int(position), fields.get(f"{name}:fingerprint", b"").decode(), int(fields.get(f"{name}:prompts", 0))
             )
             for name, position in fields.items()
-            if b":" not in name
+            if ":" not in name
         }
 
     async def record_scores(self, number: int, scores: Mapping[str, float]) -> None:
-        """Keep scores by the name of their benchmark, with a number such as the step of a validation, beside those of
-        finished evaluations."""
+        """Keep scores by the name of their benchmark, with a number such as the step of a validation, alongside those
+        of finished evaluations."""
         flat = [item for name, value in scores.items() for item in (name, repr(value))]
         await self.call("record_scores", number, *flat)
 
     async def evaluation_history(self) -> dict[str, float]:
         """Score of each finished evaluation whose name ends in a number, such as the step of a validation. The first
         MAX_SCORES are kept."""
-        scores = await guarded(self.client.hgetall(self.keys.score_history))
-        return {evaluation_id.decode(): float(score) for evaluation_id, score in scores.items()}
+        return {name: float(score) for name, score in (await self.hash_of(self.keys.score_history)).items()}
 
     async def expired_reasons(self) -> dict[str, int]:
         """Number of expired (`stale`, `quarantined`, `reward_failed`, or `abandoned` by `rewind`) and discarded groups
@@ -159,8 +154,7 @@ class QueueCalls:
         return QueueStat(**numbers, admission_limit=state.limit, admission_room=state.room)
 
     async def _reasons(self, key: str) -> dict[str, int]:
-        reasons = await guarded(self.client.hgetall(key))
-        return {reason.decode(): int(count) for reason, count in reasons.items()}
+        return {reason: int(count) for reason, count in (await self.hash_of(key)).items()}
 
 
 class PromptIntake(QueueCalls):
@@ -256,8 +250,7 @@ class PromptIntake(QueueCalls):
     async def evaluation_scores(self) -> dict[str, float]:
         """Newest score of each benchmark. A benchmark is the name of a finished evaluation without the number at its
         end."""
-        scores = await guarded(self.client.hgetall(self.keys.scores))
-        return {benchmark.decode(): float(score) for benchmark, score in scores.items()}
+        return {name: float(score) for name, score in (await self.hash_of(self.keys.scores)).items()}
 
 
 class GroupProducer(QueueCalls):

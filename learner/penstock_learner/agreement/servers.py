@@ -59,8 +59,8 @@ class ServerQuarantine:
         async with self._changing:
             self.records = await self.store.read()
         for times in (self._load_after, self._drained_by):
-            for gone in times.keys() - self.records.keys():
-                del times[gone]
+            for left in times.keys() - self.records.keys():
+                del times[left]
 
     async def end_all(self) -> None:
         """Let all servers serve again, because nothing compares them any more."""

@@ -149,7 +149,7 @@ class _Segment:
     """Its place among all segments. That of a root stays -1."""
 
     def split(self, size: int, contents: _Contents) -> _Segment:
-        """Cut off the first `size` tokens as a segment of their own, which this one continues. So it stays the last
+        """Cut off the first `size` tokens as a separate segment, which this one continues. So it stays the last
         segment of the sequences that end with it."""
         assert self.parent is not None
         upper = _Segment(self.parent, self.first, self.begin, size, {contents.token_at(self.first + size): [self]})

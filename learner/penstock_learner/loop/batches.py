@@ -129,7 +129,7 @@ class DataEnd:
         return await data_has_ended(self.queue, self.config)
 
     async def raise_if_nothing_was_trained(self, step: int) -> None:
-        """Raise InvalidInput if the data ended before the first step: such a run has not gone well."""
+        """Raise InvalidInput if the data ended before the first step: such a run has failed."""
         if step > 0:
             return
         stat = await self.queue.stat()
@@ -159,7 +159,7 @@ class Batch:
     step: int
     groups: tuple[Group, ...]
     prompts: Mapping[int, bytes] = field(default_factory=dict)
-    """The encoded prompts of the groups whose text is written (`learner.samples`), by id. Empty bytes if it is gone."""
+    """Encoded prompts, by id, of the groups whose text is written (`learner.samples`); empty if one is missing."""
 
     @property
     def trace_parents(self) -> tuple[str, ...]:

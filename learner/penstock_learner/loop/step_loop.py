@@ -43,7 +43,7 @@ from penstock.api.records import FIRST_BATCH
 from penstock.config.learner import LearnerConfig
 from penstock.config.run import RunConfig
 from penstock.logs import bind
-from penstock.machine import spare_living_objects
+from penstock.machine import freeze_loaded_objects
 from penstock.replay.queue import GroupConsumer
 from penstock.replay.results import RecomputedLogProbs
 from penstock.store.heartbeats import LEARNER, Phases
@@ -227,7 +227,7 @@ class StepLoop:
             if self.config.learner.compile and not self._is_last(self.term.step):
                 following = self._read_ahead(self.term.step + 1, self.term.policy_version)
                 await self._rehearse(following)
-            spare_living_objects()
+            freeze_loaded_objects()
             await self.phases.enter(LEARNER, FIRST_BATCH)
             while not self.orders.stopping.is_set() and not self._is_last(self.term.step):
                 if (orders := await self.orders.new_rewind()) is not None:

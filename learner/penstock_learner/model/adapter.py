@@ -31,8 +31,8 @@ def add_adapter(model: CausalLM, config: LoraConfig) -> None:
     adapted = linear if config.target_modules == ALL_LINEAR else _named_modules(model.lm, config.target_modules)
     if others := sorted(adapted - linear):
         raise ConfigError(
-            f"learner.lora.target_modules: {others[0]} is no linear layer of the decoder, or the folder holds it in "
-            f"another form, so engines cannot add an adapter to it; leave it out, or use {ALL_LINEAR}"
+            f"learner.lora.target_modules: {others[0]} is not a linear layer of the decoder, or the folder holds it in "
+            f"another form, so engines cannot add an adapter to it; omit it, or use {ALL_LINEAR}"
         )
     prefix, layers = decoder_layers(model.lm)
     targets = [name.removeprefix(f"{prefix}.") for name in adapted]
@@ -93,7 +93,7 @@ def _weight_name(name: str) -> str:
 
 
 def _linear_weights(lm: Any) -> dict[str, Tensor]:
-    """The weights of all linear layers of the decoder. Routers are left out: an adapter would unbalance the experts."""
+    """The weights of all linear layers of the decoder. Routers are skipped: an adapter would unbalance the experts."""
     prefix, layers = decoder_layers(lm)
     routers = tuple(f"{router.name}." for router in find_routers(lm))
     linear = {

@@ -282,7 +282,7 @@ class Recipe:
     sources: tuple[tuple[str, str], ...]
     """The tensors, each after the pattern of the conversion that it fits."""
     conversion: Any = None
-    """A `WeightConverter` of transformers. None: the parameter is the only source, unchanged."""
+    """A `WeightConverter` of transformers. None if the parameter is the only source, unchanged."""
 
     @property
     def keeps_rows(self) -> bool:

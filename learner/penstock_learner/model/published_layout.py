@@ -70,7 +70,7 @@ def from_published(lm: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def published_names(lm: Any, weights: Mapping[str, Tensor]) -> dict[str, str]:
-    """The name in the folder of each weight that has the same form there. Weights of another form are left out."""
+    """The name in the folder of each weight that has the same form there. Weights of another form are skipped."""
     placeholders = {name: torch.empty(weight.shape, device="meta") for name, weight in weights.items()}
     names = {id(placeholder): name for name, placeholder in placeholders.items()}
     published = to_published(lm, placeholders).items()

@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from penstock.config.run import RunConfig
 from penstock.errors import Fenced
 from penstock.logs import setup_logging
-from penstock.machine import keep_compiled_code, keep_files_private, spare_living_objects
+from penstock.machine import freeze_loaded_objects, keep_compiled_code, keep_files_private
 from penstock_learner.crash_points import crash_point
 from penstock_learner.model.torch_settings import DTYPES, set_up_torch
 from penstock_learner.rendezvous import open_store
@@ -119,7 +119,7 @@ class Rank:
 
     def mark_up(self) -> None:
         """All ranks of the role have loaded their model. From here on another controller may adopt this one."""
-        spare_living_objects()
+        freeze_loaded_objects()
         self.is_up = True
 
     def declarations(self) -> dict[str, Dispatch]:

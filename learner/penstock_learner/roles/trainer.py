@@ -180,7 +180,7 @@ class TrainerRank(Rank):
 
 @contextmanager
 def _one_line_errors(folder: Path | str | PathLike[str]) -> Iterator[None]:
-    """Raise the first error of a rank in place of DCP's, which holds every rank's stack and is no Exception."""
+    """Raise the first error of a rank in place of DCP's, which holds every rank's stack and is not an Exception."""
     try:
         yield
     except CheckpointException as error:

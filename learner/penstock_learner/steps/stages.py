@@ -33,7 +33,7 @@ def with_advantages(batch: SequenceBatch, config: AlgorithmConfig, kl_coefficien
     mask = torch.as_tensor(batch.loss_mask).bool()
     sequence_ids = torch.as_tensor(batch.sequence_ids)
     if batch.is_baseline is not None and not config.advantage.has_baseline:
-        # Another config left greedy samples in the groups. Without a trained token they are no members of them.
+        # Another config left greedy samples in the groups. Without a trained token they are not members of them.
         mask = mask & ~torch.as_tensor(batch.is_baseline)[sequence_ids]
     rewards = torch.as_tensor(batch.rewards)
     if config.overlong is not None:

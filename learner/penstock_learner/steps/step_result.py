@@ -249,7 +249,7 @@ def update_metrics(updates: Sequence[Sequence[UpdateReport]], num_tokens: int) -
     num_tokens = max(num_tokens, 1)
     statistics = reduce(add, [report.statistics for report in reports])
     correction = reduce(CorrectionStatistics.merge, [report.correction for report in reports])
-    # Only the first update counts: later ones start from weights that are no version.
+    # Only the first update counts: later ones start from weights that are not a version.
     mismatch = reduce(add, [report.mismatch for report in updates[0]])
     metrics = _optimizer_metrics(updates) | {
         "kl_reference": sum(report.kl for report in reports) / num_tokens,

@@ -256,10 +256,10 @@ def attempt(
     not finite), no member has committed."""
     manifest, staged = shipment.manifest, shipment.staged
 
-    def abort(told: Sequence[PushTarget], reason: str) -> dict[str, str]:
+    def abort(targets: Sequence[PushTarget], reason: str) -> dict[str, str]:
         """Tell members to drop the stage. Returns those that do not answer, which may still read the buckets."""
         silent = calls.abort(
-            told, weights_pb2.AbortRequest(policy_version=manifest.policy_version, reason=reason, term=manifest.term)
+            targets, weights_pb2.AbortRequest(policy_version=manifest.policy_version, reason=reason, term=manifest.term)
         )
         if silent:
             staged.memory.is_reusable = False

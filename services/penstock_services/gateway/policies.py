@@ -97,8 +97,8 @@ class PolicyHandlers(Handlers):
         policy = await self._usable(request.policy_version)
         if not policy.snapshot_path and policy.policy_version != (await self._policy(None)).policy_version:
             raise Conflict(
-                f"version {policy.policy_version} has no snapshot, and its weights are gone; promote one that has one"
-                f"{await self._kept()}, or the newest version, whose snapshot the learner then makes"
+                f"version {policy.policy_version} has no snapshot, and its weights no longer exist; promote one that "
+                f"has one{await self._kept()}, or the newest version, whose snapshot the learner then makes"
             )
         await self.policies.promote(request.policy_version)
         return await self._policy(request.policy_version)

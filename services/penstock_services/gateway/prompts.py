@@ -87,9 +87,11 @@ class PromptHandlers(Handlers):
     tracing: Tracing
 
     def __post_init__(self) -> None:
-        self.book = PromptBook(self.queue)
+        self.book = PromptBook(self.queue.client, self.queue.run)
         self.submissions = JoinedSubmissions(self.queue, self.deadline_s)
-        self.feed = ResultFeed(PromptBook(self.watched.queue), self.config.redis.timeout_s, self.stopping)
+        self.feed = ResultFeed(
+            PromptBook(self.watched.queue.client, self.watched.queue.run), self.config.redis.timeout_s, self.stopping
+        )
 
     @operation(
         "POST", "prompts", "submit", Submission, "StreamPrompts", takes=SubmitPrompts, header=IDEMPOTENCY_KEY,

@@ -371,7 +371,7 @@ def test_redis_does_what_the_memory_backend_does(runner: asyncio.Runner, redis_p
             self.memory, self.on_redis, self.config = memory, on_redis, memory.config
 
         def __getattr__(self, name: str) -> Any:
-            on_redis = getattr(PromptBook(self.on_redis) if name == "cancel" else self.on_redis, name)
+            on_redis = getattr(PromptBook(self.on_redis.client, RUN) if name == "cancel" else self.on_redis, name)
 
             async def call(*arguments: Any, **named: Any) -> Any:
                 try:

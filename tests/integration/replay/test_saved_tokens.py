@@ -69,7 +69,9 @@ async def test_the_end_of_the_flight_deletes_them(make_queue: MakeQueue, end: st
         case "append":
             await finish(queue, [lease])
         case "cancel":
-            await (queue if isinstance(queue, MemoryReplayQueue) else PromptBook(queue)).cancel([lease.prompt_id])
+            await (queue if isinstance(queue, MemoryReplayQueue) else PromptBook(queue.client, queue.run)).cancel(
+                [lease.prompt_id]
+            )
         case "bury":
             await queue.give_back("a", lease, "oops", is_final=True)
         case "forget_saved":

@@ -214,7 +214,7 @@ async def test_each_role_can_do_its_work(clients: Clients, queues: Callable[[str
         "math/reward/mean@1-1": 1.0, "math/reward_model/mean@1-1": 0.5, "e-1": 1.0,
     }  # fmt: skip
     assert (await gateway.get_prompt(taken[0])).state == "trained"
-    results = await PromptBook(gateway).wait_for_results("0-0", timeout_s=1)
+    results = await PromptBook(gateway.client, gateway.run).wait_for_results("0-0", timeout_s=1)
     assert {result.state for result in results} == {"queued", "dead_lettered"}
     assert sum((await gateway.dead_letter_reasons()).values()) == 2
     assert (await gateway.stat()).trained == 2

@@ -1,7 +1,7 @@
 """Exports a queue to a file and imports it, so that a recorded run can be replayed without rollout servers.
 
 Export only reads. It lists the groups first, then fetches them a few at a time, so its memory does not grow with the
-queue. A group that is committed before its turn is left out.
+queue. A group that is committed before its turn is skipped.
 
 Import makes each row a new prompt by `queue.accept`. So the counts of the queue stay right and the byte limit holds: an
 import waits for room. The learner takes the groups in the order of the file. A second import of the same file adds
@@ -36,10 +36,10 @@ POLL_S = 0.2
 @dataclass(frozen=True)
 class Exported:
     num_groups: int
-    num_gone: int
+    num_committed: int
     """Groups that were committed while the export ran."""
     unreadable: tuple[str, ...]
-    """Groups that were left out because they cannot be decoded, with the reason. The learner will dead-letter them."""
+    """Groups that were skipped because they cannot be decoded, with the reason. The learner will dead-letter them."""
 
 
 @dataclass(frozen=True)

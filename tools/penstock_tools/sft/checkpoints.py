@@ -78,7 +78,7 @@ class SupervisedCheckpoints:
                 verify_in_this_process(path)
                 return path
             except CheckpointDamaged as error:
-                logger.warning("checkpoint %s is left out: %s", path.name, error)
+                logger.warning("checkpoint %s is skipped: %s", path.name, error)
         if candidates:
             raise CheckpointDamaged(
                 f"{self.store.folder} has no intact checkpoint; set learner.checkpoint.resume to off to start again"
@@ -90,7 +90,7 @@ class SupervisedCheckpoints:
             stored = json.loads((path / DATA_FILE).read_text())["fingerprint"]
         except FileNotFoundError as error:
             raise ConfigError(
-                f"{path} is no checkpoint of penstock sft; name another --out, or another learner.checkpoint.resume"
+                f"{path} is not a checkpoint of penstock sft; name another --out, or another learner.checkpoint.resume"
             ) from error
         if stored != self.fingerprint:
             raise ConfigError(

@@ -8,7 +8,7 @@ with a Qwen template:
     └───────────────── prompt ─────────────────────┘└── trained ──┘└──────────── prompt ─────────────┘└── trained ──┘
 
 Turns share a sequence as long as the prompt of the next turn begins with exactly the tokens so far. Some templates
-change earlier turns, for example leave out their reasoning. Then a new sequence begins with the prompt of that turn.
+change earlier turns, for example drop their reasoning. Then a new sequence begins with the prompt of that turn.
 So every trained token is preceded by what precedes it in a rollout, whatever the template does.
 """
 
@@ -55,10 +55,10 @@ class ConversationMasks:
     def sequences(
         self, where: str, messages: Sequence[Message], tools: Sequence[Any], train_on: Literal["all", "last"]
     ) -> list[Example]:
-        """The sequences of a conversation. Messages after its last trained turn have no effect, and are left out.
+        """The sequences of a conversation. Messages after its last trained turn have no effect, and are skipped.
 
         Raises InvalidInput, which names the row as `where`, if it has no trained turn, or if the template does not let
-        a turn be told from its prompt."""
+        a turn be distinguished from its prompt."""
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns:
             raise InvalidInput(where, "has no message of the assistant, so nothing can be trained; remove the row")
@@ -98,7 +98,7 @@ class ConversationMasks:
             raise InvalidInput(
                 where,
                 f"the chat template writes message {len(messages) - 1} in a way that does not follow from its prompt, "
-                "so its tokens cannot be told; use the columns `prompt` and `response`, or another template",
+                "so its tokens cannot be identified; use the columns `prompt` and `response`, or another template",
             )
         prompt_ids, whole_ids = self.encode(prompt), self.encode(whole)
         if whole_ids[: len(prompt_ids)] == prompt_ids:

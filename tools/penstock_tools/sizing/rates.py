@@ -201,7 +201,7 @@ def pace(
 
     A version admits the groups of the step `max_staleness + 1` steps later. They are generated, trained on, and pushed
     before the version of that step can admit others. With more staleness, the slowest groups of a step matter less:
-    the next ones are generated beside them."""
+    the next ones are generated concurrently."""
     training_s, gather_s, whole_push_s, pause_s = learner
     steps = max_staleness + 1
     slowest = 1 + (longest_of(groups_per_step) - 1) / steps

@@ -26,7 +26,7 @@ _KEY_BLOCK = 512
 _FEWEST_QUERIES = 1024
 """A dense part with fewer queries would be slower than flash attention."""
 _MOST_PARTS = 32
-"""Each dense part is a call of its own."""
+"""Each dense part is a separate call."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,13 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from penstock.errors import WeightPushFailed
 from penstock.v1 import weights_pb2
+from penstock_rollout.engines.child_process import end_with_parent
 from penstock_rollout.engines.vllm.copies import Copies, NamedTensors, NotPlain, learn
 from penstock_rollout.weights.reception import device_uuid
 from penstock_rollout.weights.stage import StageSlot
 
 logger = logging.getLogger(__name__)
 
-PARENT_POLL_S = 0.5
 COPYING_DEVICES = ("cuda",)
 """Where vLLM multiplies with the parameters themselves. On a CPU it multiplies with packed copies of them."""
 RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
@@ -100,7 +99,14 @@ class WeightStaging:
             if is_cpu:
                 _pack_tied_head(model, self.model_config.hf_text_config)
             if self.device.type in COPYING_DEVICES and not hasattr(self, "_penstock_copies"):
-                self._penstock_copies = _learned_copies(model, tensors)
+                # Whatever goes wrong here, vLLM's loader has just loaded the version and can load the next.
+                self._penstock_copies = None
+                try:
+                    self._penstock_copies = learn(model, tensors)
+                except NotPlain as reason:
+                    logger.info("vLLM's loader loads every version: %s", reason)
+                except Exception as error:
+                    logger.warning("vLLM's loader loads every version, because learning its copies failed: %r", error)
 
     def penstock_abort(self) -> None:
         self._penstock_stages().abort()
@@ -116,17 +122,6 @@ def reload(model: Any, model_config: Any, tensors: NamedTensors) -> None:
     initialize_layerwise_reload(model)
     model.load_weights(iter(tensors))
     finalize_layerwise_reload(model, model_config)
-
-
-def _learned_copies(model: Any, tensors: NamedTensors) -> Copies | None:
-    """Whatever goes wrong here, vLLM's loader has just loaded the version and can load the next."""
-    try:
-        return learn(model, tensors)
-    except NotPlain as reason:
-        logger.info("vLLM's loader loads every version: %s", reason)
-    except Exception as error:
-        logger.warning("vLLM's loader loads every version, because learning its copies failed: %r", error)
-    return None
 
 
 def _forget_expert_kernels(model: Any) -> None:
@@ -155,21 +150,7 @@ def prepare_process() -> None:
 
     core_flip.install()
     logging.getLogger(SCHEDULER_LOGGER).setLevel(logging.ERROR)
-    die_with_parent()
-
-
-def die_with_parent() -> None:
-    """Exit soon after the parent process has ended. Otherwise vLLM's EngineCore would outlive a killed server.
-
-    PR_SET_PDEATHSIG does not work here: it fires when the thread that forked ends, which may be much earlier."""
-    parent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(PARENT_POLL_S)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="die-with-parent", daemon=True).start()
+    end_with_parent(os.getppid(), lambda: os._exit(1))  # otherwise EngineCore would outlive a killed server
 
 
 class InProcessExecutor(UniProcExecutor):  # type: ignore[misc]

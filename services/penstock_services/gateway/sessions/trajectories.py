@@ -6,7 +6,7 @@ the token before them.
 
 All trajectories of a group share its prompt. Paths may begin with different prompts, such as after an edited history:
 then the group's prompt is what all of them begin with, and the rest of each prompt has mask 0. Paths that do not even
-share the first token become groups of their own.
+share the first token become separate groups.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""All that vLLM 0.26 to 0.31 need. Everything else of this engine is written for vLLM 0.32, the newest one supported.
+"""Stamps the tokens of vLLM with the policy version that produced them, as they arrive in the server's process.
 
-GPU hosts may be bound to an older vLLM by their driver and CUDA, so these versions stay supported. They differ in one
-thing that matters: they do not report which policy version produced a token. So Penstock stamps EngineCore's outputs as
-they arrive in the server's process.
+vLLM itself reports versions only since 0.32, and GPU hosts may be bound to 0.26 by their driver and CUDA. So no vLLM is
+asked for them. A test compares these stamps with those of vLLM 0.32.
 
-These stamps are exact. When EngineCore flips a version (core_flip.py), it sends a mark: after the last token of the old
+The stamps are exact. When EngineCore flips a version (core_flip.py), it sends a mark: after the last token of the old
 version and before the first of the new one, on the same socket. Where the server flips it by several calls, EngineCore
 answers the pause when no step is in flight, and the answer follows the tokens on the same socket. So when the answer is
 here, every token of the old version has arrived, even if vLLM's output handler has not processed it yet. No token of
@@ -14,7 +13,6 @@ the new version exists before the scheduler is resumed.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,31 +25,15 @@ VERSION_MARK = "penstock-version-"
 output handler ignores it, because there is no such request."""
 
 
-def reports_versions() -> bool:
-    """Return whether the installed vLLM reports which version produced a token, as 0.32 and newer do."""
-    from vllm.outputs import CompletionOutput
-
-    return "weight_versions" in {field.name for field in dataclasses.fields(CompletionOutput)}
-
-
 def begin_version(core: Any, policy_version: int) -> None:
-    """Set the version of all tokens from now on. EngineCore calls it while no step is in flight. Every vLLM sends the
-    mark, so that a test can compare both ways."""
+    """Set the version of all tokens from now on. EngineCore calls it while no step is in flight. vLLM's own stamps
+    follow, where it has them."""
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
     if hasattr(core, "set_weight_version"):
         core.set_weight_version(str(policy_version))
     mark = EngineCoreOutput(f"{VERSION_MARK}{policy_version}", [])
     core.output_queue.put_nowait((0, EngineCoreOutputs(outputs=[mark])))
-
-
-def chunk_settings(min_chunk_tokens: int) -> dict[str, Any]:
-    """The sampling parameter by which vLLM's front end delivers several tokens at once. Without it, each token is a
-    chunk."""
-    from vllm.sampling_params import SamplingParams
-
-    is_known = min_chunk_tokens > 1 and hasattr(SamplingParams, "stream_interval")
-    return {"stream_interval": min_chunk_tokens} if is_known else {}
 
 
 @dataclass
@@ -68,10 +50,11 @@ class _Stamped:
         self.num_tokens += num_tokens
 
 
-class OwnStamps:
-    """Stamps tokens as they arrive, with the methods of `NativeStamps`. Create it before the first call to EngineCore.
+class VersionStamps:
+    """Which version produced which token of a request. Create it before the first call to EngineCore: it replaces the
+    output queue, and the task that reads EngineCore's socket uses the queue that exists when it starts.
 
-    It replaces the output queue. The task that reads EngineCore's socket uses the queue that exists when it starts."""
+    Requests have the id under which they were submitted. `begin` comes before each submission, `end` after the last."""
 
     def __init__(self, llm: Any) -> None:
         assert llm.engine_core.resources.output_queue_task is None
@@ -81,6 +64,9 @@ class OwnStamps:
         llm.engine_core.outputs_queue = _ArrivalQueue(self._stamp)
 
     async def set_version(self, policy_version: int) -> None:
+        """Set the version of all tokens from now on. Call it before the first request, or while nothing decodes.
+
+        A flip inside EngineCore sets it without this call."""
         self._policy_version = policy_version
 
     def begin(self, request_id: str) -> None:
@@ -92,8 +78,9 @@ class OwnStamps:
     def has_token(self, request_id: str) -> bool:
         return self._requests[request_id].num_tokens > 0
 
-    def segments(self, request_id: str, completion: Any, start: int, end: int) -> tuple[VersionSegment, ...]:
-        return segments_of(self._requests[request_id].starts, start, end)
+    def segments(self, request_id: str, completion: Any, start: int) -> tuple[VersionSegment, ...]:
+        """Return the versions of the tokens that came with `completion`, of which `start` is the first."""
+        return segments_of(self._requests[request_id].starts, start, start + len(completion.token_ids))
 
     def _stamp(self, arrived: Any) -> None:
         if isinstance(arrived, Exception):

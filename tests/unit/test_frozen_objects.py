@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.machine import spare_living_objects
+from penstock.machine import freeze_loaded_objects
 
 
 class Node:
@@ -27,11 +27,11 @@ def collector() -> Iterator[None]:
 def test_spared_objects_are_skipped_and_freed_by_the_next_call_if_they_are_garbage() -> None:
     node = Node()
     alive = weakref.ref(node)
-    spare_living_objects()
+    freeze_loaded_objects()
     num_spared = gc.get_freeze_count()
     assert num_spared > 1000 and alive() is node
     del node
     gc.collect()
     assert alive() is not None, "the collector skips it"
-    spare_living_objects()
+    freeze_loaded_objects()
     assert alive() is None

@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 VENV ?= $(or $(PENSTOCK_VENV),.venv)
 PYTHON_SOURCES := penstock rollout_server learner services tools tests bench examples docs helm deploy
-BENCHES := codec replay weights vllm_flip checkpoints loading rollout gateway agents metrics durable scale simulate
+BENCHES := codec replay weights checkpoints rollout gateway agents scale simulate
 export PENSTOCK_VENV := $(VENV)
 .DEFAULT_GOAL := help
 
@@ -37,6 +37,7 @@ lint: setup-dev  ## ruff, mypy (strict), import-linter
 
 lint-types:
 	$(VENV)/bin/mypy
+	$(VENV)/bin/mypy bench
 
 lint-style:
 	$(VENV)/bin/ruff check $(PYTHON_SOURCES)

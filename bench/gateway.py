@@ -9,6 +9,7 @@ it back, without checks, keys, metrics or Redis. A round sends NUM_REQUESTS to e
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import statistics
 import subprocess
@@ -104,7 +105,7 @@ class Load:
                 await reader.readexactly(length)
                 times.append(time.perf_counter() - started)
 
-        return await self._timed(name, [lambda times, s=stream: work(*s, times) for stream in streams], count, streams)
+        return await self._timed(name, [functools.partial(work, *stream) for stream in streams], count, streams)
 
     def grpc(
         self, name: str, port: int, request: prompts_pb2.SubmitPromptsRequest, count: int, connections: int
@@ -126,7 +127,7 @@ class Load:
                 await call(payload, metadata=(("authorization", f"Bearer {KEY}"),))
                 times.append(time.perf_counter() - started)
 
-        rate = await self._timed(name, [lambda times, c=channel: work(c, times) for channel in channels], count, [])
+        rate = await self._timed(name, [functools.partial(work, channel) for channel in channels], count, [])
         for channel in channels:
             await channel.close()
         return rate

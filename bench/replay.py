@@ -26,7 +26,7 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from harness import SMOKE, Bar, Measurement, alternate, ends_without, median_ratio, report, sized
 from penstock.config.service import RedisConfig, ReplayConfig
@@ -199,7 +199,8 @@ async def pickled_stream(client: RedisClient, payload: bytes, count: int) -> Non
     for index in range(count):
         await client.xadd("peer", {"data": pickle.dumps({"id": index, "group": payload})})
     for _ in range(count):
-        [(_, [(last, fields)])] = await client.xread({"peer": last}, count=1)
+        read: Any = await client.xread({"peer": last}, count=1)
+        [(_, [(last, fields)])] = read
         pickle.loads(fields[b"data"])
     await client.delete("peer")
 

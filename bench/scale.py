@@ -34,7 +34,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from harness import RESULTS, Measurement, report, sized
+from harness import RESULTS, Bar, Measurement, report, sized
 from penstock.codec import encode_prompt
 from penstock.config.loading import dump_config
 from penstock.config.run import ModelConfig, RunConfig, WeightsConfig
@@ -43,9 +43,18 @@ from penstock.machine import free_port, measure_memory, wait_for_port
 from penstock.trajectory import Prompt, Sampling
 from penstock.weights.cluster_key import ClusterKey
 from penstock_services.local.private_redis import find_redis_server, write_config
-from scale_parts.clients import generating, p99, submitting
-from scale_parts.figures import Bar, Costs, Sample, fleet_bars, growth, measurements
-from scale_parts.fleet import FleetProcesses, Meter
+from scale_parts.fleet import (
+    Costs,
+    FleetProcesses,
+    Meter,
+    Sample,
+    fleet_bars,
+    generating,
+    growth,
+    measurements,
+    p99,
+    submitting,
+)
 from scale_parts.learner import Learner
 
 IN_FLIGHT = 1_000

@@ -106,7 +106,7 @@ def memory_copy(weights: list[torch.Tensor]) -> Callable[[], float]:
 def _drain(port: int) -> None:
     """The reading end of the TCP limit. It reads as many bytes as the model has, into memory that was used before, and
     then sends one byte back."""
-    buffer = np.zeros(64 * 2**20, dtype=np.uint8)
+    buffer = bytearray(64 * 2**20)
     with socket.create_connection(("127.0.0.1", port)) as connection:
         while True:
             left = MODEL_BYTES
@@ -124,7 +124,7 @@ def tcp_stream(weights: list[torch.Tensor]) -> tuple[Callable[[], float], Callab
     reader = multiprocessing.get_context("spawn").Process(target=_drain, args=(listener.getsockname()[1],), daemon=True)
     reader.start()
     connection, _ = listener.accept()
-    views = [memoryview(weight.numpy().reshape(-1).view(np.uint8)) for weight in weights]
+    views = [weight.numpy().reshape(-1).view(np.uint8).data for weight in weights]
 
     def run() -> float:
         started = time.perf_counter()

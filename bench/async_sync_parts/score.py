@@ -37,5 +37,5 @@ def score(model_folder: Path) -> float:
         )  # fmt: skip
     answers = tokenizer.batch_decode(answered[:, given["input_ids"].shape[1] :])
     truths = [row["reward_model"]["ground_truth"] for row in rows for _ in range(NUM_SAMPLES)]
-    rewards = [compute_score("", answer, truth) for answer, truth in zip(answers, truths, strict=True)]
+    rewards: list[float] = [compute_score("", answer, truth) for answer, truth in zip(answers, truths, strict=True)]
     return sum(rewards) / len(rewards)

@@ -39,9 +39,9 @@ def bench_model(name: str, compiled: bool) -> Results:
 
     shape = SHAPES[name]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
-    )
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
     results = Results()
     peak = matmul_flops(device)
     results.add("large bfloat16 product", "TFLOP/s", peak / 1e12)
@@ -177,10 +177,10 @@ class _ModelBench:
         self.results.add(f"{label}, memory beyond state", "GiB", (peak - state) / GIB)
         # Gradients do not exist yet when activations are largest, so this is the memory of the activations.
         self.results.add(f"{label}, memory beyond weights and Adam", "GiB", (peak - state * 3 // 4) / GIB)
-        return peak - state
+        return int(peak - state)
 
     def _mfu(self, tokens_per_second: float) -> float:
-        return self.shape.flops_per_token(self.shape.length) * tokens_per_second / self.peak_flops
+        return float(self.shape.flops_per_token(self.shape.length) * tokens_per_second / self.peak_flops)
 
 
 def nominal_flops(device: Any) -> float | None:

@@ -94,7 +94,7 @@ class LoadingBench:
         for phase, measured in PHASES.items():
             if not set(measured) <= {"read", *job.phases}:
                 continue
-            row = {
+            row: dict[str, Any] = {
                 "model": model,
                 "ranks": job.num_ranks,
                 "phase": phase,
@@ -122,7 +122,7 @@ class LoadingBench:
         return met
 
 
-def planned_bytes(model: str, job: Job, phase: str) -> float:
+def planned_bytes(model: str, job: Job, phase: Any) -> float:
     """The plan's figure, without the context of CUDA and NCCL, which torch does not count. 0 for a tiny model."""
     from penstock_tools.sizing.hardware import CONTEXT_BYTES
     from penstock_tools.sizing.memory import Setup, peak, role_moments, total

@@ -67,7 +67,8 @@ def bench_model(name: str, compiled: bool) -> Results:
     set_up_torch(torch.get_num_threads(), compiles=True, fail_at_recompile_limit=True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
     results, shape = Results(), SHAPES[name]
     setting = shape.settings[0]
     contender = Ours(shape, device, "bfloat16", Setting(setting.recomputed, MICRO_BATCH_TOKENS, setting.kept), compiled)

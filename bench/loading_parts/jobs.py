@@ -56,10 +56,11 @@ class Outcome:
 
     def share_of_bound(self, phase: str, memory: str, part: str = "part_bytes") -> float:
         """The largest peak of a rank, relative to what the rank may need."""
-        return max(
+        shares: list[float] = [
             rank["peaks"][phase][memory] / (BOUND * rank[part] + max(rank["layer_bytes"], rank[_LARGEST[phase]]))
             for rank in self.ranks
-        )
+        ]
+        return max(shares)
 
 
 _LARGEST = {"read": "layer_bytes", "restore": "layer_bytes", "gather": "root_bytes"}

@@ -51,7 +51,9 @@ def main() -> None:
     is_cuda = torch.cuda.is_available()
     device = torch.device("cuda", 0) if is_cuda else torch.device("cpu")
     set_up_torch(1, compiles=False)
-    store = dist.FileStore(str(job.path.with_suffix(".store")), job.num_ranks)
+    store = dist.FileStore(  # type: ignore[attr-defined]
+        str(job.path.with_suffix(".store")), job.num_ranks
+    )
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
         store=store,
@@ -173,7 +175,7 @@ class RankBench:
         publisher = WeightPublisher(self.config, "127.0.0.1", self.device) if self.rank == 0 else None
         pushed = PushedWeights(self.model)
         for version in (1, 2):
-            staged = publisher and publisher.begin(version, 1, pushed.shapes, keep=[1])
+            staged = publisher.begin(version, 1, pushed.shapes, keep=[1]) if publisher is not None else None
             for name, weight in pushed.gathered(compute_dtype_of(self.config)):
                 if staged is not None:
                     staged.put(name, weight)

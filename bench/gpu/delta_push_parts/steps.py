@@ -90,7 +90,7 @@ class SteppedModel:
             logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none"
         ).view(NUM_SEQUENCES, -1)
         (-(advantages * log_probs).mean()).backward()
-        return float(self._num_changed) / sum(parameter.numel() for parameter in self.model.parameters())
+        return float(self._num_changed / sum(parameter.numel() for parameter in self.model.parameters()))
 
 
 def shares_of_steps(shape: str, device: torch.device, num_steps: int) -> list[float]:

@@ -24,12 +24,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from harness import Bar, Measurement, ends_without, report, say
+from harness import Bar, Measurement, ends_without, redis_process, report, say
 from penstock.config.service import RedisConfig
 from penstock.replay.queue import RedisReplayQueue
 from penstock.store.redis_client import connect
 from penstock_rollout.engines.factory import start_engine
-from replay import Server
 from rollout_parts.paths import REPLAY, Load, ModelShape, Paths, engine_config, make_model, memory_queue
 
 START_TIMEOUT_S = 150.0
@@ -73,13 +72,10 @@ async def queue_of(name: str, folder: Path) -> AsyncIterator[Any]:
     if name == "gpu":
         yield memory_queue()
         return
-    server = Server(folder)
-    client = connect(RedisConfig(url=server.url))
-    try:
+    with redis_process(folder) as (_, url):
+        client = connect(RedisConfig(url=url))
         yield RedisReplayQueue(client, name, REPLAY)
-    finally:
         await client.aclose()
-        server.stop()
 
 
 async def measure(name: str, size: Size, folder: Path) -> tuple[list[Measurement], list[Bar]]:

@@ -41,7 +41,7 @@ BENCHES = {
     "agents": ("Sessions of agents", "make bench-agents", "with and without a session, 2,000 sessions, prefix caches"),
     "checkpoints": ("Checkpoints", "make bench-checkpoints", "the cost of checksums and of checks for finite numbers"),
     "loading": ("Loading", "", "Peaks of memory with four ranks, and with whole models in each. The program has left"),
-    "loading_gpu": ("Loading, GPU", "bench/gpu/loading_gpu.py", "the same, with ranks that share one GPU"),
+    "loading_gpu": ("Loading, GPU", "", "The same, with ranks that share one GPU"),
     "rollout": ("Generation, CPU", "make bench-rollout", "a rollout server and bare vLLM, 64 concurrent requests"),
     "rollout_gpu": ("Generation, GPU", "bench/rollout.py gpu", "the same, 512 concurrent requests"),
     "engine_check_bf16": (

@@ -10,13 +10,12 @@ parameters, gradients and Adam's state. `--models tiny` runs on any machine, to 
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
-from harness import Results, ends_without, run_parts, save, say, sized
+from harness import Results, run_models, save, say, sized
 from learner_parts.models import Setting
 
 NAME = "learner"
@@ -191,22 +190,5 @@ def nominal_flops(device: Any) -> float | None:
     return next((flops for part, flops in NOMINAL_FLOPS.items() if part in name), None)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--models", default=sized("0.5b,1.5b,7b", "tiny"))
-    parser.add_argument("--no-compile", action="store_true", help="do not use torch.compile")
-    arguments = parser.parse_args()
-    ends_without("a GPU")
-    models = arguments.models.split(",")
-    is_met = run_parts(
-        NAME,
-        "training step on one GPU",
-        models,
-        TIMEOUTS_S,
-        lambda name: bench_model(name, not arguments.no_compile and name != "tiny"),
-    )
-    return 0 if is_met else 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_models(NAME, "training step on one GPU", sized("0.5b,1.5b,7b", "tiny"), TIMEOUTS_S, bench_model))

@@ -18,7 +18,7 @@ from typing import Any, Self
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from harness import Measurement, median_ratio
+from harness import Measurement, median_ratio, turns
 from penstock.cancellation import end_task
 from penstock.codec import encode_prompt
 from penstock.config.rollout import AdaptiveConcurrencyConfig, AgentsConfig, EngineConfig, RewardConfig, RolloutConfig
@@ -213,19 +213,20 @@ class Paths:
         """Measure the bare engine and the server in turn, in reverse order in every other round. A warm-up round is
         discarded. No round begins that would end after `until` on the monotonic clock."""
         measured = Contenders()
-        contenders = [(measured.bare, self.bare), (measured.served, self.served)]
-        longest_s = 0.0
-        for number in range(num_rounds + 1):
-            started = time.monotonic()
-            if number > 1 and started + 1.2 * longest_s > until:
-                break
-            for contender, run in contenders if number % 2 else reversed(contenders):
-                window = await run()
-                say(f"round {number}: {contender.rates.name}: {window}{'' if number else ' (warm-up)'}")
-                if number:
-                    contender.rates.rates.append(window.rate)
-                    contender.cpu.rates.append(window.cpu_us)
-            longest_s = max(longest_s, time.monotonic() - started)
+        contenders = {"bare": (measured.bare, self.bare), "served": (measured.served, self.served)}
+        started, longest_s, latest = time.monotonic(), 0.0, 0
+        for name, number in turns(contenders, num_rounds):
+            if number > latest:
+                now = time.monotonic()
+                longest_s, started, latest = max(longest_s, now - started), now, number
+                if number > 1 and now + 1.2 * longest_s > until:
+                    break
+            contender, run = contenders[name]
+            window = await run()
+            say(f"round {number}: {contender.rates.name}: {window}{'' if number else ' (warm-up)'}")
+            if number:
+                contender.rates.rates.append(window.rate)
+                contender.cpu.rates.append(window.cpu_us)
         return measured
 
     async def _window(self) -> Window:

@@ -179,40 +179,34 @@ def write_results(name: str, result: Mapping[str, Any], folder: Path = RESULTS) 
     (folder / f"{name}.json").write_text(json.dumps(provenance() | dict(result), indent=1) + "\n")
 
 
-def report(name: str, title: str, measurements: list[Measurement], bars: list[Bar], folder: Path = RESULTS) -> bool:
-    """Print both tables, write NAME.json into the folder, and return whether every bar is met. A smoke run meets all
-    bars."""
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console()
     table = Table(title=title)
-    for column in ("contender", "median", "spread", "unit"):
-        table.add_column(column, justify="left" if column in ("contender", "unit") else "right")
-    for m in measurements:
-        table.add_row(m.name, f"{m.median:,.1f}" if m.median > 10 else f"{m.median:.4f}", f"±{m.spread:.0%}", m.unit)
-    console.print(table)
-    judged = Table(title="bars")
-    for column in ("bar", "value", "goal", "met"):
-        judged.add_column(column, justify="left" if column == "bar" else "right")
-    for bar in bars:
-        sign = "≤" if bar.at_most else "≥"
-        judged.add_row(bar.name, f"{bar.value:.3f}", f"{sign} {bar.goal:g}", "yes" if bar.ok else "[red]no")
-    console.print(judged)
+    for column in columns:
+        table.add_column(column, justify="left" if column in (columns[0], "unit") else "right")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+
+
+def report(name: str, title: str, measurements: list[Measurement], bars: list[Bar], folder: Path = RESULTS) -> bool:
+    """Print both tables, write NAME.json into the folder, and return whether every bar is met. A smoke run meets all
+    bars."""
+    medians = [f"{m.median:,.1f}" if m.median > 10 else f"{m.median:.4f}" for m in measurements]
+    rows = [(m.name, median, f"±{m.spread:.0%}", m.unit) for m, median in zip(measurements, medians, strict=True)]
+    print_table(title, ("contender", "median", "spread", "unit"), rows)
+    goals = [(b.name, f"{b.value:.3f}", f"{'≤' if b.at_most else '≥'} {b.goal:g}", b.ok) for b in bars]
+    print_table("bars", ("bar", "value", "goal", "met"), [(*goal, "yes" if ok else "[red]no") for *goal, ok in goals])
     result = {
         "measurements": [
-            {
-                "name": m.name,
-                "unit": m.unit,
-                "median": m.median,
-                "interval": m.interval,
-                "spread": m.spread,
-                "rates": [float(f"{rate:.5g}") for rate in m.rates],
-            }
+            {"name": m.name, "unit": m.unit, "median": m.median, "interval": m.interval, "spread": m.spread,
+             "rates": [float(f"{rate:.5g}") for rate in m.rates]}
             for m in measurements
-        ],  # fmt: skip
-        "bars": [{"name": b.name, "value": b.value, "goal": b.goal, "at_most": b.at_most, "ok": b.ok} for b in bars],
-    }
+        ],
+        "bars": [asdict(bar) | {"ok": bar.ok} for bar in bars],
+    }  # fmt: skip
     write_results(name, result, folder)
     return SMOKE or all(bar.ok for bar in bars)
 

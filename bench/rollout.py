@@ -1,22 +1,21 @@
 """Compares the tokens per second of a rollout server with those of the bare vLLM engine, with the same requests.
 
     make bench-rollout
-    PYTHONPATH=.:rollout_server:bench python bench/rollout.py gpu [--concurrency 512]
+    PYTHONPATH=.:rollout_server:bench python bench/rollout.py gpu
 
 The server's path is the real one: leases, the agent loop, rewards, encoding, appending. Rounds alternate; a ratio is
-the median of their ratios. Models are random. `small` (5 M parameters) and `tiny` (0.4 M) use a private Redis. In
-`small` the engine computes for most of a step, as in any real training, so it has the bar. A step of `tiny` is mostly
-Python on both sides. `gpu` has the shape of Qwen2-0.5B and the queue in memory, and needs only a GPU, torch,
-transformers and vLLM, which takes two minutes to start.
+the median of their ratios. Models are random. `small` (5 M parameters) uses a private Redis; its engine computes for
+most of a step, as in any real training. `gpu` has the shape of Qwen2-0.5B and the queue in memory, and needs only a
+GPU, torch, transformers and vLLM, which takes two minutes to start.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import faulthandler
 import math
+import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator
@@ -40,17 +39,13 @@ DEADLINE_S = 420.0
 class Size:
     shape: ModelShape
     load: Load
+    goal: float
     num_rounds: int = 15
     """Many short rounds of a few seconds each, so that other processes affect both contenders of a round alike."""
-    goal: float | None = None
     engine: tuple[tuple[str, Any], ...] = (("kv_cache_bytes", 256 * 2**20),)
 
 
 SIZES = {
-    "tiny": Size(
-        ModelShape(vocab_size=2048, hidden_size=64, intermediate_size=256, num_layers=2, num_heads=2, num_kv_heads=1),
-        Load(8, prompt_tokens=32, mean_tokens=64, concurrency=64, groups_at_once=32, window_tokens=8_000),
-    ),
     "small": Size(
         ModelShape(vocab_size=4096, hidden_size=256, intermediate_size=768, num_layers=4, num_heads=4, num_kv_heads=2),
         Load(8, prompt_tokens=32, mean_tokens=64, concurrency=64, groups_at_once=32, window_tokens=6_000),
@@ -95,31 +90,17 @@ async def measure(name: str, size: Size, folder: Path) -> tuple[list[Measurement
     finally:
         await engine.stop()
     found = [replace(m, name=f"{name}: {m.name}") for m in measured.measurements]
-    if size.goal is None:
-        return [*found, Measurement(f"{name}: ratio, no bar", "", [measured.ratio])], []
     return found, [Bar(f"{name}: rollout server / AsyncLLM.generate", measured.ratio, size.goal)]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sizes", nargs="*", help=f"of {', '.join(SIZES)}; by default tiny and small")
-    parser.add_argument("--concurrency", type=int, help="requests decoded at once")
-    arguments = parser.parse_args()
-    sizes = arguments.sizes or ["tiny", "small"]
+    name = sys.argv[1] if len(sys.argv) > 1 else "small"
     ends_without("vLLM")
-    on_gpu = "gpu" in sizes
-    if on_gpu:
+    if name == "gpu":
         faulthandler.dump_traceback_later(DEADLINE_S, exit=True)
-    measurements: list[Measurement] = []
-    bars: list[Bar] = []
-    for name in sizes:
-        size = SIZES[name]
-        size = replace(size, load=size.load.at(arguments.concurrency or size.load.concurrency))
-        with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
-            found, judged = asyncio.run(measure(name, size, Path(folder)))
-        measurements += found
-        bars += judged
-    return 0 if report("rollout_gpu" if on_gpu else "rollout", "generation", measurements, bars) else 1
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
+        measurements, bars = asyncio.run(measure(name, SIZES[name], Path(folder)))
+    return 0 if report("rollout_gpu" if name == "gpu" else "rollout", "generation", measurements, bars) else 1
 
 
 if __name__ == "__main__":

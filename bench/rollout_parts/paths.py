@@ -11,7 +11,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -114,14 +114,6 @@ class Load:
     def num_groups(self) -> int:
         """Enough prompts for a window, the tokens before it, and the groups in flight at its end."""
         return 3 * self.window_tokens // (self.samples_per_group * self.mean_tokens) + 2 * self.groups_at_once
-
-    def at(self, concurrency: int) -> Load:
-        """The same load per request at another concurrency."""
-        groups, tokens = self.groups_at_once, self.window_tokens
-        return replace(
-            self, concurrency=concurrency, groups_at_once=groups * concurrency // self.concurrency,
-            window_tokens=tokens * concurrency // self.concurrency,
-        )  # fmt: skip
 
     def prompts(self, vocab_size: int, seed: int) -> Iterator[Prompt]:
         random = np.random.default_rng(seed)

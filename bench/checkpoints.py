@@ -24,8 +24,7 @@ from penstock.weights.manifest import TensorShape, build_manifest
 from penstock_learner.checkpoint_files import FileRecord, find_damage
 from penstock_learner.model.tensors import first_nonfinite
 from penstock_learner.roles.trainer import HashingWriter
-from penstock_learner.weights.memory import HostBuckets
-from penstock_learner.weights.staging import StagedVersion
+from penstock_learner.weights.staging import HostBuckets, StagedVersion
 
 NUM_ROUNDS = sized(5, 1)
 SHAPE = sized((4096, 1024), (64, 64))

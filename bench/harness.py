@@ -233,7 +233,7 @@ def listening(command: Sequence[str], *ports: int) -> Iterator[subprocess.Popen[
 def redis_process(folder: Path, settings: str = "") -> Iterator[tuple[int, str]]:
     """A private Redis with the settings of a run and these. Yields its process id and its URL."""
     from penstock.machine import free_port
-    from penstock_services.local.private_redis import find_redis_server, write_config
+    from penstock_tools.local.private_redis import find_redis_server, write_config
 
     port = free_port()
     config, url = write_config(folder, port)

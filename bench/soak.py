@@ -59,8 +59,9 @@ from penstock.replay.queue_types import QueueStat
 from penstock.store.keys import RunKeys
 from penstock.store.redis_client import RedisClient, connect
 from penstock_learner.checkpoints.store import CheckpointStore
-from penstock_services.local.private_redis import find_redis_server, write_config
-from penstock_services.local.processes import ProcessGroup
+from penstock_learner.checkpoints.trainer_state import Ledger
+from penstock_tools.local.private_redis import find_redis_server, write_config
+from penstock_tools.local.processes import ProcessGroup
 from soak_parts.lineage import Account, Lineage, make_account
 from soak_parts.processes import Killer, Part, host_description, rank_process, root_process
 
@@ -218,7 +219,7 @@ class Soak:
         submitted = sum(feed.position for feed in (await self.queue.feeds()).values())
         newest = CheckpointStore(self.config.folder / "checkpoints", 2).newest()
         assert newest is not None, "the run wrote no checkpoint"
-        ledger = len(newest[1].make_ledger())
+        ledger = len(Ledger(newest[1].ledger))
         waiting = self.final.pending_prompts + self.final.in_flight + self.final.queued
         self.lost = submitted - waiting - ledger
         lines = (self.config.folder / "metrics.jsonl").read_text().splitlines()

@@ -5,6 +5,7 @@ python docs/make_config_reference.py
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
@@ -16,9 +17,9 @@ from pydantic.fields import FieldInfo
 from penstock.config.algorithms import ADVANTAGE_NAMES, LOSS_NAMES
 from penstock.config.rollout import Reward
 from penstock.config.run import RunConfig
+from penstock.sampling import Description
 from penstock_rollout.agents.registry import BUILT_IN as AGENTS
 from penstock_rollout.agents.tool_calls import TOOL_FORMATS
-from penstock_rollout.rewards.kinds import DATA_SOURCES
 
 REFERENCE_FILE = Path(__file__).parent / "config.md"
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<", "pattern": "matches"}
@@ -37,25 +38,18 @@ Only `model.path` is required. Names that end in `_s` are in seconds, `_bytes` i
 
 NAMES_HEADER = """
 ## Names
-The names that these fields take. Where code of your own is possible, its path is a name too.
+Names that these fields take, besides the path of your own code.
 
 | field | names |
 |---|---|
 """
-CHOICES = (
-    "rollout.engine.name", "learner.placement", "learner.algorithm.loss.aggregation",
-    "learner.algorithm.correction.mode", "learner.algorithm.correction.weight",
-    "learner.algorithm.correction.rejection", "learner.algorithm.kl.placement", "learner.algorithm.kl.penalty",
-    "learner.lr_schedule", "learner.loggers", "weights.transport", "replay.stale_policy", "replay.selection",
-    "rollout.prompt.overlong", "model.dtype",
-)  # fmt: skip
-"""Fields whose names are in their type."""
 DESCRIBED_ELSEWHERE = (dict[str, Reward],)
 """Mappings whose values are described at another field."""
 
 
 def build() -> str:
-    return HEADER + _names() + "".join(_section(path, model) for path, model in _models("", RunConfig))
+    shown: dict[str, str] = {}
+    return HEADER + _names() + "".join(_section(path, model, shown) for path, model in _models("", RunConfig))
 
 
 def _names() -> str:
@@ -63,12 +57,10 @@ def _names() -> str:
     named: dict[str, Iterable[str]] = {
         "learner.algorithm.advantage.name": ADVANTAGE_NAMES,
         "learner.algorithm.loss.name": LOSS_NAMES,
-        **{path: _choices_in(_field(path).annotation) for path in CHOICES},
         "`kind` of a reward": _choices_in(_field("rollout.reward.default").annotation),
         "`kind` of a built-in tool": _choices_in(get_args(_field("rollout.agents.tools").annotation)[1]),
         "rollout.agents.tool_format": TOOL_FORMATS,
         "`agent_name` of a prompt": AGENTS,
-        "`data_source` of a prompt, with a built-in reward": DATA_SOURCES,
     }
     rows = [
         f"| {path if ' ' in path else f'`{path}`'} | {', '.join(f'`{name}`' for name in names)} |"
@@ -133,25 +125,45 @@ def _models_in(annotation: Any) -> list[type[BaseModel]]:
     return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
 
 
-def _section(path: str, model: type[BaseModel]) -> str:
+def _section(path: str, model: type[BaseModel], shown: dict[str, str]) -> str:
+    """The table of a model. `shown` has the rows of earlier tables by section; they are not shown again."""
     purpose = vars(model).get("__doc__") or ""
-    lines = ["", f"## `{path}`" if path else "## Top level", *([_one_line(purpose)] if purpose and path else []), ""]
-    lines += ["| field | type | default | meaning |", "|---|---|---|---|"]
-    lines += [_row(path, name, field) for name, field in model.model_fields.items()]
-    return "\n".join(lines) + "\n"
+    sections = {name: field for name, field in model.model_fields.items() if _model_of(field) is not None}
+    values = {name: field for name, field in model.model_fields.items() if name not in {*sections, "kind"}}
+    rows = {name: _row(name, field) for name, field in values.items()}
+    repeated: dict[str, list[str]] = {}
+    for name in [name for name, row in rows.items() if row in shown]:
+        repeated.setdefault(shown[rows.pop(name)], []).append(name)
+    shown.update(dict.fromkeys(rows.values(), path))
+    texts = ["\n".join(["| field | type | default | meaning |", "|---|---|---|---|", *rows.values()])] if rows else []
+    for other, names in repeated.items():
+        texts.append(f"As in [`{other}`](#{_anchor(other)}): {', '.join(f'`{name}`' for name in names)}.")
+    if sections:
+        texts.append(f"Sections: {', '.join(_link(path, name, field) for name, field in sections.items())}.")
+    head = ["", f"## `{path}`" if path else "## Top level", *([_one_line(purpose)] if purpose and path else []), ""]
+    return "\n".join(head) + "\n" + "\n\n".join(texts) + "\n"
 
 
-def _row(path: str, name: str, field: FieldInfo) -> str:
-    meaning = _one_line(field.description or "").replace("None: ", "`null`: ")
-    if (inner := _model_of(field)) is None:
-        cells = [f"`{name}`", _type(field), _default(field), meaning]
-    else:
-        dotted = f"{path}.{name}".lstrip(".")
-        meaning = meaning or _one_line(vars(inner).get("__doc__") or "")
-        meaning = f"{meaning} See [`{dotted}`](#{dotted.replace('.', '')}).".strip()
-        is_optional = NoneType in get_args(field.annotation)
-        cells = [f"`{name}`", "section or null" if is_optional else "section", "`null`" if is_optional else "", meaning]
+def _anchor(path: str) -> str:
+    return re.sub(r"[^\w -]", "", path).replace(" ", "-")
+
+
+def _link(path: str, name: str, field: FieldInfo) -> str:
+    """The link to a section, with its own description in this place, if it has one."""
+    dotted = f"{path}.{name}".lstrip(".")
+    notes = ["null by default"] if NoneType in get_args(field.annotation) else []
+    notes += [_meaning(field).rstrip(".")] if field.description else []
+    return f"[`{name}`](#{_anchor(dotted)})" + (f" ({'; '.join(notes)})" if notes else "")
+
+
+def _row(name: str, field: FieldInfo) -> str:
+    cells = [f"`{name}`", _type(field), _default(field), _meaning(field)]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _meaning(field: FieldInfo) -> str:
+    described = [part.text for part in field.metadata if isinstance(part, Description)]
+    return _one_line(field.description or "".join(described)).replace("None: ", "`null`: ")
 
 
 def _type(field: FieldInfo) -> str:
@@ -174,19 +186,20 @@ def _kind(annotation: Any) -> str:
     if (models := _models_in(annotation)) and all("kind" in model.model_fields for model in models):
         return "one of " + ", ".join(f"`{get_args(model.model_fields['kind'].annotation)[0]}`" for model in models)
     if origin is Literal:
-        return " or ".join(f"`{value}`" for value in arguments)
+        return ", ".join(f"`{value}`" for value in arguments)
     if origin in (Union, UnionType):
         return " or ".join("null" if kind is NoneType else _kind(kind) for kind in arguments)
     if origin is tuple:
         kind = _kind(arguments[0])
         return f"list of {kind}" if arguments[-1] is Ellipsis else f"list of {len(arguments)} {kind}s"
     if origin is Annotated:
-        return ", ".join([_kind(arguments[0]), *_bounds([item for extra in arguments[1:] for item in extra.metadata])])
+        items = [item for extra in arguments[1:] for item in getattr(extra, "metadata", [extra])]
+        return ", ".join([_kind(arguments[0]), *_bounds(items)])
     if origin is dict:
         return "mapping"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return f"mapping with {', '.join(f'`{name}`' for name in annotation.model_fields)}"
-    names = {Path: "path", str: "text", bool: "true or false", int: "integer", float: "number"}
+    names = {Path: "path", str: "text", bool: "boolean", int: "integer", float: "number"}
     return names.get(annotation, getattr(annotation, "__name__", str(annotation)))
 
 

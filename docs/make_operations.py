@@ -30,7 +30,7 @@ def row(operation: Operation) -> str:
 def build() -> str:
     """The whole page, with its table made again."""
     shown = [operation for operation in OPERATIONS if operation.is_documented and operation.scope]
-    table = ["| REST | gRPC | role |", "|---|---|---|", *map(row, shown)]
+    table = ["| REST | gRPC | scope |", "|---|---|---|", *map(row, shown)]
     text = BEGIN + "\n".join(table) + "\n" + END
     return re.sub(re.escape(BEGIN) + ".*?" + re.escape(END), lambda _: text, PAGE.read_text(), flags=re.DOTALL)
 

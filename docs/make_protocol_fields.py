@@ -13,12 +13,13 @@ from penstock.protocols import anthropic, bodies, chat, responses
 
 PAGE = Path(__file__).parent / "protocols.md"
 MARK = "<!-- The tables below are written by docs/make_protocol_fields.py. -->\n"
+MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 ROUTES = {
     "/v1/chat/completions": chat.ChatBody,
     "/v1/completions": chat.CompletionBody,
     "/v1/responses": responses.ResponsesBody,
-    "/v1/messages": anthropic.MessagesBody,
-    "/v1/messages/count_tokens": anthropic.CountBody,
+    MESSAGES: anthropic.MessagesBody,
+    COUNT: anthropic.CountBody,
 }
 
 
@@ -49,19 +50,32 @@ def treatment(name: str, body: type[bodies.Body], notes: dict[str, str]) -> tupl
 
 
 def build() -> str:
-    """The whole page, with its tables made again."""
-    parts = [PAGE.read_text().partition(MARK)[0] + MARK]
-    for route, body in ROUTES.items():
-        notes = field_notes(body)
-        names: dict[tuple[str, str], list[str]] = {}
-        for name in sorted(body.model_fields):
-            kind, why, text = treatment(name, body, notes)
-            names.setdefault((kind, why), []).append(text)
-        order = ("honoured", "refused", "no effect")
-        rows = sorted(names, key=lambda key: (order.index(key[0]), key[1] != ""))
-        table = [f"| {', '.join(names[row])} | {row[0]}{': ' + row[1] if row[1] else ''} |" for row in rows]
-        parts.append(f"\n### `{route}`\n| fields | |\n|---|---|\n" + "\n".join(table) + "\n")
-    return "".join(parts)
+    """The whole page, with its tables made again. Fields that all routes treat alike are in the first table alone."""
+    treated = {route: treatments(body) for route, body in ROUTES.items()}
+    shared = set.intersection(*map(set, treated.values()))
+    tables = {"All routes": shared, **{f"`{route}`": treated[route] - shared for route in ROUTES if route != COUNT}}
+    absent = sorted(text for _, _, text in treated[MESSAGES] - treated[COUNT])
+    assert treated[COUNT] <= treated[MESSAGES]
+    return "".join([
+        PAGE.read_text().partition(MARK)[0] + MARK,
+        *(f"\n### {title}\n" + _table(fields) for title, fields in tables.items()),
+        f"\n### `{COUNT}`\nThe fields of `{MESSAGES}` except {', '.join(absent)}.\n",
+    ])  # fmt: skip
+
+
+def treatments(body: type[bodies.Body]) -> set[tuple[str, str, str]]:
+    notes = field_notes(body)
+    return {treatment(name, body, notes) for name in body.model_fields}
+
+
+def _table(fields: set[tuple[str, str, str]]) -> str:
+    names: dict[tuple[str, str], list[str]] = {}
+    for kind, why, text in sorted(fields, key=lambda field: field[2]):
+        names.setdefault((kind, why), []).append(text)
+    order = ("honoured", "refused", "no effect")
+    rows = sorted(names, key=lambda key: (order.index(key[0]), key[1] != ""))
+    lines = [f"| {', '.join(names[row])} | {row[0]}{': ' + row[1] if row[1] else ''} |" for row in rows]
+    return "| fields | |\n|---|---|\n" + "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

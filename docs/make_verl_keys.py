@@ -9,15 +9,7 @@ import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
-from penstock_tools.verl_import.keys import EVALUATION_KEYS, FSDP_SFT_KEYS, GENERATION_KEYS, SFT_KEYS
-from penstock_tools.verl_import.training_keys import (
-    DATA_KEYS,
-    POLICY_KEYS,
-    REWARD_KEYS,
-    ROLLOUT_KEYS,
-    TRAINER_KEYS,
-    Key,
-)
+from penstock_tools.verl_import.keys import ALL_KEYS, KEYS_BY_PROGRAM, Key
 
 KEYS_FILE = Path(__file__).parent / "verl-keys.md"
 HEADER = """\
@@ -28,50 +20,62 @@ HEADER = """\
 What `penstock import-verl` does with each key of verl ([coming-from-verl.md](coming-from-verl.md)). `*` stands for any
 text. A key that is in no table is reported as not known.
 
-- A row without a note: our field means the same.
-- A row with a note: our field is set from the key, with the difference that is noted.
-- A row without a field of ours: there is no counterpart; the note says why, or what to do. A value that asks for
-  nothing, such as verl's default, is not reported.
+- **Same**: our field means the same.
+- **With a difference**: our field is set from the key, with the difference that is noted.
+- **No counterpart**: the note says why, or what to do. A value that asks for nothing, such as verl's default, is not
+  reported.
 - **Not needed**: nothing is lost without the key. The import's report says why.
 """
-ALIAS = "another name of "
 SECTIONS = {
-    "Trainer": TRAINER_KEYS,
-    "Data": DATA_KEYS,
-    "Rewards": REWARD_KEYS,
-    "Rollout": ROLLOUT_KEYS,
-    "Policy, reference, critic and algorithm": POLICY_KEYS,
-    "Generation (`main_generation`), replaced by `penstock generate`": GENERATION_KEYS,
-    "Evaluation (`main_eval`), replaced by `penstock evaluate`": EVALUATION_KEYS,
-    "Supervised training (`sft_trainer`), replaced by `penstock sft`": SFT_KEYS,
-    "Supervised training before it (`fsdp_sft_trainer`)": FSDP_SFT_KEYS,
+    "trainer": "Trainer",
+    "data": "Data",
+    "rewards": "Rewards",
+    "rollout": "Rollout",
+    "policy": "Policy, reference, critic and algorithm",
+    "generation": "Generation (`main_generation`), replaced by `penstock generate`",
+    "evaluation": "Evaluation (`main_eval`), replaced by `penstock evaluate`",
+    "sft": "Supervised training (`sft_trainer`), replaced by `penstock sft`",
 }
 
 
 def build() -> str:
-    return HEADER + "".join(_section(title, rows) for title, rows in SECTIONS.items())
+    sections = [_section(title, [row for row in ALL_KEYS if row.section == name]) for name, title in SECTIONS.items()]
+    older = _section("Supervised training before it (`fsdp_sft_trainer`)", KEYS_BY_PROGRAM["fsdp_sft"])
+    return HEADER + "".join([*sections, older])
 
 
 def _section(title: str, rows: Iterable[Key]) -> str:
-    """A table of the keys that mean something here, and lists of other names and of keys that are not needed."""
+    """The keys of a section: same meaning, with a difference, without counterpart, other names, not needed."""
     rows = list(rows)
-    aliases = [row for row in rows if row.note.startswith(ALIAS)]
-    lines = [f"\n## {title}", "| verl | ours | note |", "|---|---|---|"]
-    lines += [_line(row) for row in rows if row.status != "unneeded" and row not in aliases]
+    fields = [row for row in rows if row.kind == "set"]
     lists = {
-        "Other names": [f"`{row.verl}` for {row.note.removeprefix(ALIAS)}" for row in aliases],
-        "Not needed": [f"`{row.verl}`" for row in rows if row.status == "unneeded"],
+        "Same": [f"`{row.verl}`: {_ours(row)}" for row in fields if not row.note],
+        "Other names": [f"`{row.verl}` for {_ours(row)}" for row in rows if row.kind == "alias"],
+        "Not needed": [f"`{row.verl}`" for row in rows if row.kind == "unneeded"],
     }
-    for name, items in lists.items():
-        if items:
-            lines += ["", textwrap.fill(f"{name}: {', '.join(items)}.", 140, break_on_hyphens=False)]
-    return "\n".join(lines) + "\n"
+    tables = {
+        "| verl, with a difference | ours | difference |\n|---|---|---|": [
+            f"| `{row.verl}` | {_ours(row)} | {_note(row)} |" for row in fields if row.note
+        ],
+        "| verl, no counterpart | note |\n|---|---|": [
+            f"| `{row.verl}` | {_note(row)} |" for row in rows if row.kind == "missing"
+        ],
+    }
+    texts = [
+        textwrap.fill(f"**{name}**: {'; '.join(items)}.", 140, break_on_hyphens=False)
+        for name, items in lists.items()
+        if items
+    ]
+    texts += ["\n".join([head, *lines]) for head, lines in tables.items() if lines]
+    return f"\n## {title}\n" + "\n\n".join(texts) + "\n"
 
 
-def _line(row: Key) -> str:
-    ours = ", ".join(f"`{name}`" for name in row.ours)
-    note = row.note.replace("|", "\\|")
-    return f"| `{row.verl}` | {ours} | {note} |"
+def _ours(row: Key) -> str:
+    return ", ".join(f"`{name}`" for name in row.ours)
+
+
+def _note(row: Key) -> str:
+    return row.note.replace("|", "\\|")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """API keys: how they are created, and the file that holds their hashes.
 
-A line is `NAME ROLE sha256:HEX`. Empty lines and lines that begin with # are ignored. A key has 32 random bytes, so
-nobody can find it from its hash by trying, and the file is not a secret.
+A line is `NAME SCOPE sha256:HEX`. Empty lines and lines that begin with # are ignored. A key has 32 random bytes, so
+no one can find it from its hash by trying, and the file is not a secret.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import Literal, get_args
 from penstock.config.service import GatewayConfig
 from penstock.errors import ConfigError, InvalidInput
 
-Role = Literal["read", "submit", "admin"]
-ROLES: tuple[Role, ...] = get_args(Role)
-"""Each role includes those before it. `read` reads, `submit` also submits prompts, evaluates and generates, and `admin`
-also changes the run."""
+Scope = Literal["read", "submit", "admin"]
+SCOPES: tuple[Scope, ...] = get_args(Scope)
+"""Each scope includes those before it. `read` reads, `submit` also submits prompts, evaluates and generates, and
+`admin` also changes the run."""
 OWN_KEY_FILE = "gateway.key"
 """File in a run's folder with the key of a gateway that has no other. Commands and clients on this machine read it."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
@@ -33,20 +33,20 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 @dataclass(frozen=True)
 class ApiKey:
     name: str
-    role: Role
+    scope: Scope
     digest: str
 
     @property
     def line(self) -> str:
-        return f"{self.name} {self.role} sha256:{self.digest}"
+        return f"{self.name} {self.scope} sha256:{self.digest}"
 
 
-def make_key(name: str, role: Role) -> tuple[str, ApiKey]:
+def make_key(name: str, scope: Scope) -> tuple[str, ApiKey]:
     """Create a key. Return the secret, which is stored nowhere, and the entry for the keys file."""
     if not _NAME.fullmatch(name):
         raise InvalidInput("--name", "must be 1 to 63 letters, digits or . _ - and start with a letter or digit")
     secret = f"psk_{secrets.token_urlsafe(32)}"
-    return secret, ApiKey(name, role, digest_of(secret))
+    return secret, ApiKey(name, scope, digest_of(secret))
 
 
 def digest_of(secret: str) -> str:
@@ -117,8 +117,8 @@ def parse_keys(text: str, path: Path) -> tuple[ApiKey, ...]:
         if not line.strip() or line.startswith("#"):
             continue
         words = line.split()
-        if len(words) != 3 or words[1] not in ROLES or not re.fullmatch(r"sha256:[0-9a-f]{64}", words[2]):
-            raise ConfigError(f"{path}:{number} is not `NAME ROLE sha256:HEX`; make keys with `penstock keys make`")
+        if len(words) != 3 or words[1] not in SCOPES or not re.fullmatch(r"sha256:[0-9a-f]{64}", words[2]):
+            raise ConfigError(f"{path}:{number} is not `NAME SCOPE sha256:HEX`; make keys with `penstock keys make`")
         if any(key.name == words[0] for key in keys):
             raise ConfigError(f"{path}:{number} names a second key {words[0]!r}; remove one of them")
         keys.append(ApiKey(words[0], words[1], words[2].removeprefix("sha256:")))
@@ -164,7 +164,7 @@ class KeyFile:
 
     @classmethod
     def of_secret(cls, path: Path, grace_s: float, setting: str, name: str) -> KeyFile:
-        """A file that contains one key of the role admin."""
+        """A file that contains one key of the scope admin."""
 
         def parse(text: str, _: Path) -> tuple[ApiKey, ...]:
             secret = text.strip()

@@ -19,25 +19,26 @@ import json
 import math
 import struct
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
 import zstandard
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 from numpy.typing import NDArray
 
 from penstock.errors import PoisonGroup
 from penstock.reward_bounds import RANGE, is_reward
+from penstock.sampling import DISTRIBUTION_FIELDS, SAMPLING_FIELDS, Distribution, Sampling
 from penstock.trajectory import (
     ExpertIds,
     FinishReason,
     Group,
     Prompt,
-    Sampling,
     SamplingSegment,
+    TokenRange,
     TokenReward,
     Trajectory,
     VersionSegment,
@@ -48,6 +49,7 @@ from penstock.v1 import groups_pb2, prompts_pb2
 
 
 T = TypeVar("T")
+M = TypeVar("M", bound=Message)
 
 
 def read_known_fields(kind: type[T], record: Mapping[str, Any]) -> T:
@@ -73,16 +75,17 @@ _MAX_GROUP_BYTES = 1 << 30
 _EXPERT_TYPES = {1: "<u1", 2: "<u2"}
 """Types of an expert's id, by its bytes."""
 
-FINISH_TO_PROTO = {
+FINISH_TO_PROTO: dict[FinishReason, groups_pb2.Trajectory.FinishReason] = {
     "stop": groups_pb2.Trajectory.STOP,
     "length": groups_pb2.Trajectory.LENGTH,
     "aborted": groups_pb2.Trajectory.ABORTED,
 }
-FINISH_FROM_PROTO: dict[int, FinishReason] = {
-    groups_pb2.Trajectory.STOP: "stop",
-    groups_pb2.Trajectory.LENGTH: "length",
-    groups_pb2.Trajectory.ABORTED: "aborted",
-}
+FINISH_FROM_PROTO = {number: name for name, number in FINISH_TO_PROTO.items()}
+_PLAIN_PROMPT = ("num_samples", "agent_name", "data_source", "priority", "evaluation_id", "trace_parent")
+_PLAIN_GROUP = (
+    "run", "prompt_id", "attempt", "server_id", "data_source", "agent_name", "finished_at_ms", "trace_parent",
+)  # fmt: skip
+"""Fields that a message has as they are."""
 _thread = threading.local()
 
 
@@ -91,14 +94,9 @@ def prompt_to_proto(prompt: Prompt) -> prompts_pb2.Prompt:
         messages=_messages_to_proto(prompt),
         token_ids=np.asarray(prompt.token_ids, dtype="<i4").tobytes(),
         sampling=sampling_to_proto(prompt.sampling),
-        num_samples=prompt.num_samples,
-        agent_name=prompt.agent_name,
-        data_source=prompt.data_source,
         ground_truth_json=json.dumps(prompt.ground_truth),
         extra_info_json=json.dumps(prompt.extra_info),
-        priority=prompt.priority,
-        evaluation_id=prompt.evaluation_id,
-        trace_parent=prompt.trace_parent,
+        **{name: getattr(prompt, name) for name in _PLAIN_PROMPT},
     )
 
 
@@ -126,14 +124,9 @@ def prompt_from_proto(message: prompts_pb2.Prompt) -> Prompt:
         message_fields=message_fields,
         token_ids=tuple(np.frombuffer(message.token_ids, dtype="<i4").tolist()),
         sampling=sampling_from_proto(message.sampling),
-        num_samples=message.num_samples,
-        agent_name=message.agent_name,
-        data_source=message.data_source,
         ground_truth=json.loads(message.ground_truth_json or "null"),
         extra_info=json.loads(message.extra_info_json or "{}"),
-        priority=message.priority,
-        evaluation_id=message.evaluation_id,
-        trace_parent=message.trace_parent,
+        **{name: getattr(message, name) for name in _PLAIN_PROMPT},
     )
 
 
@@ -166,11 +159,7 @@ def decode_group(data: bytes) -> Group:
         raise PoisonGroup("corrupt", "not a group: wrong magic bytes")
     if not 1 <= schema <= SCHEMA_VERSION:
         raise PoisonGroup("schema", f"schema version {schema} is not one of 1 to {SCHEMA_VERSION}; upgrade this side")
-    try:
-        message = groups_pb2.Group.FromString(_decompressed(data[_HEADER.size :]))
-    except (zstandard.ZstdError, DecodeError) as error:
-        raise PoisonGroup("corrupt", f"cannot decode: {error}") from error
-    group = group_from_proto(message)
+    group = group_from_proto(_decompressed(groups_pb2.Group, data))
     check_group(group)
     return group
 
@@ -184,24 +173,24 @@ def decode_saved(data: bytes) -> groups_pb2.SavedTokens:
     """Decode saved tokens. Raises PoisonGroup if they are damaged, or those of another release."""
     if data[: _HEADER.size] != _HEADER.pack(SAVED_MAGIC, SAVED_SCHEMA_VERSION):
         raise PoisonGroup("schema", f"not saved tokens of schema version {SAVED_SCHEMA_VERSION}")
+    return _decompressed(groups_pb2.SavedTokens, data)
+
+
+def _decompressed(kind: type[M], data: bytes) -> M:
+    frame = data[_HEADER.size :]
     try:
-        return groups_pb2.SavedTokens.FromString(_decompressed(data[_HEADER.size :]))
+        # The checksum does not cover the frame's header. A damaged header could ask for any amount of memory.
+        parameters = zstandard.get_frame_parameters(frame)
+        if not parameters.has_checksum or parameters.content_size > _MAX_GROUP_BYTES:
+            raise PoisonGroup("corrupt", "the frame's header is damaged")
+        return kind.FromString(_decompressor().decompress(frame, allow_extra_data=False))
     except (zstandard.ZstdError, DecodeError) as error:
         raise PoisonGroup("corrupt", f"cannot decode: {error}") from error
 
 
-def _decompressed(frame: bytes) -> bytes:
-    # The checksum does not cover the frame's header. A damaged header could ask for any amount of memory.
-    parameters = zstandard.get_frame_parameters(frame)
-    if not parameters.has_checksum or parameters.content_size > _MAX_GROUP_BYTES:
-        raise PoisonGroup("corrupt", "the frame's header is damaged")
-    content: bytes = _decompressor().decompress(frame, allow_extra_data=False)
-    return content
-
-
 def check_group(group: Group) -> None:
     """Raise PoisonGroup unless shapes agree, segments cover every token, and all numbers are finite in float32."""
-    _check_sampling("the group", group.sampling.temperature, group.sampling.top_p)
+    _check_sampling("the group", group.sampling)
     if not group.trajectories:
         raise PoisonGroup("shape", "the group has no trajectories")
     if all(trajectory.is_baseline for trajectory in group.trajectories):
@@ -214,14 +203,11 @@ def check_group(group: Group) -> None:
             raise PoisonGroup("shape", f"trajectory {index} has no tokens")
         if len(trajectory.loss_mask) != num_tokens or len(trajectory.log_probs) != num_tokens:
             raise PoisonGroup("shape", f"trajectory {index}: arrays differ in length")
-        covered = 0
-        for segment in trajectory.segments:
-            if segment.start != covered or segment.end <= segment.start:
-                raise PoisonGroup("shape", f"trajectory {index}: version segments leave a gap at token {covered}")
-            covered = segment.end
-        if covered != num_tokens:
-            raise PoisonGroup("shape", f"trajectory {index}: version segments end at {covered} of {num_tokens}")
-        _check_sampling_segments(index, trajectory)
+        _check_cover(f"trajectory {index}: version segments", trajectory.segments, num_tokens)
+        if trajectory.sampling_segments:
+            _check_cover(f"trajectory {index}: sampling segments", trajectory.sampling_segments, num_tokens)
+            for segment in trajectory.sampling_segments:
+                _check_sampling(f"trajectory {index}", segment)
         _check_token_rewards(index, trajectory)
         experts = trajectory.routed_experts
         if experts is not None and len(experts) != len(group.prompt_token_ids) + num_tokens - 1:
@@ -247,55 +233,39 @@ def _check_token_rewards(index: int, trajectory: Trajectory) -> None:
         last = given.index
 
 
-def _check_sampling_segments(index: int, trajectory: Trajectory) -> None:
+def _check_cover(what: str, segments: Sequence[TokenRange], num_tokens: int) -> None:
     covered = 0
-    for segment in trajectory.sampling_segments:
+    for segment in segments:
         if segment.start != covered or segment.end <= segment.start:
-            raise PoisonGroup("shape", f"trajectory {index}: sampling segments leave a gap at token {covered}")
+            raise PoisonGroup("shape", f"{what} leave a gap at token {covered}")
         covered = segment.end
-        _check_sampling(f"trajectory {index}", segment.temperature, segment.top_p)
-    if trajectory.sampling_segments and covered != len(trajectory.token_ids):
-        end = len(trajectory.token_ids)
-        raise PoisonGroup("shape", f"trajectory {index}: sampling segments end at {covered} of {end}")
+    if covered != num_tokens:
+        raise PoisonGroup("shape", f"{what} end at {covered} of {num_tokens}")
 
 
-def _check_sampling(where: str, temperature: float, top_p: float) -> None:
+def _check_sampling(where: str, sampling: Distribution) -> None:
     """The learner divides logits by the temperature, so a wrong one makes every log-prob wrong."""
-    if not 0 <= temperature < math.inf:
-        raise PoisonGroup("shape", f"{where}: the temperature {temperature:g} is not a finite number, 0 or more")
-    if not 0 < top_p <= 1:
-        raise PoisonGroup("shape", f"{where}: top_p {top_p:g} is not above 0 and at most 1")
+    if not 0 <= sampling.temperature < math.inf:
+        raise PoisonGroup("shape", f"{where}: the temperature {sampling.temperature:g} is not finite, 0 or more")
+    if not 0 < sampling.top_p <= 1:
+        raise PoisonGroup("shape", f"{where}: top_p {sampling.top_p:g} is not above 0 and at most 1")
 
 
 def group_to_proto(group: Group) -> groups_pb2.Group:
     return groups_pb2.Group(
-        run=group.run,
-        prompt_id=group.prompt_id,
-        attempt=group.attempt,
-        server_id=group.server_id,
-        data_source=group.data_source,
-        agent_name=group.agent_name,
         sampling=sampling_to_proto(group.sampling),
         prompt_token_ids=group.prompt_token_ids.astype("<i4").tobytes(),
         trajectories=[trajectory_to_proto(t) for t in group.trajectories],
-        finished_at_ms=group.finished_at_ms,
-        trace_parent=group.trace_parent,
+        **{name: getattr(group, name) for name in _PLAIN_GROUP},
     )
 
 
 def group_from_proto(message: groups_pb2.Group) -> Group:
     return Group(
-        run=message.run,
-        prompt_id=message.prompt_id,
-        attempt=message.attempt,
-        server_id=message.server_id,
-        data_source=message.data_source,
-        agent_name=message.agent_name,
         sampling=sampling_from_proto(message.sampling),
         prompt_token_ids=_int32(message.prompt_token_ids),
         trajectories=tuple(trajectory_from_proto(t) for t in message.trajectories),
-        finished_at_ms=message.finished_at_ms,
-        trace_parent=message.trace_parent,
+        **{name: getattr(message, name) for name in _PLAIN_GROUP},
     )
 
 
@@ -304,24 +274,16 @@ def trajectory_to_proto(trajectory: Trajectory) -> groups_pb2.Trajectory:
         token_ids=trajectory.token_ids.astype("<i4").tobytes(),
         loss_mask=trajectory.loss_mask.astype(np.uint8).tobytes(),
         log_probs=trajectory.log_probs.astype("<f4").tobytes(),
-        segments=[
-            groups_pb2.VersionSegment(start=s.start, end=s.end, policy_version=s.policy_version)
-            for s in trajectory.segments
-        ],
+        segments=[groups_pb2.VersionSegment(**vars(segment)) for segment in trajectory.segments],
         reward=trajectory.reward,
         reward_parts=trajectory.reward_parts,
         finish_reason=FINISH_TO_PROTO[trajectory.finish_reason],
         is_baseline=trajectory.is_baseline,
-        sampling_segments=[
-            groups_pb2.SamplingSegment(
-                start=s.start, end=s.end, temperature=s.temperature, top_p=s.top_p, top_k=s.top_k, min_p=s.min_p
-            )
-            for s in trajectory.sampling_segments
-        ],
+        sampling_segments=[groups_pb2.SamplingSegment(**vars(segment)) for segment in trajectory.sampling_segments],
         episode=trajectory.episode,
         routed_experts=None if trajectory.routed_experts is None else _experts_to_proto(trajectory.routed_experts),
         reward_failed=trajectory.reward_failed,
-        token_rewards=[groups_pb2.TokenReward(index=t.index, reward=t.reward) for t in trajectory.token_rewards],
+        token_rewards=[groups_pb2.TokenReward(**vars(given)) for given in trajectory.token_rewards],
         server_ids=trajectory.server_ids,
     )
 
@@ -339,7 +301,7 @@ def trajectory_from_proto(message: groups_pb2.Trajectory) -> Trajectory:
         finish_reason=FINISH_FROM_PROTO.get(found.get("finish_reason", 0), "stop"),
         is_baseline=found.get("is_baseline", False),
         sampling_segments=tuple(
-            SamplingSegment(s.start, s.end, s.temperature, s.top_p, s.top_k, s.min_p)
+            SamplingSegment(s.start, s.end, *[getattr(s, name) for name in DISTRIBUTION_FIELDS])
             for s in found.get("sampling_segments", ())
         ),
         episode=found.get("episode", 0),
@@ -368,23 +330,20 @@ def _experts_from_proto(message: groups_pb2.RoutedExperts) -> ExpertIds:
 
 
 def sampling_to_proto(sampling: Sampling) -> prompts_pb2.Sampling:
-    return prompts_pb2.Sampling(
-        temperature=sampling.temperature, top_p=sampling.top_p, max_tokens=sampling.max_tokens, seed=sampling.seed,
-        top_k=sampling.top_k, min_p=sampling.min_p, ignore_eos=sampling.ignore_eos, stop=sampling.stop,
-    )  # fmt: skip
+    return prompts_pb2.Sampling(**vars(sampling))
 
 
 def sampling_from_proto(message: prompts_pb2.Sampling) -> Sampling:
-    return Sampling(
-        temperature=message.temperature,
-        top_p=message.top_p,
-        max_tokens=message.max_tokens,
-        seed=message.seed if message.HasField("seed") else None,
-        top_k=message.top_k,
-        min_p=message.min_p,
-        ignore_eos=message.ignore_eos,
-        stop=tuple(message.stop),
-    )
+    return _read_sampling(message.SerializeToString())
+
+
+@lru_cache(maxsize=256)
+def _read_sampling(encoded: bytes) -> Sampling:
+    """Most prompts of a run have the same parameters."""
+    message = prompts_pb2.Sampling.FromString(encoded)
+    values = {name: getattr(message, name) for name in SAMPLING_FIELDS}
+    given = {"stop": tuple(message.stop), "seed": message.seed if message.HasField("seed") else None}
+    return Sampling(**values | given)
 
 
 def _int32(data: bytes) -> NDArray[np.int32]:
@@ -398,14 +357,13 @@ def _array(data: bytes, dtype: str, name: str) -> NDArray[np.generic]:
 
 
 def _compressor() -> zstandard.ZstdCompressor:
+    """One for each thread: it must not be used by two at once, and making one takes longer than a small group."""
     if not hasattr(_thread, "compressor"):
         _thread.compressor = zstandard.ZstdCompressor(level=1, write_checksum=True)
-    compressor: zstandard.ZstdCompressor = _thread.compressor
-    return compressor
+    return _thread.compressor  # type: ignore[no-any-return]
 
 
 def _decompressor() -> zstandard.ZstdDecompressor:
     if not hasattr(_thread, "decompressor"):
         _thread.decompressor = zstandard.ZstdDecompressor()
-    decompressor: zstandard.ZstdDecompressor = _thread.decompressor
-    return decompressor
+    return _thread.decompressor  # type: ignore[no-any-return]

@@ -7,7 +7,7 @@ PenstockError                INTERNAL             500
 ├── NotFound                 NOT_FOUND            404
 │   └── ModelNotFound        NOT_FOUND            404   no run or server here has the model that a generate call names
 ├── Unauthenticated          UNAUTHENTICATED      401
-├── PermissionDenied         PERMISSION_DENIED    403   the key's role does not allow the call
+├── PermissionDenied         PERMISSION_DENIED    403   the key's scope does not allow the call
 ├── RateLimited              RESOURCE_EXHAUSTED   429   the key has exceeded its rate limit
 ├── Conflict                 FAILED_PRECONDITION  409   the request does not fit the current state
 ├── Fenced                   FAILED_PRECONDITION  409   a newer learner has taken over
@@ -28,29 +28,29 @@ A message is one line that says what happened and what to do.
 
 from __future__ import annotations
 
+import re
 from typing import Self
 
 
 class PenstockError(Exception):
-    """Base of all errors. `reason` is for programs and never changes; the message is for people."""
+    """Base of all errors. `reason` is for programs and never changes; the message is for people.
+
+    A subclass has its parent's code and status unless it names its own."""
 
     reason = "INTERNAL"
     grpc_code = "INTERNAL"
     http_status = 500
 
-
-class ConfigError(PenstockError):
-    reason = "CONFIG_INVALID"
-    grpc_code = "INVALID_ARGUMENT"
-    http_status = 400
+    def __init_subclass__(cls, grpc_code: str = "", http_status: int = 0, reason: str = "") -> None:
+        cls.reason = reason or re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).upper()
+        cls.grpc_code, cls.http_status = grpc_code or cls.grpc_code, http_status or cls.http_status
 
 
-class InvalidInput(PenstockError):
+class ConfigError(PenstockError, grpc_code="INVALID_ARGUMENT", http_status=400, reason="CONFIG_INVALID"): ...
+
+
+class InvalidInput(PenstockError, grpc_code="INVALID_ARGUMENT", http_status=400):
     """A request field is wrong. `field` is its path, for example `prompts[3].num_samples`."""
-
-    reason = "INVALID_INPUT"
-    grpc_code = "INVALID_ARGUMENT"
-    http_status = 400
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
@@ -62,130 +62,78 @@ class InvalidInput(PenstockError):
         return type(self)(f"{path}.{self.field}" if self.field else path, self.message)
 
 
-class PromptTooLong(InvalidInput):
-    reason = "PROMPT_TOO_LONG"
+class PromptTooLong(InvalidInput): ...
 
 
-class NotFound(PenstockError):
-    reason = "NOT_FOUND"
-    grpc_code = "NOT_FOUND"
-    http_status = 404
+class NotFound(PenstockError, grpc_code="NOT_FOUND", http_status=404): ...
 
 
 class ModelNotFound(NotFound):
-    reason = "MODEL_NOT_FOUND"
     field = "model"
 
 
-class Unauthenticated(PenstockError):
-    reason = "UNAUTHENTICATED"
-    grpc_code = "UNAUTHENTICATED"
-    http_status = 401
+class Unauthenticated(PenstockError, grpc_code="UNAUTHENTICATED", http_status=401): ...
 
 
-class PermissionDenied(PenstockError):
-    reason = "PERMISSION_DENIED"
-    grpc_code = "PERMISSION_DENIED"
-    http_status = 403
+class PermissionDenied(PenstockError, grpc_code="PERMISSION_DENIED", http_status=403): ...
 
 
-class RateLimited(PenstockError):
+class RateLimited(PenstockError, grpc_code="RESOURCE_EXHAUSTED", http_status=429):
     """`retry_after_s` is the time until the next call is allowed."""
-
-    reason = "RATE_LIMITED"
-    grpc_code = "RESOURCE_EXHAUSTED"
-    http_status = 429
 
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
 
 
-class Conflict(PenstockError):
-    reason = "CONFLICT"
-    grpc_code = "FAILED_PRECONDITION"
-    http_status = 409
+class Conflict(PenstockError, grpc_code="FAILED_PRECONDITION", http_status=409): ...
 
 
-class Fenced(PenstockError):
-    reason = "FENCED"
-    grpc_code = "FAILED_PRECONDITION"
-    http_status = 409
+class Fenced(PenstockError, grpc_code="FAILED_PRECONDITION", http_status=409): ...
 
 
-class QueueFull(PenstockError):
-    reason = "QUEUE_FULL"
-    grpc_code = "RESOURCE_EXHAUSTED"
-    http_status = 429
+class QueueFull(PenstockError, grpc_code="RESOURCE_EXHAUSTED", http_status=429): ...
 
 
-class PoisonGroup(PenstockError):
+class PoisonGroup(PenstockError, grpc_code="DATA_LOSS", http_status=422):
     """A group cannot be trained, or not be made. `kind` is the dead-letter reason: corrupt, schema, shape, non_finite,
     identity or session."""
-
-    reason = "POISON_GROUP"
-    grpc_code = "DATA_LOSS"
-    http_status = 422
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
         self.kind = kind
 
 
-class DeadlineExceeded(PenstockError):
-    reason = "DEADLINE_EXCEEDED"
-    grpc_code = "DEADLINE_EXCEEDED"
-    http_status = 504
+class DeadlineExceeded(PenstockError, grpc_code="DEADLINE_EXCEEDED", http_status=504): ...
 
 
-class Unavailable(PenstockError):
-    reason = "UNAVAILABLE"
-    grpc_code = "UNAVAILABLE"
-    http_status = 503
+class Unavailable(PenstockError, grpc_code="UNAVAILABLE", http_status=503): ...
 
 
-class WeightPushFailed(PenstockError):
-    reason = "WEIGHT_PUSH_FAILED"
-    grpc_code = "ABORTED"
-    http_status = 409
+class WeightPushFailed(PenstockError, grpc_code="ABORTED", http_status=409): ...
 
 
-class DiskFull(PenstockError):
-    reason = "DISK_FULL"
-    grpc_code = "RESOURCE_EXHAUSTED"
-    http_status = 507
+class DiskFull(PenstockError, grpc_code="RESOURCE_EXHAUSTED", http_status=507): ...
 
 
-class CheckpointDamaged(PenstockError):
-    reason = "CHECKPOINT_DAMAGED"
-    grpc_code = "DATA_LOSS"
-    http_status = 500
+class CheckpointDamaged(PenstockError, grpc_code="DATA_LOSS"): ...
 
 
-class TrainingDiverged(PenstockError):
-    reason = "TRAINING_DIVERGED"
-    grpc_code = "ABORTED"
-    http_status = 500
+class TrainingDiverged(PenstockError, grpc_code="ABORTED"): ...
 
 
-class ProcessDied(PenstockError):
-    reason = "PROCESS_DIED"
-    grpc_code = "ABORTED"
-    http_status = 500
+class ProcessDied(PenstockError, grpc_code="ABORTED"): ...
 
 
 class RoleDied(ProcessDied):
     """A rank of a role died. `role` is the name of the role, for example `critic`."""
-
-    reason = "ROLE_DIED"
 
     def __init__(self, role: str, message: str) -> None:
         super().__init__(message)
         self.role = role
 
 
-class RayDied(ProcessDied):
-    reason = "RAY_DIED"
+class RayDied(ProcessDied): ...
 
 
 def first_error(error: BaseException) -> BaseException:

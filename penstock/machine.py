@@ -294,12 +294,12 @@ def keep_compiled_code(folder: Path) -> None:
         os.environ.setdefault(variable, str(folder / name))
 
 
-# ── Keeps Python's garbage collector from objects that are never garbage ──
+# ── Lets Python's garbage collector skip objects that are never garbage ──
 
 
-def spare_living_objects() -> None:
+def freeze_loaded_objects() -> None:
     """Free what is garbage, and let the collector skip what is left. Call it when a process has loaded all that it
-    keeps, and again when it has loaded again: what an earlier call spared may be garbage by then.
+    keeps, and again when it has loaded again: what an earlier call froze may be garbage by then.
 
     The objects that are imported and built at the start are hundreds of thousands. A full collection visits all of them
     each time, for a few tenths of a second in which the process does nothing else."""

@@ -40,6 +40,7 @@ POLL_S = 0.1
 REQUEST_TIMEOUT_S = 10.0
 """Time that a client has to send its request and to read the answer."""
 JSON = ("Content-Type", "application/json")
+_BUSY = HTTPStatus.SERVICE_UNAVAILABLE
 
 ServingState = Literal["loading", "stale", "ready", "draining"]
 
@@ -118,30 +119,22 @@ class ProcessEndpoint:
         stalled_s = time.monotonic() - self._turned_at
         if stalled_s < MAX_STALL_S or not self._has_started():
             return HTTPStatus.OK, {"status": "alive"}
-        detail = f"the event loop has not turned for {stalled_s:.0f} s"
-        return HTTPStatus.SERVICE_UNAVAILABLE, {"status": "stuck", "detail": detail}
+        return _BUSY, {"status": "stuck", "detail": f"the event loop has not turned for {stalled_s:.0f} s"}
 
     def _startupz(self) -> tuple[HTTPStatus, dict[str, str]]:
         if self._has_started():
             return HTTPStatus.OK, {"status": "started"}
-        return HTTPStatus.SERVICE_UNAVAILABLE, {"status": "starting", "detail": self.readiness().detail}
+        return _BUSY, {"status": "starting", "detail": self.readiness().detail}
 
     def _readyz(self) -> tuple[HTTPStatus, dict[str, str]]:
         readiness = self.readiness()
-        status = HTTPStatus.OK if readiness.state == "ready" else HTTPStatus.SERVICE_UNAVAILABLE
-        return status, asdict(readiness)
+        return HTTPStatus.OK if readiness.state == "ready" else _BUSY, asdict(readiness)
 
     def _has_started(self) -> bool:
         self._is_started = self._is_started or self.readiness().state != "loading"
         return self._is_started
 
-    def hold(self) -> None:
-        self._rendering.acquire()
-
-    def release(self) -> None:
-        self._rendering.release()
-
-    def close_in_child(self) -> None:
+    def _close_in_child(self) -> None:
         """Close the child's copy of the port. Otherwise a child that outlives its parent would keep it."""
         self._rendering.release()
         if self._server is not None:
@@ -188,7 +181,7 @@ def _hold_still_for_forks(endpoint: ProcessEndpoint) -> None:
     """Let forks wait until no answer is being made. Such a hook cannot be removed, so it keeps no endpoint alive."""
     reference = weakref.ref(endpoint)
 
-    def call(method: Callable[[ProcessEndpoint], None]) -> Callable[[], None]:
+    def call(method: Callable[[ProcessEndpoint], object]) -> Callable[[], None]:
         def hook() -> None:
             if (found := reference()) is not None:
                 method(found)
@@ -196,7 +189,7 @@ def _hold_still_for_forks(endpoint: ProcessEndpoint) -> None:
         return hook
 
     os.register_at_fork(
-        before=call(ProcessEndpoint.hold),
-        after_in_parent=call(ProcessEndpoint.release),
-        after_in_child=call(ProcessEndpoint.close_in_child),
+        before=call(lambda found: found._rendering.acquire()),
+        after_in_parent=call(lambda found: found._rendering.release()),
+        after_in_child=call(ProcessEndpoint._close_in_child),
     )

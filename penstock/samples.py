@@ -1,15 +1,13 @@
 """The files `samples.jsonl` and `samples.1.jsonl` of a run: one line for each trained group, the oldest first.
 
-The learner writes them and all others only read. When `samples.jsonl` has reached half of the limit, it replaces
-`samples.1.jsonl` and a new file begins, so that both together stay below the limit.
-
-A learner that starts from a checkpoint first writes a line with `resumed_from_step`. Groups of later steps that are
-above this line were abandoned and are trained again, so readers skip them. A line that a crash has cut off is skipped
-too.
+Only the learner writes them. When `samples.jsonl` has reached half of the limit, it replaces `samples.1.jsonl`. A
+learner that starts from a checkpoint first writes a line with `resumed_from_step`: groups of later steps above it were
+abandoned, so readers skip them, and lines that a crash has cut off too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import json
 import logging
@@ -29,7 +27,7 @@ from penstock.v1 import groups_pb2
 
 @dataclass(frozen=True)
 class Sample:
-    """A response that a step trained on, with all that is known about it."""
+    """A response that a step trained on. The REST interface answers with the same fields."""
 
     step: int
     policy_version: int
@@ -45,7 +43,7 @@ class Sample:
     """Without special tokens, as rewards see it."""
     reward: float | None
     """The reward that it was trained with. None if that was not a finite number."""
-    reward_parts: Mapping[str, float | None]
+    reward_parts: dict[str, float | None]
     num_tokens: int
     """Tokens of the response."""
     min_version: int
@@ -118,9 +116,8 @@ class SampleFile:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a reader is: before the line that begins at `offset` of the file with this `inode`.
-
-    A file keeps its inode when it is renamed, so a place stays valid while the learner writes."""
+    """Where a reader is: before the line that begins at `offset` of the file with this `inode`, which a file keeps
+    when it is renamed."""
 
     inode: int
     offset: int
@@ -172,11 +169,10 @@ def groups_newest_first(folder: Path, after: Place | None = None) -> Iterator[tu
 
 def _parsed(line: bytes) -> dict[str, Any]:
     """The line's object, or an empty one for a line that was cut off."""
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return {}
-    return record if isinstance(record, dict) else {}
+    with contextlib.suppress(ValueError):
+        if isinstance(record := json.loads(line), dict):
+            return record
+    return {}
 
 
 def _lines_backwards(file: BinaryIO, end: int) -> Iterator[tuple[int, bytes]]:
@@ -199,10 +195,8 @@ def _lines_backwards(file: BinaryIO, end: int) -> Iterator[tuple[int, bytes]]:
 
 def _ends_with_newline(path: Path) -> bool:
     with path.open("rb") as file:
-        if file.seek(0, os.SEEK_END) == 0:
-            return True
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) == b"\n"
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
+        return file.read(1) in (b"", b"\n")
 
 
 # ── Choosing samples: which ones, and in which order ──
@@ -326,16 +320,15 @@ class TokenText:
     @classmethod
     def load(cls, model_path: Path) -> TokenText:
         path = model_path / "tokenizer.json"
-        if not path.is_file():
-            logger.info("%s does not exist: tokens are shown without text", path)
-            return cls(None)
         try:
             from tokenizers import Tokenizer
 
-            return cls(Tokenizer.from_file(str(path)))
+            if path.is_file():
+                return cls(Tokenizer.from_file(str(path)))
+            logger.info("%s does not exist: tokens are shown without text", path)
         except Exception as error:  # tokenizers raises a bare Exception for a file that it does not understand
             logger.warning("%s cannot be used (%s): tokens are shown without text", path, error)
-            return cls(None)
+        return cls(None)
 
     @property
     def is_known(self) -> bool:

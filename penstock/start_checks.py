@@ -153,11 +153,11 @@ def check_lengths(config: RunConfig) -> None:
 def doubts_about(config: RunConfig) -> list[str]:
     """What works but is probably not meant: one line each, with what to do."""
     doubts = []
-    for name, neutral in (("top_p", 1), ("top_k", 0), ("min_p", 0)):
-        value = getattr(config.dataset, name)
+    for name, neutral in Sampling().distribution.items():
+        value = neutral if name == "temperature" else getattr(config.dataset, name)
         if config.dataset.file is not None and value != neutral:
             doubts.append(
-                f"dataset.{name} is {value:g}: engines and learner then disagree on log-probs; train with {neutral}"
+                f"dataset.{name} is {value:g}: engines and learner then disagree on log-probs; train with {neutral:g}"
             )
     return doubts
 

@@ -3,7 +3,6 @@ them."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -11,7 +10,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import InvalidInput
+from penstock.sampling import Distribution
+from penstock.sampling import Sampling as Sampling  # noqa: PLC0414  users import it from here
 
 MESSAGE_FIELDS = ("name", "tool_calls", "tool_call_id", "reasoning_content")
 """Fields of a message besides role and content that reach the model's chat template."""
@@ -20,52 +20,9 @@ ExpertIds = NDArray[Any]
 """[tokens, layers, top_k] of uint8, or of uint16 with more than 256 experts."""
 
 
-SESSION_SERVER = "session"
-"""Server id of the groups that a gateway makes of sessions. Only the harness could sample them again, so a group that
-may not be trained is dropped for good."""
 SESSION_AGENT = "penstock_session"
-"""Agent of the prompts of such groups. A rollout server that gets one refuses it."""
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """Sampling parameters of a prompt."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    max_tokens: int = 256
-    seed: int | None = None
-    """Sample i of a prompt is drawn with `seed + i`; None leaves the engine unseeded."""
-    top_k: int = 0
-    """Sample from this many of the most likely tokens. 0: from all."""
-    min_p: float = 0.0
-    """Sample from tokens that are at least this likely, compared with the most likely one. 0: from all."""
-    ignore_eos: bool = False
-    """Go on after a stop token, up to `max_tokens`."""
-    stop: tuple[str, ...] = ()
-    """Texts that end a response. The text itself stays in the response."""
-
-    @property
-    def is_truncated(self) -> bool:
-        """Whether unlikely tokens are never sampled, by top-p, top-k or min-p. The log-probs of the others are then
-        higher than those of the whole distribution."""
-        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
-
-
-def check_sampling(sampling: Any) -> None:
-    """Raise InvalidInput if a parameter is out of its bounds. Takes a Sampling, or a message with the same fields.
-
-    Whoever asks sets the bounds of `max_tokens`."""
-    if not 0 <= sampling.temperature < math.inf:
-        raise InvalidInput("sampling.temperature", "must be a finite number, 0 or more")
-    if not 0 < sampling.top_p <= 1:
-        raise InvalidInput("sampling.top_p", "must be above 0 and at most 1")
-    if sampling.top_k < 0:
-        raise InvalidInput("sampling.top_k", "must be 0, which turns it off, or more")
-    if not 0 <= sampling.min_p < 1:
-        raise InvalidInput("sampling.min_p", "must be at least 0 and below 1")
-    if not all(sampling.stop):
-        raise InvalidInput("sampling.stop", "must not have empty texts")
+"""Agent of the groups that a gateway makes of sessions, and of their prompts. Only the harness could sample them again:
+a rollout server refuses such a prompt, and a group that may not be trained is dropped for good."""
 
 
 @dataclass(frozen=True)
@@ -100,24 +57,23 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class VersionSegment:
-    """Tokens [start, end) of a trajectory were produced by `policy_version`."""
+class TokenRange:
+    """Tokens [start, end) of a trajectory."""
 
     start: int
     end: int
+
+
+@dataclass(frozen=True)
+class VersionSegment(TokenRange):
+    """Tokens that `policy_version` produced."""
+
     policy_version: int
 
 
 @dataclass(frozen=True)
-class SamplingSegment:
-    """Tokens [start, end) of a trajectory were sampled with these parameters, or inserted next to such tokens."""
-
-    start: int
-    end: int
-    temperature: float
-    top_p: float
-    top_k: int = 0
-    min_p: float = 0.0
+class SamplingSegment(Distribution, TokenRange):
+    """Tokens that were sampled from this distribution, or inserted next to such tokens."""
 
 
 def temperature_of_log_probs(temperature: float) -> float:

@@ -25,9 +25,9 @@ from penstock.config.loading import load_config
 from penstock.config.run import RunConfig
 from penstock.feed.datasets import read_prompts
 from penstock.trajectory import Prompt, Sampling
-from penstock_services.local.demo import read_history
-from penstock_services.local.local_run import LocalRun
-from penstock_services.local.processes import Child
+from penstock_tools.local.demo import read_history
+from penstock_tools.local.local_run import LocalRun
+from penstock_tools.local.processes import Child
 
 ARITHMETIC = Path(__file__).parents[2] / "examples" / "arithmetic"
 NUM_SAMPLES = 4

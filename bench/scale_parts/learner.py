@@ -11,7 +11,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from penstock.config.run import RunConfig
-from penstock.machine import spare_living_objects
+from penstock.machine import freeze_loaded_objects
 from penstock.replay.queue import RedisReplayQueue
 from penstock.store.fleet import SERVING_STATES, Fleet
 from penstock.store.redis_client import connect
@@ -20,7 +20,7 @@ from penstock.v1 import weights_pb2
 from penstock_learner.loop.batches import GATHER_S, WAIT_S
 from penstock_learner.loop.publication import PolicyPublication
 from penstock_learner.metrics import LearnerMetrics
-from penstock_learner.weights.member_calls import MemberCalls
+from penstock_learner.weights.publisher import MemberCalls
 from penstock_learner.weights.push import PushReport, PushTarget
 
 START_TIMEOUT_S = 180.0
@@ -82,7 +82,7 @@ class Learner:
             self.config, self.queue, self.fleet, self.weights, self.weights.term, metrics  # type: ignore[arg-type]
         )  # fmt: skip
         self.publication.snapshots.last_step = 0  # there are no weights to write
-        spare_living_objects()  # as ranks and the controller do
+        freeze_loaded_objects()  # as ranks and the controller do
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

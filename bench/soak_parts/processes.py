@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from penstock_services.local.processes import Child, ProcessGroup
+from penstock_tools.local.processes import Child, ProcessGroup
 
 BACK_OFF_S = 1.0
 """Delay of the second restart. The first one is immediate, and each further one waits twice as long."""

@@ -119,11 +119,9 @@ async def serve(config: RunConfig) -> None:
 
 
 def prepare_environment(config: RunConfig) -> None:
-    """Turn off telemetry and downloads, and set the threads per rank. Call before ray is imported, which reads these
-    environment variables.
-
-    A private Ray gets a token, and listens on loopback only, as do the process groups of its ranks. A cluster that is
-    joined has its own settings."""
+    """Turn off telemetry and downloads, and set the threads per rank, before ray is imported. A private Ray gets a
+    token, and listens on loopback only, as do the process groups of its ranks. A joined cluster has its own
+    settings."""
     from penstock.machine import is_loopback, keep_collectives_on_loopback
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

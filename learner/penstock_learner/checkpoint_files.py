@@ -3,7 +3,7 @@
 Each piece of a file has its own checksum, so that the pieces of one large file are compared in parallel. Checksums are
 compared before a file is loaded, so that a damaged one is found. `manifest.json` has two lines:
 the files as JSON, and the checksum of that line. The checksums are made while the files are written (roles/trainer.py),
-so a save reads nothing back. Manifests of older versions, which have one checksum for each whole file, are read too.
+so a save reads nothing back.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import json
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
@@ -32,11 +31,10 @@ class FileRecord:
 
     num_bytes: int
     pieces: tuple[str, ...]
-    """The xxh3_128 of each `piece_bytes` of the file."""
-    piece_bytes: int = field(default_factory=lambda: PIECE_BYTES)
+    """The xxh3_128 of each PIECE_BYTES of the file."""
 
     def __post_init__(self) -> None:
-        if len(self.pieces) != -(-self.num_bytes // self.piece_bytes):
+        if len(self.pieces) != -(-self.num_bytes // PIECE_BYTES):
             raise ValueError(f"{len(self.pieces)} checksums of {self.num_bytes} bytes")
 
     @classmethod
@@ -50,12 +48,7 @@ class FileRecord:
         """Describe the present content of a file. Blocks."""
         num_bytes = path.stat().st_size
         indices = range(-(-num_bytes // PIECE_BYTES))
-        return cls(num_bytes, tuple(_read_checksum(path, index, PIECE_BYTES) for index in indices))
-
-    @classmethod
-    def of_whole(cls, num_bytes: int, checksum: str) -> FileRecord:
-        """Describe a file that has one checksum, whatever its size."""
-        return cls(num_bytes, (checksum,) if num_bytes else (), max(num_bytes, PIECE_BYTES))
+        return cls(num_bytes, tuple(_read_checksum(path, index) for index in indices))
 
 
 class PieceChecksums:
@@ -99,23 +92,23 @@ def _damage(path: Path, expected: FileRecord, index: int) -> str:
         num_bytes = path.stat().st_size
         if num_bytes != expected.num_bytes:
             return f"{path} is truncated or changed: expected {expected.num_bytes} bytes, found {num_bytes}"
-        checksum = _read_checksum(path, index, expected.piece_bytes) if num_bytes else ""
+        checksum = _read_checksum(path, index) if num_bytes else ""
     except FileNotFoundError:
         return f"{path} is missing: expected {expected.num_bytes} bytes"
     except OSError as error:
         return f"{path} cannot be read: {error.strerror or error}"
     if num_bytes and checksum != expected.pieces[index]:
-        start = index * expected.piece_bytes
+        start = index * PIECE_BYTES
         return f"{path} is damaged: expected checksum {expected.pieces[index]}, found {checksum} from byte {start} on"
     return ""
 
 
-def _read_checksum(path: Path, index: int, piece_bytes: int) -> str:
+def _read_checksum(path: Path, index: int) -> str:
     """The checksum of a piece's present content."""
-    checksum, left = xxhash.xxh3_128(), piece_bytes
-    buffer = memoryview(bytearray(min(READ_BYTES, piece_bytes)))
+    checksum, left = xxhash.xxh3_128(), PIECE_BYTES
+    buffer = memoryview(bytearray(min(READ_BYTES, PIECE_BYTES)))
     with path.open("rb", buffering=0) as file:
-        file.seek(index * piece_bytes)
+        file.seek(index * PIECE_BYTES)
         while left and (num_bytes := file.readinto(buffer[: min(left, len(buffer))])):
             checksum.update(buffer[:num_bytes])
             left -= num_bytes
@@ -135,9 +128,8 @@ MANIFEST_FILE = "manifest.json"
 
 
 def write_manifest(folder: Path, known: Mapping[str, FileRecord]) -> None:
-    """Describe every file of the folder. `known` are the records of files, by path, that need not be read again.
-
-    Raises CheckpointDamaged if a known file is missing or has another size. Does not flush the manifest to disk."""
+    """Describe every file of the folder. The files whose records are `known` are not read again. Raises
+    CheckpointDamaged if one of them is missing or has another size. Does not flush the manifest to disk."""
     found = {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
     for name, record in known.items():
         if found.get(name) != record.num_bytes:
@@ -160,16 +152,10 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
         if found.encode() != checksum or rest:
             raise CheckpointDamaged(f"{path} is damaged: expected checksum {checksum.decode()}, found {found}")
         files = json.loads(line)
-        return {name: _read_record(file) for name, file in files.items()}
+        return {name: FileRecord(int(file["num_bytes"]), tuple(file["pieces"])) for name, file in files.items()}
     except FileNotFoundError as error:
         raise CheckpointDamaged(f"{path} is missing") from error
     except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
         raise CheckpointDamaged(
             f"{path} is damaged: expected a line of files and its checksum, found {error}"
         ) from error
-
-
-def _read_record(file: Mapping[str, Any]) -> FileRecord:
-    if "xxh3_128" in file:
-        return FileRecord.of_whole(int(file["num_bytes"]), file["xxh3_128"])
-    return FileRecord(int(file["num_bytes"]), tuple(file["pieces"]))

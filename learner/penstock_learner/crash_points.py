@@ -13,8 +13,8 @@ import signal
 from collections import Counter
 
 ENVIRONMENT = "PENSTOCK_CRASH_AT"
-TAKE_OVER_NAMES = ("before_go_back", "after_go_back")
-"""The places in the controller process while it goes back to a checkpoint."""
+TAKE_OVER_NAMES = ("before_rewind", "after_rewind")
+"""The places in the controller process while it rewinds to a checkpoint."""
 NAMES = ("after_read", "mid_step", "before_flush", "after_flush", "after_commit")
 """The places in the controller process, in the order in which a group passes them."""
 UPLOAD_NAMES = ("mid_upload", "after_upload")

@@ -11,9 +11,8 @@ from penstock.errors import Unavailable
 
 
 def open_store(host: str, num_ranks: int, timeout: timedelta) -> TCPStore:
-    """Open a store on a free port of `host`, and of no other address.
-
-    Anyone who reaches a store can write to it, and a TCPStore that opens its own port listens on every interface."""
+    """Open a store on a free port of `host`, and of no other address: anyone who reaches a store can write to it, and a
+    TCPStore that opens its own port listens on every interface."""
     listener = None
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]

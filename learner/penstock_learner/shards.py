@@ -30,9 +30,8 @@ _CLASSES: dict[tuple[str, str], Any] = {
 
 
 def load_shards(state: dict[str, Any], folder: Path, *, no_dist: bool = False) -> None:
-    """Fill `state` from the shards in `folder`, in place. With `no_dist` this process reads all of them.
-
-    Raises CheckpointException or RuntimeError if the index or a value holds anything but what DCP writes there."""
+    """Fill `state` from the shards in `folder`, in place. With `no_dist` this process reads all of them. Raises
+    CheckpointException or RuntimeError if the index or a value holds anything but what DCP writes there."""
     load(state, storage_reader=_IndexReader(folder), planner=_PlainValues(), no_dist=no_dist)
 
 

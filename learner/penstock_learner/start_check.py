@@ -1,11 +1,9 @@
 """`penstock learner --check`: finds the mistakes that can be found before Ray is started.
 
-torch and transformers are imported only for what needs them: a model that is not plain, functions of users, and GPUs.
+torch and transformers are imported only by the checks that need them.
 """
 
 from __future__ import annotations
-
-from pathlib import Path
 
 from penstock.config.algorithms import ADVANTAGE_NAMES, LOSS_NAMES, AlgorithmConfig
 from penstock.config.gpu_bundles import num_gpus
@@ -16,7 +14,6 @@ from penstock.weights.cluster_key import ClusterKey
 from penstock_learner.checkpoints.store import CheckpointStore, read_rewind
 from penstock_learner.checkpoints.uploads import CheckpointUploads
 from penstock_learner.loggers.step_loggers import check_loggers
-from penstock_learner.model.plain_layouts import is_plain
 
 
 def check(config: RunConfig) -> str:
@@ -27,7 +24,9 @@ def check(config: RunConfig) -> str:
     check_roles(config.learner)
     for name, role in config.learner.needed_roles.items():
         if (own_folder := getattr(role, "path", None)) is not None:
-            _check_type(own_folder, f"learner.{'roles.' if name in config.learner.roles else ''}{name}.path")
+            from penstock_learner.model.architectures import require_causal
+
+            require_causal(own_folder, f"learner.{'roles.' if name in config.learner.roles else ''}{name}.path")
     _check_functions(config.learner.algorithm, has_critic=config.learner.critic is not None)
     check_step(config.learner)
     _check_gpus(config)
@@ -36,9 +35,8 @@ def check(config: RunConfig) -> str:
     check_loggers(config.learner.loggers)
     checkpoint = config.learner.checkpoint
     folder = config.folder / "checkpoints"
-    known = read_rewind(folder)
-    gone_back = known.gone_back if known is not None and known.is_done else None
-    found = CheckpointStore(folder, checkpoint.keep).candidates(checkpoint.resume, gone_back)
+    rewind, is_done = read_rewind(folder)
+    found = CheckpointStore(folder, checkpoint.keep).candidates(checkpoint.resume, rewind if is_done else None)
     uploads = CheckpointUploads.of(config)
     newest = uploads.newest_first()[:1] if uploads is not None and checkpoint.resume != "off" else []
     if uploads is not None and newest > [path.name for path in found[:1]]:
@@ -72,12 +70,10 @@ def _check_gpus(config: RunConfig) -> None:
 
 def _check_structure(config: RunConfig) -> None:
     """Raise ConfigError if the learner cannot train the model, if engines could not load what it pushes, or if
-    `learner.router` has no routers.
-
-    No weights are loaded. A model whose structure cannot be built without them is examined when it is loaded."""
+    `learner.router` has no routers. No weights are loaded. A model that cannot be built without them is examined when
+    it is loaded."""
     learner = config.learner
-    if learner.sequence_parallel == 1 and not learner.router.is_used and is_plain(config.model.path):
-        return
+
     from penstock_learner.model.architectures import path_of, require_causal, require_parallel
     from penstock_learner.model.published_layout import fit_to_folder, model_without_weights
     from penstock_learner.model.routers import find_routers, require_routers
@@ -90,14 +86,6 @@ def _check_structure(config: RunConfig) -> None:
     fit_to_folder(lm, config.model.path, "model.path")
     if learner.router.is_used:
         require_routers(lm, find_routers(lm), replay=learner.router.replay)
-
-
-def _check_type(folder: Path, key: str) -> None:
-    """Raise ConfigError if the learner cannot train this type of model."""
-    if not is_plain(folder):
-        from penstock_learner.model.architectures import require_causal
-
-        require_causal(folder, key)
 
 
 def _check_functions(algorithm: AlgorithmConfig, *, has_critic: bool) -> None:

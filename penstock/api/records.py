@@ -10,6 +10,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
+from penstock import samples, sampling, trajectory
+from penstock.replay import queue_types
+
 Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 PromptId = Annotated[int, Field(ge=1, lt=2**63)]
@@ -54,6 +57,13 @@ class Page(Record):
     page_token: str = ""
 
 
+class PageAnswer(Record):
+    """One page of a list."""
+
+    next_page_token: str
+    """Of the next page. Empty if this is the last one."""
+
+
 class Message(Record):
     """A message in OpenAI's format. The fields after `content` reach the model's chat template."""
 
@@ -71,15 +81,8 @@ class Message(Record):
         return {name: value for name, value in serialize(self).items() if value or name in ("role", "content")}
 
 
-class Sampling(Record):
-    temperature: float = 1.0
-    top_p: float = 1.0
-    max_tokens: Int32 = 256
-    seed: Int64 | None = None
-    top_k: Int32 = 0
-    min_p: float = 0.0
-    ignore_eos: bool = False
-    stop: tuple[str, ...] = ()
+class Sampling(Record, sampling.Sampling):  # type: ignore[misc]  # mypy does not know that it is frozen
+    """The parameters of penstock.sampling."""
 
 
 class SubmittedPrompt(Record):
@@ -98,14 +101,8 @@ class SubmittedPrompt(Record):
     """Set by the gateway for the prompts of an evaluation."""
 
 
-class Submission(Record):
+class Submission(Record, queue_types.Submission):  # type: ignore[misc]  # mypy does not know that it is frozen
     """Answer to a submission of prompts."""
-
-    prompt_ids: tuple[int, ...]
-    replayed: bool
-    """Whether these are the ids of an earlier request with the same idempotency key."""
-    num_replayed: int = 0
-    """How many of the prompts were submitted before."""
 
 
 class PromptRecord(Record):
@@ -122,9 +119,8 @@ class CancelledPrompts(Record):
     prompts: tuple[PromptRecord, ...]
 
 
-class PromptPage(Record):
+class PromptPage(PageAnswer):
     prompts: tuple[PromptRecord, ...]
-    next_page_token: str
 
 
 class GroupSummary(Record):
@@ -144,50 +140,20 @@ class GroupSummary(Record):
     """Whether the learner has taken it. It stays queued until a checkpoint covers its training."""
 
 
-class GroupPage(Record):
+class GroupPage(PageAnswer):
     groups: tuple[GroupSummary, ...]
-    next_page_token: str
 
 
-class Sample(Record):
-    """A trained response: see penstock.samples for its fields."""
-
-    step: int
-    policy_version: int
-    prompt_id: int
-    sample: int
-    data_source: str
-    prompt: str
-    ground_truth: Any
-    response: str
-    reward: float | None
-    reward_parts: Metrics
-    num_tokens: int
-    min_version: int
-    max_version: int
-    finish_reason: str
-    is_baseline: bool
-    server_id: str
-    agent_name: str
-    attempt: int
-    finished_at_ms: int
-    reward_failed: bool = False
+class Sample(Record, samples.Sample):  # type: ignore[misc]  # mypy does not know that it is frozen
+    """A trained response."""
 
 
-class SamplePage(Record):
+class SamplePage(PageAnswer):
     samples: tuple[Sample, ...]
-    next_page_token: str
 
 
-class SamplingSegment(Record):
+class SamplingSegment(Record, trajectory.SamplingSegment):  # type: ignore[misc]  # mypy does not know that it is frozen
     """Tokens [start, end) were sampled with these parameters."""
-
-    start: int
-    end: int
-    temperature: float
-    top_p: float
-    top_k: int = 0
-    min_p: float = 0.0
 
 
 class Trajectory(Record):
@@ -304,37 +270,11 @@ class Task(Record):
     failure: str
 
 
-class QueueStat(Record):
-    """Counts of the replay queue. Fields without a description count since the run began."""
+class QueueStat(Record, queue_types.QueueCounts):  # type: ignore[misc]  # mypy does not know that it is frozen
+    """Counts of the replay queue."""
 
-    pending_prompts: int
-    """Prompts that wait for a lease."""
-    admitted: int
-    in_flight: int
-    """Prompts that rollout servers work on."""
-    queued: int
-    """Groups in the queue, including those that the learner has taken since its last checkpoint."""
-    delivered: int
-    """The part of `queued` that the learner has taken."""
-    queued_bytes: int
-    trained: int
-    expired: int
-    dead_lettered: int
     conservation_error: int
     """Admitted prompts that are in no place of the queue. 0 in a healthy run."""
-    redelivered: int
-    reclaimed: int
-    """Leases that expired, whose prompts were leased again."""
-    discarded: int
-    """The part of `expired` whose prompts are not admitted again."""
-    admission_limit: int
-    """Upper bound on trained + queued + in-flight groups."""
-    admission_room: int
-    """Prompts that may be admitted now."""
-    inserted: int
-    """Groups that rollout servers have appended."""
-    saved_bytes: int = 0
-    """Bytes of the saved tokens of samples whose groups are not finished."""
 
 
 class Server(Record):
@@ -489,9 +429,8 @@ class DeadLetter(Record):
     group_bytes: int
 
 
-class DeadLetterPage(Record):
+class DeadLetterPage(PageAnswer):
     dead_letters: tuple[DeadLetter, ...]
-    next_page_token: str
     reasons: dict[str, int]
 
 
@@ -515,9 +454,8 @@ class Policy(Record):
     pins: tuple[str, ...]
 
 
-class PolicyPage(Record):
+class PolicyPage(PageAnswer):
     policies: tuple[Policy, ...]
-    next_page_token: str
 
 
 class Unpinned(Record):
@@ -551,18 +489,17 @@ class SessionSummary(Record):
     """Prompts of the groups that it became."""
 
 
-class SessionPage(Record):
+class SessionPage(PageAnswer):
     sessions: tuple[SessionSummary, ...]
-    next_page_token: str
 
 
 class SessionNode(Record):
-    """A call of a session. Where the request's bound is reached, its tokens are cut or left out: compare their number
+    """A call of a session. Where the request's bound is reached, its tokens are cut or omitted: compare their number
     with `num_inserted` and `num_sampled`."""
 
     number: int
     parent: int | None
-    """The call that this one continues, token by token. None: a path begins here."""
+    """The call that this one continues, token by token. None if a path begins here."""
     server_id: str
     finish_reason: str
     sampling: Sampling

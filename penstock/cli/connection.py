@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import socket
 import urllib.parse
 from collections.abc import Iterator, Sequence
@@ -26,40 +27,27 @@ PROBE_S = 1.0
 
 def add_gateway_arguments(parser: argparse.ArgumentParser) -> None:
     where = parser.add_mutually_exclusive_group()
-    where.add_argument(
-        "--run-dir", type=Path, metavar="DIR",
-        help=f"folder of a run on this machine (default: the run that is up in {RUNS_FOLDER}/)",
-    )  # fmt: skip
-    where.add_argument("--url", help="URL of a gateway, such as http://gateway:8080")
-    parser.add_argument(
-        "--run",
-        metavar="NAME",
-        help="name of the gateway's run, to make sure that it is the right one (default: whichever it serves)",
-    )
-    parser.add_argument(
-        "--api-key-file", type=Path, metavar="FILE",
-        help="file with the API key (default: gateway.key in the run's folder, if the gateway made it)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--tls-ca-file", type=Path, metavar="FILE", help="certificate authorities to trust (default: the system's)"
-    )
-    parser.add_argument(
-        "--tls-cert-file", type=Path, metavar="FILE", help="client certificate together with its private key"
-    )
+    for group, name, kind, metavar, text in (
+        (where, "--run-dir", Path, "DIR", f"folder of a run on this machine (default: the one up in {RUNS_FOLDER}/)"),
+        (where, "--url", str, "URL", "URL of a gateway, such as http://gateway:8080"),
+        (parser, "--run", str, "NAME", "name of the run, to make sure that it is the right one (default: whichever)"),
+        (parser, "--api-key-file", Path, "FILE", "file with the API key (default: gateway.key in the run's folder)"),
+        (parser, "--tls-ca-file", Path, "FILE", "certificate authorities to trust (default: the system's)"),
+        (parser, "--tls-cert-file", Path, "FILE", "client certificate together with its private key"),
+    ):
+        group.add_argument(name, type=kind, metavar=metavar, help=text)
 
 
 def only_gateway() -> GatewayAddress:
     """Return the gateway of the only run in `runs/` that is up. Raises ConfigError if there is none, or several."""
     from penstock.client.address import GatewayAddress, is_supervised, why_no_gateway
 
-    folders = sorted(path.parent for path in RUNS_FOLDER.glob("*/gateway.json"))
-    found = {folder: GatewayAddress.from_run_dir(folder) for folder in folders}
-    up = {folder: address for folder, address in found.items() if _answers(address.url)}
+    up = folders_up("gateway.json")
     if len(up) == 1:
-        return up.popitem()[1]
+        return GatewayAddress.from_run_dir(up[0])
     if up:
         raise ConfigError(f"several runs are up ({', '.join(map(str, up))}); give --run-dir with one of them")
-    starting = sorted(path.parent for path in RUNS_FOLDER.glob("*/lock") if is_supervised(path.parent))
+    starting = [folder for folder in _folders("lock") if is_supervised(folder)]
     if len(starting) == 1:
         raise ConfigError(why_no_gateway(starting[0]))
     if starting:
@@ -68,14 +56,28 @@ def only_gateway() -> GatewayAddress:
     raise ConfigError(f"no run is up in {RUNS_FOLDER}/; start one with `penstock up`, or give --run-dir or --url")
 
 
-def _gateway_of(folder: Path) -> GatewayAddress:
-    """The gateway of a run. Raises ConfigError if it is not up, or is being started again."""
-    from penstock.client.address import GatewayAddress, is_supervised, read_restarting, why_no_gateway
+def newest_config() -> Path:
+    """Return the config of the newest run in `runs/`. Runs that are up come before those that are not."""
+    folders = folders_up() or _folders("config.yaml")
+    if not folders:
+        raise ConfigError(f"there is no run in {RUNS_FOLDER}/; give --config FILE")
+    return folders[-1] / "config.yaml"
 
-    address = GatewayAddress.from_run_dir(folder)
-    if "gateway" in read_restarting(folder) and is_supervised(folder) and not _answers(address.url):
-        raise ConfigError(why_no_gateway(folder))
-    return address
+
+def folders_up(file: str = "config.yaml") -> list[Path]:
+    """The folders in `runs/` that have the file and whose gateway answers, the one that was started last at the end."""
+    from penstock.client.address import GatewayAddress
+
+    up = []
+    for folder in _folders(file):
+        with contextlib.suppress(ConfigError):
+            up += [folder] if _answers(GatewayAddress.from_run_dir(folder).url) else []
+    return up
+
+
+def _folders(file: str) -> list[Path]:
+    """The folders in `runs/` that have the file, by its age, the newest at the end."""
+    return [path.parent for path in sorted(RUNS_FOLDER.glob(f"*/{file}"), key=lambda path: path.stat().st_mtime)]
 
 
 def _answers(url: str) -> bool:
@@ -88,28 +90,14 @@ def _answers(url: str) -> bool:
         return False
 
 
-def newest_config() -> Path:
-    """Return the config of the newest run in `runs/`. Runs that are up come before those that are not."""
-    configs = sorted(RUNS_FOLDER.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime)
-    if not configs:
-        raise ConfigError(f"there is no run in {RUNS_FOLDER}/; give --config FILE")
-    up = folders_up()
-    return up[-1] / "config.yaml" if up else configs[-1]
+def _gateway_of(folder: Path) -> GatewayAddress:
+    """The gateway of a run. Raises ConfigError if it is not up, or is being started again."""
+    from penstock.client.address import GatewayAddress, is_supervised, read_restarting, why_no_gateway
 
-
-def folders_up() -> list[Path]:
-    """The folders of the runs in `runs/` that are up, the one that was started last at the end."""
-    configs = sorted(RUNS_FOLDER.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime)
-    return [path.parent for path in configs if _is_up(path.parent)]
-
-
-def _is_up(folder: Path) -> bool:
-    from penstock.client.address import GatewayAddress
-
-    try:
-        return _answers(GatewayAddress.from_run_dir(folder).url)
-    except ConfigError:
-        return False
+    address = GatewayAddress.from_run_dir(folder)
+    if "gateway" in read_restarting(folder) and is_supervised(folder) and not _answers(address.url):
+        raise ConfigError(why_no_gateway(folder))
+    return address
 
 
 def load_started_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:

@@ -17,10 +17,10 @@ from penstock import __version__
 from penstock.errors import ConfigError, InvalidInput, PenstockError
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "demo": ("penstock_services.local.commands:demo", "train a tiny model on this machine, start to finish"),
-    "init": ("penstock.cli.commands.prepare:init", "write the configuration of a new run"),
+    "demo": ("penstock_tools.local.commands:demo", "train a tiny model on this machine, start to finish"),
+    "init": ("penstock_tools.init_command", "write the configuration of a new run"),
     "import-verl": ("penstock_tools.verl_import.command", "write our configuration from a verl script or command line"),
-    "up": ("penstock_services.local.commands:up", "start every process of a run on this machine"),
+    "up": ("penstock_tools.local.commands:up", "start every process of a run on this machine"),
     "submit": ("penstock.cli.commands.submit", "submit the prompts of a dataset file to a run"),
     "feed": ("penstock.cli.commands.feed", "submit the dataset of a config file to its run, and run its validations"),
     "status": ("penstock.cli.commands.observe:status", "show the state of a run once: step, version, queue, servers"),
@@ -45,9 +45,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "gateway": ("penstock_services.gateway.__main__", "run one gateway process"),
     "rollout": ("penstock_rollout.__main__", "run one rollout server process"),
     "learner": ("penstock_learner.__main__", "run the learner process"),
-    "sft": ("penstock_learner.sft.command", "fine-tune a model on supervised examples"),
-    "check-model": ("penstock_learner.check_model", "check that the learner trains a model correctly, and how"),
-    "export": ("penstock_learner.export", "write a checkpoint as a Hugging Face folder"),
+    "sft": ("penstock_tools.sft.command", "fine-tune a model on supervised examples"),
+    "check-model": ("penstock_tools.check_model", "check that the learner trains a model correctly, and how"),
+    "export": ("penstock_tools.export", "write a checkpoint as a Hugging Face folder"),
 }
 """Each command's function, which takes `argv` and returns an exit code, and its help. A module stands for its `main`.
 They are given as text, because this package may not import the packages above it."""

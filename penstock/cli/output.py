@@ -1,24 +1,30 @@
-"""The output of commands: JSON, texts of models and users, and progress bars. Imports rich only to draw."""
+"""The output of commands: JSON, tables, texts of models and users, and progress bars. Imports rich only to draw."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from penstock.api.records import Record
+
+def to_json(value: Any, indent: int | None = 2) -> str:
+    """The output of `--json`, for plain data and records."""
+    return json.dumps(value, indent=indent, default=lambda record: record.model_dump(mode="json"))
 
 
-def to_json(record: Record | Sequence[Record], indent: int | None = 2) -> str:
-    """The output of `--json`."""
-    from penstock.api.records import Record
+def print_table(
+    columns: Sequence[str], rows: Iterable[Sequence[Any]], *, whole: Sequence[str] = (), empty: str = ""
+) -> None:
+    """Print a table, as `plain_table` makes it, or the line `empty` if it has no rows and there is such a line."""
+    from rich.console import Console
 
-    if isinstance(record, Record):
-        return json.dumps(record.model_dump(mode="json"), indent=indent)
-    return json.dumps([each.model_dump(mode="json") for each in record], indent=indent)
+    from penstock.diagnosis.terminal import plain_table
+
+    rows = list(rows)
+    Console().print(plain_table(columns, rows, whole=whole) if rows or not empty else empty)
 
 
 def shown(text: str, max_characters: int | None = None) -> str:
@@ -42,6 +48,15 @@ def labelled(texts: Mapping[str, str], max_characters: int | None = None) -> Any
         grid.add_row(f"  {label}", Text(shown(text, max_characters)))
     grid.add_row("", "")
     return grid
+
+
+def as_text(value: Any) -> str:
+    """A ground truth as it is shown."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def versions_text(low: int, high: int) -> str:
+    return f"version {low}" if low == high else f"versions {low}-{high}"
 
 
 def progress_bar(text: str) -> Progress:

@@ -13,7 +13,7 @@ import difflib
 import re
 import sys
 import textwrap
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
@@ -160,6 +160,20 @@ def _name(action: argparse.Action) -> str:
 
 def _is(action: argparse.Action, names: Sequence[str]) -> bool:
     return not action.option_strings and (action.metavar in names or action.dest in names)
+
+
+def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
+    """The type of an option that takes a whole number within bounds."""
+
+    def parse(text: str) -> int:
+        if not re.fullmatch(r"[-+]?\d+", text):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+        if int(text) < least or (most is not None and int(text) > most):
+            bounds = f"at least {least}" if most is None else f"between {least} and {most}"
+            raise argparse.ArgumentTypeError(f"must be {bounds}, not {text}")
+        return int(text)
+
+    return parse
 
 
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:

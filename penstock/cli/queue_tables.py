@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 from rich.text import Text
 
-from penstock.cli.output import labelled
+from penstock.cli.output import as_text, labelled, print_table, versions_text
 from penstock.replay.inspection import DeadLetter, DeadLetterContents, QueuedGroup, QueueReport
 from penstock.samples import TokenText
 from penstock.trajectory import Group, Prompt, Trajectory
@@ -57,25 +55,21 @@ def print_report(report: QueueReport) -> None:
     headline = "  ".join(f"{_words(name)} [bold]{stat[name]}[/]" for name in _HEADLINE)
     console.print(f"run [bold]{report.run}[/]  {headline}  {conserved}")
 
-    notes = ["note"] if any(place.note for place in report.places) else []
-    places = _table("place", ("count", "MiB", "oldest"), *notes)
-    for place in report.places:
-        cells = (place.name, _int(place.count), _mib(place.num_bytes), _age(place.oldest_age_s), place.note)
-        places.add_row(*cells[: 4 + len(notes)])
-    console.print(places)
-
-    counts = _table("counter", ("count",))
-    for name, value in stat.items():
-        if name not in _HEADLINE + _PLACES:
-            counts.add_row(_COUNTERS.get(name, _words(name)), "-" if value < 0 else _int(value))
-    console.print(counts)
-
+    places = [
+        (place.name, place.count, None if place.num_bytes is None else place.num_bytes / 2**20,
+         _age(place.oldest_age_s), place.note)
+        for place in report.places
+    ]  # fmt: skip
+    print_table(("place", "count", "MiB", "oldest", "note" if any(place[-1] for place in places) else ""), places)
+    counters = [
+        (_COUNTERS.get(name, _words(name)), None if value < 0 else value)
+        for name, value in stat.items()
+        if name not in _HEADLINE + _PLACES
+    ]
+    print_table(("counter", "count"), counters)
     for title, counted in (("dead-lettered for", report.dead_letter_reasons), ("expired for", report.expired_reasons)):
         if counted:
-            reasons = _table(title, ("count",))
-            for reason, count in sorted(counted.items(), key=lambda item: -item[1]):
-                reasons.add_row(escape(reason), _int(count))
-            console.print(reasons)
+            print_table((title, "count"), sorted(counted.items(), key=lambda item: -item[1]))
 
 
 # ── peek ──
@@ -84,71 +78,40 @@ def print_report(report: QueueReport) -> None:
 def summary_record(queued: QueuedGroup) -> dict[str, Any]:
     if queued.group is None:
         return {"prompt_id": queued.prompt_id, "num_bytes": queued.num_bytes, "problem": queued.problem}
-    group = queued.group
+    names = ("attempt", "server_id", "min_version", "max_version", "num_response_tokens", "mean_reward")
     return {
         "prompt_id": queued.prompt_id,
-        "attempt": group.attempt,
-        "server_id": group.server_id,
-        "min_version": group.min_version,
-        "max_version": group.max_version,
-        "num_samples": len(group.trajectories),
-        "num_response_tokens": group.num_response_tokens,
-        "mean_reward": group.mean_reward,
+        **{name: getattr(queued.group, name) for name in names},
+        "num_samples": len(queued.group.trajectories),
         "num_bytes": queued.num_bytes,
     }
 
 
-def print_groups(groups: Sequence[QueuedGroup]) -> None:
-    console = Console()
-    if not groups:
-        console.print("no group is ready")
-        return
-    table = Table()
-    for name in ("prompt", "attempt"):
-        table.add_column(name, justify="right")
-    table.add_column("server", no_wrap=True)
-    for name in ("versions", "samples", "tokens", "reward", "bytes"):
-        table.add_column(name, justify="right")
-    for queued in groups:
-        group = queued.group
-        if group is None:
-            table.add_row(
-                str(queued.prompt_id), "-", f"[red]{escape(queued.problem)}[/]", *"----", _int(queued.num_bytes)
-            )
-            continue
-        table.add_row(
-            str(queued.prompt_id), str(group.attempt), escape(group.server_id),
-            f"{group.min_version}..{group.max_version}", str(len(group.trajectories)),
-            _int(group.num_response_tokens), f"{group.mean_reward:.4f}", _int(queued.num_bytes),
-        )  # fmt: skip
-    console.print(table)
+def print_groups(records: Sequence[dict[str, Any]]) -> None:
+    """`records` are those of `summary_record`. The problem of a group that cannot be decoded stands for its server."""
+    names = ("attempt", "server_id", "min_version", "max_version", "num_samples", "num_response_tokens", "mean_reward")
+    shown = [{"server_id": group.get("problem")} | group for group in records]
+    rows = [(group["prompt_id"], *map(group.get, names), group["num_bytes"]) for group in shown]
+    columns = ("prompt", "attempt", "server", "oldest version", "newest", "samples", "tokens", "reward", "bytes")
+    print_table(columns, rows, whole=("server",), empty="no group is ready")
 
 
 def group_record(group: Group) -> dict[str, Any]:
     """The whole group, with one policy version for each token."""
+    names = ("run", "prompt_id", "attempt", "server_id", "data_source", "agent_name", "finished_at_ms")
+    of_sample = ("reward", "reward_parts", "finish_reason", "is_baseline")
     return {
-        "run": group.run,
-        "prompt_id": group.prompt_id,
-        "attempt": group.attempt,
-        "server_id": group.server_id,
-        "data_source": group.data_source,
-        "agent_name": group.agent_name,
+        **{name: getattr(group, name) for name in names},
         "sampling": asdict(group.sampling),
-        "finished_at_ms": group.finished_at_ms,
         "prompt_token_ids": group.prompt_token_ids.tolist(),
         "trajectories": [
             {
-                "reward": trajectory.reward,
-                "reward_parts": trajectory.reward_parts,
-                "finish_reason": trajectory.finish_reason,
-                "is_baseline": trajectory.is_baseline,
-                "sampling_segments": [asdict(call) for call in trajectory.sampling_segments],
-                "token_ids": trajectory.token_ids.tolist(),
-                "loss_mask": trajectory.loss_mask.tolist(),
-                "log_probs": trajectory.log_probs.tolist(),
-                "policy_versions": trajectory.token_versions().tolist(),
+                **{name: getattr(sample, name) for name in of_sample},
+                "sampling_segments": [asdict(call) for call in sample.sampling_segments],
+                **{name: getattr(sample, name).tolist() for name in ("token_ids", "loss_mask", "log_probs")},
+                "policy_versions": sample.token_versions().tolist(),
             }
-            for trajectory in group.trajectories
+            for sample in group.trajectories
         ],
     }
 
@@ -161,19 +124,11 @@ def dead_letter_record(letter: DeadLetter) -> dict[str, Any]:
     return {"id": fields.pop("stream_id"), "time_ms": letter.time_ms, **fields}
 
 
-def print_dead_letters(letters: Sequence[DeadLetter]) -> None:
-    console = Console()
-    if not letters:
-        console.print("no dead letters")
-        return
-    table = Table()
-    table.add_column("id", no_wrap=True)
-    table.add_column("time (UTC)", no_wrap=True)
-    table.add_column("prompt", justify="right")
-    table.add_column("reason")
-    for letter in letters:
-        table.add_row(letter.stream_id, time_text(letter.time_ms), str(letter.prompt_id), escape(letter.reason))
-    console.print(table)
+def print_dead_letters(records: Sequence[dict[str, Any]]) -> None:
+    """`records` are those of `dead_letter_record`."""
+    columns = ("id", "time (UTC)", "prompt", "reason")
+    rows = [(each["id"], time_text(each["time_ms"]), each["prompt_id"], each["reason"]) for each in records]
+    print_table(columns, rows, whole=columns[:2], empty="no dead letters")
 
 
 def contents_record(contents: DeadLetterContents) -> dict[str, Any]:
@@ -195,51 +150,23 @@ def print_contents(contents: DeadLetterContents, texts: TokenText) -> None:
     if contents.prompt is None:
         console.print(f"prompt: {letter.prompt_bytes} bytes that cannot be decoded")
     else:
-        _print_prompt(console, contents.prompt)
+        fields = asdict(contents.prompt)
+        rows = [*fields.pop("messages"), *((_words(name), value) for name, value in fields.items())]
+        shown = [(name, pairs(value) if isinstance(value, dict) else str(value)) for name, value in rows if value]
+        print_table(("prompt", ""), shown)
     if contents.group is None:
         console.print(f"group: {escape(contents.group_problem)}")
     else:
         print_group(contents.group, contents.prompt, texts)
 
 
-def _print_prompt(console: Console, prompt: Prompt) -> None:
-    table = Table("field", "value", title="prompt", title_justify="left")
-    for role, content in prompt.messages:
-        table.add_row(escape(role), escape(content))
-    for name, value in asdict(prompt).items():
-        if name != "messages" and value not in ((), {}, "", None):
-            table.add_row(_words(name), escape(pairs(value) if isinstance(value, dict) else str(value)))
-    console.print(table)
-
-
-# ── cells ──
-
-
-def _table(first: str, numbers: Iterable[str], *texts: str) -> Table:
-    table = Table()
-    table.add_column(first)
-    for name in numbers:
-        table.add_column(name, justify="right")
-    for name in texts:
-        table.add_column(name)
-    return table
-
-
 def _words(name: str) -> str:
     return name.replace("_", " ")
 
 
-def _int(value: int) -> str:
-    return f"{value:,}"
-
-
-def _mib(num_bytes: int | None) -> str:
-    return "-" if num_bytes is None else f"{num_bytes / 2**20:,.1f}"
-
-
-def _age(age_s: float | None) -> str:
+def _age(age_s: float | None) -> str | None:
     if age_s is None:
-        return "-"
+        return None
     for unit, seconds in (("d", 86400), ("h", 3600), ("min", 60)):
         if age_s >= seconds:
             return f"{age_s / seconds:.1f} {unit}"
@@ -259,7 +186,7 @@ def print_group(group: Group, prompt: Prompt | None, texts: TokenText, *, with_t
     for index, trajectory in enumerate(group.trajectories):
         console.print(Text(_title(index, trajectory), style="bold"))
         if with_tokens:
-            console.print(_token_table(trajectory, texts))
+            _print_tokens(trajectory, texts)
         else:
             console.print(labelled({"response": texts.text(trajectory.token_ids.tolist(), special=True)}))
 
@@ -273,15 +200,13 @@ def _asked(group: Group, prompt: Prompt | None, texts: TokenText) -> dict[str, s
         if len(asked) < len(prompt.messages):
             asked = {"prompt": "\n".join(f"{role}: {content}" for role, content in prompt.messages)}
     if prompt is not None and prompt.ground_truth is not None:
-        truth = prompt.ground_truth
-        asked["truth"] = truth if isinstance(truth, str) else json.dumps(truth, ensure_ascii=False)
+        asked["truth"] = as_text(prompt.ground_truth)
     return asked
 
 
 def _title(index: int, trajectory: Trajectory) -> str:
     parts = f"  ({pairs(trajectory.reward_parts)})" if trajectory.reward_parts else ""
-    low, high = trajectory.min_version, trajectory.max_version
-    versions = f"version {low}" if low == high else f"versions {low}-{high}"
+    versions = versions_text(trajectory.min_version, trajectory.max_version)
     baseline = "  baseline" if trajectory.is_baseline else ""
     return (
         f"sample {index}  reward {trajectory.reward:.4f}{parts}  {len(trajectory.token_ids)} tokens  {versions}  "
@@ -289,25 +214,18 @@ def _title(index: int, trajectory: Trajectory) -> str:
     )
 
 
-def _token_table(trajectory: Trajectory, texts: TokenText) -> Table:
-    table = Table()
-    for name in ("position", "token", "log-prob", "version"):
-        table.add_column(name, justify="right")
-    for name in ("trained", "text"):
-        table.add_column(name)
+def _print_tokens(trajectory: Trajectory, texts: TokenText) -> None:
     ids = trajectory.token_ids.tolist()
     rows = zip(
-        ids, trajectory.log_probs.tolist(), trajectory.token_versions().tolist(), trajectory.loss_mask.tolist(),
-        texts.tokens(ids) if texts.is_known else [""] * len(ids), strict=True,
+        range(len(ids)), ids, trajectory.log_probs.tolist(), trajectory.token_versions().tolist(),
+        ("yes" if mask else "no" for mask in trajectory.loss_mask),
+        (repr(text)[1:-1] for text in (texts.tokens(ids) if texts.is_known else [""] * len(ids))), strict=True,
     )  # fmt: skip
-    for position, (token, log_prob, version, mask, text) in enumerate(rows):
-        cells = (str(position), str(token), f"{log_prob:.4f}", str(version), "yes" if mask else "no")
-        table.add_row(*cells, Text(repr(text)[1:-1]))
-    return table
+    print_table(("position", "token", "log-prob", "version", "trained", "text"), rows)
 
 
 def pairs(values: dict[str, Any]) -> str:
-    return "  ".join(f"{name.replace('_', ' ')} {value}" for name, value in values.items())
+    return "  ".join(f"{_words(name)} {value}" for name, value in values.items())
 
 
 def time_text(milliseconds: int) -> str:

@@ -14,6 +14,8 @@ from penstock.errors import ConfigError
 
 CONFIGURED_RUN = "-"
 """Stands for the run that the gateway itself was started for."""
+TOP_LEVEL = ("runs", "sessions", "tasks")
+"""Resources whose paths do not name the run."""
 RESTARTING = "restarting.json"
 """In a run's folder: the processes that `penstock up` is starting again."""
 
@@ -59,12 +61,13 @@ class GatewayAddress:
         return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
 
     def path(self, *parts: str | int, verb: str = "") -> str:
-        """The path of a resource of the run, with an optional custom method.
+        """The path of a resource, below its run if it is not one of TOP_LEVEL, with an optional custom method.
 
         >>> GatewayAddress("http://gateway:8080", "math").path("prompts", 7, verb="wait")
         '/v1/runs/math/prompts/7:wait'
         """
-        path = "/".join(["/v1/runs", *(quote(str(part), safe="") for part in (self.run, *parts))])
+        whole = parts if parts and parts[0] in TOP_LEVEL else ("runs", self.run, *parts)
+        path = "/".join(["/v1", *(quote(str(part), safe="") for part in whole)])
         return f"{path}:{verb}" if verb else path
 
 

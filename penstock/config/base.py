@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
 
 LARGEST_NUMBERS = {"_s": 10**9, "_bytes": 2**60, "seed": 2**63 - 1, "_flops_per_rank": 10**18}
 """The largest value of a number, by the ending of its field's name. Redis keeps whole numbers in 64 bits."""
@@ -37,3 +37,14 @@ class Config(BaseModel):
         if largest is not None and abs(value) > largest:
             raise ValueError(f"must be at most {largest:g}, not {value:g}")
         return value
+
+    def refused(self) -> tuple[tuple[object, str], ...]:
+        """Combinations of fields that are refused: a condition, and what to do. The first that holds is reported."""
+        return ()
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Self:
+        for is_refused, text in self.refused():
+            if is_refused:
+                raise ValueError(text)
+        return self

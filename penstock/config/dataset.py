@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from penstock.config.base import Config
-from penstock.trajectory import Sampling
+from penstock.sampling import Sampling, SamplingParameters
 
 
 class WeightedFile(Config):
@@ -17,7 +18,7 @@ class WeightedFile(Config):
     file: Path
     """File, folder, pattern or Hub id, as in `dataset.file`."""
     weight: float = Field(default=1.0, gt=0)
-    """How often an epoch has each of its rows: 2 is twice, and 0.5 is a different half of the rows in each epoch."""
+    """How often an epoch has each row: 2 is twice, and 0.5 is a different half of the rows in each epoch."""
 
 
 Files = Path | tuple[Path | WeightedFile, ...]
@@ -40,41 +41,22 @@ class ColumnsConfig(Config):
     @property
     def names(self) -> tuple[str, ...]:
         """The columns that are read."""
-        fields = (self.prompt, self.data_source, self.ground_truth, self.extra_info, self.agent_name)
-        return tuple(dict.fromkeys(field.partition(".")[0] for field in fields))
+        return tuple(dict.fromkeys(column.partition(".")[0] for column in self.model_dump().values()))
 
 
-class SamplingConfig(Config):
-    """Sampling parameters of a dataset, besides its temperature."""
-
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus sampling: sample from the smallest set of tokens whose probabilities add up to this. 1 turns it off."""
-    top_k: int = Field(default=0, ge=0)
-    """Sample from this many of the most likely tokens. 0 turns it off."""
-    min_p: float = Field(default=0.0, ge=0, lt=1)
-    """Sample from tokens that are at least this likely, compared with the most likely one. 0 turns it off."""
-    max_tokens: int = Field(default=256, ge=1)
-    """Maximum number of tokens in a response."""
-    ignore_eos: bool = False
-    """Go on after a stop token, up to `max_tokens`."""
-    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Texts that end a response. The text itself stays in the response."""
-    temperature: float = 1.0
-    """Sampling temperature."""
+class SamplingConfig(Config, SamplingParameters):  # type: ignore[misc]  # mypy does not know that it is frozen
+    """Sampling parameters of a dataset."""
 
     @property
     def sampling(self) -> Sampling:
-        return Sampling(
-            temperature=self.temperature, top_p=self.top_p, max_tokens=self.max_tokens, top_k=self.top_k,
-            min_p=self.min_p, ignore_eos=self.ignore_eos, stop=self.stop,
-        )  # fmt: skip
+        return Sampling(**{field.name: getattr(self, field.name) for field in fields(SamplingParameters)})
 
 
-class ValidationConfig(SamplingConfig):
+class ValidationConfig(SamplingConfig):  # type: ignore[misc]  # mypy does not know that it is frozen
     """A held-out dataset that is scored while the run trains, with its own sampling parameters."""
 
     file: Files | None = None
-    """Dataset in the same formats as the training file, with the same columns and loader. None: no validation."""
+    """Dataset in the same formats as the training file, with the same columns and loader. None means no validation."""
     every_steps: int = Field(default=25, ge=1)
     """Number of steps between two validations. The policy after the last step is validated in any case."""
     before_train: bool = True
@@ -82,84 +64,74 @@ class ValidationConfig(SamplingConfig):
     only: bool = False
     """Validate the model, or the newest checkpoint of the run, and finish without training (verl's `val_only`)."""
     last_timeout_s: float = Field(default=1800.0, ge=0)
-    """How long the learner waits at the end of the run for the validation of the last policy, so that its scores reach
-    the loggers. 0: it does not wait."""
+    """How long the learner waits at the end of the run for the last validation's scores. 0 does not wait."""
     num_samples: int = Field(default=1, ge=1)
     """Number of samples per prompt: the k of mean@k, and the largest k of pass@k."""
     pinned: bool = True
-    """Hold one rollout server at the version it serves, and let it answer the whole dataset while the other servers
-    follow training. If false, or if there is only one server, all servers answer it alongside training, and its samples
-    may come from several versions."""
+    """Let one rollout server answer the whole dataset at one policy version while the others follow training. If false,
+    or with only one server, all servers answer it during training, and its samples may span versions."""
     temperature: float = Field(default=1.0, ge=0, le=100)
     """Sampling temperature. 0 is greedy decoding."""
 
-    @model_validator(mode="after")
-    def _has_a_file_if_nothing_else_is_done(self) -> ValidationConfig:
-        if self.only and self.file is None:
-            raise ValueError("only: needs the file to validate on")
-        return self
+    def refused(self) -> tuple[tuple[object, str], ...]:
+        return ((self.only and self.file is None, "only: needs the file to validate on"),)
 
 
-class DatasetConfig(SamplingConfig):
+class DatasetConfig(SamplingConfig):  # type: ignore[misc]  # mypy does not know that it is frozen
     """The dataset that `penstock up` and `penstock feed` submit. Without a file, only clients submit prompts."""
 
     file: Files | None = None
     """Parquet or JSONL file with verl's columns, a folder written by Hugging Face's `save_to_disk`, a pattern such as
-    `data/*.parquet`, a Hub id such as `openai/gsm8k` or `openai/gsm8k/main/train`, or a list of these. An entry of a
-    list may have a weight: `[a.parquet, {file: b.parquet, weight: 0.5}]`."""
+    `data/*.parquet`, a Hub id such as `openai/gsm8k/main/train`, or a list of these, each with an optional weight:
+    `[a.parquet, {file: b.parquet, weight: 0.5}]`."""
     columns: ColumnsConfig = ColumnsConfig()
     data_source: str = ""
-    """Data source of rows that have none. Empty: for a Hub id, the id."""
+    """Data source of rows that have none. Empty means the Hub id, if there is one."""
     loader: str = ""
-    """Function or class of your own, as `FILE:NAME` or `PACKAGE.MODULE:NAME`. It is called with `files`, a list of
-    paths, and with `loader_kwargs`. It returns the rows: anything that can be iterated over, with one object per row.
-    Empty: the files are read as they are."""
+    """Your own function or class, as `FILE:NAME` or `PACKAGE.MODULE:NAME`. It is called with `files`, a list of paths,
+    and `loader_kwargs`, and returns an iterable of rows. Empty means the files are read as they are."""
     loader_kwargs: dict[str, Any] = {}
     """Further keyword arguments of `loader`."""
     sampler: str = ""
-    """Class of your own, as `FILE:NAME` or `PACKAGE.MODULE:NAME`, that chooses the rows to train on next and sees the
-    rewards of each row: a curriculum. Empty: the order of `shuffle`."""
+    """Your own class, as `FILE:NAME` or `PACKAGE.MODULE:NAME`, that chooses rows and sees their rewards (a curriculum).
+    Empty means the order of `shuffle`."""
     sampler_kwargs: dict[str, Any] = {}
     """Further keyword arguments of `sampler`."""
     name: str = Field(default="train", pattern=r"^[A-Za-z0-9._-]{1,64}$")
-    """Name under which the queue stores how far the dataset has been submitted. A restarted run continues from there
-    and refuses different data under the same name; give changed data a new name."""
+    """Name under which the queue stores the dataset's position. Other data under the same name is refused."""
     epochs: int = Field(default=1, ge=0)
-    """Number of passes over the data. The run finishes after the last one, or after `learner.num_steps`. 0: repeat
-    until the run ends."""
+    """Number of passes over the data, after which the run finishes. 0 repeats the data until the run ends."""
     last_batch: Literal["train", "drop"] = "train"
-    """What happens at the end of the last epoch to prompts that do not fill a batch. `train` makes one more, smaller
-    step with them; `drop` does not train on them."""
+    """Whether prompts that do not fill the last batch make one more, smaller step (`train`) or are dropped (`drop`)."""
     shuffle: bool = True
     """Submit each epoch in a different random order, which is determined by the seed."""
     shuffle_seed: int | None = Field(default=None, ge=0, lt=2**32)
-    """Seed of the shuffle. None: the run's `seed`."""
+    """Seed of the shuffle. None means the run's `seed`."""
     max_pending: int = Field(default=512, ge=1)
     """Upper bound on prompts that wait in the queue. Submission pauses while it is reached."""
     metrics_host: str = "127.0.0.1"
     """Address that /metrics and the probes of `penstock feed` listen on."""
     metrics_port: int = Field(default=0, ge=0, le=65535)
-    """Port of /metrics and the probes of `penstock feed`. 0: take a free port and write it to `feed-NAME.json` in the
-    run's folder, where NAME is the dataset's."""
+    """Port of /metrics and the probes of `penstock feed`. 0 takes a free port; `feed-NAME.json` of the run has it."""
     max_buried_share: float | None = Field(default=0.5, gt=0, le=1)
-    """Share of prompts that are dead-lettered for one reason, such as `prompt_too_long`, at which the run pauses. At
-    least 32 prompts must have that reason. None: the run never pauses for that."""
+    """The run pauses if this share of prompts, and at least 32 of them, is dead-lettered for one reason, such as
+    `prompt_too_long`. None means it never does."""
     num_samples: int = Field(default=8, ge=1)
     """Number of samples per prompt, which is the size of a group."""
     temperature: float = Field(default=1.0, gt=0, le=100)
     """Sampling temperature. 1 samples from the model's own distribution, as on-policy training expects."""
     validation: ValidationConfig = ValidationConfig()
 
-    @model_validator(mode="after")
-    def _weights_have_an_effect(self) -> DatasetConfig:
-        if self.loader and _has_weights(self.file):
-            raise ValueError("file: the rows of a loader have no weights; leave the weights out, or repeat rows there")
-        if _has_weights(self.validation.file):
-            raise ValueError("validation.file: every row is validated once, so it takes no weights")
-        return self
+    def refused(self) -> tuple[tuple[object, str], ...]:
+        text = "file: the rows of a loader have no weights; remove the weights, or repeat rows there"
+        return (self.loader and has_weights(self.file), text), refused_weights(self.validation.file)
 
 
-def _has_weights(files: Files | None) -> bool:
+def refused_weights(files: Files | None) -> tuple[bool, str]:
+    return has_weights(files), "validation.file: every row is validated once, so it takes no weights"
+
+
+def has_weights(files: Files | None) -> bool:
     return any(entry.weight != 1 for entry in listed_files(files))
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from penstock.config.algorithms import ADVANTAGE_NAMES, AlgorithmConfig
 from penstock.config.base import Config
-from penstock.config.dataset import Files, listed_files
+from penstock.config.dataset import Files, refused_weights
 from penstock.config.gpu_bundles import find_unplaceable
 
 # ── Configuration of the learner's step loggers and profiler ──
@@ -25,7 +25,7 @@ class WandbConfig(Config):
     project: str = Field(default="penstock", min_length=1)
     """Project that the run appears in. The run has the name of this run."""
     entity: str = ""
-    """Team or user. Empty: the default of the API key."""
+    """Team or user. Empty means the default of the API key."""
     mode: Literal["online", "offline"] = "online"
     """`offline` writes to `wandb/` in the run's folder; upload it later with `wandb sync`."""
 
@@ -34,11 +34,11 @@ class SamplesConfig(Config):
     """Trained samples as text, written to `samples.jsonl` in the run's folder. `penstock samples` shows them."""
 
     share: float = Field(default=1.0, ge=0, le=1)
-    """Share of the groups that is written, chosen by prompt id. 0: none."""
+    """Share of the groups that is written, chosen by prompt id. 0 means none."""
     max_bytes: int = Field(default=1 << 30, ge=0)
-    """Size that the files may have. The oldest samples are deleted, half of the files at a time. 0: no limit."""
+    """Largest size of the files. The oldest half is deleted when it is reached. 0 means no limit."""
     table_every_steps: int = Field(default=10, ge=0)
-    """Number of steps between two tables of samples that the loggers `tensorboard` and `wandb` get. 0: none."""
+    """Number of steps between two tables of samples that the loggers `tensorboard` and `wandb` get. 0 means none."""
     table_rows: int = Field(default=8, ge=1, le=1000)
     """Number of samples in such a table: the worst and the best of the step, and others evenly between them."""
 
@@ -47,17 +47,14 @@ class ProfileConfig(Config):
     """Profiles of the learner, written to `profiles/` in the run's folder."""
 
     steps: tuple[Annotated[int, Field(ge=1)], ...] = ()
-    """Steps that the torch profiler records, with one Chrome trace per rank. Empty: none."""
+    """Steps that the torch profiler records, with one Chrome trace per rank. Empty means none."""
     ranks: tuple[Annotated[int, Field(ge=0)], ...] = (0,)
     """Ranks of each role that the profiler records."""
     ray_timeline: bool = False
     """Write Ray's timeline of all remote calls when the learner ends."""
 
-    @model_validator(mode="after")
-    def _ranks_are_named(self) -> Self:
-        if self.steps and not self.ranks:
-            raise ValueError("profile.steps needs at least one rank in profile.ranks")
-        return self
+    def refused(self) -> tuple[tuple[object, str], ...]:
+        return ((self.steps and not self.ranks, "profile.steps needs at least one rank in profile.ranks"),)
 
 
 # ── Configuration of supervised fine-tuning (`penstock sft`) ──
@@ -79,15 +76,14 @@ class SftColumnsConfig(Config):
 
     @property
     def names(self) -> tuple[str, ...]:
-        names = (self.messages, self.prompt, self.response, self.text, self.tools)
-        return tuple(name.partition(".")[0] for name in names)
+        return tuple(column.partition(".")[0] for column in self.model_dump().values())
 
 
 class SftValidationConfig(Config):
     """Held-out examples whose loss is measured while the model is trained."""
 
     file: Files | None = None
-    """Files in the same formats and with the same columns as the training files. None: no validation."""
+    """Files in the same formats and with the same columns as the training files. None means no validation."""
     every_steps: int = Field(default=25, ge=1)
     """Number of steps between two validations. The model after the last step is validated in any case."""
     before_train: bool = True
@@ -95,12 +91,10 @@ class SftValidationConfig(Config):
 
 
 class SftConfig(Config):
-    """Supervised fine-tuning. Optimizer, schedule, precision, adapter, checkpoints and loggers are those of
-    `learner`."""
+    """Supervised fine-tuning. Optimizer, precision, adapter, checkpoints and loggers are those of `learner`."""
 
     file: Files | None = None
-    """Parquet or JSONL file, a folder written by Hugging Face's `save_to_disk`, a pattern, a Hub id, or a list of these
-    with weights, as in `dataset.file`. `--data` replaces it."""
+    """Files to train on, in every form of `dataset.file`. `--data` replaces it."""
     columns: SftColumnsConfig = SftColumnsConfig()
     epochs: int = Field(default=1, ge=1)
     """Number of passes over the data."""
@@ -109,27 +103,22 @@ class SftConfig(Config):
     shuffle: bool = True
     """Train each epoch in a different random order, which is determined by `seed`."""
     last_batch: Literal["train", "drop"] = "train"
-    """What happens at the end of an epoch to rows that do not fill a batch. `train` makes one more, smaller step with
-    them; `drop` leaves them out of this epoch."""
+    """`train` makes one more, smaller step with the rows that do not fill an epoch's last batch; `drop` skips them."""
     train_on: Literal["all", "last"] = "all"
     """Which turns of a conversation are trained: all turns of the assistant, or only the last message."""
     text_prompts: Literal["text", "user"] = "text"
-    """What a prompt that is a text is. `text`: it is taken as it is. `user`: a message of the user, which the chat
-    template renders."""
+    """How a text prompt is used: as it is (`text`), or as the user's message in the chat template (`user`)."""
     max_tokens: int | None = Field(default=None, ge=2)
-    """Largest number of tokens of an example. None: the model's own context length."""
+    """Largest number of tokens of an example. None means the model's own context length."""
     too_long: Literal["error", "drop", "cut"] = "error"
-    """What happens to a row that is longer. `error` ends with its place, `drop` leaves the row out, `cut` keeps its
-    first `max_tokens` tokens. The numbers of dropped and cut rows are said at the start."""
+    """What happens to a longer row: `error` ends with its place, `drop` skips it, `cut` keeps its first `max_tokens`
+    tokens. The counts are printed at the start."""
     output: Literal["merged", "adapter"] = "merged"
     """With `learner.lora`: write the model with the adapter merged in, or the adapter alone, as peft does."""
     validation: SftValidationConfig = SftValidationConfig()
 
-    @model_validator(mode="after")
-    def _held_out_rows_have_no_weights(self) -> SftConfig:
-        if any(entry.weight != 1 for entry in listed_files(self.validation.file)):
-            raise ValueError("validation.file: every row is validated once, so it takes no weights")
-        return self
+    def refused(self) -> tuple[tuple[object, str], ...]:
+        return (refused_weights(self.validation.file),)
 
 
 ALL_LINEAR: Literal["all-linear"] = "all-linear"
@@ -155,16 +144,15 @@ class ReferenceConfig(RoleConfig):
     """The frozen model that the KL penalty compares with."""
 
     path: Path | None = None
-    """Folder of the model. It must use the policy's tokenizer. None: `model.path`. With `learner.lora` and no path of
-    its own, no second model is loaded: the policy computes the reference's log-probs with its adapter switched off."""
+    """Folder of a model with the policy's tokenizer. None means `model.path`; with `learner.lora`, the policy with its
+    adapter switched off is the reference, and no second model is loaded."""
 
 
 class CriticConfig(RoleConfig):
     """The value model of the advantage `gae`."""
 
     path: Path | None = None
-    """Model folder of the backbone. None: `model.path`. A sequence classifier with one label keeps its head; any other
-    model gets a new head of zeros."""
+    """Model folder; a one-label classifier keeps its head, others get one of zeros. None means `model.path`."""
     lr: float = Field(default=1e-5, gt=0, le=10)
     """Learning rate of the critic's AdamW. It shares betas, weight decay, warm-up and clipping with the policy."""
 
@@ -186,30 +174,28 @@ class RewardModelConfig(RoleConfig):
     path: Path
     """Folder of a sequence classifier with one label or, with `judge`, of a causal language model."""
     tokenizer: Literal["policy", "own"] = "policy"
-    """`policy`: it reads exactly the tokens of a sample, and must have the policy's tokenizer. `own`: it reads the text
-    of a sample, in its own chat template and tokens."""
+    """Whether it reads the policy's tokens (and needs its tokenizer), or the text in its own chat template."""
     judge: JudgeConfig | None = None
-    """Score by question: the probability of `yes` against `no` as the next token. None: score by the classifier's
-    head."""
+    """Score by the probability of `yes` against `no` as the next token. None means by the classifier's head."""
     combine: Literal["add", "replace"] = "add"
     """`add` adds the score to the rollout server's reward, `replace` uses the score instead of it."""
     coefficient: float = 1.0
     """Factor by which the score is multiplied."""
     data_sources: tuple[str, ...] = ()
-    """Data sources that it scores, as names or patterns such as `chat*`. Empty: all."""
+    """Data sources that it scores, as names or patterns such as `chat*`. Empty means all."""
 
     def scores_source(self, data_source: str) -> bool:
         return any(fnmatchcase(data_source, pattern) for pattern in self.data_sources or ("*",))
 
 
 class OwnRoleConfig(RoleConfig):
-    """A role of your own, which your step calls by its name in `learner.roles`."""
+    """A role that you define and your step calls by its name in `learner.roles`."""
 
     worker: str = Field(min_length=1)
-    """Its worker: `critic`, `reference` or `reward_model` for another model of that kind, or a class of your own as
+    """`critic`, `reference` or `reward_model` for another model of that kind, or your own class as
     `folder/file.py:Class` or `package.module:Class`."""
     path: Path | None = None
-    """Model folder. None: `model.path`."""
+    """Model folder. None means `model.path`."""
     lr: float = Field(default=1e-5, gt=0, le=10)
     """Learning rate, if the worker is trained. It shares betas, weight decay, warm-up and clipping with the policy."""
     judge: JudgeConfig | None = None
@@ -218,23 +204,23 @@ class OwnRoleConfig(RoleConfig):
     """With the worker `reward_model`: read the policy's tokens, or the text in the model's own tokens."""
     shares_gpus_of: Literal["policy", "critic", "none"] = "critic"
     """Whose GPUs it shares in the placement `split-collocate`: those of policy and reference, those of critic and
-    reward model, or `none` for GPUs of its own. In the placement `standalone` every role has its own."""
+    reward model, or `none` for separate ones."""
     settings: dict[str, str | int | float | bool] = Field(default_factory=dict)
-    """Settings for a worker class of your own, which it reads as `self.settings.settings`."""
+    """Settings for your own worker class, which it reads as `self.settings.settings`."""
 
     @property
     def is_own_class(self) -> bool:
         return self.worker not in OWN_ROLE_WORKERS
 
-    @model_validator(mode="after")
-    def _worker_can_be_found(self) -> Self:
+    def refused(self) -> tuple[tuple[object, str], ...]:
         module, _, name = self.worker.replace(":", ".").rpartition(".")
-        if self.is_own_class and not (module and name):
-            known = ", ".join(OWN_ROLE_WORKERS)
-            raise ValueError(f"unknown worker {self.worker!r}: give {known}, or your own as folder/file.py:Class")
-        if self.worker == "reward_model" and self.path is None:
-            raise ValueError("worker reward_model needs path, the folder of a classifier or, with judge, of any model")
-        return self
+        known = ", ".join(OWN_ROLE_WORKERS)
+        return (
+            (self.is_own_class and not (module and name),
+             f"unknown worker {self.worker!r}: give {known}, or your own as folder/file.py:Class"),
+            (self.worker == "reward_model" and self.path is None,
+             "worker reward_model needs path, the folder of a classifier or, with judge, of any model"),
+        )  # fmt: skip
 
 
 class LoraConfig(Config):
@@ -245,22 +231,18 @@ class LoraConfig(Config):
     alpha: int = Field(gt=0)
     """The adapter's output is scaled by alpha / rank."""
     target_modules: Literal["all-linear"] | tuple[str, ...] = ALL_LINEAR
-    """The linear layers that get an adapter. `all-linear`: all of the decoder, whatever they are called, but not the
-    routers and fused experts of a mixture of experts. Else a list of names, such as `[q_proj, v_proj]`; `lm_head` is
-    not allowed."""
+    """Linear layers that get an adapter: names such as `[q_proj, v_proj]`, without `lm_head`, or `all-linear` for all
+    of the decoder except routers and fused experts."""
 
 
 class RouterConfig(Config):
     """The routers of a mixture of experts. It has no effect on a dense model."""
 
     aux_loss_coefficient: float = Field(default=0.0, ge=0)
-    """Factor of the auxiliary loss that keeps the load of the experts even. It is computed over the prompt and response
-    tokens of each micro-batch, and the micro-batches are weighted by their trained tokens. 0.001 is a usual value. 0:
-    no such loss."""
+    """Factor of the auxiliary loss that balances the load of the experts; 0.001 is usual. 0 means no such loss."""
     replay: bool = False
-    """Train with the experts that the engine chose when it sampled (router replay), weighted by the learner's own
-    scores. Engine and learner then never disagree about experts. Needs the engine vllm or torch. Each token of a group
-    takes `layers x experts per token` more bytes."""
+    """Train with the experts that the engine chose when it sampled, weighted by the learner's own scores. Needs the
+    engine vllm or torch, and `layers x experts per token` more bytes per token."""
 
     @property
     def is_used(self) -> bool:
@@ -271,77 +253,67 @@ class CheckpointConfig(Config):
     """How often the learner saves its state, and which state it starts from."""
 
     every_steps: int = Field(default=25, ge=1)
-    """Number of steps between checkpoints. It is also the most that a crash repeats: groups are acknowledged only when
-    a checkpoint covers them."""
+    """Number of steps between checkpoints, and the most that a crash repeats: a checkpoint acknowledges its groups."""
     keep: int = Field(default=2, ge=1)
     """Number of checkpoints to keep. Older ones are deleted."""
     upload: str = Field(default="", pattern=r"^([a-z][a-z0-9+.-]*://.+)?$")
     """Object store that also gets every checkpoint, as `s3://bucket/prefix`; the run's name is added. Groups are then
-    acknowledged only when their checkpoint is complete there, and a learner whose folder is empty or older fetches the
-    newest one. Needs `penstock[objectstore]`. Empty: the run's folder is the only place."""
+    acknowledged once it is complete there, and a learner without a newer local one fetches it. Needs
+    `penstock[objectstore]`. Empty means none."""
     keep_uploaded: int = Field(default=2, ge=1)
     """Number of uploaded checkpoints to keep. Older ones are deleted."""
     upload_timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds for which the object store may fail to answer one call. Then the learner ends with an error. It continues
-    at its next start."""
+    """Seconds for which one call of the object store may fail before the learner ends; its next start continues."""
     resume: str = Field(default="auto", min_length=1)
-    """`auto` continues from the newest checkpoint in the run's folder, `off` ignores checkpoints. A path continues from
-    that checkpoint once: a later restart continues from the checkpoints made since. A checkpoint that does not cover
-    every committed group is refused, unless `go_back` is set."""
-    go_back: bool = False
-    """Allow `resume`, which must be a path, to go back to a checkpoint from before the newest commit. The steps after
-    it are given up: their prompts return to the queue and are trained again, and newer checkpoints are no longer
-    used."""
+    """`auto` continues from the newest checkpoint, `off` ignores checkpoints, and a path continues from that one, once.
+    A checkpoint that does not cover every committed group is refused, unless `rewind` is set."""
+    rewind: bool = False
+    """Allow the path in `resume` to be older than the newest commit. The steps after it are abandoned: their prompts
+    are trained again, and newer checkpoints are no longer used."""
 
-    @model_validator(mode="after")
-    def _check_go_back(self) -> CheckpointConfig:
-        if self.go_back and self.resume in ("auto", "off"):
-            raise ValueError("go_back needs resume to be the path of the checkpoint to go back to")
-        return self
+    def refused(self) -> tuple[tuple[object, str], ...]:
+        text = "rewind needs resume to be the path of the checkpoint to rewind to"
+        return ((self.rewind and self.resume in ("auto", "off"), text),)
 
 
 class LearnerConfig(Config):
     """The learner: its models and where they run, the optimizer, batches, checkpoints and logs."""
 
     placement: Literal["standalone", "split-collocate"] = "standalone"
-    """Which models share GPUs. `standalone`: every model has its own. `split-collocate`: policy and reference share one
-    set of GPUs, critic and reward model another."""
+    """`standalone`: each model has its own GPUs. `split-collocate`: policy + reference, and critic + reward model,
+    share."""
     policy: RoleConfig = RoleConfig()
     """The model that is trained."""
     reference: ReferenceConfig = ReferenceConfig()
-    """The frozen model that the KL penalty compares with. Only loaded if `algorithm.kl.placement` is not `none`, and
-    not with `lora`, unless it has a path of its own."""
+    """The frozen model of the KL penalty, loaded if `algorithm.kl` needs one; with `lora`, only if it has a path."""
     critic: CriticConfig | None = None
-    """Value model, which the advantage `gae` needs; `{}` takes the defaults. None: no critic."""
+    """Value model, which the advantage `gae` needs; `{}` takes the defaults. None means no critic."""
     reward_model: RewardModelConfig | None = None
-    """Reward model that scores samples in the learner, besides the rewards of the rollout servers. None: no such
-    model."""
+    """Reward model that scores samples in the learner, in addition to the rollout servers' rewards. None means none."""
     roles: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,31}$")], OwnRoleConfig] = Field(default_factory=dict)
-    """Roles of your own by name, for a step of your own."""
+    """Your own roles by name, for your own step."""
     step: str = ""
-    """The function that trains on a batch, as `folder/file.py:function` or `package.module:function`. Empty: PPO if
-    there is a critic, GRPO otherwise."""
+    """Your own function that trains on a batch, as `folder/file.py:function` or `package.module:function`. Empty means
+    PPO if there is a critic, and GRPO otherwise."""
     ahead: str = ""
-    """The function that has the frozen roles compute fields of a batch while the batch before it is trained, named as
-    `step` is. Empty: the reward model's scores and the reference's log-probs."""
+    """Your own function, named like `step`, by which frozen roles compute fields of the next batch during a step. Empty
+    means the reward model's scores and the reference's log-probs."""
     max_role_restarts: int = Field(default=3, ge=0)
     """How often a role is restarted after one of its ranks died or hung. A checkpoint resets the count."""
     spare_ranks: bool = False
-    """Keep a started process without a model in reserve for each rank. When a rank dies, its role then skips the start
-    of processes and their imports. Costs about 0.5 GB of host memory per rank, and no GPU memory."""
+    """Keep a started process without a model (0.5 GB) for each rank, so that a role whose rank dies restarts sooner."""
     ray_address: str = ""
-    """Address of the Ray cluster to join. Its ranks outlive the controller, and a restarted controller adopts them.
-    Empty: start a private one on this machine, which ends with the controller."""
+    """Ray cluster to join; its ranks outlive the controller, and a restarted controller adopts them. Empty starts a
+    private one on this machine, which ends with the controller."""
     publish_host: str = ""
-    """Address at which rollout servers reach the weight publisher. Empty: the address of the Ray node that the
-    publisher runs on."""
+    """Address at which rollout servers reach the weight publisher. Empty means the address of its Ray node."""
     metrics_host: str = "127.0.0.1"
-    """Address that /metrics and the probes listen on. Use 0.0.0.0 to let Prometheus scrape it from another machine."""
+    """Address that /metrics and the probes listen on; 0.0.0.0 lets Prometheus scrape from another machine."""
     metrics_port: int = Field(default=0, ge=0, le=65535)
     """Port of /metrics and the probes. 0: take a free port and write it to `learner.json` in the run's folder."""
     num_steps: int = Field(default=0, ge=0)
-    """Number of training steps. Each trains on one batch and makes one policy version. The run also finishes when its
-    dataset has ended. 0: train until then, or until stopped."""
+    """Number of steps; each trains one batch and makes one version. 0 trains until the dataset ends or the run
+    stops."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     lr: float = Field(default=1e-6, gt=0, le=10)
     """Learning rate of the policy's AdamW."""
@@ -354,83 +326,67 @@ class LearnerConfig(Config):
     warmup_steps: int = Field(default=0, ge=0)
     """Number of steps over which the learning rate grows linearly from 0, in the first step, to `lr`, as in verl."""
     critic_warmup_steps: int = Field(default=0, ge=0)
-    """First step in which the policy learns, as `trainer.critic_warmup` of verl. Before it only the critic does. The
-    policy's learning rate schedule begins with this step. 0 and 1: both learn from the first step."""
+    """First step in which the policy learns; before it, only the critic does (verl's `trainer.critic_warmup`)."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning rate after the warm-up. `linear` and `cosine` would reach `min_lr_share` of `lr` in the step after
-    `num_steps`."""
+    """Learning rate after the warm-up. `linear` and `cosine` end at `min_lr_share` of `lr` after `num_steps`."""
     min_lr_share: float = Field(default=0.0, ge=0, le=1)
     """Share of `lr` that is left at the end of a `linear` or `cosine` schedule."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are scaled down to this norm if theirs is larger."""
     max_skipped_steps: int = Field(default=3, ge=0)
-    """An update with a loss or gradient that is not finite is skipped. After this many skipped updates in a row, of the
-    policy or of the critic, the learner stops and saves the last batch in `nonfinite/` of the run's folder. 0: never
-    stop."""
+    """An update that is not finite is skipped. After this many in a row, of policy or critic, the learner stops and
+    saves the last batch in `nonfinite/` of the run's folder. 0 never stops."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     lora: LoraConfig | None = None
-    """Train a low-rank adapter instead of the whole model. A weight push then carries only the adapter. None: train the
-    whole model."""
+    """Train a low-rank adapter, which is then all that a weight push carries. None trains the whole model."""
     router: RouterConfig = RouterConfig()
     minibatches_per_step: int = Field(default=1, ge=1)
     """Number of equal parts that a batch is split into. Each part is one optimizer step."""
     epochs_per_step: int = Field(default=1, ge=1)
-    """Number of passes over a batch. With one pass and one part the policy has not moved when a sample is trained on,
-    so clipping has no effect except in correction mode `bypass`."""
+    """Number of passes over a batch. One pass in one part is not clipped, except in correction mode `bypass`."""
     shuffle_minibatches: bool = False
-    """Split the batch of a step into parts at random, anew in each of its epochs. False: parts are made of neighbouring
-    samples and trained in the batch's order, as verl does by default."""
+    """Split a batch into parts at random in each epoch. False keeps the batch's order, as verl does."""
     shuffle_seed: int = Field(default=42, ge=0, lt=2**32)
-    """Seed of `shuffle_minibatches`. The parts also depend on the number of the step, so that a step which is repeated
-    after a crash has the same ones."""
+    """Seed of `shuffle_minibatches`, together with the step's number: a repeated step has the same parts."""
     micro_batch_tokens: int = Field(default=16384, ge=16)
     """Maximum number of tokens in one forward and backward pass. Lower it if a rank runs out of GPU memory."""
     share_prefixes: bool = True
-    """Compute tokens that the samples of a group begin with, such as their prompt, once in every forward and backward
-    pass. Results are the same but for rounding. A shared token counts once in `micro_batch_tokens`. It has no effect
-    on groups that share little, and on models whose positions depend on the length of a sequence."""
+    """Compute tokens that samples of a group begin with, such as their prompt, once in every pass; `micro_batch_tokens`
+    counts them once. Has no effect on models whose positions depend on the length of a sequence."""
     logprob_chunk_tokens: int = Field(default=2048, ge=16)
-    """Number of tokens whose logits are in memory at the same time; the backward pass holds as many logits. Lower it
-    for large vocabularies."""
+    """Number of tokens whose logits are in memory at the same time. Lower it for large vocabularies."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Data type of the forward and backward passes of the policy and the critic. Gradients are always reduced in
-    float32. `auto`: float32 if `model.dtype` is float32, otherwise bfloat16."""
+    """Data type of the passes of policy and critic; gradients are reduced in float32. `auto`: float32 if `model.dtype`
+    is float32, otherwise bfloat16."""
     master_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Data type of the weights and the optimizer state of the policy and the critic. bfloat16 halves their memory, but
-    loses updates that are small compared with their weight."""
+    """Data type of weights and optimizer of policy and critic. bfloat16 halves their memory and loses small updates."""
     activation_checkpointing: float = Field(default=1.0, ge=0, le=1)
-    """Share of the layers whose activations are recomputed in the backward pass instead of kept. 1 needs the least
-    memory; 0 is up to a third faster."""
+    """Share of layers whose activations are recomputed. 1 needs the least memory; 0 is up to a third faster."""
     compile: bool = False
-    """Compile each layer and the log-probs with `torch.compile`. Faster on a GPU. The learner compiles while the
-    servers start and generate the first batch, and keeps the result in `cache_dir`."""
+    """Compile each layer and the log-probs with `torch.compile` while the first batch is generated. Faster on a GPU;
+    the result is kept in `cache_dir`."""
     activation_memory: float = Field(default=1.0, ge=0, le=1)
-    """With `compile`: share of activations that is kept in layers which `activation_checkpointing` does not recompute.
-    Below 1, the activations that are cheapest to recompute are dropped first."""
+    """With `compile`: share of activations kept in layers that `activation_checkpointing` does not recompute; those
+    that are cheapest to recompute are dropped first."""
     cpu_offload: bool = False
-    """Keep weights and optimizer state in host memory and update them there; layers are copied to the GPU one by one.
-    Slower, for models that do not fit otherwise."""
+    """Keep and update weights and optimizer state in host memory. Slower, for models that do not fit otherwise."""
     sequence_parallel: int = Field(default=1, ge=1)
-    """Number of policy ranks that share the tokens of each sequence (Ulysses), for contexts that do not fit on one GPU.
-    It must divide `policy.num_ranks` and the number of attention heads."""
+    """Policy ranks that share each sequence (Ulysses). Divides `policy.num_ranks` and the number of attention heads."""
     max_logprob_mismatch_nats: float = Field(default=0.1, ge=0)
-    """Largest mean difference, per token, between the log-probs of a rollout server and of the learner on the same
-    weights. It is checked in every step. A server beyond it is put into quarantine, and the learner ends if every
-    server is. Typical values are 1e-5 in float32 and 0.01 in bfloat16. 0: no check."""
+    """Largest mean difference per token between the log-probs of a rollout server and of the learner, checked in every
+    step; typical are 1e-5 in float32 and 0.01 in bfloat16. A server beyond it is quarantined, and the learner ends if
+    all are. 0 means no check."""
     batch_timeout_s: float = Field(default=1800.0, gt=0)
-    """Seconds that the learner waits for a full batch before it stops with an error. The time of the previous step,
-    during which the batch is already being read, does not count."""
+    """Seconds that the learner waits for a full batch, not counting the previous step, before it ends with an error."""
     rank_timeout_s: float = Field(default=600.0, gt=0)
     """Deadline, in seconds, of one call to a role's ranks, including their collective operations."""
     peak_flops_per_rank: float = Field(default=0.0, ge=0)
-    """Peak FLOP/s of one policy rank's device, for the metric `penstock_learner_mfu_ratio`. 0: use the dense bfloat16
-    rate of a known GPU; for other devices the metric stays 0."""
+    """Peak FLOP/s of a policy rank's device, for `penstock_learner_mfu_ratio`. 0 means that of a known GPU."""
     threads_per_rank: int = Field(default=1, ge=1, le=1024)
     """Number of CPU threads that torch uses in each rank."""
     loggers: tuple[LoggerName, ...] = ("jsonl",)
-    """Where the metrics of each step are written, besides Prometheus. `jsonl` writes `metrics.jsonl` in the run's
-    folder, which `penstock demo` and `penstock simulate` read. `tensorboard` and `wandb` need the package of that
-    name."""
+    """Where the metrics of each step go, in addition to Prometheus. `jsonl` writes `metrics.jsonl` in the run's folder,
+    which `penstock demo` and `simulate` read; `tensorboard` and `wandb` need their packages."""
     wandb: WandbConfig = WandbConfig()
     samples: SamplesConfig = SamplesConfig()
     profile: ProfileConfig = ProfileConfig()
@@ -461,59 +417,29 @@ class LearnerConfig(Config):
         """Whether the policy, with its adapter switched off, is the model that the KL penalty compares with."""
         return self.algorithm.kl.placement != "none" and self.lora is not None and self.reference.path is None
 
-    @model_validator(mode="after")
-    def _critic_is_there_where_it_is_used(self) -> Self:
-        name = self.algorithm.advantage.name
-        if name == "gae" and self.critic is None:
-            raise ValueError("advantage gae needs a critic: add `learner.critic: {}`, or choose another advantage")
-        if self.critic is not None and name != "gae" and name in ADVANTAGE_NAMES and not self.step:
-            raise ValueError(
-                f"advantage {name} does not use a critic: leave learner.critic out, or choose advantage gae"
-            )
-        if self.critic_warmup_steps and self.critic is None:
-            raise ValueError("critic_warmup_steps needs a critic: add `learner.critic: {}`, or set it to 0")
-        return self
-
-    @model_validator(mode="after")
-    def _own_roles_are_used(self) -> Self:
-        if taken := sorted(self.roles.keys() & {"policy", "reference", "critic", "reward_model"}):
-            raise ValueError(f"learner.roles.{taken[0]}: the name is taken by learner.{taken[0]}; choose another one")
-        if self.roles and not self.step and not self.ahead:
-            raise ValueError(
-                "learner.roles needs a step of your own that calls them: set learner.step or learner.ahead"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _schedule_has_an_end(self) -> Self:
-        if self.lr_schedule != "constant" and self.num_steps <= self.warmup_steps:
-            raise ValueError(
-                f"lr_schedule {self.lr_schedule} needs num_steps above warmup_steps, because it ends at num_steps"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _ranks_form_whole_groups(self) -> Self:
-        if self.policy.num_ranks % self.sequence_parallel:
-            raise ValueError("policy.num_ranks, which torchrun sets for sft, must be a multiple of sequence_parallel")
-        return self
-
-    @model_validator(mode="after")
-    def _ranks_fit_on_gpus(self) -> Self:
-        if names := find_unplaceable(self.placement, self.needed_roles):
-            raise ValueError(
-                f"gpus_per_rank of {names} must add up to at most 1, or be whole numbers: a rank's share is on one GPU"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _watched_routers_are_not_compiled(self) -> Self:
-        if self.compile and self.router.is_used:
-            raise ValueError("router.replay and router.aux_loss_coefficient need compile to be false")
-        return self
-
-    @model_validator(mode="after")
-    def _head_is_not_adapted(self) -> Self:
-        if self.lora is not None and "lm_head" in self.lora.target_modules:
-            raise ValueError("lora.target_modules cannot contain lm_head; engines and learner adapt the layers only")
-        return self
+    def refused(self) -> tuple[tuple[object, str], ...]:
+        name, critic, lora = self.algorithm.advantage.name, self.critic, self.lora
+        taken = next(iter(sorted(self.roles.keys() & {"policy", "reference", "critic", "reward_model"})), "")
+        unplaceable = find_unplaceable(self.placement, self.needed_roles)
+        return (
+            (name == "gae" and critic is None,
+             "advantage gae needs a critic: add `learner.critic: {}`, or choose another advantage"),
+            (critic is not None and name != "gae" and name in ADVANTAGE_NAMES and not self.step,
+             f"advantage {name} does not use a critic: leave learner.critic out, or choose advantage gae"),
+            (self.critic_warmup_steps and critic is None,
+             "critic_warmup_steps needs a critic: add `learner.critic: {}`, or set it to 0"),
+            (taken, f"learner.roles.{taken}: the name is taken by learner.{taken}; choose another one"),
+            (self.roles and not self.step and not self.ahead,
+             "learner.roles needs a step of your own that calls them: set learner.step or learner.ahead"),
+            (self.lr_schedule != "constant" and self.num_steps <= self.warmup_steps,
+             f"lr_schedule {self.lr_schedule} needs num_steps above warmup_steps, because it ends at num_steps"),
+            (self.policy.num_ranks % self.sequence_parallel,
+             "policy.num_ranks, which torchrun sets for sft, must be a multiple of sequence_parallel"),
+            (unplaceable,
+             f"gpus_per_rank of {unplaceable} must add up to at most 1, or be whole numbers: a rank's share is on one "
+             "GPU"),
+            (self.compile and self.router.is_used,
+             "router.replay and router.aux_loss_coefficient need compile to be false"),
+            (lora is not None and "lm_head" in lora.target_modules,
+             "lora.target_modules cannot contain lm_head; engines and learner adapt the layers only"),
+        )  # fmt: skip

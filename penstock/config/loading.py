@@ -1,7 +1,9 @@
 """Load a run's configuration: a YAML file, then `--section.field value` overrides with the same names.
 
-Every mistake is reported in one line: an unknown key with the nearest known one, a wrong value with its field's path
-and what is expected.
+Every mistake is one line: a wrong value with its field's path and what is expected, an unknown key with the nearest.
+
+    learner.lr: must be a number, not 'fast'
+    unknown key 'learner.num_step'; did you mean 'num_steps'?
 """
 
 from __future__ import annotations
@@ -20,13 +22,6 @@ from pydantic_core import ErrorDetails
 
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, InvalidInput
-
-# ──
-# What is wrong with a configuration, in plain words: a line for each field, with its path and what is expected.
-#
-#     learner.lr: must be a number, not 'fast'
-#     unknown key 'learner.num_step'; did you mean 'num_steps'?
-
 
 MAX_SHOWN = 60
 """A longer value is cut in a message."""
@@ -77,8 +72,9 @@ def explain(error: ValidationError, model: type[BaseModel]) -> list[Mistake]:
     mistakes = [_mistake(path, errors, model) for path, errors in found.items()]
     unknown = [mistake for mistake in mistakes if mistake.text.startswith("unknown key")]
     suggested = {hint for mistake in unknown for hint in re.findall(r"did you mean '(.+)'", mistake.text)}
+    misspelled = tuple(f"{name} is missing" for name in suggested)
     others = [mistake for mistake in mistakes if mistake not in unknown]
-    return [*unknown, *(found for found in others if not (_is_missing(found) and found.dotted in suggested))]
+    return [*unknown, *(mistake for mistake in others if not mistake.text.startswith(misspelled))]
 
 
 def describe(errors: Sequence[ErrorDetails]) -> str:
@@ -89,7 +85,9 @@ def describe(errors: Sequence[ErrorDetails]) -> str:
     if first["type"] in ("value_error", "assertion_error"):
         return _one_line(first["ctx"]["error"] if "ctx" in first else first["msg"])
     expected = " or ".join(dict.fromkeys(map(_expected, errors)))
-    return _one_line(f"must be {expected}, not {_shown(first['input'])}{_nearest(first)}")
+    given = "empty" if first["input"] is None else repr(first["input"])
+    shown = given if len(given) <= MAX_SHOWN else f"{given[:MAX_SHOWN]}…"
+    return _one_line(f"must be {expected}, not {shown}{_nearest(first)}")
 
 
 def dotted(path: Sequence[str]) -> str:
@@ -134,15 +132,12 @@ def fields_at(path: Sequence[str], model: type[BaseModel]) -> list[str]:
 def _mistake(path: tuple[str, ...], errors: Sequence[ErrorDetails], model: type[BaseModel]) -> Mistake:
     first = errors[0]
     if first["type"] == "extra_forbidden":
-        return Mistake(path, f"unknown key {dotted(path)!r}; {hint_for_key(_with_kind(first, path), model)}", True)
+        # The names of kinds in pydantic's location choose among the sections that a field may hold.
+        return Mistake(path, f"unknown key {dotted(path)!r}; {hint_for_key([*map(str, first['loc'])], model)}", True)
     if first["type"] == "missing":
         expected = _description(path, model)
         return Mistake(path, f"{dotted(path)} is missing{f'; give {expected}' if expected else ''}", True)
     return Mistake(path, describe(errors))
-
-
-def _is_missing(mistake: Mistake) -> bool:
-    return mistake.names_field and mistake.text.startswith(f"{mistake.dotted} is missing")
 
 
 def _expected(error: ErrorDetails) -> str:
@@ -175,13 +170,6 @@ def _nearest(error: ErrorDetails) -> str:
     return f"; did you mean {nearest[0]!r}?" if nearest else ""
 
 
-def _shown(value: Any) -> str:
-    if value is None:
-        return "empty"
-    text = repr(value)
-    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"
-
-
 def _description(path: Sequence[str], model: type[BaseModel]) -> str:
     """What a field takes, for one that is missing."""
     *section, name = path
@@ -202,16 +190,11 @@ def _description(path: Sequence[str], model: type[BaseModel]) -> str:
 
 
 def _user_path(error: ErrorDetails, model: type[BaseModel]) -> tuple[str, ...]:
-    """pydantic's location without the names of the types of a union, which nobody writes."""
+    """pydantic's location without the names of the types of a union, which no user writes."""
     *outer, last = [str(part) for part in error["loc"]] or [""]
     unknown = [last] if error["type"] == "extra_forbidden" else []
     known = outer if unknown else [*outer, last]
     return (*(part for part, _ in _walk(known, model) if part), *unknown)
-
-
-def _with_kind(error: ErrorDetails, path: tuple[str, ...]) -> tuple[str, ...]:
-    """pydantic's location, whose names of kinds choose among the sections that a field may hold."""
-    return tuple(map(str, error["loc"])) if error["loc"] else path
 
 
 def _models_at(path: Sequence[str], model: type[BaseModel]) -> list[type[BaseModel]]:
@@ -269,12 +252,7 @@ _Loader.add_implicit_resolver(
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read `path`, apply overrides such as `["--learner.num_steps", "20"]`, and validate the result."""
     _refuse_visible_password(overrides)
-    return load_overrides(_read(path), overrides, str(path))
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """The data of a file as it is written, without defaults."""
-    return _read(path)
+    return load_overrides(read_config(path), overrides, str(path))
 
 
 def parse_config(text: str, source: str) -> RunConfig:
@@ -307,7 +285,11 @@ def validate(data: dict[str, Any], source: str, overridden: Sequence[Sequence[st
     try:
         return RunConfig.model_validate(data)
     except ValidationError as error:
-        lines = [f"{_origin(found, source, overridden)}: {found.line}" for found in explain(error, RunConfig)]
+        lines = []
+        for mistake in explain(error, RunConfig):
+            path = list(mistake.path)
+            is_flag = any(path[: len(keys)] == list(keys)[: len(path)] for keys in overridden)
+            lines.append(f"{'command line' if is_flag else source}: {mistake.line}")
         raise ConfigError("\n".join(lines)) from error
 
 
@@ -320,12 +302,6 @@ def validate_field(data: dict[str, Any], field: str) -> RunConfig:
         first, *others = explain(error, RunConfig)
         more = f" (and {len(others)} more)" if others else ""
         raise InvalidInput(f"{field}.{first.dotted}".rstrip("."), first.text + more) from error
-
-
-def _origin(mistake: Mistake, source: str, overridden: Sequence[Sequence[str]]) -> str:
-    path = list(mistake.path)
-    is_flag = any(path[: len(keys)] == list(keys)[: len(path)] for keys in overridden)
-    return "command line" if is_flag else source
 
 
 def dump_config(config: RunConfig) -> str:
@@ -359,7 +335,8 @@ def parse_value(text: str) -> Any:
     return yaml.load(text, Loader=_Loader)  # noqa: S506  (a SafeLoader)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
+    """The data of a file as it is written, without defaults."""
     try:
         text = path.read_text()
     except FileNotFoundError as error:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from penstock.config.base import Config
 from penstock.config.dataset import DatasetConfig
@@ -25,46 +25,42 @@ class WeightsConfig(Config):
     catch_up: Literal["publisher", "snapshot"] = "publisher"
     """How a late or recovered server gets the current version: `publisher` by its own push, `snapshot` from disk."""
     delta: bool | Literal["auto"] = "auto"
-    """Send only the bytes that changed, to servers that have the version before. `auto`: by `nccl` and `gloo`, if such
-    pushes were faster in this run than pushes of all bytes. True: always, where the transport can. False: never."""
+    """Send only the bytes that changed, to servers that have the version before. `auto`: by `nccl` and `gloo`, if that
+    was faster in this run. True: where the transport can. False: never."""
     gloo_group_size: int = Field(default=32, ge=2)
-    """How many workers a gloo group has at most, because all ranks of a group connect to each other. With more workers,
-    the learner sends to one relay for each group, which hands the weights on to the others."""
+    """Maximum number of workers in a gloo group, in which all ranks connect to each other. Beyond it, the learner sends
+    to one relay per group, which forwards the weights."""
     staging: Literal["auto", "host", "device"] = "auto"
     """Where the learner keeps a version until it is pushed. `auto`: on its GPU if it has one, otherwise in host
     memory."""
     bucket_bytes: int = Field(default=64 * 2**20, ge=1024)
     """Approximate size, in bytes, of the buckets that tensors are packed into."""
     ready_timeout_s: float = Field(default=30.0, gt=0)
-    """Seconds that a rollout server has to answer the announcement, or the abort, of a push before it is evicted from
-    the push. A server that cannot be reached is evicted after 5 s at most, and then catches up alone."""
+    """Seconds that a rollout server has to answer the announcement or abort of a push before it is evicted, or 5 s if
+    it cannot be reached; it then catches up alone."""
     push_timeout_s: float = Field(default=120.0, gt=0)
     """Deadline of a push, in seconds, from the first bucket to the last commit."""
     snapshot_every_steps: int = Field(default=50, ge=1)
-    """Number of steps between snapshots. A snapshot is a version in safetensors files; late servers and roll backs load
-    it."""
+    """Number of steps between snapshots: versions as safetensors files, which late servers and roll backs load."""
     keep_snapshots: int = Field(default=2, ge=1)
     """Number of snapshots to keep. Older ones are deleted."""
     cluster_key_file: Path | None = None
-    """File with the key that protects the servers' internal port. Every process of the run needs the same key. None:
-    `cluster.key` in the run's folder, which is made when it is missing. A rollout server that listens on anything but
-    loopback needs a file that is named here."""
+    """File with the key, the same for every process, that protects the servers' internal port. None means `cluster.key`
+    in the run's folder, made if missing; a server that does not listen on loopback needs a file here."""
 
 
 # ── Configuration of traces ──
 
 
 class TracingConfig(Config):
-    """OpenTelemetry traces of a prompt, from its submission to the policy version that was trained on it. Needs the
-    extra [tracing]."""
+    """OpenTelemetry traces of a prompt, from its submission to the version trained on it. Needs the extra [tracing]."""
 
     endpoint: str = Field(default="", pattern=r"^(https?://.+)?$")
-    """URL of an OTLP collector over HTTP, such as http://collector:4318. Empty: no tracing."""
+    """URL of an OTLP collector over HTTP, such as http://collector:4318. Empty means no tracing."""
     sample_ratio: float = Field(default=1.0, ge=0, le=1)
     """Share of prompts that are traced."""
     timeout_s: float = Field(default=5.0, gt=0)
-    """Timeout of one export, in seconds. Spans that cannot be exported are dropped, so tracing never blocks a
-    process."""
+    """Timeout of one export, in seconds. Spans that cannot be exported are dropped, so tracing never blocks."""
 
 
 class ModelConfig(Config):
@@ -72,7 +68,7 @@ class ModelConfig(Config):
 
     path: Path
     """Folder with a Hugging Face checkpoint (config.json, safetensors files and tokenizer), or a Hub id such as
-    `Qwen/Qwen2.5-0.5B-Instruct`, with a revision if you like (`…@main`). A path that exists is never looked up on the
+    `Qwen/Qwen2.5-0.5B-Instruct`, with an optional revision (`…@main`). A path that exists is never looked up on the
     Hub."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Data type in which the engines compute and in which weights are pushed."""
@@ -86,14 +82,12 @@ class RunConfig(Config):
     run_dir: Path = Path("runs")
     """Folder of all runs. The checkpoints, logs and private Redis of run NAME are in run_dir/NAME."""
     cache_dir: Path | None = None
-    """Folder of what processes compile when they start: vLLM's graphs, torch's and Triton's kernels. The next start
-    with the same model and GPU loads it instead, also of another run. None: `_cache` in run_dir."""
+    """Folder of the graphs and kernels that processes compile, for all runs. None means `_cache` in run_dir."""
     seed: int = 1
     """Seed of sampling, data order and the learner."""
     max_restarts: int = Field(default=5, ge=0)
-    """How many times `penstock up` starts a rollout server, the gateway or the feed again that was killed, or that died
-    after it was ready, before it ends the run. It waits 1 s, then 2 s, 4 s and so on. A process that has run for 10
-    minutes has all its restarts again. 0: the run ends."""
+    """How many times `penstock up` restarts a rollout server, the gateway or the feed, after 1 s, 2 s, 4 s and so on,
+    before it ends the run. A process that has run for 10 minutes has all its restarts again."""
     model: ModelConfig
     dataset: DatasetConfig = DatasetConfig()
     redis: RedisConfig = RedisConfig()
@@ -106,26 +100,17 @@ class RunConfig(Config):
     tracing: TracingConfig = TracingConfig()
     demo: DemoConfig = DemoConfig()
 
-    @model_validator(mode="after")
-    def _reward_model_is_there_where_it_is_used(self) -> Self:
-        reward = self.rollout.reward
+    def refused(self) -> tuple[tuple[object, str], ...]:
+        reward, reward_model = self.rollout.reward, self.learner.reward_model
         kinds = {chosen.kind for chosen in (*reward.by_data_source.values(), reward.default)}
-        if "reward_model" in kinds and self.learner.reward_model is None:
-            raise ValueError(
-                "a reward of kind reward_model needs the learner's reward model: add learner.reward_model.path"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _spread_is_of_the_reward_that_trains(self) -> Self:
-        reward_model = self.learner.reward_model
         compares = self.replay.dynamic_sampling or self.replay.group_filter.looks_at_rewards
-        if compares and reward_model is not None and reward_model.combine == "replace":
-            raise ValueError(
-                "replay.dynamic_sampling and group_filter compare the rewards of the rollout servers, which "
-                "learner.reward_model replaces: turn one of them off"
-            )
-        return self
+        return (
+            ("reward_model" in kinds and reward_model is None,
+             "a reward of kind reward_model needs the learner's reward model: add learner.reward_model.path"),
+            (compares and reward_model is not None and reward_model.combine == "replace",
+             "replay.dynamic_sampling and group_filter compare the rewards of the rollout servers, which "
+             "learner.reward_model replaces: turn one of them off"),
+        )  # fmt: skip
 
     @property
     def folder(self) -> Path:

@@ -1,4 +1,4 @@
-"""What people are told about a run: facts become findings, and printers format them.
+"""What people read about a run: facts become findings, and printers format them.
 
 | module | contents |
 |---|---|

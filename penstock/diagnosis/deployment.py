@@ -96,7 +96,7 @@ def check_stopped(config: RunConfig) -> list[Finding]:
 
 
 def check_ports(config: RunConfig) -> list[Finding]:
-    """Check that the processes of a run listen where they said. If the run is not up, check that its ports are free."""
+    """Check that the processes of a run listen where they announced; if the run is not up, that its ports are free."""
     findings = []
     files = [] if is_stopped(config.folder) else sorted(config.folder.glob("*.json"))
     for path in files:

@@ -35,7 +35,7 @@ def _admission(facts: RunFacts) -> Iterator[Finding]:
     text = f"no prompt can be admitted, and {stat.queued + stat.in_flight} of {groups_per_step} groups are on their way"
     if stat.step < stat.committed_step:
         text += f": the learner is at step {stat.step}, below the committed step {stat.committed_step}"
-    advice = "start the learner from its newest checkpoint, or see docs/learner.md#going-back"
+    advice = "start the learner from its newest checkpoint, or see docs/learner.md#rewinding-to-a-checkpoint"
     yield Finding("admission", "fail", text, advice)
 
 

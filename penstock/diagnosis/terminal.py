@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
 
 from rich.console import Console, RenderableType
 from rich.markup import escape
@@ -118,13 +119,13 @@ def _lines(items: Sequence[str]) -> str:
 
 def server_table(servers: Sequence[Server], columns: Sequence[str], title: str | None = None) -> Table:
     """A row per server. `--json` has everything."""
-    table = plain_table(*columns, title=title)
+    rows = []
     for server in servers:
         marks = {"drained": server.is_drained, "quarantined": server.is_quarantined}
         state = ", ".join([server.state, *(mark for mark, is_set in marks.items() if is_set)])
         cells = {
             "server": server.server_id,
-            "state": state if state == "READY" else f"[yellow]{state}[/]",
+            "state": Text(state, style="" if state == "READY" else "yellow"),
             "version": str(server.policy_version),
             "digest": server.weights_digest[:_DIGEST_LENGTH] or "model folder",
             "groups": str(server.running_groups),
@@ -132,17 +133,30 @@ def server_table(servers: Sequence[Server], columns: Sequence[str], title: str |
             "engine": server.engine,
             "address": server.address,
         }
-        table.add_row(*(cells[name] for name in columns))
-    return table
+        rows.append([cells[name] for name in columns])
+    return plain_table(columns, rows, title=title)
 
 
-def plain_table(*columns: str, right: Sequence[str] = (), whole: Sequence[str] = (), title: str | None = None) -> Table:
-    """A table without a frame. Columns in `right` are aligned to the right, and those in `whole` are not wrapped."""
+def plain_table(
+    columns: Sequence[str], rows: Iterable[Sequence[Any]], *, whole: Sequence[str] = (), title: str | None = None
+) -> Table:
+    """A table without a frame. Columns of numbers are aligned to the right, and those in `whole` are not wrapped. None
+    is a dash, and texts are shown as they are."""
+    rows = list(rows)
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in columns:
-        is_whole = name in whole or name == "heartbeat"
-        table.add_column(name, justify="right" if name in right else "left", overflow="fold", no_wrap=is_whole)
+    for index, name in enumerate(columns):
+        is_number = all(isinstance(row[index], int | float | None) for row in rows)
+        justify: Literal["left", "right"] = "right" if is_number else "left"
+        table.add_column(name, justify=justify, overflow="fold", no_wrap=name in whole or name == "heartbeat")
+    for row in rows:
+        table.add_row(*(cell if isinstance(cell, Text) else Text(_cell(cell)) for cell in row))
     return table
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value + 0.0:.4g}"  # no -0
+    return "-" if value is None else str(value)
 
 
 def print_findings(findings: Sequence[Finding]) -> None:

@@ -112,7 +112,7 @@ class Curriculum:
         self.queue = queue
         self.num_prompts = num_prompts
         self.where = where
-        self._book = PromptBook(queue)
+        self._book = PromptBook(queue.client, queue.run)
         self._cursor = ""
         self._rows: dict[int, int] = {}
 

@@ -16,7 +16,7 @@ from penstock.cancellation import end_task, to_the_end
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, Conflict
 from penstock.feed.dataset_feed import Curriculum, Feeder, PromptStream
-from penstock.feed.run_end import Before, RunEnd, found_before, plan_line
+from penstock.feed.run_end import EarlierWork, RunEnd, earlier_work, plan_line
 from penstock.feed.validation import Validator, VersionHold
 from penstock.metrics import write_endpoint
 from penstock.process_endpoint import Readiness, process_endpoint
@@ -63,7 +63,7 @@ async def feed_run(config: RunConfig, *, watch: bool = False) -> None:
         if dataset.file is not None and not dataset.validation.only:
             stream = await asyncio.to_thread(PromptStream.read, config)
         epoch_prompts = 0 if stream is None else stream.epoch_prompts
-        stack.callback(_say_plan(config, epoch_prompts, await found_before(queue, config), endpoint.port))
+        stack.callback(_say_plan(config, epoch_prompts, await earlier_work(queue, config), endpoint.port))
         validator = None
         if dataset.validation.file is not None:
             hold = _version_hold(config, client) if dataset.validation.pinned else None
@@ -123,12 +123,12 @@ def _version_hold(config: RunConfig, client: redis.Redis) -> VersionHold:
     )
 
 
-def _say_plan(config: RunConfig, epoch_prompts: int, before: Before, port: int) -> Callable[[], None]:
+def _say_plan(config: RunConfig, epoch_prompts: int, earlier: EarlierWork, port: int) -> Callable[[], None]:
     """Say what the run will do, and write it to `feed-DATASET.json`, which `penstock up` reads. Returns what removes
     the port from that file, because a feed that has ended does not answer there."""
     if epoch_prompts == 0 and not config.dataset.validation.only:
         return lambda: None
-    plan = plan_line(config, epoch_prompts, before)
+    plan = plan_line(config, epoch_prompts, earlier)
     print(plan, flush=True)
     write_endpoint(config.folder, feed_file(config), plan=plan, host=config.dataset.metrics_host, metrics_port=port)
     return partial(write_endpoint, config.folder, feed_file(config), plan=plan)

@@ -54,7 +54,7 @@ class ColumnSize:
 
 def column_sizes(file: BinaryIO, places: Iterable[tuple[int, int]]) -> list[ColumnSize]:
     """Add up the pages of columns, each of which begins at a position and has a number of bytes. Raises ValueError for
-    bytes that are no pages, for too many pages, and for an encoding that hides the size of its texts."""
+    bytes that are not pages, for too many pages, and for an encoding that hides the size of its texts."""
     sizes, num_pages = [], 0
     for start, num_bytes in places:
         at, end = start, start + num_bytes
@@ -105,7 +105,7 @@ class _Reader:
         return fields
 
     def _value(self, kind: int, depth: int) -> Any:
-        if kind in (1, 2):  # true and false have no bytes of their own
+        if kind in (1, 2):  # true and false take no bytes
             return None
         if kind == 3:
             return self._byte()
@@ -252,7 +252,7 @@ def _start(chunk: Any) -> int:
 
 
 def _row_sizes(batch: Any) -> NDArray[np.int64]:
-    """Bytes of the texts in each row, as if every repetition were a text of its own."""
+    """Bytes of the texts in each row, as if every repetition were a separate text."""
     sizes = np.zeros(batch.num_rows, np.int64)
     for column in batch.columns:
         sizes += _text_sizes(column)

@@ -48,7 +48,7 @@ class RunEnd:
 
 
 @dataclass(frozen=True)
-class Before:
+class EarlierWork:
     """What a run had before a dataset was fed to it."""
 
     step: int = 0
@@ -57,34 +57,34 @@ class Before:
     """Prompts of other datasets and of clients that are not trained yet."""
 
 
-async def found_before(queue: _Counts, config: RunConfig) -> Before:
-    """What the run has before the dataset of the config. Once prompts of it were submitted, they are not told from the
-    others, so it counts as the only one."""
+async def earlier_work(queue: _Counts, config: RunConfig) -> EarlierWork:
+    """What the run has before the dataset of the config. Once prompts of it were submitted, they are not
+    distinguished from the others, so it counts as the only one."""
     feed = (await queue.feeds()).get(config.dataset.name)
     if feed is not None and feed.position > 0:
-        return Before()
+        return EarlierWork()
     stat = await queue.stat()
     num_done = stat.num_trained(config.replay.groups_per_step) - stat.trained
-    return Before(stat.step, stat.pending_prompts + stat.in_flight + stat.queued - num_done)
+    return EarlierWork(stat.step, stat.pending_prompts + stat.in_flight + stat.queued - num_done)
 
 
-def plan_line(config: RunConfig, epoch_prompts: int, before: Before = Before()) -> str:  # noqa: B008  (it is frozen)
+def plan_line(config: RunConfig, epoch_prompts: int, earlier: EarlierWork = EarlierWork()) -> str:  # noqa: B008  (it is frozen)
     """What the run will do, in one line: its steps, as `learner.num_steps` and the epochs of the dataset allow."""
     dataset, size = config.dataset, config.replay.groups_per_step
     if dataset.validation.only:
         return "plan: validate and finish, without training (dataset.validation.only)"
     last_step = config.learner.num_steps
-    wanted = max(0, last_step - before.step)
+    wanted = max(0, last_step - earlier.step)
     if last_step and not wanted:
-        return f"plan: no step, because the run is at step {before.step} of learner.num_steps {last_step}"
-    named = f"more steps of {size} prompts" if before.step else f"steps of {size} prompts"
-    queued = f" and {before.num_prompts} prompts that are queued already" if before.num_prompts else ""
+        return f"plan: no step, because the run is at step {earlier.step} of learner.num_steps {last_step}"
+    named = f"more steps of {size} prompts" if earlier.step else f"steps of {size} prompts"
+    queued = f" and {earlier.num_prompts} prompts that are queued already" if earlier.num_prompts else ""
     epochs = "1 epoch" if dataset.epochs == 1 else f"{dataset.epochs} epochs"
     data = f"{epochs} of {epoch_prompts} prompts{queued}"
     if dataset.epochs == 0:
         data = f"the dataset of {epoch_prompts} prompts, repeated without end (dataset.epochs){queued and ','}{queued}"
         return f"plan: {wanted} {named} from {data}" if wanted else f"plan: train until stopped on {data}"
-    whole, rest = divmod(dataset.epochs * epoch_prompts + before.num_prompts, size)
+    whole, rest = divmod(dataset.epochs * epoch_prompts + earlier.num_prompts, size)
     steps = whole + (rest > 0 and dataset.last_batch == "train")
     if 0 < wanted < steps:
         return f"plan: {wanted} {named} (learner.num_steps), although {data} are enough for {steps} steps"

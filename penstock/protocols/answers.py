@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, MutableMapping, Sequence
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from contextlib import aclosing
-from typing import Any, Protocol, cast
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, cast
 
 import numpy as np
 
 from penstock.errors import InvalidInput, PenstockError, PromptTooLong, QueueFull, RateLimited, Unauthenticated
-from penstock.protocols.conversation import AnswerMessage, Json, Message
+from penstock.protocols.conversation import AnswerMessage, Json
 from penstock.v1 import generate_pb2, groups_pb2
 
 Chunks = AsyncIterator[generate_pb2.GenerateChunk]
@@ -38,21 +41,24 @@ RETRY_REASONS = frozenset({RateLimited.reason, QueueFull.reason})
 """Reasons below 500 that pass by themselves."""
 
 
-class Choice:
+class Choice(AnswerMessage):
     """One sample of an answer, collected chunk by chunk."""
 
     def __init__(self, index: int) -> None:
+        super().__init__()
         self.index = index
         self.token_ids: list[int] = []
         self.log_probs: list[float] = []
         self.versions: set[int] = set()
+        self.num_before = 0
+        """Number of tokens before the newest chunk."""
         self.num_prompt_tokens = 0
         self.finish_reason = groups_pb2.Trajectory.FINISH_REASON_UNSPECIFIED
         self.stop_text = ""
-        self._answer = AnswerMessage()
 
     def add(self, chunk: generate_pb2.GenerateChunk) -> None:
-        self._answer.add(chunk)
+        super().add(chunk)
+        self.num_before = len(self.token_ids)
         self.token_ids += np.frombuffer(chunk.token_ids, dtype="<i4").tolist()
         self.log_probs += np.frombuffer(chunk.log_probs, dtype="<f4").tolist()
         self.versions |= {segment.policy_version for segment in chunk.segments}
@@ -61,46 +67,124 @@ class Choice:
         self.stop_text = chunk.stop_text or self.stop_text
 
     @property
-    def message(self) -> Message:
-        return self._answer.message
-
-    @property
     def is_cut(self) -> bool:
         """Whether a limit on tokens ended it."""
         return self.finish_reason == groups_pb2.Trajectory.LENGTH
 
-
-class Exchange(Protocol):
-    """One request and its answer in a protocol. It is used once."""
-
     @property
-    def field_names(self) -> Mapping[str, str]:
-        """The protocol's names of fields that a rollout server refuses under other names."""
-        ...
+    def ending(self) -> Literal["length", "tool_calls", "stop_text", "stop"] | None:
+        """What ended it; None while it goes on."""
+        if not self.finish_reason:
+            return None
+        if self.is_cut:
+            return "length"
+        return "tool_calls" if self.message.tool_calls else "stop_text" if self.stop_text else "stop"
 
-    def requests(self) -> list[generate_pb2.GenerateRequest]:
-        """A generate request for each choice. Raises InvalidInput for what cannot be honoured."""
-        ...
+
+class Exchange:
+    """The answer to one request in a protocol. It is used once. Methods that return texts return server-sent events."""
+
+    id_prefix = ""
+    own_names: ClassVar[dict[str, str]] = {}
+    """The protocol's names of fields that a rollout server refuses under other names, beyond those of all protocols."""
+
+    def __init__(self, body: Any, texts: TokenTexts) -> None:
+        self.body = body
+        self.texts = texts
+        self.answer_id = f"{self.id_prefix}{uuid.uuid4().hex}"
+        self.created = int(time.time())
+        self.field_names = {"tools_json": "tools", "template_arguments_json": "chat_template_kwargs"} | self.own_names
 
     def whole(self, choices: list[Choice]) -> Json:
         """The answer to a request that is not streamed."""
-        ...
+        raise NotImplementedError
 
     def begin(self, choice: Choice) -> list[str]:
-        """Events before everything else. The first chunk has arrived, and `choice` has it."""
-        ...
+        """Before everything else. The first chunk has arrived, and `choice` has it."""
+        return []
 
     def part(self, choice: Choice, chunk: generate_pb2.GenerateChunk) -> list[str]:
-        """Events for a chunk, which `choice` has already."""
-        ...
+        """For a chunk, which `choice` has already."""
+        raise NotImplementedError
 
     def end(self, choices: list[Choice]) -> list[str]:
-        """Events after the last chunk."""
-        ...
+        """After the last chunk."""
+        raise NotImplementedError
 
     def failed(self, error: PenstockError) -> list[str]:
-        """Events for an error in the middle of an answer."""
-        ...
+        """For an error in the middle of an answer."""
+        raise NotImplementedError
+
+
+@dataclass
+class Item:
+    """A text, or a call of a tool, in an answer."""
+
+    call_id: str = ""
+    """Empty for a text."""
+    name: str = ""
+    text: str = ""
+    """The text, or the arguments of the call."""
+    index: int = 0
+    status: str = "completed"
+    item_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    log_probs: list[Json] = field(default_factory=list)
+
+
+class ItemExchange(Exchange):
+    """An answer that is a list of items: its text, if it has any, and then its calls. In a stream an item begins, grows
+    and ends before the next one begins; `item_events` renders each of these steps."""
+
+    def __init__(self, body: Any, texts: TokenTexts) -> None:
+        super().__init__(body, texts)
+        self.items: list[Item] = []
+        """Those that were begun; the last one may still grow."""
+        self._is_open = False
+
+    def item_events(self, step: Literal["begin", "grow", "end"], item: Item, text: str, choice: Choice) -> list[str]:
+        """`text` is what the item has grown by."""
+        raise NotImplementedError
+
+    def part(self, choice: Choice, chunk: generate_pb2.GenerateChunk) -> list[str]:
+        events: list[str] = []
+        if chunk.text and not (self._is_open and not self.items[-1].call_id):
+            events += self._begin(Item(), choice)
+        events += self._grow(chunk.text, choice)
+        for part in chunk.tool_calls:
+            if part.call_id:
+                events += self._begin(Item(part.call_id, part.name), choice)
+            events += self._grow(part.arguments, choice)
+        return events
+
+    def end(self, choices: list[Choice]) -> list[str]:
+        [choice] = choices
+        events = [] if self.items else self._begin(Item(), choice)
+        return events + self._end(choice, "incomplete" if choice.is_cut else "completed")
+
+    def _begin(self, item: Item, choice: Choice) -> list[str]:
+        ended = self._end(choice, "completed")
+        item.index, item.status, self._is_open = len(self.items), "in_progress", True
+        self.items.append(item)
+        return ended + self.item_events("begin", item, "", choice)
+
+    def _grow(self, text: str, choice: Choice) -> list[str]:
+        if not text:
+            return []
+        self.items[-1].text += text
+        return self.item_events("grow", self.items[-1], text, choice)
+
+    def _end(self, choice: Choice, status: str) -> list[str]:
+        if not self._is_open:
+            return []
+        self._is_open, self.items[-1].status = False, status
+        return self.item_events("end", self.items[-1], "", choice)
+
+
+def whole_items(choice: Choice) -> list[Item]:
+    """The items of an answer that is not streamed."""
+    message = choice.message
+    texts = [Item(text=message.content)] if message.content or not message.tool_calls else []
+    return texts + [Item(call.call_id, call.name, call.arguments) for call in message.tool_calls]
 
 
 def renamed(error: InvalidInput, exchange: Exchange) -> InvalidInput:
@@ -112,19 +196,9 @@ def renamed(error: InvalidInput, exchange: Exchange) -> InvalidInput:
 async def collect(streams: Sequence[Chunks]) -> list[Choice]:
     """Read all answers to their ends, at the same time."""
     choices = [Choice(index) for index in range(len(streams))]
-
-    async def read(choice: Choice, stream: Chunks) -> None:
-        async with aclosing(cast(Any, stream)) as chunks:
-            async for chunk in chunks:
-                choice.add(chunk)
-
-    readers = [asyncio.ensure_future(read(*pair)) for pair in zip(choices, streams, strict=True)]
-    try:
-        await asyncio.gather(*readers)
-    finally:
-        for reader in readers:
-            reader.cancel()
-        await asyncio.gather(*readers, return_exceptions=True)
+    async with aclosing(merge(streams)) as merged:
+        async for number, chunk in merged:
+            choices[number].add(chunk)
     return choices
 
 
@@ -160,9 +234,7 @@ async def open_events(exchange: Exchange, streams: Sequence[Chunks]) -> AsyncIte
     async def events() -> AsyncIterator[str]:
         async with aclosing(merged):
             try:
-                for event in exchange.begin(choices[index]):
-                    yield event
-                for event in exchange.part(choices[index], first):
+                for event in (*exchange.begin(choices[index]), *exchange.part(choices[index], first)):
                     yield event
                 async for number, chunk in merged:
                     choices[number].add(chunk)
@@ -214,13 +286,9 @@ def version_fields(choices: Sequence[Choice]) -> Json:
     return {"policy_version": versions[-1] if versions else None, "policy_versions": versions}
 
 
-def usage_of(choices: Sequence[Choice]) -> Json:
-    prompt, completion = choices[0].num_prompt_tokens, sum(len(choice.token_ids) for choice in choices)
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-
-
-def now_s() -> int:
-    return int(time.time())
+def sse(content: Json, kind: str = "") -> str:
+    """A server-sent event."""
+    return (f"event: {kind}\n" if kind else "") + f"data: {json.dumps(content)}\n\n"
 
 
 def retry_advice(error: PenstockError) -> dict[str, str]:

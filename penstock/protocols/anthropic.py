@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import uuid
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from penstock.api.conversion import json_text
 from penstock.errors import InvalidInput, PenstockError
-from penstock.protocols.answers import Choice, anthropic_fields, version_fields
+from penstock.protocols.answers import Choice, Item, ItemExchange, anthropic_fields, sse, version_fields, whole_items
 from penstock.protocols.bodies import (
     Body,
     Cache,
@@ -19,9 +18,11 @@ from penstock.protocols.bodies import (
     NoEffect,
     Refused,
     SamplingBody,
-    function_tool,
-    json_text,
-    set_json_schema,
+    ToolBody,
+    conversation_of,
+    set_format,
+    text_field,
+    text_of,
 )
 from penstock.protocols.conversation import Conversation, Json, Message, ToolCall
 from penstock.v1 import generate_pb2
@@ -32,6 +33,7 @@ _CHOICES = {
     "none": generate_pb2.TOOL_CHOICE_NONE,
     "tool": generate_pb2.TOOL_CHOICE_NAMED,
 }
+_STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop_text": "stop_sequence"}
 
 
 class InputMessage(Body):
@@ -39,14 +41,11 @@ class InputMessage(Body):
     content: str | list[Json]
 
 
-class Tool(Body):
+class Tool(ToolBody):
     """A tool that the client runs. Anthropic's own tools, which have another `type`, are refused."""
 
-    name: Annotated[str, Field(min_length=1, max_length=256)]
-    input_schema: Json
-    description: str | None = None
+    parameters: Annotated[Json, Field(alias="input_schema")]
     type: Literal["custom"] | None = None
-    strict: bool | None = None
     cache_control: Cache = None
     eager_input_streaming: Annotated[Any, NoEffect("arguments are sent as they come")] = None
     allowed_callers: Annotated[Any, Refused("only the model calls tools", (["direct"],))] = None
@@ -85,24 +84,13 @@ class PromptBody(SamplingBody):
     user_profile_id: Identifier = None
     workspace_id: Identifier = None
 
-    def conversation(self) -> Conversation:
+    def read_conversation(self) -> Conversation:
         choice = self.tool_choice or ToolChoice(type="auto")
-        tools = self.tools or []
-        system = [Message("system", _texts(self.system, "system"))] if self.system else []
-        messages = [message for number, one in enumerate(self.messages) for message in _messages(one, number)]
-        for number, tool in enumerate(tools):
-            tool.refuse(f"tools[{number}].")
-        return Conversation(
-            messages=(*system, *messages),
-            tools=tuple(
-                function_tool(tool.name, tool.description, tool.input_schema, tool.strict, f"tools[{number}]")
-                for number, tool in enumerate(tools)
-            ),
-            tool_choice=_CHOICES[choice.type],
-            tool_name=choice.name,
-            single_tool_call=bool(tools) and bool(choice.disable_parallel_tool_use),
-            template_arguments=self.chat_template_kwargs or {},
-        )
+        messages = [Message("system", text_of(self.system, "system"))] if self.system else []
+        messages += [message for number, one in enumerate(self.messages) for message in _messages(one, number)]
+        is_single = bool(choice.disable_parallel_tool_use)
+        named = _CHOICES[choice.type], choice.name
+        return conversation_of(self, messages, self.tools or (), named, is_single=is_single)
 
 
 class MessagesBody(PromptBody):
@@ -116,130 +104,91 @@ class MessagesBody(PromptBody):
     inference_geo: Annotated[Any, Refused("the run is where it is")] = None
     diagnostics: Annotated[Any, Refused("there are none")] = None
 
+    def requests(self, session_id: str) -> list[generate_pb2.GenerateRequest]:
+        request = self.base_request(session_id, max_tokens=self.max_tokens, stop=self.stop_sequences)
+        if self.messages[-1].role == "assistant":
+            where = f"messages[{len(self.messages) - 1}].role"
+            raise InvalidInput(where, "must not be assistant in the last message: answers are not prefilled; omit it")
+        self.read_conversation().fill(request)
+        if self.output_config is not None:
+            self.output_config.refuse("output_config.")
+            if (form := self.output_config.format) is not None:
+                if form.get("type") != "json_schema":
+                    raise InvalidInput("output_config.format.type", "must be json_schema")
+                set_format(request, "json_schema", form.get("schema"), "output_config.format.schema")
+        return [request]
+
 
 class CountBody(PromptBody):
     """The body of /v1/messages/count_tokens."""
 
-    def request(self, session_id: str = "") -> generate_pb2.GenerateRequest:
-        request = self.base_request(session_id, max_tokens=1)
-        self.conversation().fill(request)
+    def request(self) -> generate_pb2.GenerateRequest:
+        request = self.base_request("", max_tokens=1)
+        self.read_conversation().fill(request)
         request.render_only = True
         return request
 
 
-class MessagesExchange:
-    """One request of Messages and its answer."""
+class MessagesExchange(ItemExchange):
+    """The answer to a request of Messages."""
 
-    field_names: ClassVar[Mapping[str, str]] = {
-        "tools_json": "tools", "template_arguments_json": "chat_template_kwargs", "stop": "stop_sequences",
-        "response_format": "output_config.format",
-    }  # fmt: skip
-
-    def __init__(self, body: MessagesBody, session_id: str = "") -> None:
-        self.body = body
-        self.session_id = session_id
-        self.answer_id = f"msg_{uuid.uuid4().hex[:24]}"
-        self._open = ""
-        """Type of the content block that was begun and not ended, or empty."""
-        self._num_blocks = 0
-
-    def requests(self) -> list[generate_pb2.GenerateRequest]:
-        body = self.body
-        request = body.base_request(self.session_id, max_tokens=body.max_tokens, stop=body.stop_sequences)
-        if body.messages[-1].role == "assistant":
-            where = f"messages[{len(body.messages) - 1}].role"
-            raise InvalidInput(
-                where, "must not be assistant in the last message: answers are not prefilled; leave it out"
-            )
-        body.conversation().fill(request)
-        if body.output_config is not None:
-            body.output_config.refuse("output_config.")
-            if (form := body.output_config.format) is not None:
-                if form.get("type") != "json_schema":
-                    raise InvalidInput("output_config.format.type", "must be json_schema")
-                set_json_schema(request, form.get("schema"), "output_config.format.schema")
-        return [request]
+    id_prefix = "msg_"
+    own_names: ClassVar[dict[str, str]] = {"stop": "stop_sequences", "response_format": "output_config.format"}
 
     def whole(self, choices: list[Choice]) -> Json:
-        [choice] = choices
-        message = choice.message
-        content: list[Json] = []
-        if message.content or not message.tool_calls:
-            content.append({"type": "text", "text": message.content, "citations": None})
-        content += [
-            {"type": "tool_use", "id": call.call_id, "name": call.name, "input": _input(call.arguments)}
-            for call in message.tool_calls
-        ]
-        return self._message(choice) | {"content": content, **_ending(choice)} | version_fields(choices)
+        content = [_block(item) for item in whole_items(choices[0])]
+        return self._message(choices[0], content) | _ending(choices[0]) | version_fields(choices)
 
     def begin(self, choice: Choice) -> list[str]:
-        message = self._message(choice) | {"content": [], "stop_reason": None, "stop_sequence": None}
+        message = self._message(choice, []) | {"stop_reason": None, "stop_sequence": None}
         message["usage"] = {"input_tokens": choice.num_prompt_tokens, "output_tokens": 0}
         return [_event("message_start", message=message)]
 
-    def part(self, choice: Choice, chunk: generate_pb2.GenerateChunk) -> list[str]:
-        events = []
-        if chunk.text:
-            if self._open != "text":
-                events += self._begin_block({"type": "text", "text": "", "citations": None})
-            events.append(self._delta({"type": "text_delta", "text": chunk.text}))
-        for part in chunk.tool_calls:
-            if part.call_id:
-                events += self._begin_block({"type": "tool_use", "id": part.call_id, "name": part.name, "input": {}})
-            if part.arguments:
-                events.append(self._delta({"type": "input_json_delta", "partial_json": part.arguments}))
-        return events
+    def item_events(self, step: Literal["begin", "grow", "end"], item: Item, text: str, choice: Choice) -> list[str]:
+        if step == "begin":
+            return [_event("content_block_start", index=item.index, content_block=_block(item))]
+        if step == "end":
+            return [_event("content_block_stop", index=item.index)]
+        delta = {"type": "text_delta", "text": text}
+        if item.call_id:
+            delta = {"type": "input_json_delta", "partial_json": text}
+        return [_event("content_block_delta", index=item.index, delta=delta)]
 
     def end(self, choices: list[Choice]) -> list[str]:
-        [choice] = choices
-        events = [] if self._num_blocks else self._begin_block({"type": "text", "text": "", "citations": None})
-        events += self._end_block()
-        usage = {"input_tokens": choice.num_prompt_tokens, "output_tokens": len(choice.token_ids)}
-        events.append(_event("message_delta", delta=_ending(choice), usage=usage, **version_fields(choices)))
-        return [*events, _event("message_stop")]
+        ending = {"delta": _ending(choices[0]), "usage": _usage(choices[0]), **version_fields(choices)}
+        return [*super().end(choices), _event("message_delta", **ending), _event("message_stop")]
 
     def failed(self, error: PenstockError) -> list[str]:
-        return [f"event: error\ndata: {json.dumps(anthropic_fields(error.http_status, str(error)))}\n\n"]
+        return [sse(anthropic_fields(error.http_status, str(error)), "error")]
 
-    def _message(self, choice: Choice) -> Json:
-        usage = {"input_tokens": choice.num_prompt_tokens, "output_tokens": len(choice.token_ids)}
+    def _message(self, choice: Choice, content: list[Json]) -> Json:
         return {
-            "id": self.answer_id, "type": "message", "role": "assistant", "model": self.body.model, "usage": usage
+            "id": self.answer_id, "type": "message", "role": "assistant", "model": self.body.model,
+            "content": content, "usage": _usage(choice),
         }  # fmt: skip
 
-    def _begin_block(self, block: Json) -> list[str]:
-        ended = self._end_block()
-        self._open = block["type"]
-        self._num_blocks += 1
-        return [*ended, _event("content_block_start", index=self._num_blocks - 1, content_block=block)]
 
-    def _delta(self, delta: Json) -> str:
-        return _event("content_block_delta", index=self._num_blocks - 1, delta=delta)
+def _block(item: Item) -> Json:
+    if not item.call_id:
+        return {"type": "text", "text": item.text, "citations": None}
+    return {"type": "tool_use", "id": item.call_id, "name": item.name, "input": _input(item.text)}
 
-    def _end_block(self) -> list[str]:
-        if not self._open:
-            return []
-        self._open = ""
-        return [_event("content_block_stop", index=self._num_blocks - 1)]
+
+def _usage(choice: Choice) -> Json:
+    return {"input_tokens": choice.num_prompt_tokens, "output_tokens": len(choice.token_ids)}
 
 
 def _ending(choice: Choice) -> Json:
-    reason = "end_turn"
-    if choice.is_cut:
-        reason = "max_tokens"
-    elif choice.message.tool_calls:
-        reason = "tool_use"
-    elif choice.stop_text:
-        reason = "stop_sequence"
+    reason = _STOP_REASONS.get(choice.ending or "", "end_turn")
     return {"stop_reason": reason, "stop_sequence": choice.stop_text or None}
 
 
 def _event(kind: str, **fields: Any) -> str:
-    return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n"
+    return sse({"type": kind, **fields}, kind)
 
 
 def _messages(message: InputMessage, number: int) -> list[Message]:
-    """Our messages for one of Anthropic's. The results of tools in it become messages of their own, before its text."""
+    """Our messages for one of Anthropic's. The results of tools in it become separate messages before its text."""
     path = f"messages[{number}].content"
     if isinstance(message.content, str):
         return [Message(message.role, message.content)]
@@ -249,15 +198,15 @@ def _messages(message: InputMessage, number: int) -> list[Message]:
     for index, block in enumerate(message.content):
         kind, here = block.get("type"), f"{path}[{index}]"
         if kind == "text":
-            text += _text(block, "text", here)
+            text += text_field(block, "text", here)
         elif kind == "tool_use" and message.role == "assistant":
             arguments = json_text(block.get("input") or {}, f"{here}.input")
-            calls.append(ToolCall(_text(block, "id", here), _text(block, "name", here), arguments))
+            calls.append(ToolCall(text_field(block, "id", here), text_field(block, "name", here), arguments))
         elif kind == "tool_result" and message.role == "user":
-            content = _texts(block.get("content") or "", f"{here}.content")
-            results.append(Message("tool", content, tool_call_id=_text(block, "tool_use_id", here)))
+            content = text_of(block.get("content") or "", f"{here}.content")
+            results.append(Message("tool", content, tool_call_id=text_field(block, "tool_use_id", here)))
         elif kind == "thinking" and message.role == "assistant":
-            reasoning += _text(block, "thinking", here)
+            reasoning += text_field(block, "thinking", here)
         else:
             raise InvalidInput(here, f"a block {kind!r} cannot be read in a message of {message.role}; send text")
     if results and not text:
@@ -265,29 +214,8 @@ def _messages(message: InputMessage, number: int) -> list[Message]:
     return [*results, Message(message.role, text, tuple(calls), reasoning=reasoning)]
 
 
-def _text(block: Json, name: str, path: str) -> str:
-    value = block.get(name)
-    if not isinstance(value, str):
-        raise InvalidInput(f"{path}.{name}", "must be text")
-    return value
-
-
-def _texts(content: Any, path: str) -> str:
-    """Text, or the texts of a list of blocks."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise InvalidInput(path, "must be text or a list of blocks")
-    texts = []
-    for index, block in enumerate(content):
-        if not isinstance(block, dict) or block.get("type") != "text":
-            raise InvalidInput(f"{path}[{index}]", "must be a block of text; models here read text only")
-        texts.append(_text(block, "text", f"{path}[{index}]"))
-    return "".join(texts)
-
-
 def _input(arguments: str) -> Json:
-    """The arguments of a call. Those that a limit has cut are no JSON, and are given as text."""
+    """The arguments of a call. Those that a limit has cut are not JSON, and are given as text."""
     try:
         value = json.loads(arguments or "{}")
     except ValueError:

@@ -7,15 +7,18 @@ Fields that are not declared are refused as unknown. `docs/protocols.md` is made
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from penstock.api.conversion import json_text
+from penstock.codec import sampling_to_proto
 from penstock.errors import InvalidInput, ModelNotFound
-from penstock.protocols.conversation import Json
-from penstock.v1 import generate_pb2, prompts_pb2
+from penstock.protocols.conversation import Conversation, Json, Message
+from penstock.sampling import SAMPLING_FIELDS, Sampling
+from penstock.v1 import generate_pb2
 
 MAX_CHOICES = 128
 UNLIMITED = 2**31 - 1
@@ -23,7 +26,6 @@ UNLIMITED = 2**31 - 1
 MaxTokens = Annotated[int, Field(ge=1, lt=2**31)]
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-_ENCODER = json.JSONEncoder(allow_nan=False)
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
 
@@ -96,17 +98,12 @@ class SamplingBody(Body):
         """A request with everything but its prompt. Refuses what is not supported."""
         self.refuse()
         run, version = self._model()
+        named = [name for name in SAMPLING_FIELDS if name in SamplingBody.model_fields]
+        given = {name: value for name in named if (value := getattr(self, name)) is not None}
+        given["top_k"] = max(0, self.top_k or 0)
         return generate_pb2.GenerateRequest(
             run=run,
-            sampling=prompts_pb2.Sampling(
-                temperature=1.0 if self.temperature is None else self.temperature,
-                top_p=1.0 if self.top_p is None else self.top_p,
-                max_tokens=max_tokens,
-                seed=seed,
-                top_k=max(0, self.top_k or 0),
-                min_p=self.min_p or 0.0,
-                ignore_eos=bool(self.ignore_eos),
-            ),
+            sampling=sampling_to_proto(Sampling(**given, max_tokens=max_tokens, seed=seed)),
             stop=[stop] if isinstance(stop, str) else stop or [],
             stream=bool(self.stream),
             session_id=session_id,
@@ -114,10 +111,43 @@ class SamplingBody(Body):
         )
 
 
-def text_of(content: str | list[Json] | None, path: str) -> str:
-    """The text of a message's content. Parts that are not text are refused."""
-    if not isinstance(content, list):
+class ToolBody(Body):
+    """A function that the client runs."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: Json | None = None
+    strict: bool | None = None
+
+    def declared(self, path: str) -> Json:
+        """The tool in the form that chat templates read, without fields that have no value."""
+        self.refuse(f"{path}.")
+        json_text(self.parameters, f"{path}.parameters")
+        fields = {name: getattr(self, name) for name in ToolBody.model_fields} | {"strict": self.strict or None}
+        return {"type": "function", "function": {key: value for key, value in fields.items() if value is not None}}
+
+
+def conversation_of(
+    body: SamplingBody, messages: Iterable[Message], tools: Sequence[ToolBody],
+    choice: tuple[generate_pb2.ToolChoice, str], *, is_single: bool,
+) -> Conversation:  # fmt: skip
+    """`choice` has the name of the tool if it names one, and `is_single` allows one call at most."""
+    return Conversation(
+        messages=tuple(messages),
+        tools=tuple(tool.declared(f"tools[{number}]") for number, tool in enumerate(tools)),
+        tool_choice=choice[0],
+        tool_name=choice[1],
+        single_tool_call=bool(tools) and is_single,
+        template_arguments=body.chat_template_kwargs or {},
+    )
+
+
+def text_of(content: Any, path: str) -> str:
+    """The text of a message's content, or of a list of parts. Parts that are not text are refused."""
+    if content is None or isinstance(content, str):
         return content or ""
+    if not isinstance(content, list):
+        raise InvalidInput(path, "must be text or a list of texts")
     texts = []
     for number, part in enumerate(content):
         kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
@@ -127,22 +157,18 @@ def text_of(content: str | list[Json] | None, path: str) -> str:
     return "".join(texts)
 
 
-def json_text(value: Any, path: str) -> str:
-    try:
-        return _ENCODER.encode(value)
-    except (ValueError, RecursionError) as error:
-        raise InvalidInput(path, f"is not valid JSON: {error}") from error
+def text_field(item: Json, name: str, path: str) -> str:
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise InvalidInput(f"{path}.{name}", "must be text")
+    return value
 
 
-def set_json_schema(request: generate_pb2.GenerateRequest, schema: Any, path: str) -> None:
-    """Ask for an answer that fits a JSON schema."""
-    if not isinstance(schema, dict):
-        raise InvalidInput(path, "must be a JSON schema, which is an object")
-    request.json_schema = json_text(schema, path)
-
-
-def function_tool(name: str, description: str | None, parameters: Json | None, strict: bool | None, path: str) -> Json:
-    """A tool in the form that chat templates read. Fields without a value are left out."""
-    json_text(parameters, f"{path}.parameters")
-    fields = {"name": name, "description": description, "parameters": parameters, "strict": strict or None}
-    return {"type": "function", "function": {key: value for key, value in fields.items() if value is not None}}
+def set_format(request: generate_pb2.GenerateRequest, kind: str, schema: Any, path: str) -> None:
+    """Ask for an answer that is JSON, or JSON that fits a schema, which is at `path`."""
+    if kind == "json_object":
+        request.json_object = True
+    elif kind == "json_schema":
+        if not isinstance(schema, dict):
+            raise InvalidInput(path, "must be a JSON schema, which is an object")
+        request.json_schema = json_text(schema, path)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import uuid
 from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field
 
 from penstock.errors import InvalidInput, PenstockError
-from penstock.protocols.answers import Choice, TokenTexts, now_s, openai_error, usage_of, version_fields
+from penstock.protocols.answers import Choice, Exchange, TokenTexts, openai_error, sse, version_fields
 from penstock.protocols.bodies import (
     MAX_CHOICES,
     UNLIMITED,
@@ -24,13 +22,15 @@ from penstock.protocols.bodies import (
     Refused,
     SamplingBody,
     TokenId,
-    function_tool,
-    set_json_schema,
+    ToolBody,
+    conversation_of,
+    set_format,
     text_of,
 )
-from penstock.protocols.conversation import Conversation, Json, Message, ToolCall
+from penstock.protocols.conversation import Json, Message, ToolCall
 from penstock.v1 import generate_pb2
 
+DONE = "data: [DONE]\n\n"
 TEXT_ONLY = Annotated[Any, Refused("models here read and write text only")]
 TOOL_CHOICES = {
     "auto": generate_pb2.TOOL_CHOICE_UNSPECIFIED,
@@ -68,10 +68,25 @@ class OpenAIBody(SamplingBody):
     def includes_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-    def choice_request(self, index: int, session_id: str, max_tokens: int) -> generate_pb2.GenerateRequest:
-        """The request for choice `index`, without its prompt."""
-        seed = None if self.seed is None else min(self.seed + index, 2**63 - 1)
-        return self.base_request(session_id, max_tokens=max_tokens, seed=seed, stop=self.stop)
+    @property
+    def token_limit(self) -> int:
+        return self.max_tokens or UNLIMITED
+
+    def requests(self, session_id: str) -> list[generate_pb2.GenerateRequest]:
+        """A request for each choice. Raises InvalidInput for what cannot be honoured."""
+        first = self.base_request(session_id, max_tokens=self.token_limit, seed=self.seed, stop=self.stop)
+        self.fill(first)
+        requests = [first]
+        for index in range(1, self.n or 1):
+            requests.append(generate_pb2.GenerateRequest())
+            requests[-1].CopyFrom(first)
+            if self.seed is not None:
+                requests[-1].sampling.seed = min(self.seed + index, 2**63 - 1)
+        return requests
+
+    def fill(self, request: generate_pb2.GenerateRequest) -> None:
+        """Write the prompt into a request."""
+        raise NotImplementedError
 
 
 FromLitellm = Annotated[Any, NoEffect("litellm adds it to the answers that it sends back")]
@@ -125,16 +140,12 @@ class ChatMessage(Body):
         )
 
 
-class Function(Body):
-    name: Annotated[str, Field(min_length=1, max_length=256)]
-    description: str | None = None
-    parameters: Json | None = None
-    strict: bool | None = None
-
-
-class Tool(Body):
+class TypedTool(Body):
     type: Literal["function"]
-    function: Function
+
+
+class Tool(TypedTool):
+    function: ToolBody
 
 
 class JsonSchema(Body):
@@ -147,13 +158,6 @@ class JsonSchema(Body):
 class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
-
-    def fill(self, request: generate_pb2.GenerateRequest) -> None:
-        if self.type == "json_object":
-            request.json_object = True
-        elif self.type == "json_schema":
-            schema = self.json_schema.schema_ if self.json_schema is not None else None
-            set_json_schema(request, schema, "response_format.json_schema.schema")
 
 
 class ChatBody(OpenAIBody):
@@ -168,16 +172,7 @@ class ChatBody(OpenAIBody):
     response_format: ResponseFormat | None = None
     top_logprobs: Annotated[Any, Refused("only the sampled token's is known", (0,))] = None
     functions: Annotated[Any, Refused("use tools", ([],))] = None
-    function_call: Annotated[
-        Any,
-        Refused(
-            "use tool_choice",
-            (
-                "none",
-                "auto",
-            ),
-        ),
-    ] = None
+    function_call: Annotated[Any, Refused("use tool_choice", ("none", "auto"))] = None
     modalities: Annotated[Any, Refused("models here read and write text only", (["text"],))] = None
     audio: TEXT_ONLY = None
     prediction: Annotated[Any, Refused("answers are sampled token by token")] = None
@@ -186,17 +181,17 @@ class ChatBody(OpenAIBody):
     web_search_options: Annotated[Any, Refused("give a tool that searches")] = None
     moderation: Annotated[Any, Refused("answers are not moderated")] = None
 
-    def conversation(self) -> Conversation:
-        choice, name = chosen_tool(self.tool_choice)
-        tools = self.tools or []
-        return Conversation(
-            messages=tuple(message.message(f"messages[{number}]") for number, message in enumerate(self.messages)),
-            tools=tuple(_tool(tool, f"tools[{number}]") for number, tool in enumerate(tools)),
-            tool_choice=choice,
-            tool_name=name,
-            single_tool_call=bool(tools) and self.parallel_tool_calls is False,
-            template_arguments=self.chat_template_kwargs or {},
-        )
+    @property
+    def token_limit(self) -> int:
+        return self.max_completion_tokens or super().token_limit
+
+    def fill(self, request: generate_pb2.GenerateRequest) -> None:
+        messages = [message.message(f"messages[{number}]") for number, message in enumerate(self.messages)]
+        tools, choice = [tool.function for tool in self.tools or ()], chosen_tool(self.tool_choice)
+        conversation_of(self, messages, tools, choice, is_single=self.parallel_tool_calls is False).fill(request)
+        if (form := self.response_format) is not None:
+            schema = form.json_schema.schema_ if form.json_schema is not None else None
+            set_format(request, form.type, schema, "response_format.json_schema.schema")
 
 
 def chosen_tool(choice: str | Json | None) -> tuple[generate_pb2.ToolChoice, str]:
@@ -210,102 +205,18 @@ def chosen_tool(choice: str | Json | None) -> tuple[generate_pb2.ToolChoice, str
     raise InvalidInput("tool_choice", "must be auto, none, required, or a function with its name")
 
 
-def _tool(tool: Tool, path: str) -> Json:
-    function = tool.function
-    return function_tool(function.name, function.description, function.parameters, function.strict, path)
-
-
-class OpenAIExchange:
-    """What the answers of chat completions and completions share."""
-
-    kind = ""
-    chunk_kind = ""
-    id_prefix = ""
-
-    def __init__(self, body: OpenAIBody, texts: TokenTexts, *, with_log_probs: bool) -> None:
-        self.body = body
-        self.texts = texts
-        self.with_log_probs = with_log_probs
-        self.field_names = {"tools_json": "tools", "template_arguments_json": "chat_template_kwargs"}
-        self.answer_id = f"{self.id_prefix}-{uuid.uuid4().hex}"
-        self.created = now_s()
-
-    def whole_choice(self, choice: Choice) -> Json:
-        raise NotImplementedError
-
-    def part_choice(self, choice: Choice, chunk: generate_pb2.GenerateChunk, start: int) -> Json:
-        """A choice of a chunk. `start` is the number of tokens before it."""
-        raise NotImplementedError
-
-    def log_probs(self, choice: Choice, start: int, end: int) -> Json:
-        raise NotImplementedError
-
-    def whole(self, choices: list[Choice]) -> Json:
-        listed = [self.whole_choice(choice) | self._ending(choice, 0) for choice in choices]
-        return self._envelope(self.kind, choices) | {"choices": listed, "usage": usage_of(choices)}
-
-    def begin(self, choice: Choice) -> list[str]:
-        return []
-
-    def part(self, choice: Choice, chunk: generate_pb2.GenerateChunk) -> list[str]:
-        start = len(choice.token_ids) - len(chunk.token_ids) // 4
-        content = self.part_choice(choice, chunk, start) | self._ending(choice, start)
-        return [self._event([choice], [content])]
-
-    def end(self, choices: list[Choice]) -> list[str]:
-        usage = [self._event(choices, [], usage=usage_of(choices))] if self.body.includes_usage else []
-        return [*usage, "data: [DONE]\n\n"]
-
-    def failed(self, error: PenstockError) -> list[str]:
-        return [f"data: {json.dumps({'error': openai_error(error)})}\n\n", "data: [DONE]\n\n"]
-
-    def _ending(self, choice: Choice, start: int) -> Json:
-        log_probs = self.log_probs(choice, start, len(choice.token_ids)) if self.with_log_probs else None
-        return {"index": choice.index, "finish_reason": finish_reason(choice), "logprobs": log_probs}
-
-    def _event(self, choices: list[Choice], listed: list[Json], **further: Any) -> str:
-        content = self._envelope(self.chunk_kind, choices) | {"choices": listed} | further
-        return f"data: {json.dumps(content)}\n\n"
-
-    def _envelope(self, kind: str, choices: list[Choice]) -> Json:
-        """Fields that every answer has."""
-        versions = version_fields(choices)
-        newest = versions["policy_version"]
-        return {
-            "id": self.answer_id,
-            "object": kind,
-            "created": self.created,
-            "model": self.body.model,
-            "system_fingerprint": None if newest is None else f"policy-{newest}",
-            **versions,
-        }
-
-
-class ChatExchange(OpenAIExchange):
-    """One request of chat completions and its answer."""
+class ChatExchange(Exchange):
+    """The answer to a request of chat completions."""
 
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
-    id_prefix = "chatcmpl"
+    id_prefix = "chatcmpl-"
 
-    def __init__(self, body: ChatBody, texts: TokenTexts, session_id: str = "") -> None:
-        super().__init__(body, texts, with_log_probs=bool(body.logprobs))
-        if body.max_completion_tokens is not None:
-            self.field_names["max_tokens"] = "max_completion_tokens"
-        self.chat = body
-        self.session_id = session_id
+    def __init__(self, body: OpenAIBody, texts: TokenTexts) -> None:
+        super().__init__(body, texts)
         self._begun: set[int] = set()
-
-    def requests(self) -> list[generate_pb2.GenerateRequest]:
-        body = self.chat
-        limit = body.max_completion_tokens or body.max_tokens or UNLIMITED
-        conversation = body.conversation()
-        requests = [body.choice_request(index, self.session_id, limit) for index in range(body.n or 1)]
-        for request in requests:
-            conversation.fill(request)
-            if body.response_format is not None:
-                body.response_format.fill(request)
-        return requests
+        if getattr(body, "max_completion_tokens", None) is not None:
+            self.field_names["max_tokens"] = "max_completion_tokens"
 
     def whole_choice(self, choice: Choice) -> Json:
         message = choice.message
@@ -315,7 +226,7 @@ class ChatExchange(OpenAIExchange):
             fields["tool_calls"] = [call.to_json() for call in message.tool_calls]
         return {"message": fields}
 
-    def part_choice(self, choice: Choice, chunk: generate_pb2.GenerateChunk, start: int) -> Json:
+    def part_choice(self, choice: Choice, chunk: generate_pb2.GenerateChunk) -> Json:
         delta: Json = {}
         if choice.index not in self._begun:
             self._begun.add(choice.index)
@@ -326,8 +237,46 @@ class ChatExchange(OpenAIExchange):
             delta["tool_calls"] = [_part_of_call(part) for part in chunk.tool_calls]
         return {"delta": delta}
 
-    def log_probs(self, choice: Choice, start: int, end: int) -> Json:
-        return {"content": token_log_probs(choice, start, end, self.texts), "refusal": None}
+    def log_probs(self, choice: Choice, start: int) -> Json | None:
+        if not self.body.logprobs:
+            return None
+        return {"content": token_log_probs(choice, start, len(choice.token_ids), self.texts), "refusal": None}
+
+    def whole(self, choices: list[Choice]) -> Json:
+        listed = [self.whole_choice(choice) | self._ending(choice, 0) for choice in choices]
+        return self._envelope(self.kind, choices) | {"choices": listed, "usage": _usage(choices)}
+
+    def part(self, choice: Choice, chunk: generate_pb2.GenerateChunk) -> list[str]:
+        return [self._event([choice], [self.part_choice(choice, chunk) | self._ending(choice, choice.num_before)])]
+
+    def end(self, choices: list[Choice]) -> list[str]:
+        usage = [self._event(choices, [], usage=_usage(choices))] if self.body.includes_usage else []
+        return [*usage, DONE]
+
+    def failed(self, error: PenstockError) -> list[str]:
+        return [sse({"error": openai_error(error)}), DONE]
+
+    def _ending(self, choice: Choice, start: int) -> Json:
+        reason = "stop" if choice.ending == "stop_text" else choice.ending
+        return {"index": choice.index, "finish_reason": reason, "logprobs": self.log_probs(choice, start)}
+
+    def _event(self, choices: list[Choice], listed: list[Json], **further: Any) -> str:
+        return sse(self._envelope(self.chunk_kind, choices) | {"choices": listed} | further)
+
+    def _envelope(self, kind: str, choices: list[Choice]) -> Json:
+        """Fields that every answer has."""
+        versions = version_fields(choices)
+        newest = versions["policy_version"]
+        fingerprint = None if newest is None else f"policy-{newest}"
+        return {
+            "id": self.answer_id, "object": kind, "created": self.created, "model": self.body.model,
+            "system_fingerprint": fingerprint, **versions,
+        }  # fmt: skip
+
+
+def _usage(choices: list[Choice]) -> Json:
+    prompt, completion = choices[0].num_prompt_tokens, sum(len(choice.token_ids) for choice in choices)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 def token_log_probs(choice: Choice, start: int, end: int, texts: TokenTexts) -> list[Json]:
@@ -342,15 +291,6 @@ def token_log_probs(choice: Choice, start: int, end: int, texts: TokenTexts) -> 
 def _bytes_of(token: str) -> list[int] | None:
     """The bytes of a token's text. Those of a token with a part of a character are not known here."""
     return None if "\N{REPLACEMENT CHARACTER}" in token else list(token.encode())
-
-
-def finish_reason(choice: Choice) -> str | None:
-    """OpenAI's reason; None while the answer goes on."""
-    if not choice.finish_reason:
-        return None
-    if choice.is_cut:
-        return "length"
-    return "tool_calls" if choice.message.tool_calls else "stop"
 
 
 def _part_of_call(part: generate_pb2.ToolCallPart) -> Json:
@@ -371,40 +311,31 @@ class CompletionBody(OpenAIBody):
     best_of: Annotated[Any, Refused("use n", (1,))] = None
     suffix: Annotated[Any, Refused("models here write forwards", ("",))] = None
 
+    def fill(self, request: generate_pb2.GenerateRequest) -> None:
+        if not self.prompt:
+            raise InvalidInput("prompt", "must not be empty")
+        if self.chat_template_kwargs:
+            raise InvalidInput("chat_template_kwargs", "has no effect on plain text; leave it out")
+        if isinstance(self.prompt, str):
+            request.text = self.prompt
+        else:
+            request.token_ids = np.asarray(self.prompt, dtype="<i4").tobytes()
 
-class CompletionExchange(OpenAIExchange):
-    """One request of completions and its answer."""
+
+class CompletionExchange(ChatExchange):
+    """The answer to a request of completions."""
 
     kind = chunk_kind = "text_completion"
-    id_prefix = "cmpl"
-
-    def __init__(self, body: CompletionBody, texts: TokenTexts, session_id: str = "") -> None:
-        super().__init__(body, texts, with_log_probs=body.logprobs is not None)
-        self.completion = body
-        self.session_id = session_id
-
-    def requests(self) -> list[generate_pb2.GenerateRequest]:
-        body = self.completion
-        if not body.prompt:
-            raise InvalidInput("prompt", "must not be empty")
-        if body.chat_template_kwargs:
-            raise InvalidInput("chat_template_kwargs", "has no effect on plain text; leave it out")
-        limit = body.max_tokens or UNLIMITED
-        requests = [body.choice_request(index, self.session_id, limit) for index in range(body.n or 1)]
-        for request in requests:
-            if isinstance(body.prompt, str):
-                request.text = body.prompt
-            else:
-                request.token_ids = np.asarray(body.prompt, dtype="<i4").tobytes()
-        return requests
+    id_prefix = "cmpl-"
 
     def whole_choice(self, choice: Choice) -> Json:
         return {"text": choice.message.content}
 
-    def part_choice(self, choice: Choice, chunk: generate_pb2.GenerateChunk, start: int) -> Json:
+    def part_choice(self, choice: Choice, chunk: generate_pb2.GenerateChunk) -> Json:
         return {"text": chunk.text}
 
-    def log_probs(self, choice: Choice, start: int, end: int) -> Json:
-        tokens = self.texts(choice.token_ids[start:end])
-        log_probs = choice.log_probs[start:end]
+    def log_probs(self, choice: Choice, start: int) -> Json | None:
+        if self.body.logprobs is None:
+            return None
+        tokens, log_probs = self.texts(choice.token_ids[start:]), choice.log_probs[start:]
         return {"tokens": tokens, "token_logprobs": log_probs, "top_logprobs": None, "text_offset": []}

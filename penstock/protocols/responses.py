@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import uuid
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from penstock.errors import InvalidInput, PenstockError
-from penstock.protocols.answers import Choice, TokenTexts, now_s, openai_error, version_fields
+from penstock.protocols.answers import (
+    Choice,
+    Item,
+    ItemExchange,
+    TokenTexts,
+    openai_error,
+    sse,
+    version_fields,
+    whole_items,
+)
 from penstock.protocols.bodies import (
     UNLIMITED,
     Body,
@@ -20,35 +26,28 @@ from penstock.protocols.bodies import (
     NoEffect,
     Refused,
     SamplingBody,
-    function_tool,
-    set_json_schema,
+    ToolBody,
+    conversation_of,
+    set_format,
+    text_field,
     text_of,
 )
-from penstock.protocols.chat import StreamOptions, chosen_tool, token_log_probs
-from penstock.protocols.conversation import Conversation, Json, Message, ToolCall
+from penstock.protocols.chat import JsonSchema, StreamOptions, TypedTool, chosen_tool, token_log_probs
+from penstock.protocols.conversation import Json, Message, ToolCall
 from penstock.v1 import generate_pb2
 
 LOG_PROBS = "message.output_text.logprobs"
 _STORED = Refused("nothing is stored; send the whole input")
 
 
-class FunctionTool(Body):
+class FunctionTool(ToolBody, TypedTool):
     """A tool that the client runs. OpenAI's own tools, which have another `type`, are refused."""
 
-    type: Literal["function"]
-    name: Annotated[str, Field(min_length=1, max_length=256)]
-    description: str | None = None
-    parameters: Json | None = None
-    strict: bool | None = None
     defer_loading: Annotated[Any, Refused("all tools are shown", (False,))] = None
 
 
-class TextFormat(Body):
+class TextFormat(JsonSchema):
     type: Literal["text", "json_object", "json_schema"] = "text"
-    name: str = ""
-    description: str | None = None
-    schema_: Annotated[Any, Field(alias="schema")] = None
-    strict: bool | None = None
 
 
 class TextConfig(Body):
@@ -95,162 +94,90 @@ class ResponsesBody(SamplingBody):
     def includes_log_probs(self) -> bool:
         return LOG_PROBS in (self.include or ())
 
-    def chat(self) -> Conversation:
-        choice, name = chosen_tool(self.tool_choice)
-        tools = self.tools or []
-        for number, tool in enumerate(tools):
-            tool.refuse(f"tools[{number}].")
-        return Conversation(
-            messages=input_messages(self.input, self.instructions),
-            tools=tuple(
-                function_tool(tool.name, tool.description, tool.parameters, tool.strict, f"tools[{number}]")
-                for number, tool in enumerate(tools)
-            ),
-            tool_choice=choice,
-            tool_name=name,
-            single_tool_call=bool(tools) and self.parallel_tool_calls is False,
-            template_arguments=self.chat_template_kwargs or {},
-        )
-
-    def request(self, session_id: str) -> generate_pb2.GenerateRequest:
+    def requests(self, session_id: str) -> list[generate_pb2.GenerateRequest]:
         request = self.base_request(session_id, max_tokens=self.max_output_tokens or UNLIMITED)
         for number, name in enumerate(self.include or ()):
             if name != LOG_PROBS:
                 raise InvalidInput(f"include[{number}]", f"{name!r} is not supported; leave it out")
-        self.chat().fill(request)
+        messages, choice = input_messages(self.input, self.instructions), chosen_tool(self.tool_choice)
+        is_single = self.parallel_tool_calls is False
+        conversation_of(self, messages, self.tools or (), choice, is_single=is_single).fill(request)
         if self.text is not None:
             self.text.refuse("text.")
             form = self.text.format or TextFormat()
-            if form.type == "json_object":
-                request.json_object = True
-            elif form.type == "json_schema":
-                set_json_schema(request, form.schema_, "text.format.schema")
-        return request
+            set_format(request, form.type, form.schema_, "text.format.schema")
+        return [request]
 
 
-class ResponsesExchange:
-    """One request of Responses and its answer. The answer has a message, if it has text, and then its calls."""
+class ResponsesExchange(ItemExchange):
+    """The answer to a request of Responses."""
 
-    field_names: ClassVar[Mapping[str, str]] = {
-        "tools_json": "tools", "template_arguments_json": "chat_template_kwargs", "response_format": "text.format",
-        "max_tokens": "max_output_tokens",
-    }  # fmt: skip
+    id_prefix = "resp_"
+    own_names: ClassVar[dict[str, str]] = {"response_format": "text.format", "max_tokens": "max_output_tokens"}
 
-    def __init__(self, body: ResponsesBody, texts: TokenTexts, session_id: str = "") -> None:
-        self.body = body
-        self.texts = texts
-        self.session_id = session_id
-        self.response_id = f"resp_{uuid.uuid4().hex}"
-        self.created = now_s()
-        self._items: list[Json] = []
-        """The output so far; the last item may still grow."""
-        self._is_open = False
+    def __init__(self, body: ResponsesBody, texts: TokenTexts) -> None:
+        super().__init__(body, texts)
         self._num_events = 0
 
-    def requests(self) -> list[generate_pb2.GenerateRequest]:
-        return [self.body.request(self.session_id)]
-
     def whole(self, choices: list[Choice]) -> Json:
-        [choice] = choices
-        message = choice.message
-        items = []
-        if message.content or not message.tool_calls:
-            items.append(_message_item(message.content, self._log_probs(choice, 0)))
-        items += [_call_item(call.call_id, call.name, call.arguments) for call in message.tool_calls]
-        return self._response(choice, items)
+        items = whole_items(choices[0])
+        items[0].log_probs = self._log_probs(choices[0], 0)
+        return self._response(choices[0], items)
 
     def begin(self, choice: Choice) -> list[str]:
         started = self._response(choice, []) | {"status": "in_progress", "incomplete_details": None, "usage": None}
-        return [
-            self._event("response.created", response=started),
-            self._event("response.in_progress", response=started),
-        ]
+        return [self._event(kind, response=started) for kind in ("response.created", "response.in_progress")]
 
-    def part(self, choice: Choice, chunk: generate_pb2.GenerateChunk) -> list[str]:
-        events = []
-        if chunk.text:
-            if not self._is_open or self._items[-1]["type"] != "message":
-                events += self._begin_message()
-            self._items[-1]["content"][0]["text"] += chunk.text
-            start = len(choice.token_ids) - len(chunk.token_ids) // 4
-            events.append(
-                self._item_event("response.output_text.delta", content_index=0, delta=chunk.text,
-                                 logprobs=self._log_probs(choice, start))
-            )  # fmt: skip
-        for part in chunk.tool_calls:
-            if part.call_id:
-                events += self._begin_item(_call_item(part.call_id, part.name, "") | {"status": "in_progress"})
-            if part.arguments:
-                self._items[-1]["arguments"] += part.arguments
-                events.append(self._item_event("response.function_call_arguments.delta", delta=part.arguments))
-        return events
+    def item_events(self, step: Literal["begin", "grow", "end"], item: Item, text: str, choice: Choice) -> list[str]:
+        if step == "grow":
+            if item.call_id:
+                return [self._item_event("function_call_arguments.delta", item, delta=text)]
+            delta = {"content_index": 0, "delta": text, "logprobs": self._log_probs(choice, choice.num_before)}
+            return [self._item_event("output_text.delta", item, **delta)]
+        place = {"output_index": item.index}
+        if step == "begin":
+            shown = _item(item) if item.call_id else _item(item) | {"content": []}
+            begun = [self._event("response.output_item.added", **place, item=shown)]
+            if not item.call_id:
+                begun.append(self._item_event("content_part.added", item, content_index=0, part=_part(item)))
+            return begun
+        if item.call_id:
+            ended = [self._item_event("function_call_arguments.done", item, arguments=item.text, name=item.name)]
+        else:
+            done = {"content_index": 0, "text": item.text, "logprobs": item.log_probs}
+            ended = [self._item_event("output_text.done", item, **done)]
+            ended.append(self._item_event("content_part.done", item, content_index=0, part=_part(item)))
+        return [*ended, self._event("response.output_item.done", **place, item=_item(item))]
 
     def end(self, choices: list[Choice]) -> list[str]:
         [choice] = choices
-        events = [] if self._items else self._begin_message()
-        events += self._end_item(choice)
-        response = self._response(choice, self._items)
+        if len(self.items) == 1:
+            self.items[0].log_probs = self._log_probs(choice, 0)
+        events = super().end(choices)
         kind = "response.incomplete" if choice.is_cut else "response.completed"
-        return [*events, self._event(kind, response=response)]
+        return [*events, self._event(kind, response=self._response(choice, self.items))]
 
     def failed(self, error: PenstockError) -> list[str]:
         fields = openai_error(error)
         return [self._event("error", code=fields["code"], message=fields["message"], param=fields["param"])]
 
-    def _begin_message(self) -> list[str]:
-        events = self._begin_item(_message_item("", []) | {"status": "in_progress", "content": []})
-        part = _text_part("", [])
-        self._items[-1]["content"].append(part)
-        return [*events, self._item_event("response.content_part.added", content_index=0, part=dict(part))]
-
-    def _begin_item(self, item: Json) -> list[str]:
-        ended = self._end_item(None)
-        self._items.append(item)
-        self._is_open = True
-        index = len(self._items) - 1
-        return [
-            *ended,
-            self._event("response.output_item.added", output_index=index, item=json.loads(json.dumps(item))),
-        ]
-
-    def _end_item(self, choice: Choice | None) -> list[str]:
-        """End the item that grows. `choice` is given at the end of the answer."""
-        if not self._is_open:
-            return []
-        self._is_open, item = False, self._items[-1]
-        is_cut = choice is not None and choice.is_cut
-        item["status"] = "incomplete" if is_cut else "completed"
-        events = []
-        if item["type"] == "message":
-            [part] = item["content"]
-            if choice is not None and len(self._items) == 1:
-                part["logprobs"] = self._log_probs(choice, 0)
-            done = {"content_index": 0, "text": part["text"], "logprobs": part["logprobs"]}
-            events.append(self._item_event("response.output_text.done", **done))
-            events.append(self._item_event("response.content_part.done", content_index=0, part=part))
-        else:
-            done = {"arguments": item["arguments"], "name": item["name"]}
-            events.append(self._item_event("response.function_call_arguments.done", **done))
-        return [*events, self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)]
-
-    def _item_event(self, kind: str, **fields: Any) -> str:
-        place = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
-        return self._event(kind, **place, **fields)
+    def _item_event(self, kind: str, item: Item, **fields: Any) -> str:
+        return self._event(f"response.{kind}", item_id=_item_id(item), output_index=item.index, **fields)
 
     def _event(self, kind: str, **fields: Any) -> str:
         content = {"type": kind, "sequence_number": self._num_events, **fields}
         self._num_events += 1
-        return f"event: {kind}\ndata: {json.dumps(content)}\n\n"
+        return sse(content, kind)
 
     def _log_probs(self, choice: Choice, start: int) -> list[Json]:
         return token_log_probs(choice, start, len(choice.token_ids), self.texts) if self.body.includes_log_probs else []
 
-    def _response(self, choice: Choice, items: list[Json]) -> Json:
+    def _response(self, choice: Choice, items: list[Item]) -> Json:
         body = self.body
         is_cut = choice.is_cut
         num_in, num_out = choice.num_prompt_tokens, len(choice.token_ids)
         return {
-            "id": self.response_id,
+            "id": self.answer_id,
             "object": "response",
             "created_at": self.created,
             "model": body.model,
@@ -259,7 +186,7 @@ class ResponsesExchange:
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "instructions": body.instructions,
             "metadata": body.metadata or {},
-            "output": items,
+            "output": [_item(item) for item in items],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "top_p": 1.0 if body.top_p is None else body.top_p,
@@ -280,22 +207,19 @@ class ResponsesExchange:
         }
 
 
-def _message_item(text: str, log_probs: list[Json]) -> Json:
-    return {
-        "id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "status": "completed",
-        "content": [_text_part(text, log_probs)],
-    }  # fmt: skip
+def _item_id(item: Item) -> str:
+    return f"{'fc' if item.call_id else 'msg'}_{item.item_id}"
 
 
-def _text_part(text: str, log_probs: list[Json]) -> Json:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": log_probs}
+def _item(item: Item) -> Json:
+    fields: Json = {"type": "message", "role": "assistant", "content": [_part(item)]}
+    if item.call_id:
+        fields = {"type": "function_call", "call_id": item.call_id, "name": item.name, "arguments": item.text}
+    return {"id": _item_id(item), "status": item.status, **fields}
 
 
-def _call_item(call_id: str, name: str, arguments: str) -> Json:
-    return {
-        "id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "status": "completed", "call_id": call_id,
-        "name": name, "arguments": arguments,
-    }  # fmt: skip
+def _part(item: Item) -> Json:
+    return {"type": "output_text", "text": item.text, "annotations": [], "logprobs": item.log_probs}
 
 
 def input_messages(given: str | list[Json], instructions: str | None) -> tuple[Message, ...]:
@@ -306,39 +230,29 @@ def input_messages(given: str | list[Json], instructions: str | None) -> tuple[M
     for number, item in enumerate(given):
         path, kind = f"input[{number}]", item.get("type", "message")
         if kind == "message":
-            message = _input_message(item, path)
+            role = text_field(item, "role", path)
+            message = Message("system" if role == "developer" else role, _content(item, "content", path))
             last = messages[-1] if messages else None
             if message.role == "assistant" and last is not None and last.tool_calls:  # text that goes on after a call
                 messages[-1] = Message("assistant", last.content + message.content, last.tool_calls)
             else:
                 messages.append(message)
         elif kind == "function_call":
-            call = ToolCall(_text(item, "call_id", path), _text(item, "name", path), _text(item, "arguments", path))
+            call = ToolCall(*(text_field(item, name, path) for name in ("call_id", "name", "arguments")))
             last = messages[-1] if messages and messages[-1].role == "assistant" else None
             if last is not None:
                 messages[-1] = Message("assistant", last.content, (*last.tool_calls, call))
             else:
                 messages.append(Message("assistant", "", (call,)))
         elif kind == "function_call_output":
-            output = item.get("output")
-            if not isinstance(output, str | list):
-                raise InvalidInput(f"{path}.output", "must be text or a list of texts")
-            text = text_of(output, f"{path}.output")
-            messages.append(Message("tool", text, tool_call_id=_text(item, "call_id", path)))
+            text = _content(item, "output", path)
+            messages.append(Message("tool", text, tool_call_id=text_field(item, "call_id", path)))
         else:
             raise InvalidInput(f"{path}.type", f"{kind!r} is not supported; send messages, calls and their outputs")
     return tuple(messages)
 
 
-def _input_message(item: Json, path: str) -> Message:
-    role, content = _text(item, "role", path), item.get("content")
-    if not isinstance(content, str | list):
-        raise InvalidInput(f"{path}.content", "must be text or a list of texts")
-    return Message("system" if role == "developer" else role, text_of(content, f"{path}.content"))
-
-
-def _text(item: Json, name: str, path: str) -> str:
-    value = item.get(name)
-    if not isinstance(value, str):
-        raise InvalidInput(f"{path}.{name}", "must be text")
-    return value
+def _content(item: Json, name: str, path: str) -> str:
+    if item.get(name) is None:
+        raise InvalidInput(f"{path}.{name}", "must be text or a list of texts")
+    return text_of(item[name], f"{path}.{name}")

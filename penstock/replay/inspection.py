@@ -1,35 +1,35 @@
 """The operator's view of a replay queue: shows every place, and requeues dead letters.
 
-Reads change nothing and take nothing from the learner. Two calls write: `requeue` submits a dead-lettered prompt again,
-`import_prompts` submits and leases prompts whose groups exist already (`penstock queue import`). Both are one
-atomic script, so `admitted = trained + expired + dead_lettered + queued + in_flight` holds through them. Neither needs
-the learner's term: they only ever add prompts.
+Reads change nothing and take nothing from the learner. `requeue` submits a dead-lettered prompt again, in one atomic
+script; it does not need the learner's term, because it only adds a prompt.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
-import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from google.protobuf.message import DecodeError
 
 from penstock.codec import decode_group, decode_prompt
 from penstock.config.service import ReplayConfig
-from penstock.errors import DeadlineExceeded, InvalidInput, NotFound, PoisonGroup
-from penstock.replay.queue import IDEMPOTENCY_TTL_S, RedisReplayQueue
-from penstock.replay.queue_types import Lease, QueueStat
+from penstock.errors import InvalidInput, NotFound, PoisonGroup
+from penstock.replay.queue import RedisReplayQueue
+from penstock.replay.queue_types import QueueStat
 from penstock.store.redis_client import RedisClient, guarded
-from penstock.store.scripts import QUEUE, read_record, read_rows
+from penstock.store.scripts import read_record, read_rows
 from penstock.trajectory import Group, Prompt
 
 DEAD_PAGE = 100
+_PLACES = {
+    "pending": "pending", "leased": "leased", "ready": "ready", "delivered": "delivered", "saved": "saved tokens",
+    "eval_pending": "evaluation pending", "eval_leased": "evaluation leased", "dead": "dead letters",
+}  # fmt: skip
+"""Titles of the places that inspect_places.lua counts."""
+_GROUP_PLACES = ("ready", "delivered")
 DELETE_PAGE = 1000
-DURABLE_MARGIN_S = 10.0
-"""Extra time for new ids to become durable, beyond twice the loss window."""
 
 
 @dataclass(frozen=True)
@@ -110,38 +110,28 @@ class QueueInspector:
 
     async def report(self) -> QueueReport:
         stat = await self.queue.stat()
-        places = await self._places()
-        now_ms, dead_ms = places["now_ms"], places["oldest_dead_ms"]
-        returned, overdue = places["returned"], places["overdue"]
-        return QueueReport(
-            run=self.run,
-            stat=stat,
-            places=(
-                Place("pending", places["pending"], note=f"{returned} back from a lost lease" if returned else ""),
-                Place("leased", places["leased"], note=f"{overdue} overdue" if overdue else ""),
-                Place(
-                    "ready", places["ready"], places["ready_bytes"], await self._group_age_s("first_ready", places)
-                ),
-                Place(
-                    "delivered", places["delivered"], places["delivered_bytes"],
-                    await self._group_age_s("first_delivered", places),
-                    note=f"taken since the checkpoint of step {stat.committed_step}" if places["delivered"] else "",
-                ),
-                Place("saved tokens", places["saved"], places["saved_bytes"], note="of leased or returned prompts"),
-                Place("evaluation pending", places["eval_pending"]),
-                Place("evaluation leased", places["eval_leased"]),
-                Place("dead letters", places["dead"], oldest_age_s=(now_ms - dead_ms) / 1000 if dead_ms else None),
-            ),
-            dead_letter_reasons=await self.queue.dead_letter_reasons(),
-            expired_reasons=await self.queue.expired_reasons(),
-            limits_known=self.knows_limits,
-        )  # fmt: skip
+        found = await self._places()
+        dead_age_s = (found["now_ms"] - found["oldest_dead_ms"]) / 1000 if found["oldest_dead_ms"] else None
+        notes = {
+            "pending": f"{found['returned']} back from a lost lease" if found["returned"] else "",
+            "leased": f"{found['overdue']} overdue" if found["overdue"] else "",
+            "delivered": f"taken since the checkpoint of step {stat.committed_step}" if found["delivered"] else "",
+            "saved": "of leased or returned prompts",
+        }
+        ages = {name: await self._group_age_s(found[f"first_{name}"], found["now_ms"]) for name in _GROUP_PLACES}
+        ages["dead"] = dead_age_s
+        places = tuple(
+            Place(title, found[name], found.get(f"{name}_bytes"), ages.get(name), notes.get(name, ""))
+            for name, title in _PLACES.items()
+        )
+        reasons = await self.queue.dead_letter_reasons(), await self.queue.expired_reasons()
+        return QueueReport(self.run, stat, places, *reasons, limits_known=self.knows_limits)
 
     async def queued_ids(
         self, selection: str = "fifo", limit: int = -1, *, include_delivered: bool = False
     ) -> list[int]:
         """Ready groups in the order in which the learner will take them, after the delivered ones if wanted."""
-        ids: list[int] = await self._call("inspect_queued", selection, limit, int(include_delivered))
+        ids: list[int] = await self.queue.call("inspect_queued", selection, limit, int(include_delivered))
         return ids
 
     async def groups(self, prompt_ids: Sequence[int]) -> list[QueuedGroup]:
@@ -153,8 +143,8 @@ class QueueInspector:
 
     async def dead_letters(self, kind: str = "", *, newest_first: bool = False) -> AsyncIterator[DeadLetter]:
         """The current dead letters without their payloads. Those that are buried while this runs are skipped."""
-        last = await self._newest_dead_letter()
-        first = "-"
+        page = await self._dead_letters("-", "+", 1, newest_first=True)
+        first, last = "-", page[0].stream_id if page else ""
         while last:
             page = await self._dead_letters(first, last, DEAD_PAGE, newest_first=newest_first)
             for letter in page:
@@ -162,10 +152,8 @@ class QueueInspector:
                     yield letter
             if len(page) < DEAD_PAGE:
                 return
-            if newest_first:
-                last = f"({page[-1].stream_id}"
-            else:
-                first = f"({page[-1].stream_id}"
+            beyond = f"({page[-1].stream_id}"
+            first, last = (first, beyond) if newest_first else (beyond, last)
 
     async def dead_letter(self, stream_id: str) -> DeadLetterContents:
         _check_stream_id(stream_id)
@@ -188,7 +176,7 @@ class QueueInspector:
         prompt = (await self.dead_letter(stream_id)).prompt
         if prompt is None:
             raise InvalidInput(stream_id, "holds no prompt that can be decoded; purge it and submit the prompt again")
-        prompt_id: int = await self._call("inspect_requeue", stream_id, prompt.priority)
+        prompt_id: int = await self.queue.call("inspect_requeue", stream_id, prompt.priority)
         if not prompt_id:
             raise _no_dead_letter(stream_id)
         return prompt_id
@@ -203,57 +191,22 @@ class QueueInspector:
             num_deleted += await guarded(self.client.xdel(self.queue.keys.dead, *page))
         return num_deleted
 
-    # ── import ──
-
-    async def import_prompts(
-        self, key: str, server_id: str, lease_ttl_s: float, rows: Sequence[tuple[int, bytes, int]]
-    ) -> list[Lease]:
-        """Submit prompts and lease them at once, without asking for admission. `rows` are (row number, encoded prompt,
-        priority).
-
-        The same row under the same key gets the same prompt id for a week. Its attempt is 0 once its group was
-        imported. Waits until Redis can no longer lose the ids, as every lease does."""
-        flat = [item for row in rows for item in row]
-        loss_window_s = self.queue.config.settle_s
-        deadline = time.monotonic() + 2 * loss_window_s + DURABLE_MARGIN_S  # ids that are older become durable first
-        while True:
-            times_ms = int(lease_ttl_s * 1000), int(loss_window_s * 1000)
-            answer = await self._call("import_prompts", key, IDEMPOTENCY_TTL_S, server_id, *times_ms, *flat)
-            leased = list(read_rows(answer))
-            if leased or not rows:
-                break
-            if time.monotonic() > deadline:
-                raise DeadlineExceeded("new prompt ids do not become durable; is Redis restarting? Import again")
-            await asyncio.sleep(loss_window_s / 10)
-        return [Lease(**lease, payload=row[1]) for lease, row in zip(leased, rows, strict=True)]
-
     # ── private ──
 
     async def _places(self) -> dict[str, int]:
-        return read_record(await self._call("inspect_places"))
+        return read_record(await self.queue.call("inspect_places"))
 
-    async def _group_age_s(self, which: str, places: dict[str, int]) -> float | None:
+    async def _group_age_s(self, prompt_id: int, now_ms: int) -> float | None:
         """Time since a group was finished; None if there is no group or its producer did not record the time."""
-        found = await self.groups([places[which]]) if places[which] else []
+        found = await self.groups([prompt_id]) if prompt_id else []
         if not found or found[0].group is None or not found[0].group.finished_at_ms:
             return None
-        return max(0.0, (places["now_ms"] - found[0].group.finished_at_ms) / 1000)
-
-    async def _newest_dead_letter(self) -> str:
-        newest = await self._dead_letters("-", "+", 1, newest_first=True)
-        return newest[0].stream_id if newest else ""
+        return max(0.0, (now_ms - found[0].group.finished_at_ms) / 1000)
 
     async def _dead_letters(self, first: str, last: str, limit: int, *, newest_first: bool) -> list[DeadLetter]:
-        answer = await self._call("inspect_dead", first, last, limit, int(newest_first))
-        return [
-            DeadLetter(
-                **row | {"stream_id": row["stream_id"].decode(), "reason": row["reason"].decode(errors="replace")}
-            )
-            for row in read_rows(answer)
-        ]
-
-    async def _call(self, name: str, *arguments: Any) -> Any:
-        return await QUEUE.call(self.client, self.queue.keys.prefix, name, *arguments)
+        rows = read_rows(await self.queue.call("inspect_dead", first, last, limit, int(newest_first)))
+        texts = ("stream_id", "reason")
+        return [DeadLetter(**row | {name: row[name].decode(errors="replace") for name in texts}) for row in rows]
 
 
 def _decode(prompt_id: int, payload: bytes) -> QueuedGroup:
@@ -264,7 +217,7 @@ def _decode(prompt_id: int, payload: bytes) -> QueuedGroup:
 
 
 def decoded_prompt(payload: bytes) -> Prompt | None:
-    """The prompt, or None if it is gone or cannot be decoded."""
+    """The prompt, or None if it no longer exists or cannot be decoded."""
     try:
         return decode_prompt(payload) if payload else None
     except (DecodeError, ValueError):

@@ -10,13 +10,14 @@ A prompt is in exactly one of these places at any time:
            lease expiry                            ├─ expire (the prompt is pending again)
                                                    └─ discard (the prompt ends without being trained)
 
-    trained ──go_back──► pending           the learner went back to a checkpoint from before the prompt was trained
+    trained ──rewind──► pending            the learner rewound to a checkpoint from before the prompt was trained
 
     lease, append, give_back, heartbeat,           rollout servers
     save_tokens, saved_tokens, forget_tokens
     take, commit, expire, discard, dead_letter,    the learner that holds the current term
-    go_back
+    rewind
     submit, feed                                   the gateway and the feed of a dataset
+    accept                                         sessions and imports, whose groups need no rollout server
 
 `admitted` counts first leases, and leases after an expiry. A prompt whose lease was lost is still in flight. So
 `admitted = trained + expired + dead_lettered + queued + in_flight` holds at every moment (queued = ready + delivered;
@@ -42,13 +43,17 @@ queued.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from penstock.codec import encode_group
 from penstock.config.service import ReplayConfig
-from penstock.errors import Conflict, NotFound
+from penstock.errors import Conflict, DeadlineExceeded, NotFound
 from penstock.replay.group_payloads import GroupPayloads
 from penstock.replay.queue_types import (
     KEPT_EVALUATION_S,
@@ -60,40 +65,41 @@ from penstock.replay.queue_types import (
     Evaluation,
     FeedPosition,
     FinishedGroup,
-    GoneBack,
     KeptGroups,
     Lease,
+    OfferedGroup,
+    Origin,
     Outbox,
     PromptStatus,
     QueueStat,
+    RunRewind,
     SavedTokens,
     Submission,
     admission,
 )
 from penstock.sample_scores import PromptSamples, scores_by_source, summarise
-from penstock.store.keys import RunKeys
 from penstock.store.redis_client import RedisClient, guarded
-from penstock.store.scripts import QUEUE, read_columns, read_record, read_rows
+from penstock.store.scripts import QUEUE, RunRecords, read_columns, read_record, read_rows
 
 IDEMPOTENCY_TTL_S = 7 * 24 * 3600
+DURABLE_MARGIN_S = 10.0
+"""Extra time for new ids to become durable, beyond twice the loss window."""
 PROMPTS_AT_ONCE = 64
 """Prompts that one command reads. A prompt may be large, and Redis answers no one else meanwhile."""
 
 
-class QueueCalls:
+class QueueCalls(RunRecords):
     """What all three sides share: the client, the Lua scripts, waiting, the bytes of queued groups, and the counts."""
 
+    scripts = QUEUE
+
     def __init__(self, client: RedisClient, run: str, config: ReplayConfig) -> None:
-        self.client = client
-        self.keys = RunKeys(run)
+        super().__init__(client, run)
         self.config = config
         self.payloads = GroupPayloads(client, self.keys)
         self._seen: dict[str, bytes] = {}
         """Newest entry of each stream that a wait has seen. The next wait returns at once if there are newer ones, so
         no signal between two waits is missed."""
-
-    async def call(self, name: str, *arguments: Any) -> Any:
-        return await QUEUE.call(self.client, self.keys.prefix, name, *arguments)
 
     async def fetch_located(self, prompt_ids: Sequence[int]) -> dict[int, bytes]:
         """The groups of these prompts that are queued, wherever they are."""
@@ -114,29 +120,28 @@ class QueueCalls:
 
     async def feeds(self) -> dict[str, FeedPosition]:
         """How far each dataset has been submitted, by name."""
-        fields = await guarded(self.client.hgetall(self.keys.feeds))
+        fields = await self.hash_of(self.keys.feeds)
         return {
-            name.decode(): FeedPosition(
-                int(position), fields.get(name + b":fingerprint", b"").decode(), int(fields.get(name + b":prompts", 0))
+            name: FeedPosition(
+                int(position), fields.get(f"{name}:fingerprint", b"").decode(), int(fields.get(f"{name}:prompts", 0))
             )
             for name, position in fields.items()
-            if b":" not in name
+            if ":" not in name
         }
 
     async def record_scores(self, number: int, scores: Mapping[str, float]) -> None:
-        """Keep scores by the name of their benchmark, with a number such as the step of a validation, beside those of
-        finished evaluations."""
+        """Keep scores by the name of their benchmark, with a number such as the step of a validation, alongside those
+        of finished evaluations."""
         flat = [item for name, value in scores.items() for item in (name, repr(value))]
         await self.call("record_scores", number, *flat)
 
     async def evaluation_history(self) -> dict[str, float]:
         """Score of each finished evaluation whose name ends in a number, such as the step of a validation. The first
         MAX_SCORES are kept."""
-        scores = await guarded(self.client.hgetall(self.keys.score_history))
-        return {evaluation_id.decode(): float(score) for evaluation_id, score in scores.items()}
+        return {name: float(score) for name, score in (await self.hash_of(self.keys.score_history)).items()}
 
     async def expired_reasons(self) -> dict[str, int]:
-        """Number of expired (`stale`, `quarantined`, `reward_failed`, or `abandoned` by `go_back`) and discarded groups
+        """Number of expired (`stale`, `quarantined`, `reward_failed`, or `abandoned` by `rewind`) and discarded groups
         by the reason's first word."""
         return await self._reasons(self.keys.expired_reasons)
 
@@ -149,8 +154,7 @@ class QueueCalls:
         return QueueStat(**numbers, admission_limit=state.limit, admission_room=state.room)
 
     async def _reasons(self, key: str) -> dict[str, int]:
-        reasons = await guarded(self.client.hgetall(key))
-        return {reason.decode(): int(count) for reason, count in reasons.items()}
+        return {reason: int(count) for reason, count in (await self.hash_of(key)).items()}
 
 
 class PromptIntake(QueueCalls):
@@ -246,8 +250,7 @@ class PromptIntake(QueueCalls):
     async def evaluation_scores(self) -> dict[str, float]:
         """Newest score of each benchmark. A benchmark is the name of a finished evaluation without the number at its
         end."""
-        scores = await guarded(self.client.hgetall(self.keys.scores))
-        return {benchmark.decode(): float(score) for benchmark, score in scores.items()}
+        return {name: float(score) for name, score in (await self.hash_of(self.keys.scores)).items()}
 
 
 class GroupProducer(QueueCalls):
@@ -292,6 +295,41 @@ class GroupProducer(QueueCalls):
     async def append_many(self, groups: Sequence[FinishedGroup]) -> list[AppendOutcome]:
         """`append` for each group in turn, in few exchanges with the store. Outcomes are in the same order."""
         return await self.payloads.append(groups, self.config)
+
+    async def accept(self, groups: Sequence[OfferedGroup], origin: Origin) -> list[tuple[int, AppendOutcome]]:
+        """Queue groups that no rollout server has leased: submit and lease their prompts without asking for admission,
+        because the groups exist already, then append them in order until one is refused as `full`. Returns the prompt
+        id and the outcome of each.
+
+        The call can be repeated at any point, by anyone: a group that an earlier call brought is a `duplicate`. Waits
+        until Redis can no longer lose the prompt ids, as every lease does."""
+        leases = await self._lease_offered(groups, origin)
+        outcomes: list[AppendOutcome] = []
+        for lease, offered in zip(leases, groups, strict=True):
+            if "full" in outcomes[-1:]:
+                outcomes.append("full")
+            elif not lease.attempt:
+                outcomes.append("duplicate")
+            else:
+                made = replace(offered.group, run=self.run, prompt_id=lease.prompt_id, attempt=lease.attempt)
+                payload = await asyncio.to_thread(encode_group, made)
+                outcomes.append(await self.append(lease, payload, made.min_version))
+        return [(lease.prompt_id, outcome) for lease, outcome in zip(leases, outcomes, strict=True)]
+
+    async def _lease_offered(self, groups: Sequence[OfferedGroup], origin: Origin) -> list[Lease]:
+        """The leases of the groups. The attempt of a group that an earlier call brought is 0."""
+        flat = [item for offered in groups for item in (offered.number, offered.prompt, offered.priority)]
+        loss_window_s = self.config.settle_s
+        deadline = time.monotonic() + 2 * loss_window_s + DURABLE_MARGIN_S  # ids that are older become durable first
+        times_ms = self._lease_ttl_ms, int(loss_window_s * 1000)
+        while groups:
+            leased = read_rows(await self.call("accept", origin.key, IDEMPOTENCY_TTL_S, origin.name, *times_ms, *flat))
+            if leases := [Lease(**row, payload=b"") for row in leased]:
+                return leases
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded("new prompt ids do not become durable; is Redis restarting? Try again")
+            await asyncio.sleep(loss_window_s / 10)
+        return []
 
     async def record_evaluation(
         self, evaluation_id: str, lease: Lease, rewards: Sequence[float], min_version: int, max_version: int,
@@ -389,11 +427,11 @@ class GroupConsumer(QueueCalls):
         self.term = await self.call("take_term", at_least)
         return self.term
 
-    async def restore(self, step: int) -> dict[int, list[int]]:
+    async def rewind_step(self, step: int) -> dict[int, list[int]]:
         """Start from a checkpoint of `step`. Returns the manifests that the queue holds, by step.
 
         The groups of later steps are delivered again, in the same batches."""
-        flat = await self.call("restore", self.term, step)
+        flat = await self.call("rewind_step", self.term, step)
         manifests = {int(flat[i]): [int(word) for word in flat[i + 1].split()] for i in range(0, len(flat), 2)}
         self._manifests = {of_step: list(ids) for of_step, ids in manifests.items()}
         return manifests
@@ -423,7 +461,7 @@ class GroupConsumer(QueueCalls):
         """Move ready groups into the manifest of `step` and return their prompt ids, in the configured order.
 
         Under `wait` no group is taken that was admitted after a prompt still in flight. If the manifest holds groups
-        that neither `restore` nor an earlier take has returned, because an answer was lost, only these are returned."""
+        that neither `rewind_step` nor an earlier take has returned, since an answer was lost, it returns only these."""
         known = self._manifests.setdefault(step, [])
         limits = (max_groups, self.config.take_order, self.config.capacity_bytes)
         taken, self._fetched_ahead = await self.payloads.take(self.term, step, *limits, *known)
@@ -462,7 +500,7 @@ class GroupConsumer(QueueCalls):
     async def commit(self, step: int, prompt_ids: Sequence[int], oldest_step: int = 0) -> int:
         """Acknowledge and delete groups that a durable checkpoint covers. Returns how many were still there.
 
-        Closes the manifests up to `step`. Other groups in them become ready again. The prompts are kept for `go_back`
+        Closes the manifests up to `step`. Other groups in them become ready again. The prompts are kept for `rewind`
         until `oldest_step`, the step of the oldest checkpoint that exists, has reached the step of their commit."""
         committed: int = await self.call("commit", self.term, step, oldest_step, " ".join(map(str, prompt_ids)))
         if self._fetched_ahead:
@@ -473,19 +511,19 @@ class GroupConsumer(QueueCalls):
     async def committed(self) -> Committed:
         """What commits have covered so far."""
         trained = await guarded(self.client.get(self.keys.trained))
-        fields = ("committed_step", "kept_after", "gone_back_term", "gone_back_roll_backs", "gone_back_checkpoint")
+        fields = ("committed_step", "kept_after", "rewind_term", "rewind_orders", "rewind_checkpoint")
         *numbers, checkpoint = await guarded(self.client.hmget(self.keys.counters, fields))
-        step, kept_after, term, roll_backs = (int(number or 0) for number in numbers)
-        gone_back = GoneBack(checkpoint.decode(), term, roll_backs) if checkpoint else None
-        return Committed(step, (trained or b"").rstrip(b"\0"), kept_after, gone_back)
+        step, kept_after, term, num_orders = (int(number or 0) for number in numbers)
+        rewind = RunRewind(checkpoint.decode(), term, num_orders) if checkpoint else None
+        return Committed(step, (trained or b"").rstrip(b"\0"), kept_after, rewind)
 
-    async def go_back(self, checkpoint: str, step: int, prompt_ids: Sequence[int]) -> None:
+    async def rewind(self, checkpoint: str, step: int, prompt_ids: Sequence[int]) -> None:
         """Undo the commits of these prompts, in one atomic call: the run continues from a checkpoint of `step`, whose
         weights were not trained on them. `checkpoint` is its path.
 
         The prompts are pending again, and their groups count as expired. Groups that were taken for later steps are
         ready again. Raises Conflict, and changes nothing, if a prompt is no longer kept."""
-        num_missing: int = await self.call("go_back", self.term, checkpoint, step, *prompt_ids)
+        num_missing: int = await self.call("rewind", self.term, checkpoint, step, *prompt_ids)
         if num_missing:
             raise Conflict(f"{num_missing} prompts that were trained after step {step} are no longer kept")
         self._manifests, self._attempts, self._fetched_ahead = {}, {}, {}

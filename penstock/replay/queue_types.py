@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from penstock.trajectory import Group
+
 PromptState = Literal["pending", "leased", "queued", "trained", "dead_lettered", "cancelled"]
 AppendOutcome = Literal["accepted", "duplicate", "full", "unknown"]
 
@@ -51,6 +53,28 @@ class FinishedGroup:
 
 
 @dataclass(frozen=True)
+class Origin:
+    """Who made groups that no rollout server has leased: the sessions of a gateway, or an import."""
+
+    name: str
+    """It holds the leases of the groups, as a rollout server does under its id."""
+    key: str
+    """Groups with the same key and number are the same group, for a week."""
+
+
+@dataclass(frozen=True)
+class OfferedGroup:
+    """A finished group without a lease."""
+
+    number: int
+    prompt: bytes
+    """The encoded prompt, which is sampled again if the group expires."""
+    priority: int
+    group: Group
+    """Its run, prompt and attempt are set when it is accepted."""
+
+
+@dataclass(frozen=True)
 class SavedTokens:
     """Consecutive tokens of one sample, saved before its group was finished."""
 
@@ -75,7 +99,7 @@ class FeedPosition:
     fingerprint: str
     """Hash of the dataset's rows and their order."""
     epoch_prompts: int = 0
-    """Number of prompts of one epoch; 0 if the feed has not said it."""
+    """Number of prompts of one epoch; 0 if the feed has not reported it."""
     last_id: int = field(default=0, compare=False)
     """In the answer to `feed`: the newest prompt id. If the call has submitted prompts, it is that of the last one."""
 
@@ -103,15 +127,15 @@ class Delivery:
 
 
 @dataclass(frozen=True)
-class GoneBack:
-    """The last time that the run went back to a checkpoint."""
+class RunRewind:
+    """The last time that the run was rewound to a checkpoint."""
 
     checkpoint: str
     """Path of the checkpoint."""
     term: int
-    """The term that went back. Checkpoints of earlier terms that are newer than `checkpoint` are abandoned."""
-    num_roll_backs: int
-    """How many roll backs the operator had ordered by then."""
+    """The term that rewound it. Checkpoints of earlier terms that are newer than `checkpoint` are abandoned."""
+    num_orders: int
+    """How many rewinds to a version the operator had ordered by then."""
 
 
 @dataclass(frozen=True)
@@ -123,33 +147,46 @@ class Committed:
     trained: bytes
     """Bitmap of the committed prompts. The first byte's highest bit stands for prompt 0."""
     kept_after: int
-    """The prompts of every commit after this step are kept, so the run can go back to this step, but no further."""
-    gone_back: GoneBack | None
+    """The prompts of every commit after this step are kept, so the run can be rewound to this step, but no further."""
+    rewind: RunRewind | None
 
 
-@dataclass(frozen=True)
-class QueueStat:
-    """Counts of every place of the diagram in queue.py at one moment. Two that differ only in their ages are equal.
-
-    The fields that clients see have the same names in penstock.v1.runs_pb2.QueueStat and in penstock.client."""
+@dataclass(frozen=True, kw_only=True)
+class QueueCounts:
+    """Counts of the replay queue. Fields without a description count since the run began."""
 
     pending_prompts: int
+    """Prompts that wait for a lease."""
     admitted: int
     in_flight: int
+    """Prompts that rollout servers work on."""
     queued: int
+    """Groups in the queue, including those that the learner has taken since its last checkpoint."""
     delivered: int
+    """The part of `queued` that the learner has taken."""
     queued_bytes: int
     trained: int
     expired: int
     dead_lettered: int
     redelivered: int
     reclaimed: int
+    """Leases that expired, whose prompts were leased again."""
     discarded: int
-    """Part of expired: groups that were dropped for good, whose prompts are not admitted again."""
+    """The part of `expired` whose prompts are not admitted again."""
+    admission_limit: int
+    """Upper bound on trained + queued + in-flight groups."""
+    admission_room: int
+    """Prompts that may be admitted now."""
     inserted: int
     """Groups that append accepted."""
-    saved_bytes: int
-    """Bytes of saved tokens of samples whose groups are not finished."""
+    saved_bytes: int = 0
+    """Bytes of the saved tokens of samples whose groups are not finished."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueueStat(QueueCounts):
+    """The queue at one moment. Two that differ only in their ages are equal."""
+
     step: int
     committed_step: int
     """Newest step that a durable checkpoint covers."""
@@ -161,10 +198,6 @@ class QueueStat:
     """Time since the next prompt in line was submitted; 0 if none is pending."""
     ready_age_ms: int = field(compare=False)
     """Time since the next group in line was appended; 0 if none is ready."""
-    admission_limit: int
-    """Upper bound on trained + queued + in-flight groups."""
-    admission_room: int
-    """Number of prompts that the staleness bound allows to be admitted now."""
 
     @property
     def conservation_error(self) -> int:
@@ -181,51 +214,31 @@ class QueueStat:
         return self.trained + min(self.delivered, max(0, self.step - self.committed_step) * groups_per_step)
 
 
-# ──
-# Admission: how many prompts may be in flight. It is one formula over the queue's counters.
-#
-# A prompt is admitted only while `trained + queued + in_flight < (max_staleness + step + 1) · groups_per_step`. Groups
-# beyond that could only be trained more than `max_staleness` steps after the policy they start with. Expired, discarded
-# and dead-lettered groups are in none of the three terms, so each makes room for another.
-#
-# The same limiter can be read as a rate limiter with one sample per insert: the difference `accepted - step ·
-# groups_per_step` between what was admitted and what the steps have used stays within `[0, (max_staleness + 1) ·
-# groups_per_step]`. At the upper bound producers wait; at 0 the learner waits.
-#
-# lease.lua applies the same formula in its atomic call. Tests compare the two.
+# ── Admission: how many prompts may be in flight. lease.lua applies the same formula; tests compare the two ──
 
 
 @dataclass(frozen=True)
 class Admission:
-    """Limits of admission at one moment."""
-
     limit: int
     """Upper bound on trained + queued + in-flight groups."""
     room: int
     """How many more prompts may be admitted now."""
-    difference: int
-    """Admitted groups minus the groups that the steps so far have used."""
-    max_difference: int
-    """Difference at which producers wait. The learner waits at 0."""
 
 
 def admission(
     *, step: int, trained: int, queued: int, in_flight: int, max_staleness: int, groups_per_step: int
 ) -> Admission:
-    """Compute the limits. Example: with two groups a step, staleness 1, nothing trained and one prompt in flight, the
-    limit is four prompts, so three more may be admitted.
+    """A prompt is admitted only while `trained + queued + in_flight < (max_staleness + step + 1) · groups_per_step`.
+    Groups beyond that could only be trained more than `max_staleness` steps after the policy they start with. Expired,
+    discarded and dead-lettered groups are in none of the three terms, so each makes room for another.
+
+    Example: with two groups a step, staleness 1, nothing trained and one prompt in flight, three more may be admitted.
 
     >>> admission(step=0, trained=0, queued=0, in_flight=1, max_staleness=1, groups_per_step=2)
-    Admission(limit=4, room=3, difference=1, max_difference=4)
+    Admission(limit=4, room=3)
     """
-    accepted = trained + queued + in_flight
     limit = (max_staleness + step + 1) * groups_per_step
-    return Admission(
-        limit=limit,
-        room=max(0, limit - accepted),
-        difference=accepted - step * groups_per_step,
-        max_difference=(max_staleness + 1) * groups_per_step,
-    )
+    return Admission(limit, max(0, limit - trained - queued - in_flight))
 
 
 # ── Evaluations of a run, as the queue keeps them: progress, scores, and groups for the learner's reward model ──

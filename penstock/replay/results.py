@@ -10,18 +10,14 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import redis.asyncio as redis
 from numpy.typing import NDArray
 
 from penstock.errors import InvalidInput
-from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import PromptState, PromptStatus
-from penstock.store.keys import RunKeys
 from penstock.store.redis_client import guarded
-from penstock.store.scripts import QUEUE, read_record, read_rows
+from penstock.store.scripts import QUEUE, RunRecords, read_record, read_rows
 from penstock.trajectory import Group
 
 IDS_LOOKED_AT = 2_000
@@ -50,23 +46,20 @@ class PromptResult:
     reason: str
 
 
-class PromptBook:
+class PromptBook(RunRecords):
     """One run's prompts as its clients see them."""
 
-    def __init__(self, queue: RedisReplayQueue) -> None:
-        self.queue = queue
-        self.client: Any = queue.client
-        self._results = queue.keys.results
+    scripts = QUEUE
 
     async def page(self, after: int, limit: int, state: PromptState | None = None) -> PromptPage:
         """List prompts by id, oldest first. A page may be short or empty and still have a next page."""
-        page = read_record(await self._call("list_prompts", after, limit, state or "", IDS_LOOKED_AT))
+        page = read_record(await self.call("list_prompts", after, limit, state or "", IDS_LOOKED_AT))
         prompts = tuple(PromptStatus(**row | {"state": row["state"].decode()}) for row in read_rows(page["prompts"]))
         return PromptPage(prompts, page["last_id"], bool(page["has_more"]))
 
     async def cancel(self, prompt_ids: Sequence[int]) -> list[PromptStatus | None]:
         """Cancel prompts whose groups the learner has not taken. Return what each is afterwards; None if unknown."""
-        rows = read_rows(await self._call("cancel", *prompt_ids))
+        rows = read_rows(await self.call("cancel", *prompt_ids))
         return [
             PromptStatus(prompt_id, row["state"].decode(), row["attempt"], b"") if row["state"] else None
             for prompt_id, row in zip(prompt_ids, rows, strict=True)
@@ -80,13 +73,13 @@ class PromptBook:
         if cursor == FROM_OLDEST:
             return cursor
         entry, _ = _parts(cursor)
-        if not await guarded(self.client.xrange(self._results, entry, entry)):
+        if not await guarded(self.client.xrange(self.keys.results, entry, entry)):
             raise InvalidInput("cursor", f"is no longer kept; start from {FROM_OLDEST!r}, and get older prompts by id")
         return cursor
 
     async def after(self, cursor: str, max_entries: int = 64) -> list[PromptResult]:
         entry, index = (_BEFORE_ALL, _AFTER_ENTRY) if cursor == FROM_OLDEST else _parts(cursor)
-        entries = await guarded(self.client.xrange(self._results, min=entry, count=max_entries))
+        entries = await guarded(self.client.xrange(self.keys.results, min=entry, count=max_entries))
         return [
             result
             for entry_id, fields in entries
@@ -96,7 +89,7 @@ class PromptBook:
 
     async def newest_entry(self) -> str:
         """Id of the newest entry of the stream; `0-0` while it is empty."""
-        newest = await guarded(self.client.xrevrange(self._results, count=1))
+        newest = await guarded(self.client.xrevrange(self.keys.results, count=1))
         return newest[0][0].decode() if newest else _BEFORE_ALL
 
     async def wait_for_results(self, entry: str, timeout_s: float, max_entries: int = 64) -> list[PromptResult]:
@@ -104,16 +97,13 @@ class PromptBook:
 
         Holds a Redis connection while it waits. `timeout_s` must be shorter than `redis.timeout_s`."""
         block_ms = max(1, int(1000 * timeout_s))
-        answer = await guarded(self.client.xread({self._results: entry}, count=max_entries, block=block_ms))
+        answer = await guarded(self.client.xread({self.keys.results: entry}, count=max_entries, block=block_ms))
         return [
             result
             for _, entries in answer
             for entry_id, fields in entries
             for result in _results_of(entry_id.decode(), fields)
         ]
-
-    async def _call(self, name: str, *arguments: Any) -> Any:
-        return await QUEUE.call(self.client, self.queue.keys.prefix, name, *arguments)
 
 
 def entry_of(cursor: str) -> str:
@@ -155,12 +145,8 @@ KEPT_GROUPS = 4
 KEPT_S = 900
 
 
-class RecomputedLogProbs:
+class RecomputedLogProbs(RunRecords):
     """Log-probs of one run's groups, by prompt and attempt. The learner writes them and the gateway reads them."""
-
-    def __init__(self, client: redis.Redis, run: str) -> None:
-        self.client: Any = client
-        self.keys = RunKeys(run)
 
     async def keep(self, groups: Sequence[Group], log_probs: NDArray[np.float32]) -> None:
         """Keep the log-probs of the first groups. `log_probs` has one for every response token of all groups, in

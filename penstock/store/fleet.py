@@ -19,18 +19,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, cast
 
-import redis.asyncio as redis
-
 from penstock.codec import read_known_fields
-from penstock.store.keys import RunKeys
 from penstock.store.redis_client import guarded
-from penstock.store.scripts import STORE, read_record, read_rows
+from penstock.store.scripts import RunRecords, read_record, read_rows
 
 # ──
-# Servers in quarantine: their log-probs disagree with the learner's, so nothing that they sampled is trained.
-#
-# The learner moves a server through these phases. The server itself notices nothing: it leases less, and is sent a
-# version that it seems to have.
+# Servers in quarantine: their log-probs disagree with the learner's, so nothing that they sampled is trained. The
+# server itself notices nothing: it leases less, and is sent a version that it seems to have.
 #
 #     serving ──(log-probs disagree)──► draining ──(weights loaded wholly)──► probed ──(probes agree)──► serving
 #                                          ▲                                    │
@@ -71,32 +66,21 @@ class Quarantine:
         return read_known_fields(cls, fields)
 
 
-class Quarantines:
+class Quarantines(RunRecords):
     """The records of one run. Only the learner of the current term changes them."""
-
-    def __init__(self, client: redis.Redis, run: str) -> None:
-        self.client: Any = client
-        self.keys = RunKeys(run)
 
     async def read(self) -> dict[str, Quarantine]:
         """Every record, by server."""
-        records = await guarded(self.client.hgetall(self.keys.quarantined))
-        return {server.decode(): Quarantine.from_json(text) for server, text in sorted(records.items())}
+        records = await self.hash_of(self.keys.quarantined)
+        return {server: Quarantine.from_json(text) for server, text in records.items()}
 
     async def put(self, quarantine: Quarantine, term: int) -> None:
         """Store the record, unless the server has left. Raises Fenced once a newer term was taken."""
-        await self._set(quarantine.server_id, quarantine.to_json(), term)
+        await self.call("set_quarantine", term, quarantine.server_id, quarantine.to_json())
 
     async def end(self, server_id: str, term: int) -> None:
         """Remove the record. Raises Fenced once a newer term was taken."""
-        await self._set(server_id, "", term)
-
-    async def now_ms(self) -> int:
-        seconds, microseconds = await guarded(self.client.time())
-        return int(seconds) * 1000 + int(microseconds) // 1000
-
-    async def _set(self, server_id: str, record: str, term: int) -> None:
-        await STORE.call(self.client, self.keys.prefix, "set_quarantine", term, server_id, record)
+        await self.call("set_quarantine", term, server_id, "")
 
 
 ServerState = Literal["JOINING", "READY", "LOADING", "STALE", "EVICTED"]
@@ -148,12 +132,8 @@ class Reported:
     """The version that was published last; 0, the model folder, before the first."""
 
 
-class Fleet:
+class Fleet(RunRecords):
     """Registry of the rollout servers of one run."""
-
-    def __init__(self, client: redis.Redis, run: str) -> None:
-        self.client: Any = client
-        self.keys = RunKeys(run)
 
     async def join(self, record: ServerRecord) -> None:
         await self.report(record)
@@ -163,61 +143,49 @@ class Fleet:
         """Store a server's heartbeat. It is one call, because every server makes it twice a second."""
         fields = asdict(record)
         del fields["state"], fields["heartbeat_age_ms"]
-        answer = read_record(await self._call("report_server", record.server_id, json.dumps(fields)))
-        state, held = answer["state"], answer["held_version"]
-        return Reported(
-            cast("ServerState", state.decode()) if state else None,
-            int(held) if held else None,
-            int(answer["current_version"] or 0),
-        )
+        answer = read_record(await self.call("report_server", record.server_id, json.dumps(fields)))
+        state = cast("ServerState | None", answer["state"] and answer["state"].decode())
+        held = answer["held_version"] and int(answer["held_version"])
+        return Reported(state, held, int(answer["current_version"] or 0))
 
     async def set_state(self, server_id: str, state: ServerState, term: int | None = None) -> None:
-        """Move a server to a state. A publisher gives its term: the call raises Fenced and changes nothing once a newer
-        term was taken, and it does nothing for a server that has left."""
         await self.set_states([server_id], state, term)
 
     async def set_states(self, server_ids: Sequence[str], state: ServerState, term: int | None = None) -> None:
-        """`set_state` for many servers in one call, so that a push to a large fleet does not wait for each."""
+        """Move servers to a state. A publisher gives its term: the call raises Fenced and changes nothing once a newer
+        term was taken, and it does nothing for a server that has left."""
         if server_ids:
-            await self._call("set_server_state", state, "" if term is None else term, *server_ids)
+            await self.call("set_server_state", state, "" if term is None else term, *server_ids)
 
     async def leave(self, server_id: str) -> None:
         """Forget a server, with its breaker and its quarantine."""
-        await self._call("leave_server", server_id)
+        await self.call("leave_server", server_id)
 
     async def forget_silent(self, max_silence_s: float, term: int) -> dict[str, float]:
         """Forget the servers that sent no heartbeat for `max_silence_s`. Returns the silence of each in seconds. Raises
         Fenced once a newer term was taken."""
-        rows = read_rows(await self._call("forget_silent_servers", term, int(1000 * max_silence_s)))
+        rows = read_rows(await self.call("forget_silent_servers", term, int(1000 * max_silence_s)))
         return {row["server_id"].decode(): row["silence_ms"] / 1000 for row in rows}
 
     async def servers(self) -> list[ServerRecord]:
-        records = await guarded(self.client.hgetall(self.keys.servers))
-        states = await guarded(self.client.hgetall(self.keys.server_states))
-        now_ms = await self._now_ms()
-        return [_read(json.loads(text), states.get(server_id), now_ms) for server_id, text in sorted(records.items())]
+        records = await self.hash_of(self.keys.servers)
+        states, now_ms = await self.hash_of(self.keys.server_states), await self.now_ms()
+        return [_read(json.loads(text), states.get(server_id), now_ms) for server_id, text in records.items()]
 
     async def num_servers(self) -> int:
         return int(await guarded(self.client.hlen(self.keys.servers)))
 
     async def num_changes(self) -> int:
         """How often a server joined, left, or changed its state or version."""
-        return int(await guarded(self.client.hget(self.keys.counters, "fleet_changes")) or 0)
+        return await self.number_of(self.keys.counters, "fleet_changes") or 0
 
     async def quarantined(self) -> frozenset[str]:
-        """Servers whose samples must not be used: see penstock.store.fleet."""
-        return frozenset(server.decode() for server in await guarded(self.client.hgetall(self.keys.quarantined)))
+        """Servers whose samples must not be used."""
+        return frozenset(await self.hash_of(self.keys.quarantined))
 
     async def term(self) -> int:
         """Term of the learner that may publish; 0 before the first learner."""
-        return int(await guarded(self.client.hget(self.keys.counters, "term")) or 0)
-
-    async def _call(self, name: str, *arguments: Any) -> Any:
-        return await STORE.call(self.client, self.keys.prefix, name, *arguments)
-
-    async def _now_ms(self) -> int:
-        seconds, microseconds = await guarded(self.client.time())
-        return int(seconds) * 1000 + int(microseconds) // 1000
+        return await self.number_of(self.keys.counters, "term") or 0
 
 
 def _read(fields: dict[str, Any], state: bytes | None, now_ms: int) -> ServerRecord:
@@ -227,17 +195,7 @@ def _read(fields: dict[str, Any], state: bytes | None, now_ms: int) -> ServerRec
     return read_known_fields(ServerRecord, fields)
 
 
-# ──
-# The fleet as it was read a moment ago, for callers that look at a large fleet many times a second.
-#
-# Reading the fleet costs time for every server. A view reads one number of Redis instead, which counts the servers that
-# joined, left, or changed their state or version, and reads the fleet again only if
-#
-#     the number has changed              so a view never shows a state or a version that a server has left
-#     the reading is `max_age_s` old      so loads and heartbeats are at most that old
-#
-# The second bound also covers a Redis that went back to an earlier number, and servers of a Penstock that does not
-# count. A view for frequent calls may give it a second part: see `rarely_used_age_s`.
+# ── The fleet as it was read a moment ago, for callers that look at a large fleet many times a second ──
 
 
 @dataclass(frozen=True, eq=False)
@@ -264,9 +222,12 @@ class FleetReading:
 class FleetView:
     """The newest reading of a fleet. Callers that look at the same time share one.
 
-    With `rarely_used_age_s`, a reading that is `max_age_s` old is kept until there were as many looks at it as it has
-    servers, or until it is `rarely_used_age_s` old. So a look costs the reading of one server at most, in any fleet,
-    except where looks are so rare that their cost does not matter."""
+    A look reads one number of Redis, which counts the servers that joined, left, or changed their state or version. The
+    fleet is read again only if the number has changed, so a view never shows a state or a version that a server has
+    left, or if the reading is `max_age_s` old, so loads and heartbeats are at most that old.
+
+    With `rarely_used_age_s`, an old reading is kept until there were as many looks at it as it has servers, or until it
+    is `rarely_used_age_s` old. So a look costs the reading of one server at most, in any fleet."""
 
     def __init__(self, fleet: Fleet, max_age_s: float, rarely_used_age_s: float | None = None) -> None:
         self.fleet = fleet

@@ -15,15 +15,13 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import redis.asyncio as redis
 
 from penstock.cancellation import end_task
 from penstock.errors import PenstockError, QueueFull, Unavailable
-from penstock.store.keys import RunKeys
 from penstock.store.redis_client import guarded
-from penstock.store.scripts import STORE
+from penstock.store.scripts import RunRecords
 
 logger = logging.getLogger(__name__)
 BEAT_S = 1.0
@@ -32,18 +30,13 @@ VALIDATOR = "validator"
 """The part of the feed that validates."""
 
 
-class Heartbeats:
+class Heartbeats(RunRecords):
     """Heartbeats and starts of the parts of one run."""
-
-    def __init__(self, client: redis.Redis, run: str) -> None:
-        self.client: Any = client
-        self.run = run
-        self.keys = RunKeys(run)
 
     async def beat(self, component: str) -> float | None:
         """Record that `component` is alive. Returns the seconds since its last beat, which a predecessor may have sent;
         None if there was none, or if the last one ended in order."""
-        silence_ms = int(await STORE.call(self.client, self.keys.prefix, "beat", component))
+        silence_ms = int(await self.call("beat", component))
         return None if silence_ms < 0 else silence_ms / 1000
 
     async def end(self, component: str) -> None:
@@ -52,18 +45,15 @@ class Heartbeats:
 
     async def ages_s(self) -> dict[str, float]:
         """Seconds since the last beat, by component."""
-        beats = await guarded(self.client.hgetall(self.keys.heartbeats))
-        seconds, microseconds = await guarded(self.client.time())
-        now_s = int(seconds) + int(microseconds) / 1e6
-        return {component.decode(): max(0.0, now_s - int(at_ms) / 1000) for component, at_ms in beats.items()}
+        beats, now_ms = await self.hash_of(self.keys.heartbeats), await self.now_ms()
+        return {component: max(0, now_ms - int(at_ms)) / 1000 for component, at_ms in beats.items()}
 
     async def count_start(self, component: str) -> None:
-        await STORE.call(self.client, self.keys.prefix, "count_start", component)
+        await self.call("count_start", component)
 
     async def restarts(self) -> dict[str, int]:
         """Starts after the first, by component."""
-        starts = await guarded(self.client.hgetall(self.keys.starts))
-        return {component.decode(): int(count) - 1 for component, count in starts.items()}
+        return {component: int(count) - 1 for component, count in (await self.hash_of(self.keys.starts)).items()}
 
     @contextlib.asynccontextmanager
     async def beating(self, component: str) -> AsyncIterator[float | None]:
@@ -109,11 +99,7 @@ class Heartbeats:
                 logger.warning("cannot send the heartbeat of the %s: %s", component, error)
 
 
-# ──
-# Phases of the start of a process: `starting Ray`, `loading the model` and so on, until it serves or trains.
-#
-# Each process records its phases itself. `penstock up` prints a line for each, and the API shows them. Times are those
-# of Redis' clock.
+# ── Phases of the start of a process, such as `loading the model`. `penstock up` prints them, and the API shows them ──
 
 
 MAX_PHASES = 16
@@ -126,14 +112,11 @@ class Phase:
     entered_at_ms: int
 
 
-class Phases:
+class Phases(RunRecords):
     """The phases of all parts of one run."""
 
-    def __init__(self, client: redis.Redis, run: str) -> None:
-        self.client: Any = client
-        self.keys = RunKeys(run)
-        self.newest = ""
-        """The phase that this process has entered last."""
+    newest = ""
+    """The phase that this process has entered last."""
 
     async def enter(self, component: str, phase: str, *, is_first: bool = False) -> None:
         """Record that `component` has begun `phase`. The first phase of a process removes those of the process before
@@ -141,45 +124,36 @@ class Phases:
         phase = phase.encode("utf-8", "replace").decode()  # it may name a path, which need not be UTF-8
         self.newest = phase
         logger.info("%s", phase)
-        arguments = (component, phase, int(is_first), MAX_PHASES)
         try:
-            await STORE.call(self.client, self.keys.prefix, "enter_phase", *arguments)
+            await self.call("enter_phase", component, phase, int(is_first), MAX_PHASES)
         except PenstockError as error:
             logger.warning("cannot record the phase: %s", error)
 
     async def age_s(self, phase: Phase) -> float:
         """Seconds since the phase began."""
-        seconds, microseconds = await guarded(self.client.time())
-        return int(seconds) + int(microseconds) / 1e6 - phase.entered_at_ms / 1000
+        return (await self.now_ms() - phase.entered_at_ms) / 1000
 
     async def by_component(self) -> dict[str, list[Phase]]:
         """The newest phases of each part, oldest first."""
-        records = await guarded(self.client.hgetall(self.keys.phases))
-        return {
-            component.decode(): [Phase(name, int(at_ms)) for name, at_ms in json.loads(text)]
-            for component, text in sorted(records.items())
-        }
+        records = await self.hash_of(self.keys.phases)
+        return {part: [Phase(name, int(at_ms)) for name, at_ms in json.loads(text)] for part, text in records.items()}
 
 
-# ──
-# Processes that are stopping and still need Redis.
-#
-# A process that gets SIGTERM finishes its work: a learner writes a checkpoint and commits its groups, a rollout server
-# gives prompts back. If Redis is stopped at the same moment, as by `helm uninstall`, it has to leave last. So a
-# stopping process says once a second that it is still there, and removes its name when it needs Redis no longer.
-# deploy/redis/wait-for-clients.sh waits for the names before Redis is stopped. A process that was killed while it was
-# stopping leaves its name behind; a name that is older than 30 s does not count.
+# ── Processes that are stopping and still need Redis ──
 
 
 SIGN_S = 1.0
 
 
-class Leaving:
-    """The name of one stopping process in Redis. It is written while `holding` is open, once `stopping` is set."""
+class Leaving(RunRecords):
+    """The name of one stopping process in Redis, written once a second while `holding` is open and `stopping` is set.
+
+    A process that gets SIGTERM still commits groups or gives prompts back. If Redis is stopped at the same moment, as
+    by `helm uninstall`, it has to leave last: deploy/redis/wait-for-clients.sh waits for the names. A name that is
+    older than 30 s, of a process that was killed, does not count."""
 
     def __init__(self, client: redis.Redis, run: str, component: str) -> None:
-        self.client: Any = client
-        self.key = RunKeys(run).leaving
+        super().__init__(client, run)
         self.name = f"{component}@{socket.gethostname()}:{os.getpid()}"
 
     @contextlib.asynccontextmanager
@@ -192,15 +166,13 @@ class Leaving:
             await end_task(task)
             if stopping.is_set():
                 with contextlib.suppress(PenstockError):
-                    await guarded(self.client.zrem(self.key, self.name))
+                    await guarded(self.client.zrem(self.keys.leaving, self.name))
 
     async def _sign_loop(self, stopping: asyncio.Event) -> None:
         await stopping.wait()
         while True:
             try:
-                seconds, microseconds = await guarded(self.client.time())
-                now_ms = int(seconds) * 1000 + int(microseconds) // 1000
-                await guarded(self.client.zadd(self.key, {self.name: now_ms}))
+                await guarded(self.client.zadd(self.keys.leaving, {self.name: await self.now_ms()}))
             except PenstockError as error:
                 logger.warning("cannot tell Redis that this process is stopping: %s", error)
             await asyncio.sleep(SIGN_S)

@@ -23,15 +23,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
-
-import redis.asyncio as redis
+from typing import Literal
 
 from penstock.codec import read_known_fields
 from penstock.errors import PenstockError, QueueFull, Unavailable
-from penstock.store.keys import RunKeys
 from penstock.store.redis_client import guarded
-from penstock.store.scripts import STORE
+from penstock.store.scripts import RunRecords
 
 logger = logging.getLogger(__name__)
 WRITE_S = 1.0
@@ -87,21 +84,16 @@ class Notice:
     last_at_ms: int = 0
 
 
-class Notices:
+class Notices(RunRecords):
     """The notices of one run."""
-
-    def __init__(self, client: redis.Redis, run: str) -> None:
-        self.client: Any = client
-        self.keys = RunKeys(run)
 
     async def record(self, event: Event, count: int = 1) -> None:
         fields = {"key": event.key, "kind": event.kind, "text": event.text[:MAX_TEXT_CHARS], "detail": event.detail}
         shown_ms = int(1000 * SHOWN_S) if event.kind in PASSING_KINDS else 0
-        arguments = (event.key, json.dumps(fields), count, MAX_OF_KIND, shown_ms)
-        await STORE.call(self.client, self.keys.prefix, "record_notice", *arguments)
+        await self.call("record_notice", event.key, json.dumps(fields), count, MAX_OF_KIND, shown_ms)
 
     async def newest_first(self) -> list[Notice]:
-        records = await guarded(self.client.hgetall(self.keys.notices))
+        records = await self.hash_of(self.keys.notices)
         found = [read_known_fields(Notice, json.loads(text)) for text in records.values()]
         oldest_ms = 1000 * (time.time() - SHOWN_S)
         notices = [notice for notice in found if notice.kind not in PASSING_KINDS or notice.last_at_ms > oldest_ms]

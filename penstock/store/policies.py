@@ -2,40 +2,32 @@
 
 The learner's publish call writes the record in the same script that makes the version current. A record never changes.
 The learner removes old records, except those of versions with a mark or a snapshot.
-Marks are stored beside it: which version is promoted, which are retired, and which names (API keys, sessions,
+Marks are stored with it: which version is promoted, which are retired, and which names (API keys, sessions,
 evaluations, servers) are pinned.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
-
-import redis.asyncio as redis
 
 from penstock.errors import NotFound
-from penstock.store.keys import RunKeys
 from penstock.store.redis_client import guarded
+from penstock.store.scripts import RunRecords
 from penstock.v1 import policies_pb2
 
 NUM_LISTED = 1000
 """Number of versions whose records are kept."""
 
 
-class PolicyRegistry:
+class PolicyRegistry(RunRecords):
     """Records and marks of one run's policy versions."""
-
-    def __init__(self, client: redis.Redis, run: str) -> None:
-        self.client: Any = client
-        self.keys = RunKeys(run)
 
     async def get(self, policy_version: int | None = None) -> policies_pb2.Policy:
         """The record of a version, or of the current one."""
         if policy_version is None:
-            current = await guarded(self.client.hget(self.keys.counters, "policy_version"))
-            if current is None:
+            policy_version = await self.number_of(self.keys.counters, "policy_version")
+            if policy_version is None:
                 raise NotFound("no policy version was published yet; the learner has not started")
-            policy_version = int(current)
         record = await guarded(self.client.hget(self.keys.policies, policy_version))
         if record is None:
             raise NotFound(f"policy version {policy_version} was never published, or is too old to be listed")
@@ -45,7 +37,7 @@ class PolicyRegistry:
         return policy
 
     async def newest_first(self, before: int | None, limit: int) -> list[policies_pb2.Policy]:
-        """Up to `limit` records with a version below `before` (None: from the newest)."""
+        """Up to `limit` records with a version below `before`, or from the newest if it is None."""
         top = "+inf" if before is None else f"({before}"
         versions = await guarded(
             self.client.zrevrangebyscore(self.keys.policy_versions, top, "-inf", start=0, num=limit)
@@ -83,21 +75,20 @@ class PolicyRegistry:
 
     async def snapshots(self) -> dict[int, str]:
         """Folder of each snapshot that exists, by version. Empty if the learner has recorded none."""
-        fields = await guarded(self.client.hgetall(self.keys.snapshots))
+        fields = await self.hash_of(self.keys.snapshots)
         return {int(version): folder.decode() for version, folder in fields.items()}
 
     async def record_snapshots(self, snapshots: Mapping[int, str]) -> None:
         """Record which snapshots exist. The learner calls it after each change."""
-        gone = (await self.snapshots()).keys() - snapshots.keys()
+        removed = (await self.snapshots()).keys() - snapshots.keys()
         if snapshots:
             fields = {str(version): folder for version, folder in snapshots.items()}
             await guarded(self.client.hset(self.keys.snapshots, mapping=fields))
-        if gone:
-            await guarded(self.client.hdel(self.keys.snapshots, *map(str, gone)))
+        if removed:
+            await guarded(self.client.hdel(self.keys.snapshots, *map(str, removed)))
 
     async def promoted_version(self) -> int | None:
-        version = await guarded(self.client.hget(self.keys.counters, "promoted_version"))
-        return int(version) if version else None
+        return await self.number_of(self.keys.counters, "promoted_version")
 
     async def promote(self, policy_version: int) -> None:
         await guarded(self.client.hset(self.keys.counters, "promoted_version", policy_version))
@@ -112,12 +103,10 @@ class PolicyRegistry:
         return bool(await guarded(self.client.hdel(self.keys.policy_pins, name)))
 
     async def pins(self) -> dict[str, int]:
-        fields = await guarded(self.client.hgetall(self.keys.policy_pins))
-        return {name.decode(): int(version) for name, version in fields.items()}
+        return {name: int(version) for name, version in (await self.hash_of(self.keys.policy_pins)).items()}
 
     async def pinned_version(self, name: str) -> int | None:
-        version = await guarded(self.client.hget(self.keys.policy_pins, name))
-        return int(version) if version else None
+        return await self.number_of(self.keys.policy_pins, name)
 
     async def kept_versions(self) -> set[int]:
         """Versions that are promoted, held, pinned or rolled back to: their snapshots may still be needed."""

@@ -69,9 +69,8 @@ def redis_errors() -> Iterator[None]:
     except NoScriptError:
         raise
     except AuthenticationError as error:
-        raise Unavailable(
-            f"Redis refuses the user or password ({error}); correct redis.url, or redis.password_file"
-        ) from error
+        advice = "correct redis.url, or redis.password_file"
+        raise Unavailable(f"Redis refuses the user or password ({error}); {advice}") from error
     except RedisCannotWrite as error:
         raise Unavailable(str(error)) from error
     except (RedisConnectionError, RedisTimeoutError) as error:
@@ -108,7 +107,7 @@ def _translate_response(message: str) -> PenstockError:
 
 
 # ──
-# The address at which Redis was last reached, for the time when its name is gone.
+# The address at which Redis was last reached, for the time when its name no longer resolves.
 #
 # `helm uninstall` deletes the Service of Redis at once, while Redis itself waits for the processes that are stopping.
 # The name then resolves to nothing, but the address is still good: new connections go to the last one.
@@ -117,8 +116,18 @@ def _translate_response(message: str) -> PenstockError:
 class LastAddress:
     """Address of the last connection that was made. It belongs to one client."""
 
-    def __init__(self) -> None:
-        self.host = ""
+    host = ""
+
+    @contextmanager
+    def instead_of_name(self, connection: Any, error: socket.gaierror) -> Iterator[None]:
+        """Let the connection use the address. Raises the error if there is none."""
+        if not self.host:
+            raise error
+        name, connection.host = connection.host, self.host
+        try:
+            yield
+        finally:
+            connection.host = name
 
     def used_by(self, connection: type[Any]) -> type[Any]:
         """The asynchronous connection class, with this address as the fallback for a name that cannot be resolved."""
@@ -127,14 +136,9 @@ class LastAddress:
         async def _connect(self: Any) -> None:
             try:
                 await connection._connect(self)
-            except socket.gaierror:
-                if not last.host:
-                    raise
-                name, self.host = self.host, last.host
-                try:
+            except socket.gaierror as error:
+                with last.instead_of_name(self, error):
                     await connection._connect(self)
-                finally:
-                    self.host = name
             last.host = self._writer.get_extra_info("peername")[0]
 
         return type(connection.__name__, (connection,), {"_connect": _connect})
@@ -146,14 +150,9 @@ class LastAddress:
         def _connect(self: Any) -> Any:
             try:
                 opened = connection._connect(self)
-            except socket.gaierror:
-                if not last.host:
-                    raise
-                name, self.host = self.host, last.host
-                try:
+            except socket.gaierror as error:
+                with last.instead_of_name(self, error):
                     opened = connection._connect(self)
-                finally:
-                    self.host = name
             last.host = opened.getpeername()[0]
             return opened
 
@@ -163,7 +162,7 @@ class LastAddress:
 # ──
 # Sending large payloads to Redis without copying them.
 #
-# redis-py joins the parts of a command before it sends them, or sends each with a system call of its own. Here one
+# redis-py joins the parts of a command before it sends them, or sends each with its own system call. Here one
 # system call takes many parts from where they are. An append of 64 groups of 16 KB takes a fifth less CPU time.
 
 
@@ -195,14 +194,12 @@ def gathering(connection: type[Any]) -> type[Any]:
             self.check_health()
         try:
             send_all(self._sock, command)
-        except TimeoutError as error:
+        except BaseException as error:
             self.disconnect()
-            raise RedisTimeoutError("Timeout writing to socket") from error
-        except OSError as error:
-            self.disconnect()
-            raise RedisConnectionError(f"Error while writing to socket: {error}") from error
-        except BaseException:
-            self.disconnect()
+            if isinstance(error, TimeoutError):
+                raise RedisTimeoutError("Timeout writing to socket") from error
+            if isinstance(error, OSError):
+                raise RedisConnectionError(f"Error while writing to socket: {error}") from error
             raise
 
     return type(connection.__name__, (connection,), {"send_packed_command": send_packed_command})
@@ -346,8 +343,8 @@ class PayloadLink:
         return client
 
 
-class RedisClient(redis.asyncio.Redis):
-    """redis.asyncio.Redis with a `PayloadLink`, which it closes. Calls are repeated for up to `retry_s`."""
+class _PatientClient:
+    """A client with a `PayloadLink`, which it closes. Calls are repeated for up to `retry_s`."""
 
     payloads: PayloadLink
     retry_s: float
@@ -355,49 +352,35 @@ class RedisClient(redis.asyncio.Redis):
     """Longest time that a blocking command may wait: less than the deadline of a command."""
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
-        execute: Any = super().execute_command
+        execute: Any = super().execute_command  # type: ignore[misc]
         return await call_patiently(lambda: execute(*args, **options), self.retry_s)
 
-    async def aclose(self, close_connection_pool: bool | None = None) -> None:
+    async def aclose(self, *args: Any) -> None:
         await self.payloads.aclose()
-        await super().aclose(close_connection_pool)
+        await super().aclose(*args)  # type: ignore[misc]
 
 
-class RedisClusterClient(RedisCluster):
-    """RedisClient for a cluster: commands go to the shard of the run's hash tag."""
+class RedisClient(_PatientClient, redis.asyncio.Redis):  # type: ignore[misc]
+    """The client of one Redis."""
 
-    payloads: PayloadLink
-    retry_s: float
-    max_block_s: float
-    """Longest time that a blocking command may wait: less than the deadline of a command."""
 
-    async def execute_command(self, *args: Any, **options: Any) -> Any:
-        execute: Any = super().execute_command
-        return await call_patiently(lambda: execute(*args, **options), self.retry_s)
-
-    async def aclose(self) -> None:
-        await self.payloads.aclose()
-        await super().aclose()
+class RedisClusterClient(_PatientClient, RedisCluster):  # type: ignore[misc]
+    """The client of a cluster: commands go to the shard of the run's hash tag."""
 
 
 def connect(config: RedisConfig, *, patient: bool = False, max_connections: int = MAX_CONNECTIONS) -> RedisClient:
     """A client with a deadline on every command; a patient one repeats commands for up to `redis.retry_s`. It connects
     when it is first used. A command waits, up to its deadline, while all connections are in use."""
-    options: dict[str, Any] = {
-        "socket_timeout": config.timeout_s,
-        "socket_connect_timeout": config.timeout_s,
-        "health_check_interval": 30,
+    given = {
+        "username": config.username,
+        "password": config.password_file and _read_password(config.password_file),
+        "ssl_ca_certs": config.tls_ca_file and str(config.tls_ca_file),
+        "ssl_certfile": config.tls_cert_file and str(config.tls_cert_file),
+        "ssl_keyfile": config.tls_key_file and str(config.tls_key_file),
     }
-    if config.username:
-        options["username"] = config.username
-    if config.password_file is not None:
-        options["password"] = _read_password(config.password_file)
-    for name, path in (
-        ("ssl_ca_certs", config.tls_ca_file), ("ssl_certfile", config.tls_cert_file),
-        ("ssl_keyfile", config.tls_key_file),
-    ):  # fmt: skip
-        if path is not None:
-            options[name] = str(path)
+    timeouts = {"socket_timeout": config.timeout_s, "socket_connect_timeout": config.timeout_s}
+    options: dict[str, Any] = timeouts | {name: value for name, value in given.items() if value}
+    options["health_check_interval"] = 30
     last = LastAddress()
     if config.cluster:
         client = cast(
@@ -434,7 +417,7 @@ class _Connections(redis.asyncio.BlockingConnectionPool):
 def _cheap(connection: type[AbstractConnection]) -> type[AbstractConnection]:
     """A connection class that packs commands with hiredis and sends without a task. redis-py's asynchronous connections
     pack in Python and cannot be given another packer: a submission of 512 prompts takes 0.5 ms of CPU time with hiredis
-    and 0.95 ms without. They also send each command in a task of its own, because it may have to wait for the socket.
+    and 0.95 ms without. They also send each command in its own task, because it may have to wait for the socket.
     It almost never does, and the task is a sixth of the cost of a small command."""
 
     async def send_packed_command(self: Any, command: Any, check_health: bool = True) -> None:

@@ -3,7 +3,7 @@
 paused         no prompt is leased (lease.lua)
 stop_term      a learner of this term or an earlier one ends after its step and writes a checkpoint
 held_version   servers load this version's snapshot and stay there; the learner pushes nothing
-roll_backs     number of roll backs; for each one the learner goes back to the weights of roll_back_version
+roll_backs     number of roll backs; for each one the learner rewinds to the weights of roll_back_version
 drained        servers that lease nothing (lease.lua)
 
 The queue itself pauses the leasing of a server while everything that it tries fails (lua/prelude_breaker.lua). The
@@ -15,14 +15,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import redis.asyncio as redis
 
 from penstock.store.fleet import Quarantine, Quarantines
-from penstock.store.keys import RunKeys
 from penstock.store.redis_client import guarded
-from penstock.store.scripts import STORE
+from penstock.store.scripts import RunRecords
 
 # ── Open breakers, as operators see them. replay/lua/prelude_breaker.lua describes when a breaker opens and closes ──
 
@@ -67,13 +63,8 @@ class Orders:
         return self.is_paused and self.stop_term >= self.term > 0
 
 
-class RunControl:
+class RunControl(RunRecords):
     """Orders of one run. Each order is one write, and repeating it changes nothing."""
-
-    def __init__(self, client: redis.Redis, run: str) -> None:
-        self.client: Any = client
-        self.keys = RunKeys(run)
-        self._quarantines = Quarantines(client, run)
 
     async def orders(self) -> Orders:
         fields = ("paused", "held_version", "stop_term", "term", "roll_backs", "roll_back_version")
@@ -99,19 +90,16 @@ class RunControl:
 
     async def open_breakers(self) -> list[OpenBreaker]:
         """Servers whose leasing is paused because everything they try fails."""
-        records = await guarded(self.client.hgetall(self.keys.breakers))
+        records = await self.hash_of(self.keys.breakers)
         if not records:
             return []
-        seconds, microseconds = await guarded(self.client.time())
-        now_ms = int(seconds) * 1000 + int(microseconds) // 1000
-        found = [
-            OpenBreaker.read(server.decode(), json.loads(text), now_ms) for server, text in sorted(records.items())
-        ]
+        now_ms = await self.now_ms()
+        found = [OpenBreaker.read(server, json.loads(text), now_ms) for server, text in records.items()]
         return [breaker for breaker in found if breaker is not None]
 
     async def quarantines(self) -> dict[str, Quarantine]:
         """Servers whose groups are not trained because their log-probs disagree with the learner's."""
-        return await self._quarantines.read()
+        return await Quarantines(self.client, self.run).read()
 
     async def stop(self) -> None:
         """Pause the run and end the learner of the current term. A learner that starts later takes a new term and
@@ -119,7 +107,7 @@ class RunControl:
         await self._set(paused=1, stop_term=(await self.orders()).term)
 
     async def hold(self, policy_version: int) -> None:
-        await STORE.call(self.client, self.keys.prefix, "hold_version", policy_version)
+        await self.call("hold_version", policy_version)
 
     async def release(self) -> None:
         await guarded(self.client.hdel(self.keys.counters, "held_version"))

@@ -21,7 +21,7 @@ from typing import Any
 
 from redis.exceptions import NoScriptError
 
-from penstock.store.keys import lua_names
+from penstock.store.keys import RunKeys, lua_names
 from penstock.store.redis_client import guarded
 
 
@@ -52,6 +52,35 @@ class ScriptFolder:
 STORE = ScriptFolder("penstock.store")
 QUEUE = ScriptFolder("penstock.replay")
 SESSIONS = ScriptFolder("penstock.sessions")
+
+
+class RunRecords:
+    """Some records of one run in Redis. A subclass says which."""
+
+    scripts = STORE
+
+    def __init__(self, client: Any, run: str) -> None:
+        self.client = client
+        self.run = run
+        self.keys = RunKeys(run)
+
+    async def call(self, name: str, *arguments: Any) -> Any:
+        """Run a script on the run's keys."""
+        return await self.scripts.call(self.client, self.keys.prefix, name, *arguments)
+
+    async def now_ms(self) -> int:
+        """Redis' own clock, so that no two clocks are ever compared."""
+        seconds, microseconds = await guarded(self.client.time())
+        return int(seconds) * 1000 + int(microseconds) // 1000
+
+    async def hash_of(self, key: str) -> dict[str, bytes]:
+        """All fields of a hash, sorted by name."""
+        return {name.decode(): value for name, value in sorted((await guarded(self.client.hgetall(key))).items())}
+
+    async def number_of(self, key: str, field: str | int) -> int | None:
+        """A number in a hash; None if it is not there."""
+        value = await guarded(self.client.hget(key, field))
+        return int(value) if value else None
 
 
 @cache

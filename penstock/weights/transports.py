@@ -2,7 +2,7 @@
 
 | name     | how weights are sent                       | needs                                                        |
 |----------|--------------------------------------------|--------------------------------------------------------------|
-| nccl     | NCCL broadcast (CuPy), GPU to GPU          | CuPy; a GPU of its own for the publisher and for each worker |
+| nccl     | NCCL broadcast (CuPy), GPU to GPU          | CuPy; a separate GPU for the publisher and for each worker   |
 | cuda_ipc | one copy inside a GPU                      | CuPy; publisher and worker on the same GPU of one host       |
 | shm      | sealed shared memory, mapped without copy  | publisher and worker on one host, one user, one pid namespace|
 | gloo     | TCP broadcast through host memory          | a network                                                    |
@@ -29,9 +29,13 @@ import importlib.util
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Self
 
+from pydantic import TypeAdapter, ValidationError
+
+from penstock.errors import WeightPushFailed
 from penstock.v1 import weights_pb2
 
 TRANSPORTS = ("nccl", "cuda_ipc", "shm", "gloo", "snapshot")
@@ -59,6 +63,22 @@ def host_id() -> str:
         return ""
     namespace = Path("/proc/self/ns/pid").readlink()
     return f"{boot.read_text().strip()}/{namespace}/{os.getuid()}"
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """What the sender of a transport tells its receivers in the announcement."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Raises WeightPushFailed if the text is not one of `to_json`."""
+        try:
+            return TypeAdapter(cls).validate_json(text)
+        except ValidationError as error:
+            raise WeightPushFailed(f"{cls.__name__} cannot be read: {error.errors()[0]['msg']}") from error
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily
@@ -17,77 +17,61 @@ class RolloutMetrics:
     """The metrics, registered with `registry`. Labels whose values are known in advance start at 0."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        def name(suffix: str) -> str:
-            return f"{PREFIX}_{suffix}"
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(f"{PREFIX}_{name}", text, labels, registry=registry)
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"{PREFIX}_{name}", text, labels, registry=registry)
+
+        def counted(name: str, text: str, buckets: Sequence[float]) -> CountedHistogram:
+            return CountedHistogram(f"{PREFIX}_{name}", text, buckets, registry)
+
+        def histogram(name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
+            return Histogram(f"{PREFIX}_{name}", text, labels, registry=registry, buckets=buckets)
 
         self.registry = registry
         self._child = Children()
         HostMemoryGauges(registry)
-        self.info = Gauge(name("rollout_info"), "Always 1.", ["server", "engine"], registry=registry)
-        self.produced = Counter(name("groups_produced"), "Groups appended to the queue.", ["env"], registry=registry)
-        self.trajectories = Counter(name("trajectories_produced"), "Samples generated.", ["env"], registry=registry)
-        self.version = Gauge(name("policy_version"), "Policy version served.", ["component"], registry=registry)
-        self.pinned = Gauge(
-            name("policy_pinned"),
-            "1 while an operator or a validation holds the server at a version.",
-            registry=registry,
+        self.info = gauge("rollout_info", "Always 1.", "server", "engine")
+        self.produced = counter("groups_produced", "Groups appended to the queue.", "env")
+        self.trajectories = counter("trajectories_produced", "Samples generated.", "env")
+        self.version = gauge("policy_version", "Policy version served.", "component")
+        self.pinned = gauge("policy_pinned", "1 while an operator or a validation holds the server at a version.")
+        self.inflight = gauge("rollout_inflight", "Groups that are being generated.")
+        self.outbox = gauge("rollout_outbox_groups", "Groups that no checkpoint covers yet.")
+        self.paused = counter("rollout_paused_seconds", "Time during which decoding was paused.", "reason")
+        self.episode_seconds = counted(
+            "rollout_episode_duration_seconds", "Time of one group, from lease to append.", LONG_SECONDS
         )
-        self.inflight = Gauge(name("rollout_inflight"), "Groups that are being generated.", registry=registry)
-        self.outbox = Gauge(name("rollout_outbox_groups"), "Groups that no checkpoint covers yet.", registry=registry)
-        self.paused = Counter(
-            name("rollout_paused_seconds"), "Time during which decoding was paused.", ["reason"], registry=registry
+        self.response_tokens = counted(
+            "rollout_response_tokens", "Length of responses.", [2**power for power in range(2, 16)]
         )
-        self.episode_seconds = CountedHistogram(
-            name("rollout_episode_duration_seconds"), "Time of one group, from lease to append.", LONG_SECONDS, registry
+        self.truncated = counter("rollout_truncated", "Responses cut at max_tokens.")
+        self.prompts_truncated = counter("rollout_prompts_truncated", "Prompts truncated to fit.")
+        self.version_span = counted(
+            "trajectory_version_span", "Versions within one trajectory, minus one.", (0, 1, 2, 3, 4, 6, 8, 12, 16)
         )
-        self.response_tokens = CountedHistogram(
-            name("rollout_response_tokens"), "Length of responses.", [2**power for power in range(2, 16)], registry
+        self.turns = counted("rollout_turns", "Assistant turns of a sample.", (1, 2, 3, 4, 6, 8, 16, 32))
+        self.tool_calls = counter("tool_calls", "Tool calls.", "tool", "result")
+        self.tool_seconds = histogram("tool_duration_seconds", "One tool call.", SHORT_SECONDS)
+        self.concurrency_limit = gauge("rollout_concurrency_limit", "Groups that may be generated at once.")
+        self.reward_seconds = counted("reward_duration_seconds", "Scoring one group.", SHORT_SECONDS)
+        self.reward_errors = counter("reward_errors", "Rewards that failed.", "kind")
+        self.failures = counter("rollout_failures", "Prompts given back, by reason.", "reason")
+        self.saved_tokens = counter("rollout_saved_tokens", "Tokens of unfinished groups that were saved in Redis.")
+        self.continued_tokens = counter(
+            "rollout_continued_tokens", "Tokens that another lease had saved and this one continued."
         )
-        self.truncated = Counter(name("rollout_truncated"), "Responses cut at max_tokens.", registry=registry)
-        self.prompts_truncated = Counter(
-            name("rollout_prompts_truncated"), "Prompts truncated to fit.", registry=registry
-        )
-        self.version_span = CountedHistogram(
-            name("trajectory_version_span"), "Versions within one trajectory, minus one.",
-            (0, 1, 2, 3, 4, 6, 8, 12, 16), registry,
-        )  # fmt: skip
-        self.turns = CountedHistogram(
-            name("rollout_turns"), "Assistant turns of a sample.", (1, 2, 3, 4, 6, 8, 16, 32), registry
-        )
-        self.tool_calls = Counter(name("tool_calls"), "Tool calls.", ["tool", "result"], registry=registry)
-        self.tool_seconds = Histogram(
-            name("tool_duration_seconds"), "One tool call.", registry=registry, buckets=SHORT_SECONDS
-        )
-        self.concurrency_limit = Gauge(
-            name("rollout_concurrency_limit"), "Groups that may be generated at once.", registry=registry
-        )
-        self.reward_seconds = CountedHistogram(
-            name("reward_duration_seconds"), "Scoring one group.", SHORT_SECONDS, registry
-        )
-        self.reward_errors = Counter(name("reward_errors"), "Rewards that failed.", ["kind"], registry=registry)
-        self.failures = Counter(
-            name("rollout_failures"), "Prompts given back, by reason.", ["reason"], registry=registry
-        )
-        self.saved_tokens = Counter(
-            name("rollout_saved_tokens"), "Tokens of unfinished groups that were saved in Redis.", registry=registry
-        )
-        self.continued_tokens = Counter(
-            name("rollout_continued_tokens"), "Tokens that another lease had saved and this one continued.",
-            registry=registry,
-        )  # fmt: skip
-        self.regenerated_tokens = Counter(
-            name("rollout_regenerated_tokens"),
+        self.regenerated_tokens = counter(
+            "rollout_regenerated_tokens",
             "Tokens of other leases that are generated again: too old to be continued, or lost with a server (an "
             "estimate).",
-            ["reason"], registry=registry,
-        )  # fmt: skip
-        self.append_wait = Counter(
-            name("rollout_append_wait_seconds"), "Time spent waiting for room in the queue.", registry=registry
+            "reason",
         )
-        self.recovery_seconds = Histogram(
-            name("recovery_duration_seconds"), "Time during which the server was not serving.", ["component"],
-            registry=registry, buckets=LONG_SECONDS,
-        )  # fmt: skip
+        self.append_wait = counter("rollout_append_wait_seconds", "Time spent waiting for room in the queue.")
+        self.recovery_seconds = histogram(
+            "recovery_duration_seconds", "Time during which the server was not serving.", LONG_SECONDS, "component"
+        )
         self.generating = GeneratingSeconds()
         registry.register(self.generating)
         self.paused.labels("weights")
@@ -96,18 +80,6 @@ class RolloutMetrics:
             self.regenerated_tokens.labels(reason)
         for kind in REWARD_ERRORS:
             self.reward_errors.labels(kind)
-
-    def follow_engine(self, generating_s: Callable[[], float]) -> None:
-        """Set the function that is called for the engine's time when it is scraped."""
-        self.generating.seconds = generating_s
-
-    def follow(
-        self, num_running: Callable[[], int], limit: Callable[[], int], num_in_outbox: Callable[[], int]
-    ) -> None:
-        """Set the functions that the gauges call when they are scraped."""
-        self.inflight.set_function(num_running)
-        self.concurrency_limit.set_function(limit)
-        self.outbox.set_function(num_in_outbox)
 
     def record_samples(
         self, data_source: str, turns: list[int], num_tokens: list[int], version_spans: list[int], num_truncated: int
@@ -129,6 +101,7 @@ class GeneratingSeconds(Collector):
 
     def __init__(self) -> None:
         self.seconds: Callable[[], float] = lambda: 0.0
+        """Called when it is scraped."""
 
     def collect(self) -> Iterator[CounterMetricFamily]:
         yield CounterMetricFamily(

@@ -119,7 +119,7 @@ class RolloutServer:
         """Start the engine and join the fleet."""
         rollout = self.config.rollout
         self.metrics.info.labels(self.server_id, self.engine.name).set(1)
-        self.metrics.follow_engine(self._generating_s)
+        self.metrics.generating.seconds = self._generating_s
         self.endpoint.readiness = self.readiness
         self.endpoint.listen(rollout.host, rollout.metrics_port)
         await self.phases.enter(self.server_id, "checking the rewards", is_first=True)

@@ -30,83 +30,14 @@ from penstock_rollout.metrics import RolloutMetrics
 Message = Mapping[str, Any]
 """`role`, `content`, and further fields that the template reads (`name`, `tool_call_id`)."""
 
+ToolSchemas = Sequence[Mapping[str, Any]]
+"""Tools in OpenAI's function format, as chat templates take them."""
+TemplateArguments = Mapping[str, Any]
+"""Keyword arguments of the chat template."""
+
 _SPOKEN = "PENSTOCK_SPOKEN"
 _NEXT = "PENSTOCK_NEXT"
 _BASE: tuple[Message, ...] = ({"role": "user", "content": "0"}, {"role": "assistant", "content": _SPOKEN})
-
-
-class ChatTurns:
-    """The turn boundaries of one tokenizer's chat template."""
-
-    def __init__(
-        self, tokenizer: Any, stop_ids: frozenset[int], template_arguments: Mapping[str, Any] | None = None
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._template_arguments = dict(template_arguments or {})
-        self._stop_ids = stop_ids
-        self._closing: dict[str, bool] = {}
-
-    def prompt_ids(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]],
-        template_arguments: Mapping[str, Any] | None = None,
-    ) -> tuple[int, ...]:  # fmt: skip
-        """Encode a whole conversation, with the tools that it may call, up to the start of the model's next turn.
-
-        `template_arguments` win over those of the run's config."""
-        return self._encode(self._render(messages, tools, template_arguments))
-
-    def next_ids(
-        self, last_sampled: int, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]],
-        template_arguments: Mapping[str, Any] | None = None,
-    ) -> tuple[int, ...]:  # fmt: skip
-        """The ids between a turn that ended with `last_sampled` and the next turn, with `messages` between them."""
-        before, after = self._split(messages, tools, template_arguments)
-        whole, prefix = self._encode(before + after), self._encode(before)
-        # A tokenizer may merge across the boundary. Then the appended part is encoded by itself.
-        ids = whole[len(prefix) :] if whole[: len(prefix)] == prefix else self._encode(after)
-        if last_sampled in self._stop_ids and self._closes(str(messages[0]["role"]), tools):
-            return ids[next(index for index, token in enumerate(ids) if token in self._stop_ids) + 1 :]
-        return ids
-
-    def _closes(self, role: str, tools: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether the template ends an assistant turn with a stop token before a message of `role`."""
-        if role not in self._closing:
-            _, after = self._split([{"role": role, "content": _NEXT, "name": _NEXT}], tools)
-            self._closing[role] = not self._stop_ids.isdisjoint(self._encode(after.partition(_NEXT)[0]))
-        return self._closing[role]
-
-    def _split(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]],
-        template_arguments: Mapping[str, Any] | None = None,
-    ) -> tuple[str, str]:  # fmt: skip
-        """The rendered fixed conversation, split after the marker."""
-        text = self._render([*_BASE, *messages], tools, template_arguments)
-        before, marker, after = text.partition(_SPOKEN)
-        if not marker:
-            raise ConfigError(
-                "the model's chat template leaves out the assistant's messages, which multi-turn agents need"
-            )
-        return before + marker, after
-
-    def _render(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]],
-        template_arguments: Mapping[str, Any] | None = None,
-    ) -> str:  # fmt: skip
-        try:
-            text: str = self._tokenizer.apply_chat_template(
-                [_with_argument_objects(message) for message in messages],
-                tools=[dict(tool) for tool in tools] or None,
-                add_generation_prompt=True,
-                tokenize=False,
-                **{**self._template_arguments, **(template_arguments or {})},
-            )
-        except Exception as error:  # a template is code that comes with the model
-            why = " ".join(str(error).split())
-            raise InvalidInput("messages", f"the model's chat template cannot render them: {why}") from error
-        return text
-
-    def _encode(self, text: str) -> tuple[int, ...]:
-        return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _with_argument_objects(message: Message) -> dict[str, Any]:
@@ -141,8 +72,7 @@ class PromptLength:
             return token_ids
         if self.config.overlong == "filter":
             raise PromptTooLong(
-                "messages",
-                f"{len(token_ids)} tokens are more than {self.max_tokens}; see rollout.prompt",
+                "messages", f"{len(token_ids)} tokens are more than {self.max_tokens}; see rollout.prompt"
             )
         self.metrics.prompts_truncated.inc()
         if self.config.overlong == "truncate_left":
@@ -153,66 +83,60 @@ class PromptLength:
         return token_ids[: self.max_tokens - half] + token_ids[len(token_ids) - half :]
 
 
-ToolSchemas = Sequence[Mapping[str, Any]]
-"""Tools in OpenAI's function format, as chat templates take them."""
-
-
-def _whole(ids: tuple[int, ...]) -> tuple[int, ...]:
-    return ids
-
-
 class Tokenization:
-    """The tokenizer of a model folder. `fit` shortens or refuses long prompts.
+    """The tokenizer of a model folder, and the turn boundaries of its chat template.
 
-    Decoded responses are for reading and scoring. They are never encoded again."""
+    `fit` shortens or refuses long prompts. `template_arguments` of a call win over those given here. Decoded responses
+    are for reading and scoring. They are never encoded again."""
 
     def __init__(
-        self, model_path: Path, fit: Callable[[tuple[int, ...]], tuple[int, ...]] = _whole,
-        template_arguments: Mapping[str, Any] | None = None,
+        self, model_path: Path, fit: Callable[[tuple[int, ...]], tuple[int, ...]] = tuple,
+        template_arguments: TemplateArguments | None = None,
     ) -> None:  # fmt: skip
         from transformers import AutoTokenizer
 
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
         except (OSError, ValueError) as error:
             raise ConfigError(f"model.path {model_path} has no usable tokenizer: {error}") from error
         self._fit = fit
+        self._template_arguments = dict(template_arguments or {})
         self._vocab_size = int(json.loads((model_path / "config.json").read_text())["vocab_size"])
         self.stop_ids = frozenset(stop_token_ids(model_path))
         """Ids that end a turn. Engines keep the sampled stop token as the last token of a turn."""
-        self._turns = ChatTurns(self._tokenizer, self.stop_ids, template_arguments)
+        self._closing: dict[str, bool] = {}
+        """By the role of the next message, whether the template ends an assistant turn with a stop token before it."""
 
     def without_limit(self) -> Tokenization:
         """The same for generate calls. `rollout.prompt` is for the prompts of the queue. A call that is too long for
         the model is refused, never truncated, and its history may be longer than a prompt of the queue."""
         unlimited = copy.copy(self)
-        unlimited._fit = _whole
+        unlimited._fit = tuple
         return unlimited
 
     def prompt_ids(
-        self, prompt: Prompt, tools: ToolSchemas = (), template_arguments: Mapping[str, Any] | None = None
+        self, prompt: Prompt, tools: ToolSchemas = (), template_arguments: TemplateArguments | None = None
     ) -> tuple[int, ...]:
-        """Encode the prompt of the first turn. If it consists of messages, the template shows `tools` to the model, and
-        `template_arguments` win over those of the run's config."""
+        """Encode the prompt of the first turn. If it consists of messages, the template shows `tools` to the model."""
         if prompt.token_ids:
             if not all(0 <= token < self._vocab_size for token in prompt.token_ids):
                 raise InvalidInput("token_ids", f"the model has ids from 0 to {self._vocab_size - 1}")
             return self._fit(prompt.token_ids)
-        ids = self._turns.prompt_ids(prompt.chat, tools, template_arguments)
+        ids = self._encode(self._render(prompt.chat, tools, template_arguments))
         if not ids:
             raise InvalidInput("messages", "the model's chat template renders them as nothing")
         return self._fit(ids)
 
     def text_ids(self, text: str) -> tuple[int, ...]:
         """Encode plain text without a chat template, with the special tokens that the tokenizer adds itself."""
-        return self._fit(tuple(self._tokenizer(text)["input_ids"]))
+        return self._fit(tuple(self.tokenizer(text)["input_ids"]))
 
     def continued_ids(
         self, history: tuple[int, ...], messages: Sequence[Message], tools: ToolSchemas = (),
-        template_arguments: Mapping[str, Any] | None = None,
+        template_arguments: TemplateArguments | None = None,
     ) -> tuple[int, ...]:  # fmt: skip
         """The ids of a sampled conversation and of the `messages` after it. The history is not encoded again."""
-        return self._fit((*history, *self._turns.next_ids(history[-1], messages, tools, template_arguments)))
+        return self._fit((*history, *self.next_ids(history[-1], messages, tools, template_arguments)))
 
     def continued_text_ids(self, history: tuple[int, ...], text: str) -> tuple[int, ...]:
         """The ids of a sampled conversation and of the plain text after it. The history is not encoded again.
@@ -220,28 +144,66 @@ class Tokenization:
         The stop token that ended the answer is not part of the text that a client has seen. It stays if the text goes
         on with it, as a rendered chat does, and is omitted otherwise."""
         if history[-1] in self.stop_ids:
-            stop = self._tokenizer.decode([history[-1]], skip_special_tokens=False)
+            stop = self.tokenizer.decode([history[-1]], skip_special_tokens=False)
             history, text = (history, text[len(stop) :]) if text.startswith(stop) else (history[:-1], text)
-        return self._fit((*history, *self._tokenizer(text, add_special_tokens=False)["input_ids"]))
+        return self._fit((*history, *self._encode(text)))
 
-    def next_ids(self, last_sampled: int, messages: Sequence[Message], tools: ToolSchemas = ()) -> tuple[int, ...]:
+    def next_ids(
+        self, last_sampled: int, messages: Sequence[Message], tools: ToolSchemas = (),
+        template_arguments: TemplateArguments | None = None,
+    ) -> tuple[int, ...]:  # fmt: skip
         """The ids between a turn that ended with `last_sampled` and the next turn, with `messages` between them."""
-        return self._turns.next_ids(last_sampled, messages, tools)
-
-    @property
-    def tokenizer(self) -> Any:
-        """The Hugging Face tokenizer itself, for the parsers and the constraints of engines."""
-        return self._tokenizer
+        before, after = self._split(messages, tools, template_arguments)
+        whole, prefix = self._encode(before + after), self._encode(before)
+        # A tokenizer may merge across the boundary. Then the appended part is encoded by itself.
+        ids = whole[len(prefix) :] if whole[: len(prefix)] == prefix else self._encode(after)
+        if last_sampled in self.stop_ids and self._closes(str(messages[0]["role"]), tools):
+            return ids[next(index for index, token in enumerate(ids) if token in self.stop_ids) + 1 :]
+        return ids
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Decode without special tokens."""
-        decoded: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
-        return decoded
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def raw_text(self, token_ids: Sequence[int]) -> str:
         """Decode with special tokens, which tool calls may contain, but without stop tokens at the end."""
         ids = list(token_ids)
         while ids and ids[-1] in self.stop_ids:
             ids.pop()
-        decoded: str = self._tokenizer.decode(ids, skip_special_tokens=False)
-        return decoded
+        return str(self.tokenizer.decode(ids, skip_special_tokens=False))
+
+    def _closes(self, role: str, tools: ToolSchemas) -> bool:
+        if role not in self._closing:
+            _, after = self._split([{"role": role, "content": _NEXT, "name": _NEXT}], tools, None)
+            self._closing[role] = not self.stop_ids.isdisjoint(self._encode(after.partition(_NEXT)[0]))
+        return self._closing[role]
+
+    def _split(
+        self, messages: Sequence[Message], tools: ToolSchemas, template_arguments: TemplateArguments | None
+    ) -> tuple[str, str]:
+        """The rendered fixed conversation, split after the marker."""
+        before, marker, after = self._render([*_BASE, *messages], tools, template_arguments).partition(_SPOKEN)
+        if not marker:
+            raise ConfigError(
+                "the model's chat template leaves out the assistant's messages, which multi-turn agents need"
+            )
+        return before + marker, after
+
+    def _render(
+        self, messages: Sequence[Message], tools: ToolSchemas, template_arguments: TemplateArguments | None
+    ) -> str:
+        try:
+            text: str = self.tokenizer.apply_chat_template(
+                [_with_argument_objects(message) for message in messages],
+                tools=[dict(tool) for tool in tools] or None,
+                add_generation_prompt=True,
+                tokenize=False,
+                **{**self._template_arguments, **(template_arguments or {})},
+            )
+        except Exception as error:  # a template is code that comes with the model
+            why = " ".join(str(error).split())
+            raise InvalidInput("messages", f"the model's chat template cannot render them: {why}") from error
+        return text
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])

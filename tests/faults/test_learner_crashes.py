@@ -99,7 +99,7 @@ def test_a_learner_killed_at_every_point_in_turn_is_continued_exactly(
 def test_a_learner_killed_before_it_acknowledges_its_checkpoint_is_continued_exactly(
     tmp_path: Path, configure: Any, grpo: tuple[RunConfig, Outcome]
 ) -> None:
-    """test_learner_going_back.py and test_replay_chaos.py kill a learner without a model at the other points."""
+    """test_learner_rewinds.py and test_replay_chaos.py kill a learner without a model at the other points."""
     _, whole = grpo
     check_equal(killed_and_continued(configure(tmp_path, "grpo", "grpo-unacknowledged"), "after_flush"), whole)
 

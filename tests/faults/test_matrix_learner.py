@@ -122,7 +122,7 @@ def signalled_rank(run: MatrixRun, number: signal.Signals) -> psutil.Process:
             signal.SIGKILL,
             marks=pytest.mark.fault_row(
                 AREA, "a rank dies", how="SIGKILL to one of two FSDP ranks",
-                must="all ranks go back to the checkpoint; no partial commit",
+                must="all ranks rewind to the checkpoint; no partial commit",
             ),
         ),
         pytest.param(

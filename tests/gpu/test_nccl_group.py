@@ -17,12 +17,10 @@ from penstock.weights.cuda.nccl_group import NcclGroup
 from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import TensorShape, build_manifest
 from penstock.weights.transports import has_cupy
-from penstock_learner.weights.memory import HostBuckets
+from penstock_learner.weights import senders as sending
 from penstock_learner.weights.push import PushTarget
-from penstock_learner.weights.senders import nccl as sending
-from penstock_learner.weights.senders.nccl import NcclSender
-from penstock_learner.weights.senders.sender import Shipment
-from penstock_learner.weights.staging import StagedVersion, checksum_name
+from penstock_learner.weights.senders import NcclSender, Shipment
+from penstock_learner.weights.staging import HostBuckets, StagedVersion, checksum_name
 from penstock_rollout.weights.receivers import nccl as receiving
 from penstock_rollout.weights.stage import WeightStage
 from support.cuda_stand_ins import NcclBinding, NcclStandIn, install_nccl_stand_in

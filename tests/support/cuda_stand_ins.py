@@ -22,7 +22,7 @@ from penstock.weights.cuda import libraries
 from penstock.weights.cuda.libraries import UNIQUE_ID_BYTES
 from penstock.weights.cuda.stream import NOT_READY, SUCCESS
 from penstock.weights.deadline import Deadline
-from penstock_learner.weights.senders import nccl as sending
+from penstock_learner.weights import senders as sending
 from penstock_rollout.weights import stage as stage_module
 from penstock_rollout.weights.receivers import nccl as receiving
 from penstock_rollout.weights.receivers.gloo import InterruptibleStore, break_connections

@@ -12,6 +12,7 @@ import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 
+from penstock.codec import encode_group
 from penstock.config.service import ReplayConfig
 from penstock.errors import Conflict, Fenced, NotFound
 from penstock.replay.queue_types import (
@@ -24,13 +25,15 @@ from penstock.replay.queue_types import (
     Evaluation,
     FeedPosition,
     FinishedGroup,
-    GoneBack,
     KeptGroups,
     Lease,
+    OfferedGroup,
+    Origin,
     Outbox,
     PromptState,
     PromptStatus,
     QueueStat,
+    RunRewind,
     SavedTokens,
     Submission,
 )
@@ -312,6 +315,33 @@ class MemoryProducer:
     async def append_many(self, groups: Sequence[FinishedGroup]) -> list[AppendOutcome]:
         return [await self.append(group.lease, group.payload, group.min_version) for group in groups]
 
+    async def accept(self, groups: Sequence[OfferedGroup], origin: Origin) -> list[tuple[int, AppendOutcome]]:
+        store, leases = self.store, list[Lease | None]()
+        for offered in groups:
+            known = store.accepted.get((origin.key, offered.number))
+            if known is None:
+                known = store.accepted[origin.key, offered.number] = store.count("next_prompt_id")
+                store.prompts[known] = MemoryPrompt(offered.prompt, priority=offered.priority)
+                store.count("admitted")
+                store.open.put(known, store.count("admission"))
+            elif known in store.returned:
+                store.returned.discard(known)
+                store.pending.remove(known)
+            elif known not in store.prompts or (store.prompts[known].owner or ("",))[0] != origin.name:
+                leases.append(None)
+                continue
+            leases.append(self._grant(origin.name, known, store.leases))
+        outcomes: list[tuple[int, AppendOutcome]] = []
+        for offered, lease in zip(groups, leases, strict=True):
+            outcome: AppendOutcome = "duplicate"
+            if outcomes and outcomes[-1][1] == "full":
+                outcome = "full"
+            elif lease is not None:
+                made = replace(offered.group, prompt_id=lease.prompt_id, attempt=lease.attempt)
+                outcome = await self.append(lease, encode_group(made), made.min_version)
+            outcomes.append((store.accepted[origin.key, offered.number], outcome))
+        return outcomes
+
     async def record_evaluation(
         self, evaluation_id: str, lease: Lease, rewards: Sequence[float], min_version: int, max_version: int,
         data_source: str = "", answers: Sequence[str] = (), kept_group: bytes = b"", accuracies: Sequence[float] = (),
@@ -461,7 +491,7 @@ class MemoryConsumer:
         self.term = self.store.counters["term"] = max(self.store.counters["term"], at_least) + 1
         return self.term
 
-    async def restore(self, step: int) -> dict[int, list[int]]:
+    async def rewind_step(self, step: int) -> dict[int, list[int]]:
         self._check_term()
         self.store.counters["step"] = step
         self.store.lease_signal.send()
@@ -557,11 +587,9 @@ class MemoryConsumer:
         trained = bytearray(max(store.trained, default=-1) // 8 + 1)
         for prompt_id in store.trained:
             trained[prompt_id // 8] |= 128 >> prompt_id % 8
-        return Committed(
-            store.counters["committed_step"], bytes(trained), store.counters["kept_after"], store.gone_back
-        )
+        return Committed(store.counters["committed_step"], bytes(trained), store.counters["kept_after"], store.rewind)
 
-    async def go_back(self, checkpoint: str, step: int, prompt_ids: Sequence[int]) -> None:
+    async def rewind(self, checkpoint: str, step: int, prompt_ids: Sequence[int]) -> None:
         self._check_term()
         store = self.store
         kept = {prompt_id: prompt for prompts in store.kept.values() for prompt_id, prompt in prompts.items()}
@@ -589,7 +617,7 @@ class MemoryConsumer:
             store.drop_saved(prompt_id)
         self._known.clear()
         store.counters["step"] = store.counters["committed_step"] = step
-        store.gone_back = GoneBack(checkpoint, self.term, 0)
+        store.rewind = RunRewind(checkpoint, self.term, 0)
         store.lease_signal.send()
 
     async def expire(self, prompt_id: int, reason: str = "stale") -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from penstock.config.service import BreakerConfig, ReplayConfig
-from penstock.replay.queue_types import Admission, FeedPosition, GoneBack, admission
+from penstock.replay.queue_types import Admission, FeedPosition, RunRewind, admission
 from penstock.sample_scores import PromptSamples, summarise
 
 NEVER = float("inf")
@@ -215,6 +215,8 @@ class MemoryStore:
         self.prompts: dict[int, MemoryPrompt] = {}
         self.groups: dict[int, MemoryGroup] = {}
         self.submissions: dict[str, range] = {}
+        self.accepted: dict[tuple[str, int], int] = {}
+        """Prompt of each group that was accepted without a lease, by the key of its origin and its number."""
         self.feeds: dict[str, FeedPosition] = {}
         self.finished_step = -1
         self.evaluations: dict[str, MemoryEvaluation] = {}
@@ -224,8 +226,8 @@ class MemoryStore:
         self.manifests: dict[int, list[int]] = {}
         self.trained: set[int] = set()
         self.kept: dict[int, dict[int, MemoryPrompt]] = {}
-        """Prompts that were committed, by the step of the commit, while the run can go back to before it."""
-        self.gone_back: GoneBack | None = None
+        """Prompts that were committed, by the step of the commit, while the run can be rewound to before it."""
+        self.rewind: RunRewind | None = None
         self.buried: set[int] = set()
         self.cancelled: set[int] = set()
         self.is_paused = False

@@ -200,3 +200,13 @@ def collecting() -> Iterator[Collector]:
         yield server
         server.shutdown()
         thread.join()
+
+
+def documented_metrics() -> list[tuple[str, str, str]]:
+    """Name, type and process of every metric of docs/metrics.md. A section's title names its process."""
+    found = []
+    for section in (ROOT / "docs" / "metrics.md").read_text().split("\n## "):
+        process = section.split()[0].rstrip(":").lower()
+        rows = re.findall(r"^\| `(penstock_\w+)(?:\{[\w,]*\})?` \| (\w+) \|", section, re.MULTILINE)
+        found += [(name, kind, process) for name, kind in rows]
+    return found

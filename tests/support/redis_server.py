@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from penstock.machine import free_port, wait_for_port
-from penstock_services.local.private_redis import find_redis_server, write_config
+from penstock_tools.local.private_redis import find_redis_server, write_config
 
 
 class RedisProcess:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import dataclasses
 import importlib.util
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -27,12 +28,12 @@ from penstock.weights.transports import group_places
 from penstock_learner.model.architectures import ModelPath
 from penstock_learner.model.causal_lm import CausalLM
 from penstock_learner.weights.gathering import PushedWeights
-from penstock_rollout.engines.engine import Engine, GenerateRequest, TokenChunk
+from penstock_rollout.engines.engine import Engine, GenerateRequest, TokenChunk, segments_of
 from penstock_rollout.engines.factory import create_engine
 from penstock_rollout.engines.sglang.engine import SglangEngine
 from penstock_rollout.engines.torch.engine import TorchEngine
 from penstock_rollout.engines.vllm import engine as vllm_engine
-from penstock_rollout.engines.vllm import older_vllm
+from penstock_rollout.engines.vllm.version_stamps import VersionStamps
 from support.answers import Answer
 from support.tiny_models import make_tiny_qwen2
 
@@ -195,24 +196,36 @@ async def until_submitted(engine: Engine, num_requests: int) -> None:
             await asyncio.sleep(0.005)
 
 
-class ComparedStamps:
-    """Our stamps and vLLM's stamps of the same tokens. Raises if they differ."""
+class ComparedStamps(VersionStamps):
+    """Our stamps and those of vLLM 0.32 of the same tokens. Raises if they differ.
+
+    vLLM keeps the spans of a request, and reports them with its last output."""
 
     def __init__(self, llm: Any) -> None:
-        self._own = older_vllm.OwnStamps(llm)
-        self._native = vllm_engine.NativeStamps(llm)
-        self.begin = self._own.begin
-        self.end = self._own.end
-        self.has_token = self._own.has_token
+        super().__init__(llm)
+        self._core = llm.engine_core
+        self._processor = llm.output_processor
 
     async def set_version(self, policy_version: int) -> None:
-        await self._own.set_version(policy_version)
-        await self._native.set_version(policy_version)
+        await super().set_version(policy_version)
+        await self._core.set_weight_version_async(str(policy_version))
 
-    def segments(self, request_id: str, completion: Any, start: int, end: int) -> tuple[VersionSegment, ...]:
-        own = self._own.segments(request_id, completion, start, end)
-        assert own == self._native.segments(request_id, completion, start, end)
+    def segments(self, request_id: str, completion: Any, start: int) -> tuple[VersionSegment, ...]:
+        own = super().segments(request_id, completion, start)
+        if completion.finish_reason is None:
+            (internal_id,) = self._processor.external_req_ids[request_id]
+            starts = self._processor.request_states[internal_id].weight_version_starts
+        else:
+            starts = [(span.version, span.start) for span in completion.weight_versions or ()]
+        end = start + len(completion.token_ids)
+        assert own == segments_of([(int(version), first) for version, first in starts], start, end)
         return own
+
+
+def _reports_versions() -> bool:
+    from vllm.outputs import CompletionOutput
+
+    return "weight_versions" in {field.name for field in dataclasses.fields(CompletionOutput)}
 
 
 def make_engine(config: EngineConfig, folder: Path, *, report_experts: bool = False) -> Engine:
@@ -235,12 +248,12 @@ async def start_engine(
 ) -> Served:
     """Start an engine of the given kind on the model that `write_model` writes to the folder.
 
-    `vllm-own-stamps` does not use vLLM's own version stamps, which releases before 0.32 do not have.
-    `vllm-compared-stamps` uses both. `vllm-by-calls` flips versions by several calls, `vllm-compared-stamps-by-calls`
-    does both. `vllm-parallel` has two workers."""
+    `vllm-compared-stamps` also checks vLLM's own version stamps, which releases before 0.32 do not have.
+    `vllm-by-calls` flips versions by several calls, `vllm-compared-stamps-by-calls` does both. `vllm-parallel` has two
+    workers."""
     if kind != "torch" and importlib.util.find_spec("vllm") is None:
         pytest.skip("vllm is not installed")
-    if "-stamps" in kind and not older_vllm.reports_versions():
+    if "-stamps" in kind and not _reports_versions():
         pytest.skip("this vllm does not say which version made a token")
     write_model(folder)
     name: Any = kind.partition("-")[0]
@@ -250,10 +263,8 @@ async def start_engine(
     )  # fmt: skip
     engine = make_engine(config, folder, report_experts=report_experts)
     with pytest.MonkeyPatch.context() as patch:
-        if kind == "vllm-own-stamps":
-            patch.setattr(vllm_engine, "reports_versions", lambda: False)
         if kind.startswith("vllm-compared-stamps"):
-            patch.setattr(vllm_engine, "create_stamps", ComparedStamps)
+            patch.setattr(vllm_engine, "VersionStamps", ComparedStamps)
         if kind.endswith("-by-calls"):
             patch.setattr(vllm_engine, "flips_in_one_call", lambda arguments, llm: False)
         await engine.start(policy_version=5)

@@ -34,7 +34,7 @@ from penstock.v1 import weights_pb2
 from penstock.weights.checksums import XXH3_PIECES, host_checksum, weights_digest
 from penstock.weights.cuda.nccl_group import NcclGroup
 from penstock.weights.deadline import Deadline
-from penstock_learner.weights.member_calls import MemberCalls
+from penstock_learner.weights.publisher import MemberCalls
 from penstock_rollout.engines.engine import CommitReport, EngineStats, GenerateRequest, TokenChunk
 from penstock_rollout.weights import stage as stage_module
 from penstock_rollout.weights.reception import Arrived, Receiver, Reception, find_receiver

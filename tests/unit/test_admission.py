@@ -22,15 +22,16 @@ def test_the_example_holds() -> None:
 
 
 @given(counts, counts, counts, counts, st.integers(0, 4), st.integers(1, 8))
-def test_the_two_views_agree(
+def test_admission_is_a_rate_limiter(
     step: int, trained: int, queued: int, in_flight: int, max_staleness: int, groups_per_step: int
 ) -> None:
     state = admission(
         step=step, trained=trained, queued=queued, in_flight=in_flight, max_staleness=max_staleness,
         groups_per_step=groups_per_step,
     )  # fmt: skip
-    assert (state.room > 0) == (state.difference < state.max_difference)
-    assert state.room == max(0, state.max_difference - state.difference)
+    difference = trained + queued + in_flight - step * groups_per_step
+    assert state.room == max(0, (max_staleness + 1) * groups_per_step - difference)
+    assert state.limit == (max_staleness + step + 1) * groups_per_step
 
 
 @given(st.integers(0, 3), st.integers(1, 4), st.integers(0, 3))

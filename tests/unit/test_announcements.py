@@ -22,11 +22,11 @@ from penstock.diagnosis.log_lines import (
     waiting_for,
 )
 from penstock.errors import Conflict
-from penstock_services.local import processes
-from penstock_services.local.demo import check_not_paused
-from penstock_services.local.local_run import LocalRun
-from penstock_services.local.processes import Child, ProcessGroup
-from penstock_services.local.supervisor import News
+from penstock_tools.local import processes
+from penstock_tools.local.demo import check_not_paused
+from penstock_tools.local.local_run import LocalRun
+from penstock_tools.local.processes import Child, ProcessGroup
+from penstock_tools.local.supervisor import News
 
 QUEUE = QueueStat(**dict.fromkeys(QueueStat.model_fields, 0))
 RUN = Run(

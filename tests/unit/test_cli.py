@@ -105,7 +105,8 @@ def test_an_unknown_command_suggests_the_nearest(word: str, hint: str, capsys: p
         (["status", "-json"], "unknown option -json; did you mean --json?"),
         (["queue", "peek", "--limmit", "3"], "penstock queue peek: error: unknown option --limmit"),
         (["queue", "dlq", "purge", "--yess"], "did you mean --yes?"),
-        (["keys", "make", "--rolle", "read"], "did you mean --role?"),
+        (["keys", "make", "--scop", "read"], "did you mean --scope?"),
+        (["keys", "make", "--role", "read"], "--role: is called --scope"),
         (["--verison"], "unknown option '--verison'; did you mean --version?"),
     ],
 )

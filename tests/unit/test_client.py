@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
-import runpy
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -30,7 +29,6 @@ from penstock.trajectory import Prompt
 from penstock.v1 import runs_pb2
 from support.groups import SAMPLE
 
-CLIENT_FOLDER = Path(inspect.getfile(retries)).parent
 PROMPT = Prompt(messages=(("user", "2+2?"),))
 NOW = datetime(2026, 1, 1, 12, 0, 0, tzinfo=UTC)
 
@@ -161,9 +159,26 @@ def newer(body: Any) -> Any:
     return fields | {"added_later": {"x": 1}}
 
 
-def test_the_synchronous_client_is_as_its_generator_would_write_it() -> None:
-    built = runpy.run_path(str(CLIENT_FOLDER / "make_sync_client.py"))["build"]()
-    assert (CLIENT_FOLDER / "sync_client.py").read_text() == built, "run: python penstock/client/make_sync_client.py"
+def test_the_synchronous_client_has_every_method_with_its_signature_and_documentation() -> None:
+    for name, method in inspect.getmembers(PenstockClient, inspect.isfunction):
+        if name in ("aclose", "results") or name.startswith("_"):
+            continue
+        blocking = getattr(SyncPenstockClient, name)
+        assert inspect.signature(blocking) == inspect.signature(method) and blocking.__doc__ == method.__doc__
+
+
+def test_threads_share_a_synchronous_client() -> None:
+    def respond(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, json=RECORD | {"prompt_id": int(request.url.path.rpartition("/")[2])})
+
+    ids = range(1, 200)
+    with opened(respond) as client, ThreadPoolExecutor(8) as threads:
+        assert [record.prompt_id for record in threads.map(client.get_prompt, ids)] == list(ids)
+
+
+async def test_the_synchronous_client_works_in_a_running_event_loop() -> None:
+    with opened(lambda _: httpx.Response(200, json=RUN)) as client:
+        assert client.get_run().run == "r"
 
 
 def test_every_call_is_in_the_table() -> None:

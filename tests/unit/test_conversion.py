@@ -43,9 +43,10 @@ def filled(kind: Any) -> Any:
         elif field.type == FieldDescriptor.TYPE_BYTES:
             setattr(message, field.name, bytes(range(8)))
         else:
-            value = {FieldDescriptor.CPPTYPE_STRING: f"{field.name} {number}", FieldDescriptor.CPPTYPE_BOOL: True}.get(
-                field.cpp_type, 1 if field.enum_type is not None else number
-            )
+            value = {
+                FieldDescriptor.CPPTYPE_STRING: f"{field.name} {number}", FieldDescriptor.CPPTYPE_BOOL: True,
+                FieldDescriptor.CPPTYPE_FLOAT: number / 16,
+            }.get(field.cpp_type, 1 if field.enum_type is not None else number)  # fmt: skip
             getattr(message, field.name).append(value) if field.is_repeated else setattr(message, field.name, value)
     if "segments" in kind.fields_by_name:
         del message.segments[:]

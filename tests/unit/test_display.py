@@ -13,7 +13,7 @@ from penstock.config.loading import validate
 from penstock.diagnosis import display
 from penstock.diagnosis.display import LINE_EVERY_S, WAITING_AFTER_S, LineDisplay
 from penstock.diagnosis.terminal import alarms, sparkline
-from penstock_services.local.supervisor import say_validations
+from penstock_tools.local.supervisor import print_validations
 
 QUEUE = QueueStat(**dict.fromkeys(QueueStat.model_fields, 0) | {"pending_prompts": 7, "queued": 5, "delivered": 3})
 RUN = Run(
@@ -27,8 +27,8 @@ def test_a_validation_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture
     rows = [{"step": step, "score": step / 100, "pass_at": {"1": 0.25, "4": 0.5}} for step in (0, 25)]
     results.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 50')
     shown = LineDisplay(validate({"model": {"path": "m"}}, "test"))
-    say_validations(results, shown, said)
-    say_validations(results, shown, said)
+    print_validations(results, shown, said)
+    print_validations(results, shown, said)
     assert capsys.readouterr().out == "validation at step 25: mean 0.250  pass@1 0.250  pass@4 0.500\n"
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from penstock.cli import main as cli
 from penstock.config.loading import dump_config, validate
-from penstock_services.local import commands
+from penstock_tools.local import commands
 
 ROOT = Path(__file__).parents[2]
 
@@ -79,7 +79,7 @@ def test_an_interrupted_run_is_no_success(
     async def interrupted(_: object) -> bool:
         return True
 
-    monkeypatch.setattr("penstock_services.local.supervisor.supervise", interrupted)
+    monkeypatch.setattr("penstock_tools.local.supervisor.supervise", interrupted)
     file = tmp_path / "run.yaml"
     file.write_text(dump_config(validate({"model": {"path": str(ROOT / "examples/arithmetic/model")}}, "test")))
     assert commands.up([str(file)]) == 130

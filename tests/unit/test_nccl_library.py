@@ -79,4 +79,4 @@ def test_a_refused_call_says_why(nccl: NcclLibrary) -> None:
 def test_a_missing_library_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(libraries, "_path_in_package", lambda: str(tmp_path / "libnccl.so.2"))
     with pytest.raises(WeightPushFailed, match="NCCL cannot be loaded .* install nvidia-nccl-cu13"):
-        libraries.find_nccl()
+        libraries.nccl.__wrapped__()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.cli import main as cli
+from penstock.config.gpu_bundles import num_gpus as bundled_gpus
 from penstock.config.loading import load_config, validate
 from penstock.errors import InvalidInput
 from penstock_tools.sizing.hardware import GPUS, USABLE_MEMORY, Gpu
 from penstock_tools.sizing.memory import Role, Setup, peak, role_moments, tokens_of_a_rank, total
-from penstock_tools.sizing.models import KNOWN, ModelShape, shape_of_hub_id
-from penstock_tools.sizing.plan import PLACEMENTS, Placement, memory_of, server_plan
-from penstock_tools.sizing.plan_text import task_of
+from penstock_tools.sizing.models import KNOWN, shape_of_hub_id
+from penstock_tools.sizing.plan import ROLES, Plan, memory_of, server_plan, task_of
 from penstock_tools.sizing.rates import (
     GROUP_VARIATION,
     LONGEST_GROUP,
@@ -32,18 +32,18 @@ from penstock_tools.sizing.rates import (
     train_s,
 )
 from penstock_tools.sizing.search import (
+    PLACEMENTS,
     SHARED_UTILIZATIONS,
     LearnerChoice,
+    Placement,
     Task,
     pace_of,
-    plan_of,
-    proposal_config,
-    roles_of,
     search,
     server_choices,
 )
 from penstock_tools.sizing.simulation import FleetModel, simulate
 
+WITH_CRITIC = ("policy", "reference", "critic")
 SIZES = {
     "num_hidden_layers": 28, "hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28,
     "num_key_value_heads": 4, "vocab_size": 152064,
@@ -51,12 +51,8 @@ SIZES = {
 """config.json of the shape `7b`."""
 
 
-def _task(name: str, gpu: Gpu, workload: Workload, **shapes: ModelShape) -> Task:
-    wanted: dict[Role, bool] = {
-        "policy": True, "reference": workload.has_reference, "critic": workload.has_critic,
-        "reward_model": workload.has_reward_model,
-    }  # fmt: skip
-    return Task({role: shapes.get(role, KNOWN[name]) for role, is_there in wanted.items() if is_there}, gpu, workload)
+def _task(name: str, gpu: Gpu, workload: Workload, roles: Sequence[str] = ("policy", "reference")) -> Task:
+    return Task({role: KNOWN[name] for role in ROLES if role in roles}, gpu, workload)
 
 
 def _long(*values: Any) -> Any:
@@ -72,10 +68,10 @@ def _tasks(draw: st.DrawFn) -> Task:
     workload = Workload(
         groups_per_step=draw(st.sampled_from([16, 64])), num_samples=draw(st.sampled_from([1, 8])),
         response_tokens=draw(st.sampled_from([256, 1024, 8192])), max_staleness=draw(st.integers(0, 3)), setup=setup,
-        has_reference=draw(st.booleans()), has_critic=draw(st.booleans()), has_reward_model=draw(st.booleans()),
     )  # fmt: skip
     gpu = GPUS[draw(st.sampled_from(["l40s", "h100", "h200"]))]
-    return _task(draw(st.sampled_from(["0.5b", "3b", "7b", "32b"])), gpu, workload)
+    roles = ["policy", *(role for role in ROLES[1:] if draw(st.booleans()))]
+    return _task(draw(st.sampled_from(["0.5b", "3b", "7b", "32b"])), gpu, workload, roles)
 
 
 # ── properties ──
@@ -89,7 +85,7 @@ def test_any_proposal_fits_and_more_gpus_are_never_slower(task: Task, num_gpus: 
 
 
 def test_a_proposal_fits_and_more_gpus_are_not_slower() -> None:
-    _check_proposals(_task("7b", GPUS["h100"], Workload(has_critic=True, max_staleness=1)), 4, 2)
+    _check_proposals(_task("7b", GPUS["h100"], Workload(max_staleness=1), WITH_CRITIC), 4, 2)
 
 
 def _check_proposals(task: Task, num_gpus: int, more: int) -> None:
@@ -103,7 +99,7 @@ def _check_proposals(task: Task, num_gpus: int, more: int) -> None:
         learner, server = proposal.learner, proposal.server
         assert proposal.num_gpus <= num_gpus and proposal.num_servers >= 1
         assert result.cost(proposal) >= 0 and proposal.max_staleness <= task.workload.max_staleness
-        bytes_of = {role: plan.num_bytes for role, plan in roles_of(task, proposal).items()}
+        bytes_of = {role: plan.num_bytes for role, plan in Plan(task, proposal).roles.items()}
         groups = [list(task.shapes)] if learner.is_packed else task.groups(learner.placement)
         beside = learner.utilization * task.gpu.memory_bytes
         for group in groups:
@@ -189,17 +185,21 @@ def _learner(
 
 
 @pytest.mark.parametrize(
-    ("memory", "num_gpus", "workload"),
+    ("memory", "num_gpus", "workload", "roles"),
     [
-        (48e9, 3, Workload(has_reference=False, max_staleness=0)),
-        _long(80e9, 4, Workload()),
-        _long(40e9, 4, Workload(has_critic=True, num_samples=1, groups_per_step=128)),
-        _long(80e9, 3, Workload(setup=Setup(lora_rank=16, micro_batch_tokens=4096), response_tokens=4096)),
-        _long(24e9, 4, Workload(response_tokens=8192, groups_per_step=16)),
+        (48e9, 3, Workload(max_staleness=0), WITH_CRITIC[:1]),
+        _long(80e9, 4, Workload(), WITH_CRITIC[:2]),
+        _long(40e9, 4, Workload(num_samples=1, groups_per_step=128), WITH_CRITIC),
+        _long(
+            80e9, 3, Workload(setup=Setup(lora_rank=16, micro_batch_tokens=4096), response_tokens=4096), WITH_CRITIC[:2]
+        ),
+        _long(24e9, 4, Workload(response_tokens=8192, groups_per_step=16), WITH_CRITIC[:2]),
     ],
 )
-def test_no_deployment_is_faster_than_the_one_that_was_found(memory: float, num_gpus: int, workload: Workload) -> None:
-    task = _task("1.5b", replace(GPUS["h100"], memory_bytes=memory), workload)
+def test_no_deployment_is_faster_than_the_one_that_was_found(
+    memory: float, num_gpus: int, workload: Workload, roles: Sequence[str]
+) -> None:
+    task = _task("1.5b", replace(GPUS["h100"], memory_bytes=memory), workload, roles)
     fastest_s, what = min(_brute(task, num_gpus))
     assert search(task, num_gpus).best.pace.step_s == pytest.approx(fastest_s, rel=1e-12), what
 
@@ -221,33 +221,37 @@ def test_the_pace_is_near_the_simulation() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_gpus", "workload"),
+    ("num_gpus", "workload", "roles"),
     [
-        (4, Workload(response_tokens=16384, has_reference=False)),
-        _long(8, Workload()),
-        _long(8, Workload(setup=Setup(lora_rank=32), response_tokens=8192)),
-        _long(12, Workload(has_critic=True, num_samples=4)),
+        (4, Workload(response_tokens=16384), WITH_CRITIC[:1]),
+        _long(8, Workload(), WITH_CRITIC[:2]),
+        _long(8, Workload(setup=Setup(lora_rank=32), response_tokens=8192), WITH_CRITIC[:2]),
+        _long(12, Workload(num_samples=4), WITH_CRITIC),
     ],
 )
-def test_plan_config_finds_the_memory_that_the_search_found(num_gpus: int, workload: Workload, tmp_path: Path) -> None:
+def test_plan_config_finds_the_memory_that_the_search_found(
+    num_gpus: int, workload: Workload, roles: Sequence[str], tmp_path: Path
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SIZES))
-    task = _task("7b", GPUS["h200"], workload)
+    task = _task("7b", GPUS["h200"], workload, roles)
     found = search(task, num_gpus)
     for proposal in found.best, *(other.proposal for other in found.alternatives[::3]):
-        plan = plan_of(task, proposal)
-        assert plan.num_gpus == proposal.num_gpus
+        plan = Plan(task, proposal)
         base: dict[str, Any] = {
             "model": {"path": str(tmp_path), "dtype": "bfloat16"},
             "dataset": {"num_samples": workload.num_samples},
             "rollout": {"engine": {"max_model_len": workload.longest_sequence}},
-            "learner": {"algorithm": {"kl": {"placement": "loss" if workload.has_reference else "none"}}},
+            "learner": {"algorithm": {"kl": {"placement": "loss" if "reference" in roles else "none"}}},
         }
-        if workload.has_critic:
+        if "critic" in roles:
             base["learner"]["algorithm"]["advantage"] = {"name": "gae"}
-        config = validate(proposal_config(plan, base, 0.9), "plan")
-        planned = {role.role: role.num_bytes for role in plan.learner_roles if role.moments}
+        config = validate(plan.config(base), "plan")
+        on_bundles = bundled_gpus(config.learner.placement, config.learner.needed_roles)
+        for_servers = 0 if proposal.learner.utilization else proposal.num_servers * proposal.server.tensor_parallel
+        assert on_bundles + for_servers == proposal.num_gpus
+        planned = {role.role: role.num_bytes for role in plan.roles.values() if role.moments}
         groups = memory_of(config, GPUS["h200"])
-        assert {role.role: role.num_bytes for group in groups for role in group.roles} == pytest.approx(planned)
+        assert {role.role: role.num_bytes for group in groups for role in group.plans} == pytest.approx(planned)
         assert all(group.fits for group in groups)
         again = task_of(config, GPUS["h200"], Workload(), {"response_tokens": workload.response_tokens})
         assert again.workload.setup.lora_rank == workload.setup.lora_rank

@@ -10,11 +10,11 @@ import pytest
 
 from penstock.config.gpu_bundles import num_gpus
 from penstock.config.loading import load_config
-from penstock.config.starter import ALGORITHMS, Answers, starter_config
 from penstock.hub import is_hub_id
 from penstock.start_checks import check_lengths
 from penstock_tools.sizing.hardware import GPUS
 from penstock_tools.sizing.plan import memory_of
+from penstock_tools.starter import ALGORITHMS, Answers, starter_config
 
 PRESETS = Path(__file__).parents[2] / "examples" / "presets"
 SHAPE = {
@@ -38,7 +38,7 @@ def test_a_preset_names_its_gpus_and_fits_on_them(name: str, tmp_path: Path) -> 
     assert config.rollout.num_servers * config.rollout.engine.tensor_parallel_size == engines
     assert num_gpus(config.learner.placement, config.learner.needed_roles) == training == count - engines
     for group in memory_of(config, gpu):
-        assert group.fits, f"{group.num_bytes / 1e9:.0f} GB for {[role.role for role in group.roles]}"
+        assert group.fits, f"{group.num_bytes / 1e9:.0f} GB for {[role.role for role in group.plans]}"
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

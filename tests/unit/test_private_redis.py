@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from penstock_services.local.private_redis import write_config
+from penstock_tools.local.private_redis import write_config
 
 START_SCRIPT = Path(__file__).parents[2] / "deploy" / "redis" / "start.sh"
 

@@ -27,7 +27,7 @@ from penstock_learner.start_check import check as check_learner
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.rewards.scorer import Scorer
 from penstock_rollout.start_check import check as check_rollout
-from penstock_services.local.start_check import check_before_start
+from penstock_tools.local.start_check import check_before_start
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "examples" / "recipes"

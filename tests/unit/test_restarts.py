@@ -14,8 +14,8 @@ import pytest
 
 from penstock.api.records import Server
 from penstock.errors import ProcessDied
-from penstock_services.local import processes
-from penstock_services.local.processes import Child, HungServers, ProcessGroup, Restart, Restarts
+from penstock_tools.local import processes
+from penstock_tools.local.processes import Child, HungServers, ProcessGroup, Restart, Restarts
 from support.processes import until
 
 SERVER = "rollout-0"

@@ -9,7 +9,7 @@ import pytest
 from penstock.config.loading import validate
 from penstock.config.run import RunConfig
 from penstock.config.service import ReplayConfig
-from penstock.feed.run_end import Before, RunEnd, found_before, plan_line
+from penstock.feed.run_end import EarlierWork, RunEnd, earlier_work, plan_line
 from support.memory_queue import MemoryReplayQueue
 from support.memory_store import MemoryStore
 
@@ -63,45 +63,45 @@ def test_the_plan_compares_steps_and_epochs(num_steps: int, dataset: dict[str, A
 
 
 @pytest.mark.parametrize(
-    ("num_steps", "dataset", "before", "line"),
+    ("num_steps", "dataset", "earlier", "line"),
     [
         (
-            0, {}, Before(0, 192),
+            0, {}, EarlierWork(0, 192),
             "plan: 4 steps of 64 prompts from 1 epoch of 64 prompts and 192 prompts that are queued already",
         ),
         (
-            12, {}, Before(10, 192),
+            12, {}, EarlierWork(10, 192),
             "plan: 2 more steps of 64 prompts (learner.num_steps), although 1 epoch of 64 prompts and 192 prompts that "
             "are queued already are enough for 4 steps",
         ),
         (
-            12, {"epochs": 0}, Before(10, 5),
+            12, {"epochs": 0}, EarlierWork(10, 5),
             "plan: 2 more steps of 64 prompts from the dataset of 64 prompts, repeated without end (dataset.epochs), "
             "and 5 prompts that are queued already",
         ),
-        (12, {}, Before(12, 0), "plan: no step, because the run is at step 12 of learner.num_steps 12"),
+        (12, {}, EarlierWork(12, 0), "plan: no step, because the run is at step 12 of learner.num_steps 12"),
     ],
 )  # fmt: skip
 def test_the_plan_of_a_second_dataset_counts_what_the_run_has(
-    num_steps: int, dataset: dict[str, Any], before: Before, line: str
+    num_steps: int, dataset: dict[str, Any], earlier: EarlierWork, line: str
 ) -> None:
-    assert plan_line(make_config(num_steps, **dataset), 64, before) == line
+    assert plan_line(make_config(num_steps, **dataset), 64, earlier) == line
 
 
 async def test_prompts_of_others_are_counted_until_the_dataset_has_begun() -> None:
     config = make_config()
     queue = MemoryReplayQueue(MemoryStore(), config.replay)
     await queue.take_term(0)
-    assert await found_before(queue, config) == Before(0, 0)
+    assert await earlier_work(queue, config) == EarlierWork(0, 0)
     await queue.feed("other", "f", 0, [b"p"] * 70, [0] * 70, 70)
     leases = await queue.lease("s", 65)
     for lease in leases:
         await queue.append(lease, b"g", 0)
     await queue.take(1, 64)
     await queue.publish(1, 1, b"")  # trained, and no checkpoint covers it yet
-    assert await found_before(queue, config) == Before(1, 6)
+    assert await earlier_work(queue, config) == EarlierWork(1, 6)
     await queue.feed(config.dataset.name, "f", 0, [b"p"], [0], 1)
-    assert await found_before(queue, config) == Before()
+    assert await earlier_work(queue, config) == EarlierWork()
 
 
 async def test_a_run_that_finished_has_not_ended_once_it_is_asked_for_more() -> None:

@@ -19,12 +19,12 @@ from penstock.cli import main as cli
 from penstock.config.gpu_bundles import num_gpus
 from penstock.config.loading import validate
 from penstock.errors import ConfigError, InvalidInput
-from penstock_tools.sizing.hardware import GPUS, LOAD_RATE, TRAIN_EFFICIENCY, USABLE_MEMORY
+from penstock_tools.sizing.hardware import GPUS, LOAD_RATE, TRAIN_EFFICIENCY, USABLE_MEMORY, Gpu
 from penstock_tools.sizing.memory import CONTEXT, PHASES, STAGED, Role, Setup, peak, role_moments, total
 from penstock_tools.sizing.models import KNOWN, find_shape
-from penstock_tools.sizing.plan import PLACEMENTS, make_plan
-from penstock_tools.sizing.plan_text import as_json
+from penstock_tools.sizing.plan import ROLES, Plan, smallest_plan
 from penstock_tools.sizing.rates import Workload, decode_step_s
+from penstock_tools.sizing.search import PLACEMENTS, Placement, Task
 from penstock_tools.sizing.simulation import FleetModel, simulate
 
 ROOT = Path(__file__).parents[2]
@@ -39,6 +39,14 @@ FLEET = FleetModel(
 
 
 # ── plan ──
+
+
+DEFAULT = Workload()
+
+
+def _plan(name: str, gpu: Gpu, placement: Placement, workload: Workload = DEFAULT, num_roles: int = 2) -> Plan:
+    """The plan of the first so many roles."""
+    return smallest_plan(Task(dict.fromkeys(ROLES[:num_roles], KNOWN[name]), gpu, workload, (placement,)))
 
 
 def test_shapes_have_the_parameters_of_their_models() -> None:
@@ -126,39 +134,37 @@ def test_weights_are_counted_in_the_files_of_a_folder(tmp_path: Path) -> None:
 def test_every_model_has_a_plan_whose_roles_fit_and_whose_config_loads(name: str) -> None:
     gpu = GPUS["h100"]
     for placement in PLACEMENTS:
-        plan = make_plan(KNOWN[name], gpu, placement, Workload())
-        together = [plan.policy.num_bytes, plan.reference.num_bytes]
+        plan = _plan(name, gpu, placement)
+        policy, reference = plan.roles["policy"], plan.roles["reference"]
+        together = [policy.num_bytes, reference.num_bytes]
         fullest = sum(together) if placement == "split-collocate" else max(together)
         assert fullest <= gpu.memory_bytes * USABLE_MEMORY
         assert plan.server.num_bytes <= gpu.memory_bytes
-        assert (plan.reference.num_gpus == 0) == (placement == "split-collocate")
+        assert (reference.num_gpus == 0) == (placement == "split-collocate")
         assert 0 < plan.forecast.staleness_mean <= Workload().max_staleness
-        config = validate({"model": {"path": "/models/policy"}} | as_json(plan)["config"], "plan")
-        assert config.learner.policy.num_ranks == plan.policy.num_gpus
+        config = validate({"model": {"path": "/models/policy"}} | plan.fields, "plan")
+        assert config.learner.policy.num_ranks == policy.num_gpus
 
 
 def test_critic_and_reward_model_share_a_group_of_their_own() -> None:
-    gpu, workload = GPUS["h100"], Workload(has_critic=True, has_reward_model=True)
-    without = {placement: make_plan(KNOWN["7b"], gpu, placement, Workload()) for placement in PLACEMENTS}
-    alone, shared = (make_plan(KNOWN["7b"], gpu, placement, workload) for placement in PLACEMENTS)
-    for plan in (alone, shared):
-        before = without[plan.placement]
-        assert (plan.policy, plan.reference) == (before.policy, before.reference)
-        critic, reward_model = plan.others
-        assert (critic.role, reward_model.role) == ("critic", "reward_model")
-        assert plan.train_s >= before.train_s
-        config = validate({"model": {"path": "/models/policy"}} | as_json(plan)["config"], "plan")
+    gpu = GPUS["h100"]
+    alone, shared = (_plan("7b", gpu, placement, num_roles=4) for placement in PLACEMENTS)
+    for plan, placement in zip((alone, shared), PLACEMENTS, strict=True):
+        before = _plan("7b", gpu, placement)
+        assert plan.roles["policy"] == before.roles["policy"]
+        assert tuple(plan.roles) == ROLES
+        assert plan.durations["train_s"] >= before.durations["train_s"]
+        config = validate({"model": {"path": "/models/policy"}} | plan.fields, "plan")
         assert config.learner.critic is not None and config.learner.reward_model is not None
-    assert all(role.num_gpus for role in alone.others)
-    assert [bool(role.num_gpus) for role in shared.others] == [True, False]
-    assert sum(role.num_bytes for role in shared.others) <= gpu.memory_bytes * USABLE_MEMORY
+    assert all(role.num_gpus for role in alone.roles.values())
+    assert [bool(role.num_gpus) for role in shared.roles.values()] == [True, False, True, False]
+    assert sum(shared.roles[role].num_bytes for role in ROLES[2:]) <= gpu.memory_bytes * USABLE_MEMORY
 
 
 def test_fewer_ranks_than_planned_would_not_fit() -> None:
     for name in ("7b", "70b"):
-        plan = make_plan(KNOWN[name], GPUS["h100"], "standalone", Workload())
-        smallest = Setup(micro_batch_tokens=4096, staging="host")
-        half = role_moments("policy", KNOWN[name], plan.policy.num_gpus // 2, smallest)
+        num_gpus = _plan(name, GPUS["h100"], "standalone").roles["policy"].num_gpus
+        half = role_moments("policy", KNOWN[name], num_gpus // 2, Setup(micro_batch_tokens=4096, staging="host"))
         assert total(peak(half).device) > GPUS["h100"].memory_bytes * USABLE_MEMORY
 
 
@@ -213,9 +219,9 @@ def test_an_adapter_has_little_state_and_no_second_model() -> None:
     whole, adapter = _bytes("policy", "push", "7b", 2), _bytes("policy", "push", "7b", 2, lora_rank=16)
     assert adapter < 0.35 * whole
     assert role_moments("reference", KNOWN["7b"], 2, Setup(lora_rank=16)) == []
-    plan = make_plan(KNOWN["7b"], GPUS["h200"], "standalone", Workload(setup=Setup(lora_rank=16)))
-    assert "reference" not in as_json(plan)["config"]["learner"] and plan.reference.num_gpus == 0
-    config = validate({"model": {"path": "/models/policy"}} | as_json(plan)["config"], "plan")
+    plan = _plan("7b", GPUS["h200"], "standalone", Workload(setup=Setup(lora_rank=16)))
+    assert "reference" not in plan.fields["learner"] and plan.roles["reference"].num_gpus == 0
+    config = validate({"model": {"path": "/models/policy"}} | plan.fields, "plan")
     assert config.learner.lora is not None and config.learner.lora.rank == 16
 
 
@@ -223,8 +229,7 @@ def test_with_an_adapter_the_critic_trains_all_its_weights_and_another_reference
     assert _bytes("critic", "step", "7b", 2, lora_rank=16) == _bytes("critic", "step", "7b", 2)
     own = Setup(lora_rank=16, policy_is_reference=False)
     assert role_moments("reference", KNOWN["7b"], 2, own) == role_moments("reference", KNOWN["7b"], 2, Setup())
-    plan = make_plan(KNOWN["7b"], GPUS["h200"], "standalone", Workload(setup=own))
-    assert plan.reference.num_gpus > 0
+    assert _plan("7b", GPUS["h200"], "standalone", Workload(setup=own)).roles["reference"].num_gpus > 0
 
 
 def test_offload_moves_the_state_to_the_host() -> None:
@@ -242,10 +247,10 @@ def test_the_padded_path_holds_all_logits_of_a_micro_batch() -> None:
 
 def test_the_plan_s_gpus_are_those_of_its_bundles() -> None:
     for placement in PLACEMENTS:
-        plan = make_plan(KNOWN["7b"], GPUS["h100"], placement, Workload(has_critic=True, has_reward_model=True))
-        learner = validate({"model": {"path": "/models/policy"}} | as_json(plan)["config"], "plan").learner
+        plan = _plan("7b", GPUS["h100"], placement, num_roles=4)
+        learner = validate({"model": {"path": "/models/policy"}} | plan.fields, "plan").learner
         counted = num_gpus(learner.placement, learner.needed_roles | {"reference": learner.reference})
-        assert plan.num_gpus == counted + plan.num_servers * plan.server.num_gpus
+        assert plan.proposal.num_gpus == counted + plan.proposal.num_servers * plan.server.num_gpus
 
 
 def test_planned_steps_need_the_memory_that_was_measured_on_an_h200() -> None:
@@ -290,7 +295,7 @@ def test_rates_are_near_what_was_measured_on_an_h200() -> None:
 
 def test_a_model_that_fits_nowhere_says_so() -> None:
     with pytest.raises(InvalidInput, match="70b does not fit on 128 tiny; take larger GPUs"):
-        make_plan(KNOWN["70b"], replace(GPUS["l40s"], name="tiny", memory_bytes=12e9), "standalone", Workload())
+        _plan("70b", replace(GPUS["l40s"], name="tiny", memory_bytes=12e9), "standalone")
 
 
 # ── simulation ──

@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from penstock.errors import ProcessDied
-from penstock_services.local.supervisor import check_and_say
+from penstock_tools.local.supervisor import check_and_say
 
 
 class DeadLearner:

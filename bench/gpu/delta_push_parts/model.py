@@ -54,7 +54,7 @@ class ResidentEngine:
         self._slot.begin(announcement)
 
     async def commit_weights(self, policy_version: int, bucket_checksums: list[str], timeout_s: float) -> CommitReport:
-        stage = await self._slot.verified(policy_version, bucket_checksums, timeout_s)
+        stage = await asyncio.to_thread(self._slot.verified, policy_version, bucket_checksums, timeout_s)
         named = list(stage.tensors())
         if not self.weights:
             self.weights = {name: torch.empty_like(tensor, device=self.device) for name, tensor in named}

@@ -15,10 +15,8 @@ from penstock.weights.checksums import weights_digest
 from penstock.weights.cuda.ipc import IpcOffer, Mappings
 from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import TensorShape, build_manifest
-from penstock_learner.weights.memory import MemoryPool
-from penstock_learner.weights.senders.cuda_ipc import CudaIpcSender
-from penstock_learner.weights.senders.sender import Shipment
-from penstock_learner.weights.staging import StagedVersion, checksum_name
+from penstock_learner.weights.senders import CudaIpcSender, Shipment
+from penstock_learner.weights.staging import MemoryPool, StagedVersion, checksum_name
 from penstock_rollout.weights.receivers import cuda_ipc
 from penstock_rollout.weights.reception import Reception, find_receiver
 from penstock_rollout.weights.stage import WeightStage, beside_the_engine, bucket_checksum

@@ -69,8 +69,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The difference between the log-probs of a server and those of the learner, over the trained tokens of one
-    trajectory."""
+    """The difference between a server's log-probs and the learner's, over the trained tokens of one trajectory."""
 
     server_id: str
     staleness: int
@@ -84,9 +83,8 @@ class Comparison:
 
 
 def choose(groups: Sequence[Group], step: int, first: Collection[str] = ()) -> list[Sample]:
-    """A few trajectories of every server, of each of its versions, as far as the budget of tokens reaches.
-
-    The servers in `first` always have their turn. The order of the others depends on the step."""
+    """A few trajectories of each version of every server, as far as the budget of tokens reaches. The servers in
+    `first` always have their turn. The order of the others depends on the step."""
     by_server: dict[str, list[tuple[int, Sample]]] = {}
     for group in groups:
         for place, sample in enumerate(_comparable(group)):
@@ -121,8 +119,7 @@ def _comparable(group: Group) -> list[Sample]:
 
 
 def _in_order(placed: Sequence[tuple[int, Sample]]) -> list[Sample]:
-    """The samples of one server, with the place of each in its group: one of each version in turn, the newest first,
-    and from different groups first."""
+    """The samples of one server: one of each version in turn, the newest first, and from different groups first."""
     ranked = sorted(placed, key=lambda entry: entry[0])
     turns: Counter[int] = Counter()
     ordered = []
@@ -187,8 +184,7 @@ class LogProbCheck:
         self.agreed: set[str] = set()
         """Servers that have agreed at least once."""
         self.last: dict[str, float] = {}
-        """The metric of the last step that had it. Every version's record gets it, because few steps have it in a run
-        whose batches are all a step old."""
+        """The metric of the last step that had it. Every version's record gets it, because few steps may have it."""
         self._drifts: deque[float] = deque(maxlen=MAX_STALENESS)
         self._history: deque[float] = deque(maxlen=HISTORY)
         self._num_steps = 0
@@ -253,9 +249,8 @@ class LogProbCheck:
         return _mean(found, lambda one: drifts[one.staleness])
 
     def _usual_nats(self) -> float | None:
-        """The lower quartile of the differences so far; None before there are enough.
-
-        A server that missed an update differs more with each step. The median would follow it."""
+        """The lower quartile of the differences so far, because the median would follow a server that missed an update.
+        None before there are enough."""
         if self._num_steps < MIN_STEPS or not self._history:
             return None
         return sorted(self._history)[len(self._history) // 4]

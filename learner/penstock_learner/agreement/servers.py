@@ -51,8 +51,7 @@ class ServerQuarantine:
         self._drained_by: dict[str, float] = {}
         """When the weights of a server are loaded even if groups are still running there."""
         self._trusted_from: dict[str, int] = {}
-        """The version that a server had loaded wholly when its quarantine ended. What it sampled with an older one may
-        still arrive."""
+        """The version that a server had loaded when its quarantine ended. Samples of older ones may still arrive."""
         self._loaded_version: dict[str, int] = {}
 
     async def read(self) -> None:
@@ -60,8 +59,8 @@ class ServerQuarantine:
         async with self._changing:
             self.records = await self.store.read()
         for times in (self._load_after, self._drained_by):
-            for gone in times.keys() - self.records.keys():
-                del times[gone]
+            for left in times.keys() - self.records.keys():
+                del times[left]
 
     async def end_all(self) -> None:
         """Let all servers serve again, because nothing compares them any more."""
@@ -213,9 +212,8 @@ class ServerAgreement:
             await self.quarantine.end_all()
 
     async def refused(self, step: int, groups: Sequence[Group], version: int, lineage: Lineage) -> list[int]:
-        """Prompts of a step's batch whose groups must not be trained. `version` is that of the policy's weights.
-
-        Call it again for the batch in which they were replaced. Raises ConfigError if every server disagrees."""
+        """Prompts of a step's batch whose groups must not be trained by weights of `version`. Call it again for the
+        batch in which they were replaced. Raises ConfigError if every server disagrees."""
         if not self.check.is_on:
             return []
         if step != self._step:

@@ -80,8 +80,7 @@ class AdvantageStatistics:
     num_sequences: int
     num_groups: int
     num_singleton_groups: int
-    """Groups with one sample that is trained. rloo and opo learn nothing from them, and other estimators have no
-    baseline for them."""
+    """Groups with one trained sample: rloo and opo learn nothing from them, and others have no baseline."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +90,7 @@ class AdvantageOutputs:
     advantages: Tensor
     """[T] the advantage of each token."""
     loss_mask: Tensor
-    """[T] bool, the tokens of the policy loss: `mask` without the greedy samples of remax. The denominators of the loss
-    count these tokens."""
+    """[T] bool, the tokens that the policy loss and its denominators count: `mask` without remax's greedy samples."""
     statistics: AdvantageStatistics
     returns: Tensor | None = None
     """[T] `A + V` for gae (the critic's targets), G for reinforce_plus_plus and remax, None for the others."""
@@ -103,11 +101,9 @@ AdvantageFunction = Callable[[AdvantageInputs, AdvantageConfig], AdvantageOutput
 
 @dataclass(frozen=True)
 class _Groups:
-    """The total reward and the group of each sequence.
-
-    `index[S]` numbers the groups 0..G-1. `is_member[S]` is false for a sequence without a trained token. `shares[S]` is
-    1 over the number of members of its episode, and 0 if it is no member. `sizes[S]` is the number of samples of each
-    sequence's group."""
+    """The total reward and the group of each sequence. `index[S]` numbers the groups 0..G-1. `is_member[S]` is false
+    for a sequence without a trained token. `shares[S]` is 1 over the members of its episode, or 0. `sizes[S]` is the
+    number of samples of its group."""
 
     rewards: Tensor
     index: Tensor
@@ -183,10 +179,8 @@ def _outputs(inputs: AdvantageInputs, advantages: Tensor, returns: Tensor | None
 
 
 def gae(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
-    """`delta_t = r_t + gamma V_{t+1} - V_t`, `A_t = delta_t + gamma lam A_{t+1}`, returns `A + V`, then `W(A)`.
-
-    t + 1 is the next trained token of the sequence: V and A skip tool output, and are 0 after the end.
-    """
+    """`delta_t = r_t + gamma V_{t+1} - V_t`, `A_t = delta_t + gamma lam A_{t+1}`, returns `A + V`, then `W(A)`. t + 1
+    is the next trained token of the sequence: V and A skip tool output, and are 0 after the end."""
     if inputs.values is None:
         raise ValueError("advantage gae needs values: give the run a critic, or choose grpo or rloo")
     trained = inputs.mask.bool().nonzero().squeeze(1)
@@ -199,10 +193,8 @@ def gae(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
 
 
 def grpo(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
-    """`(R - mu) / (sigma + 1e-6)` with unbiased sigma, or `R - mu` if `normalize_by_std` is False (Dr.GRPO).
-
-    A group of one has mu = 0 and sigma = 1, and is counted in the statistics.
-    """
+    """`(R - mu) / (sigma + 1e-6)` with unbiased sigma, or `R - mu` if `normalize_by_std` is False (Dr.GRPO). A group of
+    one has mu = 0 and sigma = 1."""
     return _outputs(inputs, _broadcast(_Groups.of(inputs).normalized(config.normalize_by_std), inputs))
 
 
@@ -246,10 +238,8 @@ def opo(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
 
 
 def grpo_passk(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
-    """`(R - R_second) / (sigma + 1e-6)` for the best sample of a group, 0 for all others (Pass@k).
-
-    A group whose best reward is shared, and a group of one, get 0. Without the division if `normalize_by_std` is False.
-    """
+    """`(R - R_second) / (sigma + 1e-6)` for the best sample of a group, 0 for all others (Pass@k). A group whose best
+    reward is shared, and a group of one, get 0. Without the division if `normalize_by_std` is False."""
     groups = _Groups.of(inputs)
     rewards = torch.where(groups.is_member, groups.rewards, -torch.inf)
     is_best = groups.is_member & (rewards == -segment_min(-rewards, groups.index, groups.num_groups)[groups.index])
@@ -272,10 +262,8 @@ def gpg(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
 
 
 def remax(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
-    """`G_t - R_greedy` with undiscounted G. R_greedy is the reward of the greedy sample, which is not trained.
-
-    A group whose greedy sample has no R has nothing to compare with, and gets 0.
-    """
+    """`G_t - R_greedy` with undiscounted G. R_greedy is the reward of the greedy sample, which is not trained. A group
+    whose greedy sample has no R gets 0."""
     if inputs.is_greedy is None:
         raise ValueError("advantage remax needs is_greedy: sample each prompt once with temperature 0")
     greedy = inputs.is_greedy.bool()
@@ -311,8 +299,7 @@ ADVANTAGES: Registry[AdvantageFunction] = Registry(
 
 
 def compute_advantages(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
-    """Apply the estimator that `config.name` names, without gradients. Raises ConfigError if a user's function returns
-    something else."""
+    """Apply the estimator `config.name`, without gradients. Raises ConfigError for an unusable result of a user's."""
     with torch.no_grad():
         outputs = ADVANTAGES.get(config.name)(inputs, config)
         if isinstance(outputs, Tensor) and outputs.shape == inputs.mask.shape:
@@ -325,10 +312,7 @@ def compute_advantages(inputs: AdvantageInputs, config: AdvantageConfig) -> Adva
 
 
 def place_on_last_token(sequence_rewards: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tensor:
-    """From [S] to [T]: each sequence's reward at its last trained token, 0 elsewhere.
-
-    The reward of a sequence without a trained token is dropped. Advantages leave such a sequence out of its group.
-    """
+    """From [S] to [T]: each sequence's reward at its last trained token, 0 elsewhere. Without one it is dropped."""
     trained = mask.bool().nonzero().squeeze(1)
     ids = sequence_ids[trained]
     is_last = torch.ones_like(ids, dtype=torch.bool)

@@ -24,8 +24,7 @@ _WHITEN_EPSILON = 1e-8
 
 
 def apply_mask(values: Tensor, mask: Tensor) -> Tensor:
-    """`values` where `mask` is nonzero, exactly 0 elsewhere. NaN and infinity at masked-out tokens reach neither the
-    value nor the gradient."""
+    """`values` where `mask` is nonzero, else exactly 0. NaN and infinity there reach neither value nor gradient."""
     return torch.where(mask.bool(), values, torch.zeros((), dtype=values.dtype, device=values.device))
 
 
@@ -70,12 +69,9 @@ def shift_left(values: Tensor, segment_ids: Tensor) -> Tensor:
 
 
 def reverse_scan(values: Tensor, decay: float, segment_ids: Tensor) -> Tensor:
-    """`x[t] = values[t] + decay * x[t + 1]` within each segment, with nothing after its last token.
-
-    Computed by doubling: after round k, `x[t]` holds the first 2^k terms and `reach[t]` is decay^(2^k), or 0 if the
-    segment ends before. This takes log2(T) vector operations for all sequences at once, without padding. `segment_ids`
-    must be sorted.
-    """
+    """`x[t] = values[t] + decay * x[t + 1]` within each segment of the sorted `segment_ids`. Computed by doubling:
+    after round k, `x[t]` holds the first 2^k terms and `reach[t]` is decay^(2^k), or 0 if the segment ends before. This
+    takes log2(T) vector operations for all sequences at once."""
     total = values.clone()
     reach = shift_left(torch.full_like(values, decay), segment_ids)
     stride = 1
@@ -169,9 +165,6 @@ AGGREGATIONS: Registry[AggregationFunction] = Registry(
 def aggregate(
     per_token: Tensor, mask: Tensor, sequence_ids: Tensor, mode: Aggregation, denominators: Denominators
 ) -> Tensor:
-    """This micro-batch's share of the batch's loss, a 0-d tensor.
-
-    `mask` is the one that the denominators counted. Rejected tokens stay in it with a loss of 0 (`Correction.apply`),
-    so rejecting tokens never increases the weight of the others.
-    """
+    """This micro-batch's share of the batch's loss, a 0-d tensor. `mask` is the one that the denominators counted.
+    Rejected tokens stay in it with a loss of 0, so rejecting tokens never increases the weight of the others."""
     return AGGREGATIONS.get(mode)(per_token, mask, sequence_ids, denominators)

@@ -205,9 +205,7 @@ def _count_ratios(ratio: Tensor, mask: Tensor) -> Tensor:
 
 
 def interpolate_log_probs(behaviour_log_probs: Tensor, log_probs: Tensor, share: float | Tensor) -> Tensor:
-    """A proximal policy without a forward pass: `(1 - share) * behaviour + share * sg[lp]`.
-
-    `share` is one number, or one for each token."""
+    """A proximal policy without a forward pass: `(1 - share) * behaviour + share * sg[lp]`."""
     return behaviour_log_probs + share * (log_probs.detach() - behaviour_log_probs)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from torch import Tensor
 
@@ -46,10 +45,8 @@ PENALTIES: Registry[PenaltyFunction] = Registry("KL penalty", {"k1": k1, "abs": 
 
 
 def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, name: PenaltyName) -> Tensor:
-    """[T] the penalty of each token, 0 where masked out. The gradient flows through `log_probs`.
-
-    `ref_log_probs` come from a forward pass of the reference policy, never from the rollout engine.
-    """
+    """[T] the penalty of each token, 0 where masked out. The gradient flows through `log_probs`. `ref_log_probs` come
+    from a forward pass of the reference policy, never from the rollout engine."""
     difference = apply_mask(log_probs - ref_log_probs.detach(), mask)
     return apply_mask(PENALTIES.get(name)(difference), mask)
 
@@ -59,45 +56,24 @@ def penalize_rewards(token_rewards: Tensor, kl: Tensor, coefficient: float) -> T
     return token_rewards - coefficient * kl.detach()
 
 
-class KLController(Protocol):
-    """The KL coefficient and how it changes. Immutable. A checkpoint stores `coefficient` only."""
+@dataclass(frozen=True)
+class KLController:
+    """The KL coefficient, which a checkpoint stores, and how it changes. An adaptive one follows `coefficient *= 1 +
+    clip(KL / target - 1, -0.2, 0.2) * num_sequences / horizon`."""
 
-    @property
-    def coefficient(self) -> float: ...
+    config: KLConfig
+    coefficient: float
 
     def updated(self, measured_kl: float, num_sequences: int) -> KLController:
-        """The controller after a step over `num_sequences` sequences whose mean KL per token was `measured_kl`."""
-        ...
-
-
-@dataclass(frozen=True)
-class FixedKLController:
-    coefficient: float
-
-    def updated(self, measured_kl: float, num_sequences: int) -> FixedKLController:
-        return self
-
-
-@dataclass(frozen=True)
-class AdaptiveKLController:
-    """`coefficient *= 1 + clip(KL / target - 1, -0.2, 0.2) * num_sequences / horizon`.
-
-    A KL that is not finite is ignored: its step was skipped."""
-
-    coefficient: float
-    target: float
-    horizon: int
-
-    def updated(self, measured_kl: float, num_sequences: int) -> AdaptiveKLController:
-        if not math.isfinite(measured_kl):
+        """The controller after a step over `num_sequences` sequences whose mean KL per token was `measured_kl`. A KL
+        that is not finite is ignored: its step was skipped."""
+        if self.config.controller == "fixed" or not math.isfinite(measured_kl):
             return self
-        error = min(max(measured_kl / self.target - 1, -_MAX_CORRECTION), _MAX_CORRECTION)
-        return replace(self, coefficient=self.coefficient * (1 + error * num_sequences / self.horizon))
+        error = min(max(measured_kl / self.config.target - 1, -_MAX_CORRECTION), _MAX_CORRECTION)
+        return replace(self, coefficient=self.coefficient * (1 + error * num_sequences / self.config.horizon))
 
 
 def make_kl_controller(config: KLConfig, coefficient: float | None = None) -> KLController:
     """The controller of a run. `coefficient` is the value from which an adaptive one resumes."""
-    if config.controller == "fixed":
-        return FixedKLController(config.coefficient)
-    start = config.coefficient if coefficient is None else coefficient
-    return AdaptiveKLController(start, config.target, config.horizon)
+    resumes = config.controller != "fixed" and coefficient is not None
+    return KLController(config, coefficient if resumes and coefficient is not None else config.coefficient)

@@ -135,10 +135,8 @@ def ppo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
 
 
 def gspo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
-    """PPO's clip, without the dual clip, of the ratio `exp(min(sg[mean_t(lp - old)] + lp - sg[lp], 10))`.
-
-    The ratio has the value of the sequence and the gradient of the token. The mean is over trained tokens.
-    """
+    """PPO's clip, without the dual clip, of the ratio `exp(min(sg[mean_t(lp - old)] + lp - sg[lp], 10))`. The ratio has
+    the value of the sequence and the gradient of the token. The mean is over trained tokens."""
     advantages = apply_mask(inputs.advantages, inputs.mask)
     log_probs = apply_mask(inputs.log_probs, inputs.mask)
     log_ratio = _log_ratio(inputs.log_probs, inputs.old_log_probs, inputs.mask)
@@ -180,10 +178,8 @@ def gpg(inputs: LossInputs, config: LossConfig) -> LossOutputs:
 
 
 def geo_mean(inputs: LossInputs, config: LossConfig) -> LossOutputs:
-    """GMPO: `-A_s exp(mean_t(x_t))`, the same for all tokens of a sequence. A_s is the mean of its advantages.
-
-    `x` is `lp - old`, clipped to [-clip_low, clip_high] where that makes the loss larger: above for A > 0, below for
-    A < 0."""
+    """GMPO: `-A_s exp(mean_t(x_t))`, the same for all tokens of a sequence. A_s is the mean of its advantages. `x` is
+    `lp - old`, clipped to [-clip_low, clip_high] where that makes the loss larger: above for A > 0, below for A < 0."""
     advantages = apply_mask(inputs.advantages, inputs.mask)
     log_ratio = _log_ratio(inputs.log_probs, inputs.old_log_probs, inputs.mask)
     low = (log_ratio < -config.epsilon_low) & (advantages < 0)
@@ -207,9 +203,8 @@ def sapo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
 
 def clip_cov(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     """Clip-Cov: PPO's clip, without the dual clip, but a few tokens whose covariance is within (cov_low, cov_high) are
-    left out: `cov_share` of all, at least one, and none that PPO clips.
-
-    Which of them is random, but a function of the log-probs: the same inputs have the same loss."""
+    omitted: `cov_share` of all, at least one, and none that PPO clips. They are chosen by a hash of the log-probs, so
+    the same inputs have the same loss."""
     advantages = apply_mask(inputs.advantages, inputs.mask)
     log_ratio = _log_ratio(inputs.log_probs, inputs.old_log_probs, inputs.mask)
     loss, low, high = _clipped_surrogate(_clamped_exp(log_ratio), advantages, config)

@@ -15,10 +15,8 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 class Registry(Generic[FunctionT]):
-    """The functions of one kind by name. `path/file.py:function` or `package.module:function` names any other function.
-
-    Example: `ADVANTAGES.get("grpo")`, `ADVANTAGES.get("my_advantages.py:leave_two_out")`.
-    """
+    """The functions of one kind by name, as `ADVANTAGES.get("grpo")`. `path/file.py:function` or
+    `package.module:function` names any other function."""
 
     def __init__(self, kind: str, functions: Mapping[str, FunctionT]) -> None:
         self._kind = kind
@@ -30,10 +28,8 @@ class Registry(Generic[FunctionT]):
         return tuple(self._functions)
 
     def get(self, name: str) -> FunctionT:
-        """The function called `name`. Raises ValueError for an unknown name, and suggests the nearest known one.
-
-        Raises ConfigError for a path that cannot be imported, or whose function does not take two arguments. A file is
-        executed once in each process."""
+        """The function called `name`. Raises ValueError for an unknown name, and suggests the nearest known one. Raises
+        ConfigError for a path that cannot be imported, or whose function does not take two arguments."""
         check_name(self._kind, name, self.names)
         return self._functions[name] if name in self._functions else self._load(name)
 

@@ -13,9 +13,8 @@ from penstock_learner.algorithms.losses import LossInputs, policy_loss
 
 
 def try_functions(algorithm: AlgorithmConfig, *, has_critic: bool) -> None:
-    """Raise ConfigError if the advantage or the loss cannot be imported, raises, or returns something of another shape.
-
-    The batch has two groups of two sequences with three tokens each, of which the second is not trained."""
+    """Raise ConfigError if the advantage or the loss cannot be imported, raises, or returns something of another
+    shape."""
     mask = torch.tensor([1, 0, 1] * 4)
     sequence_ids = torch.arange(4).repeat_interleave(3)
     rewards = torch.tensor([0.0, 0, 1] * 2 + [0.0] * 6)

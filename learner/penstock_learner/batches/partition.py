@@ -25,11 +25,9 @@ class RankShard:
     """For each micro-batch, the indices of its sequences in the whole batch. A micro-batch that was added only to make
     the counts equal has an empty list."""
     shares_prefixes: bool = False
-    """Whether tokens that the sequences of a group begin with are to be computed once. A micro-batch may then hold more
-    tokens than the limit, if they are counted in every sequence."""
+    """Whether tokens that the sequences of a group begin with are to be computed once."""
     num_shared: int = 0
-    """Tokens that need not be computed, because another sequence of their micro-batch has them too. Counted in the tree
-    of the whole batch: that of a micro-batch alone may differ by fewer than `SHORTEST` tokens a sequence."""
+    """Tokens that need not be computed, because another sequence of their micro-batch has them, by the batch's tree."""
     tree: PrefixTree | None = None
     """The tree of its only micro-batch, if that is the whole batch."""
 
@@ -38,7 +36,6 @@ def partition(
     batch: SequenceBatch, num_ranks: int, max_tokens: int, *, shares_prefixes: bool = False
 ) -> list[RankShard]:
     """Split a batch over ranks, balanced by tokens, and each part into micro-batches of at most about `max_tokens`.
-
     With `shares_prefixes`, the sequences of a group stay together as far as the limit and the balance allow, and a
     token that they share counts once. It has no effect on a batch whose sequences share little."""
     if shares_prefixes and batch.num_sequences > 0:

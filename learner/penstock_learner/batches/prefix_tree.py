@@ -34,10 +34,9 @@ def shortest_shared(length: int) -> int:
 
 @dataclass(frozen=True)
 class PrefixTree:
-    """M stored tokens in G segments. They stand for the N tokens of a batch's sequences.
-
-    A segment comes before those that continue it, and they follow it without a gap. So the tokens that a token sees
-    are before it, and those that see it are in one range after it."""
+    """M stored tokens in G segments. They stand for the N tokens of a batch's sequences. A segment comes before those
+    that continue it, and they follow it without a gap. So the tokens that a token sees are before it, and those that
+    see it are in one range after it."""
 
     stored: NDArray[np.int64]
     """[M] the index, among the N tokens, of a token that each stored one stands for."""
@@ -151,7 +150,7 @@ class _Segment:
     """Its place among all segments. That of a root stays -1."""
 
     def split(self, size: int, contents: _Contents) -> _Segment:
-        """Cut off the first `size` tokens as a segment of their own, which this one continues. So it stays the last
+        """Cut off the first `size` tokens as a separate segment, which this one continues. So it stays the last
         segment of the sequences that end with it."""
         assert self.parent is not None
         upper = _Segment(self.parent, self.first, self.begin, size, {contents.token_at(self.first + size): [self]})
@@ -180,10 +179,8 @@ def _insert(contents: _Contents, root: _Segment, start: int, length: int) -> _Se
 
 
 def _longest_match(contents: _Contents, root: _Segment, start: int, length: int) -> tuple[list[_Segment], int]:
-    """The segments below a root, from the top down, that begin like the sequence for the most tokens, and how many.
-
-    A short sequence may have cut the beginning of long ones into segments of few tokens. So it is the whole path that
-    counts, not each segment."""
+    """The segments below a root, from the top down, that begin like the sequence for the most tokens, and how many. The
+    whole path counts, because a short sequence may have cut the beginning of long ones into segments of few tokens."""
     deepest, most, waiting = root, 0, [(root, 0)]
     while waiting:
         at, position = waiting.pop()

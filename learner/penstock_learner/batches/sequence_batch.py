@@ -53,8 +53,7 @@ class SequenceBatch:
     temperatures: NDArray[np.float32]
     """[T] the engine's sampling temperature, by which the learner divides the logits of the token."""
     token_rewards: NDArray[np.float32] | None = None
-    """[T] rewards of single tokens, such as those of turns. They are part of `rewards`; the rest of a sequence's reward
-    belongs to its last trained token. None if no sequence has any."""
+    """[T] rewards of single tokens, such as those of turns, which are part of `rewards`. None if there are none."""
     advantages: NDArray[np.float32] | None = None
     """[T] advantage of each token."""
     old_log_probs: NDArray[np.float32] | None = None
@@ -71,8 +70,7 @@ class SequenceBatch:
     """[S] sequences of a group with the same number are one sample of it, such as the paths of a session; 0 for a
     sequence that is a sample of its own. None if all are."""
     routed_experts: NDArray[np.int16] | None = None
-    """[N, layers, top_k] the experts that the engine chose for each token, -1 where it reported none; None if it
-    reported none at all."""
+    """[N, layers, top_k] the experts that the engine chose for each token, -1 where it reported none."""
     token_fields: Mapping[str, Array] = field(default_factory=dict)
     """[T, ...] a step's own fields with one entry per response token, by name."""
     sequence_fields: Mapping[str, Array] = field(default_factory=dict)
@@ -111,10 +109,8 @@ class SequenceBatch:
 
     @property
     def unmixed_versions(self) -> NDArray[np.int64]:
-        """[T] the version of each token, or -1 in trajectories of several versions.
-
-        When weights change while a trajectory is sampled, the engine continues with keys and values of the old weights,
-        so its log-probs are not those of a forward pass under one version."""
+        """[T] the version of each token, or -1 in trajectories of several versions: the engine continues with keys and
+        values of the old weights, so its log-probs are not those of a forward pass under one version."""
         starts = np.cumsum(self.response_lengths) - self.response_lengths
         low = np.minimum.reduceat(self.token_versions, starts)
         high = np.maximum.reduceat(self.token_versions, starts)
@@ -227,9 +223,8 @@ def _only(arrays: Mapping[str, Array], names: Sequence[str]) -> dict[str, Array]
 
 
 def batch_of(groups: Sequence[Group], *, with_experts: bool = True, reward_keys: Sequence[str] = ()) -> SequenceBatch:
-    """A batch of all trajectories of the groups, in order. Routed experts, which are large, can be left out.
-
-    `reward_keys` names parts of the reward that become fields of the sequences."""
+    """A batch of all trajectories of the groups, in order. Routed experts, which are large, can be omitted. The parts
+    of the reward that `reward_keys` names become fields."""
     pairs = [(group, trajectory) for group in groups for trajectory in group.trajectories]
     is_baseline = np.array([t.is_baseline for _, t in pairs], dtype=np.bool_)
     episodes = np.array([t.episode for _, t in pairs], dtype=np.int64)
@@ -269,9 +264,7 @@ def _temperatures(pairs: Sequence[tuple[Group, Trajectory]]) -> NDArray[np.float
 
 
 def _reward_part(key: str, trajectories: Sequence[Trajectory]) -> NDArray[np.float32]:
-    """[S] a part of the reward; `score` is the reward function's own. A sample whose reward failed has no parts, and
-    counts as 0.
-
+    """[S] a part of the reward; `score` is the reward function's own. A failed reward has no parts, and counts as 0.
     Raises ConfigError if another sample has no such part."""
     parts = [{"score": t.reward} | t.reward_parts for t in trajectories]
     for trajectory, found in zip(trajectories, parts, strict=True):

@@ -15,42 +15,34 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.cancellation import end_task
-from penstock.errors import CheckpointDamaged, ProcessDied, RoleDied
 from penstock.replay.queue import GroupConsumer
-from penstock_learner.checkpoint_files import FileRecord
-from penstock_learner.checkpoints.store import CheckpointStore, checksums_of, raise_if_damaged, shards_folder
+from penstock_learner.checkpoint_files import FileRecord, read_manifest
+from penstock_learner.checkpoints.store import CheckpointStore, raise_if_damaged, shards_folder
 from penstock_learner.checkpoints.trainer_state import TrainerState
 from penstock_learner.crash_points import crash_point
 from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.roles.role_group import SAVE_LANE, RoleGroup, gather_all
 
 
+@dataclass(eq=False)
 class CheckpointWriter:
     """Writes the checkpoints of one term. `on_durable` is called when one is durable, with the prompts that it covers
     and no checkpoint before it."""
 
-    def __init__(
-        self,
-        store: CheckpointStore,
-        queue: GroupConsumer,
-        trained: Mapping[str, RoleGroup],
-        metrics: LearnerMetrics,
-        on_durable: Callable[[Sequence[int]], None],
-    ) -> None:
-        self.store = store
-        self.queue = queue
-        self.trained = trained
-        self.metrics = metrics
-        self.on_durable = on_durable
-        self._writing: asyncio.Task[None] | None = None
+    store: CheckpointStore
+    queue: GroupConsumer
+    trained: Mapping[str, RoleGroup]
+    metrics: LearnerMetrics
+    on_durable: Callable[[Sequence[int]], None]
+    _writing: asyncio.Task[None] | None = None
 
     async def begin(self, state: TrainerState, prompt_ids: Sequence[int]) -> None:
-        """Copy the shards, then write the files in a task while training continues.
-
-        `prompt_ids` are the prompts that were trained since the last checkpoint."""
+        """Copy the shards, then write the files in a task while training continues. `prompt_ids` were trained since the
+        last checkpoint."""
         await self.wait_until_written()
         started = time.monotonic()
         partial = await asyncio.to_thread(self.store.partial_folder, state.step, state.term)
@@ -60,9 +52,8 @@ class CheckpointWriter:
         self._writing = asyncio.create_task(self._write(state, list(prompt_ids), started))
 
     async def wait_until_written(self) -> None:
-        """Wait for the checkpoint that is being written, if any. It is then durable and acknowledged.
-
-        Raises its error if it failed. Its calls to the ranks and to Redis have deadlines."""
+        """Wait until the checkpoint that is being written, if any, is durable and acknowledged. Raises its error if it
+        failed."""
         if self._writing is not None:
             await self._writing
             self._writing = None
@@ -105,25 +96,14 @@ def _shards(partial: Path, written: Mapping[str, Sequence[Mapping[str, FileRecor
 
 
 async def load_checkpoint(path: Path, trained: Mapping[str, RoleGroup]) -> None:
-    """Verify a checkpoint, then restore the trained roles from it.
-
-    Raises CheckpointDamaged if a file is damaged; the roles are unchanged then. It raises the same for a checkpoint
-    without checksums that cannot be loaded, or whose weights are not finite; the roles must be restored again then."""
-    files = await asyncio.to_thread(checksums_of, path)
-    await _verify(path, files, trained)
-    try:
-        await gather_all(*(role.call_all("restore", shards_folder(path, name)) for name, role in trained.items()))
-    except ProcessDied as error:
-        if files or isinstance(error, RoleDied):
-            raise
-        raise CheckpointDamaged(f"{path} cannot be loaded: {error}") from error
-
-
-async def _verify(path: Path, files: Mapping[str, FileRecord], trained: Mapping[str, RoleGroup]) -> None:
-    """Compare the files with their checksums. All ranks of the roles share them."""
+    """Verify a checkpoint, then restore the trained roles from it. Raises CheckpointDamaged if a file is damaged; the
+    roles are unchanged then. It raises the same if the weights are not finite; the roles must be restored again then.
+    All ranks share the verification."""
+    files = await asyncio.to_thread(read_manifest, path)
     ranks = [(role, rank) for role in trained.values() for rank in range(role.num_ranks)]
     shares = [dict(sorted(files.items())[index :: len(ranks)]) for index in range(len(ranks))]
     found = await gather_all(
         *(role.call_rank(rank, "find_damage", path, share) for (role, rank), share in zip(ranks, shares, strict=True))
     )
     raise_if_damaged([damage for of_rank in found for damage in of_rank])
+    await gather_all(*(role.call_all("restore", shards_folder(path, name)) for name, role in trained.items()))

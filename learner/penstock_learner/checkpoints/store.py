@@ -9,7 +9,6 @@ checkpoint of a learner that was fenced off never looks newer than its successor
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -19,17 +18,11 @@ from types import MappingProxyType
 
 from penstock.errors import CheckpointDamaged, ConfigError, DiskFull, Fenced, Unavailable
 from penstock.machine import is_disk_full, measure_disk
-from penstock.replay.queue_types import GoneBack
-from penstock_learner.checkpoint_files import (
-    FileRecord,
-    find_damage,
-    flush,
-    write_manifest,
-)
-from penstock_learner.checkpoints.trainer_state import TRAINER_FILE, TrainerState, read_checksums, read_state
+from penstock.replay.queue_types import RunRewind
+from penstock_learner.checkpoint_files import FileRecord, find_damage, flush, read_manifest, write_manifest
+from penstock_learner.checkpoints.trainer_state import TRAINER_FILE, TrainerState, read_state
 from penstock_learner.checkpoints.uploads import CheckpointUploads
 
-logger = logging.getLogger(__name__)
 NO_FILES: Mapping[str, FileRecord] = MappingProxyType({})
 
 
@@ -38,16 +31,16 @@ def shards_folder(checkpoint: Path, role: str) -> Path:
     return checkpoint if role == "policy" else checkpoint / role
 
 
+@dataclass(eq=False)
 class CheckpointStore:
     """The checkpoints of one run's folder."""
 
-    def __init__(self, folder: Path, keep: int, uploads: CheckpointUploads | None = None) -> None:
-        self.folder = folder
-        self.keep = keep
-        self.uploads = uploads
-        """Where checkpoints are also kept, if the config names an object store."""
-        self.gone_back: GoneBack | None = None
-        """What the run went back to, once a take-over has found that it did."""
+    folder: Path
+    keep: int
+    uploads: CheckpointUploads | None = None
+    """Where checkpoints are also kept, if the config names an object store."""
+    rewind: RunRewind | None = None
+    """The run's last rewind to a checkpoint, once a take-over has read it."""
 
     def partial_folder(self, step: int, term: int) -> Path:
         """Make an empty folder for the ranks to write to. Removes files that a crashed learner left. Blocks."""
@@ -61,10 +54,8 @@ class CheckpointStore:
 
     @contextmanager
     def writing(self, partial: Path) -> Iterator[None]:
-        """Wraps code that writes to `partial`. An error becomes Fenced if the folder is gone, and DiskFull if the disk
-        is full; then the folder is removed.
-
-        The folder is gone if this learner was suspended and its successor has removed it meanwhile."""
+        """Turns errors of code that writes to `partial` into Fenced if the folder is gone, because a successor has
+        removed it, and DiskFull if the disk is full; then the folder is removed."""
         try:
             yield
         except Exception as error:
@@ -82,11 +73,10 @@ class CheckpointStore:
 
     def finish(self, partial: Path, state: TrainerState, shards: Mapping[str, FileRecord] = NO_FILES) -> Path:
         """Make the checkpoint durable, then remove old ones. Its groups may be acknowledged afterwards. Blocks.
-
-        `shards` describes the files that the ranks have written, by their paths in the folder. Other files are read."""
+        `shards` describes the files that the ranks have written; other files are read."""
         final = partial.with_suffix("")
         with self.writing(partial):
-            trainer = json.dumps({**asdict(state), "has_manifest": True}).encode()
+            trainer = json.dumps(asdict(state)).encode()
             (partial / TRAINER_FILE).write_bytes(trainer)
             write_manifest(partial, {**shards, TRAINER_FILE: FileRecord.of(trainer)})
             for path in partial.rglob("*"):
@@ -96,8 +86,7 @@ class CheckpointStore:
             partial.rename(final)
         flush(self.folder)
         # Checkpoints that the run abandoned in a rewind cannot replace this one, so they do not count as kept.
-        usable = self.newest_first() if self.gone_back is None else self._without_abandoned(self.gone_back)
-        kept = [path for path in usable if path.parent == self.folder][: self.keep]
+        kept = [path for path in self._usable(self.rewind) if path.parent == self.folder][: self.keep]
         unfinished = [path for path in self.folder.glob("term-*-step-*.partial") if path < partial]
         for old in [*(path for path in self.newest_first() if path not in kept), *unfinished]:
             shutil.rmtree(old, ignore_errors=True)
@@ -106,23 +95,21 @@ class CheckpointStore:
     def upload(self, checkpoint: Path) -> None:
         """Make a checkpoint of this folder durable in the object store, if there is one. Blocks."""
         if self.uploads is not None and checkpoint.parent.absolute() == self.folder.absolute():
-            self.uploads.upload(checkpoint, lambda name: self._is_usable(name, self.gone_back))
+            self.uploads.upload(checkpoint, lambda name: self._is_usable(name, self.rewind))
 
     def abandon_upload(self) -> None:
         if self.uploads is not None:
             self.uploads.abandoned.set()
 
-    def candidates(self, resume: str, gone_back: GoneBack | None = None) -> list[Path]:
+    def candidates(self, resume: str, rewind: RunRewind | None = None) -> list[Path]:
         """The checkpoints that `learner.checkpoint.resume` allows, the first choice first. A newer one is fetched from
-        the object store first, if there is one.
-
-        If `resume` names a checkpoint, that checkpoint is used once. Afterwards the run continues from its own newer
-        checkpoints. Checkpoints that the run abandoned in a rewind are skipped."""
+        the object store first. A checkpoint that `resume` names is used once; afterwards the run continues from its own
+        newer ones. Checkpoints that the run abandoned in a rewind are skipped."""
         if resume == "off":
             return []
         if self.uploads is not None:
-            self.uploads.fetch_newest(self.folder, lambda name: self._is_usable(name, gone_back))
-        found = self.newest_first() if gone_back is None else self._without_abandoned(gone_back)
+            self.uploads.fetch_newest(self.folder, lambda name: self._is_usable(name, rewind))
+        found = self._usable(rewind)
         if resume == "auto" or self._resumed_from(found) == Path(resume).absolute():
             return found
         if not Path(resume).is_dir():
@@ -130,35 +117,34 @@ class CheckpointStore:
         return [Path(resume)]
 
     def of_the_run(self) -> list[Path]:
-        """The checkpoints of the run, newest first, without those that it abandoned in a rewind.
-
-        Does not need Redis. Raises ConfigError if a learner was about to go back and has not started again since."""
-        recorded = read_rewind(self.folder)
-        if recorded is None:
-            return self.newest_first()
-        gone_back = recorded.gone_back
-        if recorded.is_done:
-            return self._without_abandoned(gone_back)
-        later = [path for path in self.newest_first() if _term_of(path) >= gone_back.term]
+        """The checkpoints of the run, newest first, without those that it abandoned in a rewind. Does not need Redis.
+        Raises ConfigError if a learner was about to rewind and has not started again since."""
+        rewind, is_done = read_rewind(self.folder)
+        if rewind is None or is_done:
+            return self._usable(rewind)
+        later = [path for path in self.newest_first() if _term_of(path) >= rewind.term]
         if not later:
             raise ConfigError(
-                f"a learner was about to go back to {gone_back.checkpoint}, and only Redis knows whether it did; start "
+                f"a learner was about to rewind to {rewind.checkpoint}, and only Redis knows whether it did; start "
                 "the learner again, or name a checkpoint"
             )
         return later
 
-    def _without_abandoned(self, gone_back: GoneBack) -> list[Path]:
-        target = Path(gone_back.checkpoint)
+    def _usable(self, rewind: RunRewind | None) -> list[Path]:
+        """The finished checkpoints that the run has not abandoned, newest first."""
+        if rewind is None:
+            return self.newest_first()
+        target = Path(rewind.checkpoint)
         is_ours = target.parent == self.folder.absolute()
-        later = [path for path in self.newest_first() if _term_of(path) >= gone_back.term]
+        later = [path for path in self.newest_first() if _term_of(path) >= rewind.term]
         earlier = [path for path in self.newest_first() if is_ours and path.name < target.name]
         return [*later, *([self.folder / target.name if is_ours else target] if target.is_dir() else []), *earlier]
 
-    def _is_usable(self, name: str, gone_back: GoneBack | None) -> bool:
+    def _is_usable(self, name: str, rewind: RunRewind | None) -> bool:
         """Whether the run has not abandoned the checkpoint of this name."""
-        if gone_back is None or _term_of(Path(name)) >= gone_back.term:
+        if rewind is None or _term_of(Path(name)) >= rewind.term:
             return True
-        target = Path(gone_back.checkpoint)
+        target = Path(rewind.checkpoint)
         return target.parent == self.folder.absolute() and name <= target.name
 
     def _resumed_from(self, newest_first: list[Path]) -> Path | None:
@@ -170,7 +156,7 @@ class CheckpointStore:
         return None
 
     def oldest_step(self) -> int:
-        """The lowest step of a finished checkpoint: the run cannot go back further. 0 without one."""
+        """The lowest step of a finished checkpoint: the run cannot be rewound further. 0 without one."""
         return min((int(path.name.split("-")[3]) for path in self.newest_first()), default=0)
 
     def newest(self) -> tuple[Path, TrainerState] | None:
@@ -184,9 +170,7 @@ class CheckpointStore:
         return max((_term_of(path) for path in (*self.newest_first(), *uploaded)), default=0)
 
     def of_version(self, policy_version: int) -> Path | None:
-        """The newest checkpoint that holds the weights of a version, or None.
-
-        Reads every checkpoint's `trainer.json`, and skips damaged ones."""
+        """The newest readable checkpoint that holds the weights of a version, or None."""
         for path in self.newest_first():
             with suppress(CheckpointDamaged):
                 if read_state(path).policy_version == policy_version:
@@ -203,37 +187,27 @@ def _term_of(path: Path) -> int:
     return int(path.name.split("-")[1])
 
 
-REWIND_FILE = "going-back.json"
+REWIND_FILE = "rewind.json"
 
 
-@dataclass(frozen=True)
-class RecordedRewind:
-    """The content of the file."""
-
-    gone_back: GoneBack
-    is_done: bool
-    """Whether Redis has the change. Otherwise a learner was about to go back."""
-
-
-def record_rewind(folder: Path, term: int, gone_back: GoneBack | None, *, is_done: bool) -> None:
-    """Write the file, or remove it if the run never went back. `term` is the learner's own: the file of a later term
-    stays as it is. Blocks."""
+def record_rewind(folder: Path, term: int, rewind: RunRewind | None, *, is_done: bool) -> None:
+    """Write the file, or remove it if the run was never rewound. A file of a term later than `term` stays. Blocks."""
     with suppress(CheckpointDamaged):
-        known = read_rewind(folder)
-        if known is not None and known.gone_back.term > term:
+        known, _ = read_rewind(folder)
+        if known is not None and known.term > term:
             return
     file = folder / REWIND_FILE
     try:
-        if gone_back is None:
+        if rewind is None:
             file.unlink(missing_ok=True)
             return
         # The run's folder may be moved or mounted elsewhere, so its own checkpoints are stored by their names.
-        path = Path(gone_back.checkpoint)
+        path = Path(rewind.checkpoint)
         checkpoint = path.name if path.parent == folder.absolute() else str(path)
         partial = folder / f"{REWIND_FILE}.partial"
         folder.mkdir(parents=True, exist_ok=True)
         with partial.open("w") as writing:
-            json.dump({"checkpoint": checkpoint, "term": gone_back.term, "is_done": is_done}, writing)
+            json.dump({"checkpoint": checkpoint, "term": rewind.term, "is_done": is_done}, writing)
         flush(partial)
         partial.rename(file)
         flush(folder)
@@ -241,30 +215,23 @@ def record_rewind(folder: Path, term: int, gone_back: GoneBack | None, *, is_don
         raise Unavailable(f"{file} cannot be written ({error.strerror}); start the learner again") from error
 
 
-def read_rewind(folder: Path) -> RecordedRewind | None:
-    """The content of the file, or None without one. Raises CheckpointDamaged. Blocks."""
+def read_rewind(folder: Path) -> tuple[RunRewind | None, bool]:
+    """The recorded rewind, and whether it is done: otherwise a learner was about to rewind, and Redis may not have it.
+    None without a file. Raises CheckpointDamaged. Blocks."""
     file = folder / REWIND_FILE
     try:
         record = json.loads(file.read_text())
         checkpoint = folder.absolute() / str(record["checkpoint"])
-        return RecordedRewind(GoneBack(str(checkpoint), int(record["term"]), num_roll_backs=0), bool(record["is_done"]))
+        return RunRewind(str(checkpoint), int(record["term"]), num_orders=0), bool(record["is_done"])
     except FileNotFoundError:
-        return None
+        return None, False
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointDamaged(f"{file} is damaged ({error}); start the learner, which writes it again") from error
 
 
 def verify_in_this_process(path: Path) -> None:
     """Compare every file with the manifest, without ranks. Raises CheckpointDamaged. Blocks."""
-    raise_if_damaged(find_damage(path, checksums_of(path)))
-
-
-def checksums_of(path: Path) -> dict[str, FileRecord]:
-    """The checksums of a checkpoint's files. Empty, with a warning, if an older version of Penstock wrote it."""
-    files = read_checksums(path)
-    if not files:
-        logger.warning("checkpoint %s has no checksums, because an older version wrote it; it is not verified", path)
-    return files
+    raise_if_damaged(find_damage(path, read_manifest(path)))
 
 
 def raise_if_damaged(damages: list[str]) -> None:

@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,19 +19,16 @@ from numpy.typing import NDArray
 from penstock.codec import read_known_fields
 from penstock.errors import CheckpointDamaged, ConfigError
 from penstock.trajectory import Group
-from penstock_learner.checkpoint_files import MANIFEST_FILE, FileRecord, read_manifest
+from penstock_learner.checkpoint_files import FileRecord, read_manifest
 
 TRAINER_FILE = "trainer.json"
 MAX_REWINDS = 64
-"""Rewinds that a term remembers and its checkpoints store. Groups that were sampled before the oldest of them count as
-older than they are."""
+"""Rewinds that a term remembers and its checkpoints store. Groups from before them count as older than they are."""
 
 
 class Ledger:
-    """A set of prompt ids that only grows.
-
-    It is stored as disjoint, sorted, inclusive ranges. Prompts finish nearly in order, so a handful of ranges is enough
-    for millions of prompts."""
+    """A set of prompt ids that only grows, stored as disjoint, sorted, inclusive ranges. Prompts finish nearly in
+    order, so a handful of ranges is enough for millions of prompts."""
 
     def __init__(self, ranges: Iterable[tuple[int, int]] = ()) -> None:
         self._ranges = [(int(first), int(last)) for first, last in ranges]
@@ -78,14 +75,17 @@ class Ledger:
         self._volatile.update(fresh)
 
 
+RewindCause = Literal["order", "restart"]
+
+
 @dataclass(frozen=True)
 class Rewind:
     """Training continues from the weights of version `target`, which are called `new_version` from then on."""
 
     target: int
     new_version: int
-    why: Literal["order", "restart"] = "order"
-    """`order`: an operator ordered it, by `penstock policies rollback` or by `learner.checkpoint.go_back`. The versions
+    why: RewindCause = "order"
+    """`order`: an operator ordered it, by `penstock policies rollback` or by `learner.checkpoint.rewind`. The versions
     in between are abandoned. `restart`: a learner started again from its checkpoint. Nothing is abandoned: the steps
     after the checkpoint are trained once more, with the same batches, and make the same weights again."""
 
@@ -119,14 +119,11 @@ class Lineage:
         return int(self.in_steps(np.array(group.min_version))) if self.rewinds else group.min_version
 
     def in_steps(self, versions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Renumber versions so that their differences are steps of training.
-
-        The target of a rewind gets the number of the new version with its weights, and older versions move along with
-        it. For example, after an order to rewind from 5 to 3 as version 6, version 3 counts as 6 and version 2 as 5.
-        Abandoned versions have no meaningful number.
-
-        After a restart from version 3 as version 6, versions 4 and 5 move too: version 4 counts as 7, which will have
-        its weights. A sample of such a version is newer than the policy, so its age is negative."""
+        """Renumber versions so that their differences are steps of training. The target of a rewind gets the number of
+        the new version with its weights, and older versions move along: after an order to rewind from 5 to 3 as version
+        6, version 3 counts as 6 and version 2 as 5. Abandoned versions have no meaningful number. After a restart from
+        3 as 6, versions 4 and 5 move too: 4 counts as 7, which will have its weights. Its samples are newer than the
+        policy, so their age is negative."""
         given = np.array([rewind.target for rewind in self.rewinds])
         targets, numbers = given, versions
         for index, rewind in enumerate(self.rewinds):
@@ -139,10 +136,6 @@ class Lineage:
             numbers = np.where(moves, numbers + change, numbers)
             targets = np.where(moves_target, targets + change, targets)
         return numbers
-
-    def stored(self) -> list[tuple[int, int, bool]]:
-        """As `TrainerState.roll_backs`."""
-        return [(rewind.target, rewind.new_version, rewind.why == "restart") for rewind in self.rewinds]
 
 
 @dataclass(frozen=True)
@@ -160,18 +153,9 @@ class TrainerState:
     """Identifies the queue whose prompt ids the ledger holds."""
     resumed_from: str = ""
     """The value of `checkpoint.resume` if the run was started from the checkpoint that it names, or empty."""
-    num_roll_backs: int = 0
+    num_orders: int = 0
     """How many of the operator's orders to rewind were handled."""
-    roll_backs: list[tuple[int, int, bool]] = field(default_factory=list)
-    """The lineage: for each rewind its target, the new version, and whether it was a restart."""
-
-    def make_ledger(self) -> Ledger:
-        return Ledger(self.ledger)
-
-    def make_lineage(self) -> Lineage:
-        return Lineage(
-            Rewind(target, new, "restart" if restart else "order") for target, new, restart in self.roll_backs
-        )
+    lineage: list[Rewind] = field(default_factory=list)
 
     def check_store(self, store_id: str) -> None:
         """Raise ConfigError for a queue other than the ledger's: its new prompts would have the ids of trained ones."""
@@ -183,42 +167,19 @@ class TrainerState:
 
 
 def read_state(path: Path) -> TrainerState:
-    """The trainer state of a finished checkpoint, which another version of Penstock may have written.
-
-    Raises CheckpointDamaged if `trainer.json` or the manifest is missing or damaged."""
-    record, _ = _read_trainer(path)
-    try:
-        state = read_known_fields(TrainerState, record)
-        ranges = [(int(a), int(b)) for a, b in state.ledger]
-        # Checkpoints from before restarts were recorded have pairs.
-        roll_backs = [(int(a), int(b), any(restart)) for a, b, *restart in state.roll_backs]
-    except (ValueError, TypeError) as error:
-        raise CheckpointDamaged(f"{path / TRAINER_FILE} is damaged ({error})") from error
-    return replace(state, ledger=ranges, roll_backs=roll_backs)
-
-
-def read_checksums(path: Path) -> dict[str, FileRecord]:
-    """The checksums of all files of a finished checkpoint. Empty if an older version of Penstock wrote it, without any.
-
-    Raises CheckpointDamaged as `read_state` does."""
-    return _read_trainer(path)[1]
-
-
-def _read_trainer(path: Path) -> tuple[dict[str, Any], dict[str, FileRecord]]:
-    """The content of `trainer.json`, compared with the manifest, and the manifest."""
+    """The trainer state of a finished checkpoint. Raises CheckpointDamaged if `trainer.json` or the manifest is missing
+    or damaged."""
     file = path / TRAINER_FILE
     try:
         content = file.read_bytes()
-        record = json.loads(content)
-        has_manifest = bool(record.get("has_manifest"))
+        expected, found = read_manifest(path).get(TRAINER_FILE), FileRecord.of(content)
+        if found != expected:
+            raise CheckpointDamaged(f"{file} is damaged: expected {expected}, found {found}")
+        state = read_known_fields(TrainerState, json.loads(content))
+        ranges = [(int(a), int(b)) for a, b in state.ledger]
+        rewinds = [Rewind(**dict(fields)) for fields in state.lineage]  # type: ignore[call-overload]
+        return replace(state, ledger=ranges, lineage=rewinds)
     except FileNotFoundError as error:
         raise CheckpointDamaged(f"{file} is missing") from error
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise CheckpointDamaged(f"{file} is damaged ({error})") from error
-    if not has_manifest and not (path / MANIFEST_FILE).exists():
-        return record, {}
-    files = read_manifest(path)
-    expected, found = files.get(TRAINER_FILE), FileRecord.of(content)
-    if found != expected:
-        raise CheckpointDamaged(f"{file} is damaged: expected {expected}, found {found}")
-    return record, files

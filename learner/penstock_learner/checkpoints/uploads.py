@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.config.run import RunConfig
@@ -34,16 +35,16 @@ ABANDONED_AFTER_S = 86_400.0
 _NAME = re.compile(r"^term-\d{6,}-step-\d{8,}$")
 
 
+@dataclass(eq=False)
 class CheckpointUploads:
     """The uploaded checkpoints of one run. All methods block."""
 
-    def __init__(self, store: ObjectFolder, keep: int) -> None:
-        self.store = store
-        self.keep = keep
-        self.abandoned = threading.Event()
-        """Set to end an upload between two files."""
-        self._damaged: set[str] = set()
-        """Checkpoints that arrived damaged, and are not fetched again."""
+    store: ObjectFolder
+    keep: int
+    abandoned: threading.Event = field(default_factory=threading.Event)
+    """Set to end an upload between two files."""
+    _damaged: set[str] = field(default_factory=set)
+    """Checkpoints that arrived damaged, and are not fetched again."""
 
     @classmethod
     def of(cls, config: RunConfig) -> CheckpointUploads | None:
@@ -59,8 +60,7 @@ class CheckpointUploads:
         return sorted((name for name, files in self._list().items() if MANIFEST_FILE in files), reverse=True)
 
     def upload(self, checkpoint: Path, is_usable: Callable[[str], bool]) -> None:
-        """Upload a finished checkpoint, unless the store has it, then remove old ones. Keeps `keep` of those that are
-        usable."""
+        """Upload a finished checkpoint, unless the store has it, then remove all but `keep` usable ones."""
         self.abandoned.clear()
         if checkpoint.name in self.newest_first():
             return
@@ -91,10 +91,9 @@ class CheckpointUploads:
         self.store.upload(checkpoint / name, f"{checkpoint.name}/{name}")
 
     def _fetch(self, name: str, folder: Path) -> None:
-        """Download a checkpoint, compare it with its manifest, and only then give it its name.
-
-        Each fetch has a folder of a unique name, and the rename is atomic. So concurrent fetches cannot tear a
-        checkpoint: the one that ends last finds that it exists, and uses that."""
+        """Download a checkpoint, compare it with its manifest, and only then give it its name. Each fetch has its own
+        folder, and the rename is atomic. So concurrent fetches cannot tear a checkpoint: the last finds that it exists,
+        and uses that."""
         logger.info("fetching %s from %s", name, self.store.url)
         _remove_abandoned(folder)
         partial = folder / f"fetch-{name}-{secrets.token_hex(4)}"

@@ -41,7 +41,7 @@ class TrainedStep:
     """The version that the step made."""
     groups: Sequence[Group]
     prompts: Mapping[int, bytes]
-    """Encoded prompts of the groups that are to be written, by id. Empty bytes if a prompt is gone."""
+    """Encoded prompts of the groups that are to be written, by id. Empty bytes if a prompt no longer exists."""
     rewards: NDArray[np.float32]
     """One for each trajectory of all groups, in order."""
 
@@ -180,12 +180,12 @@ def _finite(value: float) -> float | None:
 
 
 def _ground_truth(payload: bytes) -> object:
-    """The prompt's ground truth. None if the prompt is gone; text that was cut if it is long."""
+    """The prompt's ground truth. None if the prompt no longer exists; text that was cut if it is long."""
     if not payload:
         return None
     try:
         truth: object = decode_prompt(payload).ground_truth
         text = truth if isinstance(truth, str) else json.dumps(truth, allow_nan=False)
-    except (DecodeError, ValueError):  # it may also hold a NaN, which is no JSON
+    except (DecodeError, ValueError):  # it may also hold a NaN, which is not JSON
         return None
     return truth if len(text) <= MAX_GROUND_TRUTH else text[:MAX_GROUND_TRUTH] + " …"

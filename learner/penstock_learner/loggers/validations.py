@@ -34,8 +34,7 @@ from penstock.sample_scores import PromptSamples, scores_by_source
 from penstock.store.heartbeats import VALIDATOR, Heartbeats
 from penstock.trajectory import Group
 from penstock_learner.batches.sequence_batch import check_tokens
-from penstock_learner.loggers.backends import VALIDATION
-from penstock_learner.loggers.step_loggers import StepLoggers
+from penstock_learner.loggers.step_loggers import VALIDATION, StepLoggers
 from penstock_learner.steps.stages import combined
 
 logger = logging.getLogger(__name__)
@@ -174,8 +173,7 @@ class RewardModelValidation:
                     self._seen.add(evaluation_id)
 
     async def finish(self, timeout_s: float, stopping: asyncio.Event) -> None:
-        """Score the last validation, before the learner ends. Takes at most `timeout_s`, and ends when `stopping` is
-        set."""
+        """Score the last validation before the learner ends, within `timeout_s` and until `stopping` is set."""
         looking, stopped = asyncio.create_task(self.look()), asyncio.create_task(stopping.wait())
         try:
             await asyncio.wait({looking, stopped}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -193,8 +191,7 @@ class RewardModelValidation:
             await end_task(stopped)
 
     async def _score(self, evaluation_id: str) -> None:
-        """Score the kept groups, record the scores and forget the groups. Without all groups nothing is recorded: a
-        part of them would be those of short samples."""
+        """Score the kept groups, record the scores and forget the groups. Without all groups nothing is recorded."""
         kept = await self.queue.kept_groups(evaluation_id)
         if kept.num_left_out:
             logger.warning(

@@ -29,19 +29,18 @@ from penstock.feed.run_end import data_has_ended
 from penstock.replay.queue import GroupConsumer
 from penstock.replay.queue_types import Delivery
 from penstock.samples import is_sampled
-from penstock.trajectory import SESSION_SERVER, Group
+from penstock.trajectory import SESSION_AGENT, Group
 from penstock_learner.agreement.servers import ServerQuarantine
 from penstock_learner.batches.sequence_batch import SequenceBatch, check_tokens, no_sequences
 from penstock_learner.loop.term import Term
-from penstock_learner.loop.training_step import TrainingStep
+from penstock_learner.steps.program import TrainingStep
 
 logger = logging.getLogger(__name__)
 NO_SPREAD, PASS_RATE, TOO_LONG = "no_spread", "pass_rate", "too_long"
 
 
 def reason_to_discard(group: Group, config: ReplayConfig) -> str:
-    """Why the group is not trained, as one word for the metric; empty if it is. Only samples with a trained token
-    count, and not the greedy baseline."""
+    """Why the group is not trained, as one word; empty if it is. Only samples with a trained token count."""
     limits = config.group_filter
     samples = [sample for sample in group.trajectories if sample.has_trained_token]
     rewards = [sample.reward for sample in samples]
@@ -66,7 +65,6 @@ async def pause_nothing(reason: str) -> None:
 
 class FailedRewards:
     """Counts failed rewards over the newest `groups_per_step` groups, or over the groups of the last, smaller step.
-
     When their share reaches `limit`, the run is paused with the reason. From then on, groups with failed rewards are
     not trained: their prompts are sampled again after the run was resumed. The first group without a failure ends
     that."""
@@ -138,7 +136,7 @@ class DataEnd:
         return await data_has_ended(self.queue, self.config)
 
     async def raise_if_nothing_was_trained(self, step: int) -> None:
-        """Raise InvalidInput if the data ended before the first step: such a run has not gone well."""
+        """Raise InvalidInput if the data ended before the first step: such a run has failed."""
         if step > 0:
             return
         stat = await self.queue.stat()
@@ -163,13 +161,12 @@ DECODED_AT_ONCE = 32
 
 @dataclass(frozen=True)
 class Batch:
-    """The groups of one step. There are fewer than `replay.groups_per_step` if the dataset has ended, and none if no
-    step follows."""
+    """The groups of one step: fewer than `replay.groups_per_step` if the dataset has ended, none if no step follows."""
 
     step: int
     groups: tuple[Group, ...]
     prompts: Mapping[int, bytes] = field(default_factory=dict)
-    """The encoded prompts of the groups whose text is written (`learner.samples`), by id. Empty bytes if it is gone."""
+    """Encoded prompts, by id, of the groups whose text is written (`learner.samples`); empty if one is missing."""
 
     @property
     def trace_parents(self) -> tuple[str, ...]:
@@ -182,11 +179,9 @@ class Batch:
 
 
 class BatchReader:
-    """Completes one batch after another, for one term. Groups with tokens beyond `vocabulary_size` are malformed;
-    without it, tokens are not checked. No deadline runs out while the run `is_paused`.
-
-    Invariant: no prompt is in two batches. This holds even if Redis loses its newest writes and offers a group that was
-    already taken."""
+    """Completes one batch after another, for one term. Groups with tokens beyond `vocabulary_size`, if given, are
+    malformed. No deadline runs out while the run `is_paused`. Invariant: no prompt is in two batches, even if Redis
+    loses its newest writes and offers a group that was already taken."""
 
     def __init__(
         self, queue: GroupConsumer, replay: ReplayConfig, learner: LearnerConfig, term: Term,
@@ -208,18 +203,15 @@ class BatchReader:
         """Prompts of batches that were returned and are not in the ledger yet."""
 
     async def read(self, step: int, policy_version: int, wanted: asyncio.Event | None = None) -> Batch:
-        """The batch of `step`: first the groups that an earlier learner took for it, then groups from the queue.
-
-        The deadline starts when `wanted` is set, or at once without it. So a batch that is read during a long step may
-        take as long as the step."""
+        """The batch of `step`: first the groups that an earlier learner took for it, then groups from the queue. The
+        deadline starts when `wanted` is set, or at once without it, so reading may take as long as the step before."""
         self._in_batches = {prompt_id for prompt_id in self._in_batches if prompt_id not in self.term.ledger}
         groups = await self._accept(self.term.take_manifest(step), policy_version)
         return await self._complete(step, groups, policy_version, wanted)
 
     async def replace_outdated(self, batch: Batch, policy_version: int, wanted: asyncio.Event | None = None) -> Batch:
-        """The batch after a rewind: groups that may no longer be trained are replaced by others.
-
-        Returns the same object if there are none. The deadline is as in `read`."""
+        """The batch after a rewind, with other groups in place of those that may no longer be trained. See
+        `replace`."""
         outdated = [group.prompt_id for group in batch.groups if self._is_outdated(group, policy_version)]
         return await self.replace(batch, outdated, "stale", policy_version, wanted)
 
@@ -227,9 +219,8 @@ class BatchReader:
         self, batch: Batch, prompt_ids: Collection[int], reason: str, policy_version: int,
         wanted: asyncio.Event | None = None,
     ) -> Batch:  # fmt: skip
-        """The batch with other groups in place of these, which are expired for `reason`.
-
-        Returns the same object if there are none. The deadline is as in `read`."""
+        """The batch with other groups in place of these, which are expired for `reason`. The same object if there are
+        none. The deadline is as in `read`."""
         if not prompt_ids:
             return batch
         kept = await self._without(batch.groups, prompt_ids, reason)
@@ -245,7 +236,7 @@ class BatchReader:
 
     async def _expire(self, group: Group, reason: str) -> None:
         """Drop a group. Its prompt is sampled again, unless it was a session of a harness."""
-        if group.server_id == SESSION_SERVER:
+        if group.agent_name == SESSION_AGENT:
             await self.queue.discard(group.prompt_id, reason)
         else:
             await self.queue.expire(group.prompt_id, reason)
@@ -333,11 +324,8 @@ class BatchReader:
         return decoded
 
     async def _check(self, delivery: Delivery, decoded: Group | PoisonGroup, policy_version: int) -> Group | None:
-        """The group, or None if it must not be trained.
-
-        A group is not trained if its prompt was trained already, if it is malformed, or if its server is in quarantine.
-        Depending on the config, it is also not trained if it is too old, if all rewards fail, or if its rewards or
-        lengths are filtered."""
+        """The group, or None if it must not be trained: its prompt was trained already, it is malformed, its server is
+        in quarantine, or as the config says, it is too old, its rewards fail, or it is filtered."""
         if delivery.prompt_id in self._in_batches or delivery.prompt_id in self.term.ledger:
             # A group that no checkpoint covers yet must stay: the next checkpoint commits it.
             if self.term.ledger.is_durable(delivery.prompt_id):
@@ -376,10 +364,8 @@ def _has_baseline(group: Group) -> bool:
 
 
 class BatchAhead:
-    """Holds two tasks: `reading`, and `forwards`, which starts when the batch is read.
-
-    Set `wanted` when training waits for the batch; its deadline starts then. Call `end` on a batch that will not be
-    trained."""
+    """Two tasks: `reading`, and `forwards`, which starts when the batch is read. Set `wanted` when training waits for
+    the batch; its deadline starts then. Call `end` on a batch that will not be trained."""
 
     def __init__(
         self,
@@ -406,9 +392,8 @@ class BatchAhead:
         return cls(reading, asyncio.create_task(forwards()), wanted)
 
     def after_rewind(self, reader: BatchReader, training: TrainingStep, version: int) -> BatchAhead:
-        """The same batch for weights that were rewound, which are now called `version`.
-
-        Groups that may no longer be trained are replaced. If there are none, the computed forwards are kept."""
+        """The same batch for weights that were rewound, now called `version`. Groups that may no longer be trained are
+        replaced. If there are none, the computed forwards are kept."""
 
         async def replace_outdated() -> Batch:
             return await reader.replace_outdated(await self.reading, version, self.wanted)

@@ -6,7 +6,7 @@
 
 When a role that trains dies, its ranks are started again and all trained roles rewind to the checkpoint, under a new
 term, as a new learner process would. The other roles stay up. A role that only computes forward passes is restarted
-within the step (training_step.py).
+within the call (steps/roles.py).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -30,7 +31,6 @@ from penstock.replay.results import RecomputedLogProbs
 from penstock.store.fleet import Fleet, Quarantines
 from penstock.store.heartbeats import LEARNER, Heartbeats, Phases
 from penstock.store.notices import Event, Notices
-from penstock.store.policies import PolicyRegistry
 from penstock.store.run_control import RunControl
 from penstock.tracing import Tracing
 from penstock_learner.agreement.comparison import LogProbCheck
@@ -43,14 +43,14 @@ from penstock_learner.loggers.step_loggers import open_loggers
 from penstock_learner.loggers.validations import RewardModelValidation, ValidationLog
 from penstock_learner.loop.batches import BatchReader, DataEnd, FailedRewards
 from penstock_learner.loop.publication import PolicyPublication
-from penstock_learner.loop.step_loop import OperatorOrders, StepLoop, StepProfiles, StepRecords
+from penstock_learner.loop.step_loop import OperatorOrders, StepLoop, StepRecords
 from penstock_learner.loop.take_over import ChosenCheckpoint, choose_checkpoint, take_over
 from penstock_learner.loop.term import Term, begin_term
-from penstock_learner.loop.training_step import TrainingStep
 from penstock_learner.metrics import LearnerMetrics
-from penstock_learner.roles.prefix_sharing import prefix_sharing_roles
+from penstock_learner.model.architectures import prefix_sharing_roles
 from penstock_learner.roles.role_group import LANES, RoleGroup, RoleRecovery, gather_all
 from penstock_learner.roles.workers import trained_roles
+from penstock_learner.steps.program import TrainingStep
 from penstock_learner.steps.step_result import SkippedSteps
 
 logger = logging.getLogger(__name__)
@@ -59,14 +59,14 @@ FORGOTTEN_AFTER_S = 900.0
 LOOK_S = 10.0
 
 
+@dataclass(frozen=True)
 class SilentServers:
     """Forgets the silent servers of a run under a learner's term. A server that comes back joins again."""
 
-    def __init__(self, fleet: Fleet, notices: Notices, term: int, max_silence_s: float = FORGOTTEN_AFTER_S) -> None:
-        self.fleet = fleet
-        self.notices = notices
-        self.term = term
-        self.max_silence_s = max_silence_s
+    fleet: Fleet
+    notices: Notices
+    term: int
+    max_silence_s: float = FORGOTTEN_AFTER_S
 
     async def watch(self) -> None:
         """Runs forever."""
@@ -98,9 +98,8 @@ def vocabulary_size(model: Path) -> int | None:
 
 
 class LearnerController:
-    """Runs one learner process. Knows nothing of placements or transports.
-
-    `silence_s` is the time since the last heartbeat of a learner that crashed before this one, or None."""
+    """Runs one learner process. Knows nothing of placements or transports. `silence_s` is the time since the last
+    heartbeat of a learner that crashed before this one, or None."""
 
     def __init__(
         self, config: RunConfig, queue: GroupConsumer, fleet: Fleet, roles: Mapping[str, RoleGroup],
@@ -121,7 +120,6 @@ class LearnerController:
         self.training = TrainingStep(
             config.learner, roles, list(self.trained), self.recovery, metrics, skipped, sharing
         )
-        self.profiles = StepProfiles(config, roles)
         self.records = StepRecords(config.learner, self.policy, metrics, self.tracing, silence_s)
         self.checkpoints = CheckpointStore(
             config.folder / "checkpoints", config.learner.checkpoint.keep, CheckpointUploads.of(config)
@@ -138,12 +136,10 @@ class LearnerController:
         self._is_training = False
 
     async def run(self) -> None:
-        """Train until the last step, or until `stopping`. Roles that die are started again.
-
-        The checkpoint to continue from is chosen once, before any role starts: to adopt ranks fences the controller
-        before, so a checkpoint that may not be used raises first. A learner that is to stop before it has taken a term
-        takes none and adopts no ranks, so that it fences no one. Nor does a learner whose term has passed: it raises
-        Fenced."""
+        """Train until the last step, or until `stopping`. Roles that die are started again. The checkpoint is chosen
+        once, before any role starts: to adopt ranks fences the controller before, so a checkpoint that may not be used
+        raises first. A learner that is to stop before it has taken a term takes none and adopts no ranks, so that it
+        fences no one. Nor does a learner whose term has passed: it raises Fenced."""
         died: RoleDied | None = None
         self._watch_disk()
         while not self.stopping.is_set():
@@ -167,8 +163,7 @@ class LearnerController:
         return Readiness("ready") if self._is_training else Readiness("loading", self.phases.newest)
 
     async def _raise_if_fenced(self) -> None:
-        """Raise Fenced if another learner took over from this one. A learner that was suspended may find that before it
-        finds a rank dead, or too late. It must not take the run back."""
+        """Raise Fenced if another learner took over: one that was suspended must not take the run back."""
         if self._has_term:
             await self.queue.commit(0, [])
 
@@ -204,9 +199,8 @@ class LearnerController:
     async def _run_term(self, chosen: ChosenCheckpoint) -> None:
         """Train from the checkpoint on. Concurrent tasks handle publication and the operator's orders."""
         await self.phases.enter(LEARNER, "taking over the run and restoring its newest checkpoint")
-        taken = await take_over(
-            self.queue, self.checkpoints, self.resuming, chosen, self._load, self.config.replay.settle_s
-        )
+        load = partial(load_checkpoint, trained=self.trained)
+        taken = await take_over(self.queue, self.checkpoints, self.resuming, chosen, load, self.config.replay.settle_s)
         self._has_term = True
         term = await begin_term(self.config, self.queue, taken)
         self._is_training = True
@@ -267,7 +261,6 @@ class LearnerController:
         self, term: Term, orders: OperatorOrders, publication: PolicyPublication, quarantine: ServerQuarantine
     ) -> StepLoop:
         loggers = open_loggers(self.config, term.step)
-        data_end = DataEnd(self.queue, self.config.dataset)
         return StepLoop(
             config=self.config,
             term=term,
@@ -284,11 +277,9 @@ class LearnerController:
                     self.config.rollout.reward.max_failed_share, self.config.replay.groups_per_step, self.control.pause
                 ),
                 self._is_paused,
-                data_end,
-            ),
-            data_end=data_end,
+                DataEnd(self.queue, self.config.dataset),
+            ),  # fmt: skip
             training=self.training,
-            profiles=self.profiles,
             agreement=ServerAgreement(
                 self.log_prob_check,
                 quarantine,
@@ -296,7 +287,7 @@ class LearnerController:
                 self.fleet,
                 self.metrics,
                 self.config.replay.lease_ttl_s,
-            ),
+            ),  # fmt: skip
             recomputed=RecomputedLogProbs(self.fleet.client, self.config.run),
             publication=publication,
             records=self.records,
@@ -306,28 +297,21 @@ class LearnerController:
                 self.checkpoints, self.queue, self.trained, self.metrics, partial(self._on_durable_checkpoint, term)
             ),
             phases=self.phases,
-            trained=self.trained,
-            checkpoints=self.checkpoints,
-            policies=PolicyRegistry(self.fleet.client, self.config.run),
         )
 
     async def _is_paused(self) -> bool:
         return (await self.control.orders()).is_paused
 
-    async def _load(self, checkpoint: Path) -> None:
-        await load_checkpoint(checkpoint, self.trained)
-
     def _on_durable_checkpoint(self, term: Term, prompt_ids: Sequence[int]) -> None:
         """Called after each checkpoint: this process has one to rewind to, and the roles have made progress."""
-        term.ledger.mark_durable(prompt_ids)
+        term.mark_durable(prompt_ids)
         if self.resuming.resume == "off":
             self.resuming = self.resuming.model_copy(update={"resume": "auto"})
         self.recovery.made_progress()
         self._watch_disk()
 
     def _watch_disk(self) -> None:
-        """Warn if the disk has no room for two more checkpoints. The next one is written before an old one is
-        removed."""
+        """Warn if the disk has no room for two more checkpoints: one is written before an old one is removed."""
         if newest := self.checkpoints.newest_first():
             self.disk.needed_bytes = 2 * folder_bytes(newest[0])
         self.disk.measure()

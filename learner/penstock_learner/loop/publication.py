@@ -23,7 +23,7 @@ import logging
 import shutil
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from penstock.config.run import RunConfig
@@ -58,22 +58,12 @@ class Followers:
         self.control = RunControl(fleet.client, config.run)
         self.policies = policies
         self.term = term
-        self._failures: dict[str, tuple[int, float]] = {}
-        """For each server its failed pushes in a row, and when it may be tried again."""
-
-    @property
-    def any_failed(self) -> bool:
-        return bool(self._failures)
-
-    def has_failed(self, server_id: str) -> bool:
-        """Whether the server failed in its last push."""
-        return server_id in self._failures
+        self.failures: dict[str, tuple[int, float]] = {}
+        """For each server whose last push failed its failures in a row, and when it may be tried again."""
 
     async def in_states(self, states: Sequence[ServerState]) -> list[ServerRecord]:
-        """The reachable servers that take new versions.
-
-        Servers that an operator has pinned to a version are skipped. While the servers are rolled back, there are
-        none."""
+        """The reachable servers that take new versions: none while the servers are rolled back, and none that is
+        pinned."""
         reachable = await self._reachable(states)
         if (await self.control.orders()).held_version is not None:
             return []
@@ -81,9 +71,8 @@ class Followers:
         return [server for server in reachable if server.server_id not in pins]
 
     async def are_settled(self) -> bool:
-        """Whether no server is STALE, and no serving one is silent, without a look at each of them.
-
-        A server that becomes STALE changes the view at once. None becomes silent before the reading says so."""
+        """Whether no server is STALE, and no serving one is silent, without a look at each of them. A server that
+        becomes STALE changes the view at once. None becomes silent before the reading says so."""
         reading = await self.view.look()
         is_stale = any(server.state == "STALE" for server in reading.servers)
         return not is_stale and reading.first_silence_s(self.config.replay.lease_ttl_s) > 0
@@ -92,18 +81,17 @@ class Followers:
         """Give the members that committed their state. Evict those that failed, and count the failure."""
         await self.fleet.set_states(report.committed, state, self.term)
         for server_id in report.committed:
-            self._failures.pop(server_id, None)
+            self.failures.pop(server_id, None)
         await self.fleet.set_states(list(report.failed), "EVICTED", self.term)
         for server_id, reason in report.failed.items():
             logger.warning("%s is evicted from the weight group: %s", server_id, reason)
-            failures = self._failures.get(server_id, (0, 0.0))[0] + 1
+            failures = self.failures.get(server_id, (0, 0.0))[0] + 1
             backoff_s = min(FIRST_BACKOFF_S * 2.0 ** (failures - 1), MAX_BACKOFF_S)
-            self._failures[server_id] = (failures, time.monotonic() + backoff_s)
+            self.failures[server_id] = (failures, time.monotonic() + backoff_s)
 
     async def _reachable(self, states: Sequence[ServerState]) -> list[ServerRecord]:
-        """Servers in one of the states, with a fresh heartbeat, that have not just failed.
-
-        A serving server without heartbeats is evicted. If it wakes up, it must load a version before it leases."""
+        """Servers in one of the states, with a fresh heartbeat, that have not just failed. A serving server without
+        heartbeats is evicted. If it wakes up, it must load a version before it leases."""
         limit_ms = self.config.replay.lease_ttl_s * 1000
         reachable = []
         for server in await self.fleet.servers():
@@ -111,23 +99,23 @@ class Followers:
             if is_silent and server.state in SERVING_STATES:
                 logger.warning("%s is evicted: silent for %.1f s", server.server_id, server.heartbeat_age_ms / 1000)
                 await self.fleet.set_state(server.server_id, "EVICTED", self.term)
-            retry_at = self._failures.get(server.server_id, (0, 0.0))[1]
+            retry_at = self.failures.get(server.server_id, (0, 0.0))[1]
             if not is_silent and server.state in states and time.monotonic() >= retry_at:
                 reachable.append(server)
         return reachable
 
 
+@dataclass(eq=False)
 class VersionSnapshots:
     """Has policy rank 0 write snapshots of staged versions, and keeps the newest ones and those that are in use."""
 
-    def __init__(self, config: RunConfig, policy: RoleGroup, policies: PolicyRegistry) -> None:
-        self.config = config
-        self.policy = policy
-        self.policies = policies
-        self.written: set[int] = set()
-        """Versions whose snapshots this learner has written."""
-        self.last_step: int | None = None
-        """The step of the newest snapshot that was due."""
+    config: RunConfig
+    policy: RoleGroup
+    policies: PolicyRegistry
+    written: set[int] = field(default_factory=set)
+    """Versions whose snapshots this learner has written."""
+    last_step: int | None = None
+    """The step of the newest snapshot that was due."""
 
     async def write_if_due(self, policy_version: int, step: int) -> Path | None:
         """Write a snapshot of the version if one is due: every `snapshot_every_steps`, and the first and last."""
@@ -163,8 +151,7 @@ class VersionSnapshots:
 
 
 def _remove_old_snapshots(folder: Path, num_newest: int, kept: Collection[int]) -> dict[int, str]:
-    """Remove all snapshots but the newest ones and those of versions in `kept`. Returns the folders that remain, by
-    version."""
+    """Remove all snapshots but the newest and those in `kept`. Returns the folders that remain, by version."""
     for old in sorted(folder.glob("version-*"))[:-num_newest]:
         if _version_of(old) not in kept:
             shutil.rmtree(old, ignore_errors=True)
@@ -195,16 +182,9 @@ class PolicyPublication:
     """Owns the order in which versions become current. `current` is the newest version that was published."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        queue: GroupConsumer,
-        fleet: Fleet,
-        policy: RoleGroup,
-        term: int,
-        metrics: LearnerMetrics,
-        tracing: Tracing | None = None,
-        quarantine: ServerQuarantine | None = None,
-    ) -> None:
+        self, config: RunConfig, queue: GroupConsumer, fleet: Fleet, policy: RoleGroup, term: int,
+        metrics: LearnerMetrics, tracing: Tracing | None = None, quarantine: ServerQuarantine | None = None,
+    ) -> None:  # fmt: skip
         self.config = config
         self.queue = queue
         self.fleet = fleet
@@ -220,8 +200,7 @@ class PolicyPublication:
         self.in_flight_updates = 0
         """Member commits during which requests were running."""
         self.computed_s = 0.0
-        """Seconds of forward passes, backward passes and the optimizer between the last two gatherings, on the slowest
-        rank of the policy."""
+        """Seconds of computing between the last two gatherings, on the slowest rank of the policy."""
         self._computed_before_s = 0.0
         self._staged: StagedVersion | None = None
         """The newest version, until its push begins."""
@@ -271,10 +250,8 @@ class PolicyPublication:
             self._changed.notify_all()
 
     async def wait_until_published(self) -> None:
-        """Wait until every version that was staged is published or superseded.
-
-        The deadline covers two publications, each with its push and its snapshot: the one that runs, and the newest
-        version behind it."""
+        """Wait until every staged version is published or superseded. The deadline covers the publication that runs and
+        the newest version behind it."""
         num_servers = await self.fleet.num_servers()
         timeout_s = 2 * (self._push_timeout_s(num_servers) + self.config.learner.rank_timeout_s)
         try:
@@ -309,9 +286,7 @@ class PolicyPublication:
 
     async def catch_up_loop(self) -> None:
         """Runs forever: brings the current version to servers that are STALE or in quarantine, without disturbing the
-        others.
-
-        A server that failed before is tried alone, so that only itself waits for it."""
+        others. A server that failed before is tried alone, so that only itself waits for it."""
         by_snapshot = self.config.weights.catch_up == "snapshot"
         transport = "snapshot" if by_snapshot else None
         while True:
@@ -319,7 +294,7 @@ class PolicyPublication:
             if self.current is not None:
                 await self._load_quarantined(transport)
             await self._keep_promoted()
-            if self.current is None or (self._pushing is not None and not self.followers.any_failed):
+            if self.current is None or (self._pushing is not None and not self.followers.failures):
                 continue  # the running push serves STALE servers too
             if by_snapshot and self.current in self.snapshots.written:
                 continue  # servers load the snapshot themselves
@@ -327,16 +302,14 @@ class PolicyPublication:
                 continue
             stale = await self.followers.in_states(("STALE",))
             behind = [server for server in stale if server.policy_version != self.current]
-            failed = [server for server in behind if self.followers.has_failed(server.server_id)]
+            failed = [server for server in behind if server.server_id in self.followers.failures]
             others = [server for server in behind if server not in failed] if self._pushing is None else []
             for servers in ([others] if others else []) + [[server] for server in failed]:
                 await self._catch_up(servers, transport)
 
     async def _load_quarantined(self, transport: str | None) -> None:
-        """Send the whole current version to the servers in quarantine that are due, one after the other. They may seem
-        to have it.
-
-        A step's batch is compared as a whole. If no other server is left to fill it, these sample enough for it."""
+        """Send the whole current version to the servers in quarantine that are due, one after the other. If no other
+        server is left to fill a step's batch, which is compared as a whole, these sample enough for it."""
         if self.quarantine is None or not self.quarantine.records:
             return
         await self.quarantine.read()
@@ -429,18 +402,12 @@ class PolicyPublication:
             ) from error
 
     async def _push(
-        self,
-        policy_version: int,
-        servers: list[ServerRecord],
-        *,
-        transport: str | None = None,
-        base_version: int | None = None,
-        lane: str = "push",
-    ) -> PushReport:
-        """Push a staged version. Members that fail are evicted. They come back as STALE, and catch up alone.
-
-        A READY server is LOADING during the push, because it goes on serving. A STALE server stays STALE until it has
-        loaded the version."""
+        self, policy_version: int, servers: list[ServerRecord], *, transport: str | None = None,
+        base_version: int | None = None, lane: str = "push",
+    ) -> PushReport:  # fmt: skip
+        """Push a staged version. Members that fail are evicted. They come back as STALE, and catch up alone. A READY
+        server is LOADING during the push and goes on serving. A STALE server stays STALE until it has loaded the
+        version."""
         ready = [server.server_id for server in servers if server.state == "READY"]
         await self.fleet.set_states(ready, "LOADING", self.term)
         targets = [
@@ -461,7 +428,7 @@ class PolicyPublication:
         return report
 
     def _catches_up_alone(self, server: ServerRecord) -> bool:
-        has_failed = server.state == "STALE" and self.followers.has_failed(server.server_id)
+        has_failed = server.state == "STALE" and server.server_id in self.followers.failures
         is_held = self.quarantine is not None and self.quarantine.awaits_load(server.server_id)
         return has_failed or is_held or server.server_id in self._catching_up
 
@@ -484,10 +451,9 @@ class PolicyPublication:
     async def _keep_promoted(self) -> None:
         """Write a snapshot of the version that was promoted, if it has none. Its buckets stay until then."""
         version = await self.policies.promoted_version()
-        if version is None or version not in self._held - self.snapshots.written or self._pushing is not None:
-            return
-        await self._keep(version)
-        logger.info("version %d was promoted, so its snapshot is kept", version)
+        if version in self._held - self.snapshots.written and self._pushing is None and version is not None:
+            await self._keep(version)
+            logger.info("version %d was promoted, so its snapshot is kept", version)
 
     async def _keep(self, version: int) -> None:
         """Write a snapshot of a version, whose buckets stay until it is written."""

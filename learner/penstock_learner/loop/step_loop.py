@@ -34,8 +34,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,29 +43,27 @@ from penstock.api.records import FIRST_BATCH
 from penstock.config.learner import LearnerConfig
 from penstock.config.run import RunConfig
 from penstock.logs import bind
-from penstock.machine import spare_living_objects
+from penstock.machine import freeze_loaded_objects
 from penstock.replay.queue import GroupConsumer
 from penstock.replay.results import RecomputedLogProbs
 from penstock.store.heartbeats import LEARNER, Phases
-from penstock.store.policies import PolicyRegistry
 from penstock.store.run_control import Orders, RunControl
 from penstock.tracing import Tracing
 from penstock_learner.agreement.servers import ServerAgreement
 from penstock_learner.batches.sequence_batch import SequenceBatch
 from penstock_learner.checkpoints.saving import CheckpointWriter
-from penstock_learner.checkpoints.store import CheckpointStore
 from penstock_learner.crash_points import crash_point
 from penstock_learner.loggers.samples import SampleLog, TrainedStep
 from penstock_learner.loggers.step_loggers import StepLoggers
-from penstock_learner.loop.batches import Batch, BatchAhead, BatchReader, DataEnd
+from penstock_learner.loop.batches import Batch, BatchAhead, BatchReader
 from penstock_learner.loop.publication import PolicyPublication
 from penstock_learner.loop.take_over import load_version
 from penstock_learner.loop.term import Term
-from penstock_learner.loop.training_step import TrainingStep
 from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.model.utilisation import RankUsage, mfu, peak_flops
-from penstock_learner.roles.profiling import profiles_folder
+from penstock_learner.roles.ray_cluster import profiles_folder
 from penstock_learner.roles.role_group import RoleGroup, gather_all
+from penstock_learner.steps.program import TrainingStep
 from penstock_learner.steps.rehearsal import rehearse
 from penstock_learner.steps.step_result import StepResult, StepTimes, flattened, mean_rewards
 
@@ -74,16 +71,16 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.5
 
 
+@dataclass(frozen=True)
 class OperatorOrders:
     """The operator's orders for one term: to stop, and to rewind. `watch` runs during training and sets the events."""
 
-    def __init__(self, control: RunControl, term: Term, stopping: asyncio.Event) -> None:
-        self.control = control
-        self.term = term
-        self.stopping = stopping
-        """Set to end the learner after the running step. A signal handler may set it too."""
-        self.rewind_ordered = asyncio.Event()
-        """Set when there may be an order to rewind that was not followed yet."""
+    control: RunControl
+    term: Term
+    stopping: asyncio.Event
+    """Set to end the learner after the running step. A signal handler may set it too."""
+    rewind_ordered: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when there may be an order to rewind that was not followed yet."""
 
     async def watch(self) -> None:
         """Runs forever. A stop order names a term: it stops the learner of that term and of earlier ones."""
@@ -182,27 +179,19 @@ STARVED_SHARE = 0.25
 """Share of `batch_timeout_s` after which a learner without a batch acknowledges its groups early."""
 
 
-class StepProfiles:
-    """Tells the configured ranks of every role to record the configured steps."""
-
-    def __init__(self, config: RunConfig, roles: Mapping[str, RoleGroup]) -> None:
-        self.config = config.learner.profile
-        self.folder = profiles_folder(config)
-        self.roles = roles
-
-    @contextlib.asynccontextmanager
-    async def of_step(self, step: int) -> AsyncIterator[None]:
-        """Record what the roles do in the `async with` block. A step that fails writes no trace."""
-        if step not in self.config.steps:
-            yield
-            return
-        await self._call("start_profile")
+@contextlib.asynccontextmanager
+async def profiled(config: RunConfig, roles: Mapping[str, RoleGroup], step: int) -> AsyncIterator[None]:
+    """If the step is to be profiled, have the configured ranks of every role record what they do in the `async with`
+    block. A step that fails writes no trace."""
+    profile = config.learner.profile
+    if step not in profile.steps:
         yield
-        await self._call("write_profile", self.folder, step)
-
-    async def _call(self, method: str, *arguments: Path | int) -> None:
-        ranks = [(role, rank) for role in self.roles.values() for rank in self.config.ranks if rank < role.num_ranks]
-        await gather_all(*(role.call_rank(rank, method, *arguments) for role, rank in ranks))
+        return
+    ranks = [(role, rank) for role in roles.values() for rank in profile.ranks if rank < role.num_ranks]
+    await gather_all(*(role.call_rank(rank, "start_profile") for role, rank in ranks))
+    yield
+    folder = profiles_folder(config)
+    await gather_all(*(role.call_rank(rank, "write_profile", folder, step) for role, rank in ranks))
 
 
 @dataclass(frozen=True)
@@ -214,9 +203,8 @@ class StepLoop:
     queue: GroupConsumer
     orders: OperatorOrders
     reader: BatchReader
-    data_end: DataEnd
     training: TrainingStep
-    profiles: StepProfiles
+
     agreement: ServerAgreement
     recomputed: RecomputedLogProbs
     """Keeps the learner's own log-probs of a few groups, which the gateway shows."""
@@ -226,10 +214,6 @@ class StepLoop:
     samples: SampleLog
     writer: CheckpointWriter
     phases: Phases
-    trained: Mapping[str, RoleGroup]
-    """The roles whose weights change."""
-    checkpoints: CheckpointStore
-    policies: PolicyRegistry
 
     async def run(self) -> None:
         """Train until the last step, the end of the data or a stop. Ends with a checkpoint that covers every group
@@ -245,7 +229,7 @@ class StepLoop:
             if self.config.learner.compile and not self._is_last(self.term.step):
                 following = self._read_ahead(self.term.step + 1, self.term.policy_version)
                 await self._rehearse(following)
-            spare_living_objects()
+            freeze_loaded_objects()
             await self.phases.enter(LEARNER, FIRST_BATCH)
             while not self.orders.stopping.is_set() and not self._is_last(self.term.step):
                 if (orders := await self.orders.new_rewind()) is not None:
@@ -259,7 +243,8 @@ class StepLoop:
                 if batch is None:
                     continue
                 if not batch.groups:
-                    await self.data_end.raise_if_nothing_was_trained(self.term.step)
+                    assert self.reader.data_end is not None, "only the end of the data gives an empty batch"
+                    await self.reader.data_end.raise_if_nothing_was_trained(self.term.step)
                     logger.info("the dataset has ended after step %d", self.term.step)
                     break
                 wait_s = time.monotonic() - started
@@ -294,7 +279,8 @@ class StepLoop:
 
         num_samples, max_tokens = self.config.dataset.num_samples, self.config.rollout.engine.max_model_len
         vocabulary = self.reader.vocabulary_size or SMALL_VOCABULARY
-        num_batches = await rehearse(self.trained, self.training.access, num_samples, max_tokens, vocabulary, is_needed)
+        trained, access = self.writer.trained, self.training.access
+        num_batches = await rehearse(trained, access, num_samples, max_tokens, vocabulary, is_needed)
         logger.info("compiled with %d batches of random tokens", num_batches)
 
     async def _finish(self) -> None:
@@ -316,41 +302,37 @@ class StepLoop:
         return BatchAhead.begin(self.reader, self.training, step, policy_version)
 
     async def _publish_start(self) -> None:
-        """Publish the weights that the term starts from.
-
-        Version 0 is the model folder, which servers load themselves. The weights of a checkpoint get a new version,
-        which is not a step and does not count as staleness. If the run was rewound to the checkpoint, groups that the
-        versions in between have sampled are dropped."""
+        """Publish the weights that the term starts from. Version 0 is the model folder, which servers load themselves.
+        The weights of a checkpoint get a new version, which is not a step and does not count as staleness. If the run
+        was rewound to the checkpoint, groups that the versions in between have sampled are dropped."""
         was_published = (await self.queue.stat()).policy_version > 0
         if self.term.step == 0 and not was_published:
             self.term.advance(0)
         else:
             version = await self.queue.allocate_version(self.term.policy_version + 1)
-            self.term.rewind(self.term.policy_version, version, is_restart=not self.term.is_rewound)
+            self.term.rewind(self.term.policy_version, version, "order" if self.term.is_rewound else "restart")
         await self._publish_rewound(None)
 
     async def _rewind(self, orders: Orders) -> None:
         """Rewind to the ordered version, if its weights still exist. An order is handled once."""
-        self.term.num_orders = orders.roll_backs
+        self.term.handle_orders(orders.roll_backs)
         target = orders.roll_back_version
-        if not await load_version(target, self.trained, self.checkpoints, self.policies):
+        if not await load_version(target, self.writer.trained, self.writer.store, self.publication.policies):
             return
         self.term.rewind(target, await self.queue.allocate_version(self.term.policy_version + 1))
         await self._publish_rewound(target)
 
     async def _publish_rewound(self, parent_version: int | None) -> None:
-        """Publish weights that no step of this term has made, and wait until the servers have them.
-
-        Otherwise the next step's version could replace this one, whose record says where the weights came from."""
+        """Publish weights that no step of this term has made, and wait until the servers have them: the next step's
+        version could replace this one, whose record says where the weights came from."""
         staged = await self.publication.stage(self.term.policy_version, parent_version=parent_version)
         await self.publication.publish(staged, self.term.step, {})
         await self.publication.wait_until_published()
 
     async def _batch_unless_interrupted(self, ahead: BatchAhead) -> Batch | None:
-        """The batch, or None if the operator orders a stop or a rewind before it is complete.
-
-        Groups that no checkpoint covers stay in Redis, and producers may be waiting for their memory. So if the batch
-        takes long, a checkpoint is made early."""
+        """The batch, or None if the operator orders a stop or a rewind before it is complete. Groups that no checkpoint
+        covers stay in Redis, and producers may be waiting for their memory. So if the batch takes long, a checkpoint is
+        made early."""
         ahead.wanted.set()
         await self.orders.wait_for_either(ahead.reading, self.config.learner.batch_timeout_s * STARVED_SHARE)
         if not ahead.reading.done() and not self.orders.interrupts:
@@ -363,7 +345,7 @@ class StepLoop:
         """Train on the batch. Afterwards the policy's ranks hold the new weights, which are not published yet."""
         bind(step=batch.step, policy_version=self.term.policy_version)
         started_s = time.time()
-        async with self.profiles.of_step(batch.step):
+        async with profiled(self.config, self.training.roles, batch.step):
             result = await self.training.run(
                 batch.groups, batch.step, self.term.policy_version, self.term.kl.coefficient, forwards,
                 self.term.lineage,
@@ -379,8 +361,7 @@ class StepLoop:
     async def _publish(
         self, batch: Batch, result: StepResult, started: float, wait_s: float, between_s: float
     ) -> float:
-        """Give the new weights a version, bring it to the servers, and record the step, begun at `started`. Returns
-        when the step ended."""
+        """Give the new weights a version, bring it to the servers, and record the step. Returns when the step ended."""
         version = await self.queue.allocate_version(self.term.policy_version + 1)
         self.term.advance(version)
         stage_started = time.monotonic()

@@ -8,7 +8,7 @@ term: from then on no one else can commit.
     newest checkpoint ─► does it cover every committed group? ─► load it, which verifies its files ─► restore the queue
          ▲                 │ no: refuse it, or rewind if            │
          └ the one before ◄┼────────────────────────────────────────┘ damaged: name the file
-                           └ `checkpoint.go_back` asks for it: the queue undoes the commits that it does not cover
+                           └ `checkpoint.rewind` asks for it: the queue undoes the commits that it does not cover
 
 This rewind is one atomic call, which also records the checkpoint and the term. A crash before it changes nothing, and
 nothing is trained before Redis can no longer lose it. After it, a learner with any config continues from that
@@ -27,11 +27,11 @@ from pathlib import Path
 from penstock.config.learner import CheckpointConfig
 from penstock.errors import CheckpointDamaged, ConfigError, NotFound, Unavailable, WeightPushFailed
 from penstock.replay.queue import GroupConsumer
-from penstock.replay.queue_types import Committed, GoneBack
+from penstock.replay.queue_types import Committed, RunRewind
 from penstock.store.policies import PolicyRegistry
 from penstock_learner.checkpoints.saving import load_checkpoint
 from penstock_learner.checkpoints.store import CheckpointStore, record_rewind
-from penstock_learner.checkpoints.trainer_state import TrainerState, read_state
+from penstock_learner.checkpoints.trainer_state import Ledger, TrainerState, read_state
 from penstock_learner.crash_points import crash_point
 from penstock_learner.roles.role_group import RoleGroup
 
@@ -72,10 +72,8 @@ async def take_over(
     settle_s: float,
 ) -> TakeOver:  # fmt: skip
     """Fence every earlier learner, then load the chosen checkpoint or a newer one that the learner before has finished
-    meanwhile, and rewind to it if the config asks for that.
-
-    A checkpoint that no longer covers all committed groups is refused before the term is taken: such a learner fences
-    no one."""
+    meanwhile, and rewind to it if the config asks for that. A checkpoint that no longer covers all committed groups is
+    refused before the term is taken: such a learner fences no one."""
     store_id = await queue.store_id()
     if await queue.committed() != chosen.committed:
         await choose_checkpoint(queue, checkpoints, config)
@@ -86,24 +84,24 @@ async def take_over(
     if choice.checkpoint is not None:
         # Its learner may have died before the upload. The groups that it covers are acknowledged next.
         await asyncio.to_thread(checkpoints.upload, choice.checkpoint)
-    gone_back = (await queue.committed()).gone_back
-    if choice.uncovered or (_asks_for(config, choice) and (gone_back is None or gone_back.checkpoint != choice.path)):
-        planned = GoneBack(choice.path, term, num_roll_backs=0)
+    rewind = (await queue.committed()).rewind
+    if choice.uncovered or (_asks_for(config, choice) and (rewind is None or rewind.checkpoint != choice.path)):
+        planned = RunRewind(choice.path, term, num_orders=0)
         await asyncio.to_thread(record_rewind, checkpoints.folder, term, planned, is_done=False)
-        crash_point("before_go_back")
-        await queue.go_back(choice.path, choice.state.step, choice.uncovered)
-        crash_point("after_go_back")
+        crash_point("before_rewind")
+        await queue.rewind(choice.path, choice.state.step, choice.uncovered)
+        crash_point("after_rewind")
         logger.warning("rewound to %s: %d groups are made and trained again", choice.path, len(choice.uncovered))
         await asyncio.sleep(settle_s)
-        gone_back = (await queue.committed()).gone_back
-        if gone_back is None or gone_back.checkpoint != choice.path:
-            raise Unavailable("Redis has lost that the run went back; start the learner again, and it goes back again")
-    await asyncio.to_thread(record_rewind, checkpoints.folder, term, gone_back, is_done=True)
-    checkpoints.gone_back = gone_back
+        rewind = (await queue.committed()).rewind
+        if rewind is None or rewind.checkpoint != choice.path:
+            raise Unavailable("Redis has lost the rewind of the run; start the learner again, and it rewinds again")
+    await asyncio.to_thread(record_rewind, checkpoints.folder, term, rewind, is_done=True)
+    checkpoints.rewind = rewind
     state, is_rewound = choice.state, False
-    if gone_back is not None and gone_back.checkpoint == choice.path:
+    if rewind is not None and rewind.checkpoint == choice.path:
         # Rewinds that were ordered before belong to the steps that were abandoned.
-        state = replace(state, num_roll_backs=gone_back.num_roll_backs, resumed_from=gone_back.checkpoint)
+        state = replace(state, num_orders=rewind.num_orders, resumed_from=rewind.checkpoint)
         is_rewound = True
     return TakeOver(term, store_id, state, is_rewound)
 
@@ -112,9 +110,8 @@ async def choose_checkpoint(
     queue: GroupConsumer, checkpoints: CheckpointStore, config: CheckpointConfig
 ) -> ChosenCheckpoint:
     """The checkpoint to continue from: the newest one that is intact and may be used, fetched if it was uploaded.
-
-    Fences no one. Raises ConfigError if the checkpoint does not cover all committed groups or belongs to another store,
-    and CheckpointDamaged if none is intact."""
+    Fences no one. Raises ConfigError if it does not cover all committed groups or belongs to another store, and
+    CheckpointDamaged if none is intact."""
     return await _choose(queue, checkpoints, config, await queue.store_id())
 
 
@@ -129,7 +126,7 @@ async def _choose(
     # Read first: a commit that comes between the two reads belongs to a checkpoint that the second one sees.
     committed = await queue.committed()
     damaged: list[str] = []
-    for path in await asyncio.to_thread(checkpoints.candidates, config.resume, committed.gone_back):
+    for path in await asyncio.to_thread(checkpoints.candidates, config.resume, committed.rewind):
         try:
             state = await asyncio.to_thread(read_state, path)
             choice = _checked(path, state, committed, config, store_id, damaged)
@@ -153,7 +150,7 @@ def _checked(
     state.check_store(store_id)
     if path == Path(config.resume):
         state = replace(state, resumed_from=config.resume)
-    choice = ChosenCheckpoint(path, state, state.make_ledger().missing(committed.trained), committed)
+    choice = ChosenCheckpoint(path, state, Ledger(state.ledger).missing(committed.trained), committed)
     if not choice.uncovered:
         return choice
     newer = f"; newer checkpoints are damaged: {'; '.join(damaged)}" if damaged else ""
@@ -166,27 +163,26 @@ def _checked(
         raise ConfigError(f"{text}; restore the run's checkpoints, or start a new run")
     if state.step < committed.kept_after:
         raise ConfigError(
-            f"{text}; the run can only go back to step {committed.kept_after} or later, because older prompts are no "
-            "longer kept; start a new run from this checkpoint's weights (penstock export)"
+            f"{text}; the run can only be rewound to step {committed.kept_after} or later, because older prompts are "
+            "no longer kept; start a new run from this checkpoint's weights (penstock export)"
         )
     if not _asks_for(config, choice):
         raise ConfigError(
             f"{text}; use the checkpoint of step {committed.step}, or set learner.checkpoint.resume to {path} and "
-            "learner.checkpoint.go_back to true, to go back and train them again"
+            "learner.checkpoint.rewind to true, to rewind and train them again"
         )
     return choice
 
 
 def _asks_for(config: CheckpointConfig, choice: ChosenCheckpoint) -> bool:
     """Whether the config asks to rewind to this checkpoint."""
-    return config.go_back and choice.checkpoint == Path(config.resume)
+    return config.rewind and choice.checkpoint == Path(config.resume)
 
 
 async def restore_batches(queue: GroupConsumer, state: TrainerState) -> dict[int, list[int]]:
-    """Acknowledge the groups that the checkpoint covers. Returns the batches that an earlier learner had taken for
-    later steps, by step."""
-    ledger = state.make_ledger()
-    manifests = await queue.restore(state.step)
+    """Acknowledge the groups that the checkpoint covers. Returns the batches taken for later steps, by step."""
+    ledger = Ledger(state.ledger)
+    manifests = await queue.rewind_step(state.step)
     covered = [p for step, ids in manifests.items() if step <= state.step for p in ids if p in ledger]
     if covered:
         await queue.commit(state.step, covered)
@@ -197,12 +193,9 @@ async def load_version(
     policy_version: int, trained: Mapping[str, RoleGroup], checkpoints: CheckpointStore, policies: PolicyRegistry
 ) -> bool:
     """Load a version into the trained roles, because an operator ordered to rewind to it. False, changing nothing, if
-    no checkpoint or snapshot of it is intact.
-
-    If the version has a checkpoint, the weights, the optimizers and the critic are restored from it. Otherwise the
-    policy takes the weights of the version's snapshot, in the engines' precision: its optimizer starts from zero, and
-    the critic stays as it is. Steps, the learning rate schedule and the ledger continue: trained prompts stay
-    trained."""
+    no checkpoint or snapshot of it is intact. A checkpoint restores weights, optimizers and critic. From a snapshot the
+    policy takes the weights, in the engines' precision: its optimizer starts from zero, and the critic stays as it is.
+    Steps, the learning rate schedule and the ledger continue: trained prompts stay trained."""
     if (checkpoint := await asyncio.to_thread(checkpoints.of_version, policy_version)) is not None:
         try:
             await load_checkpoint(checkpoint, trained)

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from penstock.config.algorithms import KLConfig
 from penstock.config.run import RunConfig
 from penstock.replay.queue import GroupConsumer
-from penstock_learner.algorithms.kl import FixedKLController, KLController, make_kl_controller
-from penstock_learner.checkpoints.trainer_state import Ledger, Lineage, Rewind, TrainerState
+from penstock_learner.algorithms.kl import KLController, make_kl_controller
+from penstock_learner.checkpoints.trainer_state import Ledger, Lineage, Rewind, RewindCause, TrainerState
 from penstock_learner.loop.take_over import TakeOver, restore_batches
 
 
@@ -28,7 +29,7 @@ class Term:
     policy_version: int = 0
     """The version of the weights that the policy's ranks hold."""
     ledger: Ledger = field(default_factory=Ledger)
-    kl: KLController = field(default_factory=lambda: FixedKLController(0.0))
+    kl: KLController = field(default_factory=lambda: KLController(KLConfig(), 0.0))
     resumed_from: str = ""
     """The value of `checkpoint.resume` if the run was started from the checkpoint that it names, or empty."""
     num_orders: int = 0
@@ -52,6 +53,10 @@ class Term:
         self.ledger.add(prompt_ids)
         self.uncommitted += prompt_ids
 
+    def mark_durable(self, prompt_ids: Sequence[int]) -> None:
+        """A durable checkpoint covers these prompts: their groups may be acknowledged."""
+        self.ledger.mark_durable(prompt_ids)
+
     def take_uncommitted(self) -> list[int]:
         """The prompts that the next checkpoint covers and none before it."""
         taken, self.uncommitted = self.uncommitted, []
@@ -61,9 +66,13 @@ class Term:
         """The policy's ranks hold weights that are called `version` now."""
         self.policy_version = version
 
-    def rewind(self, target: int, version: int, *, is_restart: bool = False) -> None:
+    def handle_orders(self, num_orders: int) -> None:
+        """So many of the operator's orders to rewind are handled. Each is handled once."""
+        self.num_orders = num_orders
+
+    def rewind(self, target: int, version: int, why: RewindCause = "order") -> None:
         """The policy's ranks hold the weights of version `target`, which are called `version` now."""
-        self.lineage.add(Rewind(target, version, "restart" if is_restart else "order"))
+        self.lineage.add(Rewind(target, version, why))
         self.policy_version = version
 
     def trainer_state(self, feed_positions: dict[str, int]) -> TrainerState:
@@ -76,8 +85,8 @@ class Term:
             feed_positions=feed_positions,
             store_id=self.store_id,
             resumed_from=self.resumed_from,
-            num_roll_backs=self.num_orders,
-            roll_backs=self.lineage.stored(),
+            num_orders=self.num_orders,
+            lineage=self.lineage.rewinds,
         )
 
 
@@ -89,11 +98,11 @@ async def begin_term(config: RunConfig, queue: GroupConsumer, taken: TakeOver) -
         store_id=taken.store_id,
         step=state.step,
         policy_version=state.policy_version,
-        ledger=state.make_ledger(),
+        ledger=Ledger(state.ledger),
         kl=make_kl_controller(config.learner.algorithm.kl, state.kl_coefficient),
         resumed_from=state.resumed_from,
-        num_orders=state.num_roll_backs,
-        lineage=state.make_lineage(),
+        num_orders=state.num_orders,
+        lineage=Lineage(state.lineage),
         is_rewound=taken.is_rewound,
         manifests=await restore_batches(queue, state),
     )

@@ -20,9 +20,8 @@ _LORA_A, _LORA_B = ".lora_A.default.weight", ".lora_B.default.weight"
 
 
 def add_adapter(model: CausalLM, config: LoraConfig) -> None:
-    """Freeze the weights and add a low-rank adapter to those it targets. At first the adapter changes nothing.
-
-    Raises ConfigError if a target does not exist, or if engines could not add the adapter to it."""
+    """Freeze the weights and add a low-rank adapter to those it targets. At first the adapter changes nothing. Raises
+    ConfigError if a target does not exist, or if engines could not add the adapter to it."""
     import peft
 
     names = published_names(model.lm, _linear_weights(model.lm))
@@ -32,7 +31,7 @@ def add_adapter(model: CausalLM, config: LoraConfig) -> None:
     adapted = linear if config.target_modules == ALL_LINEAR else _named_modules(model.lm, config.target_modules)
     if others := sorted(adapted - linear):
         raise ConfigError(
-            f"learner.lora.target_modules: {others[0]} is no linear layer of the decoder, or the folder holds it in "
+            f"learner.lora.target_modules: {others[0]} is not a linear layer of the decoder, or the folder holds it in "
             f"another form, so engines cannot add an adapter to it; leave it out, or use {ALL_LINEAR}"
         )
     prefix, layers = decoder_layers(model.lm)
@@ -45,8 +44,7 @@ def add_adapter(model: CausalLM, config: LoraConfig) -> None:
 
 
 def _named_modules(lm: Any, targets: Sequence[str]) -> set[str]:
-    """Names of the modules that the targets name, whole or by their last parts. Raises ConfigError if there are none
-    for one of them."""
+    """Names of the modules that the targets name, whole or by their last parts. Raises ConfigError if one has none."""
     found: dict[str, set[str]] = {target: set() for target in targets}
     for name, _ in lm.named_modules():
         for target in targets:
@@ -59,10 +57,9 @@ def _named_modules(lm: Any, targets: Sequence[str]) -> set[str]:
 
 @contextmanager
 def adapter_off(model: CausalLM) -> Iterator[None]:
-    """Inside, the model computes what it computed before it got its adapter: it is the policy that the run began with.
-
-    The adapter's weights and their gradients stay as they are. Raises ConfigError if the installed peft cannot switch
-    the adapter off: the policy would be compared with itself."""
+    """Inside, the model computes what it computed before it got its adapter. The adapter's weights and gradients stay
+    as they are. Raises ConfigError if the installed peft cannot switch the adapter off: the policy would be compared
+    with itself."""
     import peft
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -87,9 +84,8 @@ def is_adapter(name: str) -> bool:
 
 
 def pushed_name(adapted: dict[str, str], name: str) -> str:
-    """The name of an adapter's matrix as rollout servers know it: that of the weight it changes, with a suffix.
-
-    An example is `model.layers.0.mlp.up_proj.weight.lora_A`. `adapted` has the names of weights in the folder."""
+    """The name of an adapter's matrix as rollout servers know it: that of the weight in the folder, with a suffix, as
+    `model.layers.0.mlp.up_proj.weight.lora_A`."""
     return f"{adapted[_weight_name(name)]}.{'lora_A' if name.endswith(_LORA_A) else 'lora_B'}"
 
 
@@ -98,7 +94,7 @@ def _weight_name(name: str) -> str:
 
 
 def _linear_weights(lm: Any) -> dict[str, Tensor]:
-    """The weights of all linear layers of the decoder. Routers are left out: an adapter would unbalance the experts."""
+    """The weights of all linear layers of the decoder. Routers are skipped: an adapter would unbalance the experts."""
     prefix, layers = decoder_layers(lm)
     routers = tuple(f"{router.name}." for router in find_routers(lm))
     linear = {

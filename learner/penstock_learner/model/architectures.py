@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, first_line_of
 from penstock_learner.model.tensors import soft_cap
 
@@ -151,9 +152,8 @@ _BY_LENGTH = frozenset({"dynamic", "longrope"})
 
 
 def embed_each_sequence(lm: nn.Module) -> None:
-    """Make rotary embeddings that depend on the length treat each packed sequence by itself. Others stay as they are.
-
-    Sequences begin at position 0."""
+    """Make rotary embeddings that depend on the length treat each packed sequence, which begins at position 0, by
+    itself."""
     for module in lm.modules():
         if _kinds(module) & _BY_LENGTH:
             module.forward = _EachSequence(module)
@@ -199,3 +199,31 @@ def _kinds(module: Any) -> set[str]:
 
 def _is_rotary(module: Any) -> bool:
     return type(module).__name__.endswith("RotaryEmbedding")
+
+
+# ── computing what the sequences of a group have in common once ──
+
+_PADDED = frozenset({"phi"})
+"""Packed types whose causal models are padded all the same, because of their heads."""
+
+
+def prefix_sharing_roles(config: RunConfig) -> frozenset[str]:
+    """Names of the roles with `learner.share_prefixes` whose models can do it. Reads their config.json alone."""
+    learner = config.learner
+    if not learner.share_prefixes:
+        return frozenset()
+    paths = {"policy": config.model.path, "reference": learner.reference.path or config.model.path}
+    if learner.critic is not None:
+        paths["critic"] = learner.critic.path or config.model.path
+    return frozenset(role for role, path in paths.items() if _can_share(path))
+
+
+def _can_share(folder: Path) -> bool:
+    """Whether a model's tokens are the same computation in every sequence that begins with them."""
+    if not (folder / "config.json").is_file():
+        return False
+    try:
+        config = require_causal(folder, "path")
+    except ConfigError:
+        return False  # its ranks refuse it, with the reason
+    return path_of(config).is_packed and not depends_on_length(config) and config.model_type not in _PADDED

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
+from penstock_learner.batches.partition import RankShard
 from penstock_learner.batches.prefix_tree import PrefixTree
 from penstock_learner.batches.sequence_batch import SequenceBatch
 from penstock_learner.model.attention.packed_attention import prepare_masks
@@ -19,10 +20,8 @@ from penstock_learner.model.tensors import to_device
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """A micro-batch on the device: N packed tokens, of which T are response tokens.
-
-    A token that several sequences share may be stored once. N counts the stored tokens then, and T is larger than the
-    number of those that are response tokens."""
+    """A micro-batch on the device: N packed tokens, of which T are response tokens. A token that several sequences
+    share may be stored once. N counts the stored tokens then, and T may exceed the response tokens among them."""
 
     token_ids: Tensor
     """[N] prompt and response of each sequence."""
@@ -66,6 +65,13 @@ class ModelInputs:
         )
 
 
+def tree_of(micro: SequenceBatch, part: RankShard, model: Any) -> PrefixTree | None:
+    """The tree of a micro-batch of this part, if the model computes shared tokens once. The padded path cannot."""
+    if not (part.shares_prefixes and model.path.is_packed):
+        return None
+    return part.tree or PrefixTree.of(micro)
+
+
 def hidden_states(lm: Any, token_ids: Tensor, positions: Tensor, packing: Packing) -> Tensor:
     """[tokens, hidden] after the last layer, on the packed path. The backbone of `lm` is called `model`."""
     prepare_masks(lm, packing)
@@ -76,9 +82,8 @@ def hidden_states(lm: Any, token_ids: Tensor, positions: Tensor, packing: Packin
 
 
 def padded_inputs(inputs: ModelInputs) -> dict[str, Any]:
-    """Arguments for Hugging Face's own forward: right-padded rows [S, L] and their mask.
-
-    No token looks right, so padding changes nothing, whatever the layers are."""
+    """Arguments for Hugging Face's own forward: right-padded rows [S, L] and their mask. No token looks right, so
+    padding changes nothing, whatever the layers are."""
     packing = inputs.packing
     return {
         "input_ids": inputs.token_ids[packing.gather],

@@ -33,9 +33,8 @@ logger = logging.getLogger(__name__)
 
 
 class CausalLM(FolderModel):
-    """Wraps the model so that the sharded root covers embedding, layers and head in one forward pass.
-
-    The head works on `chunk_tokens` tokens at a time. `compiled` fuses its element-wise operations."""
+    """Wraps the model so that the sharded root covers embedding, layers and head in one forward pass. The head works on
+    `chunk_tokens` tokens at a time. `compiled` fuses its element-wise operations."""
 
     def __init__(self, lm: nn.Module, chunk_tokens: int, path: ModelPath, *, compiled: bool = False) -> None:
         super().__init__()
@@ -54,9 +53,8 @@ class CausalLM(FolderModel):
             packed_attention.mark_layers(lm)
 
     def forward(self, inputs: ModelInputs, *, padded: bool = False) -> tuple[Tensor, Tensor]:
-        """Log-prob [T], with gradient, and entropy [T] of every response token.
-
-        `padded` asks for Hugging Face's own forward also of a model on the packed path."""
+        """Log-prob [T], with gradient, and entropy [T] of every response token. `padded` asks for Hugging Face's own
+        forward also of a model on the packed path."""
         padded = padded or not self.path.is_packed
         with nullcontext() if self.watch is None else self.watch.forward_of(inputs, padded=padded):
             return self._forward_padded(inputs) if padded else self._forward_packed(inputs)
@@ -119,10 +117,9 @@ def load_model(path: Path, dtype: torch.dtype, chunk_tokens: int, *, compiled: b
 def open_model(
     path: Path, dtype: torch.dtype, chunk_tokens: int, *, compiled: bool = False, key: str = "model.path"
 ) -> CausalLM:
-    """Make the model of a Hugging Face folder on the path that its architecture takes. Never reaches the network.
-
-    It is on the meta device until `read_weights`. Raises ConfigError, in one line and with the config's `key`, for a
-    folder that holds no causal model which Hugging Face can load."""
+    """Make the model of a Hugging Face folder on the path that its architecture takes. Never reaches the network. It is
+    on the meta device until `read_weights`. Raises ConfigError, in one line and with the config's `key`, for a folder
+    that holds no causal model which Hugging Face can load."""
     from transformers import AutoModelForCausalLM
 
     lm, model_path, unread = open_on_path(AutoModelForCausalLM, path, key, dtype)
@@ -134,9 +131,8 @@ def open_model(
 def open_on_path(
     kind: Any, folder: Path, key: str, dtype: torch.dtype, *, new_head: str = "", **of_config: Any
 ) -> tuple[Any, ModelPath, UnreadWeights | None]:
-    """Make the model of a folder with an Auto class of Hugging Face, and choose its path.
-
-    Errors name the config's `key`. `new_head` is that of `open_lm`; `of_config` changes the folder's config."""
+    """Make the model of a folder with an Auto class of Hugging Face, and choose its path. Errors name the config's
+    `key`. `new_head` is that of `open_lm`; `of_config` changes the folder's config."""
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{key} {folder} is not a model folder (no config.json); give a Hugging Face checkpoint")
     from transformers import AutoConfig

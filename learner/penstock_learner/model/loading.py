@@ -44,9 +44,8 @@ class FolderModel(nn.Module):
 
 @torch.no_grad()
 def read_weights(model: FolderModel, device: torch.device, *, offload: bool = False) -> None:
-    """Give the model its memory and its weights. With `offload` the parameters stay in host memory.
-
-    A model that has its weights already is only moved. Each rank reads its own part, so no rank waits for another."""
+    """Give the model its memory and its weights. With `offload` the parameters stay in host memory. Each rank reads its
+    own part, so no rank waits for another. A model that has its weights is only moved."""
     tied = _tied_parameters(model)
     give_memory = partial(_with_memory, device=device, home=torch.device("cpu") if offload else device)
     model._apply(give_memory)  # type: ignore[no-untyped-call]
@@ -61,10 +60,9 @@ def read_weights(model: FolderModel, device: torch.device, *, offload: bool = Fa
 def open_lm(
     kind: Any, folder: Path, config: Any, key: str, *, new_head: str = "", **settings: Any
 ) -> tuple[Any, UnreadWeights | None]:
-    """A Hugging Face model on the meta device, of an Auto class, and its `UnreadWeights`.
-
-    Parameters whose names begin with `new_head` become zeros if the folder lacks them. Weights that are not
-    safetensors, or are quantized, are loaded whole: then the model has its weights, and the second value is None."""
+    """A Hugging Face model on the meta device, of an Auto class, and its `UnreadWeights`. Parameters whose names begin
+    with `new_head` become zeros if the folder lacks them. Weights that are not safetensors, or are quantized, are
+    loaded whole: then the second value is None."""
     files = safetensors_of(folder)
     if not files or getattr(config, "quantization_config", None) is not None:
         logger.warning(
@@ -285,7 +283,7 @@ class Recipe:
     sources: tuple[tuple[str, str], ...]
     """The tensors, each after the pattern of the conversion that it fits."""
     conversion: Any = None
-    """A `WeightConverter` of transformers. None: the parameter is the only source, unchanged."""
+    """A `WeightConverter` of transformers. None if the parameter is the only source, unchanged."""
 
     @property
     def keeps_rows(self) -> bool:

@@ -37,11 +37,9 @@ def log_probs_and_entropy(
     compiled: bool = False,
     entropy_has_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob [T] of each target and entropy [T], with gradient to `hidden` [T, H] and `weight` [V, H]. The entropy
-    has none unless it is asked for.
-
-    Both are float32 and use the logits in their `form`, divided by `temperatures` [T]. `compiled` fuses the operations
-    between the matrix products."""
+    """Log-prob [T] of each target and entropy [T], with gradient to `hidden` [T, H] and `weight` [V, H]; the entropy's
+    only if asked for. Both are float32 and use the logits in their `form`, divided by `temperatures` [T]. `compiled`
+    fuses the operations between the matrix products."""
     # c · tanh(s · x / c) / t equals c' · tanh(x / c') / t' with c' = c / s and t' = t / s.
     temperatures = temperatures / form.scale if form.scale != 1 else temperatures
     cap = None if form.softcap is None else form.softcap / form.scale
@@ -59,9 +57,8 @@ def log_probs_of_logits(
     chunk_tokens: int,
     entropy_has_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The same from a model's own logits [T, V], which it has already scaled and capped. The gradient goes to them.
-
-    The backward pass computes the softmax of each chunk again, so that it is never whole in memory."""
+    """The same from a model's own logits [T, V], which it has already scaled and capped. The gradient goes to them. The
+    backward pass computes the softmax of each chunk again, so that it is never whole in memory."""
     parts = [
         checkpoint(_statistics, *chunk, None, use_reentrant=False)
         for chunk in zip(*(tensor.split(chunk_tokens) for tensor in (logits, targets, temperatures)), strict=True)
@@ -99,9 +96,8 @@ def _logit_gradient(
     cap: float | None,
     of_entropy: _OfEntropy | None = None,
 ) -> Tensor:
-    """[T, B], in the logits' type: gradient · (1[target] - probability) / temperature · slope of the soft cap.
-
-    With `of_entropy`, the entropy's gradient · -probability · (log-prob + entropy) is added to the factor before the
+    """[T, B], in the logits' type: gradient · (1[target] - probability) / temperature · slope of the soft cap. With
+    `of_entropy`, the entropy's gradient · -probability · (log-prob + entropy) is added to the factor before the
     division. `targets` are relative to the first entry of the block."""
     capped = _capped(logits, cap)
     log_probs = capped / temperatures.unsqueeze(1) - log_denominator.unsqueeze(1)
@@ -186,11 +182,9 @@ class _LogProbs(torch.autograd.Function):
 
 
 def _columns(weight: Tensor) -> Tensor:
-    """The transposed weight [H, V], the right factor of the logits.
-
-    For half precision on a CPU this is a row-major copy. With a transposed view torch on ARM calls oneDNN, which needs
-    bfloat16 instructions. Where the CPU lacks them, torch warns and turns oneDNN off for the whole process.
-    """
+    """The transposed weight [H, V]. For half precision on a CPU this is a row-major copy: with a transposed view torch
+    on ARM calls oneDNN, which where the CPU lacks bfloat16 instructions warns and is turned off for the whole
+    process."""
     is_half_on_cpu = weight.dtype in (torch.bfloat16, torch.float16) and not weight.is_cuda
     return weight.t().contiguous() if is_half_on_cpu else weight.t()
 

@@ -3,7 +3,7 @@
 transformers holds some weights in another form than their folder does. Experts, for example, are fused in memory
 (`mlp.experts.gate_up_proj`) and single on disk (`mlp.experts.0.gate_proj.weight`). It converts them when it loads a
 folder, and back when it saves one. The functions here apply the same conversions to any part of a model, such as one
-layer, so that nobody needs the whole model at once.
+layer, so that no process needs the whole model at once.
 """
 
 from __future__ import annotations
@@ -42,9 +42,8 @@ def sharded_units(lm: Any) -> Iterator[tuple[nn.Module, list[tuple[str, Tensor]]
 
 
 def to_published(lm: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Convert tensors of the model to the folder's names and shapes. A layer must be given whole.
-
-    Results are views where that is possible. Meta tensors give the shapes without any memory."""
+    """Convert tensors of the model, layers whole, to the folder's names and shapes. Results are views where possible.
+    Meta tensors give the shapes without any memory."""
     from transformers.core_model_loading import revert_weight_conversion
 
     published: dict[str, Tensor] = revert_weight_conversion(lm, dict(tensors))
@@ -73,7 +72,7 @@ def from_published(lm: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def published_names(lm: Any, weights: Mapping[str, Tensor]) -> dict[str, str]:
-    """The name in the folder of each weight that has the same form there. Weights of another form are left out."""
+    """The name in the folder of each weight that has the same form there. Weights of another form are skipped."""
     placeholders = {name: torch.empty(weight.shape, device="meta") for name, weight in weights.items()}
     names = {id(placeholder): name for name, placeholder in placeholders.items()}
     published = to_published(lm, placeholders).items()
@@ -87,10 +86,8 @@ def published_shapes(lm: Any, tensors: Iterable[tuple[str, Tensor]]) -> Shapes:
 
 
 def fit_to_folder(lm: Any, folder: Path, key: str) -> None:
-    """Choose the conversions that give the folder's names and shapes.
-
-    Raises ConfigError, in one line that names the config's `key`, if none do: engines could not load the weights that
-    the learner pushes."""
+    """Choose the conversions that give the folder's names and shapes. Raises ConfigError, which names the config's
+    `key`, if none do: engines could not load the weights that the learner pushes."""
     wanted = tensor_shapes(folder)
     problem = ""
     for conversions in _candidates(lm, wanted):

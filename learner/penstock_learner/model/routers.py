@@ -83,9 +83,8 @@ def find_routers(lm: Any) -> list[Router]:
 
 
 def watch_routers(lm: Any, learner: LearnerConfig) -> RouterWatch | None:
-    """Watch the routers of a model as `learner.router` says. None for a dense model, and with compiled layers.
-
-    Raises ConfigError if the settings need routers that the model does not have."""
+    """Watch the routers of a model as `learner.router` says. None for a dense model, and with compiled layers. Raises
+    ConfigError if the settings need routers that the model does not have."""
     settings, routers = learner.router, find_routers(lm)
     if settings.is_used:
         require_routers(lm, routers, replay=settings.replay)
@@ -93,9 +92,8 @@ def watch_routers(lm: Any, learner: LearnerConfig) -> RouterWatch | None:
 
 
 def require_routers(lm: Any, routers: list[Router], *, replay: bool) -> None:
-    """Raise ConfigError if the model has no routers, or for a replay, several in one layer or one expert per token.
-
-    A report of one expert cannot be told from the zero of an engine that knows nothing."""
+    """Raise ConfigError if the model has no routers, or for a replay, several in one layer or one expert per token: a
+    report of one expert cannot be told from the zero of an engine that knows nothing."""
     kind = lm.config.model_type
     if not routers:
         raise ConfigError(
@@ -124,8 +122,7 @@ class RouterWatch:
         self._counted: Tensor | None = None
         """[rows] how many tokens a row of a router's input stands for. None: one each."""
         self._experts: Tensor | None = None
-        """[tokens, layers, top_k] to replay. They stay until the next forward pass, because the backward pass computes
-        layers again."""
+        """[tokens, layers, top_k] to replay, also when the backward pass computes layers again."""
         self._measures = False
         """Whether routers measure their usage. The backward pass repeats exactly what the forward pass did."""
         self._is_recording = False

@@ -35,7 +35,6 @@ class ScalarModel(FolderModel):
         self, inputs: ModelInputs, positions: Tensor, *, padded: bool = False, with_head: bool = True
     ) -> Tensor:
         """The head's number at each of these positions of the packed tokens, or without the head, the hidden states.
-
         `padded` asks for Hugging Face's own forward also of a model on the packed path."""
         if padded or not self.path.is_packed:
             packing = inputs.packing
@@ -80,11 +79,9 @@ def load_scalar_model(path: Path, dtype: torch.dtype, *, key: str, make_head: bo
 
 
 def open_scalar_model(path: Path, dtype: torch.dtype, *, key: str, make_head: bool) -> ScalarModel:
-    """Make the model of a Hugging Face folder on the path that its architecture takes. Never reaches the network.
-
-    It is on the meta device until `read_weights`. Errors name the config's `key`. The folder must hold a sequence
-    classifier with one label. With `make_head` it may hold any other decoder, which gets a head of zeros. Zeros are
-    the same on every rank."""
+    """Make the model of a Hugging Face folder on the path that its architecture takes. Never reaches the network. It is
+    on the meta device until `read_weights`. Errors name the config's `key`. The folder must hold a sequence classifier
+    with one label, or with `make_head` any decoder, which gets a head of zeros, the same on every rank."""
     has_head = _has_head(path, key)
     if not has_head and not make_head:
         raise ConfigError(
@@ -107,9 +104,8 @@ def open_scalar_model(path: Path, dtype: torch.dtype, *, key: str, make_head: bo
 
 
 def open_judge(path: Path, dtype: torch.dtype, config: JudgeConfig, key: str) -> tuple[JudgeModel, list[int]]:
-    """Make a causal model as a judge, on the meta device until `read_weights`. Errors name parts of the config's `key`.
-
-    Also returns the tokens of the question that the judge answers."""
+    """Make a causal model as a judge, on the meta device until `read_weights`, and the tokens of the question that it
+    answers. Errors name parts of the config's `key`."""
     from transformers import AutoTokenizer
 
     model = open_model(path, dtype, chunk_tokens=1, key=f"{key}.path")
@@ -130,9 +126,8 @@ def open_judge(path: Path, dtype: torch.dtype, config: JudgeConfig, key: str) ->
 
 
 def check_tokenizer(path: Path, policy_path: Path, key: str) -> None:
-    """Raise ConfigError if the folder's vocabulary differs from the policy's: the same ids would mean other text.
-
-    A folder without a `tokenizer.json` passes."""
+    """Raise ConfigError if the folder's vocabulary, if it has one, differs from the policy's: ids would mean other
+    text."""
     own, wanted = (_vocabulary(folder) for folder in (path, policy_path))
     if own is not None and wanted is not None and own != wanted:
         raise ConfigError(

@@ -28,10 +28,10 @@ from penstock_learner.model.scalar_model import JudgeModel, ScalarModel
 _MARGIN = 4.0
 """The path may differ this many times as much as two plain forwards do."""
 _LIMITS = {torch.float32: (1e-3, 1e-3), torch.bfloat16: (0.1, 1.0), torch.float16: (0.02, 0.2)}
-"""Least and most that may be allowed, by the compute type. Some plain attention implementations leave out a part of a
+"""Least and most that may be allowed, by the compute type. Some plain attention implementations skip a part of a
 model's attention, so two of them can differ by more than rounding."""
 _SHORT = (5, 33, 48)
-"""Lengths of the sequences beside the longest."""
+"""Lengths of the sequences besides the longest."""
 _BEYOND = 24
 """The longest sequence is this much longer than every window."""
 
@@ -80,9 +80,8 @@ def require_right(model: CausalLM | ScalarModel, key: str, device: torch.device,
 
 
 def compare_with_plain(model: CausalLM | ScalarModel, key: str, device: torch.device, dtype: torch.dtype) -> SelfCheck:
-    """Compare the model's path with the plain forward. Collective where the model is sharded.
-
-    Raises ConfigError if the model cannot run at all, or runs out of memory."""
+    """Compare the model's path with the plain forward. Collective where the model is sharded. Raises ConfigError if the
+    model cannot run at all, or runs out of memory."""
     vocabulary: int = model.lm.config.get_text_config().vocab_size
     batch = _random_batch(_lengths(model.lm.config), vocabulary)
     run = _runner(model, device)

@@ -33,9 +33,8 @@ class LayeredModel(Protocol):
 def prepare_for_training(
     model: LayeredModel, learner: LearnerConfig, compute_dtype: torch.dtype, *, is_cuda: bool
 ) -> None:
-    """Choose which layers are recomputed, compile them where the config says so, and shard the model.
-
-    Gradients are reduced in float32 whatever the compute type is. Raises ConfigError for quantized weights."""
+    """Choose which layers are recomputed, compile them where the config says so, and shard the model. Gradients are
+    reduced in float32 whatever the compute type is. Raises ConfigError for quantized weights."""
     if is_quantized(model):
         raise ConfigError(
             f"a model of type {model.lm.config.model_type} with quantized weights cannot be trained; give a folder "
@@ -66,9 +65,8 @@ def shard(
     offload: OffloadPolicy = OffloadPolicy(),  # noqa: B008  # frozen
 ) -> None:
     """Apply FSDP2 over the default process group: to each decoder layer, then to the root with the remaining weights.
-
-    With a single rank the model stays as it is, unless its weights must be cast or offloaded. Quantized weights stay
-    as they are too: every rank has all of them."""
+    With a single rank the model stays as it is, unless its weights must be cast or offloaded. Quantized weights stay as
+    they are too: every rank has all of them."""
     if is_quantized(model):
         return
     types = {parameter.dtype for parameter in model.parameters()}

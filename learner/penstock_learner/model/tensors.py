@@ -11,8 +11,7 @@ from torch import Tensor
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """Copy the array to the device. For a GPU it goes through pinned memory, so the host does not wait for running
-    kernels."""
+    """Copy the array to the device, through pinned memory, so that the host does not wait for running kernels."""
     tensor = torch.as_tensor(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
@@ -24,9 +23,8 @@ def required_to_device(array: NDArray[Any] | None, device: torch.device) -> Tens
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copy small tensors to the host in one transfer: on a GPU that processes share, each transfer waits for a turn.
-
-    They travel as float64, which holds float32 and integers below 2**53 exactly."""
+    """Copy small tensors to the host in one transfer: on a shared GPU each transfer waits for a turn. They travel as
+    float64, which holds float32 and integers below 2**53 exactly."""
     joined = torch.cat([tensor.reshape(-1).double() for tensor in tensors]).cpu()
     parts = joined.split([tensor.numel() for tensor in tensors])
     return [part.to(tensor.dtype).view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
@@ -48,8 +46,6 @@ def is_finite(tensor: Tensor) -> Tensor:
 
 
 def soft_cap(values: Tensor, cap: float) -> Tensor:
-    """`cap · tanh(values / cap)`, written as a sigmoid.
-
-    Compiled kernels compute a sigmoid from one fast exponential, and tanh by a routine that takes several times as
-    long. In float32 the two differ by about 1e-7 · cap."""
+    """`cap · tanh(values / cap)`, written as a sigmoid, which compiled kernels compute several times as fast. In
+    float32 the two differ by about 1e-7 · cap."""
     return 2 * cap * torch.sigmoid(values * (2 / cap)) - cap

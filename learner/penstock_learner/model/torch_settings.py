@@ -18,10 +18,8 @@ from torch._functorch import config as functorch_config
 from penstock.config.run import RunConfig
 
 RECOMPILE_LIMIT = 64
-"""How often torch may compile the code of a layer.
-
-All layers share the compiled code. It is compiled for each share of activations that is kept, for equal and for mixed
-lengths, with and without gradients."""
+"""How often torch may compile the code that all layers share: for each share of activations that is kept, for equal and
+for mixed lengths, with and without gradients."""
 
 LARGE_BYTES = 4 * 2**20
 """Host memory of this size and above goes back to the system as soon as it is freed."""
@@ -29,10 +27,8 @@ _M_MMAP_THRESHOLD = -3
 
 
 def set_up_torch(num_threads: int, *, compiles: bool, fail_at_recompile_limit: bool = False) -> None:
-    """Call once when the process starts, before the GPU is first used.
-
-    `compiles` says whether the process compiles anything. `fail_at_recompile_limit` raises an error where torch would
-    quietly run a layer uncompiled, which would spoil a benchmark."""
+    """Call once when the process starts, before the GPU is first used. `compiles` says whether the process compiles
+    anything. `fail_at_recompile_limit` raises an error where torch would quietly run a layer uncompiled."""
     torch.set_num_threads(num_threads)
     # Batches differ in length, and segments that can grow avoid gaps. A value that the environment has set is kept.
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -52,8 +48,7 @@ def _return_large_memory() -> None:
 @cache
 def compiler_keeping(share: float) -> Callable[..., Any]:
     """A backend for `torch.compile`: inductor, keeping this share of a layer's activations for the backward pass.
-
-    Each share has one backend, because layers with the same backend share their compiled code."""
+    Layers with the same backend share their compiled code, so each share has one."""
 
     def compile_graph(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
         with functorch_config.patch(activation_memory_budget=share):

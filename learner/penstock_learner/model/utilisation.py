@@ -60,7 +60,6 @@ def peak_flops(device_name: str, configured: float) -> float:
 
 
 def mfu(num_parameters: int, num_tokens: float, seconds: float, peak: float) -> float:
-    """Model FLOPs utilisation. The update's forward and backward passes count, with 6 FLOPs per parameter and token.
-
-    `peak` is the FLOPs per second of all ranks together. The result is 0 if `peak` is not known."""
+    """Model FLOPs utilisation of an update, with 6 FLOPs per parameter and token. 0 if the `peak` of all ranks is not
+    known."""
     return 6 * num_parameters * num_tokens / (seconds * peak) if peak and seconds else 0.0

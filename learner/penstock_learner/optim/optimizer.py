@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -19,7 +20,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from penstock.config.learner import LearnerConfig
-from penstock_learner.optim import OptimizerStep
 
 # ── AdamW ──
 
@@ -30,9 +30,7 @@ Update = Callable[..., None]
 
 class ScaledAdamW(torch.optim.AdamW):
     """torch's AdamW with a step that scales the gradients. Its state is torch's, so a checkpoint loads into either.
-
-    Weights of at least `large` elements get a kernel of their own; by default no weight does. `compiled` fuses that
-    kernel. Uncompiled, each of its operations makes a pass over memory."""
+    Weights of at least `large` elements, by default none, get a kernel of their own, which `compiled` fuses."""
 
     def __init__(
         self, parameters: Sequence[Tensor], *, large: float = math.inf, compiled: bool = False, **options: Any
@@ -53,9 +51,8 @@ class ScaledAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step_scaled(self, scale: Tensor) -> None:
-        """One step with the gradients times `scale`, a 0-d tensor on their device.
-
-        If `scale` is not finite, neither weights nor state change."""
+        """One step with the gradients times `scale`, a 0-d tensor on their device. If it is not finite, neither weights
+        nor state change."""
         for group in self.param_groups:
             trained = [parameter for parameter in group["params"] if parameter.grad is not None]
             if not trained:
@@ -125,10 +122,8 @@ def _step_together(weights: list[_Weight], scale: Tensor, group: dict[str, Any])
 
 
 def _factors(scale: Tensor, step: Tensor, group: dict[str, Any]) -> Tensor:
-    """[4] the numbers that change from step to step.
-
-    They are the scale of the gradients, the share of the weight that decay leaves, the learning rate divided by the
-    bias correction of the first moment, and the inverse root of the bias correction of the second moment."""
+    """[4] the scale of the gradients, the share of the weight that decay leaves, the learning rate over the bias
+    correction of the first moment, and the inverse root of that of the second moment."""
     (beta1, beta2), lr, count = group["betas"], group["lr"], step.double()
     kept = torch.full_like(count, 1 - lr * group["weight_decay"])
     return torch.stack([scale.double(), kept, lr / (1 - beta1**count), (1 - beta2**count).rsqrt()]).float()
@@ -155,6 +150,17 @@ def _update(betas: tuple[float, float], eps: float, compiled: bool) -> Update:
 # ── a step ──
 
 
+@dataclass(frozen=True)
+class OptimizerStep:
+    """The outcome of a step. It is the same on every rank."""
+
+    grad_norm: float
+    """Norm of the whole model's gradient, before clipping."""
+    lr: float
+    skipped: bool
+    """True when the loss or the gradient was not finite. The weights are then unchanged."""
+
+
 def make_optimizer(model: nn.Module, learner: LearnerConfig, lr: float) -> ScaledAdamW:
     """AdamW over the parameters that require a gradient."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -171,9 +177,8 @@ def make_optimizer(model: nn.Module, learner: LearnerConfig, lr: float) -> Scale
 
 
 def learning_rate(learner: LearnerConfig, lr: float, num_done: int) -> float:
-    """The learning rate after `num_done` steps: a linear warm-up from 0 to `lr`, then the schedule.
-
-    The first step of a warm-up has the rate 0, as with verl's and Hugging Face's schedulers."""
+    """The learning rate after `num_done` steps: a linear warm-up from 0 to `lr`, then the schedule. The first step of a
+    warm-up has the rate 0, as with verl's and Hugging Face's schedulers."""
     step = max(num_done, 0)
     if step < learner.warmup_steps:
         return lr * step / learner.warmup_steps
@@ -194,11 +199,9 @@ def apply_gradients(
     losses: Tensor,
     hold: bool = False,
 ) -> OptimizerStep:
-    """Clip the gradients and take a step, with the learning rate after `num_done` steps of this model. Collective.
-
-    The step is skipped if the gradient or one of the `losses` is not finite on any rank. `hold` leaves the weights and
-    the optimizer as they are. Every trained parameter is sharded over all ranks, so the norm is computed over all
-    shards together."""
+    """Clip the gradients and take a step, with the learning rate after `num_done` steps of this model. Collective. The
+    step is skipped if the gradient or one of the `losses` is not finite on any rank. `hold` leaves the weights and the
+    optimizer as they are. The norm is computed over all ranks' shards together."""
     lr = learning_rate(learner, lr, num_done)
     for group in optimizer.param_groups:
         group["lr"] = lr

@@ -12,21 +12,19 @@ from penstock_learner.algorithms.aggregation import Denominators, aggregate
 from penstock_learner.algorithms.losses import value_loss
 from penstock_learner.batches.partition import RankShard
 from penstock_learner.batches.sequence_batch import SequenceBatch
-from penstock_learner.model.backbone import ModelInputs
+from penstock_learner.model.backbone import ModelInputs, tree_of
 from penstock_learner.model.scalar_model import check_tokenizer, open_scalar_model
 from penstock_learner.model.self_check import require_right
 from penstock_learner.model.tensors import required_to_device, to_device
 from penstock_learner.model.torch_settings import DTYPES, compute_dtype_of
 from penstock_learner.optim.optimizer import apply_gradients
 from penstock_learner.roles.dispatch import CriticReport, dispatched
-from penstock_learner.roles.prefix_sharing import tree_of
 from penstock_learner.roles.trainer import TrainerRank
 
 
 class CriticWorker(TrainerRank):
-    """One rank of the critic.
-
-    The value of a response token is the value of the state before it: the head's output at the previous token."""
+    """One rank of the critic. The value of a response token is that of the state before it: the head's output at the
+    previous token."""
 
     role = "critic"
 
@@ -66,10 +64,9 @@ class CriticWorker(TrainerRank):
             self._accumulate(micro, part, denominators)
 
     def _accumulate(self, micro: SequenceBatch, part: RankShard, denominators: Denominators) -> torch.Tensor:
-        """Run the forward and backward pass of one micro-batch. Gradients add up to those of the whole batch.
-
-        Returns the micro-batch's loss and its number of clipped tokens as a [2] tensor on the device. Nothing is
-        read back, so the host prepares the next micro-batch while this one runs."""
+        """Run the forward and backward pass of one micro-batch. Gradients add up to those of the whole batch. Returns
+        loss and number of clipped tokens as a [2] tensor. Nothing is read back, so the host prepares the next
+        micro-batch meanwhile."""
         config = self.config.learner.algorithm.value_loss
         mask, sequence_ids = to_device(micro.loss_mask, self.device).bool(), to_device(micro.sequence_ids, self.device)
         old, returns = required_to_device(micro.values, self.device), required_to_device(micro.returns, self.device)

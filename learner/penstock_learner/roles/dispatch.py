@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from penstock_learner.algorithms.corrections import CorrectionStatistics, Mismatch
 from penstock_learner.algorithms.losses import LossStatistics
-from penstock_learner.optim import OptimizerStep
+from penstock_learner.optim.optimizer import OptimizerStep
 
 Split = Literal["sequences", "copies"]
 Join = Literal["tokens", "sequences", "reports", "ranks"]
@@ -37,8 +37,7 @@ class Dispatch:
     """The declaration of one method."""
 
     split: Split
-    """`sequences`: the first argument is a batch, and each rank gets a RankShard with its sequences instead.
-    `copies`: every rank gets the same arguments."""
+    """`sequences`: each rank gets a RankShard in place of the batch, its first argument. `copies`: all get the same."""
     join: Join
     """`tokens`: a rank returns one number per response token of its micro-batches, and the caller gets [T] numbers in
     the batch's order. `sequences`: the same with one number per sequence. `reports`: a rank takes an optimizer step

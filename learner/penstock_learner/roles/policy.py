@@ -40,7 +40,7 @@ from penstock_learner.batches.sequence_batch import SequenceBatch
 from penstock_learner.model.adapter import adapter_off, add_adapter
 from penstock_learner.model.architectures import require_parallel
 from penstock_learner.model.attention.sequence_parallel import SequenceParallel, make_sequence_parallel
-from penstock_learner.model.backbone import ModelInputs
+from penstock_learner.model.backbone import ModelInputs, tree_of
 from penstock_learner.model.causal_lm import CausalLM, open_model
 from penstock_learner.model.published_layout import fit_to_folder
 from penstock_learner.model.routers import Balance, watch_routers
@@ -49,7 +49,6 @@ from penstock_learner.model.tensors import required_to_device, to_device, to_hos
 from penstock_learner.model.torch_settings import DTYPES, compute_dtype_of
 from penstock_learner.optim.optimizer import ScaledAdamW, apply_gradients
 from penstock_learner.roles.dispatch import RouterReport, UpdateReport, dispatched
-from penstock_learner.roles.prefix_sharing import tree_of
 from penstock_learner.roles.trainer import TrainerRank
 from penstock_learner.weights.gathering import PushedWeights
 from penstock_learner.weights.publisher import WeightPublisher
@@ -57,9 +56,8 @@ from penstock_learner.weights.push import PushReport, PushTarget
 
 
 def open_policy(config: RunConfig) -> CausalLM:
-    """The model of `model.path`, with an adapter and with watched routers if the config asks for them.
-
-    It is on the meta device until `TrainerRank.prepare` reads its weights."""
+    """The model of `model.path`, with an adapter and watched routers if the config asks for them, on the meta device
+    until `TrainerRank.prepare` reads its weights."""
     learner = config.learner
     model = open_model(
         config.model.path, DTYPES[learner.master_dtype], learner.logprob_chunk_tokens, compiled=learner.compile
@@ -117,9 +115,7 @@ class PolicyUpdate:
     def run(
         self, part: RankShard, denominators: Denominators, step: int, version: int, kl_coefficient: float
     ) -> UpdateReport:
-        """Take one optimizer step, of which this rank computes its part. Collective.
-
-        `version` is the version of the weights before the step."""
+        """Take one optimizer step from weights of `version`, of which this rank computes its part. Collective."""
         self.optimizer.zero_grad(set_to_none=True)
         reports = [
             self._accumulate(micro, self._inputs(micro, part), denominators, version, kl_coefficient)
@@ -178,9 +174,8 @@ class PolicyUpdate:
         version: int,
         kl_coefficient: float,
     ) -> _MicroReport:
-        """Run the forward and backward pass of one micro-batch. Gradients add up to those of the whole batch.
-
-        Nothing is read back, so the host prepares the next micro-batch while this one runs."""
+        """Run the forward and backward pass of one micro-batch. Gradients add up to those of the whole batch. Nothing
+        is read back, so the host prepares the next micro-batch meanwhile."""
         config = self.learner.algorithm
         log_probs, entropy = self.model(inputs)
         mask, sequence_ids = to_device(micro.loss_mask, self.device).bool(), to_device(micro.sequence_ids, self.device)
@@ -229,9 +224,8 @@ class PolicyUpdate:
         return _Routing(balance, int(micro.loss_mask.sum()) / max(denominators.num_tokens, 1))
 
     def _proximal(self, micro: SequenceBatch, log_probs: Tensor, behaviour: Tensor) -> Tensor:
-        """Log-probs of the proximal policy under the configured correction mode.
-
-        The micro-batches of a step's first update may lack them: its weights are those of the proximal policy."""
+        """Log-probs of the proximal policy. A step's first update may lack them: its weights are those of that
+        policy."""
         config = self.learner.algorithm.correction
         if config.mode == "bypass":
             return behaviour
@@ -324,11 +318,10 @@ class PolicyWorker(TrainerRank):
         self.policy_update.run_passes(part, denominators)
 
     def gather_weights(self, policy_version: int, term: int, keep: list[int]) -> float:
-        """Stage the current weights as a version. Collective. `keep` lists the versions that pushes still read.
-        Returns the seconds that this rank has computed so far.
-
-        A push of the version may begin before this returns: it sends each bucket as soon as it is filled. Afterwards
-        the weights may change. A GPU may still be copying them, before anything that is enqueued later."""
+        """Stage the current weights as a version. Collective. `keep` lists the versions that pushes still read. Returns
+        the seconds that this rank has computed so far. A push of the version may begin before this returns: it sends
+        each bucket as soon as it is filled. Afterwards the weights may change. A GPU may still be copying them, before
+        anything that is enqueued later."""
         lora = self.config.learner.lora
         staged = None
         if self.publisher is not None:
@@ -343,9 +336,8 @@ class PolicyWorker(TrainerRank):
         return self.computed_s
 
     def load_snapshot(self, folder: Path, weights_digest: str) -> None:
-        """Load the weights of a snapshot and reset the optimizer. Collective.
-
-        Raises WeightPushFailed, and changes nothing, if the snapshot is damaged or is not the published one."""
+        """Load the weights of a snapshot and reset the optimizer. Collective. Raises WeightPushFailed, and changes
+        nothing, if the snapshot is damaged or is not the published one."""
         damage = [find_damage(folder, weights_digest) if self.rank == 0 else ""]
         dist.broadcast_object_list(damage)
         if damage[0]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,16 +15,16 @@ import torch
 import torch.distributed as dist
 from ray.util import get_current_placement_group, remove_placement_group
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported, but not listed
+from torch.profiler import ProfilerActivity, profile
 
 from penstock.config.run import RunConfig
 from penstock.errors import Fenced
 from penstock.logs import setup_logging
-from penstock.machine import keep_compiled_code, keep_files_private, spare_living_objects
+from penstock.machine import freeze_loaded_objects, keep_compiled_code, keep_files_private
 from penstock_learner.crash_points import crash_point
 from penstock_learner.model.torch_settings import DTYPES, set_up_torch
 from penstock_learner.rendezvous import open_store
 from penstock_learner.roles.dispatch import Dispatch, declarations
-from penstock_learner.roles.profiling import RankProfiler
 
 logger = logging.getLogger(__name__)
 ORPHAN_S = 300.0
@@ -34,6 +35,45 @@ COMPUTES = ("log_probs", "reference_log_probs", "values", "update")
 """Calls that run forward passes, backward passes and the optimizer. Each returns when the device has finished."""
 STARTS = ("rendezvous", "join", "load")
 """Calls by which a controller makes a rank a member of its role. Each can be made once."""
+
+
+@dataclass
+class RankProfiler:
+    """Records one rank with torch's profiler. The recording covers the thread in which `start` is called."""
+
+    role: str
+    rank: int
+    running: profile | None = None
+
+    def start(self, device: torch.device) -> None:
+        """Begin to record. A recording that an earlier step did not finish is dropped."""
+        self._end()
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+        try:
+            self.running = profile(activities=activities)
+            self.running.start()
+        except RuntimeError as error:
+            self.running = None
+            logger.error("profile was not started: %s", error)
+
+    def write(self, folder: Path, step: int) -> None:
+        """End the recording and write the trace. Does nothing if the rank was restarted since `start`."""
+        ended = self._end()
+        if ended is None:
+            return
+        path = folder / f"step-{step}-{self.role}-{self.rank}.json.gz"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            ended.export_chrome_trace(str(path))
+            logger.info("wrote %s", path)
+        except (OSError, RuntimeError) as error:
+            logger.error("profile %s was not written: %s", path, error)
+
+    def _end(self) -> profile | None:
+        ended, self.running = self.running, None
+        if ended is not None:
+            ended.stop()
+        return ended
 
 
 class Rank:
@@ -79,7 +119,7 @@ class Rank:
 
     def mark_up(self) -> None:
         """All ranks of the role have loaded their model. From here on another controller may adopt this one."""
-        spare_living_objects()
+        freeze_loaded_objects()
         self.is_up = True
 
     def declarations(self) -> dict[str, Dispatch]:

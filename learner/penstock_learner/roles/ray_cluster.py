@@ -31,7 +31,6 @@ from penstock.config.gpu_bundles import active_resource_groups, bundles, num_gpu
 from penstock.config.learner import LearnerConfig, RoleConfig
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, DeadlineExceeded, RayDied, Unavailable
-from penstock_learner.roles.profiling import profiles_folder, write_ray_timeline
 from penstock_learner.roles.role_group import RoleActors, RoleGroup, namespace_of
 
 logger = logging.getLogger(__name__)
@@ -197,7 +196,6 @@ START_ATTEMPTS = 3
 @contextmanager
 def ray_cluster(config: RunConfig, roles: Mapping[str, RoleConfig]) -> Iterator[None]:
     """Join `learner.ray_address`, or start a private Ray on loopback, without a dashboard. Shuts Ray down at the end.
-
     Call `prepare_environment` (`__main__.py`) before ray is imported."""
     # Ray's sockets need a short path (107 bytes), so the folder is not inside the run's folder. Ray opens the folder
     # that it is given to all users, so it gets one inside a folder that only this user can enter.
@@ -237,8 +235,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def _start_patiently(config: RunConfig, roles: Mapping[str, RoleConfig], folder: Path) -> None:
-    """Start or join Ray. A private one gets three tries: its own limit of 30 s is short for a busy machine, and cannot
-    be set."""
+    """Start or join Ray. A private one gets three tries: its own limit of 30 s is short for a busy machine."""
     for attempt in range(1, START_ATTEMPTS + 1):
         try:
             _start(config, roles, str(folder / f"r{attempt}"))
@@ -269,3 +266,19 @@ def _start(config: RunConfig, roles: Mapping[str, RoleConfig], folder: str) -> N
         _temp_dir=folder,
         _node_ip_address="127.0.0.1",
     )
+
+
+def profiles_folder(config: RunConfig) -> Path:
+    """Chrome traces of the ranks, for chrome://tracing or ui.perfetto.dev, and Ray's timeline. A profile that cannot be
+    written is reported in the log; training continues."""
+    return config.folder / "profiles"
+
+
+def write_ray_timeline(path: Path) -> None:
+    """Write Ray's timeline, which has all calls that the cluster has made so far."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        ray.timeline(str(path))
+        logger.info("wrote %s", path)
+    except Exception as error:  # Ray raises many types, and a timeline is not worth failing a run
+        logger.error("Ray's timeline %s was not written: %r", path, error)

@@ -115,11 +115,9 @@ class RoleActors:
 
 
 OTHER_ERRORS_S = 5.0
-"""How long to wait for the errors of other ranks after one has failed. When a rank dies, another rank may report a lost
-connection first, which does not explain the failure."""
+"""How long to wait for other ranks' errors: one that lost its connection may report before the one that died."""
 ADOPT_S = 30.0
-"""How long a rank may take to end the call of a dead controller. A rank whose partner never got that call waits longer,
-in a collective operation that cannot end: it is killed."""
+"""How long a rank may take to end the call of a dead controller. One that waits in a collective is killed then."""
 DEATHS = (RayActorError, NodeDiedError, ObjectLostError)
 """Errors that mean that a rank died. A large answer is lost if its node dies after the rank has answered."""
 END_S = 10.0
@@ -153,10 +151,8 @@ async def keep_spares(roles: Iterable[RoleGroup]) -> None:
 
 async def run_with_ranks(work: Awaitable[None], roles: Collection[RoleGroup], stopping: asyncio.Event) -> None:
     """Do the controller's work, with concurrent beats and spares. Then end the ranks, or let them wait for a successor
-    if the controller is to stop.
-
-    If the work fails because a rank fails that is still alive, for example with a broken CUDA context, the ranks end
-    too: they would fail every controller that adopts them. After any other error they wait for the next controller."""
+    if the controller is to stop. If a rank fails that is still alive, for example with a broken CUDA context, the ranks
+    end too: they would fail every controller that adopts them. After any other error they wait for the next one."""
     tasks = [asyncio.create_task(task) for task in (send_beats(roles), keep_spares(roles))]
     try:
         try:
@@ -171,10 +167,8 @@ async def run_with_ranks(work: Awaitable[None], roles: Collection[RoleGroup], st
 
 
 class RoleGroup:
-    """The actors of one role, rank by rank.
-
-    One set of actors is up at a time. With `learner.spare_ranks` there is a second one, whose processes are started but
-    have loaded no model: it replaces the first when one of its ranks dies."""
+    """The actors of one role, rank by rank. With `learner.spare_ranks` there is a second set, whose processes are
+    started but have loaded no model: it replaces the first when one of its ranks dies."""
 
     def __init__(self, source: RoleActors, timeout_s: float) -> None:
         self.source = source
@@ -211,11 +205,9 @@ class RoleGroup:
         self.is_up = True
 
     async def adopt(self) -> bool:
-        """Take the ranks that an earlier controller left. False if there are none, or if they are not fit for use:
-        one is dead or busy, or they were started with another config. Ranks that are not fit are killed.
-
-        From here on the ranks refuse the calls of every earlier controller. They may have trained further than the
-        newest checkpoint: restore it before they are used."""
+        """Take the ranks that an earlier controller left. False if there are none that are fit: those that are dead,
+        busy or of another config are killed. From here on the ranks refuse the calls of every earlier controller. They
+        may have trained further than the newest checkpoint: restore it before they are used."""
         if not self.source.can_be_adopted:
             return False  # `start` kills them
         for number, actors in self.source.find().items():
@@ -279,9 +271,8 @@ class RoleGroup:
             self._call(actor, "beat", lane=BEAT_LANE)
 
     async def end(self, *, await_successor: bool = False) -> None:
-        """End the ranks and free their resources, unless another controller has adopted them.
-
-        With `await_successor`, ranks that outlive their controller wait a short time for the next one."""
+        """End the ranks and free their resources, unless another controller has adopted them. With `await_successor`,
+        ranks that outlive their controller wait a short time for the next one."""
         if not self.actors and self.source.find():
             return  # this controller has adopted none of them
         waits = await_successor and self.source.outlive_controller

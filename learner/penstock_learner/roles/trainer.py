@@ -112,9 +112,8 @@ class TrainerRank(Rank):
         raise NotImplementedError
 
     def rehearse(self, part: RankShard, denominators: Denominators) -> None:
-        """Compile everything that a step runs, on a batch that is not trained. Collective.
-
-        Weights, the numbers of the optimizer and random numbers stay as they are."""
+        """Compile everything that a step runs, on a batch that is not trained. Collective. Weights, the numbers of the
+        optimizer and random numbers stay as they are."""
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             self.optimizer.zero_grad(set_to_none=True)
             self.run_passes(part, denominators)
@@ -127,7 +126,6 @@ class TrainerRank(Rank):
 
     def stage(self, folder: Path) -> None:
         """Copy this rank's shards to host memory and begin to write them. Collective. Training may then continue.
-
         Raises TrainingDiverged, on every rank, if a number is not finite: nothing is written then."""
         state = self._state()
         if name := self._first_nonfinite(state):
@@ -143,9 +141,8 @@ class TrainerRank(Rank):
         )
 
     def finish_saving(self) -> dict[str, FileRecord]:
-        """Wait until the shards are written, and return the names and checksums of this rank's files.
-
-        Called in a lane. The files count once the controller renames the folder."""
+        """Wait until the shards are written, and return the names and checksums of this rank's files. Called in a lane.
+        The files count once the controller renames the folder."""
         assert isinstance(self.saving, Future)
         with _one_line_errors(self.writer.path):
             self.saving.result()
@@ -157,9 +154,8 @@ class TrainerRank(Rank):
         return find_damage(checkpoint, files)
 
     def restore(self, folder: Path) -> None:
-        """Load shards written by any number of ranks. Collective. Raises CheckpointDamaged if one is not finite.
-
-        Waits for a checkpoint that is still being written: two at once would mix their collectives."""
+        """Load shards written by any number of ranks. Collective. Raises CheckpointDamaged if one is not finite. Waits
+        for a checkpoint that is still being written: two at once would mix their collectives."""
         if isinstance(saving := getattr(self, "saving", None), Future):
             saving.exception(self.config.learner.rank_timeout_s)
         state = self._state()
@@ -186,7 +182,7 @@ class TrainerRank(Rank):
 
 @contextmanager
 def _one_line_errors(folder: Path | str | PathLike[str]) -> Iterator[None]:
-    """Raise the first error of a rank in place of DCP's, which holds every rank's stack and is no Exception."""
+    """Raise the first error of a rank in place of DCP's, which holds every rank's stack and is not an Exception."""
     try:
         yield
     except CheckpointException as error:

@@ -27,10 +27,9 @@ async def rehearse(
     trained: Mapping[str, RoleGroup], access: RoleAccess, num_samples: int, max_tokens: int, vocabulary: int,
     is_needed: Callable[[], bool],
 ) -> int:  # fmt: skip
-    """Compile what a step runs on policy and critic, form by form. Returns the number of batches.
-
-    Forms with sequences beyond `max_tokens`, which no step will meet, are skipped. It ends early if `is_needed` says
-    no before a batch: there is something to train on. Weights, optimizers and random numbers stay as they are."""
+    """Compile what a step runs on policy and critic, form by form. Returns the number of batches. Forms with sequences
+    beyond `max_tokens` are skipped. It ends early if `is_needed` says no before a batch: there is something to train
+    on. Weights, optimizers and random numbers stay as they are."""
     algorithm = access.config.algorithm
     losses: dict[str, LossConfig | ValueLossConfig] = {"policy": algorithm.loss, "critic": algorithm.value_loss}
     done = 0

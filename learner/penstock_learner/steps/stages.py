@@ -27,8 +27,7 @@ from penstock_learner.algorithms.aggregation import Denominators, apply_mask, se
 from penstock_learner.algorithms.kl import kl_penalty, penalize_rewards
 from penstock_learner.batches.partition import unpermute
 from penstock_learner.batches.sequence_batch import REWARD_PART, SequenceBatch, token_ranges
-from penstock_learner.steps.context import BatchContext, StepContext
-from penstock_learner.steps.roles import Role, Roles, Update, gather_fields
+from penstock_learner.steps.roles import BatchContext, Role, Roles, StepContext, Update, gather_fields
 from penstock_learner.steps.step_result import listed
 
 logger = logging.getLogger(__name__)
@@ -39,7 +38,7 @@ def with_advantages(batch: SequenceBatch, config: AlgorithmConfig, kl_coefficien
     mask = torch.as_tensor(batch.loss_mask).bool()
     sequence_ids = torch.as_tensor(batch.sequence_ids)
     if batch.is_baseline is not None and not config.advantage.has_baseline:
-        # Another config left greedy samples in the groups. Without a trained token they are no members of them.
+        # Another config left greedy samples in the groups. Without a trained token they are not members of them.
         mask = mask & ~torch.as_tensor(batch.is_baseline)[sequence_ids]
     rewards = torch.as_tensor(batch.rewards)
     if config.overlong is not None:
@@ -165,10 +164,9 @@ def _tokens_of(batch: SequenceBatch, sequences: NDArray[np.int64]) -> NDArray[np
 
 
 async def update_policy(policy: Role, parts: Sequence[SequenceBatch], context: StepContext) -> list[Update]:
-    """One optimizer step of the policy for each part, one after another.
-
-    The parts need `advantages`, `old_log_probs` if the correction recomputes them and there is more than one update,
-    and `reference_log_probs` if the KL penalty is in the loss. The first part may lack `old_log_probs`, or have NaN."""
+    """One optimizer step of the policy for each part, one after another. The parts need `advantages`, `old_log_probs`
+    if the correction recomputes them and there is more than one update, and `reference_log_probs` if the KL penalty is
+    in the loss. The first part may lack `old_log_probs`, or have NaN."""
     _require("advantages", parts)
     if context.algorithm.correction.recomputes:
         _require("old_log_probs", parts[1:])

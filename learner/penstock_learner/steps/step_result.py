@@ -87,7 +87,6 @@ def flattened(result: StepResult, times: StepTimes, policy_version: int, in_flig
 
 def batch_metrics(batch: SequenceBatch, policy_version: int, lineage: Lineage | None = None) -> dict[str, float]:
     """Numbers about the data of a step. Staleness is in steps: the mean over tokens, and that of the oldest token.
-
     Reward spread within groups includes their baseline samples, and omits samples without a trained token, as
     advantages do. All other numbers are about the samples that train."""
     trained = batch.without_baselines()
@@ -142,10 +141,9 @@ def mean_rewards(groups: Sequence[Group], rewards: NDArray[np.float32]) -> dict[
 
 
 def reward_part_means(groups: Sequence[Group]) -> dict[str, float]:
-    """Mean of each part of the reward over the samples that have it, as `reward_part/NAME`.
-
-    Values that are not finite are skipped. So are names beyond the first MAX_REWARD_PARTS in the order of the
-    alphabet: a reward function could invent a name for every sample."""
+    """Mean of each part of the reward over the samples that have it, as `reward_part/NAME`. Values that are not finite
+    are skipped. So are names beyond the first MAX_REWARD_PARTS: a reward function could invent a name for every
+    sample."""
     values: dict[str, list[float]] = {}
     for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
         if not trajectory.is_baseline:
@@ -175,7 +173,6 @@ _RATES = {"policy": "learner.lr", "critic": "learner.critic.lr"}
 
 class SkippedSteps:
     """Counts the skipped steps in a row of each role. At the limit it saves the batch for inspection and ends the run.
-
     With a limit of 0 the run never ends for this reason."""
 
     def __init__(self, limit: int, folder: Path) -> None:
@@ -260,14 +257,13 @@ def metrics_of_updates(
 
 
 def update_metrics(updates: Sequence[Sequence[UpdateReport]], num_tokens: int) -> dict[str, float]:
-    """Numbers about the policy's updates of a step. `updates` has the reports of all ranks for each update.
-
-    All updates together trained `num_tokens` tokens."""
+    """Numbers about the policy's updates of a step, which trained `num_tokens` tokens, from all ranks' reports of
+    each."""
     reports = [report for ranks in updates for report in ranks]
     num_tokens = max(num_tokens, 1)
     statistics = reduce(add, [report.statistics for report in reports])
     correction = reduce(CorrectionStatistics.merge, [report.correction for report in reports])
-    # Only the first update counts: later ones start from weights that are no version.
+    # Only the first update counts: later ones start from weights that are not a version.
     mismatch = reduce(add, [report.mismatch for report in updates[0]])
     metrics = _optimizer_metrics(updates) | {
         "kl_reference": sum(report.kl for report in reports) / num_tokens,
@@ -290,9 +286,8 @@ def update_metrics(updates: Sequence[Sequence[UpdateReport]], num_tokens: int) -
 
 
 def router_metrics(updates: Sequence[Sequence[UpdateReport]]) -> dict[str, float]:
-    """Numbers about the experts of the policy's updates. Empty for a dense model.
-
-    The load of an expert is how often it was chosen, relative to the mean of its layer."""
+    """Numbers about the experts of the policy's updates. Empty for a dense model. The load of an expert is how often it
+    was chosen, relative to the mean of its layer."""
     reports = [report.routers for ranks in updates for report in ranks if report.routers is not None]
     if not reports:
         return {}

@@ -25,7 +25,7 @@ from penstock.v1 import weights_pb2
 from penstock.weights.deadline import Deadline
 from penstock.weights.delta import GAP_BYTES, HEADER, DeltaLayout
 from penstock.weights.manifest import item_bytes
-from penstock_learner.weights.senders.sender import Shipment
+from penstock_learner.weights.senders import Shipment
 from penstock_learner.weights.staging import StagedVersion, beside_training
 
 ITEMS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -39,9 +39,8 @@ LARGEST_GAPS = {gap_bytes: 2 ** (8 * gap_bytes) - 1 for gap_bytes in GAP_BYTES}
 
 
 def encode(base: torch.Tensor, bucket: torch.Tensor, item_bytes: int) -> torch.Tensor | None:
-    """Return the delta from `base` to `bucket`, on their device, or None if it is not smaller than the bucket.
-
-    Both are flat uint8 of the same size, a multiple of 8 bytes. On a GPU the kernels run on the current stream."""
+    """The delta from `base` to `bucket`, on their device, or None if it is not smaller. Both are flat uint8 of the same
+    size, a multiple of 8 bytes. On a GPU the kernels run on the current stream."""
     if bucket.is_cuda:
         return encode_with_torch(base, bucket, item_bytes)
     wire = encode_with_numpy(base.numpy(), bucket.numpy(), item_bytes)
@@ -110,8 +109,7 @@ def encode_with_numpy(base: NDArray[np.uint8], bucket: NDArray[np.uint8], item_b
 
 
 def _best_layout(num_gaps: int, num_bridges: Callable[[int], int], item_bytes: int) -> DeltaLayout:
-    """The smallest layout. `num_bridges` counts the items that are sent only because a gap is larger than its
-    argument."""
+    """The smallest layout. `num_bridges` counts the items that are sent only because a gap exceeds its argument."""
     layouts = [DeltaLayout(num_gaps + num_bridges(LARGEST_GAPS[n]), n, item_bytes) for n in GAP_BYTES]
     return min(layouts, key=lambda layout: layout.num_bytes)
 
@@ -133,10 +131,9 @@ NUM_TRIED = 3
 
 
 def delta_shipment(staged: StagedVersion, base: StagedVersion, deadline: Deadline) -> Shipment:
-    """Send each bucket as a delta on `base`, or whole if the delta is not smaller.
-
-    Buckets are encoded as soon as they are staged, where they are: on the GPU, or in host memory. Whatever hinders
-    that, such as a lack of memory, is logged, and the buckets are sent whole."""
+    """Send each bucket as a delta on `base`, or whole if the delta is not smaller. Buckets are encoded as soon as they
+    are staged, where they are. Whatever hinders that, such as a lack of memory, is logged, and the buckets are sent
+    whole."""
     if base is staged or not base.is_sealed or not _has_same_layout(base.manifest, staged.manifest):
         return Shipment(staged.manifest, staged)
     manifest = weights_pb2.WeightManifest()
@@ -179,8 +176,7 @@ def _has_same_layout(base: weights_pb2.WeightManifest, manifest: weights_pb2.Wei
 
 
 DELTA_TRANSPORTS = ("nccl", "gloo")
-"""Transports by which `auto` sends deltas. The others copy inside one machine, faster than a delta can be made, or
-write a file that late servers read too."""
+"""Transports by which `auto` sends deltas. The others copy inside one machine, or write a file for late servers too."""
 NUM_REMEMBERED = 3
 RETRY_AFTER = 50
 """After so many times the seconds of the slower kind, it is tried again. So trying costs 2 % of the time."""
@@ -199,11 +195,9 @@ class _Seconds:
 
 class DeltaChoice:
     """Compares the seconds of pushes with a delta, from its encoding to the last commit, with those of whole buckets.
-
     The first push to a set of members is not counted, because connections are made in it. Then each kind is tried once,
-    the delta first, and the faster one is used. The other one is tried again from time to time, because the share of
-    weights that a step changes is not constant. Pushes whose delta turned out larger than the buckets count as deltas:
-    the comparison was made in vain."""
+    the delta first, and the faster one is used. The other is tried again from time to time, because the share of
+    weights that a step changes is not constant. A delta that turned out larger than the buckets counts as a delta."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, _Seconds] = {}

@@ -61,8 +61,7 @@ class _Unit:
 
 
 class PushedWeights:
-    """The weights of a model as a push sends them. Made once, when the model has its adapter: finding out names and
-    places takes longer than gathering."""
+    """The weights of a model as a push sends them. Made once: finding names and places takes longer than gathering."""
 
     def __init__(self, model: CausalLM) -> None:
         self._lm = model.lm
@@ -74,11 +73,10 @@ class PushedWeights:
         biases. Engines keep them in float32, and rounding them would change which experts are chosen."""
 
     def gathered(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight, unsharded. This is a collective: all ranks must iterate together.
-
-        A tensor is valid until the next one is requested. When the first tensor of a layer is yielded, the layer's
-        gather has finished on this rank's stream. Layers are gathered in the type in which the model computes; `dtype`
-        names it for the weights outside of layers, which otherwise keep the type of their shards."""
+        """Yield every weight, unsharded. This is a collective: all ranks must iterate together. A tensor is valid until
+        the next one is requested. When the first tensor of a layer is yielded, the layer's gather has finished on this
+        rank's stream. Layers are gathered in the type in which the model computes; `dtype` names it for the weights
+        outside of layers, which otherwise keep the type of their shards."""
         for unit in self._units:
             if not isinstance(unit.sharded, FSDPModule):
                 yield from self._published(unit, unit.tensors)

@@ -12,31 +12,41 @@ collective has a deadline. Sending, hashing and the commit share one: each gets 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 
+import grpc
 import torch
 
 from penstock.config.run import RunConfig
 from penstock.errors import TrainingDiverged, WeightPushFailed
 from penstock.machine import raise_file_limit
-from penstock.v1 import weights_pb2
+from penstock.v1 import weights_pb2, weights_pb2_grpc
 from penstock.weights.checksums import weights_digest
+from penstock.weights.cluster_key import ClusterKey
 from penstock.weights.cuda import libraries
 from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import TensorShape, build_manifest, wire_sizes
 from penstock.weights.transports import has_cupy, host_id
 from penstock_learner.model.torch_settings import DTYPES
 from penstock_learner.weights.deltas import DeltaChoice, delta_shipment
-from penstock_learner.weights.member_calls import MemberCalls
-from penstock_learner.weights.memory import MemoryKind, MemoryPool, device_uuid
 from penstock_learner.weights.push import PushReport, PushTarget, num_ranks
-from penstock_learner.weights.senders.choice import PublisherPlace, choose_transport, make_sender, why_unable
-from penstock_learner.weights.senders.sender import Sender, Shipment, SnapshotSender, write_snapshot_folder
-from penstock_learner.weights.staging import StagedVersion, checksum_name
+from penstock_learner.weights.senders import (
+    PublisherPlace,
+    Sender,
+    Shipment,
+    SnapshotSender,
+    choose_transport,
+    make_sender,
+    why_unable,
+    write_snapshot_folder,
+)
+from penstock_learner.weights.staging import MemoryKind, MemoryPool, StagedVersion, checksum_name, device_uuid
 
 logger = logging.getLogger(__name__)
 SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -45,10 +55,9 @@ NO_DELTA_TRANSPORTS = ("shm", "snapshot")
 
 
 class WeightPublisher:
-    """Holds the version that is being gathered, and the versions that are being pushed or were pushed last.
-
-    The training thread calls `begin` and StagedVersion.put. Each lane has one thread that calls `push`, and lanes push
-    at the same time. The caller of `begin` names the versions that lanes still need."""
+    """Holds the version that is being gathered, and the versions that are being pushed or were pushed last. The
+    training thread calls `begin` and StagedVersion.put. Each lane has one thread that calls `push`, and lanes push at
+    the same time. The caller of `begin` names the versions that lanes still need."""
 
     def __init__(self, config: RunConfig, host: str, device: torch.device | None = None) -> None:
         raise_file_limit()  # a push by gloo has two connections for each server
@@ -81,9 +90,8 @@ class WeightPublisher:
         adapter_scale: float | None = None,
         exact: Collection[str] = (),
     ) -> StagedVersion:
-        """Allocate the buckets of a new version. Drops every other version except those in `keep`.
-
-        Tensors are sent in `model.dtype`, and those that `exact` names in float32."""
+        """Allocate the buckets of a new version. Drops every other version except those in `keep`. Tensors are sent in
+        `model.dtype`, and those that `exact` names in float32."""
         weights = self.config.weights
         dtype = SAFETENSORS_NAMES[DTYPES[self.config.model.dtype]]
         tensors = [TensorShape(name, "F32" if name in exact else dtype, shape) for name, shape in shapes]
@@ -132,11 +140,10 @@ class WeightPublisher:
         base_version: int | None = None,
         lane: str = "push",
     ) -> PushReport:
-        """Push a staged version to as many targets as can take it. Does not raise if members fail.
-
-        A version that is not finite is pushed to no one. `base_version` is the version that all targets serve. Only the
-        first attempt may send a delta on it: members apply a delta to the base itself, so after an attempt that failed
-        they may not have the base any more."""
+        """Push a staged version to as many targets as can take it. Does not raise if members fail. A version that is
+        not finite is pushed to no one. Only the first attempt may send a delta on `base_version`, which all targets
+        serve: members apply a delta to the base itself, so after an attempt that failed they may not have it any
+        more."""
         self._deadline("staging").wait_for(self._begun, lambda: policy_version in self.staged)
         staged = self.staged[policy_version]
         base = None if base_version is None else self.staged.get(base_version)
@@ -220,9 +227,8 @@ class WeightPublisher:
 
     @property
     def _memory_kind(self) -> MemoryKind:
-        """Where to stage buckets: as configured, else on the GPU if the transport can use it, else on the host.
-
-        Host memory is shared if `shm` may be used."""
+        """Where to stage buckets: as configured, else on the GPU if the transport can use it, else on the host, in
+        shared memory if `shm` may be used."""
         weights = self.config.weights
         on_device = self.device.type == "cuda" and weights.transport in ("auto", "nccl", "cuda_ipc")
         if weights.staging == "device" or (weights.staging == "auto" and on_device):
@@ -243,16 +249,15 @@ def attempt(
     report: PushReport,
 ) -> dict[str, str]:
     """Try once to bring a shipment to a fixed set of members. Returns the members that must leave, with the reason.
-
     `timeout_s` is the deadline from the first bucket to the last commit. The durations, and after a commit the results,
-    are added to `report`. If a phase before the commit fails, no member has committed. That is also so if it raises:
-    BaseMissing, or TrainingDiverged because the version turns out not to be finite."""
+    are added to `report`. If a phase before the commit fails, or raises BaseMissing or TrainingDiverged (the version is
+    not finite), no member has committed."""
     manifest, staged = shipment.manifest, shipment.staged
 
-    def abort(told: Sequence[PushTarget], reason: str) -> dict[str, str]:
+    def abort(targets: Sequence[PushTarget], reason: str) -> dict[str, str]:
         """Tell members to drop the stage. Returns those that do not answer, which may still read the buckets."""
         silent = calls.abort(
-            told, weights_pb2.AbortRequest(policy_version=manifest.policy_version, reason=reason, term=manifest.term)
+            targets, weights_pb2.AbortRequest(policy_version=manifest.policy_version, reason=reason, term=manifest.term)
         )
         if silent:
             staged.memory.is_reusable = False
@@ -330,3 +335,106 @@ def _announcements(
         )  # fmt: skip
         rank += len(member.devices)
     return requests
+
+
+MAX_MESSAGE_BYTES = 64 * 2**20
+"""Large enough for the manifests of models with many thousand tensors."""
+PING_MS, SILENCE_MS = 1000, 4000
+"""A member that answers no ping, or no connection attempt, for SILENCE_MS is unreachable. Its calls fail then, however
+long their deadline is. The member's network thread answers pings, so a busy member is not silent."""
+CLOSE_TIMEOUT_S = 10.0
+
+_Answered = tuple[dict[str, Any], dict[str, str]]
+"""The answers, and one line for each member that failed, by the server's id."""
+
+
+class MemberCalls:
+    """Keeps one channel per address. A failed call does not raise: its member gets one line that says what failed. Any
+    thread may call, and several may at the same time. `close` ends the thread of the channels."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config.weights
+        self.key = ClusterKey.of(config)
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._opening = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def announce(
+        self, members: Sequence[PushTarget], requests: Sequence[weights_pb2.AnnounceRequest]
+    ) -> tuple[dict[str, weights_pb2.AnnounceResponse], dict[str, str]]:
+        return self._call_all("Announce", members, requests, self.config.ready_timeout_s)
+
+    def commit(
+        self, members: Sequence[PushTarget], request: weights_pb2.CommitRequest
+    ) -> tuple[dict[str, weights_pb2.CommitResponse], dict[str, str]]:
+        return self._call_all("Commit", members, [request] * len(members), request.deadline_s)
+
+    def abort(self, members: Sequence[PushTarget], request: weights_pb2.AbortRequest) -> dict[str, str]:
+        """Return the members that did not answer."""
+        return self._call_all("Abort", members, [request] * len(members), self.config.ready_timeout_s)[1]
+
+    def close(self) -> None:
+        """Close the channels. A later call opens them again."""
+        with self._opening:
+            loop, self._loop = self._loop, None
+        if loop is not None:
+            asyncio.run_coroutine_threadsafe(self._close_channels(), loop).result(CLOSE_TIMEOUT_S)
+            loop.call_soon_threadsafe(loop.stop)
+
+    def _call_all(
+        self, method: str, members: Sequence[PushTarget], requests: Sequence[Any], timeout_s: float
+    ) -> _Answered:
+        """Start all calls in the thread of the channels, and wait for each until its own deadline."""
+
+        async def call_all() -> _Answered:
+            metadata = self.key.metadata()
+            calls = [
+                getattr(self._stub(member), method)(request, timeout=timeout_s, metadata=metadata)
+                for member, request in zip(members, requests, strict=True)
+            ]
+            answers: dict[str, Any] = {}
+            failures: dict[str, str] = {}
+            for member, call in zip(members, calls, strict=True):
+                try:
+                    answers[member.server_id] = await call
+                except grpc.aio.AioRpcError as error:
+                    failures[member.server_id] = f"{method.lower()}: {error.code().name}: {error.details()}"
+            return answers, failures
+
+        return asyncio.run_coroutine_threadsafe(call_all(), self._open()).result()
+
+    def _stub(self, member: PushTarget) -> Any:
+        if member.address not in self._channels:
+            self._channels[member.address] = grpc.aio.insecure_channel(member.address, options=_channel_options())
+        return weights_pb2_grpc.WeightMemberServiceStub(self._channels[member.address])
+
+    def _open(self) -> asyncio.AbstractEventLoop:
+        with self._opening:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=_run_loop, args=(self._loop,), name="member-calls", daemon=True).start()
+            return self._loop
+
+    async def _close_channels(self) -> None:
+        channels, self._channels = self._channels, {}
+        await asyncio.gather(*(channel.close() for channel in channels.values()))
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    loop.run_forever()
+    loop.close()
+
+
+def _channel_options() -> list[tuple[str, int]]:
+    return [
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.keepalive_time_ms", PING_MS),
+        ("grpc.keepalive_timeout_ms", SILENCE_MS),
+        ("grpc.http2.ping_timeout_ms", SILENCE_MS),
+        ("grpc.http2.max_pings_without_data", 0),
+        # The first is also the deadline of a connection attempt. The others let a member that is back be reached soon.
+        ("grpc.min_reconnect_backoff_ms", SILENCE_MS),
+        ("grpc.initial_reconnect_backoff_ms", PING_MS),
+        ("grpc.max_reconnect_backoff_ms", PING_MS),
+    ]

@@ -41,8 +41,7 @@ class PushReport:
     failed: dict[str, str] = field(default_factory=dict)
     """Servers to evict, each with the reason."""
     superseded: list[str] = field(default_factory=list)
-    """Servers that were skipped, because the push had to start again and a newer version was already staged. In this
-    case no server has committed the version."""
+    """Servers that were skipped, because the push had to start again and a newer version was staged. None committed."""
     nonfinite: str = ""
     """Name of a tensor that is not finite. In this case no server has committed the version."""
     seconds: dict[str, float] = field(default_factory=dict)

@@ -3,38 +3,45 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
+import logging
+import mmap
+import os
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import cache
 from itertools import groupby
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 import xxhash
 from numpy.typing import NDArray
 
-from penstock.errors import TrainingDiverged
+from penstock.errors import TrainingDiverged, first_line_of
 from penstock.v1 import weights_pb2
 from penstock.weights.checksums import CHECKSUM_PIECE_BYTES, MIX64, XXH3_PIECES, combined_digests, piece_digest
+from penstock.weights.cuda import libraries
+from penstock.weights.cuda.ipc import BUCKET_ALIGNMENT, HEADER, identity
+from penstock.weights.cuda.stream import DeviceAllocation, DeviceStream
 from penstock.weights.deadline import Deadline
+from penstock.weights.manifest import bucket_offsets
+from penstock.weights.transports import SEALS, has_cupy, header_bytes, make_header
 from penstock_learner.model.tensors import first_nonfinite, is_finite
-from penstock_learner.weights.memory import BucketMemory
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 COPY_BYTES = 2**18
 """Size of the parts in which a weight is copied. A part that the same thread hashes is still in its cache."""
 NUM_HASHING_THREADS = 2
-"""Threads that help the training thread to hash, if there are cores for them. On many ARM processors hashing is slower
-than copying."""
+"""Threads that help the training thread to hash, which on many ARM processors is slower than copying."""
 
 
 class StagedVersion:
-    """The buckets of one version: first filling, then complete, then sealed, or refused if a number is not finite.
-
-    Call `put` in the manifest's order. A bucket may be sent as soon as its last tensor was put."""
+    """The buckets of one version: first filling, then complete, then sealed, or refused if a number is not finite. Call
+    `put` in the manifest's order. A bucket may be sent as soon as its last tensor was put."""
 
     def __init__(self, manifest: weights_pb2.WeightManifest, memory: BucketMemory) -> None:
         self.manifest = manifest
@@ -111,10 +118,8 @@ class StagedVersion:
             raise TrainingDiverged(f"version {self.policy_version} is not finite: {self.nonfinite}")
 
     def _finish_bucket(self, index: int) -> None:
-        """Leave a bucket whose last tensor was put to the checking thread.
-
-        Weights that the GPU copies within its own memory may change again at once: kernels that are enqueued from now
-        on run after the copies."""
+        """Leave a bucket whose last tensor was put to the checking thread. Weights that the GPU copies within its own
+        memory may change again at once: kernels that are enqueued from now on run after the copies."""
         assert index == self._num_put, "weights must come in the manifest's order"
         self._num_put += 1
         bucket = self.memory.buckets[index]
@@ -134,10 +139,8 @@ class StagedVersion:
             self._pieces.close()
 
     def _check_and_hash(self, index: int, digests: list[Future[bytes]], copied: torch.cuda.Event | None) -> str:
-        """Return the checksum of a bucket, and refuse the version if a number in it is not finite.
-
-        Runs in the checking thread, while the training thread fills the next bucket. `copied` happens when the GPU has
-        filled the bucket."""
+        """Return the checksum of a bucket, and refuse the version if a number in it is not finite. Runs in the checking
+        thread, while the training thread fills the next bucket. `copied` happens when the GPU has filled this one."""
         bucket = self.memory.buckets[index]
         if not bucket.is_cpu:
             self._wait_filled(copied)
@@ -182,10 +185,9 @@ def _view(bucket: torch.Tensor, specs: Sequence[weights_pb2.TensorSpec]) -> torc
 
 
 class PieceHashing:
-    """Hashes a bucket piece by piece as it is filled, for the checksum xxh3_pieces.
-
-    A piece is left to a hashing thread if one is idle. Otherwise the training thread hashes it, in parts that it has
-    just copied. So idle cores help, and without any nothing is read twice from memory."""
+    """Hashes a bucket piece by piece as it is filled, for the checksum xxh3_pieces. An idle hashing thread gets a
+    piece; otherwise the training thread hashes it, in parts that it has just copied. So idle cores help, and without
+    any nothing is read twice from memory."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(NUM_HASHING_THREADS, thread_name_prefix="hash")
@@ -290,3 +292,187 @@ def staged_checksum(bucket: torch.Tensor, digests: list[Future[bytes]]) -> str:
 
         return device_mix64(bucket.data_ptr(), bucket.numel(), bucket.get_device())
     return combined_digests([digest.result() for digest in digests])
+
+
+logger = logging.getLogger(__name__)
+MemoryKind = Literal["host", "shared", "device"]
+
+
+class BucketMemory(Protocol):
+    """Holds the buckets of one version at a time."""
+
+    kind: MemoryKind
+    sizes: list[int]
+    buckets: list[torch.Tensor]
+    is_reusable: bool
+    """False if a member may still be reading the buckets. Their bytes must then not change."""
+
+    def clear(self) -> None:
+        """Called before the first byte of a version is written."""
+        ...
+
+    def seal(self, manifest: weights_pb2.WeightManifest, checksums: Sequence[str]) -> None:
+        """Called when every byte is written and hashed."""
+        ...
+
+
+class HostBuckets:
+    """Plain host memory, pinned if there is a GPU."""
+
+    kind: MemoryKind = "host"
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.sizes = list(sizes)
+        self.buckets = [torch.zeros(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available()) for size in sizes]
+        self.is_reusable = True
+
+    def clear(self) -> None:
+        pass
+
+    def seal(self, manifest: weights_pb2.WeightManifest, checksums: Sequence[str]) -> None:
+        pass
+
+
+class SharedBuckets:
+    """One anonymous file in memory, which members on the same host map by its `path`. Kernel seals prevent every other
+    process from writing to it. The header names a version only while the buckets hold all of it. The pages live until
+    the last mapping is gone, even if the publisher has died. If there is a GPU, they are pinned, because nccl copies
+    from them too."""
+
+    kind: MemoryKind = "shared"
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.sizes = list(sizes)
+        self.is_reusable = True
+        offsets = bucket_offsets(sizes, mmap.PAGESIZE)
+        self._header = slice(offsets[-1], offsets[-1] + header_bytes(len(sizes)))
+        self._fd = os.memfd_create("penstock-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self._fd, self._header.stop)
+        self._mapping = mmap.mmap(self._fd, self._header.stop)
+        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, SEALS)
+        self.buckets = [
+            torch.frombuffer(self._mapping, dtype=torch.uint8, count=size, offset=offset)
+            for offset, size in zip(offsets, sizes, strict=False)
+        ]
+        self._pinned = pin(self.buckets[0].data_ptr(), offsets[-1]) if self.buckets else 0
+
+    @property
+    def path(self) -> str:
+        """A path that processes of the same user and pid namespace can open."""
+        return f"/proc/{os.getpid()}/fd/{self._fd}"
+
+    def clear(self) -> None:
+        self._write_header(b"")
+
+    def seal(self, manifest: weights_pb2.WeightManifest, checksums: Sequence[str]) -> None:
+        self._write_header(make_header(manifest, checksums))
+
+    def _write_header(self, header: bytes) -> None:
+        num_bytes = self._header.stop - self._header.start
+        self._mapping[self._header] = header.ljust(num_bytes, b"\0")
+
+    def __del__(self) -> None:
+        if getattr(self, "_pinned", 0) and not sys.is_finalizing():
+            libraries.runtime().hostUnregister(self._pinned)
+        os.close(self._fd)
+
+
+def pin(pointer: int, num_bytes: int) -> int:
+    """Pin pages, so that a GPU copies from them at full speed. Returns the pointer, or 0 if they stay as they are."""
+    if not (has_cupy() and torch.cuda.is_available()):
+        return 0
+    try:
+        libraries.runtime().hostRegister(pointer, num_bytes, 0)
+    except RuntimeError as error:
+        logger.warning("the buckets stay unpinned, so nccl copies them more slowly: %s", first_line_of(error))
+        return 0
+    return pointer
+
+
+class DeviceBuckets:
+    """Buckets in GPU memory that other processes on the same GPU can map: one allocation with the layout of
+    penstock/weights/cuda/ipc.py. The buckets are views, so they must not outlive this object."""
+
+    kind: MemoryKind = "device"
+
+    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
+        self.device = torch.device(device.type, device_index(device))
+        self.sizes = list(sizes)
+        self.is_reusable = True
+        self.offsets = bucket_offsets(sizes, BUCKET_ALIGNMENT)
+        self.allocation = DeviceAllocation(self.offsets[-1] + HEADER.size, device_index(device))
+        self.buckets = [
+            bytes_at(self.allocation.pointer + offset, size, self.device)
+            for offset, size in zip(self.offsets, sizes, strict=False)
+        ]
+
+    def clear(self) -> None:
+        """Zero everything. A member that still reads the header must not take the new bytes for the old version's."""
+        self.allocation.clear()
+
+    def seal(self, manifest: weights_pb2.WeightManifest, checksums: Sequence[str]) -> None:
+        self.mark_ready(manifest, len(self.buckets))
+
+    def mark_ready(self, manifest: weights_pb2.WeightManifest, num_ready: int) -> None:
+        """Tell members that the first `num_ready` buckets hold the manifest's version and may be copied."""
+        header = np.frombuffer(HEADER.pack(identity(manifest), num_ready), dtype=np.uint8)
+        with closing(DeviceStream(self.allocation.device_index)) as stream:
+            stream.copy(self.allocation.pointer + self.offsets[-1], header.ctypes.data, HEADER.size)
+            stream.synchronize()
+
+
+def device_index(device: torch.device) -> int:
+    return device.index if device.index is not None else 0
+
+
+def device_uuid(device: torch.device) -> str:
+    """Return `cpu`, or the UUID of the GPU. Rollout servers name their devices in the same way."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else device.type
+
+
+def bytes_at(pointer: int, num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Return a view of GPU memory. The tensor does not own the memory."""
+    return torch.as_tensor(_Bytes(pointer, num_bytes), device=device)
+
+
+class _Bytes:
+    """The CUDA array interface, by which torch wraps memory that it did not allocate."""
+
+    def __init__(self, pointer: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (pointer, False),
+            "version": 3,
+            "strides": None,
+            "stream": None,
+        }
+
+
+class MemoryPool:
+    """Reuses bucket memory, so that the publisher's memory stays the same over many pushes. Copying into pages that
+    were used before is several times faster."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._free: list[BucketMemory] = []
+
+    def take(self, kind: MemoryKind, sizes: Sequence[int]) -> BucketMemory:
+        """Return cleared memory with this layout. Free memory with another layout is released."""
+        fitting = [memory for memory in self._free if memory.kind == kind and memory.sizes == list(sizes)]
+        self._free = fitting[1:]
+        memory = fitting[0] if fitting else self._make(kind, sizes)
+        memory.clear()
+        return memory
+
+    def give_back(self, memory: BucketMemory) -> None:
+        """Keep the memory for a later version, unless a member may still read it. GPU memory is always kept: members
+        verify their copy, so they notice if it is overwritten, and freeing it would wait for everything that runs on
+        the GPU, including a transfer that hangs."""
+        if memory.is_reusable or memory.kind == "device":
+            self._free.append(memory)
+
+    def _make(self, kind: MemoryKind, sizes: Sequence[int]) -> BucketMemory:
+        if kind == "device":
+            return DeviceBuckets(sizes, self.device)
+        return SharedBuckets(sizes) if kind == "shared" else HostBuckets(sizes)

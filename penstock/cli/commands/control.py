@@ -1,16 +1,17 @@
-"""Commands that show and change a run through its gateway: `penstock runs`, `servers` and `policies`."""
+"""Commands that show and change a run through its gateway: `penstock runs`, `servers` and `policies`.
+
+Each is a table of actions. An action is a call of the client and what prints its answer.
+"""
 
 from __future__ import annotations
 
-import argparse
-import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from penstock.cli.connection import add_gateway_arguments, open_client
-from penstock.cli.output import to_json
-from penstock.cli.parser import Parser, RawHelpFormatter
+from penstock.cli.output import print_table, to_json
+from penstock.cli.parser import Parser, RawHelpFormatter, whole_number
 from penstock.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -25,188 +26,44 @@ _STEP_METRICS = {
     "reward_mean": "reward", "staleness_mean": "staleness", "loss": "loss", "tokens_per_second": "tokens/s",
 }  # fmt: skip
 _NOT_COMPARED = ("time", "step", "policy_version")
-"""Metrics that the first line of a comparison says better."""
+"""Metrics that the first line of a comparison has already."""
 
-_RUN_ACTIONS = """\
-penstock runs                         show one run: its state, step and version
-penstock runs list                    show all runs
-penstock runs pause                   stop leasing prompts
-penstock runs resume                  lease prompts again
-penstock runs stop                    end the learner after its current step, with a checkpoint
-penstock runs metrics                 show the metrics of the newest steps
-"""
-_POLICY_ACTIONS = """\
-penstock policies                     the newest versions
-penstock policies diff 3 latest       what changed between two; `latest` is the newest, in every action
-penstock policies promote 7           mark a version as meant for use
-penstock policies rollback 3          hold every rollout server at a version, from its snapshot
-penstock policies release             end the roll back
-penstock policies retire 2            never use a version again
-penstock policies pin 3 NAME          serve the key, session or evaluation NAME with this version only, or keep the
-                                      rollout server NAME at it
-penstock policies unpin NAME          remove a pin
-"""
-_POLICY_WORDS = {
-    "list": (), "diff": ("VERSION", "VERSION"), "promote": ("VERSION",), "rollback": ("VERSION",), "release": (),
-    "retire": ("VERSION",), "pin": ("VERSION", "NAME"), "unpin": ("NAME",),
-}  # fmt: skip
-"""Actions, and the words that each takes."""
+Action = tuple[str, Callable[..., Any], Callable[[Any], None]]
+"""The help, the call with the client, the words and the limit, and what prints its answer."""
 
 
-# ── runs ──
-
-
-def runs(argv: Sequence[str]) -> int:
+def _run(argv: Sequence[str], prog: str, description: str, actions: Mapping[str, Action], limit_help: str = "") -> int:
+    """Run one of the actions, whose keys have the words that they take: `pin VERSION NAME`. The first is the default.
+    A VERSION becomes a number before the call."""
+    width = max(map(len, actions)) + len(prog) + 3
     parser = Parser(
-        prog="penstock runs",
-        description="Show, list, pause, resume and stop runs.",
-        epilog=_RUN_ACTIONS,
+        prog=prog,
+        description=description,
+        epilog="\n".join(f"{f'{prog} {usage}':<{width}}{text}" for usage, (text, _, _) in actions.items()),
         formatter_class=RawHelpFormatter,
     )
-    actions = ("show", "list", "metrics", "pause", "resume", "stop")
-    parser.add_argument("action", nargs="?", default="show", choices=actions)
-    add_gateway_arguments(parser)
+    usages = {usage.split()[0]: usage for usage in actions}
     parser.add_argument(
-        "--limit", type=int, default=20, metavar="N", help="show the metrics of N steps (default: %(default)s)"
+        "action", nargs="?", default=next(iter(usages)), choices=usages, help="see below (default: %(default)s)"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    args = parser.parse_args(argv)
-    with open_client(args, DEADLINE_S) as client:
-        if args.action == "metrics":
-            steps = client.metrics(args.limit)
-            print(to_json(steps)) if args.json else _print_metrics(steps)
-        elif args.action == "list":
-            found = client.runs()
-            print(to_json(found) if args.json else "\n".join(map(_run_line, found)))
-        else:
-            changes = {"pause": client.pause_run, "resume": client.resume_run, "stop": client.stop_run}
-            run = changes.get(args.action, client.get_run)()
-            print(to_json(run) if args.json else _run_line(run))
-    return 0
-
-
-def _run_line(run: Run) -> str:
-    held = "" if run.held_version is None else f", servers held at version {run.held_version}"
-    detail = f": {run.detail}" if run.detail else ""
-    return f"run {run.run} is {run.state.lower()} at step {run.step}, version {run.policy_version}{held}{detail}"
-
-
-def _print_metrics(steps: Sequence[StepMetrics]) -> None:
-    from rich.console import Console
-
-    from penstock.diagnosis.terminal import plain_table
-
-    if not steps:
-        Console().print("no step yet")
-        return
-    columns = ("step", "version", *_STEP_METRICS.values())
-    table = plain_table(*columns, right=columns)
-    for step in steps:
-        values = (step.metrics.get(name) for name in _STEP_METRICS)
-        table.add_row(str(step.step), str(step.policy_version), *map(_number, values))
-    Console().print(table)
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value + 0.0:.4g}"  # no -0
-
-
-# ── servers ──
-
-
-def servers(argv: Sequence[str]) -> int:
-    parser = Parser(
-        prog="penstock servers",
-        description="List, drain and undrain rollout servers. A drained server leases no prompts.",
-    )
-    parser.add_argument("action", nargs="?", default="list", choices=("list", "drain", "undrain"))
-    parser.add_argument("server_id", nargs="?", help="server to drain or undrain")
+    parser.add_argument("words", nargs="*", metavar="WORD", help="what the action takes")
     add_gateway_arguments(parser)
+    if limit_help:
+        parser.add_argument("--limit", type=whole_number(1, MAX_LIMIT), default=20, metavar="N", help=limit_help)
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
-    if (args.action == "list") == bool(args.server_id):
-        raise InvalidInput("server_id", "`drain` and `undrain` need a server id, and `list` takes none")
+    wanted = usages[args.action].split()[1:]
+    if len(args.words) != len(wanted):
+        missing = "which is missing" if len(wanted) == 1 else "not none"
+        given = f"not {' '.join(args.words)!r}" if args.words else missing
+        parser.error(f"{args.action} takes {' '.join(wanted) or 'no word'}, {given}; see `{prog} --help`")
+    _, call, show = actions[usages[args.action]]
     with open_client(args, DEADLINE_S) as client:
-        if args.action == "list":
-            found = client.servers()
-        else:
-            change = client.drain_server if args.action == "drain" else client.undrain_server
-            found = [change(args.server_id)]
-    print(to_json(found)) if args.json else _print_servers(found)
+        kinds = zip(wanted, args.words, strict=True)
+        words = [_version(client, word) if kind == "VERSION" else word for kind, word in kinds]
+        answer = call(client, words, getattr(args, "limit", 0))
+    print(to_json(answer)) if args.json else show(answer)
     return 0
-
-
-def _print_servers(found: Sequence[Server]) -> None:
-    from rich.console import Console
-
-    from penstock.diagnosis.terminal import ADDRESS_COLUMNS, server_alarms, server_table
-
-    console = Console()
-    if not found:
-        console.print("no rollout server has joined; see `penstock status`")
-        return
-    console.print(server_table(found, ADDRESS_COLUMNS))
-    for line in server_alarms(found):
-        console.print(line)
-
-
-# ── policies ──
-
-
-def policies(argv: Sequence[str]) -> int:
-    parser = Parser(
-        prog="penstock policies",
-        description="List the policy versions of a run, or change one.",
-        epilog=_POLICY_ACTIONS,
-        formatter_class=RawHelpFormatter,
-    )
-    parser.add_argument("action", nargs="?", default="list", choices=_POLICY_WORDS, help="(default: %(default)s)")
-    parser.add_argument("words", nargs="*", metavar="VERSION | NAME", help="see the actions below")
-    add_gateway_arguments(parser)
-    parser.add_argument(
-        "--limit", type=int, default=20, metavar="N", help="list at most N versions (default: %(default)s)"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    args = parser.parse_args(argv)
-    if not 1 <= args.limit <= MAX_LIMIT:
-        raise InvalidInput("--limit", f"must be between 1 and {MAX_LIMIT}")
-    if len(args.words) != len(wanted := _POLICY_WORDS[args.action]):
-        given = (
-            f"not {' '.join(args.words)!r}" if args.words else "which is missing" if len(wanted) == 1 else "not none"
-        )
-        parser.error(f"{args.action} takes {' '.join(wanted) or 'no word'}, {given}; see `penstock policies --help`")
-    with open_client(args, DEADLINE_S) as client:
-        _act(client, args)
-    return 0
-
-
-def _act(client: SyncPenstockClient, args: argparse.Namespace) -> None:
-    words = args.words
-    if args.action == "list":
-        found = client.policies(page_size=args.limit).policies
-        print(to_json(found)) if args.json else print_policies(found)
-    elif args.action == "diff":
-        comparison = client.compare_policies(_version(client, words[0]), _version(client, words[1]))
-        print(to_json(comparison)) if args.json else _print_comparison(comparison)
-    elif args.action == "unpin":
-        was_pinned = client.unpin_policy(words[0])
-        text = "unpinned" if was_pinned else "was not pinned"
-        print(json.dumps({"was_pinned": was_pinned}) if args.json else text)
-    else:
-        policy = _change(client, args.action, words)
-        print(to_json(policy)) if args.json else print_policies([policy])
-
-
-def _change(client: SyncPenstockClient, action: str, words: Sequence[str]) -> Policy:
-    if action == "release":
-        return client.release_policy()
-    version = _version(client, words[0])
-    if action == "pin":
-        return client.pin_policy(words[1], version)
-    changes = {
-        "promote": client.promote_policy, "rollback": client.roll_back_policy, "retire": client.retire_policy,
-    }  # fmt: skip
-    return changes[action](version)
 
 
 def _version(client: SyncPenstockClient, word: str) -> int:
@@ -217,49 +74,115 @@ def _version(client: SyncPenstockClient, word: str) -> int:
     return int(word)
 
 
-def _print_comparison(comparison: PolicyComparison) -> None:
+# ── runs ──
+
+
+def runs(argv: Sequence[str]) -> int:
+    actions: dict[str, Action] = {
+        "show": ("show one run: its state, step and version", lambda c, *_: c.get_run(), _print_run),
+        "list": ("show all runs", lambda c, *_: c.runs(), _print_run),
+        "pause": ("stop leasing prompts", lambda c, *_: c.pause_run(), _print_run),
+        "resume": ("lease prompts again", lambda c, *_: c.resume_run(), _print_run),
+        "stop": ("end the learner after its step, with a checkpoint", lambda c, *_: c.stop_run(), _print_run),
+        "metrics": ("show the newest steps", lambda c, _, limit: c.metrics(limit), _print_metrics),
+    }
+    limit_help = "show the metrics of N steps (default: %(default)s)"
+    return _run(argv, "penstock runs", "Show, list, pause, resume and stop runs.", actions, limit_help)
+
+
+def _print_run(found: Run | Sequence[Run]) -> None:
+    for run in found if isinstance(found, Sequence) else [found]:
+        held = "" if run.held_version is None else f", servers held at version {run.held_version}"
+        detail = f": {run.detail}" if run.detail else ""
+        print(f"run {run.run} is {run.state.lower()} at step {run.step}, version {run.policy_version}{held}{detail}")
+
+
+def _print_metrics(steps: Sequence[StepMetrics]) -> None:
+    rows = [(step.step, step.policy_version, *map(step.metrics.get, _STEP_METRICS)) for step in steps]
+    print_table(("step", "version", *_STEP_METRICS.values()), rows, empty="no step yet")
+
+
+# ── servers ──
+
+
+def servers(argv: Sequence[str]) -> int:
+    actions: dict[str, Action] = {
+        "list": ("list the servers", lambda c, *_: c.servers(), _print_servers),
+        "drain ID": ("let a server lease no prompts", lambda c, words, _: [c.drain_server(*words)], _print_servers),
+        "undrain ID": ("let it lease again", lambda c, words, _: [c.undrain_server(*words)], _print_servers),
+    }
+    return _run(argv, "penstock servers", "List, drain and undrain the rollout servers of a run.", actions)
+
+
+def _print_servers(found: Sequence[Server]) -> None:
     from rich.console import Console
 
-    from penstock.diagnosis.terminal import plain_table
+    from penstock.diagnosis.terminal import ADDRESS_COLUMNS, server_alarms, server_table
 
+    if not found:
+        print("no rollout server has joined; see `penstock status`")
+        return
+    Console().print(server_table(found, ADDRESS_COLUMNS), *server_alarms(found), sep="\n")
+
+
+# ── policies ──
+
+
+def policies(argv: Sequence[str]) -> int:
+    def show(policy: Policy) -> None:
+        print_policies([policy])
+
+    actions: dict[str, Action] = {
+        "list": ("the newest versions", lambda c, _, limit: c.policies(page_size=limit).policies, print_policies),
+        "diff VERSION VERSION": (
+            "what changed between two; `latest` is the newest, in every action",
+            lambda c, words, _: c.compare_policies(*words), _print_comparison,
+        ),
+        "promote VERSION": ("mark a version as meant for use", lambda c, words, _: c.promote_policy(*words), show),
+        "rollback VERSION": (
+            "hold every rollout server at a version, from its snapshot",
+            lambda c, words, _: c.roll_back_policy(*words), show,
+        ),
+        "release": ("end the roll back", lambda c, *_: c.release_policy(), show),
+        "retire VERSION": ("never use a version again", lambda c, words, _: c.retire_policy(*words), show),
+        "pin VERSION NAME": (
+            "serve the key, session or evaluation NAME with this version only, or keep the rollout server NAME at it",
+            lambda c, words, _: c.pin_policy(words[1], words[0]), show,
+        ),
+        "unpin NAME": (
+            "remove a pin", lambda c, words, _: {"was_pinned": c.unpin_policy(*words)},
+            lambda answer: print("unpinned" if answer["was_pinned"] else "was not pinned"),
+        ),
+    }  # fmt: skip
+    limit_help = "list at most N versions (default: %(default)s)"
+    return _run(argv, "penstock policies", "List or change the policy versions of a run.", actions, limit_help)
+
+
+def _print_comparison(comparison: PolicyComparison) -> None:
     before, after = comparison.policy, comparison.other
     weights = "the same weights" if comparison.same_weights else "different weights"
-    console = Console()
-    console.print(
+    print(
         f"version {before.policy_version} (step {before.step}, {_time(before.published_at_ms)} UTC) and version "
         f"{after.policy_version} (step {after.step}, {_time(after.published_at_ms)} UTC) have {weights}"
     )
     changes = {name: change for name, change in comparison.metric_changes.items() if name not in _NOT_COMPARED}
-    if not changes:
-        console.print("the two have no metric in common: a version that a learner started from was made by no step")
-        return
-    columns = (f"version {before.policy_version}", f"version {after.policy_version}", "change")
-    table = plain_table("metric", *columns, right=columns)
-    for name, change in sorted(changes.items()):
-        table.add_row(name, *map(_number, (before.metrics[name], after.metrics[name], change)))
-    console.print(table)
+    rows = [(name, before.metrics[name], after.metrics[name], change) for name, change in sorted(changes.items())]
+    columns = ("metric", f"version {before.policy_version}", f"version {after.policy_version}", "change")
+    print_table(columns, rows, empty="the two have no metric in common: a learner's first version was made by no step")
 
 
 def print_policies(found: Sequence[Policy]) -> None:
-    from rich.console import Console
-
-    from penstock.diagnosis.terminal import plain_table
-
-    if not found:
-        Console().print("no policy version has been published yet")
-        return
-    numbers, whole = ("version", "step", "reward"), ("snapshot", "digest", "published (UTC)")
-    table = plain_table(*numbers, "state", *whole, "served by", right=numbers, whole=whole)
+    rows = []
     for policy in found:
         marks = [f"pinned: {', '.join(policy.pins)}"] if policy.pins else []
         state = "\n".join([policy.state.lower(), *(["held"] if policy.is_held else []), *marks])
-        reward = policy.metrics.get("reward_mean")
-        table.add_row(
-            str(policy.policy_version), str(policy.step), "-" if reward is None else f"{reward:.4f}", state,
+        rows.append((
+            policy.policy_version, policy.step, policy.metrics.get("reward_mean"), state,
             "kept" if policy.snapshot_path else "-", policy.weights_digest[:_DIGEST_LENGTH],
             _time(policy.published_at_ms), ", ".join(policy.server_ids),
-        )  # fmt: skip
-    Console().print(table)
+        ))  # fmt: skip
+    columns = ("version", "step", "reward", "state", "snapshot", "digest", "published (UTC)", "served by")
+    print_table(columns, rows, whole=columns[4:7], empty="no policy version has been published yet")
 
 
 def _time(milliseconds: int) -> str:

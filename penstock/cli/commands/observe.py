@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,7 +70,7 @@ def doctor(argv: Sequence[str]) -> int:
         config = config.model_copy(update={"run_dir": args.run_dir.resolve().parent})
     findings = run_interruptible(examine(config), "while it examined the run")
     if args.json:
-        print(json.dumps([asdict(finding) for finding in findings], indent=2))
+        print(to_json([asdict(finding) for finding in findings]))
     else:
         print_findings(findings)
     return int(any(finding.level == "fail" for finding in findings))
@@ -122,15 +121,12 @@ def top(argv: Sequence[str]) -> int:
         "--interval", type=float, default=1.0, metavar="S", help="seconds between updates (default: %(default)s)"
     )
     args = parser.parse_args(argv)
-    if args.run:
-        raise InvalidInput(
-            "--run",
-            "`top` shows a gateway's own run only; use `penstock status --run`, or the URL of the run's own gateway",
-        )
     from rich.console import Console
     from rich.live import Live
 
     with open_client(args, DEADLINE_S) as client:
+        if args.run:
+            _check_own_run(client, args.run)
         console = Console()
         if args.once:
             console.print(_draw(_read(client)))
@@ -143,6 +139,16 @@ def top(argv: Sequence[str]) -> int:
                 else:
                     live.update(_draw(_read(client)), refresh=True)
                 time.sleep(max(args.interval, 0.1))
+
+
+def _check_own_run(client: SyncPenstockClient, name: str) -> None:
+    """Raise NotFound for a run that the gateway does not know, and InvalidInput for one that is not its own."""
+    from penstock.client.address import CONFIGURED_RUN
+
+    client.get_run()
+    client.address = replace(client.address, run=CONFIGURED_RUN)
+    if (own := client.get_run().run) != name:
+        raise InvalidInput("--run", f"this gateway's /metrics are of run {own}; use `penstock status --run {name}`")
 
 
 @dataclass(frozen=True)
@@ -193,10 +199,10 @@ def _draw(reading: RunReading) -> Any:
     from penstock.diagnosis.terminal import plain_table, run_parts, sparkline
 
     series = reading.series
-    components = plain_table("component", "heartbeat", "restarts", title="components")
-    for component, age_s in sorted(series.get("penstock_heartbeat_age_seconds", {}).items()):
-        restarts = series.get("penstock_component_restarts_total", {}).get(component, 0.0)
-        components.add_row(component, f"{age_s:.1f} s ago", f"{restarts:.0f}")
+    restarts = series.get("penstock_component_restarts_total", {})
+    heartbeats = sorted(series.get("penstock_heartbeat_age_seconds", {}).items())
+    rows = [(name, f"{age_s:.1f} s ago", f"{restarts.get(name, 0.0):.0f}") for name, age_s in heartbeats]
+    components = plain_table(("component", "heartbeat", "restarts"), rows, title="components")
     ages, scores = series.get("penstock_queue_oldest_age_seconds", {}), series.get("penstock_eval_score", {})
     numbers = [f"oldest of {queue} {age_s:.1f} s" for queue, age_s in ages.items()]
     numbers += [f"score of {name!r} {score:.3f}" for name, score in scores.items()]

@@ -6,21 +6,21 @@ It connects to Redis directly, so it works while the gateway, the learner and al
 from __future__ import annotations
 
 import argparse
-import functools
 import importlib.util
-import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.connection import RUNS_FOLDER, load_started_config, newest_config
-from penstock.cli.parser import Parser, run_interruptible
+from penstock.cli.output import to_json
+from penstock.cli.parser import Parser, run_interruptible, whole_number
 from penstock.errors import ConfigError, InvalidInput, NotFound, PenstockError
 
 if TYPE_CHECKING:
     from penstock.config.service import RedisConfig, ReplayConfig
-    from penstock.replay.inspection import DeadLetter, QueueInspector
+    from penstock.replay.inspection import QueueInspector
     from penstock.samples import TokenText
 
 MAX_LIMIT = 1000
@@ -59,17 +59,17 @@ def _parser() -> Parser:
         description="Inspect a run's replay queue, export and import groups, and requeue dead letters.",
     )
     parser.set_defaults(config=None, redis_url=None, run=None, json=False, may_start_queue=False)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands, limit = parser.add_subparsers(required=True, metavar="COMMAND"), whole_number(1, MAX_LIMIT)
 
     _command(commands, "stat", _stat, "count every place of the queue and check that nothing is lost", can_json=True)
 
     peek = _command(commands, "peek", _peek, "show the next ready groups without taking them", can_json=True)
-    peek.add_argument("--limit", type=int, default=10, metavar="N", help="how many (default: %(default)s)")
+    peek.add_argument("--limit", type=limit, default=10, metavar="N", help="how many (default: %(default)s)")
     peek.add_argument("--prompt-id", type=int, metavar="ID", help="show the prompt and the responses of this group")
     peek.add_argument("--tokens", action="store_true", help="with --prompt-id: a table of tokens instead of text")
 
     if importlib.util.find_spec(_RECORDINGS.partition(".")[0]):
-        importlib.import_module(_RECORDINGS).add_commands(functools.partial(_command, commands))
+        importlib.import_module(_RECORDINGS).add_commands(partial(_command, commands))
 
     requeue = _command(commands, "requeue", _requeue, "submit dead-lettered prompts again", can_json=True)
     _add_selection(requeue)
@@ -78,7 +78,7 @@ def _parser() -> Parser:
     dlq.set_defaults(limit=100, reason="")
     actions = dlq.add_subparsers(metavar="ACTION")
     listing = _command(actions, "list", _dlq_list, "list the newest dead letters (the default action)", can_json=True)
-    listing.add_argument("--limit", type=int, default=100, metavar="N", help="how many (default: %(default)s)")
+    listing.add_argument("--limit", type=limit, default=100, metavar="N", help="how many (default: %(default)s)")
     listing.add_argument("--reason", default="", help="only dead letters with this reason, such as `corrupt`")
     show = _command(actions, "show", _dlq_show, "show one dead letter, decoded as far as possible", can_json=True)
     show.add_argument("id")
@@ -153,11 +153,7 @@ async def _stat(args: argparse.Namespace, inspector: QueueInspector) -> int:
     from penstock.cli.queue_tables import print_report, report_record
 
     report = await inspector.report()
-    if args.json:
-        _print_json(report_record(report))
-    else:
-        print_report(report)
-    return 0
+    return _show(args, report_record(report), lambda: print_report(report))
 
 
 async def _peek(args: argparse.Namespace, inspector: QueueInspector) -> int:
@@ -173,20 +169,12 @@ async def _peek(args: argparse.Namespace, inspector: QueueInspector) -> int:
                 f"the group of prompt {args.prompt_id} cannot be decoded ({found[0].problem}); "
                 "the learner will dead-letter it"
             )
-        if args.json:
-            _print_json(group_record(found[0].group))
-        else:
-            [payload] = await inspector.queue.prompts([args.prompt_id])
-            texts = _texts(args)
-            print_group(found[0].group, decoded_prompt(payload), texts, with_tokens=args.tokens)
-        return 0
-    ids = await inspector.queued_ids(inspector.queue.config.selection, _checked_limit(args.limit))
-    groups = await inspector.groups(ids)
-    if args.json:
-        _print_json([summary_record(queued) for queued in groups])
-    else:
-        print_groups(groups)
-    return 0
+        group, [payload] = found[0].group, await inspector.queue.prompts([args.prompt_id])
+        show = partial(print_group, group, decoded_prompt(payload), _texts(args), with_tokens=args.tokens)
+        return _show(args, group_record(group), show)
+    groups = await inspector.groups(await inspector.queued_ids(inspector.queue.config.selection, args.limit))
+    records = [summary_record(queued) for queued in groups]
+    return _show(args, records, lambda: print_groups(records))
 
 
 async def _requeue(args: argparse.Namespace, inspector: QueueInspector) -> int:
@@ -197,12 +185,9 @@ async def _requeue(args: argparse.Namespace, inspector: QueueInspector) -> int:
             requeued.append({"id": stream_id, "prompt_id": await inspector.requeue(stream_id)})
         except InvalidInput as error:
             refused.append({"id": stream_id, "problem": str(error)})
-    if args.json:
-        _print_json({"requeued": requeued, "refused": refused})
-    else:
-        for entry in requeued:
-            print(f"{entry['id']} is pending as prompt {entry['prompt_id']}")
-        print(f"requeued {len(requeued)} dead-lettered prompts")
+    lines = [f"{entry['id']} is pending as prompt {entry['prompt_id']}" for entry in requeued]
+    lines.append(f"requeued {len(requeued)} dead-lettered prompts")
+    _show(args, {"requeued": requeued, "refused": refused}, lambda: print("\n".join(lines)))
     if refused:
         raise PenstockError(f"{len(refused)} dead letters could not be requeued; the first: {refused[0]['problem']}")
     return 0
@@ -211,28 +196,19 @@ async def _requeue(args: argparse.Namespace, inspector: QueueInspector) -> int:
 async def _dlq_list(args: argparse.Namespace, inspector: QueueInspector) -> int:
     from penstock.cli.queue_tables import dead_letter_record, print_dead_letters
 
-    limit = _checked_limit(args.limit)
-    letters: list[DeadLetter] = []
+    letters: list[dict[str, Any]] = []
     async for letter in inspector.dead_letters(args.reason, newest_first=True):
-        letters.append(letter)
-        if len(letters) == limit:
+        letters.append(dead_letter_record(letter))
+        if len(letters) == args.limit:
             break
-    if args.json:
-        _print_json([dead_letter_record(letter) for letter in letters])
-    else:
-        print_dead_letters(letters)
-    return 0
+    return _show(args, letters, lambda: print_dead_letters(letters))
 
 
 async def _dlq_show(args: argparse.Namespace, inspector: QueueInspector) -> int:
     from penstock.cli.queue_tables import contents_record, print_contents
 
     contents = await inspector.dead_letter(args.id)
-    if args.json:
-        _print_json(contents_record(contents))
-    else:
-        print_contents(contents, _texts(args))
-    return 0
+    return _show(args, contents_record(contents), lambda: print_contents(contents, _texts(args)))
 
 
 async def _dlq_purge(args: argparse.Namespace, inspector: QueueInspector) -> int:
@@ -261,11 +237,7 @@ def _texts(args: argparse.Namespace) -> TokenText:
     return TokenText(None) if target.model_path is None else TokenText.load(target.model_path)
 
 
-def _checked_limit(limit: int) -> int:
-    if not 1 <= limit <= MAX_LIMIT:
-        raise InvalidInput("--limit", f"must be between 1 and {MAX_LIMIT}")
-    return limit
-
-
-def _print_json(record: Any) -> None:
-    print(json.dumps(record, indent=2))
+def _show(args: argparse.Namespace, record: Any, show: Callable[[], None]) -> int:
+    """Print the record as JSON with `--json`, and call `show` otherwise."""
+    print(to_json(record)) if args.json else show()
+    return 0

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.connection import RUNS_FOLDER, folders_up
-from penstock.cli.parser import Parser, RawHelpFormatter
+from penstock.cli.parser import Parser, RawHelpFormatter, whole_number
 from penstock.errors import ConfigError, InvalidInput
 
 if TYPE_CHECKING:
@@ -26,15 +26,16 @@ MAX_LIMIT = 100_000
 SHOWN_CHARACTERS = 600
 _EPILOG = (__doc__ or "").partition("\n\n")[2]
 """The examples above."""
-_RANGE = "A:B"
+_RANGES = {
+    "step": "trained in these steps", "reward": "with these rewards", "length": "with this many response tokens",
+    "version": "sampled by these policy versions, at least in part",
+}  # fmt: skip
 
 
 def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     from penstock.samples import has_samples, select
 
-    if not 1 <= args.limit <= MAX_LIMIT:
-        raise InvalidInput("--limit", f"must be between 1 and {MAX_LIMIT}")
     folder = args.run_dir or _chosen_folder()
     if not has_samples(folder):
         raise ConfigError(
@@ -71,14 +72,13 @@ def _parser() -> Parser:
     for name in ("worst", "best"):
         text = f"the {'lowest' if name == 'worst' else 'highest'} rewards first"
         order.add_argument(f"--{name}", dest="order", action="store_const", const=name, default="newest", help=text)
-    parser.add_argument("--step", metavar=_RANGE, help="trained in these steps")
-    parser.add_argument("--reward", metavar=_RANGE, help="with these rewards")
-    parser.add_argument("--length", metavar=_RANGE, help="with this many response tokens")
-    parser.add_argument("--version", metavar=_RANGE, help="sampled by these policy versions, at least in part")
+    for name, text in _RANGES.items():
+        parser.add_argument(f"--{name}", metavar="A:B", help=text)
     parser.add_argument("--source", default="", metavar="NAME", help="of this data source")
     parser.add_argument("--prompt-id", type=int, metavar="ID", help="of this prompt: all samples of its group")
     parser.add_argument("--grep", default="", metavar="REGEX", help="with this text in the prompt or the response")
-    parser.add_argument("--limit", type=int, default=10, metavar="N", help="show N samples (default: %(default)s)")
+    limit = whole_number(1, MAX_LIMIT)
+    parser.add_argument("--limit", type=limit, default=10, metavar="N", help="show N samples (default: %(default)s)")
     parser.add_argument("--full", action="store_true", help=f"show whole texts, not {SHOWN_CHARACTERS} characters")
     parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     return parser
@@ -98,15 +98,8 @@ def _chosen_folder() -> Path:
 def _wanted(args: argparse.Namespace) -> SampleFilter:
     from penstock.samples import SampleFilter
 
-    return SampleFilter(
-        steps=_range("--step", args.step),
-        rewards=_range("--reward", args.reward),
-        lengths=_range("--length", args.length),
-        versions=_range("--version", args.version),
-        data_source=args.source,
-        prompt_id=args.prompt_id,
-        pattern=args.grep,
-    )
+    ranges: dict[str, Any] = {f"{name}s": _range(f"--{name}", getattr(args, name)) for name in _RANGES}
+    return SampleFilter(data_source=args.source, prompt_id=args.prompt_id, pattern=args.grep, **ranges)
 
 
 def _range(option: str, text: str | None) -> Range:
@@ -135,14 +128,13 @@ def _print(samples: Sequence[Sample], max_characters: int | None) -> None:
 def _head(sample: Sample) -> Any:
     from rich.text import Text
 
-    from penstock.cli.output import shown
+    from penstock.cli.output import shown, versions_text
 
     reward = "none" if sample.reward is None else f"{sample.reward:g}"
     parts = "".join(f"  {name} {value:g}" for name, value in sample.reward_parts.items() if value is not None)
-    low, high = sample.min_version, sample.max_version
     facts = (
         f"step {sample.step}", f"prompt {sample.prompt_id}.{sample.sample}",
-        f"version {low}" if low == high else f"versions {low}-{high}", f"{sample.num_tokens} tokens",
+        versions_text(sample.min_version, sample.max_version), f"{sample.num_tokens} tokens",
         sample.finish_reason, "reward failed" if sample.reward_failed else "", "baseline" if sample.is_baseline else "",
         sample.server_id, sample.data_source,
     )  # fmt: skip
@@ -152,10 +144,8 @@ def _head(sample: Sample) -> Any:
 
 
 def _texts(sample: Sample) -> dict[str, str]:
-    truth = sample.ground_truth
-    texts = {
-        "prompt": sample.prompt,
-        "truth": "" if truth is None else truth if isinstance(truth, str) else json.dumps(truth, ensure_ascii=False),
-        "response": sample.response,
-    }
+    from penstock.cli.output import as_text
+
+    truth = "" if sample.ground_truth is None else as_text(sample.ground_truth)
+    texts = {"prompt": sample.prompt, "truth": truth, "response": sample.response}
     return {name: text for name, text in texts.items() if text or name == "response"}

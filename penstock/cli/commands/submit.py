@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 
 from penstock.cli.connection import add_gateway_arguments, open_client
 from penstock.cli.output import progress_bar
-from penstock.cli.parser import Parser, interruptible
+from penstock.cli.parser import Parser, interruptible, whole_number
 from penstock.errors import InvalidInput
+from penstock.sampling import add_sampling_flags, sampling_from_flags
 
 if TYPE_CHECKING:
     from penstock.client import SyncPenstockClient
@@ -34,25 +35,10 @@ def main(argv: Sequence[str]) -> int:
     )
     add_gateway_arguments(parser)
     parser.add_argument("--num-samples", type=int, default=8, help="samples per prompt (default: %(default)s)")
-    parser.add_argument("--temperature", type=float, default=1.0, help="sampling temperature (default: %(default)s)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="nucleus sampling (default: %(default)s, off)")
-    parser.add_argument("--top-k", type=int, default=0, help="sample from this many tokens (default: %(default)s, all)")
-    parser.add_argument("--min-p", type=float, default=0.0, help="least probability, relative to the best token's")
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end a response after this text")
-    parser.add_argument("--ignore-eos", action="store_true", help="go on after a stop token, up to --max-tokens")
-    parser.add_argument(
-        "--max-tokens", type=int, default=256, help="maximum tokens of a response (default: %(default)s)"
-    )
-    parser.add_argument("--limit", type=int, metavar="N", help="submit only the first N prompts")
-    parser.add_argument(
-        "--wait", type=float, metavar="SECONDS", help="wait until every prompt is finished, at most this long"
-    )
-    parser.add_argument(
-        "--epoch",
-        type=int,
-        default=0,
-        help="give another number to submit the same prompts again (default: %(default)s)",
-    )
+    add_sampling_flags(parser)
+    parser.add_argument("--limit", type=whole_number(1), metavar="N", help="submit only the first N prompts")
+    parser.add_argument("--wait", type=float, metavar="S", help="wait S seconds at most until every prompt is finished")
+    parser.add_argument("--epoch", type=int, default=0, help="give another number to submit the same prompts again")
     args = parser.parse_args(argv)
 
     prompts = _read(args)
@@ -106,7 +92,7 @@ def submit_all(client: SyncPenstockClient, prompts: Sequence[Prompt], epoch: int
 
 def prompt_key(prompt: Prompt, row: int, epoch: int) -> str:
     """Idempotency key of a prompt: equal for equal content, sampling, position and epoch, on every machine."""
-    from penstock.client.gateway_connection import prompt_body
+    from penstock.client.client import prompt_body
 
     content = json.dumps([row, epoch, prompt_body(prompt)], sort_keys=True)
     return f"submit-{hashlib.sha256(content.encode()).hexdigest()[:32]}"
@@ -116,15 +102,8 @@ def _read(args: argparse.Namespace) -> list[Prompt]:
     from itertools import islice
 
     from penstock.feed.datasets import read_prompts
-    from penstock.trajectory import Sampling
 
-    if args.limit is not None and args.limit < 1:
-        raise InvalidInput("--limit", "must be at least 1")
-    sampling = Sampling(
-        temperature=args.temperature, top_p=args.top_p, max_tokens=args.max_tokens, top_k=args.top_k, min_p=args.min_p,
-        ignore_eos=args.ignore_eos, stop=tuple(args.stop),
-    )  # fmt: skip
-    rows = read_prompts(args.file, num_samples=args.num_samples, sampling=sampling)
+    rows = read_prompts(args.file, num_samples=args.num_samples, sampling=sampling_from_flags(args))
     prompts = list(islice(rows, args.limit))
     if not prompts:
         raise InvalidInput(str(args.file), "contains no prompts")

@@ -1,5 +1,5 @@
 -- ARGV: term, step, step of the oldest checkpoint, a text with the prompt ids. Acknowledges and deletes the groups that a durable
--- checkpoint covers, and keeps their prompts for go_back. Returns how many prompts were still there.
+-- checkpoint covers, and keeps their prompts for rewind.lua. Returns how many prompts were still there.
 local fenced = check_term(ARGV[1])
 if fenced then return fenced end
 local ids, is_covered = {}, {}
@@ -8,7 +8,7 @@ for id in string.gmatch(ARGV[4], '%d+') do
   is_covered[id] = true
 end
 
--- Keeps committed prompts under the step of their commit. A run that was begun without kept prompts can only go back to
+-- Keeps committed prompts under the step of their commit. A run that was begun without kept prompts can only be rewound to
 -- what was committed before the first kept ones.
 local function keep_prompts(step, found)
   if redis.call('HEXISTS', COUNTERS, 'kept_after') == 0 then

@@ -13,7 +13,7 @@ import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import xxhash
 
@@ -21,6 +21,7 @@ from penstock.errors import WeightPushFailed
 from penstock.v1 import weights_pb2
 from penstock.weights.cuda import libraries
 from penstock.weights.manifest import wire_sizes
+from penstock.weights.transports import Rendezvous
 
 BUCKET_ALIGNMENT = 512
 HEADER = struct.Struct("<16sq")
@@ -29,7 +30,7 @@ MAX_KEPT = 2
 
 
 @dataclass(frozen=True)
-class IpcOffer:
+class IpcOffer(Rendezvous):
     """The rendezvous of cuda_ipc."""
 
     handle: str
@@ -40,19 +41,6 @@ class IpcOffer:
     """Size of the buckets with their alignment, which is the offset of the header."""
     num_ready: int
     """Number of buckets that were ready when the offer was made. The header decides."""
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> IpcOffer:
-        try:
-            fields = json.loads(text)
-            return IpcOffer(
-                str(fields["handle"]), str(fields["device"]), int(fields["num_bytes"]), int(fields["num_ready"])
-            )
-        except (ValueError, KeyError, TypeError) as error:
-            raise WeightPushFailed(f"the rendezvous of cuda_ipc cannot be read: {error!r}") from error
 
 
 def identity(manifest: weights_pb2.WeightManifest) -> bytes:

@@ -98,7 +98,8 @@ class NcclLibrary:
             raise WeightPushFailed(f"NCCL failed: {text} (result {result})")
 
 
-def find_nccl() -> NcclLibrary:
+@cache
+def nccl() -> NcclLibrary:
     """Load NCCL: the library of the Python package, which torch uses too, or else that of the system."""
     try:
         return NcclLibrary(ctypes.CDLL(_path_in_package() or _SONAME))
@@ -118,26 +119,18 @@ def _path_in_package() -> str:
     return next((str(path) for path in paths if path.exists()), "")
 
 
-_MISSING = "CuPy cannot be imported ({}); install cupy-cuda13x, or set weights.transport to gloo"
-
-
 def runtime() -> Any:
-    """Return the module `cupy.cuda.runtime`."""
+    """The module `cupy.cuda.runtime`."""
     try:
         from cupy.cuda import runtime as found
     except ImportError as error:
-        raise WeightPushFailed(_MISSING.format(error)) from error
+        advice = "install cupy-cuda13x, or set weights.transport to gloo"
+        raise WeightPushFailed(f"CuPy cannot be imported ({error}); {advice}") from error
     return found
 
 
-@cache
-def nccl() -> NcclLibrary:
-    """Return NCCL."""
-    return find_nccl()
-
-
 def nccl_version() -> str:
-    """Return the version of NCCL, or an empty string if it cannot be loaded."""
+    """The version of NCCL, or an empty string if it cannot be loaded."""
     try:
         return nccl().version()
     except WeightPushFailed:

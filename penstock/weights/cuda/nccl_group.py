@@ -6,18 +6,17 @@ NCCL itself waits for its peers forever. So its communicators are non-blocking, 
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TypeVar
 
 from penstock.errors import WeightPushFailed
 from penstock.weights.cuda import libraries
 from penstock.weights.cuda.stream import POLL_S, DeviceAllocation, DeviceStream
 from penstock.weights.deadline import Deadline
-from penstock.weights.transports import PUBLISHER_RANK
+from penstock.weights.transports import PUBLISHER_RANK, Rendezvous
 
 MAX_ENQUEUED = 32
 """Upper bound on enqueued broadcasts that are not known to be done. CUDA's queue must not fill up: it would block."""
@@ -28,7 +27,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class NcclMeeting:
+class NcclMeeting(Rendezvous):
     """The rendezvous of nccl."""
 
     sender: str
@@ -41,18 +40,6 @@ class NcclMeeting:
     version: str
     """The publisher's version of NCCL. Ranks with different versions may hang."""
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> NcclMeeting:
-        try:
-            fields = json.loads(text)
-            sender, group, unique_id = (str(fields[name]) for name in ("sender", "group", "unique_id"))
-            return NcclMeeting(sender, group, unique_id, bool(fields["kept"]), str(fields["version"]))
-        except (ValueError, KeyError, TypeError) as error:
-            raise WeightPushFailed(f"the rendezvous of nccl cannot be read: {error!r}") from error
-
     def check_version(self, own: str) -> None:
         """Raise WeightPushFailed if this process has another version of NCCL than the publisher."""
         if own != self.version:
@@ -60,7 +47,7 @@ class NcclMeeting:
 
 
 def version_mismatch(publisher: str, server: str) -> str:
-    """Return the line that tells of different versions of NCCL. An empty version means that there is none."""
+    """The error of different versions of NCCL. An empty version means that there is none."""
     return (
         f"the learner has NCCL {publisher or '(none)'} and the rollout server {server or '(none)'}; "
         "install the same nvidia-nccl-cu13 in both"

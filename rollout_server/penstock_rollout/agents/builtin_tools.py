@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
 
@@ -68,7 +68,7 @@ class PythonTool(Tool):
         if not isinstance(code, str) or not code.strip():
             raise ValueError('give the program as the text "code"')
         try:
-            result = await self._pool.call(self._settings, {"code": code}, self._run_s)
+            result = await self._pool.compute(self._settings, {"code": code}, self._run_s, "result")
         except RewardFailed as error:
             raise RuntimeError(f"the program could not be run: {error}") from error
         return result["text"], 0.0, {"calls": 1.0, "failed": 0.0 if result["succeeded"] else 1.0}
@@ -100,6 +100,7 @@ class RetrievalService:
         await self._http.aclose()
 
     async def find(self, queries: Sequence[str], top_k: int) -> list[list[str]]:
+        """The contents of the best passages of each query, best first."""
         body = {"queries": list(queries), "topk": top_k, "return_scores": True}
         response = await post_until_answered(self._http, self._url, body)
         return _read(response, len(queries), top_k)
@@ -110,27 +111,12 @@ def _read(response: httpx.Response, num_queries: int, top_k: int) -> list[list[s
         raise RuntimeError(f"the retrieval service answered {response.status_code}: {response.text[:200]!r}")
     try:
         results = response.json()["result"]
-        found = [[_contents(entry) for entry in entries[:top_k]] for entries in results]
-    except (ValueError, KeyError, TypeError) as error:
+        found = [[str(entry.get("document", entry)["contents"]) for entry in entries[:top_k]] for entries in results]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise RuntimeError(f"the retrieval service answered {response.text[:200]!r}, which has no passages") from error
     if len(found) != num_queries:
         raise RuntimeError(f"the retrieval service answered {len(found)} of {num_queries} queries")
     return found
-
-
-def _contents(entry: dict[str, Any]) -> str:
-    document = entry.get("document", entry)
-    return str(document["contents"])
-
-
-class Retriever(Protocol):
-    async def open(self) -> None: ...
-
-    async def close(self) -> None: ...
-
-    async def find(self, queries: Sequence[str], top_k: int) -> list[list[str]]:
-        """The contents of the best passages of each query, best first."""
-        ...
 
 
 class SearchTool(Tool):
@@ -144,7 +130,7 @@ class SearchTool(Tool):
         self._search_s = settings.timeout_s
         self._top_k = settings.top_k
         self._free = asyncio.Semaphore(settings.max_concurrent)
-        self._retriever: Retriever = (
+        self._retriever = (
             SearchIndex(settings.index, f"{where}.index")
             if settings.index
             else RetrievalService(str(settings.url), settings.timeout_s, settings.max_concurrent)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -30,29 +31,20 @@ from penstock_rollout.agents.builtin_tools import PythonTool, SearchTool
 from penstock_rollout.agents.interactions import Interaction
 from penstock_rollout.agents.mcp import McpConnection, McpServers
 from penstock_rollout.agents.tools import Tool, Toolbox
-from penstock_rollout.agents.verl import VerlInteraction, VerlTool, is_verl_interaction, is_verl_tool, verl_names
+from penstock_rollout.agents.verl import (
+    INTERACTION_METHODS,
+    TOOL_METHODS,
+    OpenAIFunctionToolSchema,
+    VerlInteraction,
+    VerlTool,
+    has_methods,
+    verl_names,
+)
 
 logger = logging.getLogger(__name__)
 _TOOLS_FILE = "rollout.agents.tools_file"
 _MCP_CLASSES = ("verl.tools.mcp_base_tool.MCPBaseTool", "verl.tools.mcp_search_tool.MCPSearchTool")
 _M = TypeVar("_M", bound=BaseModel)
-
-
-class _Function(BaseModel):
-    """A function in OpenAI's format. Additional keys are passed on to the chat template."""
-
-    model_config = ConfigDict(frozen=True, extra="allow")
-
-    name: str = Field(min_length=1)
-    description: str = ""
-    parameters: dict[str, Any] = {}
-
-
-class _ToolSchema(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="allow")
-
-    type: Literal["function"] = "function"
-    function: _Function
 
 
 class McpDeclaration(Config):
@@ -66,7 +58,7 @@ class McpDeclaration(Config):
 class ToolDeclaration(Config):
     class_name: str = Field(min_length=1)
     config: dict[str, Any] = {}
-    tool_schema: _ToolSchema | None = None
+    tool_schema: OpenAIFunctionToolSchema | None = None
     """None for a tool of verl that has its own schema."""
     mcp: McpDeclaration | None = None
 
@@ -169,20 +161,6 @@ _CONFIGS: dict[str, type[_Search] | type[_Sandbox]] = {
     "verl.tools.search_tool.SearchTool": _Search,
     "verl.tools.sandbox_fusion_tools.SandboxFusionTool": _Sandbox,
 }
-
-
-def is_built_in(class_name: str) -> bool:
-    return _dotted(class_name) in _CONFIGS
-
-
-def built_in_tool(class_name: str, config: dict[str, Any], schema: dict[str, Any] | None, place: str) -> Tool:
-    """The tool that does what verl's class does. The model sees the schema of the file. Raises ConfigError."""
-    if schema is None:
-        raise ConfigError(f"{place}.tool_schema is missing; describe the function that the model calls")
-    given: _Search | _Sandbox = _validated(_CONFIGS[_dotted(class_name)], config, f"{place}.config")
-    tool = given.tool(schema["function"]["name"], place)
-    tool.tool_schema = schema
-    return tool
 
 
 def _dotted(class_name: str) -> str:
@@ -293,7 +271,7 @@ def load_tools(path: Path) -> Toolbox:
 def check_tools_file(path: Path) -> None:
     """Raise ConfigError if an entry is wrong. Imports no class: those of verl that are built in are checked too."""
     for place, declared in _declared_tools(path):
-        if not declared.is_mcp and is_built_in(declared.class_name):
+        if not declared.is_mcp and _dotted(declared.class_name) in _CONFIGS:
             _tool(declared, place)
 
 
@@ -324,38 +302,38 @@ def load_interactions(path: Path) -> dict[str, Interaction]:
 
 
 def _tool(declared: ToolDeclaration, place: str) -> Tool:
-    if is_built_in(declared.class_name):
-        return built_in_tool(declared.class_name, declared.config, declared.openai_schema, place)
-    loaded = _class(declared.class_name, place)
-    is_own = isinstance(loaded, type) and issubclass(loaded, Tool)
-    if not is_own and not is_verl_tool(loaded):
-        raise ConfigError(
-            f"{place}.class_name: {declared.class_name} is not a subclass of penstock_rollout.agents.tools.Tool, nor "
-            "has it the methods of verl's BaseTool"
-        )
-    schema = declared.openai_schema
-    if is_own and schema is None:
+    schema, built_in = declared.openai_schema, _CONFIGS.get(_dotted(declared.class_name))
+    loaded = None if built_in else _class(declared.class_name, Tool, TOOL_METHODS, "verl's BaseTool", place)
+    is_verl = loaded is not None and not issubclass(loaded, Tool)
+    if schema is None and not is_verl:
         raise ConfigError(f"{place}.tool_schema is missing; describe the function that the model calls")
+    if built_in is not None and schema is not None:
+        given: _Search | _Sandbox = _validated(built_in, declared.config, f"{place}.config")
+        tool = given.tool(schema["function"]["name"], place)
+        tool.tool_schema = schema
+        return tool
+    assert loaded is not None
     try:
-        return loaded(declared.config, schema) if is_own else VerlTool.load(loaded, declared.config, schema)
+        return VerlTool(loaded, declared.config, schema) if is_verl else loaded(declared.config, schema)
     except Exception as error:
         raise ConfigError(f"{place}.class_name: {declared.class_name} cannot be created: {error!r}") from error
 
 
 def _interaction(class_name: str, name: str, config: dict[str, Any], place: str) -> Interaction:
-    loaded = _class(class_name, place)
-    is_own = isinstance(loaded, type) and issubclass(loaded, Interaction)
-    if not is_own and not is_verl_interaction(loaded):
-        raise ConfigError(
-            f"{place}.class_name: {class_name} is not a subclass of "
-            "penstock_rollout.agents.interactions.Interaction, nor has it the methods of verl's BaseInteraction"
-        )
+    loaded = _class(class_name, Interaction, INTERACTION_METHODS, "verl's BaseInteraction", place)
     try:
-        return loaded(config) if is_own else VerlInteraction.load(loaded, name, config)
+        return loaded(config) if issubclass(loaded, Interaction) else VerlInteraction(loaded, name, config)
     except Exception as error:
         raise ConfigError(f"{place}: {class_name} cannot be created: {error!r}") from error
 
 
-def _class(class_name: str, place: str) -> Any:
+def _class(class_name: str, own: type, methods: Sequence[str], of_verl: str, place: str) -> Any:
+    """The class, which is a subclass of `own` or has verl's `methods`."""
     with verl_names():
-        return load_object(class_name, f"{place}.class_name")
+        loaded: Any = load_object(class_name, f"{place}.class_name")
+    if not (isinstance(loaded, type) and issubclass(loaded, own)) and not has_methods(loaded, *methods):
+        raise ConfigError(
+            f"{place}.class_name: {class_name} is not a subclass of {own.__module__}.{own.__name__}, nor has it the "
+            f"methods of {of_verl}"
+        )
+    return loaded

@@ -16,6 +16,8 @@ RewardUse = Literal["sum", "replace", "last", "record"]
 """`rollout.agents.turn_rewards`."""
 Scored = tuple[float, dict[str, float]]
 """A reward and its parts."""
+SHARED_FIELDS = ("token_ids", "loss_mask", "log_probs", "segments", "finish_reason", "routed_experts")
+"""Fields that an episode has in common with its trajectory."""
 NONE: Mapping[int, float] = MappingProxyType({})
 
 
@@ -52,6 +54,14 @@ class Episode:
     routed_experts: ExpertIds | None = None
     server_ids: tuple[str, ...] = ()
     """Servers that sampled it, in order, if another server than this one sampled a part of it."""
+
+    @property
+    def trajectory_fields(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in SHARED_FIELDS}
+
+    @property
+    def is_aborted(self) -> bool:
+        return self.finish_reason == "aborted" or not len(self.token_ids)
 
     @property
     def info_for_rewards(self) -> dict[str, Any]:

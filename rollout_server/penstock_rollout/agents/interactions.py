@@ -78,7 +78,7 @@ class InteractionSession:
                 f"interaction {self._name}: generate_response must return (done, feedback, reward, numbers)"
             )
         done, feedback, reward, extra = answer
-        return bool(done), feedback, self._finite(reward), _numbers(extra or {})
+        return bool(done), feedback, self._finite(reward), recordable(extra or {})
 
     async def final_reward(self) -> float | None:
         reward = await self._call("calculate_score", **self._kwargs)
@@ -119,8 +119,8 @@ def _chosen(interactions: Mapping[str, Interaction], kwargs: Mapping[str, Any]) 
     return str(name), {key: value for key, value in kwargs.items() if key != "name"}
 
 
-def _numbers(extra: Mapping[str, Any]) -> dict[str, float]:
-    """The finite numbers in the interaction's additional data. Other values cannot be recorded."""
+def recordable(extra: Mapping[str, Any]) -> dict[str, float]:
+    """The finite numbers in what a tool or interaction reports. Other values, such as texts, cannot be recorded."""
     return {
         str(key): float(value) for key, value in extra.items() if isinstance(value, int | float) and is_reward(value)
     }

@@ -84,7 +84,9 @@ class _Conversation:
             if turn.finish_reason == "aborted":
                 return "aborted"
             self.data.assistant_turns += 1
-            is_last = self._is_last_turn()
+            most_replies = self.context.config.max_user_turns
+            is_answered_enough = most_replies is not None and self.data.user_turns >= most_replies
+            is_last = is_answered_enough or self.transcript.num_turns >= self.context.config.max_turns
             answer = await self._answer(turn, is_last)
             if answer is None:
                 return turn.finish_reason
@@ -92,11 +94,6 @@ class _Conversation:
                 return "length"
             self.data.messages += answer
             self.data.user_turns += 1
-
-    def _is_last_turn(self) -> bool:
-        config = self.context.config
-        is_answered_enough = config.max_user_turns is not None and self.data.user_turns >= config.max_user_turns
-        return is_answered_enough or self.transcript.num_turns >= config.max_turns
 
     async def _answer(self, turn: Turn, is_last: bool) -> list[dict[str, Any]] | None:
         """The messages that reply to a turn, or None to end the sample. Appends the reward of the turn."""

@@ -50,17 +50,24 @@ class Agents:
 
     @classmethod
     def load(cls, config: AgentsConfig, max_model_len: int, tokenization: Tokenization) -> Agents:
+        toolbox = load_tools(config.tools_file) if config.tools_file else Toolbox()
+        for tool in create_built_in(config.tools):
+            toolbox.add(tool, f"rollout.agents.tools.{tool.name}")
+        declared = load_mcp_servers(config.tools_file) if config.tools_file else ()
         agents = cls(
             config=config,
             max_model_len=max_model_len,
             loops=BUILT_IN | _custom_loops(config.custom),
-            toolbox=_toolbox(config),
+            toolbox=toolbox,
             interactions=load_interactions(config.interactions_file) if config.interactions_file else {},
             parse_calls=find_parser(config.tool_format),
             tokenization=tokenization,
-            mcp=_mcp_servers(config),
+            mcp=(configured_servers(config.mcp_servers), *declared),
         )
-        agents._check_default()
+        try:
+            agents.find("")
+        except InvalidInput as error:
+            raise ConfigError(f"rollout.agents.default_agent: {error.message}") from error
         agents._check_template()
         return agents
 
@@ -106,12 +113,6 @@ class Agents:
             return Toolbox()
         return self.toolbox.offered(prompt.extra_info)
 
-    def _check_default(self) -> None:
-        try:
-            self.find("")
-        except InvalidInput as error:
-            raise ConfigError(f"rollout.agents.default_agent: {error.message}") from error
-
     def _check_template(self) -> None:
         """Raise ConfigError if the chat template cannot render the messages that agents insert."""
         tokenization = self.tokenization
@@ -125,20 +126,6 @@ class Agents:
             question = Prompt(messages=(("user", "0"),))
             if tokenization.prompt_ids(question) == tokenization.prompt_ids(question, self.toolbox.schemas):
                 logger.warning("the model's chat template does not show tools; describe them in the prompts")
-
-
-def _toolbox(config: AgentsConfig) -> Toolbox:
-    """The tools of `tools_file` and the built-in ones."""
-    toolbox = load_tools(config.tools_file) if config.tools_file else Toolbox()
-    for tool in create_built_in(config.tools):
-        toolbox.add(tool, f"rollout.agents.tools.{tool.name}")
-    return toolbox
-
-
-def _mcp_servers(config: AgentsConfig) -> tuple[McpServers, ...]:
-    """The servers of `mcp_servers` and of `tools_file`."""
-    declared = load_mcp_servers(config.tools_file) if config.tools_file else ()
-    return (configured_servers(config.mcp_servers), *declared)
 
 
 def _custom_loops(paths: Mapping[str, str]) -> dict[str, AgentLoop]:

@@ -17,9 +17,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,8 +32,8 @@ from penstock.replay.queue import GroupProducer
 from penstock.replay.queue_types import Lease, SavedTokens
 from penstock.trajectory import Prompt, TokenReward, Trajectory, VersionSegment
 from penstock.v1 import groups_pb2
-from penstock_rollout.agents.episode import Episode
-from penstock_rollout.engines.engine import Engine
+from penstock_rollout.agents.episode import SHARED_FIELDS, Episode
+from penstock_rollout.engines.engine import Engine, clip_segments
 from penstock_rollout.metrics import RolloutMetrics
 
 logger = logging.getLogger(__name__)
@@ -41,6 +43,9 @@ RETRY_S = 1.0
 """Pause after an exchange that failed."""
 MAX_PIECES, MAX_BYTES = 64, 2**20
 """Upper bounds on one exchange. A piece has about 1 KB, but more if it has the experts of a whole sample."""
+_NUMBERS = ("num_turns", "last_turn_start", "num_user_turns")
+_REWARDS = ("tool_rewards", "turn_scores", "turn_rewards")
+"""Fields of an episode that SavedTokens has under the same names."""
 MAX_WAITING = 4096
 """Pieces that wait while the store does not answer. Further ones are not saved."""
 
@@ -82,24 +87,15 @@ def encode_piece(
 def encode_episode(episode: Episode, server_id: str) -> bytes:
     """Encode a finished sample as its only piece."""
     trajectory = Trajectory(
-        token_ids=episode.token_ids,
-        loss_mask=episode.loss_mask,
-        log_probs=episode.log_probs,
-        segments=episode.segments,
+        **episode.trajectory_fields,
         reward=0.0,
-        finish_reason=episode.finish_reason,
         reward_parts=episode.reward_parts,
         token_rewards=tuple(TokenReward(index, reward) for index, reward in sorted(episode.token_rewards.items())),
-        routed_experts=episode.routed_experts,
         server_ids=episode.server_ids or (server_id,),
     )
-    saved = groups_pb2.SavedTokens(
-        tokens=trajectory_to_proto(trajectory), server_id=server_id, is_finished=True, num_turns=episode.num_turns,
-        last_turn_start=episode.last_turn_start, num_user_turns=episode.num_user_turns,
-        tool_rewards=episode.tool_rewards, turn_scores=episode.turn_scores, turn_rewards=episode.turn_rewards,
-        final_reward=episode.final_reward,
-    )  # fmt: skip
-    return encode_saved(saved)
+    own: dict[str, Any] = {name: getattr(episode, name) for name in (*_NUMBERS, *_REWARDS, "final_reward")}
+    tokens = trajectory_to_proto(trajectory)
+    return encode_saved(groups_pb2.SavedTokens(tokens=tokens, server_id=server_id, is_finished=True, **own))
 
 
 def read_samples(pieces: Iterable[SavedTokens]) -> dict[int, SavedSample]:
@@ -146,22 +142,14 @@ def _fits(start: int, tokens: Trajectory) -> bool:
 
 
 def _finished(saved: groups_pb2.SavedTokens, tokens: Trajectory) -> SavedSample:
+    fields: dict[str, Any] = {name: getattr(tokens, name) for name in SHARED_FIELDS}
+    fields |= {name: getattr(saved, name) for name in _NUMBERS}
+    fields |= {name: tuple(getattr(saved, name)) for name in _REWARDS}
     episode = Episode(
-        token_ids=tokens.token_ids,
-        loss_mask=tokens.loss_mask,
-        log_probs=tokens.log_probs,
-        segments=tokens.segments,
-        finish_reason=tokens.finish_reason,
-        num_turns=saved.num_turns,
-        last_turn_start=saved.last_turn_start,
-        num_user_turns=saved.num_user_turns,
-        tool_rewards=tuple(saved.tool_rewards),
-        turn_scores=tuple(saved.turn_scores),
-        turn_rewards=tuple(saved.turn_rewards),
+        **fields,
         token_rewards={given.index: given.reward for given in tokens.token_rewards},
         final_reward=saved.final_reward if saved.HasField("final_reward") else None,
         reward_parts=tokens.reward_parts,
-        routed_experts=tokens.routed_experts,
         server_ids=tokens.server_ids,
     )
     return SavedSample(
@@ -179,27 +167,24 @@ class _Piece:
     """Called in a thread when the piece is sent. Most pieces of short samples never are."""
 
 
+@dataclass(eq=False)
 class TokenSaver:
     """Saves and reads the tokens of the prompts that one server has leased. With `every_tokens` 0 it does nothing."""
 
-    def __init__(
-        self, queue: GroupProducer, engine: Engine, server_id: str, metrics: RolloutMetrics, every_tokens: int,
-        max_staleness: int,
-    ) -> None:  # fmt: skip
-        self.queue = queue
-        self.engine = engine
-        self.server_id = server_id
-        self.metrics = metrics
-        self.every_tokens = every_tokens
-        self.max_staleness = max_staleness
-        self.is_draining = False
-        """Whether samples that end as `aborted` are handed over to another server."""
-        self.running: set[str] = set()
-        """Engine requests of the samples that another server can continue."""
-        self._pieces: list[_Piece] = []
-        self._refused: set[tuple[int, int]] = set()
-        """Prompt and attempt of the leases that save nothing more."""
-        self._added = asyncio.Event()
+    queue: GroupProducer
+    engine: Engine
+    server_id: str
+    metrics: RolloutMetrics
+    every_tokens: int
+    max_staleness: int
+    is_draining: bool = False
+    """Whether samples that end as `aborted` are handed over to another server."""
+    running: set[str] = field(default_factory=set)
+    """Engine requests of the samples that another server can continue."""
+    _pieces: list[_Piece] = field(default_factory=list)
+    _refused: set[tuple[int, int]] = field(default_factory=set)
+    """Prompt and attempt of the leases that save nothing more."""
+    _added: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def read(self, lease: Lease, prompt: Prompt, policy_version: int) -> dict[int, SavedSample]:
         """What earlier leases saved of the prompt's samples and this one may use, by the number of the sample.
@@ -217,7 +202,10 @@ class TokenSaver:
         usable = {number: sample for number, sample in found.items() if policy_version - sample.min_version <= max_age}
         self._count_read(prompt, found, usable)
         if found and not usable:
-            await self._forget(lease)
+            try:
+                await self.queue.forget_tokens(self.server_id, lease)
+            except (QueueFull, Unavailable) as error:
+                logger.warning("cannot delete the saved tokens of prompt %d: %s", lease.prompt_id, error)
         return usable
 
     def _count_read(self, prompt: Prompt, found: dict[int, SavedSample], usable: dict[int, SavedSample]) -> None:
@@ -232,12 +220,6 @@ class TokenSaver:
         self.metrics.continued_tokens.inc(sum(len(sample.token_ids) for sample in usable.values()))
         self.metrics.regenerated_tokens.labels("stale").inc(stale)
         self.metrics.regenerated_tokens.labels("lost").inc(num_cut * self.every_tokens / 2)
-
-    async def _forget(self, lease: Lease) -> None:
-        try:
-            await self.queue.forget_tokens(self.server_id, lease)
-        except (QueueFull, Unavailable) as error:
-            logger.warning("cannot delete the saved tokens of prompt %d: %s", lease.prompt_id, error)
 
     def add(self, piece: _Piece) -> None:
         """Save a piece soon."""
@@ -276,40 +258,35 @@ class TokenSaver:
         num_sent = 0
         try:
             while num_sent < len(pieces):
-                num_sent += await self._send_some(pieces[num_sent : num_sent + MAX_PIECES])
+                num_sent += await self._send(pieces[num_sent : num_sent + MAX_PIECES])
         except (QueueFull, Unavailable) as error:
             logger.warning("cannot save the tokens of %d samples yet: %s", len(pieces) - num_sent, error)
             self._pieces = [*pieces[num_sent:], *self._pieces][:MAX_WAITING]
             self._added.set()
         return num_sent == len(pieces)
 
-    async def _send_some(self, pieces: Sequence[_Piece]) -> int:
+    async def _send(self, pieces: Sequence[_Piece]) -> int:
         """Send the first pieces, up to MAX_BYTES. Returns how many."""
-        payloads = await asyncio.to_thread(_encode, pieces)
-        await self._send(pieces[: len(payloads)], payloads)
-        return len(payloads)
-
-    async def _send(self, pieces: Sequence[_Piece], payloads: Sequence[bytes]) -> None:
-        saved = [
-            (piece.lease, SavedTokens(piece.sample, piece.start, payload))
-            for piece, payload in zip(pieces, payloads, strict=True)
-        ]
+        saved = await asyncio.to_thread(_encode, pieces)
         refused = set(await self.queue.save_tokens(self.server_id, saved))
-        for piece in pieces:
+        for piece in pieces[: len(saved)]:
             if piece.lease.prompt_id in refused:
                 self._refused.add((piece.lease.prompt_id, piece.lease.attempt))
             else:
                 self.metrics.saved_tokens.inc(piece.num_tokens)
+        return len(saved)
 
 
-def _encode(pieces: Sequence[_Piece]) -> list[bytes]:
+def _encode(pieces: Sequence[_Piece]) -> list[tuple[Lease, SavedTokens]]:
     """Encode the first pieces, until they have MAX_BYTES."""
-    payloads: list[bytes] = []
+    saved, num_bytes = [], 0
     for piece in pieces:
-        payloads.append(piece.encode())
-        if sum(map(len, payloads)) >= MAX_BYTES:
+        payload = piece.encode()
+        saved.append((piece.lease, SavedTokens(piece.sample, piece.start, payload)))
+        num_bytes += len(payload)
+        if num_bytes >= MAX_BYTES:
             break
-    return payloads
+    return saved
 
 
 class SampleProgress:
@@ -322,20 +299,14 @@ class SampleProgress:
         self.saved = saved
         self._num_saved = 0 if saved is None else len(saved.token_ids)
 
-    @property
-    def server_id(self) -> str:
-        return self.saver.server_id
-
-    @property
-    def chunk_tokens(self) -> int:
-        return self.saver.every_tokens
-
-    def begin(self, request_id: str) -> None:
-        """Note that the engine samples it, so that a drain can interrupt it."""
+    @contextmanager
+    def sampling(self, request_id: str) -> Iterator[None]:
+        """Within the block the engine samples it, and a drain can interrupt it."""
         self.saver.running.add(request_id)
-
-    def stop(self, request_id: str) -> None:
-        self.saver.running.discard(request_id)
+        try:
+            yield
+        finally:
+            self.saver.running.discard(request_id)
 
     def add(
         self, token_ids: Sequence[int], log_probs: Sequence[float], segments: Sequence[VersionSegment],
@@ -349,14 +320,9 @@ class SampleProgress:
         if not num_new or (num_new < self.saver.every_tokens and not is_last):
             return
         self._check(log_probs[start:])
-        new_segments = [
-            VersionSegment(max(segment.start, start), segment.end, segment.policy_version)
-            for segment in segments
-            if segment.end > start
-        ]
         encode = partial(
-            encode_piece, token_ids[start:], log_probs[start:], new_segments, self.server_id,
-            is_handed_over=is_last and self.saver.is_draining,
+            encode_piece, token_ids[start:], log_probs[start:], clip_segments(segments, start, len(token_ids)),
+            self.saver.server_id, is_handed_over=is_last and self.saver.is_draining,
         )  # fmt: skip
         self.saver.add(_Piece(self.lease, self.number, start, num_new, encode))
         self._num_saved = len(token_ids)
@@ -365,7 +331,7 @@ class SampleProgress:
         """Save a finished sample. Raises PoisonGroup if a log-prob is not finite."""
         self._check(episode.log_probs)
         num_new = max(0, len(episode.token_ids) - self._num_saved)
-        encode = partial(encode_episode, episode, self.server_id)
+        encode = partial(encode_episode, episode, self.saver.server_id)
         self.saver.add(_Piece(self.lease, self.number, 0, num_new, encode))
 
     def _check(self, log_probs: Sequence[float] | NDArray[np.float32]) -> None:

@@ -10,23 +10,23 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError
 
-_INSTALL = "the search tool needs bm25s; install it with: pip install 'penstock[agents]'"
 _LANGUAGE = "en"
 
 
+@dataclass(eq=False)
 class SearchIndex:
     """`open` loads or builds the index. A folder is mapped into memory and read as needed; a file is kept in memory."""
 
-    def __init__(self, path: Path, where: str) -> None:
-        self._path = path
-        self._where = where
-        self._ranking: Any = None
-        self._contents: Sequence[str | Mapping[str, str]] = ()
+    _path: Path
+    _where: str
+    _ranking: Any = None
+    _contents: Sequence[str | Mapping[str, str]] = ()
 
     async def open(self) -> None:
         try:
@@ -42,7 +42,12 @@ class SearchIndex:
 
     def _load(self) -> None:
         if self._path.is_dir():
-            self._ranking = _read_index(self._path)
+            try:
+                self._ranking = _bm25s().BM25.load(self._path, mmap=True, load_corpus=True, show_progress=False)
+            except (OSError, ValueError, KeyError) as error:
+                raise ConfigError(
+                    f"{self._path} is not a search index ({error}); write one with penstock search-index"
+                ) from error
             self._contents = self._ranking.corpus
         elif self._path.is_file():
             contents = list(read_passages(self._path))
@@ -52,25 +57,19 @@ class SearchIndex:
             raise ConfigError(f"{self._path} does not exist; check the path")
 
     def _find(self, queries: Sequence[str], top_k: int) -> list[list[str]]:
-        import bm25s
-
-        tokens = bm25s.tokenize(list(queries), stopwords=_LANGUAGE, return_ids=False, show_progress=False)
-        num = min(top_k, len(self._contents))
+        tokens = _bm25s().tokenize(list(queries), stopwords=_LANGUAGE, return_ids=False, show_progress=False)
         found: list[list[str]] = []
         for words in tokens:
             known = [word for word in words if word in self._ranking.vocab_dict]
             if not known:
                 found.append([])
                 continue
-            rows, scores = self._ranking.retrieve(
-                [known], corpus=range(len(self._contents)), k=num, show_progress=False
-            )
-            found.append([self._passage(int(row)) for row, score in zip(rows[0], scores[0], strict=True) if score > 0])
+            everything = range(len(self._contents))
+            num = min(top_k, len(everything))
+            rows, scores = self._ranking.retrieve([known], corpus=everything, k=num, show_progress=False)
+            passages = [self._contents[int(row)] for row, score in zip(rows[0], scores[0], strict=True) if score > 0]
+            found.append([passage if isinstance(passage, str) else passage["text"] for passage in passages])
         return found
-
-    def _passage(self, row: int) -> str:
-        passage = self._contents[row]
-        return passage if isinstance(passage, str) else passage["text"]
 
 
 def read_passages(path: Path) -> Iterator[str]:
@@ -102,10 +101,7 @@ def _json_lines(path: Path) -> Iterator[Any]:
 
 def build_index(contents: Sequence[str]) -> Any:
     """The ranking of these passages. Raises ConfigError if there is none, or if bm25s is not installed."""
-    try:
-        import bm25s
-    except ModuleNotFoundError as error:
-        raise ConfigError(_INSTALL) from error
+    bm25s = _bm25s()
     if not contents:
         raise ConfigError("there is no passage to index")
     ranking = bm25s.BM25()
@@ -113,12 +109,9 @@ def build_index(contents: Sequence[str]) -> Any:
     return ranking
 
 
-def _read_index(folder: Path) -> Any:
+def _bm25s() -> Any:
     try:
         import bm25s
     except ModuleNotFoundError as error:
-        raise ConfigError(_INSTALL) from error
-    try:
-        return bm25s.BM25.load(folder, mmap=True, load_corpus=True, show_progress=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{folder} is not a search index ({error}); write one with penstock search-index") from error
+        raise ConfigError("the search tool needs bm25s; install it with: pip install 'penstock[agents]'") from error
+    return bm25s

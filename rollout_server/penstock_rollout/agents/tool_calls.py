@@ -30,7 +30,7 @@ ToolCallParser = Callable[[str], list[ToolCall | MalformedCall]]
 
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _OPENAI = re.compile(r'\{\s*"tool_calls"\s*:')
-_PYTHON_TAG = "<|python_tag|>"
+PYTHON_TAG = "<|python_tag|>"
 
 
 def parse_hermes(text: str) -> list[ToolCall | MalformedCall]:
@@ -40,10 +40,10 @@ def parse_hermes(text: str) -> list[ToolCall | MalformedCall]:
 
 def parse_llama3_json(text: str) -> list[ToolCall | MalformedCall]:
     """`{"name": ..., "parameters": {...}}` as the whole turn, or several separated by semicolons: Llama 3.1 to 3.3."""
-    tagged = text.lstrip().startswith(_PYTHON_TAG)
-    body = text.replace(_PYTHON_TAG, "").strip()
+    tagged = text.lstrip().startswith(PYTHON_TAG)
+    body = text.replace(PYTHON_TAG, "").strip()
     if not body.startswith("{"):
-        return [MalformedCall(f"{_PYTHON_TAG} is not followed by a JSON object")] if tagged else []
+        return [MalformedCall(f"{PYTHON_TAG} is not followed by a JSON object")] if tagged else []
     calls: list[ToolCall | MalformedCall] = []
     while body:
         try:

@@ -11,7 +11,7 @@ Invariants, after every call:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -78,7 +78,7 @@ class Transcript:
         self._token_ids, self._log_probs = list(saved.token_ids), list(saved.log_probs)
         for segment in saved.segments:
             self._append_segment(segment.start, segment.end, segment.policy_version)
-        self._server_ids = tuple(dict.fromkeys((*saved.server_ids, self._progress.server_id)))
+        self._server_ids = tuple(dict.fromkeys((*saved.server_ids, self._progress.saver.server_id)))
 
     async def sample_turn(self) -> Turn:
         """Let the model generate until it stops or reaches a limit. All of these tokens are trained."""
@@ -102,12 +102,10 @@ class Transcript:
             (*context.prompt_token_ids, *self._token_ids),
             self._turn_sampling(first - start),
             stream=bool(context.sampling.stop) or progress is not None,
-            min_chunk_tokens=1 if context.sampling.stop or progress is None else progress.chunk_tokens,
+            min_chunk_tokens=1 if context.sampling.stop or progress is None else progress.saver.every_tokens,
         )
         finish_reason: FinishReason | None = None
-        if progress is not None:
-            progress.begin(request.request_id)
-        try:
+        with nullcontext() if progress is None else progress.sampling(request.request_id):
             # The protocol says AsyncIterator, but every engine returns a generator. Closing it aborts the request.
             async with aclosing(cast(Any, context.engine.generate(request))) as chunks:
                 async for chunk in chunks:
@@ -117,9 +115,6 @@ class Transcript:
                     if progress is not None and finish_reason != "length":
                         is_last = finish_reason is not None
                         progress.add(self._token_ids, self._log_probs, self._segments, is_last=is_last)
-        finally:
-            if progress is not None:
-                progress.stop(request.request_id)
         return finish_reason
 
     def _take(self, chunk: TokenChunk, start: int, first: int) -> FinishReason | None:
@@ -128,8 +123,10 @@ class Transcript:
         self._log_probs += chunk.log_probs
         for segment in chunk.segments:
             self._append_segment(first + segment.start, first + segment.end, segment.policy_version)
-        if chunk.routed_experts is not None:
-            self._append_experts(chunk.routed_experts)
+        if (experts := chunk.routed_experts) is not None:
+            # Those of a turn cover everything from the prompt on. Tokens that were known keep theirs.
+            known = self._experts
+            self._experts = experts if known is None else np.concatenate([known, experts[len(known) :]])
         if self.context.sampling.stop and self._cut_at_stop(start, len(chunk.token_ids)):
             return "stop"
         return chunk.finish_reason
@@ -166,16 +163,11 @@ class Transcript:
         return True
 
     def episode(
-        self,
-        finish_reason: FinishReason,
-        *,
-        turn_rewards: Sequence[float] = (),
-        token_rewards: Mapping[int, float] | None = None,
-        final_reward: float | None = None,
-        reward_parts: dict[str, float] | None = None,
-        tool_rewards: Sequence[float] = (),
+        self, finish_reason: FinishReason, *, turn_rewards: Sequence[float] = (),
+        token_rewards: Mapping[int, float] | None = None, final_reward: float | None = None,
+        reward_parts: dict[str, float] | None = None, tool_rewards: Sequence[float] = (),
         turn_scores: Sequence[float] = (),
-    ) -> Episode:
+    ) -> Episode:  # fmt: skip
         end = len(self._token_ids)
         while end and not self._loss_mask[end - 1]:
             end -= 1
@@ -212,11 +204,6 @@ class Transcript:
     def _turn_room(self, num_sampled: int) -> int:
         limit = self.context.config.max_turn_tokens
         return self.room if limit is None else min(self.room, limit - num_sampled)
-
-    def _append_experts(self, of_turn: ExpertIds) -> None:
-        """Add the experts of a turn, which cover everything from the prompt on. Tokens that were known keep theirs."""
-        known = self._experts
-        self._experts = of_turn if known is None else np.concatenate([known, of_turn[len(known) :]])
 
     def _experts_until(self, end: int) -> ExpertIds | None:
         """The experts of the prompt and of `end` tokens of the response, but the last. None unless all are known."""

@@ -11,17 +11,15 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import inspect
-import json
-import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, Literal, TypeVar
 from uuid import uuid4
 
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from penstock_rollout.agents.interactions import Interaction, InteractionAnswer
+from penstock_rollout.agents.interactions import Interaction, InteractionAnswer, recordable
 from penstock_rollout.agents.tools import Tool, ToolAnswer
 from penstock_rollout.rewards.rules import gsm8k
 
@@ -45,7 +43,7 @@ class OpenAIFunctionParametersSchema(_Schema):
 
 
 class OpenAIFunctionSchema(_Schema):
-    name: str
+    name: str = Field(min_length=1)
     description: str = ""
     parameters: OpenAIFunctionParametersSchema = OpenAIFunctionParametersSchema()
     strict: bool = False
@@ -54,36 +52,8 @@ class OpenAIFunctionSchema(_Schema):
 class OpenAIFunctionToolSchema(_Schema):
     """The schema of a tool. A tool of verl gets it as an object, not as a mapping."""
 
-    type: str = "function"
-    function: OpenAIFunctionSchema
-
-
-class OpenAIFunctionParsedSchema(_Schema):
-    name: str
-    arguments: str
-
-
-class OpenAIFunctionCallSchema(_Schema):
-    name: str
-    arguments: dict[str, Any]
-
-    @staticmethod
-    def from_openai_function_parsed_schema(
-        parsed_schema: OpenAIFunctionParsedSchema,
-    ) -> tuple[OpenAIFunctionCallSchema, bool]:
-        """The call with its arguments as a mapping, and whether these could not be read."""
-        try:
-            arguments = json.loads(parsed_schema.arguments)
-        except ValueError:
-            arguments = None
-        is_wrong = not isinstance(arguments, dict)
-        return OpenAIFunctionCallSchema(name=parsed_schema.name, arguments={} if is_wrong else arguments), is_wrong
-
-
-class OpenAIFunctionToolCall(_Schema):
-    id: str
     type: Literal["function"] = "function"
-    function: OpenAIFunctionCallSchema
+    function: OpenAIFunctionSchema
 
 
 class ToolResponse(BaseModel):
@@ -160,18 +130,9 @@ class BaseInteraction:
         return None
 
 
-_SCHEMAS = {
-    schema.__name__: schema
-    for schema in (
-        OpenAIFunctionPropertySchema,
-        OpenAIFunctionParametersSchema,
-        OpenAIFunctionSchema,
-        OpenAIFunctionToolSchema,
-        OpenAIFunctionParsedSchema,
-        OpenAIFunctionCallSchema,
-        OpenAIFunctionToolCall,
-        ToolResponse,
-    )  # fmt: skip
+_SCHEMAS: dict[str, type[BaseModel]] = {
+    **{schema.__name__: schema for schema in _Schema.__subclasses__()},
+    "ToolResponse": ToolResponse,
 }
 
 
@@ -223,12 +184,9 @@ def _gsm8k_score(
     return gsm8k("", solution_str, ground_truth, {}, method=method, correct_score=score, format_score=format_score)
 
 
-def is_verl_tool(loaded: Any) -> bool:
-    return isinstance(loaded, type) and _has_methods(loaded, "create", "execute", "calc_reward", "release")
-
-
-def is_verl_interaction(loaded: Any) -> bool:
-    return isinstance(loaded, type) and _has_methods(loaded, "start_interaction", "generate_response")
+TOOL_METHODS = ("create", "execute", "calc_reward", "release")
+INTERACTION_METHODS = ("start_interaction", "generate_response")
+"""The methods by which a class of verl is recognized."""
 
 
 class VerlTool(Tool):
@@ -239,16 +197,12 @@ class VerlTool(Tool):
 
     takes_agent_data = True
 
-    def __init__(self, tool: Any, config: dict[str, Any]) -> None:
-        super().__init__(config, _plain_schema(tool))
-        self._tool = tool
+    def __init__(self, loaded: type, config: dict[str, Any], schema: dict[str, Any] | None) -> None:
+        given = None if schema is None else OpenAIFunctionToolSchema.model_validate(schema)
+        self._tool: Any = loaded(config=config, tool_schema=given)
+        super().__init__(config, _plain_schema(self._tool))
         self._ids: dict[str, str] = {}
         """The ids that `create` returned, by sample. A tool may choose its own."""
-
-    @classmethod
-    def load(cls, loaded: type, config: dict[str, Any], schema: dict[str, Any] | None) -> VerlTool:
-        given = None if schema is None else OpenAIFunctionToolSchema.model_validate(schema)
-        return cls(loaded(config=config, tool_schema=given), config)
 
     async def create(self, instance_id: str, **kwargs: Any) -> None:
         self._ids[instance_id] = instance_id
@@ -262,7 +216,7 @@ class VerlTool(Tool):
         if not (isinstance(answer, tuple) and len(answer) == 3):
             raise TypeError(f"{self.name} must return (ToolResponse, reward, metrics)")
         response, reward, metrics = answer
-        return _text(response), 0.0 if reward is None else float(reward), _finite_numbers(metrics or {})
+        return _text(response), 0.0 if reward is None else float(reward), recordable(metrics or {})
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float | None:
         reward = await _call(self._tool.calc_reward, self._ids[instance_id], **kwargs)
@@ -275,14 +229,10 @@ class VerlTool(Tool):
 class VerlInteraction(Interaction):
     """An interaction of verl. `calculate_score` is left to the interaction itself, which calls it for each turn."""
 
-    def __init__(self, interaction: Any, name: str, config: dict[str, Any]) -> None:
+    def __init__(self, loaded: type, name: str, config: dict[str, Any]) -> None:
         super().__init__(config)
-        self._interaction = interaction
+        self._interaction: Any = loaded(config={**config, "name": name})
         self._name = name
-
-    @classmethod
-    def load(cls, loaded: type, name: str, config: dict[str, Any]) -> VerlInteraction:
-        return cls(loaded(config={**config, "name": name}), name, config)
 
     async def start_interaction(self, instance_id: str, **kwargs: Any) -> None:
         await _call(self._interaction.start_interaction, instance_id, name=self._name, **kwargs)
@@ -298,7 +248,7 @@ class VerlInteraction(Interaction):
         return bool(done), str(response or ""), 0.0 if score is None else float(score), dict(extra or {})
 
     async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
-        if _has_methods(type(self._interaction), "finalize_interaction"):
+        if has_methods(type(self._interaction), "finalize_interaction"):
             await _call(self._interaction.finalize_interaction, instance_id, **kwargs)
 
 
@@ -314,8 +264,8 @@ async def _call(method: Callable[..., Any], *arguments: Any, **kwargs: Any) -> A
     return await method(*arguments, **kwargs)
 
 
-def _has_methods(loaded: type, *names: str) -> bool:
-    return all(callable(getattr(loaded, name, None)) for name in names)
+def has_methods(loaded: Any, *names: str) -> bool:
+    return isinstance(loaded, type) and all(callable(getattr(loaded, name, None)) for name in names)
 
 
 def _plain_schema(tool: Any) -> dict[str, Any]:
@@ -334,9 +284,3 @@ def _text(response: Any) -> str:
     if getattr(response, "image", None) or getattr(response, "video", None):
         raise TypeError("the tool returned an image or a video, and only text can be shown to the model")
     return str(getattr(response, "text", None) or "")
-
-
-def _finite_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics that are finite numbers. verl's tools also report texts, which cannot be recorded."""
-    numbers = {str(key): value for key, value in metrics.items() if isinstance(value, int | float)}
-    return {key: float(value) for key, value in numbers.items() if math.isfinite(value)}

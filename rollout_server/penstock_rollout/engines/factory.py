@@ -9,7 +9,7 @@ from pathlib import Path
 
 from penstock.config.rollout import EngineConfig
 from penstock.errors import ConfigError, Unavailable
-from penstock.machine import spare_living_objects
+from penstock.machine import freeze_loaded_objects
 from penstock.weights.folder_tensors import read_json
 from penstock_rollout.engines.engine import Engine
 from penstock_rollout.engines.vllm.standby import start_standby
@@ -110,4 +110,4 @@ async def start_engine(engine: Engine, timeout_s: float) -> None:
         raise Unavailable(
             f"the {engine.name} engine was not ready after {timeout_s:.0f} s; raise rollout.start_timeout_s"
         ) from error
-    spare_living_objects()
+    freeze_loaded_objects()

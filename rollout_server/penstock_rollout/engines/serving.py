@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-from penstock.errors import InvalidInput
+from penstock.config.rollout import EngineConfig
+from penstock.errors import InvalidInput, Unavailable
 from penstock.v1 import weights_pb2
 from penstock.weights.checksums import weights_digest
 from penstock.weights.folder_tensors import stop_token_ids, tensor_shapes
@@ -25,8 +27,13 @@ class ServingEngine:
 
     If a stage is dropped or fails, version and digest stay, and no base for a delta is left."""
 
-    def __init__(self, model_path: Path) -> None:
+    name: str
+
+    def __init__(self, config: EngineConfig, model_path: Path, dtype: str, seed: int) -> None:
+        self._config = config
         self._model_path = model_path
+        self._dtype = dtype
+        self._seed = seed
         self._policy_version = -1
         self._weights_digest = ""
         self._retained_version: int | None = None
@@ -35,6 +42,9 @@ class ServingEngine:
         self._num_loads = 0
         self._stop_ids: list[int] = []
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self._devices: tuple[str, ...] = ()
+        self._request_ids: set[str] = set()
+        """Requests between their submission and their end."""
         self._generating = GeneratingTime()
         self._broken = "it was not started"
         """Why the engine cannot generate, or an empty text."""
@@ -50,6 +60,27 @@ class ServingEngine:
     @property
     def retained_version(self) -> int | None:
         return self._retained_version
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        return self._devices
+
+    async def check_health(self) -> None:
+        if self._broken:
+            raise Unavailable(f"the {self.name} engine cannot generate: {self._broken}")
+
+    @contextmanager
+    def _serving(self, request_id: str) -> Iterator[None]:
+        """Surrounds one request. Raises InvalidInput if another one with this id runs."""
+        if request_id in self._request_ids:
+            raise InvalidInput("request_id", f"{request_id!r} is running already")
+        self._request_ids.add(request_id)
+        self._generating.begin()
+        try:
+            yield
+        finally:
+            self._request_ids.discard(request_id)
+            self._generating.end()
 
     def _read_folder(self) -> None:
         """Read what the engine has to know of its model folder."""

@@ -19,6 +19,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -40,34 +41,30 @@ logger = logging.getLogger(__name__)
 REPORT_S = 0.5
 
 
+@dataclass(eq=False)
 class FleetMembership:
     """Reports this server to the fleet and follows the state that the registry has for it.
 
     The server leases prompts only while `may_lease`."""
 
-    def __init__(
-        self, config: RunConfig, server_id: str, engine: Engine, fleet: Fleet, policies: PolicyRegistry,
-        weight_member: WeightMember, metrics: RolloutMetrics,
-        on_first_serving: Callable[[], Awaitable[None]] | None = None,
-    ) -> None:  # fmt: skip
-        self.config = config
-        self.server_id = server_id
-        self.engine = engine
-        self.fleet = fleet
-        self.policies = policies
-        self.weight_member = weight_member
-        self.metrics = metrics
-        self.on_first_serving = on_first_serving
-        """Called once, when the server first serves the wanted version."""
-        self.address = ""
-        """host:port of the internal listener, known once it listens."""
-        self.state: ServerState = "JOINING"
-        self.held_version: int | None = None
-        """The version that this server is held at, as of the last report."""
-        self._reported_at = 0.0
-        self._stopped_serving_at: float | None = None
-        self._refused_snapshot = ""
-        """A snapshot that could not be loaded, and is not tried again."""
+    config: RunConfig
+    server_id: str
+    engine: Engine
+    fleet: Fleet
+    policies: PolicyRegistry
+    weight_member: WeightMember
+    metrics: RolloutMetrics
+    on_first_serving: Callable[[], Awaitable[None]] | None = None
+    """Called once, when the server first serves the wanted version."""
+    address: str = ""
+    """host:port of the internal listener, known once it listens."""
+    state: ServerState = "JOINING"
+    held_version: int | None = None
+    """The version that this server is held at, as of the last report."""
+    _reported_at: float = 0.0
+    _stopped_serving_at: float | None = None
+    _refused_snapshot: str = ""
+    """A snapshot that could not be loaded, and is not tried again."""
 
     async def join(self, address: str) -> None:
         self.address = address
@@ -135,7 +132,10 @@ class FleetMembership:
         ):
             state = await self._move("STALE")
         if state == "STALE":
-            wanted = await self._wanted(held)
+            try:
+                wanted = await self.policies.get(held)
+            except NotFound:  # nothing was published yet: it is the model folder
+                wanted = policies_pb2.Policy(policy_version=0)
             await self._load_wanted_snapshot(wanted, is_held=held is not None)
             if self.engine.policy_version == wanted.policy_version:
                 state = await self._move("READY")
@@ -151,13 +151,6 @@ class FleetMembership:
             return self.engine.policy_version != reported.current_version
         return self.engine.policy_version < reported.current_version
 
-    async def _wanted(self, held: int | None) -> policies_pb2.Policy:
-        """The held version, or else the run's current one. Before the first publication it is 0, the model folder."""
-        try:
-            return await self.policies.get(held)
-        except NotFound:
-            return policies_pb2.Policy(policy_version=0)
-
     async def _load_wanted_snapshot(self, wanted: policies_pb2.Policy, is_held: bool) -> None:
         """Load the wanted version from its snapshot, if the config allows it or the server is held.
 
@@ -167,8 +160,8 @@ class FleetMembership:
         may_load = is_held or weights.catch_up == "snapshot"
         if not may_load or not is_behind or wanted.snapshot_path in ("", self._refused_snapshot):
             return
-        if self.weight_member.is_receiving:
-            return  # the push brings a newer version, and loading a snapshot would replace its stage
+        if self.weight_member.is_receiving:  # a newer version, whose stage the snapshot would replace
+            return
         try:
             await load_snapshot(self.engine, wanted, weights.push_timeout_s)
         except WeightPushFailed as error:

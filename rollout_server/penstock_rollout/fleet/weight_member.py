@@ -7,6 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -25,24 +26,23 @@ MAX_DEADLINE_S = 86400.0
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
+@dataclass(eq=False)
 class WeightMember(weights_pb2_grpc.WeightMemberServiceServicer):
     """Stages the announced version and loads it on commit. Refuses every publisher but the one of the current term.
 
-    `read_term` reads the current term from the registry. Only the registry decides which term is current: nothing that
-    a call says is remembered. The listener has checked the cluster key before a call gets here."""
+    Only the registry decides which term is current: nothing that a call says is remembered. The listener has checked
+    the cluster key before a call gets here."""
 
-    def __init__(
-        self, run: str, engine: Engine, metrics: RolloutMetrics, read_term: Callable[[], Awaitable[int]]
-    ) -> None:
-        self.run = run
-        self.engine = engine
-        self.metrics = metrics
-        self.read_term = read_term
-        self.term = 0
-        """The last term that the registry returned."""
-        self.announced_version: int | None = None
-        self._receiving_until = 0.0
-        self._push_ended = asyncio.Event()
+    run: str
+    engine: Engine
+    metrics: RolloutMetrics
+    read_term: Callable[[], Awaitable[int]]
+    """Reads the current term from the registry."""
+    term: int = 0
+    """The last term that the registry returned."""
+    announced_version: int | None = None
+    _receiving_until: float = 0.0
+    _push_ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def is_receiving(self) -> bool:
@@ -80,11 +80,10 @@ class WeightMember(weights_pb2_grpc.WeightMemberServiceServicer):
             if request.transport == "nccl":
                 NcclMeeting.from_json(request.rendezvous).check_version(libraries.nccl_version())
             await self.engine.stage_weights(request)
-        except PenstockError as error:
+        except Exception as error:
             self._end_push()
-            await context.abort(grpc.StatusCode.ABORTED, str(error))
-        except Exception:
-            self._end_push()
+            if isinstance(error, PenstockError):
+                await context.abort(grpc.StatusCode.ABORTED, str(error))
             raise
         return weights_pb2.AnnounceResponse(serving_version=self.engine.policy_version)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -41,34 +41,22 @@ class SampleAborted(PenstockError):
     """The engine ended a sample before it was finished."""
 
 
+@dataclass(eq=False)
 class GroupMaker:
     """Generates all samples of a prompt at once, then scores them."""
 
-    def __init__(
-        self,
-        run: str,
-        server_id: str,
-        engine: Engine,
-        tokenization: Tokenization,
-        scorer: Scoring,
-        metrics: RolloutMetrics,
-        agents: Agents,
-        greedy_baseline: bool = False,
-        tracing: Tracing | None = None,
-        saver: TokenSaver | None = None,
-    ) -> None:
-        self.run = run
-        self.server_id = server_id
-        self.engine = engine
-        self.tokenization = tokenization
-        self.scorer = scorer
-        self.metrics = metrics
-        self.agents = agents
-        self.tracing = tracing or Tracing()
-        self.saver = saver
-        """Saves the tokens of unfinished groups. None if they are not saved."""
-        self.greedy_baseline = greedy_baseline
-        """Whether groups for training get one more sample, decoded greedily, as the baseline of the others."""
+    run: str
+    server_id: str
+    engine: Engine
+    tokenization: Tokenization
+    scorer: Scoring
+    metrics: RolloutMetrics
+    agents: Agents
+    greedy_baseline: bool = False
+    """Whether groups for training get one more sample, decoded greedily, as the baseline of the others."""
+    tracing: Tracing = field(default_factory=Tracing)
+    saver: TokenSaver | None = None
+    """Saves the tokens of unfinished groups. None if they are not saved."""
 
     async def make(self, lease: Lease, prompt: Prompt, note_running: NoteRunning = lambda running, all: None) -> Group:
         """Generate and score all samples of the prompt. Cancelling this aborts the samples that still run.
@@ -78,12 +66,15 @@ class GroupMaker:
         bind(policy_version=self.engine.policy_version)
         agent_name = self.agents.name_of(prompt.agent_name)
         agent = self.agents.find(prompt.agent_name)
-        contexts = self._contexts(lease, prompt, await self._saved(lease, prompt))
+        saved = await self.saver.read(lease, prompt, self.engine.policy_version) if self.saver else {}
+        contexts = self._contexts(lease, prompt, saved)
         with self.tracing.span("generate", prompt.trace_parent, policy_version=self.engine.policy_version):
             episodes = await self._episodes(agent, agent_name, contexts, note_running)
-        if any(episode.finish_reason == "aborted" or not len(episode.token_ids) for episode in episodes):
+        if any(episode.is_aborted for episode in episodes):
             raise SampleAborted("a sample was aborted by the engine")
-        responses = [self._scored_text(episode) for episode in episodes]
+        responses = [
+            self.tokenization.text(episode.token_ids[self._scored_start(episode) :].tolist()) for episode in episodes
+        ]
         with self.tracing.span("reward", prompt.trace_parent, data_source=prompt.data_source):
             scores = await self.scorer.score(
                 f"prompt {lease.prompt_id}", prompt.data_source, responses, prompt.ground_truth,
@@ -120,9 +111,6 @@ class GroupMaker:
         )
         return group
 
-    async def _saved(self, lease: Lease, prompt: Prompt) -> dict[int, SavedSample]:
-        return {} if self.saver is None else await self.saver.read(lease, prompt, self.engine.policy_version)
-
     async def _episodes(
         self, agent: AgentLoop, agent_name: str, contexts: Sequence[AgentContext], note_running: NoteRunning
     ) -> list[Episode]:
@@ -137,7 +125,7 @@ class GroupMaker:
             num_running -= 1
             note_running(num_running, len(contexts))
             is_new = saved is None or saved.episode is None
-            if context.progress and is_new and isinstance(episode, Episode) and _is_whole(episode):
+            if context.progress and is_new and isinstance(episode, Episode) and not episode.is_aborted:
                 context.progress.finish(episode)
             return episode
 
@@ -145,16 +133,17 @@ class GroupMaker:
             running = [tasks.create_task(sample(context)) for context in contexts]
         return [_episode(task, agent_name) for task in running]
 
-    def _progress(self, lease: Lease, number: int, saved: SavedSample | None) -> SampleProgress | None:
-        return SampleProgress(self.saver, lease, number, saved) if self.saver and self.saver.every_tokens else None
-
     def _contexts(self, lease: Lease, prompt: Prompt, saved: Mapping[int, SavedSample]) -> list[AgentContext]:
         """One context per sample. They differ in request id and seed. The baseline comes last."""
         toolbox = self.agents.toolbox_for(prompt)
         prompt_ids = self.tokenization.prompt_ids(prompt, toolbox.schemas)
-        samplings = [replace(prompt.sampling, seed=_seed(prompt, index)) for index in range(prompt.num_samples)]
+        seed = prompt.sampling.seed
+        samplings = [
+            replace(prompt.sampling, seed=None if seed is None else seed + index) for index in range(prompt.num_samples)
+        ]
         if self.greedy_baseline and not prompt.evaluation_id:
             samplings.append(replace(prompt.sampling, temperature=0.0, top_p=1.0, seed=None))
+        saver = self.saver if self.saver and self.saver.every_tokens else None
         return [
             AgentContext(
                 engine=self.engine,
@@ -169,13 +158,10 @@ class GroupMaker:
                 parse_calls=self.agents.parse_calls,
                 interactions=self.agents.interactions,
                 metrics=self.metrics,
-                progress=self._progress(lease, index, saved.get(index)),
+                progress=SampleProgress(saver, lease, index, saved.get(index)) if saver else None,
             )
             for index, sampling in enumerate(samplings)
         ]
-
-    def _scored_text(self, episode: Episode) -> str:
-        return self.tokenization.text(episode.token_ids[self._scored_start(episode) :].tolist())
 
     def _scored_start(self, episode: Episode) -> int:
         """Index of the first token whose text is scored."""
@@ -188,14 +174,6 @@ class GroupMaker:
         return place_scores(
             score.placed, episode.loss_mask.tolist(), start, lambda n: len(self.tokenization.text(ids[:n]))
         )
-
-
-def _is_whole(episode: Episode) -> bool:
-    return episode.finish_reason != "aborted" and len(episode.token_ids) > 0
-
-
-def _seed(prompt: Prompt, index: int) -> int | None:
-    return None if prompt.sampling.seed is None else prompt.sampling.seed + index
 
 
 def _episode(task: asyncio.Task[Episode], agent_name: str) -> Episode:
@@ -211,15 +189,10 @@ def _trajectory(
 ) -> Trajectory:
     reward, parts = combine_rewards((score.reward, score.parts), episode, how)
     return Trajectory(
-        token_ids=episode.token_ids,
-        loss_mask=episode.loss_mask,
-        log_probs=episode.log_probs,
-        segments=episode.segments,
+        **episode.trajectory_fields,
         reward=reward,
         reward_parts=parts,
-        finish_reason=episode.finish_reason,
         is_baseline=is_baseline,
-        routed_experts=episode.routed_experts,
         reward_failed=score.failed,
         answer=score.answer,
         token_rewards=token_rewards_of(episode, how, placed),

@@ -18,7 +18,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from penstock.cancellation import end_task
@@ -68,34 +68,31 @@ CONTINUABLE = (TimeoutError, DeadlineExceeded, Unavailable, SampleAborted)
 again."""
 
 
+@dataclass(eq=False)
 class Producer:
-    """Turns leased prompts into groups, up to a limit at a time.
+    """Turns leased prompts into groups, up to a limit at a time."""
 
-    `may_lease` is called before every lease and returns whether this server serves a version that training wants.
-    `engine_stats` feeds the adaptive concurrency limit; without it the limit stays at `max_concurrent_groups`. `post`
-    tells the run's users why prompts fail. Groups of evaluations are kept for the learner's `reward_model`, if the run
-    has one. `saver` is that of the maker: it hands samples over when the server ends."""
+    queue: GroupProducer
+    server_id: str
+    maker: GroupMaker
+    rollout: RolloutConfig
+    replay: ReplayConfig
+    metrics: RolloutMetrics
+    may_lease: Callable[[], bool]
+    """Called before every lease: whether this server serves a version that training wants."""
+    engine_stats: Callable[[], EngineStats] | None = None
+    """Feeds the adaptive concurrency limit. Without it the limit stays at `max_concurrent_groups`."""
+    tracing: Tracing = field(default_factory=Tracing)
+    post: PostEvent = ignore_event
+    """Tells the run's users why prompts fail."""
+    reward_model: RewardModelConfig | None = None
+    """The learner's, for which groups of evaluations are kept."""
+    saver: TokenSaver | None = None
+    """That of the maker. It hands samples over when the server ends."""
 
-    def __init__(
-        self, queue: GroupProducer, server_id: str, maker: GroupMaker, rollout: RolloutConfig, replay: ReplayConfig,
-        metrics: RolloutMetrics, may_lease: Callable[[], bool], engine_stats: Callable[[], EngineStats] | None = None,
-        tracing: Tracing | None = None, post: PostEvent = ignore_event, reward_model: RewardModelConfig | None = None,
-        saver: TokenSaver | None = None,
-    ) -> None:  # fmt: skip
-        self.queue = queue
-        self.appender = GroupAppender(queue)
-        self.server_id = server_id
-        self.maker = maker
-        self.rollout = rollout
-        self.replay = replay
-        self.metrics = metrics
-        self.may_lease = may_lease
-        self.engine_stats = engine_stats
-        self.tracing = tracing or Tracing()
-        self.post = post
-        self.reward_model = reward_model
-        self.concurrency = ConcurrencyLimit(rollout.adaptive_concurrency, rollout.max_concurrent_groups)
-        self.saver = saver
+    def __post_init__(self) -> None:
+        self.appender = GroupAppender(self.queue)
+        self.concurrency = ConcurrencyLimit(self.rollout.adaptive_concurrency, self.rollout.max_concurrent_groups)
         self._leases: dict[int, Lease] = {}
         self._occupied: dict[int, float] = {}
         """The part of a place that each leased prompt takes; 1 if it is not in here."""
@@ -111,11 +108,18 @@ class Producer:
         return len(self._leases)
 
     async def lease_loop(self) -> None:
-        self.metrics.follow(lambda: len(self._leases), lambda: self.concurrency.limit, lambda: len(self._outbox))
+        self.metrics.inflight.set_function(lambda: len(self._leases))
+        self.metrics.concurrency_limit.set_function(lambda: self.concurrency.limit)
+        self.metrics.outbox.set_function(lambda: len(self._outbox))
         while True:
-            free = int(self._concurrency_limit() - self._num_places())
+            num_places = self._num_places()
+            if self.engine_stats is not None:
+                self.concurrency.observe(time.monotonic(), self.engine_stats(), math.ceil(num_places))
+            free = int(self.concurrency.limit - num_places)
             if free <= 0:
-                await self._wait_for_place()
+                self._place_freed.clear()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._place_freed.wait(), FULL_POLL_S)
             elif not self.may_lease():
                 await asyncio.sleep(NOT_READY_POLL_S)
             else:
@@ -138,17 +142,6 @@ class Producer:
             await self.queue.wait_for_prompts(WAIT_S)
             await asyncio.sleep(GATHER_S)
 
-    async def _wait_for_place(self) -> None:
-        self._place_freed.clear()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(FULL_POLL_S):
-                await self._place_freed.wait()
-
-    def _concurrency_limit(self) -> int:
-        if self.engine_stats is not None:
-            self.concurrency.observe(time.monotonic(), self.engine_stats(), math.ceil(self._num_places()))
-        return self.concurrency.limit
-
     def _num_places(self) -> float:
         """How many places the leased prompts take. Rounded, because it is a sum of parts."""
         return round(sum(self._occupied.get(prompt_id, 1.0) for prompt_id in self._leases), 6)
@@ -170,9 +163,8 @@ class Producer:
                 logger.warning("cannot renew the leases yet: %s", error)
                 continue
             for prompt_id in set(lost) - self._appending:
-                self._leases.pop(prompt_id, None)
-                self._occupied.pop(prompt_id, None)
-                self._place_freed.set()
+                if lease := self._leases.get(prompt_id):
+                    self._drop(lease)
                 if worker := self._workers.get(prompt_id):
                     logger.warning("lost the lease of prompt %d; aborting its samples", prompt_id)
                     worker.cancel()
@@ -290,12 +282,8 @@ class Producer:
 
     async def _kept_group(self, prompt: Prompt, group: Group) -> bytes:
         """The encoded group of a held-out prompt if the learner's reward model scores it, else nothing."""
-        scored_by = self.reward_model
-        if (
-            scored_by is None
-            or not scored_by.scores_source(prompt.data_source)
-            or not is_numbered(prompt.evaluation_id)
-        ):
+        is_scored = self.reward_model is not None and self.reward_model.scores_source(prompt.data_source)
+        if not is_scored or not is_numbered(prompt.evaluation_id):
             return b""
         # Experts are large, and the reward model has its own.
         bare = tuple(replace(trajectory, routed_experts=None) for trajectory in group.trajectories)
@@ -352,13 +340,12 @@ class GroupAppender:
     """Batches the appends of concurrent callers.
 
     At most EXCHANGES_AT_ONCE exchanges run at a time. Groups that finish meanwhile wait and share the next exchange. A
-    failed exchange fails every group in it and no other.
-    """
+    failed exchange fails every group in it and no other."""
 
     def __init__(self, queue: GroupProducer) -> None:
         self.queue = queue
         self._waiting: list[tuple[FinishedGroup, asyncio.Future[AppendOutcome]]] = []
-        self._senders: set[asyncio.Task[None]] = set()
+        self._senders: list[asyncio.Task[None]] = []
 
     async def append(self, group: FinishedGroup) -> AppendOutcome:
         """Append one group and return the queue's outcome, as `GroupProducer.append` does.
@@ -366,32 +353,23 @@ class GroupAppender:
         Cancelling the caller does not take the group back: it may still be appended."""
         outcome: asyncio.Future[AppendOutcome] = asyncio.get_running_loop().create_future()
         self._waiting.append((group, outcome))
+        self._senders = [sender for sender in self._senders if not sender.done()]
         if len(self._senders) < EXCHANGES_AT_ONCE:
-            self._senders.add(asyncio.create_task(self._send()))
+            self._senders.append(asyncio.create_task(self._send()))
         return await outcome
 
     async def _send(self) -> None:
-        """Exchange until no group waits.
-
-        There is no await between the last check of `_waiting` and the removal from `_senders`, so no group is missed: a
-        group that arrives later starts a new sender."""
-        try:
-            while self._waiting:
-                await self._exchange()
-        finally:
-            task = asyncio.current_task()
-            assert task is not None
-            self._senders.discard(task)
-
-    async def _exchange(self) -> None:
-        batch, self._waiting = self._waiting[:MAX_GROUPS], self._waiting[MAX_GROUPS:]
-        try:
-            outcomes = await self.queue.append_many([group for group, _ in batch])
-        except Exception as error:
-            for _, waiting in batch:
-                if not waiting.done():
-                    waiting.set_exception(error)
-        else:
-            for (_, waiting), outcome in zip(batch, outcomes, strict=True):
-                if not waiting.done():
-                    waiting.set_result(outcome)
+        """Exchange until no group waits. No group is missed: between the last check of `_waiting` and the end of the
+        task there is no await, and a group that arrives later starts a new sender."""
+        while self._waiting:
+            batch, self._waiting = self._waiting[:MAX_GROUPS], self._waiting[MAX_GROUPS:]
+            try:
+                outcomes = await self.queue.append_many([group for group, _ in batch])
+            except Exception as error:
+                for _, waiting in batch:
+                    if not waiting.done():
+                        waiting.set_exception(error)
+            else:
+                for (_, waiting), outcome in zip(batch, outcomes, strict=True):
+                    if not waiting.done():
+                        waiting.set_result(outcome)

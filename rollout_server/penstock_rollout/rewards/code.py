@@ -21,8 +21,8 @@ import re
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 from penstock_rollout.rewards.sandbox.limits import Limits
 from penstock_rollout.rewards.sandbox.program import Outcome
@@ -108,18 +108,6 @@ answers.flush()
 the token of a passed assert, goes to standard output."""
 
 
-class Case(Protocol):
-    """One test of a program."""
-
-    def command(self) -> tuple[str, bytes]:
-        """The file to run, and its standard input."""
-        ...
-
-    def accepts(self, stdout: bytes) -> bool:
-        """Whether a program that exited with code 0 and printed `stdout` passes."""
-        ...
-
-
 @dataclass(frozen=True)
 class PrintCase:
     """The program reads `given` and must print `expected`."""
@@ -165,13 +153,18 @@ class AssertCase:
     """The test code must run to its end. The driver then prints `token`, so a program that just exits does not pass."""
 
     code: str
-    token: str
+    token: str = field(default_factory=lambda: secrets.token_hex(16))
 
     def command(self) -> tuple[str, bytes]:
         return DRIVER_FILE, json.dumps({"tests": self.code, "token": self.token}).encode() + b"\n"
 
     def accepts(self, stdout: bytes) -> bool:
         return stdout == self.token.encode()
+
+
+Case = PrintCase | CallCase | AssertCase
+"""One test of a program: the file to run with its standard input, and whether a program that exited with code 0 and
+printed `stdout` passes."""
 
 
 def read_cases(ground_truth: Any, *, like_verl: bool = False) -> Sequence[Case]:
@@ -181,7 +174,7 @@ def read_cases(ground_truth: Any, *, like_verl: bool = False) -> Sequence[Case]:
         try:
             ground_truth = json.loads(ground_truth)
         except ValueError:
-            return [_assert_case(ground_truth)]
+            return [AssertCase(ground_truth)]
     cases: list[Case] = []
     match ground_truth:
         case {"inputs": [*inputs], "outputs": [*outputs]}:
@@ -196,18 +189,14 @@ def read_cases(ground_truth: Any, *, like_verl: bool = False) -> Sequence[Case]:
                 else:
                     cases.append(PrintCase(_text(given), _text(expected), like_verl))
         case {"assert_case": [*statements]}:
-            cases += [_assert_case(statement) for statement in statements]
+            cases += [AssertCase(str(statement)) for statement in statements]
         case {"functional": str(code)}:
-            cases.append(_assert_case(code))
+            cases.append(AssertCase(code))
         case [str(), *_]:
-            cases += [_assert_case(statement) for statement in ground_truth]
+            cases += [AssertCase(str(statement)) for statement in ground_truth]
     if not cases:
         raise ValueError("the ground truth has no tests; it needs inputs and outputs, assert_case or functional")
     return cases
-
-
-def _assert_case(code: str) -> AssertCase:
-    return AssertCase(str(code), secrets.token_hex(16))
 
 
 def _arguments(given: Any) -> list[Any]:

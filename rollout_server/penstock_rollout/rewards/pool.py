@@ -95,16 +95,9 @@ class RewardProcess:
         Returns what the reward says about itself, for the log."""
         if settings in self._prepared:
             return ""
-        answer = await self.ask({"prepare": settings}, PREPARE_TIMEOUT_S)
+        answer = await self.ask({"settings": settings, "calls": [], "read": "result"}, PREPARE_TIMEOUT_S)
         self._prepared.add(settings)
-        return str(answer.get("description", ""))
-
-    async def ask(self, request: Json, timeout_s: float) -> Json:
-        """The worker's answer. Its module lists the requests. Raises RewardFailed."""
-        answer = await self._exchange(request, timeout_s)
-        if "error" in answer:
-            raise _failure(answer)
-        return answer
+        return str(answer["description"])
 
     async def end(self) -> None:
         """End the process with SIGTERM, so that it can end its programs. Sends SIGKILL after TERMINATE_S."""
@@ -120,8 +113,9 @@ class RewardProcess:
             except TimeoutError:
                 logger.error("reward process %d did not end within %g s of SIGKILL", self.process.pid, KILL_S)
 
-    async def _exchange(self, request: Json, timeout_s: float) -> Json:
-        """Send a request and return the answer. After a `timeout` or `worker_died` the process must be ended."""
+    async def ask(self, request: Json, timeout_s: float) -> Json:
+        """The worker's answer; its module says what the requests are. Raises RewardFailed. After a `timeout` or
+        `worker_died` the process must be ended."""
         assert self.process.stdin is not None and self.process.stdout is not None
         try:
             text = json.dumps(request).encode()
@@ -135,11 +129,13 @@ class RewardProcess:
                 if num_bytes > MAX_ANSWER_BYTES:
                     raise RewardFailed(DIED, f"the reward process answered with {num_bytes} bytes")
                 answer: Json = json.loads(await self.process.stdout.readexactly(num_bytes))
-                return answer
         except TimeoutError as error:
             raise RewardFailed("timeout", f"took longer than {timeout_s:g} s") from error
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             raise RewardFailed(DIED, "the reward process died; see its output in the log") from error
+        if "error" in answer:
+            raise _failure(answer)
+        return answer
 
 
 def _failure(answer: Json) -> RewardFailed:
@@ -182,60 +178,52 @@ class RewardPool:
                     return
                 self._idle.append(process)
 
-    async def compute_each(self, settings: str, samples: Sequence[Json], timeout_s: float) -> list[Json | RewardFailed]:
-        """Compute the reward of each sample, which is `score`, `parts` and perhaps `pred`, or its failure.
-
-        Samples with a fast reward go to a process together. If that message fails, each is scored again alone, under
-        the rules of `compute`, so that no sample fails because of another."""
+    async def compute_each(self, settings: str, samples: Sequence[Json], timeout_s: float) -> list[Any | RewardFailed]:
+        """Compute the reward of each sample, or its failure. Samples with a fast reward go to a process together."""
         parts = self._pace.parts(settings, samples)
-        computed = await asyncio.gather(*(self._compute_part(settings, part, timeout_s) for part in parts))
+        computed = await asyncio.gather(*(self._compute(settings, part, timeout_s, "score") for part in parts))
         return [answer for answers in computed for answer in answers]
 
-    async def _compute_part(
-        self, settings: str, samples: Sequence[Json], timeout_s: float
-    ) -> list[Json | RewardFailed]:
-        if len(samples) == 1:
-            try:
-                answer = await self.compute(settings, {"samples": list(samples)}, timeout_s)
-            except RewardFailed as error:
+    async def compute(self, settings: str, arguments: Json, timeout_s: float, read: str) -> Any:
+        """The result of one call, read as worker.py says. Raises RewardFailed."""
+        (answer,) = await self._compute(settings, [arguments], timeout_s, read)
+        if isinstance(answer, RewardFailed):
+            raise answer
+        return answer
+
+    async def _compute(
+        self, settings: str, calls: Sequence[Json], timeout_s: float, read: str
+    ) -> list[Any | RewardFailed]:
+        """The results or failures of one message. Its deadline starts when a process is free and the reward is built
+        there. Cancelling the caller ends the process.
+
+        If a process dies from a single call, another one tries once more. If several calls fail together, each is made
+        again alone, so that no sample fails because of another."""
+        is_alone = len(calls) == 1
+        request = {"settings": settings, "calls": list(calls), "read": read}
+        limit_s = timeout_s if is_alone else min(timeout_s, TOGETHER_TIMEOUT_S)
+        try:
+            async with self._free:
+                try:
+                    answer = await self._ask(request, limit_s)
+                except RewardFailed as error:
+                    if not is_alone or error.kind != DIED:
+                        raise
+                    logger.warning("%s; what it scored is scored once more by another process", error)
+                    answer = await self._ask(request, limit_s)
+        except RewardFailed as error:
+            if is_alone:
                 return [error]
-        else:
-            try:
-                async with self._free:
-                    request = {"reward": settings, "samples": list(samples)}
-                    answer = await self._ask(settings, request, min(timeout_s, TOGETHER_TIMEOUT_S))
-            except RewardFailed as error:
-                logger.info("%d samples failed together (%s); each is scored alone", len(samples), error)
-                self._pace.forget(settings)
-                alone = (self._compute_part(settings, [sample], timeout_s) for sample in samples)
-                return [answer for (answer,) in await asyncio.gather(*alone)]
-        self._pace.note(settings, answer["seconds"], len(samples))
-        return [_failure(one) if "error" in one else one for one in answer["answers"]]
+            logger.info("%d samples failed together (%s); each is scored alone", len(calls), error)
+            self._pace.forget(settings)
+            alone = (self._compute(settings, [call], timeout_s, read) for call in calls)
+            return [answer for (answer,) in await asyncio.gather(*alone)]
+        self._pace.note(settings, answer["seconds"], len(calls))
+        return [_failure(one) if "error" in one else one["result"] for one in answer["answers"]]
 
-    async def compute(self, settings: str, arguments: Json, timeout_s: float) -> Json:
-        """Compute one message, with single samples or a batch. The deadline starts when a process is free, and again if
-        that process has died. A second death is a failure. Cancelling the caller ends the process."""
-        request = {"reward": settings, **arguments}
-        async with self._free:
-            try:
-                return await self._ask(settings, request, timeout_s)
-            except RewardFailed as error:
-                if error.kind != DIED:
-                    raise
-                logger.warning("%s; what it scored is scored once more by another process", error)
-                return await self._ask(settings, request, timeout_s)
-
-    async def call(self, settings: str, arguments: Json, timeout_s: float) -> Json:
-        """The result of a tool, which is called like a function with `arguments`."""
-        async with self._free:
-            answer = await self._ask(settings, {"call": settings, "arguments": arguments}, timeout_s)
-            result: Json = answer["result"]
-            return result
-
-    async def _ask(self, settings: str, request: Json, timeout_s: float) -> Json:
-        """Ask a process in which the reward or tool is built. The deadline starts when it is."""
+    async def _ask(self, request: Json, timeout_s: float) -> Json:
         process = await self._take()
-        self._log_once(await self._guard(process, process.prepare(settings), keep=False))
+        self._log_once(await self._guard(process, process.prepare(request["settings"]), keep=False))
         return await self._guard(process, process.ask(request, timeout_s))
 
     async def close(self) -> None:

@@ -27,14 +27,9 @@ def exact_match(data_source: str, solution_str: str, ground_truth: Any, extra_in
 
 
 def regex(
-    data_source: str,
-    solution_str: str,
-    ground_truth: Any,
-    extra_info: dict[str, Any],
-    *,
-    pattern: str,
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any], *, pattern: str,
     ignore_case: bool,
-) -> float:
+) -> float:  # fmt: skip
     """Return 1 if group 1 of the last match equals the ground truth. A pattern without groups only has to match."""
     last = None
     for last in re.finditer(pattern, solution_str, re.IGNORECASE if ignore_case else 0):  # noqa: B007
@@ -46,15 +41,9 @@ def regex(
 
 
 def gsm8k(
-    data_source: str,
-    solution_str: str,
-    ground_truth: Any,
-    extra_info: dict[str, Any],
-    *,
-    method: str,
-    correct_score: float,
-    format_score: float,
-) -> float:
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any], *, method: str,
+    correct_score: float, format_score: float,
+) -> float:  # fmt: skip
     """Return `correct_score` for the right answer, `format_score` for a wrong one, and 0 for no answer.
 
     The ground truth is a number, or a solution of the dataset, whose number comes after `####`."""
@@ -125,14 +114,9 @@ def _word(text: str, box: re.Match[str]) -> str | None:
 
 
 def math(
-    data_source: str,
-    solution_str: str,
-    ground_truth: Any,
-    extra_info: dict[str, Any],
-    *,
-    correct_score: float,
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any], *, correct_score: float,
     wrong_score: float,
-) -> float:
+) -> float:  # fmt: skip
     """Return `correct_score` if the answer equals the ground truth, else `wrong_score`.
 
     Equal expressions match, however they are written. The answer is in the last `\\boxed{}` or `\\fbox{}`. Without

@@ -205,10 +205,13 @@ class Scorer:
             "extra_infos": extra_infos,
         }
         try:
-            answer = await self._pool.compute(
-                self.choice.settings_json(reward), arguments, self.choice.timeout_s(reward)
+            scores = await self._pool.compute(
+                self.choice.settings_json(reward), arguments, self.choice.timeout_s(reward), "scores"
             )
-            return [_sample_score(sample) for sample in answer["samples"]]
+            if len(scores) != len(responses):
+                text = f"the reward function returned {len(scores)} scores for {len(responses)} samples"
+                raise RewardFailed("exception", text, "WrongScore")
+            return [_sample_score(score) for score in scores]
         except RewardFailed as error:
             failed = self._failed(reward, error, f"the {len(responses)} samples of {prompt}", data_source)
             self.metrics.reward_errors.labels(error.kind).inc(len(responses) - 1)
@@ -231,9 +234,10 @@ class Scorer:
         return self._remotes[reward]
 
 
-def _sample_score(answer: Json) -> SampleScore:
-    placed = tuple(PlacedScore(*one) for one in answer.get("placed", ()))
-    return SampleScore(answer["score"], answer["parts"], answer=answer.get("pred"), placed=placed)
+def _sample_score(fields: Sequence[Any]) -> SampleScore:
+    """The score in a worker's answer, where it is a list of its fields."""
+    score = SampleScore(*fields)
+    return score._replace(placed=tuple(PlacedScore(*one) for one in score.placed))
 
 
 def _needs_process(reward: Reward) -> bool:

@@ -4,15 +4,15 @@ Requests and answers are JSON frames on standard input and output: four bytes wi
 multiprocessing's pipes are not used, because they carry pickles, and reading a pickle runs code that the other side
 chose. The output of a reward function goes to standard error, and its standard input is empty. `settings` is JSON text.
 
-    {"prepare": settings}                                                   {} or {"description": "for the log"}
-    {"reward": settings, "samples": [{"data_source": ...,                   {"answers": [{"score": 1.0, "parts": {...}},
-     "solution_str": ..., "ground_truth": ..., "extra_info": ...}, ...]}     ...], "seconds": 0.01}, with "pred" and
-                                                                             "placed" if it says them
-    {"reward": settings, "data_sources": [...], "solution_strs": [...],     {"samples": [{"score": ...}, ...]}
-     "ground_truths": [...], "extra_infos": [...]}
-    {"call": settings, "arguments": {...}}                                  {"result": ...}, for tools
-                                          if one of them, or a sample, fails:   {"error": "what happened",
-                                                                             "traceback": "...", "place": "..."}
+    {"settings": settings, "calls": [{"data_source": ..., ...}, ...], "read": "score"}
+
+builds the reward or tool unless it was built before, and makes each call with these keyword arguments. `read` says what
+a result is: `score`, `scores` (a list of them, of a function that takes a batch) or `result` (of a tool, unchanged).
+
+    {"answers": [{"result": ...}, ...], "seconds": 0.01, "description": "for the log"}
+
+A call that fails, or the whole answer if the building fails, is {"error": "what happened", "traceback": "...", "place":
+"..."}.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ import struct
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from penstock_rollout.rewards.function import ARGUMENTS, BATCH_ARGUMENTS, RewardFunction, WrongScore, read_score
+from penstock_rollout.rewards.function import RewardFunction, SampleScore, WrongScore, read_score
 from penstock_rollout.rewards.kinds import build
 
 NICENESS = 5
@@ -61,58 +61,44 @@ def main() -> int:
 
 
 def _answer(request: dict[str, Any], functions: dict[str, RewardFunction]) -> dict[str, Any]:
-    settings: str = next(request[key] for key in ("prepare", "call", "reward") if key in request)
+    settings: str = request["settings"]
     try:
         if settings not in functions:
             functions[settings] = build(json.loads(settings))
-        if "prepare" in request:
-            description = getattr(functions[settings], "description", "")
-            return {"description": description} if description else {}
-        if "call" in request:
-            return {"result": functions[settings](**request["arguments"])}
-        if "samples" in request:
-            started = time.perf_counter()
-            answers = [_scored(functions[settings], sample) for sample in request["samples"]]
-            return {"answers": answers, "seconds": time.perf_counter() - started}
-        results = _call(functions[settings], BATCH_ARGUMENTS, request)
-        return _samples(results, len(request["solution_strs"]))
     except Exception as error:
         return _failed(error)
+    function, read = functions[settings], _READERS[request["read"]]
+    started = time.perf_counter()
+    answers = [_called(function, arguments, read) for arguments in request["calls"]]
+    seconds = time.perf_counter() - started
+    return {"answers": answers, "seconds": seconds, "description": getattr(function, "description", "")}
 
 
-def _scored(function: RewardFunction, sample: dict[str, Any]) -> dict[str, Any]:
-    """The score of one sample, or why it has none. The next sample has its own."""
+def _called(function: RewardFunction, arguments: dict[str, Any], read: Callable[[Any], Any]) -> dict[str, Any]:
+    """The result of one call, or why it has none. The next call has its own."""
     try:
-        return _sample(_call(function, ARGUMENTS, sample))
+        result = function(**arguments)
+        return {"result": read(asyncio.run(result) if inspect.iscoroutine(result) else result)}
     except Exception as error:
         return _failed(error)
 
 
-def _call(function: RewardFunction, names: Sequence[str], given: dict[str, Any]) -> Any:
-    result = function(**{name: given[name] for name in names})
-    return asyncio.run(result) if inspect.iscoroutine(result) else result
+def _read_scores(results: Any) -> list[SampleScore]:
+    """The scores that a batch function returned: a list with one entry per sample, or an array."""
+    return [read_score(result) for result in (results.tolist() if hasattr(results, "tolist") else results)]
+
+
+_READERS: dict[str, Callable[[Any], Any]] = {
+    "score": read_score,
+    "scores": _read_scores,
+    "result": lambda result: result,
+}
 
 
 def _failed(error: Exception) -> dict[str, Any]:
     if isinstance(error, WrongScore):
         return {"error": str(error), "traceback": "", "place": type(error).__name__}
     return {"error": f"{type(error).__name__}: {error}"} | _origin(error)
-
-
-def _sample(result: Any) -> dict[str, Any]:
-    score = read_score(result)
-    further = {"pred": score.answer, "placed": score.placed or None}
-    return {"score": score.reward, "parts": score.parts} | {
-        key: value for key, value in further.items() if value is not None
-    }
-
-
-def _samples(results: Any, num_samples: int) -> dict[str, Any]:
-    """The scores that a batch function returned: a list with one entry per sample, or an array."""
-    listed = results.tolist() if hasattr(results, "tolist") else list(results)
-    if len(listed) != num_samples:
-        raise WrongScore(f"the reward function returned {len(listed)} scores for {num_samples} samples")
-    return {"samples": [_sample(result) for result in listed]}
 
 
 def _origin(error: Exception) -> dict[str, str]:

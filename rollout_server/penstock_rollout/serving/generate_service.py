@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, cast
 
 import grpc
@@ -15,7 +15,8 @@ from penstock.codec import FINISH_TO_PROTO, messages_from_proto, sampling_from_p
 from penstock.errors import InvalidInput, ModelNotFound, PenstockError, PromptTooLong
 from penstock.protocols.bodies import UNLIMITED
 from penstock.protocols.conversation import Conversation
-from penstock.trajectory import Prompt, Sampling, check_sampling
+from penstock.sampling import Sampling, check_sampling
+from penstock.trajectory import Prompt
 from penstock.v1 import generate_pb2, generate_pb2_grpc, groups_pb2
 from penstock_rollout.engines.engine import Engine, GenerateRequest, TokenChunk
 from penstock_rollout.serving.tool_calling import ToolCalling, ToolCallReader
@@ -73,7 +74,9 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
         constraint = self.tool_calling.constraint(request, conversation)
         if constraint is not None and sampling.ignore_eos:
             raise InvalidInput("ignore_eos", "cannot be combined with constrained output, which ends by itself")
-        reader = self._reader(conversation, stream=request.stream)
+        reader: ToolCallReader | None = None  # all of the answer is text
+        if conversation.tools and conversation.tool_choice != generate_pb2.TOOL_CHOICE_NONE:
+            reader = self.tool_calling.reader(conversation, stream=request.stream)
         stop = (*request.stop, *request.sampling.stop)
         streamed = StreamedText(self.tokenization.raw_text if reader else self.tokenization.text, stop)
         streams = request.stream or bool(stop)
@@ -93,14 +96,8 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
                     message.tool_calls.extend(read.tool_calls)
                 message.prompt_token_ids, message.server_id, prompt_bytes = prompt_bytes, self.server_id, b""
                 yield message
-                if streamed.is_stopped:
+                if streamed.found_stop:
                     return
-
-    def _reader(self, conversation: Conversation, *, stream: bool) -> ToolCallReader | None:
-        """The reader of the answer's tool calls, or None if all of the answer is text."""
-        if not conversation.tools or conversation.tool_choice == generate_pb2.TOOL_CHOICE_NONE:
-            return None
-        return self.tool_calling.reader(conversation, stream=stream)
 
     def _prompt_ids(self, request: generate_pb2.GenerateRequest) -> tuple[int, ...]:
         if request.history_token_ids:
@@ -136,9 +133,9 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
                 f"{self.max_model_len} tokens with the answer; send a shorter one",
             )
         sampling = sampling_from_proto(request.sampling)
+        if not sampling.max_tokens:
+            sampling = replace(sampling, max_tokens=room)
         check_sampling(sampling)
-        if sampling.max_tokens < 0:
-            raise InvalidInput("sampling.max_tokens", "must not be negative; 0 fills the context")
         # As vLLM's own server: what no prompt could leave room for is refused, and less is cut to the room.
         if self.max_model_len < sampling.max_tokens < UNLIMITED:
             raise InvalidInput(
@@ -146,7 +143,7 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
                 f"is {sampling.max_tokens}, more than the {self.max_model_len} tokens of the model's context; ask for "
                 "fewer, or leave it out to fill the context",
             )
-        return replace(sampling, max_tokens=min(sampling.max_tokens or room, room))
+        return replace(sampling, max_tokens=min(sampling.max_tokens, room))
 
 
 def _bytes(token_ids: Sequence[int]) -> bytes:
@@ -181,18 +178,18 @@ INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 """Decoding yields this in place of a character whose last bytes have not arrived yet."""
 
 
+@dataclass
 class StreamedText:
     """The text of one response, up to the first stop text.
 
     Text is held back while it may turn out to be part of a stop text or of an incomplete character."""
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], stop: tuple[str, ...]) -> None:
-        self.decode = decode
-        self.stop = stop
-        self.found_stop = ""
-        """The stop text that was found. The response ends before it."""
-        self._token_ids: list[int] = []
-        self._num_sent = 0
+    decode: Callable[[Sequence[int]], str]
+    stop: tuple[str, ...]
+    found_stop: str = ""
+    """The stop text that was found. The response ends before it."""
+    _token_ids: list[int] = field(default_factory=list)
+    _num_sent: int = 0
 
     def add(self, token_ids: tuple[int, ...], is_last: bool) -> str:
         """Add tokens, and return the new text that can be sent. With `is_last` nothing more is held back."""
@@ -205,15 +202,8 @@ class StreamedText:
         elif is_last:
             end = len(text)
         else:
-            end = len(text.rstrip(INCOMPLETE)) - self._num_held_back(text)
+            # The end of the text may be the beginning of a stop text.
+            lengths = [n for one in self.stop for n in range(1, len(one)) if text.endswith(one[:n])]
+            end = len(text.rstrip(INCOMPLETE)) - max(lengths, default=0)
         sent, self._num_sent = text[self._num_sent : end], max(self._num_sent, end)
         return sent
-
-    @property
-    def is_stopped(self) -> bool:
-        return bool(self.found_stop)
-
-    def _num_held_back(self, text: str) -> int:
-        """How many characters at the end of `text` may be the beginning of a stop text."""
-        lengths = [n for one in self.stop for n in range(1, len(one)) if text.endswith(one[:n])]
-        return max(lengths, default=0)

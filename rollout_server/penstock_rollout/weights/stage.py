@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -21,7 +21,7 @@ from penstock.weights.deadline import Deadline
 from penstock.weights.delta import HEADER, parse_layout
 from penstock.weights.manifest import item_bytes
 from penstock_rollout.weights.model_tensors import merged_weights
-from penstock_rollout.weights.reception import Arrived, Reception, find_receiver
+from penstock_rollout.weights.reception import Reception, find_receiver
 
 TORCH_DTYPES = {
     "F64": torch.float64,
@@ -57,14 +57,9 @@ class WeightStage:
     has no base for a delta until it has loaded another version."""
 
     def __init__(
-        self,
-        announcement: weights_pb2.AnnounceRequest,
-        model_folder: Path,
-        *,
-        worker: int = 0,
-        device: torch.device | None = None,
-        last: WeightStage | None = None,
-    ) -> None:
+        self, announcement: weights_pb2.AnnounceRequest, model_folder: Path, *, worker: int = 0,
+        device: torch.device | None = None, last: WeightStage | None = None,
+    ) -> None:  # fmt: skip
         self.manifest = announcement.manifest
         self.done: Future[None] = Future()
         """Resolved when the version was received or has failed."""
@@ -176,11 +171,8 @@ class WeightStage:
                     self.buckets.append(arrived.wire.to(reception.device))
                 if not arrived.is_shared:
                     self._buffers.append(self.buckets[-1])
-                sums.append(hashing.submit(self._checksum, arrived, self.buckets[-1]))
+                sums.append(hashing.submit(bucket_checksum, self.manifest.checksum, self.buckets[-1], arrived.checksum))
             self._checksums = [future.result() for future in sums]
-
-    def _checksum(self, arrived: Arrived, bucket: torch.Tensor) -> str:
-        return arrived.checksum or bucket_checksum(self.manifest.checksum, bucket)
 
     def _loadable(self) -> Tensors:
         named = list(named_tensors(self.manifest, self.buckets))
@@ -219,8 +211,11 @@ def _stage_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def bucket_checksum(name: str, bucket: torch.Tensor) -> str:
-    """Compute the checksum on the GPU if the bucket is there and the checksum is mix64; else from a host copy."""
+def bucket_checksum(name: str, bucket: torch.Tensor, known: str = "") -> str:
+    """Return the `known` checksum, or compute it: on the GPU if the bucket is there and the checksum is mix64, else
+    from a host copy."""
+    if known:
+        return known
     if bucket.is_cuda and name == MIX64:
         from penstock.weights.cuda.mix64 import device_mix64
 
@@ -249,23 +244,23 @@ def named_tensors(
         yield spec.name, raw.view(TORCH_DTYPES[spec.dtype]).reshape(tuple(spec.shape))
 
 
+@dataclass(eq=False)
 class StageSlot:
     """The stages of one worker: at most one new stage, and the one loaded last. Beginning another stage aborts the new
     one."""
 
-    def __init__(self, model_folder: Path, device: torch.device | None = None, worker: int = 0) -> None:
-        self.loaded: WeightStage | None = None
-        """The stage that the engine loaded last. The next stage uses it as `WeightStage.last`."""
-        self._model_folder = model_folder
-        self._device = device
-        self._worker = worker
-        self._stage: WeightStage | None = None
+    model_folder: Path
+    device: torch.device | None = None
+    worker: int = 0
+    loaded: WeightStage | None = None
+    """The stage that the engine loaded last. The next stage uses it as `WeightStage.last`."""
+    _stage: WeightStage | None = None
 
     def begin(self, announcement: weights_pb2.AnnounceRequest) -> None:
         """Start to receive the announced version."""
         self.abort()
         self._stage = WeightStage(
-            announcement, self._model_folder, worker=self._worker, device=self._device, last=self.loaded
+            announcement, self.model_folder, worker=self.worker, device=self.device, last=self.loaded
         )
         self._stage.start()
 
@@ -277,20 +272,20 @@ class StageSlot:
             raise WeightPushFailed(f"version {policy_version} is not staged; {staged} is")
         return stage
 
-    async def verified(self, policy_version: int, bucket_checksums: list[str], timeout_s: float) -> WeightStage:
-        """Wait for the stage of that version, compare its checksums and return it.
+    def verified(self, policy_version: int, bucket_checksums: list[str], timeout_s: float) -> WeightStage:
+        """Wait for the stage of that version, compare its checksums and return it. Blocks meanwhile.
 
         Raises WeightPushFailed if the version is not staged, fails, does not arrive in time or has other checksums. The
         stage then leaves the slot, whether it is returned or not."""
         stage = self.staged(policy_version)
-        await asyncio.wait([asyncio.wrap_future(stage.done)], timeout=timeout_s)
-        return self._compared(stage, bucket_checksums, timeout_s)
-
-    def wait_verified(self, policy_version: int, bucket_checksums: list[str], timeout_s: float) -> WeightStage:
-        """Do what `verified` does, and block meanwhile."""
-        stage = self.staged(policy_version)
         wait([stage.done], timeout_s)
-        return self._compared(stage, bucket_checksums, timeout_s)
+        has_arrived = stage.done.done()
+        self._drop(stage)
+        if not has_arrived:
+            raise WeightPushFailed(f"version {policy_version} did not arrive within {timeout_s:g} s")
+        if why := stage.failure or stage.mismatch(bucket_checksums):
+            raise WeightPushFailed(why)
+        return stage
 
     def take(self) -> WeightStage:
         """Return the stage, which the caller has verified, and empty the slot."""
@@ -301,15 +296,6 @@ class StageSlot:
     def abort(self) -> None:
         if self._stage is not None:
             self._drop(self._stage)
-
-    def _compared(self, stage: WeightStage, bucket_checksums: list[str], timeout_s: float) -> WeightStage:
-        has_arrived = stage.done.done()
-        self._drop(stage)
-        if not has_arrived:
-            raise WeightPushFailed(f"version {stage.manifest.policy_version} did not arrive within {timeout_s:g} s")
-        if why := stage.failure or stage.mismatch(bucket_checksums):
-            raise WeightPushFailed(why)
-        return stage
 
     def _drop(self, stage: WeightStage) -> None:
         """End the stage's thread. Empty the slot, unless another stage has taken its place."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from penstock.cli.parser import Parser, parse_with_overrides
 from penstock.errors import PenstockError
-from penstock.machine import raise_file_limit, spare_living_objects
+from penstock.machine import freeze_loaded_objects, raise_file_limit
 
 COLLECTED_OBJECTS = 50_000
 
@@ -56,7 +56,7 @@ def _spare_collector() -> None:
 
     Reference counts free the thousands of objects of a request. With its defaults the collector would scan all of them
     every few requests and find nothing."""
-    spare_living_objects()
+    freeze_loaded_objects()
     gc.set_threshold(COLLECTED_OBJECTS, 20, 20)
 
 

@@ -1,5 +1,4 @@
-"""Access to the gateway: API keys, the role and call rate of each, the caller of a request, certificates, and the names
-by which browsers may reach it.
+"""Access to the gateway: API keys with their scopes and call rates, callers, certificates, and allowed host names.
 
 Imports no server, so that `penstock up --check` is quick.
 """
@@ -15,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from penstock.api_keys import OWN_KEY_FILE, ROLES, ApiKey, KeyFile, Role, find_key, key_files_of, make_own_key
+from penstock.api_keys import OWN_KEY_FILE, SCOPES, ApiKey, KeyFile, Scope, find_key, key_files_of, make_own_key
 from penstock.config.service import GatewayConfig
 from penstock.errors import ConfigError, PermissionDenied, RateLimited, Unauthenticated
 from penstock.machine import is_loopback
@@ -27,22 +26,22 @@ class Caller:
 
     name: str
     """Name of the API key."""
-    role: Role
+    scope: Scope
     request_id: str
     has_valid_key: Callable[[], bool]
     """A key can be removed while a stream is open."""
 
-    def check(self, role: Role, operation: str) -> None:
-        """Raise PermissionDenied unless this caller has `role` or a higher one, and Unauthenticated if its key has been
-        removed since."""
+    def check(self, scope: Scope, operation: str) -> None:
+        """Raise PermissionDenied unless this caller has `scope` or a higher one, and Unauthenticated if its key was
+        removed."""
         if not self.has_valid_key():
             raise Unauthenticated(f"the key {self.name!r} is no longer valid")
-        if ROLES.index(self.role) < ROLES.index(role):
-            raise PermissionDenied(f"{operation} needs the role {role}; the key {self.name!r} has {self.role}")
+        if SCOPES.index(self.scope) < SCOPES.index(scope):
+            raise PermissionDenied(f"{operation} needs the scope {scope}; the key {self.name!r} has {self.scope}")
 
 
 class Access:
-    """Authenticates callers and limits how often each one calls. Nobody is a caller without a key."""
+    """Authenticates callers and limits how often each one calls. No one is a caller without a key."""
 
     def __init__(self, files: list[KeyFile], config: GatewayConfig) -> None:
         self.files = files
@@ -92,7 +91,7 @@ class Access:
                 "this gateway needs an API key: give --api-key-file, or send `Authorization: Bearer <key>`; a gateway "
                 f"without configured keys writes one to {OWN_KEY_FILE} in its run's folder"
             )
-        return Caller(key.name, key.role, request_id, partial(self._still_has, key))
+        return Caller(key.name, key.scope, request_id, partial(self._still_has, key))
 
     def _still_has(self, key: ApiKey) -> bool:
         self.refresh()
@@ -135,14 +134,8 @@ class _Bucket:
         self.tokens -= 1
 
 
-@dataclass(frozen=True)
-class Certificates:
-    """The contents of the files of `gateway.tls_…`, in PEM."""
-
-    key: bytes
-    certificate: bytes
-    client_authority: bytes | None
-    """Signs the certificates of clients. None if clients need none."""
+Certificates = tuple[bytes, bytes, bytes | None]
+"""The server's key, its certificate, and the authority of clients' certificates, if they need one; all in PEM."""
 
 
 def check_gateway(config: GatewayConfig) -> None:
@@ -153,14 +146,12 @@ def check_gateway(config: GatewayConfig) -> None:
 
 def read_certificates(config: GatewayConfig) -> Certificates | None:
     """The server's certificates, or None without TLS. Raises ConfigError for files that cannot be used."""
-    if config.tls_cert_file is None or config.tls_key_file is None:
+    certificate, key, authority = config.tls_cert_file, config.tls_key_file, config.tls_client_ca_file
+    if certificate is None or key is None:
         return None
     try:
-        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=config.tls_client_ca_file).load_cert_chain(
-            config.tls_cert_file, config.tls_key_file
-        )
-        authority = config.tls_client_ca_file.read_bytes() if config.tls_client_ca_file else None
-        return Certificates(config.tls_key_file.read_bytes(), config.tls_cert_file.read_bytes(), authority)
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=authority).load_cert_chain(certificate, key)
+        return key.read_bytes(), certificate.read_bytes(), authority.read_bytes() if authority else None
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(f"gateway.tls_cert_file, tls_key_file or tls_client_ca_file: {error}") from error
 
@@ -181,7 +172,7 @@ class AllowedHosts:
         self.names = self.configured | {config.host.lower(), "localhost"}
 
     def allow(self, host: str) -> bool:
-        """Whether a Host header names this gateway. Programs may leave it out; browsers never do."""
+        """Whether a Host header names this gateway. Programs may omit it; browsers never do."""
         if not host or self.takes_any:
             return True
         name = _hostname(f"//{host}")

@@ -65,7 +65,7 @@ class LimitedProtocol(HttpToolsProtocol):
     """uvicorn's HTTP protocol with limits. httptools has none, and joins the pieces of a header at quadratic cost.
 
     The time of a request counts from its first byte, or from the opening of the connection. It ends with the last byte
-    of the body; what the gateway then does has deadlines of its own."""
+    of the body; what the gateway then does has its own deadlines."""
 
     def __init__(self, *args: Any, connections: Connections, **options: Any) -> None:
         super().__init__(*args, **options)

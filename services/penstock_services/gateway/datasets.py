@@ -12,12 +12,12 @@ import hashlib
 import os
 import secrets
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.api import records
 from penstock.api.records import Dataset, Int32, Record
 from penstock.codec import encode_prompt, sampling_from_proto
-from penstock.config.run import RunConfig
 from penstock.errors import Conflict, InvalidInput, NotFound, Unavailable
 from penstock.feed.datasets import read_prompts
 from penstock.feed.parquet_rows import ReadLimits
@@ -25,7 +25,7 @@ from penstock.replay.queue import RedisReplayQueue
 from penstock.trajectory import Prompt, Sampling
 from penstock.v1 import datasets_pb2
 from penstock_services.gateway import validation
-from penstock_services.gateway.operations import RUN, AuditLog, operation
+from penstock_services.gateway.operations import Handlers, operation
 from penstock_services.gateway.rest import DATASET_TYPES, HttpRequest
 
 FORMATS = ("jsonl", "parquet")
@@ -46,22 +46,15 @@ async def read_upload(_: DatasetHandlers, http: HttpRequest) -> datasets_pb2.Upl
     return datasets_pb2.UploadDatasetRequest(name=http.params["name"], format=DATASET_TYPES[kind], content=http.body)
 
 
-class DatasetHandlers:
-    def __init__(self, config: RunConfig, audit: AuditLog, queue: RedisReplayQueue) -> None:
-        self.config = config
-        self.audit = audit
-        self.queue = queue
-        self.folder = config.folder / "datasets"
+@dataclass
+class DatasetHandlers(Handlers):
+    queue: RedisReplayQueue
 
-    @operation(
-        "PUT",
-        f"{RUN}/datasets/{{name}}",
-        "DatasetService.UploadDataset",
-        scope="submit",
-        answer=Dataset,
-        read=read_upload,
-        timeout_s=READ_TIMEOUT_S,
-    )
+    @property
+    def folder(self) -> Path:
+        return self.config.folder / "datasets"
+
+    @operation("PUT", "datasets/{name}", "submit", Dataset, read=read_upload, timeout_s=READ_TIMEOUT_S)
     async def upload_dataset(self, request: datasets_pb2.UploadDatasetRequest) -> datasets_pb2.Dataset:
         """Store a file of prompts. Its Content-Type is application/x-ndjson or application/vnd.apache.parquet."""
         validation.check_name("name", request.name)
@@ -71,26 +64,11 @@ class DatasetHandlers:
         await asyncio.to_thread(self._write, path, request.content)
         return await self._describe(path)
 
-    @operation(
-        "GET",
-        f"{RUN}/datasets/{{name}}",
-        "DatasetService.GetDataset",
-        scope="read",
-        answer=Dataset,
-        timeout_s=READ_TIMEOUT_S,
-    )
+    @operation("GET", "datasets/{name}", "read", Dataset, timeout_s=READ_TIMEOUT_S)
     async def get_dataset(self, request: datasets_pb2.GetDatasetRequest) -> datasets_pb2.Dataset:
         return await self._describe(self._find(request.name))
 
-    @operation(
-        "POST",
-        f"{RUN}/datasets/{{name}}:submit",
-        "DatasetService.SubmitDataset",
-        scope="submit",
-        answer=Dataset,
-        takes=SubmitDataset,
-        timeout_s=SUBMIT_TIMEOUT_S,
-    )
+    @operation("POST", "datasets/{name}:submit", "submit", Dataset, takes=SubmitDataset, timeout_s=SUBMIT_TIMEOUT_S)
     async def submit_dataset(self, request: datasets_pb2.SubmitDatasetRequest) -> datasets_pb2.Dataset:
         """Submit every prompt of the dataset once, however often this is called."""
         path = self._find(request.name)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from penstock.api.records import Record
-from penstock.config.run import RunConfig
 from penstock.errors import (
     DeadlineExceeded,
     InvalidInput,
@@ -36,11 +36,11 @@ from penstock.protocols.conversation import Conversation, Json
 from penstock.protocols.responses import ResponsesBody, ResponsesExchange
 from penstock.samples import TokenText
 from penstock.store.fleet import ServerRecord
-from penstock.v1 import generate_pb2, generate_pb2_grpc, groups_pb2
+from penstock.v1 import generate_pb2, generate_pb2_grpc
 from penstock.weights.cluster_key import ClusterKey
 from penstock_services.gateway import validation
 from penstock_services.gateway.access import Caller
-from penstock_services.gateway.operations import AuditLog, bounded, http_operation, operation, while_valid
+from penstock_services.gateway.operations import Handlers, bounded, http_operation, operation, while_valid
 from penstock_services.gateway.rest import HttpRequest
 from penstock_services.gateway.server_choice import ServerChoice
 from penstock_services.gateway.sessions.recorder import SessionCall, SessionRecorder, SessionTraffic
@@ -119,17 +119,15 @@ class ModelList(Record):
     data: tuple[Model, ...]
 
 
-class GenerateHandlers:
+@dataclass
+class GenerateHandlers(Handlers):
     """Keeps channels to the servers open until `close`."""
 
-    def __init__(
-        self, config: RunConfig, audit: AuditLog, choice: ServerChoice, recorder: SessionRecorder, texts: TokenText
-    ) -> None:
-        self.config = config
-        self.audit = audit
-        self.choice = choice
-        self.recorder = recorder
-        self.texts = texts
+    choice: ServerChoice
+    recorder: SessionRecorder
+    texts: TokenText
+
+    def __post_init__(self) -> None:
         self.traffic = SessionTraffic()
         self._channels: dict[str, grpc.aio.Channel] = {}
 
@@ -137,48 +135,46 @@ class GenerateHandlers:
         for channel in self._channels.values():
             await channel.close()
 
-    @operation("", "", "GenerateService.Generate", scope="submit", answer=Completion, takes_caller=True)
+    @operation("", "", "submit", Completion, takes_caller=True)
     async def generate(
         self, caller: Caller, request: generate_pb2.GenerateRequest
     ) -> AsyncIterator[generate_pb2.GenerateChunk]:
         """Choose a server and return its answer as it comes. The caller's key may be pinned to a version."""
         return await self._open_answer(caller.name, request)
 
-    @http_operation("POST", "/v1/chat/completions", scope="submit", answer=Completion, takes=ChatBody, header=SESSION)
+    @http_operation("POST", "/v1/chat/completions", "submit", Completion, takes=ChatBody, header=SESSION)
     async def complete_chat(self, http: HttpRequest, body: ChatBody) -> Response:
         """OpenAI's chat completions, answered by the rollout servers. X-Penstock-Session records the call."""
-        return await self._respond(http, body, ChatExchange(body, self.texts.tokens, _session_of(http)))
+        return await self._respond(http, ChatExchange(body, self.texts.tokens))
 
-    @http_operation("POST", "/v1/completions", scope="submit", answer=Completion, takes=CompletionBody, header=SESSION)
+    @http_operation("POST", "/v1/completions", "submit", Completion, takes=CompletionBody, header=SESSION)
     async def complete(self, http: HttpRequest, body: CompletionBody) -> Response:
         """OpenAI's completions, answered by the rollout servers."""
-        return await self._respond(http, body, CompletionExchange(body, self.texts.tokens, _session_of(http)))
+        return await self._respond(http, CompletionExchange(body, self.texts.tokens))
 
-    @http_operation(
-        "POST", "/v1/responses", scope="submit", answer=ResponsesAnswer, takes=ResponsesBody, header=SESSION
-    )
+    @http_operation("POST", "/v1/responses", "submit", ResponsesAnswer, takes=ResponsesBody, header=SESSION)
     async def create_response(self, http: HttpRequest, body: ResponsesBody) -> Response:
         """OpenAI's Responses, answered by the rollout servers. Nothing is stored."""
-        return await self._respond(http, body, ResponsesExchange(body, self.texts.tokens, _session_of(http)))
+        return await self._respond(http, ResponsesExchange(body, self.texts.tokens))
 
-    @http_operation("POST", "/v1/messages", scope="submit", answer=MessagesAnswer, takes=MessagesBody, header=SESSION)
+    @http_operation("POST", "/v1/messages", "submit", MessagesAnswer, takes=MessagesBody, header=SESSION)
     async def create_message(self, http: HttpRequest, body: MessagesBody) -> Response:
         """Anthropic's Messages, answered by the rollout servers."""
-        return await self._respond(http, body, MessagesExchange(body, _session_of(http)))
+        return await self._respond(http, MessagesExchange(body, self.texts.tokens))
 
-    @http_operation("POST", "/v1/messages/count_tokens", scope="submit", answer=TokenCount, takes=CountBody)
+    @http_operation("POST", "/v1/messages/count_tokens", "submit", TokenCount, takes=CountBody)
     async def count_tokens(self, http: HttpRequest, body: CountBody) -> Response:
         """How many tokens the model's chat template makes of a request to /v1/messages."""
         self._check_model(body)
         [choice] = await collect([await self._open_guarded(http, body.request())])
         return JSONResponse({"input_tokens": choice.num_prompt_tokens})
 
-    @http_operation("GET", "/v1/models", scope="read", answer=ModelList)
+    @http_operation("GET", "/v1/models", "read", ModelList)
     async def list_models(self, _: HttpRequest) -> Response:
         """List the models: the run, which any of its servers answers, and each version that is served now."""
         return JSONResponse({"object": "list", "data": await self._models()})
 
-    @http_operation("GET", "/v1/models/{model}", scope="read", answer=Model)
+    @http_operation("GET", "/v1/models/{model}", "read", Model)
     async def get_model(self, http: HttpRequest) -> Response:
         """One model of the list."""
         models, wanted = {described["id"]: described for described in await self._models()}, http.params["model"]
@@ -200,10 +196,12 @@ class GenerateHandlers:
         if body.model.partition("@")[0] != own:
             raise ModelNotFound(f"the model must be {own} or {own}@VERSION, not {body.model!r}")
 
-    async def _respond(self, http: HttpRequest, body: SamplingBody, exchange: Exchange) -> Response:
+    async def _respond(self, http: HttpRequest, exchange: Exchange) -> Response:
+        body = exchange.body
         self._check_model(body)
         try:
-            streams = [await self._open_guarded(http, wanted) for wanted in exchange.requests()]
+            requests = body.requests(http.headers.get(SESSION[0], ""))
+            streams = [await self._open_guarded(http, wanted) for wanted in requests]
             if body.stream:
                 events = await open_events(exchange, streams)
                 return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
@@ -221,7 +219,7 @@ class GenerateHandlers:
         """An answer for the caller of an HTTP request, which ends if its key is removed."""
         assert http.caller is not None
         opening = self._open_answer(http.caller.name, request)
-        return while_valid(await bounded(opening, 2 * self.config.redis.timeout_s), http.caller, http.operation)
+        return while_valid(await bounded(opening, self.deadline_s), http.caller, http.operation)
 
     async def _open_answer(
         self, key_name: str, request: generate_pb2.GenerateRequest
@@ -252,7 +250,7 @@ class GenerateHandlers:
             running[server.server_id] += 1
             try:
                 async for chunk in self._call(server, request):
-                    whole.MergeFrom(_recorded(chunk, whole))
+                    _extend(whole, chunk)
                     if chunk.finish_reason and session is not None:
                         await self.recorder.record(session, whole, request)
                         self.traffic.add(session, whole)
@@ -285,23 +283,13 @@ class GenerateHandlers:
             call.cancel()
 
 
-def _session_of(http: HttpRequest) -> str:
-    """The session that records the call; empty for none."""
-    return http.headers.get(SESSION[0], "")
-
-
 def _check(request: generate_pb2.GenerateRequest) -> None:
     if sum(map(bool, (request.messages, request.text, request.token_ids))) != 1:
         raise InvalidInput("messages", "give exactly one of messages, text and token_ids")
-    for index, message in enumerate(request.messages):
-        if not message.role.strip():
-            raise InvalidInput(f"messages[{index}].role", "must not be empty")
-        if message.fields_json:
-            validation.check_fields(message.fields_json, f"messages[{index}].fields_json")
+    validation.check_messages(request.messages)
     if request.history_token_ids:
         raise InvalidInput("history_token_ids", "is set by the gateway; send the session's id and the whole history")
-    if len(request.token_ids) % 4:
-        raise InvalidInput("token_ids", "must be little-endian int32, 4 bytes a token")
+    validation.check_token_ids(request.token_ids)
     if len(request.stop) > MAX_STOP_TEXTS or not all(request.stop):
         raise InvalidInput("stop", f"must be at most {MAX_STOP_TEXTS} texts, and none may be empty")
     if request.HasField("policy_version") and request.policy_version < 0:
@@ -313,20 +301,12 @@ def _check(request: generate_pb2.GenerateRequest) -> None:
     validation.check_sampling(request.sampling)
 
 
-def _recorded(chunk: generate_pb2.GenerateChunk, before: generate_pb2.GenerateChunk) -> generate_pb2.GenerateChunk:
-    """A chunk to merge into `before`. Merging appends repeated fields but replaces bytes and
-    texts, so these are joined here."""
-    return generate_pb2.GenerateChunk(
-        text=before.text + chunk.text,
-        token_ids=before.token_ids + chunk.token_ids,
-        log_probs=before.log_probs + chunk.log_probs,
-        segments=chunk.segments,
-        finish_reason=chunk.finish_reason or groups_pb2.Trajectory.FINISH_REASON_UNSPECIFIED,
-        prompt_token_ids=chunk.prompt_token_ids,
-        server_id=chunk.server_id,
-        tool_calls=chunk.tool_calls,
-        stop_text=chunk.stop_text,
-    )
+def _extend(whole: generate_pb2.GenerateChunk, chunk: generate_pb2.GenerateChunk) -> None:
+    """Add a chunk. Merging appends repeated fields but replaces bytes and texts, so these are joined here."""
+    joined = {name: getattr(whole, name) + getattr(chunk, name) for name in ("text", "token_ids", "log_probs")}
+    whole.MergeFrom(chunk)
+    for name, value in joined.items():
+        setattr(whole, name, value)
 
 
 def _is_of_template(error: PenstockError) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, get_args
 
 import numpy as np
@@ -14,8 +15,7 @@ from pydantic import Field
 from penstock.api import records
 from penstock.api.conversion import message_of
 from penstock.codec import decode_group, group_to_proto
-from penstock.config.run import RunConfig
-from penstock.errors import InvalidInput, NotFound, PoisonGroup
+from penstock.errors import InvalidInput, PoisonGroup
 from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import Delivery
 from penstock.replay.results import RecomputedLogProbs
@@ -23,7 +23,7 @@ from penstock.samples import Order, Place, Range, Sample, SampleFilter, SamplePa
 from penstock.trajectory import Group
 from penstock.v1 import groups_pb2
 from penstock_services.gateway import validation
-from penstock_services.gateway.operations import RUN, AuditLog, operation
+from penstock_services.gateway.operations import Handlers, operation
 
 GROUPS_LOOKED_AT = 2_000
 """Groups that one request reads. Their text may be many megabytes."""
@@ -74,22 +74,17 @@ class GroupReader:
         return message
 
 
-class GroupHandlers:
-    def __init__(self, config: RunConfig, audit: AuditLog, groups: GroupReader) -> None:
-        self.config = config
-        self.audit = audit
-        self.groups = groups
+@dataclass
+class GroupHandlers(Handlers):
+    groups: GroupReader
 
-    @operation("GET", f"{RUN}/groups/{{prompt_id}}", "GroupService.GetGroup", scope="read", answer=records.Group)
+    @operation("GET", "groups/{prompt_id}", "read", records.Group)
     async def get_group(self, request: groups_pb2.GetGroupRequest) -> groups_pb2.Group:
         """Return a queued group with every token of its trajectories."""
-        if not 1 <= request.prompt_id <= validation.MAX_PROMPT_ID:
-            raise NotFound(f"prompt {request.prompt_id} does not exist")
+        validation.check_prompt_id(request.prompt_id)
         return await self.groups.get(request.prompt_id)
 
-    @operation(
-        "GET", f"{RUN}/groups", "GroupService.ListGroups", scope="read", answer=records.GroupPage, takes=records.Page
-    )
+    @operation("GET", "groups", "read", records.GroupPage, takes=records.Page)
     async def list_groups(self, request: groups_pb2.ListGroupsRequest) -> groups_pb2.ListGroupsResponse:
         page_size = validation.checked_page_size(request.page_size)
         after = validation.decode_page_token("groups", request.page_token, "[01][.][0-9]{1,10}") or "0.0"
@@ -97,41 +92,15 @@ class GroupHandlers:
         waiting, taken = await self.groups.queue.waiting(), await self.groups.queue.taken()
         places = [(0, prompt_id) for prompt_id in waiting - taken] + [(1, prompt_id) for prompt_id in taken]
         left = sorted(found for found in places if found > (int(place), int(last_id)))
-        shown = left[:page_size]
-        groups = await self.groups.decoded([prompt_id for _, prompt_id in shown])
-        token = ""
-        if len(left) > page_size:
-            token = validation.encode_page_token("groups", f"{shown[-1][0]}.{shown[-1][1]}")
-        summaries = [_summary(group, group.prompt_id in taken) for group in groups]
-        return groups_pb2.ListGroupsResponse(groups=summaries, next_page_token=token)
+        shown, token = validation.cut_page("groups", left, page_size, lambda found: f"{found[0]}.{found[1]}")
+        answer = groups_pb2.ListGroupsResponse(next_page_token=token)
+        for group in await self.groups.decoded([prompt_id for _, prompt_id in shown]):
+            counts = {"num_trajectories": len(group.trajectories), "num_tokens": group.num_response_tokens}
+            summary = message_of(groups_pb2.GroupSummary, group, is_taken=group.prompt_id in taken, **counts)
+            answer.groups.append(summary)
+        return answer
 
-
-def _decode(delivery: Delivery) -> Group | None:
-    """None for a group that the learner will dead-letter."""
-    try:
-        return decode_group(delivery.payload)
-    except PoisonGroup:
-        return None
-
-
-def _summary(group: Group, is_taken: bool) -> groups_pb2.GroupSummary:
-    return message_of(
-        groups_pb2.GroupSummary,
-        group,
-        num_trajectories=len(group.trajectories),
-        num_tokens=group.num_response_tokens,
-        is_taken=is_taken,
-    )
-
-
-class SampleHandlers:
-    def __init__(self, config: RunConfig, audit: AuditLog) -> None:
-        self.config = config
-        self.audit = audit
-
-    @operation(
-        "GET", f"{RUN}/samples", "GroupService.ListSamples", scope="read", answer=records.SamplePage, takes=ListSamples
-    )
+    @operation("GET", "samples", "read", records.SamplePage, takes=ListSamples)
     async def list_samples(self, request: groups_pb2.ListSamplesRequest) -> groups_pb2.ListSamplesResponse:
         """List trained samples as text, newest first, or by `order` (WORST or BEST). Bounds are included."""
         page_size = validation.checked_page_size(request.page_size)
@@ -142,14 +111,21 @@ class SampleHandlers:
         wanted, order = _filter(request), _ORDERS[request.order]
         found = await asyncio.to_thread(self._read, wanted, order, page_size, after)
         next_token = validation.encode_page_token("samples", str(found.next_place)) if found.next_place else ""
-        samples = [_to_proto(sample) for sample in found.samples]
-        return groups_pb2.ListSamplesResponse(samples=samples, next_page_token=next_token)
+        return groups_pb2.ListSamplesResponse(samples=map(_to_proto, found.samples), next_page_token=next_token)
 
     def _read(self, wanted: SampleFilter, order: Order, page_size: int, after: Place | None) -> SamplePage:
         folder = (self.config.gateway.samples_dir or self.config.run_dir) / self.config.run
         if order == "newest":
             return page(folder, wanted, page_size, after, GROUPS_LOOKED_AT)
         return SamplePage(select(folder, wanted, page_size, order, GROUPS_LOOKED_AT), None)
+
+
+def _decode(delivery: Delivery) -> Group | None:
+    """None for a group that the learner will dead-letter."""
+    try:
+        return decode_group(delivery.payload)
+    except PoisonGroup:
+        return None
 
 
 def _filter(request: groups_pb2.ListSamplesRequest) -> SampleFilter:

@@ -143,28 +143,28 @@ class PageHandlers:
         }
         self._document: dict[str, Any] = {}
 
-    @http_operation("GET", "/", scope=None, answer="text/html")
+    @http_operation("GET", "/", None, "text/html")
     async def index(self, _: HttpRequest) -> Response:
         return self._file("console", "index.html", _HEADERS)
 
-    @http_operation("GET", "/console/{name}", scope=None, answer="*/*")
+    @http_operation("GET", "/console/{name}", None, "*/*")
     async def file(self, http: HttpRequest) -> Response:
         return self._file("console", http.params["name"], _HEADERS)
 
-    @http_operation("GET", "/docs", scope=None, answer="text/html")
+    @http_operation("GET", "/docs", None, "text/html")
     async def api_page(self, _: HttpRequest) -> Response:
         """A page to read this document and to try calls."""
         _swagger_folder()  # without it the page would stay empty
         return self._file("api_page", "index.html", _API_HEADERS)
 
-    @http_operation("GET", "/docs/{file}", scope=None, answer="*/*")
+    @http_operation("GET", "/docs/{file}", None, "*/*")
     async def api_file(self, http: HttpRequest) -> Response:
         name = http.params["file"]
         if name in SWAGGER_FILES:
             return Response((_swagger_folder() / name).read_bytes(), headers=_API_HEADERS, media_type=_kind(name))
         return self._file("api_page", name, _API_HEADERS)
 
-    @http_operation("GET", "/v1/openapi.json", scope="read", answer="application/json", is_documented=False)
+    @http_operation("GET", "/v1/openapi.json", "read", "application/json", is_documented=False)
     async def document(self, _: HttpRequest) -> Response:
         self._document = self._document or api_document(self.operations)
         return JSONResponse(self._document)

@@ -1,8 +1,9 @@
 """Operations of the gateway: each is one declaration, the decorator of the method that answers it.
 
-`operation` declares what REST and gRPC both serve. Its method takes a protobuf request and returns a response, or an
-iterator of responses, or raises a PenstockError. It checks the whole request before it makes one atomic call, so
-nothing is half accepted. `http_operation` declares what only REST serves, such as OpenAI's and Anthropic's protocols.
+`operation` declares what REST and gRPC both serve: `PromptHandlers.get_prompt` answers PromptService.GetPrompt. Its
+method takes a protobuf request and returns a response or an iterator of responses. It checks the whole request before
+it makes one atomic call, so nothing is half accepted. `http_operation` declares what only REST serves, such as OpenAI's
+and Anthropic's protocols.
 
 REST routes, gRPC methods, the check of the caller's key, the audit log, the OpenAPI document and the table in
 docs/gateway.md are derived from the declarations.
@@ -16,10 +17,10 @@ import logging
 import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from google.protobuf import descriptor_pool
 from google.protobuf.descriptor import MethodDescriptor
@@ -28,7 +29,7 @@ from google.protobuf.message_factory import GetMessageClass
 from pydantic import BaseModel
 from redis.exceptions import RedisError
 
-from penstock.api_keys import Role
+from penstock.api_keys import Scope
 from penstock.config.run import RunConfig
 from penstock.errors import DeadlineExceeded, NotFound, PenstockError, Unauthenticated, Unavailable
 from penstock_services.gateway.access import Caller
@@ -36,6 +37,8 @@ from penstock_services.gateway.access import Caller
 logger = logging.getLogger(__name__)
 RUN = "/v1/runs/{run}"
 """Path of the run, below which its resources are."""
+IDEMPOTENCY_KEY = ("idempotency-key", "idempotency_key")
+"""The header, and the field of the request."""
 OWN_RUN = ("", "-")
 """Names that stand for the gateway's run in a path or a request. No run can have them."""
 T = TypeVar("T")
@@ -49,8 +52,8 @@ class Operation:
     method: Callable[..., Awaitable[Any]]
     verb: str
     path: str
-    scope: Role | None
-    """The weakest role of a key that may call it. None: it needs no key."""
+    scope: Scope | None
+    """The weakest scope of a key that may call it. None if it needs no key."""
     answer: type[BaseModel] | str
     """The record that REST answers with, or the media type of a file."""
     rpcs: tuple[MethodDescriptor, ...] = ()
@@ -61,10 +64,10 @@ class Operation:
     """A header, and the field of the request that has its value."""
     read: Callable[..., Awaitable[Message]] | None = None
     """Reads the request from HTTP instead of `takes`."""
-    event: tuple[str, Callable[[Any], str]] | None = None
-    """For a stream of answers: the name of its server-sent events, and their ids."""
+    event: tuple[str, str] | None = None
+    """For a stream of answers: the name of its server-sent events, and the field with their ids."""
     timeout_s: float | None = None
-    """The method is cancelled after this time, and by default after that of two Redis commands."""
+    """The method is cancelled after this time; by default after that of its handlers."""
     keeps_deadline: bool = False
     """The method has a deadline itself, and raises only PenstockErrors."""
     takes_caller: bool = False
@@ -80,22 +83,26 @@ class Operation:
 
 
 def operation(
-    verb: str, path: str, *rpcs: str, scope: Role, answer: type[BaseModel], **further: Any
+    verb: str, path: str, scope: Scope, answer: type[BaseModel], further_rpc: str = "", **further: Any
 ) -> Callable[[F], F]:
-    """Declare the method `(self, request)` as the operation that answers `verb path` and the gRPC methods `rpcs`.
+    """Declare the method `(self, request)` as the operation that answers `verb path` and its gRPC method.
 
-    `further` are fields of Operation."""
+    A path without a slash at its beginning is below the run's. `further_rpc` is a second gRPC method of the service,
+    and `further` are fields of Operation."""
 
     def declare(method: F) -> F:
-        found = tuple(descriptor_pool.Default().FindMethodByName(f"penstock.v1.{rpc}") for rpc in rpcs)
-        method.operation = Operation(method, verb, path, scope, answer, found, **further)  # type: ignore[attr-defined]
+        service = f"penstock.v1.{method.__qualname__.partition('Handlers.')[0]}Service"
+        names = [method.__name__.title().replace("_", ""), *filter(None, [further_rpc])]
+        rpcs = tuple(descriptor_pool.Default().FindMethodByName(f"{service}.{name}") for name in names)
+        where = path if not path or path.startswith("/") else f"{RUN}/{path}"
+        method.operation = Operation(method, verb, where, scope, answer, rpcs, **further)  # type: ignore[attr-defined]
         return method
 
     return declare
 
 
 def http_operation(
-    verb: str, path: str, *, scope: Role | None, answer: type[BaseModel] | str, **further: Any
+    verb: str, path: str, scope: Scope | None, answer: type[BaseModel] | str, **further: Any
 ) -> Callable[[F], F]:
     """Declare the method `(self, http)`, or `(self, http, body)` if it `takes` one, which returns an HTTP response."""
 
@@ -113,7 +120,7 @@ def declared_by(owners: Iterable[type]) -> list[Operation]:
 
 
 class AuditLog:
-    """Writes a line of JSON for each call that needs the role admin: who made it, when, and how it ended."""
+    """Writes a line of JSON for each call that needs the scope admin: who made it, when, and how it ended."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -121,7 +128,7 @@ class AuditLog:
     def write(self, caller: Caller, operation: str, request: Message | None, run: str, outcome: str) -> None:
         fields = {"run": run} if request is None else {one.name: _plain(value) for one, value in request.ListFields()}
         entry = {
-            "time": time.time(), "key": caller.name, "role": caller.role, "request_id": caller.request_id,
+            "time": time.time(), "key": caller.name, "scope": caller.scope, "request_id": caller.request_id,
             "operation": operation, "request": fields, "outcome": outcome,
         }  # fmt: skip
         try:
@@ -131,14 +138,17 @@ class AuditLog:
             logger.warning("cannot write the audit log %s (%s): %s", self.path, error, json.dumps(entry))
 
 
-class Handlers(Protocol):
-    """An object with operations needs these two attributes."""
+@dataclass
+class Handlers:
+    """Answers the operations of one gRPC service."""
+
+    config: RunConfig
+    audit: AuditLog
 
     @property
-    def config(self) -> RunConfig: ...
-
-    @property
-    def audit(self) -> AuditLog: ...
+    def deadline_s(self) -> float:
+        """Longest time of an operation, unless it declares another: that of two Redis commands."""
+        return 2 * self.config.redis.timeout_s
 
 
 @dataclass(frozen=True)
@@ -147,16 +157,17 @@ class ServedOperation:
 
     operation: Operation
     owner: Any
-    _method: Callable[..., Awaitable[Any]] = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_method", getattr(self.owner, self.operation.name))
+    @cached_property
+    def _method(self) -> Callable[..., Awaitable[Any]]:
+        method: Callable[..., Awaitable[Any]] = getattr(self.owner, self.operation.name)
+        return method
 
     async def call(self, caller: Caller | None, read: Callable[[], Awaitable[Message]], run: str = "") -> Any:
         """Answer a request of `caller`. `read` reads the request, and `run` is the run that its path names.
 
         The caller's scope is checked first: a caller with too weak a key learns nothing of runs and requests. A call
-        that needs the role admin goes into the audit log, however it ends."""
+        that needs the scope admin goes into the audit log, however it ends."""
         operation, request, outcome = self.operation, None, "OK"
         try:
             check_scope(caller, operation)
@@ -183,7 +194,7 @@ class ServedOperation:
         answer = self._method(caller, request) if operation.takes_caller else self._method(request)
         if operation.keeps_deadline:
             return await answer
-        return await bounded(answer, operation.timeout_s or 2 * self.owner.config.redis.timeout_s)
+        return await bounded(answer, operation.timeout_s or self.owner.deadline_s)
 
     def _check_run(self, run: str) -> None:
         own = self.owner.config.run
@@ -192,7 +203,7 @@ class ServedOperation:
 
 
 def check_scope(caller: Caller | None, operation: Operation) -> None:
-    """Raise Unauthenticated or PermissionDenied unless the caller's key is valid and its role suffices."""
+    """Raise Unauthenticated or PermissionDenied unless the caller's key is valid and its scope suffices."""
     if not isinstance(caller, Caller):
         raise Unauthenticated(f"{operation.name} was called without a caller")
     assert operation.scope is not None

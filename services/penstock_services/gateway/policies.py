@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
 
 from google.protobuf.message import Message
 
 from penstock.api.records import Int64, Page, Policy, PolicyComparison, PolicyPage, Record, Unpinned
-from penstock.config.run import RunConfig
 from penstock.errors import Conflict, InvalidInput, NotFound, PenstockError
 from penstock.store.fleet import SERVING_STATES, Fleet
 from penstock.store.policies import PolicyRegistry
 from penstock.store.run_control import RunControl
 from penstock.v1 import policies_pb2
 from penstock_services.gateway import validation
-from penstock_services.gateway.operations import RUN, AuditLog, Operation, bounded, operation
+from penstock_services.gateway.operations import Handlers, Operation, bounded, operation
 from penstock_services.gateway.rest import HttpRequest
 
 MAX_NAMED_VERSIONS = 10
@@ -47,64 +47,37 @@ async def resolve_versions(handlers: PolicyHandlers, http: HttpRequest) -> Messa
     return request
 
 
-class PolicyHandlers:
-    def __init__(
-        self, config: RunConfig, audit: AuditLog, policies: PolicyRegistry, fleet: Fleet, control: RunControl,
-        stopping: asyncio.Event,
-    ) -> None:  # fmt: skip
-        self.config = config
-        self.audit = audit
-        self.policies = policies
-        self.fleet = fleet
-        self.control = control
-        self.current = CurrentPolicy(lambda: self._policy(None), 2 * config.redis.timeout_s, stopping)
+@dataclass
+class PolicyHandlers(Handlers):
+    policies: PolicyRegistry
+    fleet: Fleet
+    control: RunControl
+    stopping: asyncio.Event
 
-    @operation("GET", f"{RUN}/policies", "PolicyService.ListPolicies", scope="read", answer=PolicyPage, takes=Page)
+    def __post_init__(self) -> None:
+        self.current = CurrentPolicy(lambda: self._policy(None), self.deadline_s, self.stopping)
+
+    @operation("GET", "policies", "read", PolicyPage, takes=Page)
     async def list_policies(self, request: policies_pb2.ListPoliciesRequest) -> policies_pb2.ListPoliciesResponse:
         """List policy versions, newest first."""
         page_size = validation.checked_page_size(request.page_size)
         before = validation.decode_page_token("policies", request.page_token)
         found = await self.policies.newest_first(None if before is None else int(before), page_size + 1)
-        page = found[:page_size]
+        page, token = validation.cut_page("policies", found, page_size, lambda policy: policy.policy_version)
         await self._complete(page)
-        has_more = len(found) > page_size
-        token = validation.encode_page_token("policies", page[-1].policy_version) if has_more else ""
         return policies_pb2.ListPoliciesResponse(policies=page, next_page_token=token)
 
-    @operation(
-        "GET",
-        f"{RUN}/policies/{{policy_version}}",
-        "PolicyService.GetPolicy",
-        scope="read",
-        answer=Policy,
-        read=resolve_versions,
-    )
+    @operation("GET", "policies/{policy_version}", "read", Policy, read=resolve_versions)
     async def get_policy(self, request: policies_pb2.GetPolicyRequest) -> policies_pb2.Policy:
         """Return a version by its number, or the `latest` one."""
         return await self._policy(request.policy_version if request.HasField("policy_version") else None)
 
-    @operation(
-        "GET",
-        f"{RUN}/policies:watch",
-        "PolicyService.WatchPolicies",
-        scope="read",
-        answer=Policy,
-        event=("policy", lambda policy: str(policy.policy_version)),
-    )
-    async def watch_policies(self, request: policies_pb2.WatchPoliciesRequest) -> AsyncIterator[policies_pb2.Policy]:
+    @operation("GET", "policies:watch", "read", Policy, event=("policy", "policy_version"))
+    async def watch_policies(self, _: policies_pb2.WatchPoliciesRequest) -> AsyncIterator[policies_pb2.Policy]:
         """Send the current policy, and again whenever it changes."""
-        del request
         return self.current.changes()
 
-    @operation(
-        "GET",
-        f"{RUN}/policies:compare",
-        "PolicyService.ComparePolicies",
-        scope="read",
-        answer=PolicyComparison,
-        takes=ComparePolicies,
-        read=resolve_versions,
-    )
+    @operation("GET", "policies:compare", "read", PolicyComparison, takes=ComparePolicies, read=resolve_versions)
     async def compare_policies(self, request: policies_pb2.ComparePoliciesRequest) -> policies_pb2.PolicyComparison:
         """Compare two versions by their metrics and weights. Either may be `latest`."""
         policy, other = await self._policy(request.policy_version), await self._policy(request.other_version)
@@ -118,47 +91,32 @@ class PolicyHandlers:
             same_weights=bool(policy.weights_digest) and policy.weights_digest == other.weights_digest,
         )
 
-    @operation(
-        "POST",
-        f"{RUN}/policies/{{policy_version}}:promote",
-        "PolicyService.PromotePolicy",
-        scope="admin",
-        answer=Policy,
-        read=resolve_versions,
-    )
+    @operation("POST", "policies/{policy_version}:promote", "admin", Policy, read=resolve_versions)
     async def promote_policy(self, request: policies_pb2.ChangePolicyRequest) -> policies_pb2.Policy:
         """Mark the version that is meant for use. Its snapshot is kept."""
         policy = await self._usable(request.policy_version)
         if not policy.snapshot_path and policy.policy_version != (await self._policy(None)).policy_version:
             raise Conflict(
-                f"version {policy.policy_version} has no snapshot, and its weights are gone; promote one that has one"
-                f"{await self._kept()}, or the newest version, whose snapshot the learner then makes"
+                f"version {policy.policy_version} has no snapshot, and its weights no longer exist; promote one that "
+                f"has one{await self._kept()}, or the newest version, whose snapshot the learner then makes"
             )
         await self.policies.promote(request.policy_version)
         return await self._policy(request.policy_version)
 
-    @operation(
-        "POST",
-        f"{RUN}/policies/{{policy_version}}:rollback",
-        "PolicyService.RollBackPolicy",
-        scope="admin",
-        answer=Policy,
-        read=resolve_versions,
-    )
+    @operation("POST", "policies/{policy_version}:rollback", "admin", Policy, read=resolve_versions)
     async def roll_back_policy(self, request: policies_pb2.ChangePolicyRequest) -> policies_pb2.Policy:
         """Hold every rollout server at this version, from its snapshot, until `policies:release`."""
         policy = await self._loadable(request.policy_version)
         await self.control.hold(policy.policy_version)
         return await self._policy(policy.policy_version)
 
-    @operation("POST", f"{RUN}/policies:release", "PolicyService.ReleasePolicy", scope="admin", answer=Policy)
-    async def release_policy(self, request: policies_pb2.ReleasePolicyRequest) -> policies_pb2.Policy:
+    @operation("POST", "policies:release", "admin", Policy)
+    async def release_policy(self, _: policies_pb2.ReleasePolicyRequest) -> policies_pb2.Policy:
         """End a roll back."""
-        del request
         await self.control.release()
         return await self._policy(None)
 
-    @operation("PUT", f"{RUN}/pins/{{pin}}", "PolicyService.PinPolicy", scope="admin", answer=Policy, takes=PinPolicy)
+    @operation("PUT", "pins/{pin}", "admin", Policy, takes=PinPolicy)
     async def pin_policy(self, request: policies_pb2.PinPolicyRequest) -> policies_pb2.Policy:
         """Pin a key, a session or an evaluation of this name to the version. A server of this name stays at it."""
         validation.check_name("pin", request.pin)
@@ -167,19 +125,12 @@ class PolicyHandlers:
         await self.policies.pin(request.pin, request.policy_version)
         return await self._policy(request.policy_version)
 
-    @operation("DELETE", f"{RUN}/pins/{{pin}}", "PolicyService.UnpinPolicy", scope="admin", answer=Unpinned)
+    @operation("DELETE", "pins/{pin}", "admin", Unpinned)
     async def unpin_policy(self, request: policies_pb2.UnpinPolicyRequest) -> policies_pb2.UnpinPolicyResponse:
         validation.check_name("pin", request.pin)
         return policies_pb2.UnpinPolicyResponse(was_pinned=await self.policies.unpin(request.pin))
 
-    @operation(
-        "POST",
-        f"{RUN}/policies/{{policy_version}}:retire",
-        "PolicyService.RetirePolicy",
-        scope="admin",
-        answer=Policy,
-        read=resolve_versions,
-    )
+    @operation("POST", "policies/{policy_version}:retire", "admin", Policy, read=resolve_versions)
     async def retire_policy(self, request: policies_pb2.ChangePolicyRequest) -> policies_pb2.Policy:
         policy = await self._policy(request.policy_version)
         if policy.state == policies_pb2.Policy.PROMOTED or policy.is_held or policy.pins:
@@ -225,7 +176,7 @@ class PolicyHandlers:
         await self._complete([policy])
         return policy
 
-    async def _complete(self, policies: list[policies_pb2.Policy]) -> None:
+    async def _complete(self, policies: Sequence[policies_pb2.Policy]) -> None:
         """Add the operators' marks and the servers of each version.
 
         A server counts while it is in a serving state and its heartbeat is no older than `replay.lease_ttl_s`."""
@@ -238,7 +189,7 @@ class PolicyHandlers:
 
 
 class CurrentPolicy:
-    """Follows the current policy. A single task polls it while anybody watches."""
+    """Follows the current policy. A single task polls it while anyone watches."""
 
     def __init__(
         self, read: Callable[[], Awaitable[policies_pb2.Policy]], deadline_s: float, stopping: asyncio.Event

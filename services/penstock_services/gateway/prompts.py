@@ -7,14 +7,15 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from typing import Any, get_args
 
 from pydantic import Field
 
 from penstock.api.records import (
     CancelledPrompts,
-    Int32,
     Int64,
+    Page,
     PromptId,
     PromptPage,
     PromptRecord,
@@ -23,8 +24,7 @@ from penstock.api.records import (
     Submission,
     SubmittedPrompt,
 )
-from penstock.config.run import RunConfig
-from penstock.errors import InvalidInput, NotFound, PenstockError
+from penstock.errors import InvalidInput, PenstockError
 from penstock.replay.joined_submissions import JoinedSubmissions
 from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import PromptState, PromptStatus
@@ -34,7 +34,7 @@ from penstock.tracing import Tracing
 from penstock.v1 import prompts_pb2
 from penstock_services.gateway import validation
 from penstock_services.gateway.groups import GroupReader
-from penstock_services.gateway.operations import RUN, AuditLog, bounded, operation
+from penstock_services.gateway.operations import IDEMPOTENCY_KEY, Handlers, bounded, operation
 
 logger = logging.getLogger(__name__)
 LONGEST_WAIT_S = 60.0
@@ -58,9 +58,7 @@ class SubmitPrompts(Record):
     prompt_keys: tuple[str, ...] = ()
 
 
-class ListPrompts(Record):
-    page_size: Int32 = 0
-    page_token: str = ""
+class ListPrompts(Page):
     state: str = ""
     data_source: str = ""
 
@@ -79,40 +77,30 @@ class WatchResults(Record):
     prompt_ids: tuple[PromptId, ...] = Field(default=(), alias="prompt_id")
 
 
-class PromptHandlers:
-    """Streams and waits read through `watched`, which has connections of its own."""
+@dataclass
+class PromptHandlers(Handlers):
+    """Streams and waits read through `watched`, which has its own connections."""
 
-    def __init__(
-        self, config: RunConfig, audit: AuditLog, queue: RedisReplayQueue, watched: GroupReader,
-        stopping: asyncio.Event, tracing: Tracing | None = None,
-    ) -> None:  # fmt: skip
-        self.config = config
-        self.audit = audit
-        self.queue = queue
-        self.watched = watched
-        self.stopping = stopping
-        self.tracing = tracing or Tracing()
-        self.book = PromptBook(queue)
-        self.submissions = JoinedSubmissions(queue, 2 * config.redis.timeout_s)
-        self.watched_book = PromptBook(watched.queue)
-        self.feed = ResultFeed(self.watched_book, config.redis.timeout_s, stopping)
+    queue: RedisReplayQueue
+    watched: GroupReader
+    stopping: asyncio.Event
+    tracing: Tracing
+
+    def __post_init__(self) -> None:
+        self.book = PromptBook(self.queue.client, self.queue.run)
+        self.submissions = JoinedSubmissions(self.queue, self.deadline_s)
+        self.feed = ResultFeed(
+            PromptBook(self.watched.queue.client, self.watched.queue.run), self.config.redis.timeout_s, self.stopping
+        )
 
     @operation(
-        "POST",
-        f"{RUN}/prompts",
-        "PromptService.SubmitPrompts",
-        "PromptService.StreamPrompts",
-        scope="submit",
-        answer=Submission,
-        takes=SubmitPrompts,
-        header=("idempotency-key", "idempotency_key"),
+        "POST", "prompts", "submit", Submission, "StreamPrompts", takes=SubmitPrompts, header=IDEMPOTENCY_KEY,
         keeps_deadline=True,
-    )
+    )  # fmt: skip
     async def submit_prompts(self, request: prompts_pb2.SubmitPromptsRequest) -> prompts_pb2.SubmitPromptsResponse:
         """Submit prompts: all are accepted, or none."""
-        validation.check_idempotency_key(request.idempotency_key)
         prompts = validation.checked_prompts(request.prompts, self.config.gateway.max_prompts_per_request)
-        validation.check_prompt_keys(request.prompt_keys, len(prompts), request.idempotency_key)
+        validation.check_keys(request.idempotency_key, request.prompt_keys, len(prompts))
         submit = self._submit_traced if self.tracing.is_on else self._submit
         submission = await submit(prompts, request)
         if len(submission.prompt_ids) != len(prompts):
@@ -154,12 +142,12 @@ class PromptHandlers:
         ids = tuple(submission.prompt_ids[0] for submission in each)
         return QueueSubmission(ids, num_replayed == len(ids), num_replayed)
 
-    @operation("GET", f"{RUN}/prompts/{{prompt_id}}", "PromptService.GetPrompt", scope="read", answer=PromptRecord)
+    @operation("GET", "prompts/{prompt_id}", "read", PromptRecord)
     async def get_prompt(self, request: prompts_pb2.GetPromptRequest) -> prompts_pb2.PromptRecord:
-        _check_prompt_id(request.prompt_id)
+        validation.check_prompt_id(request.prompt_id)
         return _to_proto(await self.queue.get_prompt(request.prompt_id))
 
-    @operation("GET", f"{RUN}/prompts", "PromptService.ListPrompts", scope="read", answer=PromptPage, takes=ListPrompts)
+    @operation("GET", "prompts", "read", PromptPage, takes=ListPrompts)
     async def list_prompts(self, request: prompts_pb2.ListPromptsRequest) -> prompts_pb2.ListPromptsResponse:
         """List prompts by id, oldest first."""
         page_size = validation.checked_page_size(request.page_size)
@@ -173,14 +161,7 @@ class PromptHandlers:
         token = validation.encode_page_token("prompts", page.after) if page.has_more else ""
         return prompts_pb2.ListPromptsResponse(prompts=records, next_page_token=token)
 
-    @operation(
-        "POST",
-        f"{RUN}/prompts:cancel",
-        "PromptService.CancelPrompts",
-        scope="submit",
-        answer=CancelledPrompts,
-        takes=CancelPrompts,
-    )
+    @operation("POST", "prompts:cancel", "submit", CancelledPrompts, takes=CancelPrompts)
     async def cancel_prompts(self, request: prompts_pb2.CancelPromptsRequest) -> prompts_pb2.CancelPromptsResponse:
         """Cancel prompts whose groups the learner has not taken."""
         prompt_ids = validation.checked_prompt_ids(request.prompt_ids, MAX_CANCELLED)
@@ -193,18 +174,10 @@ class PromptHandlers:
         ]
         return prompts_pb2.CancelPromptsResponse(prompts=records)
 
-    @operation(
-        "GET",
-        f"{RUN}/prompts/{{prompt_id}}:wait",
-        "PromptService.WaitPrompt",
-        scope="read",
-        answer=PromptRecord,
-        takes=WaitPrompt,
-        timeout_s=2 * LONGEST_WAIT_S,
-    )
+    @operation("GET", "prompts/{prompt_id}:wait", "read", PromptRecord, takes=WaitPrompt, timeout_s=2 * LONGEST_WAIT_S)
     async def wait_prompt(self, request: prompts_pb2.WaitPromptRequest) -> prompts_pb2.PromptRecord:
         """Wait until the prompt is finished, for up to `timeout_s`, and return its record."""
-        _check_prompt_id(request.prompt_id)
+        validation.check_prompt_id(request.prompt_id)
         if not 0 <= request.timeout_s <= LONGEST_WAIT_S:
             raise InvalidInput("timeout_s", f"must be between 0 and {LONGEST_WAIT_S:g}; wait again after it")
         deadline = time.monotonic() + request.timeout_s
@@ -219,19 +192,13 @@ class PromptHandlers:
                     await asyncio.wait_for(finished.wait(), min(remaining_s, RECHECK_S))
 
     @operation(
-        "GET",
-        f"{RUN}/results",
-        "PromptService.WatchResults",
-        scope="read",
-        answer=Result,
-        takes=WatchResults,
-        header=("last-event-id", "cursor"),
-        event=("result", lambda result: result.cursor),
-    )
+        "GET", "results", "read", Result, takes=WatchResults, header=("last-event-id", "cursor"),
+        event=("result", "cursor"),
+    )  # fmt: skip
     async def watch_results(self, request: prompts_pb2.WatchResultsRequest) -> AsyncIterator[prompts_pb2.Result]:
         """Send every prompt that finishes. The id of an event is the cursor to resume from."""
         wanted = frozenset(validation.checked_prompt_ids(request.prompt_ids, MAX_CANCELLED))
-        cursor = await self.watched_book.start(request.cursor)
+        cursor = await self.feed.book.start(request.cursor)
         return self._results(cursor, wanted, request.with_groups)
 
     async def _results(
@@ -239,7 +206,7 @@ class PromptHandlers:
     ) -> AsyncIterator[prompts_pb2.Result]:
         async for batch in self.feed.follow(cursor):
             shown = [result for result in batch if not wanted or result.prompt_id in wanted]
-            groups = await bounded(self._groups(shown), 2 * self.config.redis.timeout_s) if with_groups else {}
+            groups = await bounded(self._groups(shown), self.deadline_s) if with_groups else {}
             for result in shown:
                 yield prompts_pb2.Result(
                     cursor=result.cursor, prompt_id=result.prompt_id, state=_STATES[result.state],
@@ -258,15 +225,10 @@ def _to_proto(status: PromptStatus) -> prompts_pb2.PromptRecord:
     return record
 
 
-def _check_prompt_id(prompt_id: int) -> None:
-    if not 1 <= prompt_id <= validation.MAX_PROMPT_ID:
-        raise NotFound(f"prompt {prompt_id} does not exist")
-
-
 class ResultFeed:
     """Wakes those who wait for results of one run.
 
-    A single task reads the stream of results while anybody waits, so any number of watchers hold one Redis connection.
+    A single task reads the stream of results while anyone waits, so any number of watchers hold one Redis connection.
     The task only wakes them: each watcher reads from its own cursor, and misses nothing when it is slow."""
 
     def __init__(self, book: PromptBook, redis_timeout_s: float, stopping: asyncio.Event) -> None:

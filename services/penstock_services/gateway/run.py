@@ -25,20 +25,14 @@ from penstock_services.gateway import problems
 from penstock_services.gateway.access import Access
 from penstock_services.gateway.datasets import DatasetHandlers
 from penstock_services.gateway.generate import GenerateHandlers
-from penstock_services.gateway.groups import GroupHandlers, GroupReader, SampleHandlers
+from penstock_services.gateway.groups import GroupHandlers, GroupReader
 from penstock_services.gateway.metrics import GatewayMetrics, RunSnapshot
 from penstock_services.gateway.openapi import PageHandlers
-from penstock_services.gateway.operations import (
-    AuditLog,
-    Operation,
-    ServedOperation,
-    declared_by,
-    http_operation,
-)
+from penstock_services.gateway.operations import AuditLog, Operation, ServedOperation, declared_by, http_operation
 from penstock_services.gateway.policies import PolicyHandlers
 from penstock_services.gateway.prompts import PromptHandlers
 from penstock_services.gateway.rest import HttpRequest
-from penstock_services.gateway.runs import DeadLetterHandlers, EvaluationHandlers, RunHandlers, ServerHandlers
+from penstock_services.gateway.runs import RunHandlers
 from penstock_services.gateway.server_choice import ServerChoice
 from penstock_services.gateway.sessions.handlers import SessionHandlers, TaskHandlers
 from penstock_services.gateway.sessions.recorder import SessionRecorder
@@ -62,12 +56,8 @@ class ServedRun:
     stores: RunStores
     prompts: PromptHandlers
     groups: GroupHandlers
-    samples: SampleHandlers
     policies: PolicyHandlers
     lifecycle: RunHandlers
-    servers: ServerHandlers
-    evaluations: EvaluationHandlers
-    dead_letters: DeadLetterHandlers
     datasets: DatasetHandlers
     generation: GenerateHandlers
     sessions: SessionHandlers
@@ -84,7 +74,6 @@ class ServedRun:
         stores = RunStores.of(client, config)
         queue, fleet, registry, control = stores.queue, stores.fleet, stores.policies, stores.control
         texts = TokenText.load(config.model.path)
-        groups, servers = GroupReader(config.run, queue, texts), ServerHandlers(config, audit, fleet, control)
         sessions = SessionStore(client, config.run, config.gateway.session_ttl_s, config.gateway.sessions)
         tasks = TaskStore(client, config.run, config.gateway.session_ttl_s, config.gateway.sessions)
         recorder, rewards = SessionRecorder(sessions), SessionRewards(config, queue, sessions, tasks)
@@ -94,14 +83,10 @@ class ServedRun:
             client=client,
             stopping=stopping,
             stores=stores,
-            prompts=PromptHandlers(config, audit, queue, watched, stopping, tracing),
-            groups=GroupHandlers(config, audit, groups),
-            samples=SampleHandlers(config, audit),
+            prompts=PromptHandlers(config, audit, queue, watched, stopping, tracing or Tracing()),
+            groups=GroupHandlers(config, audit, GroupReader(config.run, queue, texts)),
             policies=PolicyHandlers(config, audit, registry, fleet, control, stopping),
             lifecycle=RunHandlers(config, audit, stores),
-            servers=servers,
-            evaluations=EvaluationHandlers(config, audit, queue),
-            dead_letters=DeadLetterHandlers(config, audit, queue),
             datasets=DatasetHandlers(config, audit, queue),
             generation=GenerateHandlers(config, audit, ServerChoice(config, fleet, registry, control), recorder, texts),
             sessions=SessionHandlers(config, audit, recorder, rewards, texts),
@@ -146,16 +131,16 @@ class ProbeHandlers:
         self._check_ready = shared(run.check_ready)
         self._take_snapshot = shared(self._snapshot)
 
-    @http_operation("GET", "/healthz", scope=None, answer=Alive)
+    @http_operation("GET", "/healthz", None, Alive)
     async def healthz(self, _: HttpRequest) -> Response:
         return JSONResponse({"status": "alive"})
 
-    @http_operation("GET", "/startupz", scope=None, answer=Alive)
+    @http_operation("GET", "/startupz", None, Alive)
     async def startupz(self, _: HttpRequest) -> Response:
         """A gateway that answers has started."""
         return JSONResponse({"status": "started"})
 
-    @http_operation("GET", "/readyz", scope=None, answer=Ready)
+    @http_operation("GET", "/readyz", None, Ready)
     async def readyz(self, _: HttpRequest) -> Response:
         """Whether the gateway can serve: `state` is `ready`, `draining` while it stops, or `stale` without Redis.
         `warnings` lists what needs an operator but does not stop it from serving."""
@@ -168,7 +153,7 @@ class ProbeHandlers:
         warnings = [KEYS_WARNING] if self.access.problems else []
         return JSONResponse({"status": "ready", "state": "ready", "detail": "", "warnings": warnings})
 
-    @http_operation("GET", "/metrics", scope=None, answer="text/plain")
+    @http_operation("GET", "/metrics", None, "text/plain")
     async def scrape(self, _: HttpRequest) -> Response:
         """Metrics. The gateway's own are there even when Redis does not answer."""
         snapshot = await self._take_snapshot()
@@ -190,8 +175,8 @@ class ProbeHandlers:
 
 
 HANDLERS = (
-    PromptHandlers, GroupHandlers, SampleHandlers, PolicyHandlers, RunHandlers, ServerHandlers, EvaluationHandlers,
-    DeadLetterHandlers, DatasetHandlers, GenerateHandlers, SessionHandlers, TaskHandlers, ProbeHandlers, PageHandlers,
+    PromptHandlers, GroupHandlers, PolicyHandlers, RunHandlers, DatasetHandlers, GenerateHandlers, SessionHandlers,
+    TaskHandlers, ProbeHandlers, PageHandlers,
 )  # fmt: skip
 OPERATIONS: tuple[Operation, ...] = tuple(declared_by(HANDLERS))
 """Every operation of a gateway."""

@@ -57,7 +57,7 @@ class ReadyServersView:
     """Which servers answer calls.
 
     Drains, quarantines, states and versions count at once: every look asks Redis for them. A server that has died is
-    left out once it has been silent for `replay.lease_ttl_s`."""
+    skipped once it has been silent for `replay.lease_ttl_s`."""
 
     def __init__(self, config: RunConfig, fleet: Fleet, control: RunControl) -> None:
         self.max_silence_s = config.replay.lease_ttl_s

@@ -5,16 +5,16 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
 from penstock.api.conversion import parse_json
-from penstock.codec import prompt_to_proto
-from penstock.errors import InvalidInput
+from penstock.codec import prompt_to_proto, sampling_from_proto
+from penstock.errors import InvalidInput, NotFound
+from penstock.sampling import check_sampling as check_bounds
 from penstock.trajectory import MESSAGE_FIELDS, Prompt
-from penstock.trajectory import check_sampling as check_bounds
 from penstock.v1 import prompts_pb2
 
 MAX_PROMPT_ID = 2**32 - 1
@@ -26,6 +26,7 @@ MAX_KEY_LENGTH = 256
 DEFAULT_PAGE_SIZE = 50
 MAX_PAGE_SIZE = 1000
 _DEFAULT = prompt_to_proto(Prompt())
+T = TypeVar("T")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 
 
@@ -55,12 +56,10 @@ def checked_prompts(
     return checked
 
 
-def check_idempotency_key(key: str) -> None:
-    if len(key) > MAX_KEY_LENGTH:
-        raise InvalidInput("idempotency_key", f"may have {MAX_KEY_LENGTH} characters, not {len(key)}")
-
-
-def check_prompt_keys(keys: Sequence[str], num_prompts: int, idempotency_key: str) -> None:
+def check_keys(idempotency_key: str, keys: Sequence[str], num_prompts: int) -> None:
+    """Check the keys of a submission: one for the request, one for each prompt, or none."""
+    if len(idempotency_key) > MAX_KEY_LENGTH:
+        raise InvalidInput("idempotency_key", f"may have {MAX_KEY_LENGTH} characters, not {len(idempotency_key)}")
     if keys and idempotency_key:
         raise InvalidInput("prompt_keys", "cannot be combined with an idempotency key; send one of them")
     if keys and len(keys) != num_prompts:
@@ -100,6 +99,12 @@ def decode_page_token(kind: str, token: str, position: str = r"-?[0-9]{1,19}") -
     raise InvalidInput("page_token", "was not issued by this service for this list; start again without one")
 
 
+def cut_page(kind: str, found: Sequence[T], page_size: int, position: Callable[[T], Any]) -> tuple[Sequence[T], str]:
+    """The first page of what was found, and the token of the next page. It is empty if everything fits."""
+    page = found[:page_size]
+    return page, encode_page_token(kind, position(page[-1])) if len(found) > page_size else ""
+
+
 def checked_prompt_ids(prompt_ids: Sequence[int], max_ids: int, field: str = "prompt_ids") -> list[int]:
     if len(prompt_ids) > max_ids:
         raise InvalidInput(field, f"a request may have {max_ids}, not {len(prompt_ids)}; split it")
@@ -107,6 +112,11 @@ def checked_prompt_ids(prompt_ids: Sequence[int], max_ids: int, field: str = "pr
         if not 1 <= prompt_id <= MAX_PROMPT_ID:
             raise InvalidInput(f"{field}[{index}]", f"must be between 1 and {MAX_PROMPT_ID}")
     return list(prompt_ids)
+
+
+def check_prompt_id(prompt_id: int) -> None:
+    if not 1 <= prompt_id <= MAX_PROMPT_ID:
+        raise NotFound(f"prompt {prompt_id} does not exist")
 
 
 def check_name(field: str, name: str) -> None:
@@ -133,16 +143,8 @@ def _check_prompt(prompt: prompts_pb2.Prompt, evaluation_id: str) -> None:
     messages, token_ids = prompt.messages, prompt.token_ids
     if bool(messages) == bool(token_ids):
         raise InvalidInput("", "give exactly one of messages and token_ids")
-    for index, message in enumerate(messages):
-        if not message.role.strip():
-            raise InvalidInput(f"messages[{index}].role", "must not be empty")
-        if message.fields_json:
-            check_fields(message.fields_json, f"messages[{index}].fields_json")
-    if token_ids:
-        if len(token_ids) % 4:
-            raise InvalidInput("token_ids", "must be little-endian int32, 4 bytes a token")
-        if (np.frombuffer(token_ids, dtype="<i4") < 0).any():
-            raise InvalidInput("token_ids", "must not be negative")
+    check_messages(messages)
+    check_token_ids(token_ids)
     if not 1 <= prompt.num_samples <= MAX_NUM_SAMPLES:
         raise InvalidInput("num_samples", f"must be between 1 and {MAX_NUM_SAMPLES}, not {prompt.num_samples}")
     if not -MAX_PRIORITY <= prompt.priority <= MAX_PRIORITY:
@@ -155,16 +157,26 @@ def _check_prompt(prompt: prompts_pb2.Prompt, evaluation_id: str) -> None:
         raise InvalidInput("evaluation_id", "leave it empty; create an evaluation for held-out prompts")
 
 
-def check_fields(text: str, path: str) -> None:
-    fields = check_json(text, path)
-    if not isinstance(fields, dict) or fields.keys() - MESSAGE_FIELDS:
-        raise InvalidInput(path, f"must be a JSON object with some of {', '.join(MESSAGE_FIELDS)}")
+def check_messages(messages: Sequence[prompts_pb2.Message]) -> None:
+    for index, message in enumerate(messages):
+        if not message.role.strip():
+            raise InvalidInput(f"messages[{index}].role", "must not be empty")
+        if message.fields_json:
+            path = f"messages[{index}].fields_json"
+            fields = check_json(message.fields_json, path)
+            if not isinstance(fields, dict) or fields.keys() - MESSAGE_FIELDS:
+                raise InvalidInput(path, f"must be a JSON object with some of {', '.join(MESSAGE_FIELDS)}")
+
+
+def check_token_ids(token_ids: bytes) -> None:
+    if len(token_ids) % 4:
+        raise InvalidInput("token_ids", "must be little-endian int32, 4 bytes a token")
+    if token_ids and (np.frombuffer(token_ids, dtype="<i4") < 0).any():
+        raise InvalidInput("token_ids", "must not be negative")
 
 
 def check_sampling(sampling: prompts_pb2.Sampling) -> None:
-    check_bounds(sampling)
-    if sampling.max_tokens < 1:
-        raise InvalidInput("sampling.max_tokens", f"must be at least 1, not {sampling.max_tokens}")
+    check_bounds(sampling_from_proto(sampling))
 
 
 def check_json(text: str, path: str) -> Any:

@@ -42,7 +42,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning"),
 ]
 
-LONG_KINDS = ("vllm-own-stamps", "vllm-by-calls", "sglang")
+LONG_KINDS = ("vllm-by-calls", "sglang")
 KINDS = ["torch", "vllm", *(pytest.param(kind, marks=pytest.mark.long) for kind in LONG_KINDS)]
 
 

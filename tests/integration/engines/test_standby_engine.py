@@ -27,7 +27,7 @@ from penstock_rollout.engines.factory import create_engine
 
 async def main():
     engine = create_engine(EngineConfig(name="vllm", max_model_len=64), Path(sys.argv[1]), "float32", 0)
-    standby = engine._standby.pid
+    standby = engine._standby.process.pid
     await engine.start(policy_version=3)
     request = GenerateRequest("one", (5, 6, 7), Sampling(temperature=0.0, max_tokens=8))
     tokens = [token async for chunk in engine.generate(request) for token in chunk.token_ids]

@@ -37,10 +37,10 @@ from penstock_services.gateway.server import serve
 from support.gateways import PROMPT, RUN, Gateway, assert_problem, rest, run_config, running, stubs
 
 
-async def test_roles_limits_and_the_audit_log(redis_process: Any, redis_client: redis.Redis, tmp_path: Path) -> None:
+async def test_scopes_limits_and_the_audit_log(redis_process: Any, redis_client: redis.Redis, tmp_path: Path) -> None:
     secrets, lines = {}, []
-    for role in ("read", "submit", "admin"):
-        secrets[role], key = make_key(f"{role}er", role)  # type: ignore[arg-type]
+    for scope in ("read", "submit", "admin"):
+        secrets[scope], key = make_key(f"{scope}er", scope)  # type: ignore[arg-type]
         lines.append(key.line)
     (tmp_path / "keys").write_text("\n".join(lines))
     config = run_config(
@@ -49,15 +49,15 @@ async def test_roles_limits_and_the_audit_log(redis_process: Any, redis_client: 
     async with running(config) as gateway:
         runs = runs_pb2_grpc.RunServiceStub(gateway.channel)
         expected = {"read": (200, 403, 403), "submit": (200, 200, 403), "admin": (200, 200, 200)}
-        for role, codes in expected.items():
-            headers = {"Authorization": f"Bearer {secrets[role]}", "X-Request-Id": f"id-of-{role}"}
+        for scope, codes in expected.items():
+            headers = {"Authorization": f"Bearer {secrets[scope]}", "X-Request-Id": f"id-of-{scope}"}
             answers = [
                 await gateway.rest.get(RUN, headers=headers),
                 await gateway.rest.post(f"{RUN}/prompts", json={"prompts": [PROMPT]}, headers=headers),
                 await gateway.rest.post(f"{RUN}:pause", headers=headers),
             ]
             assert tuple(answer.status_code for answer in answers) == codes
-            assert {answer.headers["x-request-id"] for answer in answers} == {f"id-of-{role}"}
+            assert {answer.headers["x-request-id"] for answer in answers} == {f"id-of-{scope}"}
         metadata = (("authorization", f"Bearer {secrets['submit']}"), ("x-request-id", "by-grpc"))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await runs.PauseRun(runs_pb2.ChangeRunRequest(run="test"), metadata=metadata)

@@ -264,11 +264,11 @@ async def test_commands_act_on_the_run(
         return str(output.out)
 
     keys = tmp_path / "keys"
-    secrets = {role: tmp_path / role for role in ("submit", "admin")}
-    for role, path in secrets.items():
-        path.write_text(run("keys", "make", "--file", str(keys), "--name", role, "--role", role))
+    secrets = {scope: tmp_path / scope for scope in ("submit", "admin")}
+    for scope, path in secrets.items():
+        path.write_text(run("keys", "make", "--file", str(keys), "--name", scope, "--scope", scope))
     assert run("keys", "list", "--file", str(keys)) == "submit\tsubmit\nadmin\tadmin\n"
-    assert cli.main(["keys", "make", "--file", str(keys), "--name", "admin", "--role", "read"]) == 2
+    assert cli.main(["keys", "make", "--file", str(keys), "--name", "admin", "--scope", "read"]) == 2
 
     await publish(queue, 1, 2)
     resumed = policies_pb2.Policy(policy_version=3, step=2, metrics={"time": 1_790_000_000.0})
@@ -293,7 +293,7 @@ async def test_commands_act_on_the_run(
             assert "r0" in run("servers", *where) and "drained" in run("servers", "drain", "r0", *where)
             with (
                 SyncPenstockClient(gateway.url, api_key=secrets["submit"].read_text().strip()) as client,
-                pytest.raises(PermissionDenied, match="needs the role admin"),
+                pytest.raises(PermissionDenied, match="needs the scope admin"),
             ):
                 client.pause_run()
             with SyncPenstockClient(gateway.url, api_key=secrets["admin"].read_text().strip()) as client:

@@ -20,7 +20,7 @@ from penstock.replay.queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.keys import RunKeys
 from penstock.store.policies import PolicyRegistry
-from penstock.trajectory import SESSION_AGENT, SESSION_SERVER
+from penstock.trajectory import SESSION_AGENT
 from penstock.v1 import generate_pb2, generate_pb2_grpc, prompts_pb2
 from penstock.weights.cluster_key import ClusterKey
 from penstock_rollout.fleet.internal_listener import make_listener
@@ -214,9 +214,9 @@ async def test_a_session_becomes_training_data(
 
     group = decode_group(await queue.get_group(answer["prompt_ids"][0]))
     [trajectory] = group.trajectories
-    assert (trajectory.reward, trajectory.reward_parts, group.server_id) == (0.75, {"polite": 1.0}, SESSION_SERVER)
+    assert (trajectory.reward, trajectory.reward_parts, group.server_id) == (0.75, {"polite": 1.0}, "session")
     stored = decode_prompt(await queue.client.hget(RunKeys("test").prompts, answer["prompt_ids"][0]))
-    assert stored.agent_name == SESSION_AGENT, "no rollout server samples it"
+    assert stored.agent_name == group.agent_name == SESSION_AGENT, "no rollout server samples it"
     assert tuple(group.prompt_token_ids) == engine.requests[0].prompt_token_ids
     sampled = trajectory.token_ids[trajectory.loss_mask == 1].tolist()
     assert sampled == [*engine.script[0], *engine.script[1]]

@@ -64,7 +64,7 @@ async def test_policies_are_compared_promoted_held_pinned_and_retired(
 
     path = f"{RUN}/policies/2"
     refused = await gateway.rest.post(f"{path}:promote")
-    assert "version 2 has no snapshot, and its weights are gone" in assert_problem(refused, 409, "CONFLICT")
+    assert "version 2 has no snapshot, and its weights no longer exist" in assert_problem(refused, 409, "CONFLICT")
     response = await gateway.rest.post(f"{path}:rollback")
     assert (response.status_code, response.json()["reason"]) == (409, "CONFLICT")
     with pytest.raises(grpc.aio.AioRpcError) as caught:

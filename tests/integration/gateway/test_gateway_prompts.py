@@ -16,7 +16,7 @@ import redis.asyncio as redis
 from penstock.api import records
 from penstock.api.conversion import fill, to_json
 from penstock.client import PenstockClient
-from penstock.client.gateway_connection import prompt_body
+from penstock.client.client import prompt_body
 from penstock.codec import decode_prompt, encode_group, encode_prompt
 from penstock.replay.queue import RedisReplayQueue
 from penstock.samples import TokenText

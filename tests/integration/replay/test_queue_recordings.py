@@ -14,10 +14,10 @@ from penstock.cli import main as cli
 from penstock.codec import decode_prompt
 from penstock.config.loading import dump_config
 from penstock.config.service import ReplayConfig
-from penstock.replay.inspection import QueueInspector
 from penstock.replay.queue import RedisReplayQueue
+from penstock.replay.queue_types import OfferedGroup, Origin
 from penstock.trajectory import Prompt, Trajectory, VersionSegment
-from penstock_tools.recordings.transfer import SERVER_ID, _import_key
+from penstock_tools.recordings.transfer import ORIGIN, _import_key
 from support.groups import make_group
 from support.learner_runs import NUM_STEPS, fill_queue, make_config, outcome, run_learner
 from support.queue_tools import Tools, content, operator_tools, recording_file, rich_group  # noqa: F401 the fixtures
@@ -77,10 +77,9 @@ def test_an_interrupted_import_goes_on(tools: Tools, recording: Path) -> None:
     other = f"{tools.run}-resumed"
 
     async def die(queue: RedisReplayQueue) -> None:
-        inspector = QueueInspector(queue.client, other)
-        rows = [(row, b"", 0) for row in range(3)]
-        leases = await inspector.import_prompts(_import_key(recording, 0), SERVER_ID, 60, rows)
-        await queue.give_back(SERVER_ID, leases[0])
+        offered = [OfferedGroup(row, b"", 0, make_group(row)) for row in range(3)]
+        leases = await queue._lease_offered(offered, Origin(ORIGIN, _import_key(recording, 0)))
+        await queue.give_back(ORIGIN, leases[0])
 
     tools.on(die, run=other)
     assert (tools.stat(other).admitted, tools.stat(other).in_flight) == (3, 3)

@@ -17,7 +17,7 @@ from penstock.errors import Unavailable
 from penstock.machine import wait_for_port
 from penstock.replay.queue import RedisReplayQueue
 from penstock.store.redis_client import connect
-from penstock_services.local.private_redis import find_redis_server
+from penstock_tools.local.private_redis import find_redis_server
 from support.redis_server import RedisProcess
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux changes the limits of a running process")

@@ -25,7 +25,7 @@ from penstock.trajectory import Group, Prompt
 from penstock_rollout.groups import producer as producer_module
 from penstock_rollout.groups.producer import Producer
 from penstock_rollout.metrics import RolloutMetrics
-from penstock_services.local.private_redis import write_config
+from penstock_tools.local.private_redis import write_config
 from support.groups import make_group
 from support.redis_server import RedisProcess
 
@@ -77,7 +77,7 @@ async def test_what_frees_memory_runs_when_redis_is_full(client: Redis, queue: R
     await fleet.set_state("s", "READY")
     assert [server.state for server in await fleet.servers()] == ["READY"]
     await queue.take_term(0)
-    assert await queue.restore(0) == {1: [1, 2, 3, 4]}
+    assert await queue.rewind_step(0) == {1: [1, 2, 3, 4]}
     assert await queue.take(2, 3) == [5, 6, 7]
     await queue.publish(await queue.allocate_version(1), 1, b"policy")
     await queue.expire(5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,12 +23,13 @@ from hypothesis.stateful import (
 from penstock.config.service import BreakerConfig, RedisConfig, ReplayConfig
 from penstock.errors import Fenced
 from penstock.replay.queue import RedisReplayQueue
-from penstock.replay.queue_types import Lease, SavedTokens
+from penstock.replay.queue_types import Lease, OfferedGroup, Origin, SavedTokens
 from penstock.replay.results import PromptBook
 from penstock.store.keys import RunKeys
 from penstock.store.policies import PolicyRegistry
 from penstock.store.redis_client import connect
 from penstock.store.run_control import RunControl
+from support.groups import made_by
 from support.memory_queue import MemoryReplayQueue
 from support.memory_store import MemoryStore
 from support.redis_server import RedisProcess
@@ -45,7 +47,7 @@ CONFIGS = [
 CONFIGS.append(CONFIGS[0].model_copy(update={"breaker": BreakerConfig(failures=4, probe_s=LEASE_TTL_S)}))
 EVALUATION = "held-out-1"
 NUM_KEPT = 2
-"""Steps that the learner can go back by: how long it keeps checkpoints."""
+"""Steps that the learner can rewind: how long it keeps checkpoints."""
 PASSED_S = st.sampled_from([1.0, LEASE_TTL_S + 1])
 indices = st.integers(0, 7)
 
@@ -182,6 +184,14 @@ class ReplayMachine(RuleBasedStateMachine):
         _, lease = self.held[index % len(self.held)]
         self.do(self.queue.append(lease, b"g" * size, version))
 
+    @rule(numbers=st.lists(st.integers(0, 5), min_size=1, max_size=3, unique=True), version=st.integers(0, 3))
+    def accept(self, numbers: list[int], version: int) -> None:
+        """Offer groups that no server has leased. A number that comes again is the same group."""
+        group = replace(made_by(1, version), run=RUN)
+        offered = [OfferedGroup(number, b"p", 0, group) for number in numbers]
+        accepted = self.do(self.queue.accept(offered, Origin("import", "key")))
+        assert len({prompt_id for prompt_id, _ in accepted}) == len(numbers)
+
     @precondition(lambda self: self.held)
     @rule(index=indices, failure=st.sampled_from(["", "oops", "oops"]), forget_saved=st.booleans())
     def give_back(self, index: int, failure: str, forget_saved: bool) -> None:
@@ -286,20 +296,20 @@ class ReplayMachine(RuleBasedStateMachine):
     @rule()
     def restart_the_learner(self) -> None:
         self.do(self.queue.take_term(0))
-        manifests = self.do(self.queue.restore(self.step))
+        manifests = self.do(self.queue.rewind_step(self.step))
         assert {i for ids in manifests.values() for i in ids} >= set(self.taken)
 
     @rule(num_steps=st.integers(0, NUM_KEPT + 1))
-    def go_back(self, num_steps: int) -> None:
-        """A new learner goes back by some steps. A repetition changes nothing."""
+    def rewind(self, num_steps: int) -> None:
+        """A new learner rewinds some steps. A repetition changes nothing."""
         step = max(0, self.step - num_steps)
         abandoned = [prompt_id for prompt_id in self.committed if self.committed_at[prompt_id] > step]
         self.do(self.queue.take_term(0))
         if step < self.do(self.queue.committed()).kept_after:
             return
-        self.do(self.queue.go_back("checkpoint", step, abandoned))
+        self.do(self.queue.rewind("checkpoint", step, abandoned))
         stat = self.do(self.queue.stat())
-        self.do(self.queue.go_back("checkpoint", step, []))
+        self.do(self.queue.rewind("checkpoint", step, []))
         assert self.do(self.queue.stat()) == stat and stat.delivered == 0
         assert self.do(self.queue.committed()).step == step
         for prompt_id in abandoned:
@@ -361,7 +371,7 @@ def test_redis_does_what_the_memory_backend_does(runner: asyncio.Runner, redis_p
             self.memory, self.on_redis, self.config = memory, on_redis, memory.config
 
         def __getattr__(self, name: str) -> Any:
-            on_redis = getattr(PromptBook(self.on_redis) if name == "cancel" else self.on_redis, name)
+            on_redis = getattr(PromptBook(self.on_redis.client, RUN) if name == "cancel" else self.on_redis, name)
 
             async def call(*arguments: Any, **named: Any) -> Any:
                 try:

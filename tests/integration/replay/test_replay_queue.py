@@ -179,7 +179,7 @@ async def test_an_older_term_is_fenced_from_every_learner_call(make_queue: MakeQ
     await queue.take_term(0)
     for call in (
         zombie.take(1, 1), zombie.commit(1, [1]), zombie.expire(1), zombie.discard(1, "x"),
-        zombie.dead_letter(1, "x"), zombie.publish(1, 1, b""), zombie.allocate_version(0), zombie.restore(0),
+        zombie.dead_letter(1, "x"), zombie.publish(1, 1, b""), zombie.allocate_version(0), zombie.rewind_step(0),
     ):  # fmt: skip
         with pytest.raises(Fenced):
             await call
@@ -196,7 +196,7 @@ async def test_a_new_learner_gets_the_same_batches_again(make_queue: MakeQueue) 
     await queue.commit(1, ids[:2])
 
     assert await successor.take_term(0) == queue.term + 1
-    assert await successor.restore(1) == {2: ids[2:]}
+    assert await successor.rewind_step(1) == {2: ids[2:]}
     assert (await successor.stat()).redelivered == 2
     assert await successor.commit(2, ids[2:]) == 2
     await assert_conserved(queue)
@@ -227,7 +227,7 @@ async def test_a_group_that_is_dropped_leaves_the_manifest_of_its_step(make_queu
     await queue.take(1, 2)
     await getattr(queue, how)(dropped, "reason")
     await successor.take_term(0)
-    assert await successor.restore(0) == {1: [kept]}
+    assert await successor.rewind_step(0) == {1: [kept]}
 
 
 async def test_an_expired_prompt_that_was_taken_for_a_later_step_stays_with_that_step(make_queue: MakeQueue) -> None:
@@ -243,7 +243,7 @@ async def test_an_expired_prompt_that_was_taken_for_a_later_step_stays_with_that
     await queue.commit(1, [trained])
     assert await queue.take(3, 1) == [], "no other step takes it"
     await successor.take_term(0)
-    assert await successor.restore(1) == {2: [expired]}
+    assert await successor.rewind_step(1) == {2: [expired]}
     assert await successor.commit(2, [expired]) == 1
     await assert_conserved(queue)
 

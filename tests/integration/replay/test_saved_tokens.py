@@ -60,7 +60,7 @@ async def test_a_server_that_lost_its_lease_can_neither_overwrite_nor_forget(mak
     assert (await queue.stat()).saved_bytes == 0
 
 
-@pytest.mark.parametrize("end", ["append", "cancel", "bury", "forget_saved", "go_back"])
+@pytest.mark.parametrize("end", ["append", "cancel", "bury", "forget_saved", "rewind"])
 async def test_the_end_of_the_flight_deletes_them(make_queue: MakeQueue, end: str) -> None:
     queue = make_queue(max_attempts=1)
     lease = await leased(queue)
@@ -69,17 +69,19 @@ async def test_the_end_of_the_flight_deletes_them(make_queue: MakeQueue, end: st
         case "append":
             await finish(queue, [lease])
         case "cancel":
-            await (queue if isinstance(queue, MemoryReplayQueue) else PromptBook(queue)).cancel([lease.prompt_id])
+            await (queue if isinstance(queue, MemoryReplayQueue) else PromptBook(queue.client, queue.run)).cancel(
+                [lease.prompt_id]
+            )
         case "bury":
             await queue.give_back("a", lease, "oops", is_final=True)
         case "forget_saved":
             await queue.give_back("a", lease, forget_saved=True)
-        case "go_back":
+        case "rewind":
             await queue.take_term(0)
-            await queue.go_back("checkpoint", 0, [])
+            await queue.rewind("checkpoint", 0, [])
     assert await queue.saved_tokens(lease) == []
     assert (await queue.stat()).saved_bytes == 0
-    assert await save(queue, "a", lease) == ([] if end == "go_back" else [lease.prompt_id] * 3)
+    assert await save(queue, "a", lease) == ([] if end == "rewind" else [lease.prompt_id] * 3)
     await assert_conserved(queue)
 
 

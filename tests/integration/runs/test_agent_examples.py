@@ -49,7 +49,7 @@ class Ran:
             if not turns or turns[-1][0] is not bool(mask):
                 turns.append((bool(mask), []))
             turns[-1][1].append(token)
-        return [(said, self.tokenization._tokenizer.decode(ids)) for said, ids in turns]
+        return [(said, self.tokenization.tokenizer.decode(ids)) for said, ids in turns]
 
 
 @asynccontextmanager

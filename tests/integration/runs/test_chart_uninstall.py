@@ -13,7 +13,7 @@ import pytest
 import redis
 
 from penstock.machine import free_port, wait_for_port
-from penstock_services.local.private_redis import find_redis_server
+from penstock_tools.local.private_redis import find_redis_server
 from support.chart import FILES, PodFolder, needs_helm, one, processes, render
 from support.processes import until
 

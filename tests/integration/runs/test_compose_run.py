@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from penstock.machine import free_port, wait_for_port
-from penstock_services.local.private_redis import find_redis_server
+from penstock_tools.local.private_redis import find_redis_server
 from support.processes import until
 
 ROOT = Path(__file__).parents[3]

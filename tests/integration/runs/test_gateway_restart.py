@@ -16,8 +16,8 @@ from penstock.client.address import read_restarting
 from penstock.config.loading import validate
 from penstock.config.run import RunConfig
 from penstock.errors import Unavailable
-from penstock_services.local.local_run import GATEWAY, LocalRun
-from penstock_services.local.processes import Child
+from penstock_tools.local.local_run import GATEWAY, LocalRun
+from penstock_tools.local.processes import Child
 
 POLL_S, ANSWER_S = 0.1, 1.0
 MODEL = Path(__file__).parents[3] / "examples" / "arithmetic" / "model"

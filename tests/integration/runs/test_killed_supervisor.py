@@ -17,7 +17,7 @@ from support.processes import DemoProcess, is_alive, until
 SUPERVISOR = """
 import sys, time
 from pathlib import Path
-from penstock_services.local.processes import ProcessGroup
+from penstock_tools.local.processes import ProcessGroup
 
 folder = Path(sys.argv[1])
 group = ProcessGroup(folder, (folder / "lock").open("w"), orphan_grace_s=1)

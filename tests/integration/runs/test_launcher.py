@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from penstock_services.local.processes import ProcessGroup
+from penstock_tools.local.processes import ProcessGroup
 
 ROOT = Path(__file__).parents[3]
 

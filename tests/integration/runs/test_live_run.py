@@ -40,6 +40,7 @@ from support.monitoring import (
     Collector,
     collecting,
     dashboards,
+    documented_metrics,
     expressions,
     filled_in,
     scraping,
@@ -47,7 +48,6 @@ from support.monitoring import (
 )
 from support.processes import ROOT, DemoProcess, beyond_loopback, listeners, until
 
-METRIC_ROW = re.compile(r"^\| `(penstock_\w+)` \| (\w+) \| [^|]*\| (\w+) \|", re.MULTILINE)
 PROCESSES = {"gateway": "gateway", "rollout": "rollout-0", "learner": "learner"}
 WITHOUT_SERIES = {"penstock_rollout_failures_total", "penstock_tool_calls_total", "penstock_reward_part_mean"}
 """Metrics whose labels have no values in this run, because the events that they count do not happen."""
@@ -93,7 +93,7 @@ def scrape(run: DemoProcess, process: str) -> str:
 
 
 def test_the_metrics_page_lists_exactly_what_the_run_exposes(live: DemoProcess) -> None:
-    documented = set(METRIC_ROW.findall((ROOT / "docs" / "metrics.md").read_text()))
+    documented = set(documented_metrics())
     exposed, without_series = set(), set()
     for process in PROCESSES:
         for family in text_string_to_metric_families(scrape(live, process)):

@@ -22,7 +22,7 @@ from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.policies import PolicyRegistry
 from penstock.store.redis_client import connect
 from penstock.v1 import policies_pb2
-from penstock_services.local.private_redis import find_redis_server
+from penstock_tools.local.private_redis import find_redis_server
 from support.processes import until
 from support.redis_server import RedisProcess
 

@@ -19,12 +19,10 @@ from penstock.weights.cuda import libraries
 from penstock.weights.cuda.ipc import IpcOffer
 from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import TensorShape, build_manifest
-from penstock_learner.weights import memory as bucket_memory
-from penstock_learner.weights.memory import MemoryKind, MemoryPool
-from penstock_learner.weights.senders import cuda_ipc as sending
-from penstock_learner.weights.senders.cuda_ipc import CudaIpcSender
-from penstock_learner.weights.senders.sender import Shipment
-from penstock_learner.weights.staging import StagedVersion
+from penstock_learner.weights import senders as sending
+from penstock_learner.weights import staging as bucket_memory
+from penstock_learner.weights.senders import CudaIpcSender, Shipment
+from penstock_learner.weights.staging import MemoryKind, MemoryPool, StagedVersion
 from penstock_rollout.weights.receivers import cuda_ipc as receiving
 from penstock_rollout.weights.stage import WeightStage
 from support.cuda_stand_ins import RuntimeStandIn

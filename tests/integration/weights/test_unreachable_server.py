@@ -91,7 +91,7 @@ class Scene:
 @asynccontextmanager
 async def scene(folder: Path, redis: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Scene]:
     """Version 1 is served by both. The far server goes on reporting to Redis when it is cut off."""
-    monkeypatch.setattr("penstock_learner.weights.member_calls.SILENCE_MS", 1000)
+    monkeypatch.setattr("penstock_learner.weights.publisher.SILENCE_MS", 1000)
     monkeypatch.setattr("penstock_learner.loop.publication.MAX_BACKOFF_S", 0.5)
     config = config_of(folder, make_tiny_qwen2(folder / "model", seed=1), None, "shm")
     weights = config.weights.model_copy(update={"ready_timeout_s": FOREVER_S, "push_timeout_s": FOREVER_S})

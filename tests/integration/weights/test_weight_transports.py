@@ -18,12 +18,10 @@ from penstock.weights.cluster_key import ClusterKey
 from penstock.weights.cuda import libraries
 from penstock.weights.deadline import Deadline
 from penstock_learner.weights import deltas
-from penstock_learner.weights.memory import SharedBuckets
 from penstock_learner.weights.publisher import WeightPublisher
 from penstock_learner.weights.push import PushReport, PushTarget
-from penstock_learner.weights.senders.choice import make_sender
-from penstock_learner.weights.senders.sender import Shipment
-from penstock_learner.weights.staging import StagedVersion
+from penstock_learner.weights.senders import Shipment, make_sender
+from penstock_learner.weights.staging import SharedBuckets, StagedVersion
 from support.cuda_stand_ins import install_nccl_stand_in
 from support.learner_runs import make_config
 from support.weight_group import MemberProcess, stage_weights
@@ -127,7 +125,7 @@ def test_a_push_that_would_start_again_gives_way_to_a_newer_version(tmp_path: Pa
 
 @pytest.mark.fault_row(
     "weights", "members hang at any phase of a push by {transport}", how="SIGSTOP at each phase",
-    must="nobody waits past the deadline; the others commit; nobody loads a mixture",
+    must="no one waits past the deadline; the others commit; no one loads a mixture",
 )  # fmt: skip
 @pytest.mark.long
 @pytest.mark.parametrize("transport", TRANSPORTS)

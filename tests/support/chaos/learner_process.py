@@ -23,7 +23,7 @@ from penstock.errors import DeadlineExceeded, Fenced, Unavailable
 from penstock.replay.queue import RedisReplayQueue
 from penstock.store.redis_client import connect
 from penstock_learner.checkpoints.store import CheckpointStore
-from penstock_learner.checkpoints.trainer_state import TrainerState
+from penstock_learner.checkpoints.trainer_state import Ledger, TrainerState
 from penstock_learner.crash_points import crash_point
 from penstock_learner.loop.batches import Batch, BatchReader
 from penstock_learner.loop.take_over import choose_checkpoint, restore_batches, take_over
@@ -80,7 +80,7 @@ class ChaosLearner:
 
     async def run(self) -> None:
         self.folded = Folded({}, 0)
-        resuming = CheckpointConfig(resume=self.settings.go_back_to or "auto", go_back=bool(self.settings.go_back_to))
+        resuming = CheckpointConfig(resume=self.settings.rewind_to or "auto", rewind=bool(self.settings.rewind_to))
         settle_s = self.settings.replay_config.settle_s
         chosen = await choose_checkpoint(self.queue, self.checkpoints, resuming)
         taken = await take_over(self.queue, self.checkpoints, resuming, chosen, self._load, settle_s)
@@ -88,7 +88,7 @@ class ChaosLearner:
         self.resumed_from = state.resumed_from
         self.term, self.store_id = taken.term, taken.store_id
         logger.warning("%s: term %d from step %d", TOOK_OVER, self.term, state.step)
-        self.ledger = state.make_ledger()
+        self.ledger = Ledger(state.ledger)
         self.uncommitted: list[int] = []
         manifests = await restore_batches(self.queue, state)
         learner = LearnerConfig(batch_timeout_s=self.settings.batch_timeout_s)

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 
-from penstock_services.local.private_redis import find_redis_server
+from penstock_tools.local.private_redis import find_redis_server
 from support.redis_server import RedisProcess
 
 LOSS_WINDOW_S = 1.0

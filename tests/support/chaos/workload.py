@@ -40,8 +40,8 @@ class Settings:
     batch_timeout_s: float = 20.0
     redis_timeout_s: float = 5.0
     redis_retry_s: float = 20.0
-    go_back_to: str = ""
-    """Checkpoint that the learner goes back to; empty: none."""
+    rewind_to: str = ""
+    """Checkpoint that the learner rewinds to; empty: none."""
 
     @property
     def replay_config(self) -> ReplayConfig:

@@ -60,12 +60,12 @@ def through_proxy(port: int, told: Path) -> Any:
     """A `parse_rendezvous` that names the proxy, and tells the proxy the real address."""
     parse = gloo.parse_rendezvous
 
-    def parsed(rendezvous: str) -> tuple[str, int, str]:
-        host, real_port, prefix = parse(rendezvous)
+    def parsed(rendezvous: str) -> tuple[str, int, str, int]:
+        host, real_port, *others = parse(rendezvous)
         beside = told.with_suffix(".new")
         beside.write_text(f"{host}:{real_port}")
         beside.rename(told)
-        return "127.0.0.1", port, prefix
+        return "127.0.0.1", port, others[0], others[1]
 
     return parsed
 

@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 from penstock.config.service import RedisConfig
 from penstock.store.heartbeats import Leaving
 from penstock.store.redis_client import connect
-from penstock_services.local.private_redis import find_redis_server
+from penstock_tools.local.private_redis import find_redis_server
 from support.redis_server import SCRIPTS, redis_with_users
 
 

@@ -157,7 +157,7 @@ async def test_each_role_can_do_its_work(clients: Clients, queues: Callable[[str
     submitted = (await gateway.submit([b"p"] * 6, [0, 0, 0, 0, 0, 1], "key")).prompt_ids
     assert (await gateway.feed("train", "f", 0, [], [])).position == 0
     await learner.take_term(0)
-    assert await learner.restore(0) == {}
+    assert await learner.rewind_step(0) == {}
     assert await learner.feeds() == {}
     await learner.publish(0, 0, policies_pb2.Policy(policy_version=0).SerializeToString())
 
@@ -190,7 +190,7 @@ async def test_each_role_can_do_its_work(clients: Clients, queues: Callable[[str
     assert await gateway.expired_reasons() == {"stale": 1, "no_spread": 1}
     assert await learner.commit(1, taken[:2]) == 2
     assert (await learner.committed()).step == 1
-    await learner.go_back("/checkpoints/0", 0, taken[:2])
+    await learner.rewind("/checkpoints/0", 0, taken[:2])
     assert (await learner.stat()).trained == 0
     again = [lease for lease in await rollout.lease("r0", 8) if lease.prompt_id in taken[:2]]
     assert [await rollout.append(lease, b"group", 0) for lease in again] == ["accepted"] * 2
@@ -214,7 +214,7 @@ async def test_each_role_can_do_its_work(clients: Clients, queues: Callable[[str
         "math/reward/mean@1-1": 1.0, "math/reward_model/mean@1-1": 0.5, "e-1": 1.0,
     }  # fmt: skip
     assert (await gateway.get_prompt(taken[0])).state == "trained"
-    results = await PromptBook(gateway).wait_for_results("0-0", timeout_s=1)
+    results = await PromptBook(gateway.client, gateway.run).wait_for_results("0-0", timeout_s=1)
     assert {result.state for result in results} == {"queued", "dead_lettered"}
     assert sum((await gateway.dead_letter_reasons()).values()) == 2
     assert (await gateway.stat()).trained == 2

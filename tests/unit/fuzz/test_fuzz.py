@@ -22,7 +22,7 @@ from penstock.v1 import groups_pb2, weights_pb2
 from penstock.weights.manifest import TensorShape, allocate_buckets, build_manifest
 from penstock.weights.snapshot import FILE_NAME, MANIFEST_NAME, read_manifest, read_snapshot, write_snapshot
 from penstock_learner.checkpoints.store import CheckpointStore
-from penstock_learner.checkpoints.trainer_state import TRAINER_FILE, TrainerState, read_state
+from penstock_learner.checkpoints.trainer_state import TRAINER_FILE, Ledger, TrainerState, read_state
 from penstock_rollout.agents.tool_calls import TOOL_FORMATS, MalformedCall, ToolCall
 from penstock_rollout.rewards.function import normalise_score
 from penstock_rollout.rewards.rules import exact_match, gsm8k, regex
@@ -167,7 +167,7 @@ def test_a_damaged_trainer_file_is_named_or_whole(num_examples: int, tmp_path: P
         file.write_bytes(data)
         try:
             state = read_state(path)
-            ledger = state.make_ledger()
+            ledger = Ledger(state.ledger)
         except CheckpointDamaged as error:
             assert str(path) in str(error)
             return

@@ -23,8 +23,16 @@ from penstock.config.loading import validate
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError
 from penstock.samples import Sample
-from penstock_learner.loggers.backends import VERL_NAMES, ConsoleLogger, under_verl_names
-from penstock_learner.loggers.step_loggers import MAX_WAITING, LoggerThread, StepLoggers, check_loggers, open_loggers
+from penstock_learner.loggers.step_loggers import (
+    MAX_WAITING,
+    VERL_NAMES,
+    ConsoleLogger,
+    LoggerThread,
+    StepLoggers,
+    check_loggers,
+    open_loggers,
+    under_verl_names,
+)
 
 METRICS_PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
 

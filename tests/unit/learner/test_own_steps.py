@@ -13,11 +13,10 @@ from penstock.config.gpu_bundles import active_resource_groups
 from penstock.config.loading import load_config
 from penstock.errors import ConfigError, ProcessDied, RoleDied
 from penstock_learner import dataflow
-from penstock_learner.loop.training_step import TrainingStep
 from penstock_learner.roles.dispatch import dispatched
 from penstock_learner.roles.workers import trained_roles
 from penstock_learner.start_check import check_step
-from penstock_learner.steps.program import load_program
+from penstock_learner.steps.program import TrainingStep, load_program
 from support.groups import make_group
 from support.learner_ranks import make_step
 from support.scripted_engines import make_tokenizer_folder

@@ -27,7 +27,7 @@ def test_a_signal_while_python_shuts_down_prints_nothing(tmp_path: Path, way: st
         "kwargs": {},
         "batch": False,
     }
-    text = json.dumps({"prepare": json.dumps(settings)}).encode()
+    text = json.dumps({"settings": json.dumps(settings), "calls": [], "read": "score"}).encode()
     with subprocess.Popen(
         [sys.executable, "-m", "penstock_rollout.rewards.worker"],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -35,7 +35,8 @@ def test_a_signal_while_python_shuts_down_prints_nothing(tmp_path: Path, way: st
         assert worker.stdin and worker.stdout and worker.stderr
         worker.stdin.write(struct.pack("<I", len(text)) + text)
         worker.stdin.flush()
-        assert worker.stdout.read(6) == struct.pack("<I", 2) + b"{}"
+        (num_bytes,) = struct.unpack("<I", worker.stdout.read(4))
+        assert json.loads(worker.stdout.read(num_bytes))["answers"] == []
         if way == "terminated":
             worker.terminate()
         worker.stdin.close()

@@ -46,7 +46,7 @@ def test_requests_that_overlap_count_once_and_gaps_do_not_count(clock: Clock) ->
 
 def test_the_metric_asks_the_engine_when_it_is_scraped() -> None:
     registry, seconds = CollectorRegistry(), [3.0]
-    RolloutMetrics(registry).follow_engine(lambda: seconds[0])
+    RolloutMetrics(registry).generating.seconds = lambda: seconds[0]
     assert registry.get_sample_value("penstock_rollout_generating_seconds_total") == 3
     seconds[0] = 8.0
     assert registry.get_sample_value("penstock_rollout_generating_seconds_total") == 8

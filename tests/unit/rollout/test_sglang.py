@@ -13,7 +13,7 @@ from penstock.config.rollout import EngineConfig
 from penstock.errors import ConfigError, Unavailable
 from penstock.trajectory import Sampling, VersionSegment
 from penstock_rollout.engines.factory import resolve_engine_name
-from penstock_rollout.engines.sglang.calls import Response, generate_body, read_event
+from penstock_rollout.engines.sglang.calls import Response, generate_body
 from penstock_rollout.engines.sglang.server import server_arguments
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "support" / "sglang" / "schema.json").read_text())
@@ -84,21 +84,23 @@ def message(ids: list[int], num_tokens: int, log_probs: list[float]) -> dict[str
 
 def test_the_last_message_of_an_aborted_request_repeats_a_token() -> None:
     """SGLang repeats the last id and all log-probs; none of them is new."""
-    event = read_event(message([8], 3, [-1.0, -2.0, -3.0]), Sampling(), num_seen=3)
-    assert (event.token_ids, event.log_probs, event.num_tokens) == ((), (), 3)
-    event = read_event(message([7, 8], 4, [-1.0, -2.0, -3.0, -4.0]), Sampling(), num_seen=2)
-    assert (event.token_ids, event.log_probs) == ((7, 8), (-3.0, -4.0))
+    seen = Response(4, [5, 6, 7], [-1.0, -2.0, -3.0])
+    seen.add(message([7], 3, [-1.0, -2.0, -3.0]), Sampling())
+    assert (seen.token_ids, seen.log_probs) == ([5, 6, 7], [-1.0, -2.0, -3.0])
+    seen = Response(4, [5, 6], [-1.0, -2.0])
+    seen.add(message([7, 8], 4, [-1.0, -2.0, -3.0, -4.0]), Sampling())
+    assert (seen.token_ids, seen.log_probs) == ([5, 6, 7, 8], [-1.0, -2.0, -3.0, -4.0])
 
 
 def test_tokens_without_log_probs_are_an_error() -> None:
     with pytest.raises(Unavailable, match="2 ids and 1 log-probs for 2 tokens"):
-        read_event(message([7, 8], 2, [-1.0]), Sampling(), num_seen=0)
+        Response(4).add(message([7, 8], 2, [-1.0]), Sampling())
 
 
 def test_spans_that_leave_tokens_out_are_an_error() -> None:
-    response = Response(version=4, token_ids=[7, 8, 9], log_probs=[-1.0, -1.0, -1.0], num_delivered=1)
+    response = Response(4, [7, 8, 9], [-1.0, -1.0, -1.0], num_delivered=1, spans=(VersionSegment(0, 2, 4),))
     with pytest.raises(Unavailable, match="tokens 1 to 3"):
-        response.take((VersionSegment(0, 2, 4),), "stop")
+        response.take("stop")
 
 
 def test_sglang_that_is_not_installed_is_not_replaced() -> None:

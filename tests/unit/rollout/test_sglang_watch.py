@@ -11,8 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from penstock_rollout.engines.sglang import server as sglang_server
-from penstock_rollout.engines.sglang.calls import Load
-from penstock_rollout.engines.sglang.server import SglangChild, SglangServer
+from penstock_rollout.engines.sglang.server import SglangServer
 from support.processes import until
 
 
@@ -33,17 +32,17 @@ async def test_a_process_that_is_stopped_or_dies_is_noticed(
     script = f"sleep 60 & echo $! > {written}; wait"
     process = await asyncio.create_subprocess_exec("sh", "-c", script, start_new_session=True)
     await asyncio.to_thread(until, lambda: written.exists() and written.read_text().endswith("\n"), "its child")
-    scheduler, child, lost = int(written.read_text()), SglangChild(process), list[str]()
+    scheduler, lost = int(written.read_text()), list[str]()
     server = SglangServer("module", [], 1, lost.append, {})
-    await server.calls.close()
+    calls = server.calls
 
-    async def load() -> Load:
-        return Load(0, 0.0)
+    async def load() -> tuple[int, float]:
+        return 0, 0.0
 
     monkeypatch.setattr(server, "calls", SimpleNamespace(load=load))
-    server._child = child
+    server._process = process
     try:
-        watching = asyncio.create_task(server._watch(child))
+        watching = asyncio.create_task(server._watch(process))
         await asyncio.sleep(0.1)
         assert not watching.done() and server.is_alive
         signalled = scheduler if is_child else process.pid
@@ -52,5 +51,6 @@ async def test_a_process_that_is_stopped_or_dies_is_noticed(
             await watching
         assert lost == [reason.format(signalled)] and not server.is_alive
     finally:
+        monkeypatch.setattr(server, "calls", calls)
         async with asyncio.timeout(10):
-            await child.end()
+            await server.stop()

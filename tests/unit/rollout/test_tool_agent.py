@@ -81,7 +81,7 @@ def tokenization(tmp_path_factory: pytest.TempPathFactory) -> Tokenization:
 
 def inserted_text(context: AgentContext, episode: Episode) -> str:
     """The text that was inserted between the model's turns."""
-    return context.tokenization._tokenizer.decode(episode.token_ids[episode.loss_mask == 0].tolist())  # type: ignore[no-any-return]
+    return context.tokenization.tokenizer.decode(episode.token_ids[episode.loss_mask == 0].tolist())  # type: ignore[no-any-return]
 
 
 def counted(context: AgentContext, tool: str, result: str) -> float:

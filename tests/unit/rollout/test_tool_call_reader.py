@@ -11,8 +11,7 @@ import pytest
 from penstock.protocols.conversation import Conversation, Message
 from penstock.v1 import generate_pb2
 from penstock_rollout.agents.tool_calls import TOOL_FORMATS
-from penstock_rollout.serving.output_constraint import SYNTAXES, constraint_of
-from penstock_rollout.serving.tool_calling import FormatReader
+from penstock_rollout.serving.tool_calling import SYNTAXES, FormatReader, constraint_of
 
 TWO = (
     '<tool_call>\n{"name": "f", "arguments": {"a": "<"}}\n</tool_call>\n'
@@ -42,7 +41,7 @@ CASES = {
 def test_content_and_calls_are_the_same_however_the_text_is_cut(name: str) -> None:
     for text, content, calls in CASES[name]:
         for size in (1, 3, 7, len(text)):
-            reader = FormatReader(TOOL_FORMATS[name])
+            reader = FormatReader(TOOL_FORMATS[name], SYNTAXES[name])
             pieces = [text[start : start + size] for start in range(0, len(text), size)]
             read = [reader.add(piece, (), number == len(pieces) - 1) for number, piece in enumerate(pieces)]
             parts = [part for one in read for part in one.tool_calls]
@@ -52,7 +51,7 @@ def test_content_and_calls_are_the_same_however_the_text_is_cut(name: str) -> No
 
 
 def test_calls_are_passed_on_before_the_answer_ends() -> None:
-    reader = FormatReader(TOOL_FORMATS["hermes"])
+    reader = FormatReader(TOOL_FORMATS["hermes"], SYNTAXES["hermes"])
     assert reader.add("so: <tool", (), is_last=False).content == "so: "
     [part] = reader.add('_call>{"name": "f", "arguments": {}}</tool_call>', (), is_last=False).tool_calls
     assert part.name == "f" and part.call_id.startswith("call_")

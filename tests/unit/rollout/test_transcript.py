@@ -44,7 +44,7 @@ async def test_sampled_ids_are_trained_though_the_tokenizer_would_write_others(t
     turn = await transcript.sample_turn()
     episode = transcript.episode(turn.finish_reason)
 
-    again = tokenization._tokenizer(tokenization.raw_text(first), add_special_tokens=False)["input_ids"]
+    again = tokenization.tokenizer(tokenization.raw_text(first), add_special_tokens=False)["input_ids"]
     assert tuple(again) != first[:-1], "the test needs a tokenizer that does not round-trip"
     inserted = tuple(episode.token_ids[len(first) : -len(second)].tolist())
     assert tuple(episode.token_ids.tolist()) == first + inserted + second
@@ -84,7 +84,7 @@ async def test_a_turn_is_ended_once_whatever_ended_it(
     await transcript.sample_turn()
     start = len(make_context(engine, tokenization).prompt_token_ids) + len(first)
     inserted = engine.requests[1].prompt_token_ids[start:]
-    assert tokenization._tokenizer.decode(inserted) == between
+    assert tokenization.tokenizer.decode(inserted) == between
 
 
 async def test_inserted_ids_are_the_rendered_conversation_if_ids_round_trip(

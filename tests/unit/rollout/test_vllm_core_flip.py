@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from penstock_rollout.engines.vllm.older_vllm import OwnStamps
+from penstock_rollout.engines.vllm.version_stamps import VersionStamps
 from support.vllm_stand_ins import imported_beside
 
 TIMINGS = [(0.5, 0.01), (0.6, 0.02)]
@@ -139,7 +139,7 @@ async def test_own_stamps_change_at_the_mark_even_if_nobody_has_read_the_answer(
     resources = SimpleNamespace(output_queue_task=None)
     processor = SimpleNamespace(request_states={"internal": SimpleNamespace(external_req_id="a")})
     llm: Any = SimpleNamespace(engine_core=SimpleNamespace(resources=resources), output_processor=processor)
-    stamps = OwnStamps(llm)
+    stamps = VersionStamps(llm)
     await stamps.set_version(5)
     stamps.begin("a")
     for output in (
@@ -147,5 +147,5 @@ async def test_own_stamps_change_at_the_mark_even_if_nobody_has_read_the_answer(
         Output("of an aborted request", [4]),
     ):  # fmt: skip
         llm.engine_core.outputs_queue.put_nowait(Message([output]))
-    segments = stamps.segments("a", None, 0, 3)
+    segments = stamps.segments("a", SimpleNamespace(token_ids=[0, 0, 0]), 0)
     assert [(each.start, each.end, each.policy_version) for each in segments] == [(0, 2, 5), (2, 3, 6)]

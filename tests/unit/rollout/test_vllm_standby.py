@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +18,18 @@ import pytest
 
 from penstock.config.rollout import EngineConfig
 from penstock_rollout.engines.vllm import standby as module
-from penstock_rollout.engines.vllm.standby import SWITCH, Standby, _StandbyContext
+from penstock_rollout.engines.vllm.standby import SWITCH, Standby, StandbyContext
 from support.processes import is_alive, until
 
-PRELOAD = "import penstock_rollout.engines.vllm.standby as p; p._preload = lambda _: {!r}; "
-MAIN = "p.main({}, {}, {}, {!r})"
-SERVER = f"""
+SERVER = """
 import time
-from penstock_rollout.engines.vllm import standby
-standby._PROGRAM = {PRELOAD.format("") + MAIN!r}
-waiting = standby.Standby.start([])
-assert waiting.is_ready()
-print(waiting.pid, flush=True)
-time.sleep(600)
+from penstock_rollout.engines.vllm.standby import Standby
+
+if __name__ == "__main__":
+    waiting = Standby(str)
+    assert waiting.is_ready()
+    print(waiting.process.pid, flush=True)
+    time.sleep(600)
 """
 
 
@@ -49,9 +50,8 @@ def write(path: Path, given: ReadsEnvironment, *_: Any) -> None:
 
 @pytest.fixture
 def standby(monkeypatch: pytest.MonkeyPatch) -> Iterator[Standby]:
-    monkeypatch.setattr(module, "_PROGRAM", PRELOAD.format("") + MAIN)
     monkeypatch.setenv("PENSTOCK_TEST_EARLY", "yes")
-    started = Standby.start([])
+    started = Standby(str)
     yield started
     started.close()
 
@@ -62,8 +62,8 @@ def test_it_becomes_the_process_and_has_the_environment_before_it_reads_argument
     monkeypatch.setenv("PENSTOCK_TEST_LATE", "yes")
     monkeypatch.delenv("PENSTOCK_TEST_EARLY")
     assert standby.is_ready(60)
-    pid = standby.pid
-    process = _StandbyContext(standby).Process(target=write, args=(tmp_path / "said", ReadsEnvironment()))
+    pid = standby.process.pid
+    process = StandbyContext(standby).Process(target=write, args=(tmp_path / "said", ReadsEnvironment()))
     process.start()
     process.join(60)
     assert process.exitcode == 7 and process.pid == pid
@@ -71,7 +71,7 @@ def test_it_becomes_the_process_and_has_the_environment_before_it_reads_argument
 
 
 def test_only_the_first_process_is_the_standby(standby: Standby, tmp_path: Path) -> None:
-    context, pid = _StandbyContext(standby), standby.pid
+    context, pid = StandbyContext(standby), standby.process.pid
     processes = [context.Process(target=write, args=(tmp_path / name, ReadsEnvironment())) for name in "ab"]
     for process in processes:
         process.start()
@@ -84,7 +84,7 @@ def test_only_the_first_process_is_the_standby(standby: Standby, tmp_path: Path)
 def test_a_process_that_is_given_open_files_is_a_new_one(
     standby: Standby, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    context, pid = _StandbyContext(standby), standby.pid
+    context, pid = StandbyContext(standby), standby.process.pid
     queue = context.Queue()  # kept until the process has ended
     process = context.Process(target=write, args=(tmp_path / "said", ReadsEnvironment(), queue))
     with caplog.at_level(logging.WARNING):
@@ -94,28 +94,25 @@ def test_a_process_that_is_given_open_files_is_a_new_one(
     assert "it is given open files" in caplog.text
 
 
-def test_what_cannot_be_imported_is_said_and_leaves_no_process(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(module, "_PROGRAM", PRELOAD.format("no libcuda") + MAIN)
-    standby = Standby.start([])
-    process = psutil.Process(standby.pid)
+def test_what_cannot_be_imported_is_said_and_leaves_no_process(caplog: pytest.LogCaptureFixture) -> None:
+    standby = Standby(partial(str, "no libcuda"))
+    process = psutil.Process(standby.process.pid)
     assert not standby.is_ready(60)
     assert "takes longer: no libcuda" in caplog.text
     assert not is_alive(process)
 
 
-@pytest.mark.parametrize("program", ["raise SystemExit(3)", "import time; time.sleep(600)"])
-def test_a_process_that_dies_or_hangs_is_not_waited_for(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_PROGRAM", program)
-    standby = Standby.start([])
-    process = psutil.Process(standby.pid)
-    assert not standby.is_ready(600 if "raise" in program else 0.1)
+@pytest.mark.parametrize("preload", [partial(sys.exit, 3), partial(time.sleep, 600)])
+def test_a_process_that_dies_or_hangs_is_not_waited_for(preload: Any) -> None:
+    standby = Standby(preload)
+    process = psutil.Process(standby.process.pid)
+    assert not standby.is_ready(600 if preload.func is sys.exit else 0.1)
     assert not is_alive(process)
 
 
-def test_it_ends_with_a_killed_server() -> None:
-    server = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
+def test_it_ends_with_a_killed_server(tmp_path: Path) -> None:
+    (tmp_path / "server.py").write_text(SERVER)
+    server = subprocess.Popen([sys.executable, str(tmp_path / "server.py")], stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None
         process = psutil.Process(int(server.stdout.readline()))
@@ -146,9 +143,9 @@ def test_where_it_is_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["Qwen2ForCausalLM"]}')
-    started: list[list[str]] = []
+    started: list[partial[str]] = []
     monkeypatch.setattr(os, "environ", dict(variables))
     monkeypatch.setattr(module, "is_cpu_build", lambda: is_cpu)
-    monkeypatch.setattr(Standby, "start", started.append)
+    monkeypatch.setattr(module, "Standby", started.append)
     module.start_standby(EngineConfig(name="vllm", extra=extra), tmp_path)
-    assert started == [["Qwen2ForCausalLM"]] * is_used
+    assert [preload.args for preload in started] == [(["Qwen2ForCausalLM"],)] * is_used

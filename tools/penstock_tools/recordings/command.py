@@ -43,8 +43,8 @@ async def _export(args: argparse.Namespace, inspector: QueueInspector) -> int:
         raise InvalidInput(str(args.file), "exists; choose another name or add --force")
     with _progress("exporting") as advance:
         exported = await export_groups(inspector, args.file, include_delivered=args.all, advance=advance)
-    gone = f"; {exported.num_gone} were committed meanwhile" if exported.num_gone else ""
-    print(f"exported {exported.num_groups} groups of run {inspector.run} to {args.file}{gone}")
+    missed = f"; {exported.num_committed} were committed meanwhile" if exported.num_committed else ""
+    print(f"exported {exported.num_groups} groups of run {inspector.run} to {args.file}{missed}")
     for line in exported.unreadable:
         print(f"skipped {line}")
     return 0

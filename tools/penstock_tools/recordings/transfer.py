@@ -1,12 +1,11 @@
 """Exports a queue to a file and imports it, so that a recorded run can be replayed without rollout servers.
 
 Export only reads. It lists the groups first, then fetches them a few at a time, so its memory does not grow with the
-queue. A group that is committed before its turn is left out.
+queue. A group that is committed before its turn is skipped.
 
-Import makes each row a new prompt. One atomic call submits and leases the prompts without asking for admission: the
-groups exist already, and holding them back would only stall. Then the groups are appended like any others. So the
-counts of the queue stay right and the byte limit holds: an import waits for room. The learner takes the groups in the
-order of the file. A second import of the same file adds nothing; an interrupted one goes on where it stopped.
+Import makes each row a new prompt by `queue.accept`. So the counts of the queue stay right and the byte limit holds: an
+import waits for room. The learner takes the groups in the order of the file. A second import of the same file adds
+nothing; an interrupted one goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -14,36 +13,33 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from google.protobuf.message import DecodeError
 
-from penstock.codec import encode_group
 from penstock.errors import InvalidInput, PenstockError, QueueFull
 from penstock.replay.inspection import QueueInspector
-from penstock.replay.queue_types import AppendOutcome, Lease
-from penstock.trajectory import Group
+from penstock.replay.queue import RedisReplayQueue
+from penstock.replay.queue_types import OfferedGroup, Origin
 from penstock.v1 import prompts_pb2
 from penstock_tools.recordings.file import RecordedGroup, Recording, RecordingWriter
 
-SERVER_ID = "import"
-"""Server that holds the leases during an import. The groups keep the names of the servers that made them."""
+ORIGIN = "import"
+"""It holds the leases during an import. The groups keep the names of the servers that made them."""
 FETCH_GROUPS = 16
 IMPORT_GROUPS = 64
 POLL_S = 0.2
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Exported:
     num_groups: int
-    num_gone: int
+    num_committed: int
     """Groups that were committed while the export ran."""
     unreadable: tuple[str, ...]
-    """Groups that were left out because they cannot be decoded, with the reason. The learner will dead-letter them."""
+    """Groups that were skipped because they cannot be decoded, with the reason. The learner will dead-letter them."""
 
 
 @dataclass(frozen=True)
@@ -86,72 +82,47 @@ async def import_groups(
     """Import every row of `path` into the inspector's run.
 
     Raises QueueFull when the queue has had no room for `wait_s`. Another `epoch` imports the same file again."""
-    importer = _Importer(inspector, await asyncio.to_thread(_import_key, path, epoch), wait_s)
+    origin = Origin(ORIGIN, await asyncio.to_thread(_import_key, path, epoch))
     num_groups, row = 0, 0
     with Recording(path) as recording:
         advance(0, recording.num_rows)
         batches = recording.batches(IMPORT_GROUPS)
         while batch := await asyncio.to_thread(next, batches, None):
-            num_groups += await importer.add(path, row, batch)
+            groups = [
+                OfferedGroup(number, recorded.prompt, _priority(path, number, recorded.prompt), recorded.group)
+                for number, recorded in enumerate(batch, start=row)
+            ]
+            num_groups += await _accept(inspector.queue, groups, origin, wait_s)
             row += len(batch)
             advance(row, recording.num_rows)
     return Imported(num_groups, row - num_groups)
 
 
-class _Importer:
-    """Imports batches of rows. Its leases are short and renewed while it waits, so a dead import blocks nobody."""
-
-    def __init__(self, inspector: QueueInspector, key: str, wait_s: float) -> None:
-        self.inspector = inspector
-        self.queue = inspector.queue
-        self.key = key
-        self.wait_s = wait_s
-
-    async def add(self, path: Path, first_row: int, batch: Sequence[RecordedGroup]) -> int:
-        """Import the rows. Returns how many of them were new."""
-        rows = [
-            (number, recorded.prompt, _priority(path, number, recorded.prompt))
-            for number, recorded in enumerate(batch, start=first_row)
-        ]
-        lease_ttl_s = self.queue.config.lease_ttl_s
-        leases = await self._when_there_is_room(
-            lambda: self.inspector.import_prompts(self.key, SERVER_ID, lease_ttl_s, rows), held=()
-        )
-        wanted = [(lease, recorded) for lease, recorded in zip(leases, batch, strict=True) if lease.attempt]
-        num_new = 0
-        for index, (lease, recorded) in enumerate(wanted):
-            held = [lease for lease, _ in wanted[index:]]
-            num_new += await self._append(lease, recorded.group, held)
-        return num_new
-
-    async def _append(self, lease: Lease, group: Group, held: Sequence[Lease]) -> bool:
-        group = replace(group, run=self.inspector.run, prompt_id=lease.prompt_id, attempt=lease.attempt)
-        payload = await asyncio.to_thread(encode_group, group)
-
-        async def append() -> AppendOutcome:
-            outcome = await self.queue.append(lease, payload, group.min_version)
-            if outcome == "full":
-                raise QueueFull("the queue is at its byte limit")
-            return outcome
-
-        outcome = await self._when_there_is_room(append, held)
-        if outcome == "unknown":
-            raise PenstockError(f"prompt {lease.prompt_id} vanished during the import; was the run deleted?")
-        return outcome == "accepted"
-
-    async def _when_there_is_room(self, call: Callable[[], Awaitable[T]], held: Sequence[Lease]) -> T:
-        deadline = time.monotonic() + self.wait_s
-        while True:
-            try:
-                return await call()
-            except QueueFull as error:
-                if time.monotonic() >= deadline:
-                    raise QueueFull(
-                        f"no room for {self.wait_s:.0f} s ({error}); start the learner or raise replay.capacity_bytes, "
-                        "then import again: it goes on from here"
-                    ) from error
-                await self.queue.heartbeat(SERVER_ID, held)
-                await asyncio.sleep(POLL_S)
+async def _accept(queue: RedisReplayQueue, groups: Sequence[OfferedGroup], origin: Origin, wait_s: float) -> int:
+    """Add the groups in order, as soon as there is room. Returns how many of them were new."""
+    num_new, deadline, full = 0, time.monotonic() + wait_s, "the queue is at its byte limit"
+    while True:
+        try:
+            accepted = await queue.accept(groups, origin)
+        except QueueFull as error:
+            full, accepted = str(error), []
+        for prompt_id, outcome in accepted:
+            if outcome == "unknown":
+                raise PenstockError(f"prompt {prompt_id} vanished during the import; was the run deleted?")
+        outcomes = [outcome for _, outcome in accepted]
+        num_new += outcomes.count("accepted")
+        if accepted:
+            groups = [group for group, outcome in zip(groups, outcomes, strict=True) if outcome == "full"]
+        if not groups:
+            return num_new
+        if "accepted" in outcomes:
+            deadline = time.monotonic() + wait_s
+        if time.monotonic() >= deadline:
+            raise QueueFull(
+                f"no room for {wait_s:.0f} s ({full}); start the learner or raise replay.capacity_bytes, then import "
+                "again: it goes on from here"
+            )
+        await asyncio.sleep(POLL_S)
 
 
 def _import_key(path: Path, epoch: int) -> str:

@@ -14,9 +14,10 @@ files, so loading needs no more than the part itself.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from penstock.config.run import RunConfig
 from penstock_tools.sizing.hardware import CONTEXT_BYTES, PROCESS_BYTES, Gpu
@@ -51,6 +52,23 @@ class Term:
     name: str
     formula: str
     num_bytes: float
+
+
+class Count(NamedTuple):
+    """A number with its name in formulas."""
+
+    name: str
+    value: float
+
+
+def term(name: str, *factors: Count | int, each: float, copies: Count | int = 1, ranks: int = 0) -> Term:
+    """A product of factors and bytes: `P x 4 B / 8` for `term("weights", P, each=4, ranks=8)`."""
+    parts = [*(factor if isinstance(factor, Count) else Count(str(factor), factor) for factor in factors)]
+    parts.append(Count(f"{each:g} B", each))
+    if copies != 1:
+        parts.append(copies if isinstance(copies, Count) else Count(str(copies), copies))
+    formula = " x ".join(part.name for part in parts) + (f" / {ranks}" if ranks else "")
+    return Term(name, formula, math.prod(part.value for part in parts) / (ranks or 1))
 
 
 @dataclass(frozen=True)
@@ -91,8 +109,6 @@ class Setup:
     staging: Literal["device", "host"] = "device"
     is_padded: bool = False
     """The model takes the padded path (docs/models.md), which holds all logits of a micro-batch. Padding is extra."""
-    keeps_gathered: bool = False
-    """Layers stay gathered between the forward and the backward pass, as they do on a CPU."""
     num_micro_batches: int = 2
     """Micro-batches of a step. From the second on, gradients are in memory during the forward pass."""
 
@@ -136,30 +152,6 @@ def peak(moments: Sequence[Moment], phase: Phase | None = None) -> Moment:
     return max((moment for moment in moments if phase in (None, moment.phase)), key=lambda m: total(m.device))
 
 
-def logits_term(model: ModelShape, setup: Setup, bytes_each: int) -> Term:
-    """Logits are computed for some tokens, or for some of the vocabulary, at a time."""
-    chunk = min(setup.logprob_chunk_tokens, setup.micro_batch_tokens)
-    bytes_each = bytes_each * setup.compute_bytes // 2 if bytes_each == COMPILED_LOGIT_BYTES else bytes_each
-    formula = f"{chunk} x {model.vocabulary_size} x {bytes_each} B"
-    return Term("logits of a chunk", formula, float(bytes_each * chunk * model.vocabulary_size))
-
-
-def whole_logits(model: ModelShape, setup: Setup, num_copies: int) -> list[Term]:
-    """All logits of a micro-batch, which only the padded path has: as the model returns them and those of the response
-    tokens and, in a step, the gradients of both."""
-    if not setup.is_padded:
-        return []
-    tokens, size = setup.micro_batch_tokens, setup.compute_bytes
-    formula = f"{tokens} x {model.vocabulary_size} x {size} B x {num_copies}"
-    return [Term("logits of the micro-batch", formula, float(num_copies * size * tokens * model.vocabulary_size))]
-
-
-def checked_logits(model: ModelShape, setup: Setup) -> Term:
-    """Logits of the tokens that the self-check compares. Models with windows compare more of them."""
-    few = replace(setup, micro_batch_tokens=CHECKED_TOKENS, compiles=False)
-    return logits_term(model, few, EAGER_LOGIT_BYTES - 1)
-
-
 def layer_width(model: ModelShape, *, compiles: bool) -> int:
     """Numbers per token that a layer keeps for its backward pass: norms, attention, and the feed-forward network.
 
@@ -167,12 +159,6 @@ def layer_width(model: ModelShape, *, compiles: bool) -> int:
     copies = 2 * model.experts.per_token * model.hidden_size if model.experts else 0
     norms, gates = (4, 3) if compiles else (8, 4)
     return norms * model.hidden_size + model.attention_size + gates * model.active_intermediate_size + copies
-
-
-def kept_width(model: ModelShape, setup: Setup) -> int:
-    """Numbers per token that a layer keeps if it is not recomputed."""
-    share = setup.kept if setup.compiles else 1.0
-    return round(share * layer_width(model, compiles=setup.compiles))
 
 
 def adapter_parameters(model: ModelShape, rank: int) -> int:
@@ -184,298 +170,192 @@ def adapter_parameters(model: ModelShape, rank: int) -> int:
     return model.num_layers * rank * (attention + (3 * (hidden + inner) if inner else 0))
 
 
-def reading() -> Term:
-    """What a rank has of the files in host memory while it reads its weights."""
-    return Term("pieces of the files", "", READ_BYTES)
+class _Counts:
+    """What the terms of a model and a setup have in common."""
+
+    def __init__(self, model: ModelShape, setup: Setup) -> None:
+        self.model = model
+        self.setup = setup
+        self.whole = Count("P", model.num_parameters)
+        self.layer = Count("L", model.layer_parameters)
+        self.root = Count("R", model.root_parameters)
+        self.embedding = Count("E", model.embedding_parameters)
+
+    def logits(self, num_tokens: int, *, has_gradient: bool) -> Term:
+        """Logits are computed for some tokens, or for some of the vocabulary, at a time."""
+        each = EAGER_LOGIT_BYTES if has_gradient else EAGER_LOGIT_BYTES - 1
+        if has_gradient and self.setup.compiles:
+            each = COMPILED_LOGIT_BYTES * self.setup.compute_bytes // 2
+        chunk = min(self.setup.logprob_chunk_tokens, num_tokens)
+        return term("logits of a chunk", chunk, self.model.vocabulary_size, each=each)
+
+    @property
+    def checked_logits(self) -> Term:
+        """Logits of the tokens that the self-check compares. Models with windows compare more of them."""
+        return self.logits(CHECKED_TOKENS, has_gradient=False)
+
+    def whole_logits(self, num_copies: int) -> list[Term]:
+        """All logits of a micro-batch, which only the padded path has: as the model returns them and those of the
+        response tokens and, in a step, the gradients of both."""
+        setup, vocabulary = self.setup, self.model.vocabulary_size
+        sizes = {"each": setup.compute_bytes, "copies": num_copies}
+        whole = term("logits of the micro-batch", setup.micro_batch_tokens, vocabulary, **sizes)
+        return [whole] * setup.is_padded
 
 
-# ── a rank that trains: the policy and the critic ──
+_READING = Term("pieces of the files", "", READ_BYTES)
+"""What a rank has of the files in host memory while it reads its weights."""
 
 
-class TrainedRank:
+def _trained_moments(role: Role, model: ModelShape, num_ranks: int, setup: Setup) -> list[Moment]:
     """A rank of the policy or the critic.
 
     FSDP2 has one unit for each layer and one for the root (the embedding, the head and the last norm), which stays
     gathered during a whole forward or backward pass. While a layer's backward pass runs, the next layer is gathered and
-    the gradients of the previous one are reduced. The root's gradients are reduced at the end.
+    the gradients of the previous one are reduced. The root's gradients are reduced at the end, when all others are
+    there. For a push, units are gathered one after the other and staged: layers, and the embedding and the head each by
+    itself. A version may still be sent while the next is gathered.
     """
+    counts = _Counts(model, setup)
+    one_layer, in_root, embedding = counts.layer, counts.root, counts.embedding
+    tokens, size, master, hidden = setup.micro_batch_tokens, setup.compute_bytes, setup.master_bytes, model.hidden_size
+    # Without FSDP2 the weights are used as they are, and nothing is gathered or reduced.
+    is_sharded = num_ranks > 1 or master != size or setup.cpu_offload
+    gathered = size if is_sharded else 0
+    is_whole = not setup.lora_rank
+    trained = counts.whole if is_whole else Count("adapter", adapter_parameters(model, setup.lora_rank))
+    is_first = setup.num_micro_batches == 1
+    twice = Count("(1 + 1/N)", 1 + 1 / num_ranks)
 
-    def __init__(self, model: ModelShape, num_ranks: int, setup: Setup, role: Role) -> None:
-        self.model = model
-        self.num_ranks = num_ranks
-        self.setup = setup
-        self.role = role
-        self.is_sharded = num_ranks > 1 or setup.master_bytes != setup.compute_bytes or setup.cpu_offload
-        """Whether FSDP2 is used. Otherwise the weights are used as they are."""
-
-    def moments(self) -> list[Moment]:
-        found = [*self._load(), *self._step()]
-        if self.role == "policy":
-            found += self._push()
-        return found
-
-    # ── state ──
-
-    def _weights(self) -> Term:
-        size = self.setup.master_bytes
-        return Term("weights", f"P x {size} B / {self.num_ranks}", size * self.model.num_parameters / self.num_ranks)
-
-    def _state(self, share_of_gradients: float = 1.0) -> list[Term]:
-        """Weights, gradients and Adam's state. With an adapter only it has gradients and state."""
-        size, num_ranks = self.setup.master_bytes, self.num_ranks
-        trained, name = self.model.num_parameters, "P"
-        terms = [self._weights()]
-        if self.setup.lora_rank:
-            trained, name = adapter_parameters(self.model, self.setup.lora_rank), "adapter"
-            terms.append(Term("adapter", f"adapter x {size} B / {num_ranks}", size * trained / num_ranks))
-        terms += [
-            Term("gradients", f"{name} x {size} B / {num_ranks}", share_of_gradients * size * trained / num_ranks),
-            Term("Adam", f"{name} x {2 * size} B / {num_ranks}", 2 * size * trained / num_ranks),
-        ]
-        return terms
-
-    def _placed(
-        self,
-        phase: Phase,
-        what: str,
-        state: Sequence[Term],
-        others: Sequence[Term],
-        host: Sequence[Term] = (),
-        num_staged: int = STAGED_VERSIONS,
-    ) -> Moment:
-        """The moment with its state on the GPU, or with offload on the host."""
-        others = [term for term in others if term.num_bytes]
-        if self.role == "policy" and phase != "load":
-            staged = self._staged(num_staged)
-            others, host = ([*others, *staged], host) if self.setup.staging == "device" else (others, [*host, *staged])
-        if self.setup.cpu_offload:
-            return Moment(phase, what, tuple(others), (*state, *host))
-        return Moment(phase, what, (*state, *others), tuple(host))
-
-    # ── phases ──
-
-    def _load(self) -> list[Moment]:
-        """Each rank reads its part of the files. Then the self-check runs forward passes of a few tokens."""
-        root = self._unsharded(self.model.root_parameters, "R")
-        checked = [self._gathered(), *self._gathered_layer(), checked_logits(self.model, self.setup)]
-        return [
-            self._placed("load", "reading the weights", [self._weights()], [], [reading()]),
-            self._placed("load", "gathering the root", [self._weights()], root),
-            self._placed("load", "the self-check", [self._weights()], checked),
-        ]
-
-    def _step(self) -> list[Moment]:
-        is_first = self.setup.num_micro_batches == 1
-        before = self._state(0.0 if is_first else 1.0)
-        root = self._gathered()
-        found = [
-            self._placed("step", "backward pass of a layer", before, [root, *self._layer(), *self._inputs()]),
-            self._placed("step", "end of the backward pass", self._state(), self._end()),
-            self._placed("step", "a checkpoint is written", self._state(), [], [self._checkpoint_copy()]),
-        ]
-        if self.role == "policy":
-            found.append(self._placed("step", "logits", before, [root, *self._logits(), *self._inputs()]))
-        return found
-
-    def _push(self) -> list[Moment]:
-        """Units are gathered one after the other and staged: layers, and the embedding and the head each by itself. A
-        version may still be sent while the next is gathered."""
-        root = [self._embedding()]
-        layer = self._unsharded(self.model.layer_parameters, "L")
-        if self.model.experts is not None and not self.setup.lora_rank:
-            copied = float(self.setup.compute_bytes * self.model.layer_parameters)
-            layer.append(Term("its experts, one by one", self._bytes("L"), copied))
-        unit = max(root, layer, key=total)
-        return [
-            self._placed("gather", "gathering the largest unit", self._state(), unit, num_staged=1),
-            self._placed("push", "sending a version, gathering the next", self._state(), unit),
-        ]
-
-    def _staged(self, num_versions: int) -> list[Term]:
-        """The versions that the policy's rank 0 keeps for pushes."""
-        setup, model = self.setup, self.model
-        pushed = adapter_parameters(model, setup.lora_rank) if setup.lora_rank else model.num_parameters
-        name = "adapter" if setup.lora_rank else "P"
-        formula = f"{name} x {setup.pushed_bytes} B x {num_versions}"
-        return [Term(STAGED, formula, num_versions * setup.pushed_bytes * pushed)]
-
-    # ── parts of a step ──
-
-    def _layer(self) -> list[Term]:
-        """The layer whose backward pass runs: its weights and those of the next one, gradients, and activations."""
-        model, size = self.model, self.setup.compute_bytes
-        weights = 0.0 if self.setup.keeps_gathered else self._gathered_bytes(model.layer_parameters)
-        terms = [
-            Term("gathered layer", self._bytes("L"), weights),
-            Term("next layer, being gathered", self._bytes("L"), weights if self.num_ranks > 1 else 0.0),
-            self._inside(),
-        ]
-        if not self.setup.lora_rank:
-            gradients = size * model.layer_parameters if self.is_sharded else 0.0
-            reduced = REDUCED_BYTES * model.layer_parameters if self.is_sharded else 0.0
-            terms += [
-                Term("gradients of the layer", self._bytes("L"), gradients),
-                Term("gradients that are being reduced", f"L x {REDUCED_BYTES} B", reduced),
-                self._head_gradient(),
-            ]
-        return terms
-
-    def _end(self) -> list[Term]:
-        """The root's gradients are reduced last, when all others are there."""
-        if not self.is_sharded or self.setup.lora_rank:
-            return []
-        root, size = self.model.root_parameters, self.setup.compute_bytes
-        kept = self.setup.master_bytes * root / self.num_ranks if self.setup.num_micro_batches == 1 else 0.0
-        before, after = (size + REDUCED_BYTES) * root, REDUCED_BYTES * root * (1 + 1 / self.num_ranks)
-        return [Term("gradients of the root that are being reduced", "", max(before, after) - kept)]
-
-    def _logits(self) -> list[Term]:
-        model, setup = self.model, self.setup
-        tokens, hidden, size = setup.micro_batch_tokens, model.hidden_size, setup.compute_bytes
-        return [
-            logits_term(model, setup, COMPILED_LOGIT_BYTES if setup.compiles else EAGER_LOGIT_BYTES),
-            Term("hidden states and their gradient", f"{tokens} x {hidden} x 14 B", 14.0 * tokens * hidden * size / 2),
-            self._head_gradient(),
-            *self._gathered_layer(),
-            *whole_logits(model, setup, 4),
-        ]
-
-    def _checkpoint_copy(self) -> Term:
-        """Training continues from this rank's weights and state while their copy is written."""
-        saved = [term for term in self._state() if term.name != "gradients"]
-        return Term("copy for the checkpoint", "weights and Adam", total(saved))
-
-    def _head_gradient(self) -> Term:
-        is_trained = self.role == "policy" and not self.setup.lora_rank
-        num_bytes = self.setup.compute_bytes * self.model.embedding_parameters
-        return Term("gradient of the head", self._bytes("E"), num_bytes if is_trained else 0.0)
-
-    def _inputs(self) -> list[Term]:
-        """Activations that are kept over the whole pass: the input of each layer that is recomputed, and what the
-        others need in the backward pass."""
-        model, setup = self.model, self.setup
-        tokens, size = setup.micro_batch_tokens, setup.compute_bytes
-        num_recomputed = round(model.num_layers * setup.recomputed)
-        num_kept = model.num_layers - num_recomputed
-        width = kept_width(model, setup)
-        return [
-            Term(
-                "inputs of the layers",
-                f"{tokens} x {model.hidden_size} x {num_recomputed} x {size} B",
-                float(size * tokens * model.hidden_size * num_recomputed),
-            ),
-            Term(
-                "activations of the layers",
-                f"{tokens} x {width} x {num_kept} x {size} B",
-                float(size * tokens * width * num_kept),
-            ),
-        ]
-
-    def _inside(self) -> Term:
-        """Activations of one layer, recomputed, and their gradients."""
-        setup, model = self.setup, self.model
-        tokens, size = setup.micro_batch_tokens, setup.compute_bytes
-        width = layer_width(model, compiles=setup.compiles) + 2 * model.active_intermediate_size
-        return Term("inside one layer", f"{tokens} x {width} x {size} B", float(size * tokens * width))
-
-    # ── gathering ──
-
-    def _gathered_bytes(self, num_parameters: int) -> float:
-        return float(self.setup.compute_bytes * num_parameters) if self.is_sharded else 0.0
-
-    def _gathered(self) -> Term:
-        """What stays gathered during a pass: the root, or everything."""
-        if self.setup.keeps_gathered:
-            return Term("gathered weights", self._bytes("P"), self._gathered_bytes(self.model.num_parameters))
-        return Term("gathered root", self._bytes("R"), self._gathered_bytes(self.model.root_parameters))
-
-    def _gathered_layer(self) -> list[Term]:
-        """The buffer of the layer that was gathered last, or is gathered next, while another part of the model runs."""
-        num_bytes = self._gathered_bytes(self.model.layer_parameters) if self.num_ranks > 1 else 0.0
-        return [Term("buffer of a gathered layer", self._bytes("L"), num_bytes)]
-
-    def _embedding(self) -> Term:
-        """What it takes to gather the embedding, or the head, for a push: this rank's part in the compute type, and the
-        whole."""
-        ranks, gathered = self.num_ranks, self._gathered_bytes(self.model.embedding_parameters)
-        return Term(
-            "gathered embedding", f"{self._bytes('E')} x (1 + 1/N)", gathered * (1 + 1 / ranks if ranks > 1 else 1)
-        )
-
-    def _unsharded(self, num_parameters: int, name: str) -> list[Term]:
+    def unit(count: Count) -> list[Term]:
         """What it takes to gather a unit: the copies of all ranks arrive in a buffer and are then sorted into weights.
         A single rank casts one weight after the other."""
-        gathered = self._gathered_bytes(num_parameters)
-        if self.num_ranks > 1:
-            buffer = Term(
-                "buffer of the gather", f"{self._bytes(name)} x (1 + 1/N)", gathered * (1 + 1 / self.num_ranks)
-            )
+        if num_ranks > 1:
+            buffer = term("buffer of the gather", count, each=gathered, copies=twice)
         else:
-            largest = min(num_parameters, self.model.embedding_parameters)
-            buffer = Term("a weight that is cast", self._bytes("E"), self._gathered_bytes(largest))
-        return [Term("gathered unit", self._bytes(name), gathered), buffer]
+            buffer = term("a weight that is cast", min(embedding, count, key=lambda each: each.value), each=gathered)
+        return [term("gathered unit", count, each=gathered), buffer]
 
-    def _bytes(self, name: str) -> str:
-        return f"{name} x {self.setup.compute_bytes} B"
-
-
-# ── every role ──
-
-
-def role_moments(role: Role, model: ModelShape, num_ranks: int, setup: Setup) -> list[Moment]:
-    """The moments at which a rank of the role needs the most memory. For the policy it is rank 0, which also holds the
-    versions that are pushed."""
+    # The state: with an adapter, only it has gradients and moments.
+    weights = term("weights", counts.whole, each=master, ranks=num_ranks)
+    kept = [weights] if is_whole else [weights, term("adapter", trained, each=master, ranks=num_ranks)]
+    gradients = term("gradients", trained, each=master, ranks=num_ranks)
+    adam = term("Adam", trained, each=2 * master, ranks=num_ranks)
+    state = [*kept, gradients, adam]
+    before = [*kept, adam] if is_first else state
+    # What a pass holds.
+    root = term("gathered root", in_root, each=gathered)
+    layer_buffer = [term("buffer of a gathered layer", one_layer, each=gathered)] * (num_ranks > 1)
+    head_gradient = [term("gradient of the head", embedding, each=size)] * (role == "policy" and is_whole)
+    num_recomputed = round(model.num_layers * setup.recomputed)
+    width = layer_width(model, compiles=setup.compiles)
+    kept_width = round((setup.kept if setup.compiles else 1.0) * width)
+    inputs = [
+        term("inputs of the layers", tokens, hidden, num_recomputed, each=size),
+        term("activations of the layers", tokens, kept_width, model.num_layers - num_recomputed, each=size),
+    ]
+    layer = [
+        term("gathered layer", one_layer, each=gathered),
+        *[term("next layer, being gathered", one_layer, each=gathered)] * (num_ranks > 1),
+        term("inside one layer", tokens, width + 2 * model.active_intermediate_size, each=size),
+    ]
+    if is_whole:
+        layer.append(term("gradients of the layer", one_layer, each=gathered))
+        layer.append(term("gradients that are being reduced", one_layer, each=REDUCED_BYTES if is_sharded else 0))
+    logits = [
+        counts.logits(tokens, has_gradient=True),
+        term("hidden states and their gradient", tokens, hidden, each=7 * size),
+        *head_gradient, *layer_buffer, *counts.whole_logits(4),
+    ]  # fmt: skip
+    end = []
+    if is_sharded and is_whole:
+        reduced = max(size + REDUCED_BYTES, REDUCED_BYTES * twice.value) - (master / num_ranks if is_first else 0)
+        end = [Term("gradients of the root that are being reduced", "", reduced * in_root.value)]
+    copy = Term("copy for the checkpoint", "weights and Adam", total([*kept, adam]))
+    moments: list[tuple[Phase, str, list[Term], list[Term], list[Term]]] = [
+        ("load", "reading the weights", [weights], [], [_READING]),
+        ("load", "gathering the root", [weights], unit(in_root), []),
+        ("load", "the self-check", [weights], [root, *layer_buffer, counts.checked_logits], []),
+        ("step", "backward pass of a layer", before, [root, *layer, *head_gradient, *inputs], []),
+        ("step", "end of the backward pass", state, end, []),
+        ("step", "a checkpoint is written", state, [], [copy]),
+    ]  # fmt: skip
     if role == "policy":
-        moments = TrainedRank(model, num_ranks, setup, role).moments()
-    elif role == "critic":  # only the policy has an adapter
-        moments = TrainedRank(model.without_head(), num_ranks, replace(setup, lora_rank=0), role).moments()
-    else:
-        moments = _frozen_moments(role, model, num_ranks, setup)
-    context = Term(CONTEXT, "", CONTEXT_BYTES)
-    process = Term("process", "", PROCESS_BYTES)
-    return [replace(moment, device=(*moment.device, context), host=(*moment.host, process)) for moment in moments]
+        alone = term("gathered embedding", embedding, each=gathered, copies=twice if num_ranks > 1 else 1)
+        experts = [term("its experts, one by one", one_layer, each=size)] * (model.experts is not None and is_whole)
+        largest = max([alone], [*unit(one_layer), *experts], key=total)
+        moments += [
+            ("step", "logits", before, [root, *logits, *inputs], []),
+            ("gather", "gathering the largest unit", state, largest, []),
+            ("push", "sending a version, gathering the next", state, largest, []),
+        ]
+    staged = {
+        phase: term(STAGED, trained, each=setup.pushed_bytes, copies=1 if phase == "gather" else STAGED_VERSIONS)
+        for phase in PHASES[1:]
+        if role == "policy"
+    }
+    return [
+        _placed(phase, what, held, others, host, staged.get(phase), setup)
+        for phase, what, held, others, host in moments
+    ]
+
+
+def _placed(
+    phase: Phase, what: str, state: list[Term], others: list[Term], host: list[Term], staged: Term | None, setup: Setup
+) -> Moment:
+    """The moment with the state on the GPU, or with offload on the host, and with the versions for pushes."""
+    versions = [staged] if staged is not None else []
+    device = [*others, *versions] if setup.staging == "device" else others
+    held = host if setup.staging == "device" else [*host, *versions]
+    device, held = (device, [*state, *held]) if setup.cpu_offload else ([*state, *device], held)
+    return Moment(phase, what, tuple(each for each in device if each.num_bytes), tuple(held))
 
 
 def _frozen_moments(role: Role, model: ModelShape, num_ranks: int, setup: Setup) -> list[Moment]:
     """A reference or reward model: frozen weights, and forward passes only."""
-    if role == "reference" and setup.lora_rank and setup.policy_is_reference:
-        return []
-    shape = model if role == "reference" else model.without_head()
-    size, tokens = setup.pushed_bytes, setup.micro_batch_tokens
+    counts, size, tokens = _Counts(model, setup), setup.pushed_bytes, setup.micro_batch_tokens
     is_quantized = role == "reference" and setup.reference_bits > 0
-    weight_bytes = setup.reference_bits / 8 if is_quantized else size
-    whole = Term("weights", f"P x {weight_bytes:g} B", weight_bytes * shape.num_parameters)
-    weights = Term("weights", f"P x {weight_bytes:g} B / {num_ranks}", whole.num_bytes / num_ranks)
-    root, layer = [], []
+    each = setup.reference_bits / 8 if is_quantized else size
+    weights = term("weights", counts.whole, each=each, ranks=num_ranks)
+    root, layer, buffer = [], [], []
     if num_ranks > 1:
-        root = [Term("gathered root", f"R x {size} B", size * shape.root_parameters)]
-        layer = [Term("gathered layer, and its buffer", f"L x {size} B x 2", 2 * size * shape.layer_parameters)]
-    buffer = (
-        [Term("buffer of the gather", f"R x {size} B x (1 + 1/N)", root[0].num_bytes * (1 + 1 / num_ranks))]
-        if root
-        else []
-    )
-    width = 4 * shape.hidden_size + shape.attention_size + 3 * shape.active_intermediate_size
-    inside = Term("inside one layer", f"{tokens} x {width} x {size} B", float(size * tokens * width))
+        root = [term("gathered root", counts.root, each=size)]
+        layer = [term("gathered layer, and its buffer", counts.layer, each=size, copies=2)]
+        buffer = [term("buffer of the gather", counts.root, each=size, copies=Count("(1 + 1/N)", 1 + 1 / num_ranks))]
+    width = 4 * model.hidden_size + model.attention_size + 3 * model.active_intermediate_size
+    loaded = term("weights", counts.whole, each=each) if is_quantized else weights
     found = [
-        Moment("load", "reading the weights", (whole if is_quantized else weights,), (reading(),)),
+        Moment("load", "reading the weights", (loaded,), (_READING,)),
         Moment("load", "gathering the root", (weights, *root, *buffer)),
-        Moment("step", "forward pass of a layer", (weights, *root, *layer, inside)),
-    ]
+        Moment(
+            "step", "forward pass of a layer",
+            (weights, *root, *layer, term("inside one layer", tokens, width, each=size)),
+        ),
+    ]  # fmt: skip
     if role == "reference":
-        found.append(Moment("load", "the self-check", (weights, *root, *layer, checked_logits(shape, setup))))
-        states = Term("hidden states", f"{tokens} x {shape.hidden_size} x 8 B", 8.0 * tokens * shape.hidden_size)
-        logits = logits_term(shape, setup, EAGER_LOGIT_BYTES - 1)
-        all_logits = whole_logits(shape, setup, 2)
-        found.append(Moment("step", "logits", (weights, *root, *layer, states, logits, *all_logits)))
+        found.append(Moment("load", "the self-check", (weights, *root, *layer, counts.checked_logits)))
+        states = term("hidden states", tokens, model.hidden_size, each=8)
+        logits = (counts.logits(tokens, has_gradient=False), *counts.whole_logits(2))
+        found.append(Moment("step", "logits", (weights, *root, *layer, states, *logits)))
     return found
 
 
-def server_terms(model: ModelShape, tensor_parallel: int, gpu: Gpu, utilisation: float) -> list[Term]:
+def role_moments(role: Role, model: ModelShape, num_ranks: int, setup: Setup) -> list[Moment]:
+    """The moments at which a rank of the role needs the most memory. For the policy it is rank 0, which also holds the
+    versions that are pushed. None for a reference that is the policy with its adapter switched off."""
+    if role == "reference" and setup.lora_rank and setup.policy_is_reference:
+        return []
+    if role == "critic":  # only the policy has an adapter
+        setup = replace(setup, lora_rank=0)
+    shape = model if role in ("policy", "reference") else model.without_head()
+    moments = (_trained_moments if role in ("policy", "critic") else _frozen_moments)(role, shape, num_ranks, setup)
+    context, process = Term(CONTEXT, "", CONTEXT_BYTES), Term("process", "", PROCESS_BYTES)
+    return [replace(moment, device=(*moment.device, context), host=(*moment.host, process)) for moment in moments]
+
+
+def server_terms(model: ModelShape, tensor_parallel: int, gpu: Gpu, utilization: float) -> list[Term]:
     """Memory of one GPU of a rollout server. The KV cache gets what weights and activations leave."""
-    fixed = [
-        Term("weights", f"P x 2 B / {tensor_parallel}", 2 * model.num_parameters / tensor_parallel),
-        Term("activations and graphs", "", CONTEXT_BYTES),
-    ]
-    cache = max(0.0, gpu.memory_bytes * utilisation - total(fixed))
-    return [*fixed, Term("KV cache", f"{gpu.memory_bytes / 1e9:.0f} GB x {utilisation:g} - the above", cache)]
+    weights = term("weights", Count("P", model.num_parameters), each=2, ranks=tensor_parallel)
+    fixed = [weights, Term("activations and graphs", "", CONTEXT_BYTES)]
+    cache = max(0.0, gpu.memory_bytes * utilization - total(fixed))
+    return [*fixed, Term("KV cache", f"{gpu.memory_bytes / 1e9:.0f} GB x {utilization:g} - the above", cache)]

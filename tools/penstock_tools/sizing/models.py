@@ -6,6 +6,7 @@ shapes in `KNOWN`, they are computed from the sizes. Norms and biases are then i
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -37,7 +38,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class Counted:
-    """Numbers of weights that were counted in a model's files."""
+    """Numbers of weights."""
 
     largest_layer: int
     root: int
@@ -65,19 +66,30 @@ class ModelShape:
     kv_size: int = 0
     """Numbers that the KV cache holds for each token and layer. 0: a key and a value of each key head."""
 
+    @functools.cached_property
+    def weights(self) -> Counted:
+        """Numbers of weights: counted, or computed from the sizes."""
+        if self.counted is not None:
+            return self.counted
+        attention, dense = self.hidden_size * self.attention_size, 3 * self.hidden_size * self.intermediate_size
+        root = self.embedding_parameters * (1 if self.has_tied_head else 2)
+        if self.experts is None:
+            return Counted(attention + dense, root, self.num_layers * (attention + dense) + root, 0)
+        experts = self.experts
+        routed = 3 * self.hidden_size * experts.num_experts * experts.size
+        mixture = routed + self.hidden_size * (3 * experts.shared_size + experts.num_experts)  # with the router
+        num_mixtures = self.num_layers - experts.num_dense_layers
+        layers = self.num_layers * attention + experts.num_dense_layers * dense + num_mixtures * mixture
+        return Counted(attention + max(mixture, dense), root, layers + root, num_mixtures * routed)
+
     @property
     def layer_parameters(self) -> int:
         """Parameters of the largest layer. In a mixture of experts that is a layer with all its experts."""
-        if self.counted is not None:
-            return self.counted.largest_layer
-        return self._attention_parameters + max(self._expert_layer_parameters, self._dense_parameters)
+        return self.weights.largest_layer
 
     @property
     def root_parameters(self) -> int:
-        """Parameters that belong to no layer: the embedding and the head."""
-        if self.counted is not None:
-            return self.counted.root
-        return self.embedding_parameters * (1 if self.has_tied_head else 2)
+        return self.weights.root
 
     @property
     def embedding_parameters(self) -> int:
@@ -86,20 +98,12 @@ class ModelShape:
 
     @property
     def num_parameters(self) -> int:
-        if self.counted is not None:
-            return self.counted.total
-        num_dense = self.num_layers if self.experts is None else self.experts.num_dense_layers
-        feed_forward = num_dense * self._dense_parameters
-        feed_forward += (self.num_layers - num_dense) * self._expert_layer_parameters
-        return self.num_layers * self._attention_parameters + feed_forward + self.root_parameters
+        return self.weights.total
 
     @property
     def active_parameters(self) -> int:
         """Parameters that one token is multiplied with: all of them, or in a mixture of experts, fewer."""
-        if self.experts is None:
-            return self.num_parameters
-        chosen = self.experts.per_token / self.experts.num_experts
-        return round(self.num_parameters - (1 - chosen) * self._routed_parameters)
+        return round(self.read_parameters(1))
 
     @property
     def active_intermediate_size(self) -> int:
@@ -124,7 +128,7 @@ class ModelShape:
         if self.experts is None:
             return self.num_parameters
         missed: float = (1 - self.experts.per_token / self.experts.num_experts) ** num_tokens
-        return self.num_parameters - missed * self._routed_parameters
+        return self.num_parameters - missed * self.weights.experts
 
     def without_head(self) -> ModelShape:
         """The same model with one number as its output, as critics and reward models are."""
@@ -135,33 +139,6 @@ class ModelShape:
             head = self.embedding_parameters
             counted = replace(counted, root=counted.root - head, total=counted.total - head)
         return replace(self, has_tied_head=True, counted=counted)
-
-    @property
-    def _attention_parameters(self) -> int:
-        return self.hidden_size * self.attention_size
-
-    @property
-    def _dense_parameters(self) -> int:
-        """Parameters of one gated feed-forward network."""
-        return 3 * self.hidden_size * self.intermediate_size
-
-    @property
-    def _expert_layer_parameters(self) -> int:
-        """Parameters of the experts of one layer, with their router."""
-        if self.experts is None:
-            return 0
-        width = self.experts.num_experts * self.experts.size + self.experts.shared_size
-        return 3 * self.hidden_size * width + self.hidden_size * self.experts.num_experts
-
-    @property
-    def _routed_parameters(self) -> int:
-        """Parameters of all experts that routers choose from."""
-        if self.counted is not None:
-            return self.counted.experts
-        if self.experts is None:
-            return 0
-        num_layers = self.num_layers - self.experts.num_dense_layers
-        return num_layers * self.experts.num_experts * 3 * self.hidden_size * self.experts.size
 
 
 KNOWN = {
@@ -223,23 +200,19 @@ def find_shape(name: str) -> ModelShape:
 
 def _shape(config: dict[str, Any], folder: Path) -> ModelShape:
     num_heads, hidden_size = int(config["num_attention_heads"]), int(config["hidden_size"])
-    has_tied_head = bool(config.get("tie_word_embeddings", False))
     experts = _experts(config)
-    if experts is not None and config.get("moe_intermediate_size") is None:
-        intermediate_size = experts.size
-    else:
-        intermediate_size = int(config["intermediate_size"])
+    is_same_size = experts is not None and config.get("moe_intermediate_size") is None
     latent = int(config.get("kv_lora_rank") or 0)
     return ModelShape(
         name=folder.name,
         num_layers=int(config["num_hidden_layers"]),
         hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
+        intermediate_size=experts.size if experts and is_same_size else int(config["intermediate_size"]),
         num_heads=num_heads,
         num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
         head_size=int(config.get("head_dim") or config.get("v_head_dim") or hidden_size // num_heads),
         vocabulary_size=int(config["vocab_size"]),
-        has_tied_head=has_tied_head,
+        has_tied_head=bool(config.get("tie_word_embeddings", False)),
         experts=experts,
         counted=_counted(folder),
         kv_size=latent and latent + int(config["qk_rope_head_dim"]),

@@ -5,14 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from penstock.cli.parser import Parser
-
-if TYPE_CHECKING:
-    from penstock.config.run import RunConfig
-    from penstock_tools.sizing.hardware import Gpu
 
 _WORKLOAD = {
     "groups_per_step": "groups per step",
@@ -30,44 +27,83 @@ _SETUP = {
     "reference_bits": "the reference is quantized to this many bits",
 }
 
+_SWITCHES = {
+    "compile": "learner.compile",
+    "padded": "the model takes the padded path (docs/models.md)",
+    "cpu-offload": "learner.cpu_offload",
+    "no-reference": "there is no KL penalty, so no reference",
+    "critic": "add a critic of the policy's size",
+    "reward-model": "add a reward model of the policy's size",
+}
+
 
 def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
+    from penstock.config.loading import load_config, read_config
     from penstock.errors import ConfigError
     from penstock_tools.sizing.hardware import GPUS
     from penstock_tools.sizing.memory import Setup
     from penstock_tools.sizing.models import find_shape
-    from penstock_tools.sizing.plan import PLACEMENTS, make_plan
-    from penstock_tools.sizing.plan_text import as_json, as_text
+    from penstock_tools.sizing.plan import ROLES, Plan, new_run, smallest_plan, task_of
+    from penstock_tools.sizing.plan_text import as_json, as_text, config_text, result_json, search_text
     from penstock_tools.sizing.rates import Workload
+    from penstock_tools.sizing.search import PLACEMENTS, Task, search
 
     if args.gpu not in GPUS:
         raise ConfigError(f"--gpu {args.gpu} is not known; choose one of {', '.join(GPUS)}")
     if args.write is not None and args.gpus is None:
         raise ConfigError("--write writes what --gpus found: add --gpus N")
+    gpu = GPUS[args.gpu]
     if args.config is not None and args.gpus is None:
-        return _show_config(args.config, GPUS[args.gpu])
-    given = {name: getattr(args, name) for name in _WORKLOAD if getattr(args, name) is not None}
-    chosen_setup = {name: value for name in _SETUP if (value := getattr(args, name)) is not None}
-    master_bytes = 2 if args.master_dtype == "bfloat16" else 4
-    setup = Setup(**chosen_setup, master_bytes=master_bytes, compiles=args.compile, cpu_offload=args.cpu_offload,
-                  is_padded=args.padded)  # fmt: skip
-    workload = Workload(
-        **given, network_rate=args.network_gbit * 1e9 / 8, setup=setup,
-        has_reference=not args.no_reference, has_critic=args.critic, has_reward_model=args.reward_model,
-    )  # fmt: skip
-    if args.gpus is not None:
-        from penstock_tools.sizing.plan_text import show_search
-
-        return show_search(args, GPUS[args.gpu], workload, given)
-    model = find_shape(args.model)
-    chosen = [name for name in PLACEMENTS if args.placement in (None, name)]
-    plans = [make_plan(model, GPUS[args.gpu], placement, workload) for placement in chosen]
-    if args.json:
-        print(json.dumps([as_json(plan) for plan in plans], indent=2))
+        text, fits = config_text(load_config(args.config), gpu)
+        print(text)
+        return 0 if fits else 1
+    given, chosen = ({name: value for name in names if (value := getattr(args, name)) is not None}
+                     for names in (_WORKLOAD, _SETUP))  # fmt: skip
+    setup = Setup(**chosen, master_bytes=2 if args.master_dtype == "bfloat16" else 4, compiles=args.compile,
+                  cpu_offload=args.cpu_offload, is_padded=args.padded)  # fmt: skip
+    workload = Workload(**given, network_rate=args.network_gbit * 1e9 / 8, setup=setup)
+    if args.config is None:
+        absent = {"reference": args.no_reference, "critic": not args.critic, "reward_model": not args.reward_model}
+        shape = find_shape(args.model)
+        task = Task({role: shape for role in ROLES if not absent.get(role)}, gpu, workload)
+        run = new_run(args.model, task)
     else:
-        print("\n\n".join(as_text(plan) for plan in plans))
+        task, run = task_of(load_config(args.config), gpu, workload, given), read_config(args.config)
+    task = replace(task, placements=tuple(name for name in PLACEMENTS if args.placement in (None, name)))
+    if args.gpus is None:
+        plans = [smallest_plan(replace(task, placements=(placement,))) for placement in task.placements]
+        _print(args, [as_json(plan) for plan in plans], "\n\n".join(map(as_text, plans)))
+        return 0
+    result = search(task, args.gpus)
+    plan = Plan(task, result.best)
+    if args.write is not None:
+        _write(args.write, plan.config(run))
+    _print(args, result_json(result, plan), f"{search_text(result)}\n\n{as_text(plan)}")
+    if args.write is not None and not args.json:
+        print(f"\nwrote {args.write}; check it with `penstock up {args.write} --check`")
     return 0
+
+
+def _print(args: argparse.Namespace, record: Any, text: str) -> None:
+    print(json.dumps(record, indent=2) if args.json else text)
+
+
+def _write(file: Path, run: dict[str, Any]) -> None:
+    """Write a config that loads."""
+    import yaml
+
+    from penstock.config.loading import validate
+    from penstock.errors import ConfigError
+
+    validate(run, str(file))
+    head = "# Placement, ranks, servers and staleness are those of `penstock plan --gpus`.\n"
+    if not run.get("dataset", {}).get("file"):
+        head += "# Add dataset.file and rollout.reward, or submit prompts: docs/datasets.md, docs/rewards.md.\n"
+    try:
+        file.write_text(head + yaml.safe_dump(run, sort_keys=False))
+    except OSError as error:
+        raise ConfigError(f"--write {file} cannot be written: {error.strerror}") from error
 
 
 def _parser() -> Parser:
@@ -76,16 +112,13 @@ def _parser() -> Parser:
         description="Estimate GPUs, memory, throughput, push time and staleness of a run, and show the arithmetic.",
     )
     parser.add_argument(
-        "--model",
-        default="7b",
+        "--model", default="7b",
         help="0.5b, 1.5b, 3b, 7b, 14b, 30b-a3b, 32b, 70b, a model folder or a Hub id (default: %(default)s)",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--config",
-        type=Path,
-        metavar="FILE",
+        "--config", type=Path, metavar="FILE",
         help="show the memory of this run's roles, or with --gpus place them; exit with 1 if they do not fit",
-    )
+    )  # fmt: skip
     parser.add_argument(
         "--gpus", type=_positive, metavar="N", help="search the deployment with the highest throughput on N GPUs"
     )
@@ -101,70 +134,14 @@ def _parser() -> Parser:
         "--master-dtype", choices=("float32", "bfloat16"), default="float32", metavar="DTYPE",
         help="learner.master_dtype: float32 (default) or bfloat16",
     )  # fmt: skip
-    parser.add_argument("--compile", action="store_true", help="learner.compile")
-    parser.add_argument("--padded", action="store_true", help="the model takes the padded path (docs/models.md)")
-    parser.add_argument("--cpu-offload", action="store_true", help="learner.cpu_offload")
-    parser.add_argument("--no-reference", action="store_true", help="there is no KL penalty, so no reference")
-    parser.add_argument("--critic", action="store_true", help="add a critic of the policy's size")
-    parser.add_argument("--reward-model", action="store_true", help="add a reward model of the policy's size")
+    for name, text in _SWITCHES.items():
+        parser.add_argument(f"--{name}", action="store_true", help=text)
     parser.add_argument(
-        "--network-gbit",
-        type=float,
-        default=400.0,
-        metavar="N",
+        "--network-gbit", type=float, default=400.0, metavar="N",
         help="Gbit/s per GPU between nodes (default: %(default)g)",
-    )
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
-
-
-def _show_config(file: Path, gpu: Gpu) -> int:
-    """Print the memory of each role of a configuration. Returns 1 if a group of roles does not fit on its GPUs."""
-    from penstock.config.gpu_bundles import num_gpus
-    from penstock.config.loading import load_config
-    from penstock_tools.sizing.plan import memory_of
-    from penstock_tools.sizing.plan_text import phases_text
-
-    config = load_config(file)
-    groups = memory_of(config, gpu)
-    for group in groups:
-        for role in group.roles:
-            ranks = f"{role.shares.num_ranks} x {role.shares.gpus_per_rank:g} GPU"
-            print(
-                f"{role.role:<13} {ranks:<12} {phases_text(role.moments)}"
-                if role.moments
-                else f"{role.role:<13} memory not known"
-            )
-        names = " + ".join(role.role for role in group.roles)
-        verdict = "fits" if group.fits else "does not fit"
-        print(f"  {names}: {group.num_bytes / 1e9:.1f} of {gpu.memory_bytes / 1e9:.0f} GB on {gpu.name}, {verdict}")
-    num_for_learner = num_gpus(config.learner.placement, config.learner.needed_roles)
-    server_fits = _show_servers(config, gpu, num_for_learner, sum(group.num_bytes for group in groups))
-    return 0 if server_fits and all(group.fits for group in groups) else 1
-
-
-def _show_servers(config: RunConfig, gpu: Gpu, num_for_learner: int, learner_bytes: float) -> bool:
-    """Print the memory of the rollout servers and the number of GPUs. Returns whether a server has room for a cache.
-
-    A single server may be on the learner's only GPU: `penstock up` does that on a machine with one."""
-    from penstock_tools.sizing.hardware import USABLE_MEMORY
-    from penstock_tools.sizing.models import find_shape
-    from penstock_tools.sizing.plan import server_plan
-
-    engine, num_servers = config.rollout.engine, config.rollout.num_servers
-    size = engine.tensor_parallel_size
-    server = server_plan(find_shape(str(config.model.path)), gpu, size, engine.gpu_memory_utilization)
-    cache = server.terms[-1].num_bytes
-    verdict = "fits" if cache > 0 else "does not fit"
-    print(
-        f"{'rollout':<13} {f'{num_servers} x {size} GPU':<12} {server.num_bytes / 1e9:.1f} of "
-        f"{gpu.memory_bytes / 1e9:.0f} GB on {gpu.name}, {cache / 1e9:.1f} of it KV cache, {verdict}"
-    )
-    print(f"GPUs          {num_for_learner} for the learner, {num_servers * size} for the servers")
-    both = learner_bytes + server.num_bytes
-    if (num_for_learner, num_servers, size) == (1, 1, 1) and both <= gpu.memory_bytes * USABLE_MEMORY:
-        print(f"              or both on one GPU: {both / 1e9:.1f} of {gpu.memory_bytes / 1e9:.0f} GB, fits")
-    return cache > 0
 
 
 def _positive(text: str) -> int:

@@ -1,43 +1,39 @@
-"""A plan as text and as JSON."""
+"""A plan and the result of a search, as text and as JSON."""
 
 from __future__ import annotations
 
-import argparse
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-import yaml
-
-from penstock.config.loading import load_config, read_config, validate
+from penstock.config.gpu_bundles import num_gpus
 from penstock.config.run import RunConfig
-from penstock.errors import ConfigError
-from penstock_tools.sizing.hardware import Gpu
-from penstock_tools.sizing.memory import PHASES, Moment, Role, Setup, peak, total
-from penstock_tools.sizing.models import HUB_IDS, ModelShape, find_shape
-from penstock_tools.sizing.plan import PLACEMENTS, Plan, RolePlan
-from penstock_tools.sizing.rates import Pace, Workload
-from penstock_tools.sizing.search import Proposal, Result, Task, plan_fields, plan_of, proposal_config, search
+from penstock_tools.sizing.hardware import USABLE_MEMORY, Gpu
+from penstock_tools.sizing.memory import PHASES, Moment, peak, total
+from penstock_tools.sizing.models import ModelShape, find_shape
+from penstock_tools.sizing.plan import Plan, RolePlan, memory_of, server_plan
+from penstock_tools.sizing.rates import Pace
+from penstock_tools.sizing.search import Proposal, Result, Task
 
 
 def as_text(plan: Plan) -> str:
     """The plan as text: GPUs by role with the terms of their memory, rates, forecast, and the config to use."""
-    f, model, setup = plan.forecast, plan.model, plan.setup
+    f, model, proposal = plan.forecast, plan.task.policy, plan.proposal
+    learner, server = proposal.learner, proposal.server
     lines = [
-        f"{model.name} ({_counts(model)}) on {plan.gpu.name}, {plan.placement}: {plan.num_gpus} GPUs",
+        f"{model.name} ({_counts(model)}) on {plan.task.gpu.name}, {learner.placement}: {proposal.num_gpus} GPUs",
         f"          P {_count(model.num_parameters)} parameters, L {_count(model.layer_parameters)} in its largest "
         f"layer, R {_count(model.root_parameters)} in embedding and head,",
         f"          E {_count(model.embedding_parameters)} in the embedding, N ranks",
         "",
-        *(line for role in (*plan.learner_roles, plan.server) for line in _role_lines(role, plan)),
+        *(line for role in (*plan.roles.values(), plan.server) for line in _role_lines(role, plan)),
         "",
-        f"rollout   {plan.num_servers} servers x {plan.server.num_gpus} GPU, {plan.concurrent_groups} groups at once, "
-        f"{plan.group_s:.1f} s each: {plan.num_servers * plan.server_tokens_per_s:,.0f} tokens/s",
-        f"learner   {plan.train_s:.1f} s a step without waiting (micro-batches of {setup.micro_batch_tokens} tokens), "
-        f"{plan.gather_s:.2f} s to gather the weights",
-        f"push      {plan.push_s:.2f} s, staged on the {setup.staging}; decoding pauses {plan.pause_s * 1000:.0f} ms",
+        f"rollout   {proposal.num_servers} servers x {server.tensor_parallel} GPU, {server.concurrent_groups} groups "
+        f"at once, {server.group_s:.1f} s each: {proposal.num_servers * plan.server_tokens_per_s:,.0f} tokens/s",
+        f"learner   {learner.train_s:.1f} s a step without waiting (micro-batches of "
+        f"{learner.setup.micro_batch_tokens} tokens), {plan.durations['gather_s']:.2f} s to gather the weights",
+        f"push      {plan.durations['push_s']:.2f} s, staged on the {learner.setup.staging}; decoding pauses "
+        f"{plan.durations['pause_s'] * 1000:.0f} ms",
         f"expect    {f.step_s:.1f} s a step, learner idle {f.idle_share:.0%}, servers busy {f.busy_share:.0%}, "
         f"staleness {f.staleness_mean:.1f} (at most {f.staleness_max:.0f})",
     ]
@@ -46,10 +42,11 @@ def as_text(plan: Plan) -> str:
             "          the learner waits for single groups, not for servers: raise max_staleness or groups_per_step, "
             "or lower response_tokens"
         )
-    return "\n".join([*lines, "", "config    " + json.dumps(plan_fields(plan))])
+    return "\n".join([*lines, "", "config    " + json.dumps(plan.fields)])
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
+    proposal = plan.proposal
     roles = {
         role.role: {
             "num_gpus": role.num_gpus,
@@ -58,15 +55,14 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "terms": [vars(term) for term in role.terms],
             "phases": {moment.phase: total(moment.device) for moment in _fullest(role.moments)},
         }
-        for role in (*plan.learner_roles, plan.server)
+        for role in (*plan.roles.values(), plan.server)
     }
-    forecast = {name: value for name, value in vars(plan.forecast).items() if name != "steps"}
-    names = ("num_servers", "concurrent_groups", "group_s", "server_tokens_per_s", "train_s", "gather_s", "push_s",
-             "pause_s", "num_gpus")  # fmt: skip
     return {
-        "model": plan.model.name, "gpu": plan.gpu.name, "placement": plan.placement, "roles": roles,
-        **{name: getattr(plan, name) for name in names}, "setup": vars(plan.setup), "forecast": forecast,
-        "config": plan_fields(plan),
+        "model": plan.task.policy.name, "gpu": plan.task.gpu.name, "placement": proposal.learner.placement,
+        "roles": roles, "num_servers": proposal.num_servers, "concurrent_groups": proposal.server.concurrent_groups,
+        "group_s": proposal.server.group_s, "server_tokens_per_s": plan.server_tokens_per_s, **plan.durations,
+        "num_gpus": proposal.num_gpus, "setup": vars(proposal.learner.setup), "forecast": plan.forecast.numbers(),
+        "config": plan.fields,
     }  # fmt: skip
 
 
@@ -76,20 +72,17 @@ def _role_lines(role: RolePlan, plan: Plan) -> list[str]:
         return [f"{role.role:<9} the policy with its adapter switched off: no memory of its own"]
     shared_with = "critic" if role.role == "reward_model" else "policy"
     where = f"{role.num_gpus} GPU" if role.num_gpus else f"on the {shared_with}'s GPUs"
-    memory = f"{role.num_bytes / 1e9:.1f} of {plan.gpu.memory_bytes / 1e9:.0f} GB"
+    memory = f"{role.num_bytes / 1e9:.1f} of {plan.task.gpu.memory_bytes / 1e9:.0f} GB"
     lines = [f"{role.role:<9} {where}, {memory} ({peak(role.moments).what})"]
     for term in role.terms:
-        if term.num_bytes:
-            lines.append(f"  {term.name:<45} {term.num_bytes / 1e9:7.2f} GB  {term.formula}".rstrip())
-    return [*lines, f"  {phases_text(role.moments)}"]
+        lines.append(f"  {term.name:<45} {term.num_bytes / 1e9:7.2f} GB  {term.formula}".rstrip())
+    return [*lines, f"  {phases_text(role)}"]
 
 
-def phases_text(moments: Sequence[Moment]) -> str:
+def phases_text(role: RolePlan) -> str:
     """The peaks of all phases in one line."""
-
-    peaks = [f"{moment.phase} {total(moment.device) / 1e9:.1f}" for moment in _fullest(moments)]
-    host_bytes = max(total(moment.host) for moment in moments)
-    return f"{', '.join(peaks)} GB; {host_bytes / 1e9:.1f} GB on the host"
+    peaks = [f"{moment.phase} {total(moment.device) / 1e9:.1f}" for moment in _fullest(role.moments)]
+    return f"{', '.join(peaks)} GB; {role.host_bytes / 1e9:.1f} GB on the host"
 
 
 def _fullest(moments: Sequence[Moment]) -> list[Moment]:
@@ -107,116 +100,9 @@ def _count(num_parameters: int) -> str:
     return f"{num_parameters / 1e9:.2f}e9"
 
 
-# ── `penstock plan --gpus N`: what is to be placed, and what was found ──
+# ── what a search found ──
 
-_ROLES: tuple[Role, ...] = ("policy", "reference", "critic", "reward_model")
 _COLUMNS = ("", "placement", "learner", "servers", "staleness", "GPUs", "tokens/s", "costs", "why")
-
-
-def show_search(args: argparse.Namespace, gpu: Gpu, workload: Workload, given: Mapping[str, int]) -> int:
-    """Print the search's result. `given` are the numbers of the workload that flags set."""
-    placements = tuple(name for name in PLACEMENTS if args.placement in (None, name))
-    if args.config is None:
-        task = Task(_shapes_of(find_shape(args.model), workload), gpu, workload, placements)
-        base = _new_run(args.model, workload)
-    else:
-        config, base = load_config(args.config), read_config(args.config)
-        task = replace(task_of(config, gpu, workload, given), placements=placements)
-    result = search(task, args.gpus)
-    plan = plan_of(task, result.best)
-    run = proposal_config(plan, base, result.best.learner.utilization or task.workload.gpu_memory_utilization)
-    if args.write is not None:
-        _write(args.write, run)
-    print(json.dumps(result_json(result, plan), indent=2) if args.json else result_text(result, plan))
-    if args.write is not None and not args.json:
-        print(f"\nwrote {args.write}; check it with `penstock up {args.write} --check`")
-    return 0
-
-
-# ── what is to be placed ──
-
-
-def _shapes_of(shape: ModelShape, workload: Workload) -> dict[Role, ModelShape]:
-    wanted = (True, workload.has_reference, workload.has_critic, workload.has_reward_model)
-    return {role: shape for role, is_there in zip(_ROLES, wanted, strict=True) if is_there}
-
-
-def task_of(config: RunConfig, gpu: Gpu, defaults: Workload, given: Mapping[str, int]) -> Task:
-    """The task of a run's configuration. A config only has the longest prompt and response: the means are the flags',
-    or what `longest_sample` makes of them. Flags come before the config."""
-    if config.learner.roles:
-        raise ConfigError(
-            "--gpus cannot place the roles of learner.roles: nobody knows their memory; use --config alone"
-        )
-    dataset, engine, learner = config.dataset, config.rollout.engine, config.learner
-    longest_prompt = config.rollout.prompt.max_tokens or max(1, engine.max_model_len - dataset.max_tokens)
-    numbers = {
-        "groups_per_step": config.replay.groups_per_step,
-        "num_samples": dataset.num_samples,
-        "prompt_tokens": min(longest_prompt, defaults.prompt_tokens),
-        "response_tokens": max(1, round(dataset.max_tokens / defaults.longest_sample)),
-        "max_staleness": config.replay.max_staleness,
-        "max_num_seqs": engine.max_num_seqs,
-    } | dict(given)
-    setup = replace(Setup.of(config), micro_batch_tokens=learner.micro_batch_tokens)
-    shapes = {role: find_shape(_path(config, role)) for role in _ROLES if _is_needed(config, role)}
-    workload = replace(
-        defaults, **numbers, longest_tokens=engine.max_model_len, setup=setup, epochs_per_step=learner.epochs_per_step,
-        recomputes_log_probs=learner.recomputes_log_probs, gpu_memory_utilization=engine.gpu_memory_utilization,
-        has_reference="reference" in shapes,
-        has_critic="critic" in shapes, has_reward_model="reward_model" in shapes,
-    )  # fmt: skip
-    return Task(shapes, gpu, workload)
-
-
-def _is_needed(config: RunConfig, role: Role) -> bool:
-    learner = config.learner
-    return role in learner.needed_roles or (role == "reference" and learner.policy_is_reference)
-
-
-def _path(config: RunConfig, role: Role) -> str:
-    own: Path | None = getattr(getattr(config.learner, role), "path", None)
-    return str(own or config.model.path)
-
-
-def _new_run(model: str, workload: Workload) -> dict[str, Any]:
-    """A run with this workload. Its data and reward are for the user to add."""
-    kl = (
-        {"placement": "loss", "penalty": "k3", "coefficient": 0.001}
-        if workload.has_reference
-        else {"placement": "none"}
-    )
-    return {
-        "run": "planned",
-        "model": {"path": HUB_IDS.get(model.lower(), model), "dtype": "bfloat16"},
-        "dataset": {
-            "num_samples": workload.num_samples,
-            "max_tokens": workload.longest_sequence - workload.prompt_tokens,
-        },
-        "replay": {"groups_per_step": workload.groups_per_step},
-        "rollout": {"engine": {"max_model_len": workload.longest_sequence, "max_num_seqs": workload.max_num_seqs}},
-        "learner": {"algorithm": {"kl": kl}},
-    }
-
-
-def _write(file: Path, run: dict[str, Any]) -> None:
-    """Write a config that loads."""
-    validate(run, str(file))
-    head = "# Placement, ranks, servers and staleness are those of `penstock plan --gpus`.\n"
-    if not run.get("dataset", {}).get("file"):
-        head += "# Add dataset.file and rollout.reward, or submit prompts: docs/datasets.md, docs/rewards.md.\n"
-    try:
-        file.write_text(head + yaml.safe_dump(run, sort_keys=False))
-    except OSError as error:
-        raise ConfigError(f"--write {file} cannot be written: {error.strerror}") from error
-
-
-# ── what was found ──
-
-
-def result_text(result: Result, plan: Plan) -> str:
-    """The table of the search, and the plan of the best deployment."""
-    return f"{search_text(result)}\n\n{as_text(plan)}"
 
 
 def search_text(result: Result) -> str:
@@ -275,10 +161,7 @@ def _row(name: str, proposal: Proposal, result: Result) -> tuple[str, ...]:
 def _learner(task: Task, proposal: Proposal) -> str:
     """The GPUs of each group of roles, and special settings: `policy + reference 24, sequence_parallel 2`."""
     learner, ranks = proposal.learner, dict(proposal.learner.ranks)
-    groups = task.groups(learner.placement)
-    parts = [f"{' + '.join(group)} {ranks[group[0]]}" for group in groups]
-    if learner.is_packed:
-        parts = [f"{' + '.join(role for group in groups for role in group)} 1"]
+    parts = [f"{' + '.join(group)} {ranks[group[0]]}" for group in task.groups_of(learner)]
     parts += [f"sequence_parallel {learner.sequence_parallel}"] if learner.sequence_parallel > 1 else []
     parts += ["cpu_offload"] if learner.setup.cpu_offload else []
     return ", ".join(parts)
@@ -299,3 +182,38 @@ def _why(pace: Pace) -> str:
 def _table(rows: list[tuple[str, ...]]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+# ── the memory of a configuration ──
+
+
+def config_text(config: RunConfig, gpu: Gpu) -> tuple[str, bool]:
+    """The memory of each role of a configuration and of the servers, and whether everything fits.
+
+    A single server may be on the learner's only GPU: `penstock up` does that on a machine with one."""
+    lines, groups, whole = [], memory_of(config, gpu), gpu.memory_bytes / 1e9
+    for group in groups:
+        for role, plan in zip(group.roles.values(), group.plans, strict=True):
+            ranks = f"{role.num_ranks} x {role.gpus_per_rank:g} GPU"
+            memory = f"{ranks:<12} {phases_text(plan)}" if plan.moments else "memory not known"
+            lines.append(f"{plan.role:<13} {memory}")
+        used = f"{group.num_bytes / 1e9:.1f} of {whole:.0f} GB on {gpu.name}, {_verdict(group.fits)}"
+        lines.append(f"  {' + '.join(group.roles)}: {used}")
+    engine, num_servers = config.rollout.engine, config.rollout.num_servers
+    size = engine.tensor_parallel_size
+    server = server_plan(find_shape(str(config.model.path)), gpu, size, engine.gpu_memory_utilization)
+    cache = server.terms[-1].num_bytes
+    num_for_learner = num_gpus(config.learner.placement, config.learner.needed_roles)
+    lines += [
+        f"{'rollout':<13} {f'{num_servers} x {size} GPU':<12} {server.num_bytes / 1e9:.1f} of {whole:.0f} GB on "
+        f"{gpu.name}, {cache / 1e9:.1f} of it KV cache, {_verdict(cache > 0)}",
+        f"GPUs          {num_for_learner} for the learner, {num_servers * size} for the servers",
+    ]
+    both = sum(group.num_bytes for group in groups) + server.num_bytes
+    if (num_for_learner, num_servers, size) == (1, 1, 1) and both <= gpu.memory_bytes * USABLE_MEMORY:
+        lines.append(f"              or both on one GPU: {both / 1e9:.1f} of {whole:.0f} GB, fits")
+    return "\n".join(lines), cache > 0 and all(group.fits for group in groups)
+
+
+def _verdict(fits: bool) -> str:
+    return "fits" if fits else "does not fit"

@@ -38,12 +38,6 @@ class Workload:
     recomputes_log_probs: bool = False
     """Whether the policy has a forward pass before its updates. A step with a single update has none, unless the reward
     has a KL penalty."""
-    has_reference: bool = True
-    """Whether there is a reference, which has the policy's size."""
-    has_critic: bool = False
-    """Whether there is a critic, which has the policy's size."""
-    has_reward_model: bool = False
-    """Whether there is a reward model, which has the policy's size."""
 
     def num_forwards(self, role: str) -> int:
         """Forward passes of a role over a batch, without those of its updates."""
@@ -207,7 +201,7 @@ def pace(
 
     A version admits the groups of the step `max_staleness + 1` steps later. They are generated, trained on, and pushed
     before the version of that step can admit others. With more staleness, the slowest groups of a step matter less:
-    the next ones are generated beside them."""
+    the next ones are generated concurrently."""
     training_s, gather_s, whole_push_s, pause_s = learner
     steps = max_staleness + 1
     slowest = 1 + (longest_of(groups_per_step) - 1) / steps

@@ -53,7 +53,7 @@ def _parser() -> Parser:
         "--max-staleness", type=_count, default=0, metavar="N",
         help="versions that a sample may lag behind; 0 trains on-policy, as verl does (default: 0)",
     )  # fmt: skip
-    parser.add_argument("--brief", action="store_true", help="leave out the keys that are not needed here")
+    parser.add_argument("--brief", action="store_true", help="omit the keys that are not needed here")
     parser.add_argument("--force", action="store_true", help="overwrite the file")
     parser.add_argument(
         "words", nargs=argparse.REMAINDER, metavar="CONFIG_OR_OVERRIDES",

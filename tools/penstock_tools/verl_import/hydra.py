@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -58,9 +59,12 @@ class HydraConfig:
 
 def read_overrides(words: Sequence[str], folders: Sequence[Path]) -> HydraConfig:
     """The words after `python3 -m verl.trainer.main_ppo`. `folders` are searched for the config they name."""
-    flags, overrides = _split_flags(words)
-    folder = flags.get("--config-dir") or flags.get("--config-path") or ""
-    name = flags.get("--config-name", "").removesuffix(".yaml")
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for short, long in (("-cp", "--config-path"), ("-cn", "--config-name"), ("-cd", "--config-dir")):
+        parser.add_argument(short, long, nargs="?", default="")
+    flags, others = parser.parse_known_args(list(words))
+    folder = flags.config_dir or flags.config_path or ""
+    name = (flags.config_name or "").removesuffix(".yaml")
     config = HydraConfig(config_name=name)
     file = _find(Path(folder) / f"{name}.yaml", folders) if name else None
     if file is not None:
@@ -71,8 +75,9 @@ def read_overrides(words: Sequence[str], folders: Sequence[Path]) -> HydraConfig
             f"--config-name {name}: {Path(folder) / name}.yaml does not exist; run this command in the folder in which "
             "you start verl"
         )
-    for word in overrides:
-        _override(config, word)
+    for word in others:
+        if not word.startswith("--"):
+            _override(config, word)
     return config
 
 
@@ -83,21 +88,6 @@ def read_file(path: Path, folders: Sequence[Path] = ()) -> HydraConfig:
     return config
 
 
-def _split_flags(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    flags: dict[str, str] = {}
-    overrides, remaining = [], list(words)
-    short = {"-cp": "--config-path", "-cn": "--config-name", "-cd": "--config-dir"}
-    while remaining:
-        word = remaining.pop(0)
-        name, has_value, value = word.partition("=")
-        name = short.get(name, name)
-        if name in short.values():
-            flags[name] = value if has_value else remaining.pop(0) if remaining else ""
-        elif not word.startswith("--"):
-            overrides.append(word)
-    return flags, overrides
-
-
 def _override(config: HydraConfig, word: str) -> None:
     if word.startswith("~"):
         key = word[1:].partition("=")[0]
@@ -105,7 +95,7 @@ def _override(config: HydraConfig, word: str) -> None:
         return
     found = _OVERRIDE.fullmatch(word)
     if found is None:
-        config.notes.append(f"{word!r} is not `key=value` and is left out")
+        config.notes.append(f"{word!r} is not `key=value` and is skipped")
         return
     for key, value in _flat(_value(found["value"]), found["key"]):
         config.values.pop(key, None)
@@ -113,7 +103,7 @@ def _override(config: HydraConfig, word: str) -> None:
 
 
 def _value(text: str) -> Any:
-    """Hydra's grammar is close to YAML's. A dict may leave out the space after the colon."""
+    """Hydra's grammar is close to YAML's. A dict may have no space after its colons."""
     try:
         return parse_value(re.sub(r"([{,]\s*[\w.]+):(?=[^\s/])", r"\1: ", text) if text.startswith("{") else text)
     except yaml.YAMLError:
@@ -151,7 +141,7 @@ def _default(entry: Any, path: Path, config: HydraConfig, folders: Sequence[Path
     file = _find(path.parent / group / f"{name}.yaml", [folder / group for folder in folders])
     if file is None or file == path:
         if str(name) not in OWN_CONFIGS:
-            config.notes.append(f"{path.name}: the defaults entry {group or name} is not here; its keys are left out")
+            config.notes.append(f"{path.name}: the defaults entry {group or name} is not here; its keys are skipped")
         return {}
     tree = _tree(file, config, folders, depth + 1)
     keys = [] if package in ("_global_", "_here_") else (package or group).replace("/", ".").split(".")

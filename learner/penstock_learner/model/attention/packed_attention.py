@@ -7,23 +7,20 @@ the tokens: `sequence_parallel.py` exchanges it for a slice of the heads.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from penstock_learner.model.attention.kernels import (
-    ScoreForm,
-    attend,
-    attend_block,
-    block_mask,
-    flexible,
-    has_varlen,
-    score_block,
-    varlen,
-)
-from penstock_learner.model.attention.packed_layout import Packing, Paths
+from penstock_learner.model.attention.packed_layout import Packing, Paths, from_block, to_block
 from penstock_learner.model.attention.prefix_kernels import prefix_attention
+from penstock_learner.model.tensors import soft_cap
 
 NAME = "penstock_packed"
 _UNSUPPORTED = ("position_bias", "indices", "block_indices", "head_mask")
@@ -48,9 +45,8 @@ def packed_attention(
     dropout: float = 0.0,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention with Hugging Face's signature. `query` is [1, heads, N, dim], the output [1, N, heads, dim].
-
-    Raises NotImplementedError if the model asks for anything that would change the result and is not done here."""
+    """Attention with Hugging Face's signature. `query` is [1, heads, N, dim], the output [1, N, heads, dim]. Raises
+    NotImplementedError if the model asks for anything that would change the result and is not done here."""
     unknown = [name for name in _UNSUPPORTED if others.get(name) is not None]
     unknown += ["attention_mask"] * (attention_mask is not None) + ["dropout"] * (dropout > 0)
     if unknown or is_causal is False:
@@ -71,10 +67,8 @@ def packed_attention(
 
 
 def mark_layers(lm: torch.nn.Module) -> None:
-    """Tell each module which kind of layer it belongs to. Call this once for a model on the packed path.
-
-    Attention reads the kind and not the number of its layer: torch compiles a layer once for every value that it reads,
-    so all layers of a kind share one program."""
+    """Tell each module, once, which kind of layer it belongs to. Attention reads the kind and not the number of its
+    layer: torch compiles a layer once for every value that it reads, so all layers of a kind share one program."""
     for module in lm.modules():
         types, index = _layer_types(module), getattr(module, "layer_idx", None)
         if types and index is not None:
@@ -169,3 +163,215 @@ def _in_blocks(q: Tensor, k: Tensor, v: Tensor, paths: Paths, form: ScoreForm) -
         )
         parts.append(attended.flatten(0, 1))
     return torch.cat(parts)[paths.in_blocks]
+
+
+_FASTEST_FIRST = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+_FLASH_HEAD_DIM = 256
+"""Flash attention takes heads of at most this size."""
+_LARGE_HEADS_ON_HOPPER = {
+    "fwd_BLOCK_M": 128, "fwd_BLOCK_N": 64, "fwd_num_warps": 8, "fwd_num_stages": 2,
+    "bwd_BLOCK_M1": 64, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 64,
+    "bwd_num_warps": 8, "bwd_num_stages": 2,
+}  # fmt: skip
+"""Tiles of FlexAttention for heads of 256 in half precision on Hopper: four fifths of the time of torch's choice."""
+
+
+@dataclass(frozen=True)
+class ScoreForm:
+    """How attention scores are made from queries and keys, and which of them a token uses."""
+
+    scale: float | None
+    """Factor of the products. None means 1 / sqrt(head size)."""
+    window: int | None
+    """A token sees this many tokens, itself included. None means all earlier ones."""
+    softcap: float | None
+    """Scores s become softcap · tanh(s / softcap)."""
+    sinks: Tensor | None
+    """[heads] a score that takes part in the softmax of every token, without a value."""
+
+    @property
+    def is_plain(self) -> bool:
+        return self.softcap is None and self.sinks is None
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, packing: Packing, form: ScoreForm) -> Tensor:
+    """Attention of each token to the earlier tokens of its own sequence. Inputs and output are [N, heads, dim]."""
+    if not form.is_plain:
+        return (flexible if q.is_cuda else _explicit)(q, k, v, packing, form)
+    is_varlen = has_varlen(q, v, form) and (form.window is not None or not packing.is_full)
+    return (_varlen if is_varlen else _padded)(q, k, v, packing, form)
+
+
+def has_varlen(q: Tensor, v: Tensor, form: ScoreForm) -> bool:
+    """Whether flash attention over packed tokens can compute a plain form."""
+    if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16) or max(q.shape[2], v.shape[2]) > _FLASH_HEAD_DIM:
+        return False
+    return varlen_function() is not None and (form.window is None or "window_size" in _varlen_parameters())
+
+
+@cache
+def varlen_function() -> Callable[..., Any] | None:
+    """Flash attention over packed tokens, or None in a torch that was built without it. Its module imports torch's
+    compiler, which a rank on CPUs starts without."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return varlen_attn
+
+
+@cache
+def _varlen_parameters() -> frozenset[str]:
+    """The parameters of `varlen_function`. They differ between releases of torch."""
+    function = varlen_function()
+    return frozenset(inspect.signature(function).parameters) if function is not None else frozenset()
+
+
+def varlen(
+    q: Tensor, k: Tensor, v: Tensor, query_offsets: Tensor, key_offsets: Tensor, longest: int, form: ScoreForm
+) -> Tensor:
+    """Flash attention over packed tokens. The last query of a sequence sees its last key."""
+    function, parameters = varlen_function(), _varlen_parameters()
+    assert function is not None
+    options: dict[str, Any] = {"is_causal": True}
+    if "window_size" in parameters:
+        options = {"window_size": (-1 if form.window is None else form.window - 1, 0)}
+    if "enable_gqa" in parameters:  # releases without the parameter do it by themselves
+        options["enable_gqa"] = q.shape[1] != k.shape[1]
+    if form.scale is not None:
+        if "scale" in parameters:
+            options["scale"] = form.scale
+        else:
+            q = q * (form.scale * q.shape[2] ** 0.5)
+    value_dim = v.shape[2]
+    if value_dim != q.shape[2]:
+        v = functional.pad(v, (0, q.shape[2] - value_dim))
+    attended: Tensor = function(q, k, v, query_offsets, key_offsets, longest, longest, **options)
+    return attended[:, :, :value_dim]
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, form: ScoreForm) -> Tensor:
+    return varlen(q, k, v, packing.offsets, packing.offsets, packing.longest, form)
+
+
+def _padded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, form: ScoreForm) -> Tensor:
+    q, k, v = (to_block(states, packing) for states in (q, k, v))
+    mask = None if form.window is None else _visible(q.shape[1], form.window, q.device)
+    return from_block(attend_block(q, k, v, mask, form), packing)
+
+
+def attend_block(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, form: ScoreForm) -> Tensor:
+    """Attention of padded rows [S, L, heads, dim] where the mask is true, or without a mask, to all earlier tokens."""
+    q, k, v = (states.transpose(1, 2) for states in (q, k, v))
+    with sdpa_kernel(_FASTEST_FIRST, set_priority=True):
+        output: Tensor = functional.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=mask is None, scale=form.scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+    return output.transpose(1, 2)
+
+
+def _explicit(q: Tensor, k: Tensor, v: Tensor, packing: Packing, form: ScoreForm) -> Tensor:
+    q, k, v = (to_block(states, packing) for states in (q, k, v))
+    return from_block(score_block(q, k, v, _visible(q.shape[1], form.window, q.device), form), packing)
+
+
+def score_block(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, form: ScoreForm) -> Tensor:
+    """`attend_block` for any form of the scores, which are held in memory."""
+    q, k, v = (states.transpose(1, 2) for states in (q, k, v))
+    k, v = (states.repeat_interleave(q.shape[1] // states.shape[1], dim=1) for states in (k, v))
+    scale = q.shape[3] ** -0.5 if form.scale is None else form.scale
+    scores = (q @ k.transpose(2, 3)).float() * scale
+    if form.softcap is not None:
+        scores = soft_cap(scores, form.softcap)
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if form.sinks is not None:
+        sinks = form.sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sinks], dim=3)
+    weights = scores.softmax(dim=3)[..., : k.shape[2]].to(v.dtype)
+    return (weights @ v).transpose(1, 2)
+
+
+def _visible(length: int, window: int | None, device: torch.device) -> Tensor:
+    """[length, length] whether the token of a row sees the token of a column."""
+    position = torch.arange(length, device=device)
+    distance = position.unsqueeze(1) - position
+    return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+
+
+def flexible(q: Tensor, k: Tensor, v: Tensor, packing: Packing, form: ScoreForm) -> Tensor:
+    """Attention by FlexAttention, also of sequences that share tokens."""
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    softcap = form.softcap
+
+    def capped(score: Tensor, _batch: Tensor, _head: Tensor, _query: Tensor, _key: Tensor) -> Tensor:
+        assert softcap is not None
+        return soft_cap(score, softcap)
+
+    attended, also = _compiled("flex_attention")(
+        *(states.transpose(0, 1).unsqueeze(0) for states in (q, k, v)),
+        score_mod=None if softcap is None else capped,
+        block_mask=block_mask(packing, form.window),
+        scale=form.scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+        kernel_options=_tiles(q),
+        return_aux=AuxRequest(lse=True),
+    )
+    if form.sinks is not None:
+        # A sink adds its exponential to the softmax's denominator and nothing to the sum of values.
+        share = torch.sigmoid(also.lse - form.sinks.float().view(1, -1, 1))
+        attended = attended * share.unsqueeze(3).to(attended.dtype)
+    output: Tensor = attended[0].transpose(0, 1)
+    return output
+
+
+def _tiles(q: Tensor) -> dict[str, int] | None:
+    """FlexAttention's tiles for these queries. None: torch chooses them."""
+    is_large = 128 < q.shape[2] <= 256 and q.element_size() == 2
+    is_hopper = torch.cuda.get_device_capability(q.device)[0] == 9
+    return _LARGE_HEADS_ON_HOPPER if is_large and is_hopper else None
+
+
+def block_mask(packing: Packing, window: int | None) -> Any:
+    """FlexAttention's mask of the packed tokens. It is made once for all layers with the same window."""
+    name = ("block mask", window)
+    if name not in packing.derived:
+        size, device = len(packing.rows), str(packing.rows.device)
+        sees = _sees_in_sequence(packing.rows, window) if packing.paths is None else _sees_on_path(packing, window)
+        packing.derived[name] = _compiled("create_block_mask")(sees, None, None, size, size, device=device)
+    return packing.derived[name]
+
+
+Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def _sees_in_sequence(rows: Tensor, window: int | None) -> Mask:
+    def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        is_visible = (rows[query] == rows[key]) & (query >= key)
+        return is_visible if window is None else is_visible & (query - key < window)
+
+    return sees
+
+
+def _sees_on_path(packing: Packing, window: int | None) -> Mask:
+    assert packing.paths is not None
+    positions, ends = packing.columns, packing.paths.ends
+
+    def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        is_visible = (query >= key) & (query < ends[key])
+        return is_visible if window is None else is_visible & (positions[query] - positions[key] < window)
+
+    return sees
+
+
+@cache
+def _compiled(name: str) -> Any:
+    """A function of FlexAttention, compiled on first use. Uncompiled, it would hold all scores in memory."""
+    from torch.nn.attention import flex_attention
+
+    return torch.compile(getattr(flex_attention, name))

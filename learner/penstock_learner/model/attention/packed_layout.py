@@ -26,7 +26,7 @@ _KEY_BLOCK = 512
 _FEWEST_QUERIES = 1024
 """A dense part with fewer queries would be slower than flash attention."""
 _MOST_PARTS = 32
-"""Each dense part is a call of its own."""
+"""Each dense part is a separate call."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,7 @@ class FlashPaths:
     offsets: Tensor
     """[2, G + 1] where the queries, and the keys, of each segment begin, followed by their numbers."""
     dense: Tensor
-    """[D, 4] the dense parts in host memory, filled up with rows of zeros: a number of rows that changes would make
-    torch compile a layer again."""
+    """[D, 4] the dense parts in host memory, with rows of zeros: another number of rows would compile a layer again."""
     equal: int
     """The length of all segments, if it is the same and the keys are their own tokens. Else 0."""
 
@@ -210,9 +209,8 @@ _FULL = 1.1
 
 @dataclass(frozen=True)
 class Packing:
-    """The layout of a micro-batch: N tokens of S sequences. It is built once and used by every layer.
-
-    If sequences share what they have in common, N are the stored tokens and S the segments of `paths`."""
+    """The layout of a micro-batch, for every layer: N tokens of S sequences. If sequences share what they have in
+    common, N are the stored tokens and S the segments of `paths`."""
 
     gather: Tensor
     """[S, L] index of the packed token; padding points at token 0."""
@@ -221,8 +219,7 @@ class Packing:
     rows: Tensor
     """[N] sequence of each packed token."""
     columns: Tensor
-    """[N] position of each packed token in its sequence, which is also its position id. That of a stored token counts
-    from the beginning of its path."""
+    """[N] position id of each packed token: its position in its sequence, or of a stored token in its path."""
     offsets: Tensor
     """[S + 1] where each sequence begins, followed by N."""
     longest: int

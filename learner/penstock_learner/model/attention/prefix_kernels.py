@@ -39,11 +39,10 @@ def prefix_attention(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, offsets: Tensor, dense: Tensor, equal: int, longest: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention [M, heads, dim] of stored tokens, and the logs [heads, M] of the sums of their exponentials.
-
-    `keys` [K] are the stored tokens that flash attention computes. Those of a segment begin at `offsets` [2, G + 1],
-    whose first row is of the queries. `dense` [D, 4], in host memory, has a `DensePart` in each row, or zeros. If
-    `equal` is not 0, it is the length of every segment, and `keys` are the stored tokens as they are."""
+    """Attention [M, heads, dim] of stored tokens, and the logs [heads, M] of the sums of their exponentials. `keys` [K]
+    are the stored tokens that flash attention computes. Those of a segment begin at `offsets` [2, G + 1], whose first
+    row is of the queries. `dense` [D, 4], in host memory, has a `DensePart` in each row, or zeros. If `equal` is not 0,
+    it is the length of every segment, and `keys` are the stored tokens as they are."""
     if equal:
         attended, log_sums = _rows_forward(_rows(q, equal), _rows(k, equal), _rows(v, equal), scale)
     else:

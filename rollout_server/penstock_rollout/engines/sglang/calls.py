@@ -26,12 +26,6 @@ PauseMode = Literal["in_place", "retract"]
 """`in_place` keeps the KV cache of running requests. `retract` frees it, and SGLang computes it again later."""
 
 
-@dataclass(frozen=True)
-class Load:
-    waiting_requests: int
-    kv_cache_usage: float
-
-
 class SglangCalls:
     """A client of one server on this host. Every method raises Unavailable if the server does not answer."""
 
@@ -54,13 +48,12 @@ class SglangCalls:
     async def version(self) -> str:
         return str((await self._get("/server_info"))["version"])
 
-    async def load(self) -> Load:
-        """Return the server's load. It answers without waiting for the scheduler, even while weights are loaded."""
+    async def load(self) -> tuple[int, float]:
+        """Return the number of waiting requests and the usage of the KV cache. The server answers without waiting for
+        the scheduler, even while weights are loaded."""
         loads = (await self._get("/v1/loads", POLL_TIMEOUT_S, include="core"))["loads"]
-        return Load(
-            waiting_requests=sum(load["num_waiting_reqs"] for load in loads),
-            kv_cache_usage=max((float(load["token_usage"]) for load in loads), default=0.0),
-        )
+        usage = max((float(load["token_usage"]) for load in loads), default=0.0)
+        return sum(load["num_waiting_reqs"] for load in loads), usage
 
     async def generate(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any]]:
         """Yield the messages of one stream.
@@ -119,21 +112,22 @@ class SglangCalls:
         await self._client.aclose()
 
     async def _get(self, path: str, timeout_s: float = CONTROL_TIMEOUT_S, **params: str) -> Any:
-        response = await self._send("GET", path, timeout_s, params=params)
-        if response.is_error:
-            raise Unavailable(f"SGLang answered {path} with {response.status_code}: {_first_line(response.text)}")
-        return response.json()
+        return _checked(path, await self._send("GET", path, timeout_s, params=params)).json()
 
     async def _post(self, path: str, body: dict[str, Any]) -> None:
-        response = await self._send("POST", path, CONTROL_TIMEOUT_S, json=body)
-        if response.is_error:
-            raise Unavailable(f"SGLang answered {path} with {response.status_code}: {_first_line(response.text)}")
+        _checked(path, await self._send("POST", path, CONTROL_TIMEOUT_S, json=body))
 
     async def _send(self, method: str, path: str, timeout_s: float, **content: Any) -> httpx.Response:
         try:
             return await self._client.request(method, path, timeout=timeout_s, **content)
         except httpx.HTTPError as error:
             raise Unavailable(f"SGLang did not answer {path}: {error!r}") from error
+
+
+def _checked(path: str, response: httpx.Response) -> httpx.Response:
+    if response.is_error:
+        raise Unavailable(f"SGLang answered {path} with {response.status_code}: {_first_line(response.text)}")
+    return response
 
 
 def _refuse(status_code: int, text: str) -> None:
@@ -150,18 +144,6 @@ NUCLEUS_TOP_K = 4000
 """SGLang reports log-probs after top-p only if top-k bounds the nucleus. The limit is 4096 tokens, ties included."""
 FIRST_TOKEN_ONLY = 1 << 30
 """A stream interval that no response reaches: SGLang sends the first token, then all others at the end."""
-
-
-@dataclass(frozen=True)
-class StreamMessage:
-    """One message of a stream. `num_tokens` counts from the start of the response; the lists hold new tokens only."""
-
-    token_ids: tuple[int, ...]
-    log_probs: tuple[float, ...]
-    num_tokens: int
-    finish_reason: dict[str, Any] | None
-    spans: tuple[VersionSegment, ...] | None
-    """Which version produced which tokens. SGLang reports it in the last message of a stream only."""
 
 
 def generate_body(
@@ -195,35 +177,6 @@ def generate_body(
     return body
 
 
-def read_event(message: dict[str, Any], sampling: Sampling, num_seen: int) -> StreamMessage:
-    """Read a message. The last message of an aborted request repeats earlier tokens; they are dropped."""
-    meta = message["meta_info"]
-    num_tokens = max(meta.get("completion_tokens", num_seen), num_seen)
-    num_new = num_tokens - num_seen
-    if sampling.is_truncated:
-        log_probs = meta.get("output_token_sampling_logprobs", [])
-    else:
-        log_probs = [entry[0] for entry in meta.get("output_token_logprobs", [])]
-    event = StreamMessage(
-        token_ids=tuple(message["output_ids"][len(message["output_ids"]) - num_new :]) if num_new else (),
-        log_probs=tuple(log_probs[len(log_probs) - num_new :]) if num_new else (),
-        num_tokens=num_tokens,
-        finish_reason=meta.get("finish_reason"),
-        spans=_spans(meta.get("weight_versions")),
-    )
-    if not len(event.token_ids) == len(event.log_probs) == num_new:
-        raise Unavailable(
-            f"SGLang sent {len(event.token_ids)} ids and {len(event.log_probs)} log-probs for {num_new} tokens"
-        )
-    return event
-
-
-def _spans(reported: list[dict[str, Any]] | None) -> tuple[VersionSegment, ...] | None:
-    if reported is None:
-        return None
-    return tuple(VersionSegment(span["start"], span["end"], int(span["version"])) for span in reported)
-
-
 @dataclass
 class Response:
     """The tokens of one submission that have arrived, and how many of them were delivered."""
@@ -232,16 +185,36 @@ class Response:
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     num_delivered: int = 0
+    finish_reason: dict[str, Any] | None = None
+    """Why the response has ended, as SGLang says it. None while it has not."""
+    spans: tuple[VersionSegment, ...] | None = None
+    """Which version produced which tokens. SGLang reports it in the last message of a stream only."""
 
-    def add(self, event: StreamMessage) -> None:
-        self.token_ids += event.token_ids
-        self.log_probs += event.log_probs
+    def add(self, message: dict[str, Any], sampling: Sampling) -> None:
+        """Read a message. The last message of an aborted request repeats earlier tokens; they are dropped."""
+        meta, output_ids = message["meta_info"], message["output_ids"]
+        num_new = max(meta.get("completion_tokens", 0) - len(self.token_ids), 0)
+        if sampling.is_truncated:
+            log_probs = meta.get("output_token_sampling_logprobs", [])
+        else:
+            log_probs = [entry[0] for entry in meta.get("output_token_logprobs", [])]
+        token_ids = output_ids[len(output_ids) - num_new :] if num_new else []
+        log_probs = log_probs[len(log_probs) - num_new :] if num_new else []
+        if not len(token_ids) == len(log_probs) == num_new:
+            raise Unavailable(f"SGLang sent {len(token_ids)} ids and {len(log_probs)} log-probs for {num_new} tokens")
+        self.token_ids += token_ids
+        self.log_probs += log_probs
+        self.finish_reason = meta.get("finish_reason")
+        if (spans := meta.get("weight_versions")) is not None:
+            self.spans = tuple(VersionSegment(span["start"], span["end"], int(span["version"])) for span in spans)
 
-    def take(self, spans: tuple[VersionSegment, ...] | None, finish_reason: FinishReason | None = None) -> TokenChunk:
+    def take(self, finish_reason: FinishReason | None = None) -> TokenChunk:
         """Return the tokens that were not delivered yet. Without `spans`, all belong to the version at submission."""
         start, end = self.num_delivered, len(self.token_ids)
         self.num_delivered = end
-        segments = clip_segments(spans if spans is not None else (VersionSegment(0, end, self.version),), start, end)
+        segments = clip_segments(
+            (VersionSegment(0, end, self.version),) if self.spans is None else self.spans, start, end
+        )
         if sum(segment.end - segment.start for segment in segments) != end - start:
-            raise Unavailable(f"SGLang did not report which version produced tokens {start} to {end}: {spans}")
+            raise Unavailable(f"SGLang did not report which version produced tokens {start} to {end}: {self.spans}")
         return TokenChunk(tuple(self.token_ids[start:]), tuple(self.log_probs[start:]), segments, finish_reason)

@@ -11,31 +11,17 @@ import os
 import runpy
 import signal
 import sys
-import threading
-import time
 from collections.abc import Sequence
 
+from penstock_rollout.engines.child_process import end_with_parent
+
 API_KEY_VARIABLE = "PENSTOCK_SGLANG_API_KEY"
-PARENT_POLL_S = 0.5
-
-
-def end_with_parent(parent_pid: int) -> None:
-    """Kill the process group soon after the parent ended.
-
-    PR_SET_PDEATHSIG does not work here: it signals this process only, and fires when the thread that forked ends."""
-
-    def watch() -> None:
-        while os.getppid() == parent_pid:
-            time.sleep(PARENT_POLL_S)
-        os.killpg(os.getpgrp(), signal.SIGKILL)
-
-    threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
 
 
 def main(argv: Sequence[str]) -> None:
     parent_pid, module, *arguments = argv
     assert os.getpgrp() == os.getpid(), "this process must be the leader of its own process group"
-    end_with_parent(int(parent_pid))
+    end_with_parent(int(parent_pid), lambda: os.killpg(os.getpgrp(), signal.SIGKILL))
     sys.argv = [module, *arguments, "--api-key", os.environ.pop(API_KEY_VARIABLE)]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

@@ -36,14 +36,7 @@ from penstock.trajectory import FinishReason
 from penstock.v1 import weights_pb2
 from penstock_rollout.engines.engine import CommitReport, EngineStats, GenerateRequest, TokenChunk
 from penstock_rollout.engines.serving import ServingEngine
-from penstock_rollout.engines.sglang.calls import (
-    FIRST_TOKEN_ONLY,
-    Response,
-    SglangCalls,
-    StreamMessage,
-    generate_body,
-    read_event,
-)
+from penstock_rollout.engines.sglang.calls import FIRST_TOKEN_ONLY, Response, SglangCalls, generate_body
 from penstock_rollout.engines.sglang.plugin import StageCalls, announce_plugin
 from penstock_rollout.engines.sglang.server import HOST, LAUNCH_MODULE, SglangServer, honours_seeds, server_arguments
 
@@ -80,10 +73,7 @@ class SglangEngine(ServingEngine):
     def __init__(
         self, config: EngineConfig, model_path: Path, dtype: str, seed: int, *, module: str = LAUNCH_MODULE
     ) -> None:
-        super().__init__(model_path)
-        self._config = config
-        self._dtype = dtype
-        self._seed = seed
+        super().__init__(config, model_path, dtype, seed)
         self._module = module
         self._seeds = random.Random(seed)
         self._running: dict[str, _Running] = {}
@@ -95,15 +85,10 @@ class SglangEngine(ServingEngine):
         self._folder: Path | None = None
         """Private to this engine: the sockets of SGLang's schedulers, and the names by which versions are loaded."""
         self._schedulers: StageCalls
-        self._devices: tuple[str, ...] = ()
         self._stopping = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: SglangServer | None = None
         self._calls: SglangCalls
-
-    @property
-    def devices(self) -> tuple[str, ...]:
-        return self._devices
 
     async def start(self, policy_version: int) -> None:
         self._read_folder()
@@ -125,32 +110,29 @@ class SglangEngine(ServingEngine):
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         await self.check_health()
         self._check(request)
-        running = self._running[request.request_id] = _Running()
-        self._idle.clear()
-        self._generating.begin()
-        try:
-            while True:
-                await self._open.wait()
-                if self._stopping or running.interrupted:
-                    yield _aborted()
-                    return
-                await self.check_health()
-                running.version, running.is_submitted, running.superseded = self._policy_version, True, False
-                async with aclosing(self._submit(request, running)) as chunks:
-                    async for chunk in chunks:
-                        yield chunk
-                if not running.superseded:
-                    return
-                running.is_submitted = False
-        finally:
-            del self._running[request.request_id]
-            self._generating.end()
-            if not self._running:
-                self._idle.set()
+        with self._serving(request.request_id):
+            running = self._running[request.request_id] = _Running()
+            self._idle.clear()
+            try:
+                while True:
+                    await self._open.wait()
+                    if self._stopping or running.interrupted:
+                        yield _aborted()
+                        return
+                    await self.check_health()
+                    running.version, running.is_submitted, running.superseded = self._policy_version, True, False
+                    async with aclosing(self._submit(request, running)) as chunks:
+                        async for chunk in chunks:
+                            yield chunk
+                    if not running.superseded:
+                        return
+                    running.is_submitted = False
+            finally:
+                del self._running[request.request_id]
+                if not self._running:
+                    self._idle.set()
 
     def _check(self, request: GenerateRequest) -> None:
-        if request.request_id in self._running:
-            raise InvalidInput("request_id", f"{request.request_id!r} is running already")
         if request.constraint is not None:
             raise InvalidInput(
                 "response_format", "or a constrained tool call cannot be used with the sglang engine; use vllm or torch"
@@ -173,21 +155,20 @@ class SglangEngine(ServingEngine):
                 async for message in messages:
                     if running.superseded:
                         return
-                    event = read_event(message, request.sampling, len(response.token_ids))
-                    response.add(event)
+                    response.add(message, request.sampling)
                     running.has_begun = bool(response.token_ids)
-                    if event.finish_reason is not None:
+                    if response.finish_reason is not None:
                         has_ended = True
-                        yield self._last_chunk(response, running, event)
+                        yield self._last_chunk(response, running, response.finish_reason)
                         return
                     if request.stream and not running.spans_flip:
-                        yield response.take(None)
+                        yield response.take()
             if not running.superseded:
                 raise Unavailable(f"SGLang ended the response to request {request.request_id} before it was finished")
         except Unavailable:
             if not self._stopping:
                 raise
-            yield _aborted() if running.spans_flip else response.take(None, "aborted")
+            yield _aborted() if running.spans_flip else response.take("aborted")
         finally:
             if not has_ended and not self._stopping:
                 self._spawn(self._abort(running.rid))
@@ -207,13 +188,12 @@ class SglangEngine(ServingEngine):
             chunk_tokens=request.min_chunk_tokens if request.stream else FIRST_TOKEN_ONLY,
         )
 
-    def _last_chunk(self, response: Response, running: _Running, event: StreamMessage) -> TokenChunk:
-        reason = event.finish_reason or {}
+    def _last_chunk(self, response: Response, running: _Running, reason: dict[str, Any]) -> TokenChunk:
         if "status_code" in reason and not self._stopping and not running.interrupted:
             raise Unavailable(f"SGLang aborted a request: {reason.get('message', reason)}")
-        if event.spans is None and running.spans_flip and len(response.token_ids) > response.num_delivered:
+        if response.spans is None and running.spans_flip and len(response.token_ids) > response.num_delivered:
             raise Unavailable("SGLang did not report which version produced which tokens of a response")
-        return response.take(event.spans, _FINISH_REASONS.get(reason["type"], "aborted"))
+        return response.take(_FINISH_REASONS.get(reason["type"], "aborted"))
 
     async def _abort(self, rid: str) -> None:
         with suppress(Unavailable):
@@ -288,15 +268,14 @@ class SglangEngine(ServingEngine):
         """Return the load. SGLang's figures are from the last poll, so they are capped by the requests known here."""
         if self._server is None or not self._running:
             return EngineStats(running_requests=0, waiting_requests=0, kv_cache_usage=0.0)
-        load = self._server.load
+        num_waiting, kv_cache_usage = self._server.load
         held = sum(not running.is_submitted for running in self._running.values())
         without_token = sum(not running.has_begun for running in self._running.values())
-        waiting = min(load.waiting_requests + held, without_token)
-        return EngineStats(len(self._running) - waiting, waiting, load.kv_cache_usage, self._generating.seconds)
+        waiting = min(num_waiting + held, without_token)
+        return EngineStats(len(self._running) - waiting, waiting, kv_cache_usage, self._generating.seconds)
 
     async def check_health(self) -> None:
-        if self._broken:
-            raise Unavailable(f"the SGLang engine cannot generate: {self._broken}")
+        await super().check_health()
         if self._server is None or not self._server.is_alive:
             raise Unavailable("SGLang has died; restart the rollout server")
 
@@ -309,20 +288,16 @@ class SglangEngine(ServingEngine):
         self._open.set()
         if server.is_alive:
             await self.abort_weights()
-        if server.is_alive and self._running:
-            await self._abort_running()
+        if server.is_alive and self._running:  # they may deliver their last tokens for a moment
+            with suppress(Unavailable):
+                await self._calls.abort_all()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), ABORT_GRACE_S)
         for task in list(self._tasks):
             await end_task(task)
         await server.stop()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
-
-    async def _abort_running(self) -> None:
-        """Abort all requests, and wait a moment for them to deliver their last tokens."""
-        with suppress(Unavailable):
-            await self._calls.abort_all()
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), ABORT_GRACE_S)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

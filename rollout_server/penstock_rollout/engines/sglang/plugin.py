@@ -111,7 +111,7 @@ class StageWorker:
         """Wait for the version and compare its checksums. Returns how long it took to receive it.
 
         Raises WeightPushFailed if the version cannot be loaded."""
-        self._verified = stage = self._slot.wait_verified(policy_version, bucket_checksums, timeout_s)
+        self._verified = stage = self._slot.verified(policy_version, bucket_checksums, timeout_s)
         return stage.receive_s
 
     def abort(self) -> None:

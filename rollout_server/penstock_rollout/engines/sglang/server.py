@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 from prometheus_client import REGISTRY, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
@@ -22,7 +23,7 @@ from prometheus_client.registry import Collector
 from penstock.cancellation import end_task
 from penstock.config.rollout import EngineConfig
 from penstock.errors import ConfigError, Unavailable
-from penstock_rollout.engines.sglang.calls import Load, SglangCalls
+from penstock_rollout.engines.sglang.calls import SglangCalls
 from penstock_rollout.engines.sglang.child import API_KEY_VARIABLE
 
 logger = logging.getLogger(__name__)
@@ -41,14 +42,11 @@ class SglangServer:
     """Can be started once and stopped once. Calls `on_loss` once with the reason if the server dies or hangs."""
 
     def __init__(
-        self,
-        module: str,
-        arguments: Sequence[str],
-        port: int,
-        on_loss: Callable[[str], None],
+        self, module: str, arguments: Sequence[str], port: int, on_loss: Callable[[str], None],
         environment: Mapping[str, str],
-    ) -> None:
-        self.load = Load(waiting_requests=0, kv_cache_usage=0.0)
+    ) -> None:  # fmt: skip
+        self.load = (0, 0.0)
+        """Waiting requests and usage of the KV cache, as of the last poll."""
         self._module = module
         self._arguments = arguments
         self._on_loss = on_loss
@@ -56,33 +54,42 @@ class SglangServer:
         self._api_key = secrets.token_urlsafe(32)
         self.calls = SglangCalls(port, self._api_key)
         self._metrics = SglangMetrics(port)
-        self._child: SglangChild | None = None
+        self._process: asyncio.subprocess.Process | None = None
         self._is_lost = False
         self._watching: asyncio.Task[None] | None = None
 
     @property
     def is_alive(self) -> bool:
         """Whether SGLang runs and does not count as hung."""
-        return self._child is not None and self._child.exit_code is None and not self._is_lost
+        return self._process is not None and self._process.returncode is None and not self._is_lost
 
     async def start(self) -> None:
-        """Start the server and wait until it can generate. The caller sets the deadline; large models take minutes."""
-        self._child = child = await SglangChild.start(self._module, self._arguments, self._api_key, self._environment)
+        """Start the server and wait until it can generate. The caller sets the deadline; large models take minutes.
+
+        It inherits stdout and stderr. It and its child processes are one process group, which ends with this
+        process."""
+        self._process = process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "penstock_rollout.engines.sglang.child", str(os.getpid()), self._module,
+            *self._arguments,
+            stdin=asyncio.subprocess.DEVNULL,
+            start_new_session=True,
+            env=_environment(self._api_key) | dict(self._environment),
+        )  # fmt: skip
         while not await self.calls.is_ready():
-            if child.exit_code is not None:
-                raise Unavailable(f"SGLang ended with code {child.exit_code} while it started; its output says why")
+            if process.returncode is not None:
+                raise Unavailable(f"SGLang ended with code {process.returncode} while it started; its output says why")
             await asyncio.sleep(READY_POLL_S)
         _check_version(await self.calls.version())
         REGISTRY.register(self._metrics)
-        self._watching = asyncio.create_task(self._watch(child), name="watch-sglang")
+        self._watching = asyncio.create_task(self._watch(process), name="watch-sglang")
 
-    async def _watch(self, child: SglangChild) -> None:
+    async def _watch(self, process: asyncio.subprocess.Process) -> None:
         """Wait until SGLang ends, answers nothing, or one of its processes is stopped. Its HTTP process answers even if
         a scheduler is stopped."""
         num_silent, reason = 0, ""
-        while child.exit_code is None and num_silent < MAX_SILENT_POLLS:
+        while process.returncode is None and num_silent < MAX_SILENT_POLLS:
             try:
-                if (stopped := child.stopped_process()) is None:
+                if (stopped := _stopped_process(process.pid)) is None:
                     self.load = await self.calls.load()
                     num_silent = 0
                 else:
@@ -91,19 +98,40 @@ class SglangServer:
                 num_silent, reason = num_silent + 1, "SGLang does not answer"
                 logger.warning("%s", error)
             await asyncio.sleep(LOAD_POLL_S)
-        if child.exit_code is not None:
-            reason = f"SGLang ended with code {child.exit_code}"
+        if process.returncode is not None:
+            reason = f"SGLang ended with code {process.returncode}"
         self._is_lost = True
         self._on_loss(reason)
 
     async def stop(self) -> None:
-        """End the child process and its children. Connections are closed first, because SGLang waits for them."""
+        """End the process and then what is left of its group. Connections are closed first, because SGLang waits for
+        them. A stopped process has to continue to end."""
         if self._watching is not None:
             await end_task(self._watching)
             REGISTRY.unregister(self._metrics)
         await self.calls.close()
-        if self._child is not None:
-            await self._child.end()
+        if (process := self._process) is None:
+            return
+        if process.returncode is None:
+            with suppress(ProcessLookupError):
+                process.terminate()
+                os.killpg(process.pid, signal.SIGCONT)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), END_TIMEOUT_S)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+
+
+def _stopped_process(pid: int) -> int | None:
+    """The id of a process of SGLang that a signal has stopped, or None."""
+    with suppress(psutil.Error):
+        server = psutil.Process(pid)
+        for process in (server, *server.children(recursive=True)):
+            with suppress(psutil.Error):  # it has ended
+                if process.status() == psutil.STATUS_STOPPED:
+                    return int(process.pid)
+    return None
 
 
 def _check_version(version: str) -> None:
@@ -199,69 +227,6 @@ def _words(name: str, value: Any) -> list[str]:
     if isinstance(value, list):
         return [flag, *(str(item) for item in value)]
     return [flag, str(value)]
-
-
-class SglangChild:
-    """SGLang's server and its own child processes: one process group, which ends with this process."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
-
-    @classmethod
-    async def start(
-        cls, module: str, arguments: Sequence[str], api_key: str, environment: Mapping[str, str]
-    ) -> SglangChild:
-        """Start the server. It inherits stdout and stderr."""
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "penstock_rollout.engines.sglang.child", str(os.getpid()), module, *arguments,
-            stdin=asyncio.subprocess.DEVNULL,
-            start_new_session=True,
-            env=_environment(api_key) | dict(environment),
-        )  # fmt: skip
-        return cls(process)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def exit_code(self) -> int | None:
-        """The exit code, or None while the process runs."""
-        return self._process.returncode
-
-    def stopped_process(self) -> int | None:
-        """The id of a process of SGLang that a signal has stopped (state T), or None."""
-        return next((pid for pid in _with_descendants(self.pid) if _state(pid) == "T"), None)
-
-    async def end(self) -> None:
-        """Terminate the server, then kill what is left of its process group. A stopped process has to continue to
-        end."""
-        if self.exit_code is None:
-            with suppress(ProcessLookupError):
-                self._process.terminate()
-                os.killpg(self.pid, signal.SIGCONT)
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), END_TIMEOUT_S)
-        with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        await self._process.wait()
-
-
-def _state(pid: int) -> str:
-    """The state of a process as Linux' /proc has it; empty if it is gone, or on another system."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
-
-
-def _with_descendants(pid: int) -> Iterator[int]:
-    """A process and its descendants, parents first."""
-    yield pid
-    for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):
-            for child in children.read_text().split():
-                yield from _with_descendants(int(child))
 
 
 def _environment(api_key: str) -> dict[str, str]:

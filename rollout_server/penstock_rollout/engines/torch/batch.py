@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import platform
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -22,8 +22,8 @@ from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 
 from penstock.errors import ConfigError
-from penstock.trajectory import ExpertIds, FinishReason, VersionSegment
-from penstock_rollout.engines.engine import GenerateRequest, TokenChunk
+from penstock.trajectory import ExpertIds, FinishReason
+from penstock_rollout.engines.engine import GenerateRequest, TokenChunk, segments_of
 from penstock_rollout.engines.torch.constrained_output import RowConstraint
 
 
@@ -38,7 +38,8 @@ class Row:
     """The request's own generator. If None, the batch's generator is used."""
     constraint: RowConstraint | None = None
     log_probs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
+    starts: list[tuple[int, int]] = field(default_factory=list)
+    """Each version, and the index of its first token."""
     experts: list[ExpertIds] = field(default_factory=list)
     """[tokens, layers, top_k] of each forward pass over the row, if experts are recorded."""
     finish_reason: FinishReason | None = None
@@ -59,7 +60,7 @@ class Row:
         return TokenChunk(
             token_ids=tuple(self.tokens[prompt + start : prompt + end]),
             log_probs=tuple(self.log_probs[start:end]),
-            segments=_segments(self.versions, start, end),
+            segments=segments_of(self.starts, start, end),
             finish_reason=self.finish_reason,
             routed_experts=np.concatenate(self.experts) if self.finish_reason and self.experts else None,
         )
@@ -69,13 +70,9 @@ class DecodeBatch:
     """The rows that decode together. `join` adds rows, and `step` draws one token for each."""
 
     def __init__(
-        self,
-        model: Any,
-        stop_ids: frozenset[int],
-        max_model_len: int,
-        seed: int,
+        self, model: Any, stop_ids: frozenset[int], max_model_len: int, seed: int,
         recorder: ExpertRecorder | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.rows: list[Row] = []
         self._recorder = recorder
         self._model = model
@@ -98,8 +95,11 @@ class DecodeBatch:
     @torch.inference_mode()
     def join(self, rows: Sequence[Row], version: int) -> None:
         """Prefill the rows, draw one token for each, and add them to the batch."""
-        for _, group in groupby(sorted(rows, key=_num_tokens), key=_num_tokens):
-            self._prefill(list(group), version)
+        by_length: dict[int, list[Row]] = defaultdict(list)
+        for row in rows:
+            by_length[len(row.tokens)].append(row)
+        for length in sorted(by_length):
+            self._prefill(by_length[length], version)
         self._drop_finished()
 
     @torch.inference_mode()
@@ -163,9 +163,10 @@ class DecodeBatch:
     def _extend(self, rows: list[Row], logits: torch.Tensor, version: int) -> None:
         token_ids, log_probs = self._draw(rows, logits.float())
         for row, token_id, log_prob in zip(rows, token_ids, log_probs, strict=True):
+            if not row.starts or row.starts[-1][0] != version:
+                row.starts.append((version, len(row.log_probs)))
             row.tokens.append(token_id)
             row.log_probs.append(log_prob)
-            row.versions.append(version)
             if row.constraint is not None:
                 row.constraint.accept(token_id)
             if token_id in self._stop_ids and not row.request.sampling.ignore_eos:
@@ -216,10 +217,6 @@ class DecodeBatch:
             layer.values = layer.values[chosen, :, -longest:]
 
 
-def _num_tokens(row: Row) -> int:
-    return len(row.tokens)
-
-
 def _left_pad(states: torch.Tensor, length: int) -> torch.Tensor:
     return pad(states, (0, 0, length - states.shape[-2], 0))
 
@@ -244,14 +241,6 @@ def _likely(logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
     """Mask tokens that are less likely than `min_p` times the most likely one."""
     least = logits.max(dim=-1, keepdim=True).values + min_p.log()[:, None]
     return logits.masked_fill(logits < least, float("-inf"))
-
-
-def _segments(versions: Sequence[int], start: int, end: int) -> tuple[VersionSegment, ...]:
-    segments = []
-    for version, run in groupby(range(start, end), key=lambda index: versions[index]):
-        indices = list(run)
-        segments.append(VersionSegment(indices[0], indices[-1] + 1, version))
-    return tuple(segments)
 
 
 _TOP_K = (torch.topk, torch.Tensor.topk)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import threading
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +36,14 @@ class RowConstraint:
         assert accepted, f"token {token_id} was sampled against the constraint"
 
 
+@dataclass(eq=False)
 class ConstraintCompiler:
     """Compiles constraints for one tokenizer. xgrammar keeps those that it has compiled."""
 
-    def __init__(self, model_path: Path, vocab_size: int) -> None:
-        self._model_path = model_path
-        self._vocab_size = vocab_size
-        self._lock = threading.Lock()
-        self._compiler: Any = None
+    model_path: Path
+    vocab_size: int
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _compiler: Any = None
 
     def compile(self, constraint: OutputConstraint) -> RowConstraint:
         """Blocks while the grammar is compiled. Raises InvalidInput for a schema that xgrammar does not understand."""
@@ -61,15 +62,15 @@ class ConstraintCompiler:
             except Exception as error:  # xgrammar raises errors of several kinds, some of its own
                 why = " ".join(str(error).split())[:200]
                 raise InvalidInput("response_format", f"the schema cannot be used: {why}") from error
-        return RowConstraint(xgrammar.GrammarMatcher(grammar), self._vocab_size)
+        return RowConstraint(xgrammar.GrammarMatcher(grammar), self.vocab_size)
 
     def _create(self) -> Any:
         import xgrammar
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(self._model_path, local_files_only=True)
-        stop_ids = list(stop_token_ids(self._model_path))
+        tokenizer = AutoTokenizer.from_pretrained(self.model_path, local_files_only=True)
+        stop_ids = list(stop_token_ids(self.model_path))
         info = xgrammar.TokenizerInfo.from_huggingface(
-            tokenizer, vocab_size=self._vocab_size, stop_token_ids=stop_ids or None
+            tokenizer, vocab_size=self.vocab_size, stop_token_ids=stop_ids or None
         )
         return xgrammar.GrammarCompiler(info, max_threads=1)

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import torch
 
 from penstock.config.rollout import EngineConfig
-from penstock.errors import InvalidInput, Unavailable
+from penstock.errors import Unavailable
 from penstock.v1 import weights_pb2
 from penstock_rollout.engines.engine import CommitReport, EngineStats, GenerateRequest, TokenChunk
 from penstock_rollout.engines.serving import ServingEngine
@@ -49,13 +49,9 @@ class TorchEngine(ServingEngine):
     def __init__(
         self, config: EngineConfig, model_path: Path, dtype: str, seed: int, *, report_experts: bool = False
     ) -> None:
-        super().__init__(model_path)
-        self._config = config
-        self._dtype = dtype
-        self._seed = seed
+        super().__init__(config, model_path, dtype, seed)
         self._report_experts = report_experts
         self._queues: dict[Row, asyncio.Queue[TokenChunk | Unavailable]] = {}
-        self._running_ids: set[str] = set()
         self._changed = threading.Condition()
         self._waiting: deque[Row] = deque()
         self._actions: deque[Callable[[], None]] = deque()
@@ -67,14 +63,12 @@ class TorchEngine(ServingEngine):
         self._batch: DecodeBatch
         self._constraints: ConstraintCompiler
 
-    @property
-    def devices(self) -> tuple[str, ...]:
-        return (device_uuid(self._model.device),)
-
     async def start(self, policy_version: int) -> None:
         self._loop = asyncio.get_running_loop()
         self._read_folder()
-        self._model = await asyncio.to_thread(self._load_model)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._model = await asyncio.to_thread(load_model, self._model_path, self._dtype, device)
+        self._devices = (device_uuid(self._model.device),)
         self._slot = StageSlot(self._model_path, self._model.device)
         recorder = ExpertRecorder(self._model) if self._report_experts else None
         self._batch = DecodeBatch(
@@ -85,37 +79,28 @@ class TorchEngine(ServingEngine):
         self._thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
         self._thread.start()
 
-    def _load_model(self) -> Any:
-        from transformers import AutoModelForCausalLM
-
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        return AutoModelForCausalLM.from_pretrained(self._model_path, dtype=self._dtype).to(device).eval()
-
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         await self.check_health()
-        self._check(request)
-        constraint = None
-        if request.constraint is not None:
-            constraint = await asyncio.to_thread(self._constraints.compile, request.constraint)
-        row = self._batch.new_row(request, constraint)
-        queue = self._queues[row] = asyncio.Queue()
-        self._running_ids.add(request.request_id)
-        self._generating.begin()
-        try:
-            self._change(lambda: self._waiting.append(row))
-            while True:
-                chunk = await queue.get()
-                if isinstance(chunk, Unavailable):
-                    raise chunk
-                yield chunk
-                if chunk.finish_reason is not None:
-                    return
-        finally:
-            row.cancelled = True
-            del self._queues[row]
-            self._running_ids.discard(request.request_id)
-            self._generating.end()
-            self._change(lambda: None)
+        self._check_length(request, self._config.max_model_len)
+        with self._serving(request.request_id):
+            constraint = None
+            if request.constraint is not None:
+                constraint = await asyncio.to_thread(self._constraints.compile, request.constraint)
+            row = self._batch.new_row(request, constraint)
+            queue = self._queues[row] = asyncio.Queue()
+            try:
+                self._change(lambda: self._waiting.append(row))
+                while True:
+                    chunk = await queue.get()
+                    if isinstance(chunk, Unavailable):
+                        raise chunk
+                    yield chunk
+                    if chunk.finish_reason is not None:
+                        return
+            finally:
+                row.cancelled = True
+                del self._queues[row]
+                self._change(lambda: None)
 
     async def interrupt(self, request_ids: Collection[str]) -> None:
         wanted = frozenset(request_ids)
@@ -130,17 +115,12 @@ class TorchEngine(ServingEngine):
 
         await self._between_steps(end)
 
-    def _check(self, request: GenerateRequest) -> None:
-        if request.request_id in self._running_ids:
-            raise InvalidInput("request_id", f"{request.request_id!r} is running already")
-        self._check_length(request, self._config.max_model_len)
-
     async def stage_weights(self, announcement: weights_pb2.AnnounceRequest) -> None:
         self._stages(announcement)
         self._slot.begin(announcement)
 
     async def commit_weights(self, policy_version: int, bucket_checksums: list[str], timeout_s: float) -> CommitReport:
-        stage = await self._slot.verified(policy_version, bucket_checksums, timeout_s)
+        stage = await asyncio.to_thread(self._slot.verified, policy_version, bucket_checksums, timeout_s)
         in_flight = len(self._queues)
         load_s = await self._between_steps(lambda: self._flip(stage, bucket_checksums))
         return CommitReport(stage.receive_s, load_s, paused_s=load_s, running_requests=in_flight)
@@ -157,10 +137,6 @@ class TorchEngine(ServingEngine):
             kv_cache_usage=self._batch.num_cached_tokens / capacity,
             generating_s=self._generating.seconds,
         )
-
-    async def check_health(self) -> None:
-        if self._broken:
-            raise Unavailable(f"the torch engine cannot generate: {self._broken}")
 
     async def stop(self) -> None:
         if self._thread is None:
@@ -209,7 +185,10 @@ class TorchEngine(ServingEngine):
         try:
             while not self._stopping:
                 self._run_once()
-            self._abort_all()
+            rows = [*self._batch.release(), *self._waiting]
+            for row in rows:
+                row.finish_reason = "aborted"
+            self._deliver(rows)
         except Exception as error:
             logger.exception("the torch engine failed")
             self._broken = repr(error)
@@ -218,7 +197,7 @@ class TorchEngine(ServingEngine):
     def _run_once(self) -> None:
         """Wait for work. Then run the actions, step once, and add waiting requests to the batch."""
         with self._changed:
-            self._changed.wait_for(self._has_work)
+            self._changed.wait_for(lambda: self._stopping or self._actions or self._waiting or self._batch.rows)
             actions = [self._actions.popleft() for _ in range(len(self._actions))]
         for action in actions:
             action()
@@ -230,9 +209,6 @@ class TorchEngine(ServingEngine):
         if joining:
             self._batch.join(joining, self._policy_version)
         self._deliver(stepping + joining)
-
-    def _has_work(self) -> bool:
-        return self._stopping or bool(self._actions or self._waiting or self._batch.rows)
 
     def _take_waiting(self) -> list[Row]:
         """Return the waiting rows that the batch has room for."""
@@ -250,12 +226,6 @@ class TorchEngine(ServingEngine):
         if ready:
             self._loop.call_soon_threadsafe(self._put, [(row, row.take_chunk()) for row in ready])
 
-    def _abort_all(self) -> None:
-        rows = [*self._batch.release(), *self._waiting]
-        for row in rows:
-            row.finish_reason = "aborted"
-        self._deliver(rows)
-
     def _put(self, chunks: list[tuple[Row, TokenChunk]]) -> None:
         for row, chunk in chunks:
             if (queue := self._queues.get(row)) is not None:
@@ -264,6 +234,12 @@ class TorchEngine(ServingEngine):
     def _fail_all(self) -> None:
         for queue in self._queues.values():
             queue.put_nowait(Unavailable(f"the torch engine failed: {self._broken}"))
+
+
+def load_model(folder: Path, dtype: str, device: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
 
 
 @torch.no_grad()

@@ -62,14 +62,14 @@ class CopiedPart:
         return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
 
 
+@dataclass(frozen=True)
 class Copies:
     """All parts of a version. `load` does what vLLM's loader does, for every version whose tensors are of the same
     kinds, as long as the parameters of the model stay where they are."""
 
-    def __init__(self, kinds: list[Kind], parts: list[CopiedPart], places: list[Place]) -> None:
-        self._kinds = kinds
-        self._parts = parts
-        self._places = places
+    _kinds: list[Kind]
+    _parts: list[CopiedPart]
+    _places: list[Place]
 
     def fit(self, tensors: NamedTensors) -> bool:
         is_in_place = all(kept.get(name) is not None and kept[name].data_ptr() == at for kept, name, at in self._places)
@@ -104,7 +104,13 @@ def learn(model: Any, tensors: NamedTensors) -> Copies:
     for part in parts:
         if _differ(part.target, part.source(tensors)):
             raise NotPlain(f"vLLM keeps other values of {tensors[part.index][0]}")
-    return Copies(kinds_of(tensors), parts, list(_places_of(model)))
+    places = [
+        (module._parameters, name, parameter.data_ptr())
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    ]
+    return Copies(kinds_of(tensors), parts, places)
 
 
 def refuse_other_weights(model: Any) -> None:
@@ -129,13 +135,6 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, list | tuple | set | dict):
         for one in value.values() if isinstance(value, dict) else value:
             yield from _tensors_in(one)
-
-
-def _places_of(model: Any) -> Iterator[Place]:
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                yield module._parameters, name, parameter.data_ptr()
 
 
 def _has_sinks(implementation: Any) -> bool:
@@ -227,7 +226,7 @@ def _refuse_gaps(model: Any, copied: list[torch.Tensor], filled: list[torch.Tens
         borders = [begin, *(border for piece in written[_memory_of(parameter)] for border in piece)]
         borders.append(begin + parameter.nbytes)
         if not parameter.is_contiguous() or borders[::2] != borders[1::2]:
-            raise NotPlain(f"its loader leaves out a part of {name}")
+            raise NotPlain(f"its loader skips a part of {name}")
 
 
 def _memory_of(tensor: torch.Tensor) -> int:

@@ -4,7 +4,7 @@ Decoding would otherwise wait for a round trip between two busy processes at eve
 the version, resume. The call does everything at the first moment at which no step is in flight:
 - It refuses a stage that does not verify, before anything is paused.
 - Every token of the old version leaves before the scheduler answers the pause (scheduler.py).
-- The version is set while no step is in flight. A mark among the outputs tells older_vllm.py where its tokens begin.
+- The version is set while no step is in flight. A mark among the outputs shows where its tokens begin.
 - Requests without a token begin under the new version, and share no KV with an earlier load.
 
 If the load fails, the scheduler stays paused and the call fails.
@@ -19,8 +19,8 @@ from typing import Any
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCoreProc
 
-from penstock_rollout.engines.vllm.older_vllm import begin_version
 from penstock_rollout.engines.vllm.start import CONTROL_TIMEOUT_S, LOAD_TIMEOUT_S
+from penstock_rollout.engines.vllm.version_stamps import begin_version
 
 Flipped = tuple[str, float, list[tuple[float, float]]]
 """Why the stage was refused, or an empty string; seconds of the pause; receive_s and load_s of each worker."""

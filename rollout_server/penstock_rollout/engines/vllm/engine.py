@@ -24,7 +24,7 @@ import numpy as np
 
 from penstock.config.rollout import EngineConfig
 from penstock.errors import InvalidInput, Unavailable, WeightPushFailed
-from penstock.trajectory import FinishReason, VersionSegment
+from penstock.trajectory import FinishReason
 from penstock.v1 import weights_pb2
 from penstock_rollout.engines.engine import (
     CommitReport,
@@ -32,10 +32,8 @@ from penstock_rollout.engines.engine import (
     GenerateRequest,
     OutputConstraint,
     TokenChunk,
-    segments_of,
 )
 from penstock_rollout.engines.serving import ServingEngine
-from penstock_rollout.engines.vllm.older_vllm import OwnStamps, chunk_settings, reports_versions
 from penstock_rollout.engines.vllm.standby import Standby
 from penstock_rollout.engines.vllm.start import (
     CHUNK_TOKENS,
@@ -46,6 +44,7 @@ from penstock_rollout.engines.vllm.start import (
     engine_arguments,
     flips_in_one_call,
 )
+from penstock_rollout.engines.vllm.version_stamps import VersionStamps
 
 logger = logging.getLogger(__name__)
 
@@ -73,36 +72,22 @@ class VllmEngine(ServingEngine):
     name = "vllm"
 
     def __init__(
-        self,
-        config: EngineConfig,
-        model_path: Path,
-        dtype: str,
-        seed: int,
-        *,
-        report_experts: bool = False,
+        self, config: EngineConfig, model_path: Path, dtype: str, seed: int, *, report_experts: bool = False,
         standby: Standby | None = None,
-    ) -> None:
-        super().__init__(model_path)
-        self._config = config
+    ) -> None:  # fmt: skip
+        super().__init__(config, model_path, dtype, seed)
         self._arguments = engine_arguments(config, model_path, dtype, seed)
         if report_experts:
             self._arguments["enable_return_routed_experts"] = True
         self._standby = standby
         self.load = SchedulerLoad()
         """The latest figures of vLLM's scheduler."""
-        self._running: set[str] = set()
-        """Ids of the requests between their submission and their end."""
         self._superseded: set[str] = set()
         """Requests that were aborted before their first token and will be submitted again under a newer version."""
         self._control = asyncio.Lock()
-        self._devices: tuple[str, ...] = ()
         self._llm: Any = None
         self._flips_in_one_call = False
-        self._stamps: NativeStamps | OwnStamps
-
-    @property
-    def devices(self) -> tuple[str, ...]:
-        return self._devices
+        self._stamps: VersionStamps
 
     @property
     def llm(self) -> Any:
@@ -113,7 +98,7 @@ class VllmEngine(ServingEngine):
         self._read_folder()
         core_process = [self._standby.when_ready] if self._standby is not None else []
         self._llm = await asyncio.to_thread(create_llm, self._arguments, self.load, *core_process)
-        self._stamps = create_stamps(self._llm)
+        self._stamps = VersionStamps(self._llm)
         self._flips_in_one_call = flips_in_one_call(self._arguments, self._llm)
         await answer_of(self._llm.get_supported_tasks())
         await answer_of(self._stamps.set_version(policy_version))
@@ -122,23 +107,18 @@ class VllmEngine(ServingEngine):
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         await self.check_health()
-        if request.request_id in self._running:
-            raise InvalidInput("request_id", f"{request.request_id!r} is running already")
-        self._running.add(request.request_id)
-        self._generating.begin()
-        try:
-            while True:
-                async with aclosing(self._submit(request)) as chunks:
-                    async for chunk in chunks:
-                        yield chunk
-                if request.request_id not in self._superseded:
-                    return
+        with self._serving(request.request_id):
+            try:
+                while True:
+                    async with aclosing(self._submit(request)) as chunks:
+                        async for chunk in chunks:
+                            yield chunk
+                    if request.request_id not in self._superseded:
+                        return
+                    self._superseded.discard(request.request_id)
+            finally:
                 self._superseded.discard(request.request_id)
-        finally:
-            self._running.discard(request.request_id)
-            self._superseded.discard(request.request_id)
-            self._generating.end()
-            self._stamps.end(request.request_id)
+                self._stamps.end(request.request_id)
 
     async def _submit(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk]:
         """Submit the request to vLLM once. Yields nothing if the request is superseded.
@@ -163,16 +143,14 @@ class VllmEngine(ServingEngine):
                     num_tokens += len(chunk.token_ids)
                     yield chunk
         except (VLLMValidationError, ValueError) as error:
-            raise InvalidInput(self._refused_field(request), str(error).splitlines()[0]) from error
+            # vLLM checks the constraint before the prompt, and its errors do not say which it refuses.
+            fits = len(request.prompt_token_ids) < self._config.max_model_len
+            field = "response_format" if request.constraint is not None and fits else "prompt_token_ids"
+            raise InvalidInput(field, str(error).splitlines()[0]) from error
         except (EngineDeadError, EngineGenerateError) as error:
             if isinstance(error.__cause__, ImportError) and request.constraint is not None:
                 raise InvalidInput("response_format", f"vLLM needs a package for it: {error.__cause__}") from error
             raise Unavailable(f"vLLM could not finish request {request.request_id}: {error!r}") from error
-
-    def _refused_field(self, request: GenerateRequest) -> str:
-        """The field that vLLM refuses. It checks the constraint before the prompt, and its errors do not say which."""
-        fits = len(request.prompt_token_ids) < self._config.max_model_len
-        return "response_format" if request.constraint is not None and fits else "prompt_token_ids"
 
     def _chunk(self, request_id: str, completion: Any, start: int) -> TokenChunk:
         token_ids = tuple(completion.token_ids)
@@ -180,13 +158,13 @@ class VllmEngine(ServingEngine):
         return TokenChunk(
             token_ids=token_ids,
             log_probs=tuple(completion.logprobs.logprobs) if token_ids else (),
-            segments=self._stamps.segments(request_id, completion, start, start + len(token_ids)),
+            segments=self._stamps.segments(request_id, completion, start),
             finish_reason=None if reason is None else _FINISH_REASONS.get(reason, "aborted"),
             routed_experts=_small_ids(completion.routed_experts) if reason is not None else None,
         )
 
     async def interrupt(self, request_ids: Collection[str]) -> None:
-        running = [request_id for request_id in request_ids if request_id in self._running]
+        running = [request_id for request_id in request_ids if request_id in self._request_ids]
         if running:
             await answer_of(self._llm.abort(running))
 
@@ -233,7 +211,7 @@ class VllmEngine(ServingEngine):
         policy_version = staged.manifest.policy_version
         flip = self._flip_inside if self._flips_in_one_call else self._flip_by_calls
         async with self._control:
-            in_flight = len(self._running)
+            in_flight = len(self._request_ids)
             try:
                 paused_s, timings = await flip(staged, bucket_checksums)
             except WeightPushFailed:  # the stage does not verify, and nothing was paused
@@ -280,7 +258,7 @@ class VllmEngine(ServingEngine):
 
     async def _supersede_unstarted(self) -> None:
         """Abort the requests without a token; `generate` submits them again under the new version."""
-        unstarted = [request_id for request_id in self._running if not self._stamps.has_token(request_id)]
+        unstarted = [request_id for request_id in self._request_ids if not self._stamps.has_token(request_id)]
         self._superseded.update(unstarted)
         if unstarted:
             await answer_of(self._llm.abort(unstarted))
@@ -288,7 +266,7 @@ class VllmEngine(ServingEngine):
     async def _break(self, why: str) -> None:
         logger.error("the vLLM engine stops serving: %s", why)
         self._broken = why
-        await answer_of(self._llm.abort(list(self._running)))
+        await answer_of(self._llm.abort(list(self._request_ids)))
 
     async def _rpc(self, method: str, *args: Any, timeout_s: float = CONTROL_TIMEOUT_S) -> list[Any]:
         """Call a method of every worker. Returns the results in rank order."""
@@ -300,17 +278,16 @@ class VllmEngine(ServingEngine):
             await self._rpc("penstock_abort")
 
     def stats(self) -> EngineStats:
-        waiting = min(self.load.waiting_requests, len(self._running))
+        waiting = min(self.load.waiting_requests, len(self._request_ids))
         return EngineStats(
-            running_requests=len(self._running) - waiting,
+            running_requests=len(self._request_ids) - waiting,
             waiting_requests=waiting,
             kv_cache_usage=self.load.kv_cache_usage,
             generating_s=self._generating.seconds,
         )
 
     async def check_health(self) -> None:
-        if self._broken:
-            raise Unavailable(f"the vLLM engine cannot generate: {self._broken}")
+        await super().check_health()
         if self._llm.errored:
             raise Unavailable("vLLM's EngineCore has died; restart the rollout server")
 
@@ -322,51 +299,11 @@ class VllmEngine(ServingEngine):
         self._broken = "it was stopped"
         llm, self._llm = self._llm, None
         with suppress(Unavailable):
-            await answer_of(llm.abort(list(self._running)))
+            await answer_of(llm.abort(list(self._request_ids)))
         if llm.output_handler is not None:
             llm.output_handler.cancel()
         await asyncio.to_thread(llm.shutdown, timeout=STOP_TIMEOUT_S)
         llm.shutdown = lambda: None  # its finalizer calls it again, which fails while the interpreter exits
-
-
-class NativeStamps:
-    """Which version produced which token of a request, as vLLM 0.32 reports it: EngineCore labels the outputs of every
-    step, and the front end keeps the spans of a request, which it reports with the last output.
-
-    Requests have the id under which they were submitted. `begin` comes before each submission, `end` after the last."""
-
-    def __init__(self, llm: Any) -> None:
-        self._core = llm.engine_core
-        self._processor = llm.output_processor
-
-    async def set_version(self, policy_version: int) -> None:
-        """Set the version of all tokens from now on. Call it before the first request, or while nothing decodes.
-
-        A flip inside EngineCore (core_flip.py) sets it without this call."""
-        await self._core.set_weight_version_async(str(policy_version))
-
-    def begin(self, request_id: str) -> None: ...
-
-    def end(self, request_id: str) -> None: ...
-
-    def has_token(self, request_id: str) -> bool:
-        """Also True for a request that vLLM has finished."""
-        return all(self._starts(internal_id) for internal_id in self._processor.external_req_ids.get(request_id, ()))
-
-    def segments(self, request_id: str, completion: Any, start: int, end: int) -> tuple[VersionSegment, ...]:
-        """Return the versions of the tokens [start, end), which came with `completion`."""
-        if completion.finish_reason is None:
-            (internal_id,) = self._processor.external_req_ids[request_id]
-            return segments_of(self._starts(internal_id), start, end)
-        return segments_of([(int(span.version), span.start) for span in completion.weight_versions or ()], start, end)
-
-    def _starts(self, internal_id: str) -> list[tuple[int, int]]:
-        state = self._processor.request_states[internal_id]
-        return [(int(version), first) for version, first in state.weight_version_starts]
-
-
-def create_stamps(llm: Any) -> NativeStamps | OwnStamps:
-    return NativeStamps(llm) if reports_versions() else OwnStamps(llm)
 
 
 def sampling_params(request: GenerateRequest, stop_ids: list[int]) -> Any:
@@ -380,6 +317,8 @@ def sampling_params(request: GenerateRequest, stop_ids: list[int]) -> Any:
 
     sampling = request.sampling
     chunk_tokens = min(request.min_chunk_tokens, MAX_CHUNK_TOKENS) if request.stream else MAX_CHUNK_TOKENS
+    # By this parameter vLLM's front end delivers several tokens at once. Where it lacks it, each is a chunk.
+    is_known = request.min_chunk_tokens > 1 and hasattr(SamplingParams, "stream_interval")
     return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -396,7 +335,7 @@ def sampling_params(request: GenerateRequest, stop_ids: list[int]) -> Any:
         skip_clone=True,
         extra_args={CHUNK_TOKENS: chunk_tokens} if chunk_tokens > 1 else None,
         structured_outputs=None if request.constraint is None else _structured_outputs(request.constraint),
-        **chunk_settings(request.min_chunk_tokens),
+        **({"stream_interval": request.min_chunk_tokens} if is_known else {}),
     )
 
 

@@ -3,8 +3,7 @@
 vLLM starts EngineCore as a new process once the server has imported vLLM and made its config, and the new process
 imports vLLM again. On the first start of a model, a third process imports it to look at the model's class. One import
 takes 10 to 30 seconds. Here a process is started when the engine is created. It imports what EngineCore needs and the
-model's class, and notes for vLLM what the class is. Then it waits for what `multiprocessing` sends to a process that it
-starts.
+model's class, notes for vLLM what the class is, and waits for the call that vLLM would make in a new process.
 
 It is a new process, not a fork: it may use CUDA, and has no threads or locks of the server. Its environment is replaced
 by that of the server at the time EngineCore starts, before vLLM's objects are read. It ends when the server ends.
@@ -18,24 +17,24 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import io
-import json
 import logging
+import multiprocessing
 import os
-import select
 import signal
-import struct
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from multiprocessing import popen_spawn_posix, reduction, resource_tracker, spawn, util
-from multiprocessing.context import SpawnContext, SpawnProcess, set_spawning_popen
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from multiprocessing import util
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnContext, SpawnProcess
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from penstock.config.rollout import EngineConfig
 from penstock.weights.folder_tensors import read_json
+from penstock_rollout.engines.child_process import end_with_parent
 from penstock_rollout.engines.vllm.start import is_cpu_build, prepare_environment
 
 logger = logging.getLogger(__name__)
@@ -44,9 +43,6 @@ SWITCH = "PENSTOCK_VLLM_STANDBY"
 """The environment variable that turns standby processes on (1) or off (0). Without it, they are used on CUDA."""
 READY_S = 180.0
 """How long an engine waits for its standby process. It has imported about as much as the server by then."""
-LENGTH = struct.Struct("!q")
-"""Before the environment, which is JSON, the pipe has its length."""
-_PROGRAM = "from penstock_rollout.engines.vllm.standby import main; main({}, {}, {}, {!r})"
 _MODULES = (
     "vllm.v1.engine.core",
     "penstock_rollout.engines.vllm.worker",
@@ -58,157 +54,93 @@ _WORKERS = {
     False: ("vllm.v1.worker.gpu_worker", "vllm.v1.worker.gpu_model_runner"),
 }
 """By whether the CPU wheel is installed."""
-PARENT_POLL_S = 0.5
 
 
-@dataclass
 class Standby:
-    """The server's side of a standby process. It can be used once, or closed."""
+    """The server's side of a standby process, which starts at once. It can be used once, or closed.
 
-    pid: int
-    _sentinel: int
-    """The end of a pipe that becomes readable when the process ends."""
-    _data: int
-    """The end of the pipe that the process reads."""
-    _report: int
-    """The end of the pipe to which the process writes one line when it has imported everything."""
+    `preload` imports everything, and returns why it could not, in one line."""
 
-    @classmethod
-    def start(cls, architectures: Sequence[str]) -> Self:
-        """Start the process, with this environment. Returns at once. `architectures` are those of the model folder."""
-        tracker = resource_tracker.getfd()
-        assert tracker is not None, "getfd starts it"
-        data, own_data = os.pipe()
-        own_sentinel, sentinel = os.pipe()
-        own_report, report = os.pipe()
-        executable = os.fsdecode(spawn.get_executable())
-        program = _PROGRAM.format(data, tracker, report, list(architectures))
-        flags = util._args_from_interpreter_flags()  # type: ignore[attr-defined]
-        command = [executable, *flags, "-c", program, "--multiprocessing-fork"]
-        try:
-            pid = util.spawnv_passfds(os.fsencode(executable), command, [tracker, data, sentinel, report])
-        finally:
-            for end in (data, sentinel, report):
-                os.close(end)
-        return cls(pid, own_sentinel, own_data, own_report)
+    def __init__(self, preload: Callable[[], str]) -> None:
+        self._pipe, theirs = multiprocessing.Pipe()
+        self.process = SpawnProcess(target=_become_engine_core, args=(theirs, os.getpid(), preload))
+        self.process.start()
+        theirs.close()
+        self._is_free = True
+        util.Finalize(None, self.close, exitpriority=10)  # otherwise multiprocessing would wait for its end
 
     def is_ready(self, timeout_s: float = READY_S) -> bool:
         """Wait until the process has imported everything. Returns whether it has; if not, it is closed."""
         started = time.monotonic()
-        line = self._read_report(timeout_s)
-        said = json.loads(line) if line else {"problem": f"it did not answer within {timeout_s:.0f} s, or has died"}
-        if said["problem"]:
-            logger.warning("EngineCore starts without its standby process, which takes longer: %s", said["problem"])
+        problem, seconds = f"it did not answer within {timeout_s:.0f} s, or has died", 0.0
+        with contextlib.suppress(EOFError, OSError):
+            if self._pipe.poll(timeout_s):
+                problem, seconds = self._pipe.recv()
+        if problem:
+            logger.warning("EngineCore starts without its standby process, which takes longer: %s", problem)
             self.close()
             return False
         waited_s = time.monotonic() - started
-        logger.info("EngineCore's process imported vLLM in %.1f s; waited for %.1f s of it", said["seconds"], waited_s)
+        logger.info("EngineCore's process imported vLLM in %.1f s; waited for %.1f s of it", seconds, waited_s)
         return True
-
-    def _read_report(self, timeout_s: float) -> bytes:
-        """Read the line of the process. Returns nothing if it does not come in time, or the process has died."""
-        deadline, line = time.monotonic() + timeout_s, b""
-        while not line.endswith(b"\n"):
-            readable, _, _ = select.select([self._report], [], [], max(0.0, deadline - time.monotonic()))
-            read = os.read(self._report, 4096) if readable else b""
-            if not read:
-                return b""
-            line += read
-        return line
 
     def when_ready(self) -> contextlib.AbstractContextManager[None]:
         """Wait until the process is ready. Within the block that is returned, vLLM starts EngineCore in it."""
-        return self.becoming_engine_core() if self.is_ready() else contextlib.nullcontext()
+        return self._becoming_engine_core() if self.is_ready() else contextlib.nullcontext()
 
     @contextlib.contextmanager
-    def becoming_engine_core(self) -> Iterator[None]:
+    def _becoming_engine_core(self) -> Iterator[None]:
         """Within the block, vLLM starts EngineCore in this process. Others that it starts are new processes."""
         from vllm.v1.engine import utils
 
         own = utils.get_mp_context
-        utils.get_mp_context = lambda: _StandbyContext(self)
+        utils.get_mp_context = lambda: StandbyContext(self)
         try:
             yield
         finally:
             utils.get_mp_context = own
             self.close()
 
-    def hand_over(self, message: memoryview) -> tuple[int, int, int]:
-        """Send this environment and what `multiprocessing` sends to a new process. Returns the process's id, its
-        sentinel, and the pipe that must stay open while this process lives. The caller owns all three."""
-        environment = json.dumps(dict(os.environ)).encode()
-        handed = self.pid, self._sentinel, self._data
-        self.pid = 0
-        os.close(self._report)
-        # If it has died, vLLM finds that out by the sentinel.
-        with contextlib.suppress(BrokenPipeError), open(handed[2], "wb", closefd=False) as pipe:
-            pipe.write(LENGTH.pack(len(environment)) + environment)
-            pipe.write(message)
-        return handed
+    def process_for(
+        self, target: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None,
+        name: str | None = None,
+    ) -> SpawnProcess:  # fmt: skip
+        """The standby process, which makes the call when it is started; or a new one, if this one was used."""
+        if self._is_free:
+            try:
+                self.process.name = name or self.process.name
+                call = ForkingPickler.dumps((target, tuple(args), dict(kwargs or {}), self.process.name))
+            except RuntimeError as error:  # only a new process inherits open files
+                logger.warning("EngineCore starts without its standby process: it is given open files (%s)", error)
+            else:
+                self._is_free = False
+                self.process.start = partial(self._hand_over, bytes(call))  # type: ignore[method-assign]
+                return self.process
+        return SpawnProcess(target=target, args=tuple(args), kwargs=dict(kwargs or {}), name=name)
 
-    @property
-    def is_free(self) -> bool:
-        return self.pid != 0
+    def _hand_over(self, call: bytes) -> None:
+        with contextlib.suppress(BrokenPipeError):  # if it has died, vLLM finds that out by the sentinel
+            self._pipe.send(dict(os.environ))
+            self._pipe.send_bytes(call)
 
     def close(self) -> None:
         """Kill the process, unless it was handed over. May be called twice."""
-        if not self.is_free:
-            return
-        with contextlib.suppress(ProcessLookupError, ChildProcessError):
-            os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
-        self.pid = 0
-        for end in (self._sentinel, self._data, self._report):
-            os.close(end)
+        if self._is_free:
+            self._is_free = False
+            self.process.kill()
+            self.process.join()
+            self._pipe.close()
 
 
-class _StandbyContext(SpawnContext):
+class StandbyContext(SpawnContext):
     """The context that vLLM gets. Its first process is the standby process."""
 
     def __init__(self, standby: Standby) -> None:
         super().__init__()
         self._standby = standby
 
-    def Process(self, *args: Any, **kwargs: Any) -> SpawnProcess:  # type: ignore[override]  # noqa: N802
-        return _StandbyProcess(self._standby, *args, **kwargs)
-
-
-class _StandbyProcess(SpawnProcess):
-    def __init__(self, standby: Standby, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._standby: Standby | None = standby
-
-    def _Popen(self, process_obj: Any) -> Any:  # type: ignore[override]  # noqa: N802
-        standby, self._standby = self._standby, None  # it stays here
-        if standby is None or not standby.is_free:
-            return popen_spawn_posix.Popen(process_obj)
-        return _StandbyPopen(process_obj, standby)
-
-
-class _StandbyPopen(popen_spawn_posix.Popen):
-    """Does what its base class does, with a process that runs already."""
-
-    _fds: list[int]
-
-    def __init__(self, process_obj: Any, standby: Standby) -> None:
-        self._standby = standby
-        super().__init__(process_obj)
-
-    def _launch(self, process_obj: Any) -> None:
-        message = io.BytesIO()
-        set_spawning_popen(self)
-        try:
-            reduction.dump(spawn.get_preparation_data(process_obj._name), message)
-            reduction.dump(process_obj, message)
-        finally:
-            set_spawning_popen(None)
-        if self._fds:  # only a new process inherits open files
-            logger.warning("EngineCore starts without its standby process: it is given open files")
-            self._fds.clear()
-            super()._launch(process_obj)  # type: ignore[misc]
-            return
-        self.pid, self.sentinel, parent = self._standby.hand_over(message.getbuffer())
-        self.finalizer = util.Finalize(self, util.close_fds, (parent, self.sentinel))  # type: ignore[attr-defined]
+    def Process(self, *, target: Callable[..., Any], **settings: Any) -> SpawnProcess:  # type: ignore[override]  # noqa: N802
+        return self._standby.process_for(target, **settings)
 
 
 def start_standby(config: EngineConfig, model_path: Path) -> Standby | None:
@@ -220,30 +152,31 @@ def start_standby(config: EngineConfig, model_path: Path) -> Standby | None:
     is_forked = not is_cpu_build() and os.environ.get("VLLM_WORKER_MULTIPROC_METHOD", "spawn") != "spawn"
     if not is_wanted or is_forked or config.extra.get("numa_bind"):
         return None
-    return Standby.start(read_json(model_path / "config.json").get("architectures") or [])
+    return Standby(partial(preload, read_json(model_path / "config.json").get("architectures") or []))
 
 
-def main(data: int, tracker: int, report: int, architectures: list[str]) -> None:
-    """Import vLLM, say so, and wait to become EngineCore. Ends if the server ends or closes the pipe."""
-    started, server = time.monotonic(), os.getppid()
+def _become_engine_core(pipe: Connection, server: int, preload: Callable[[], str]) -> None:
+    """The standby process: import vLLM, report it, and wait for EngineCore's call. Ends with the server."""
+    started = time.monotonic()
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server
-    prepare_environment()
-    problem = _preload(architectures)
-    said = json.dumps({"problem": problem, "seconds": time.monotonic() - started})
-    with contextlib.suppress(BrokenPipeError):  # the server does not wait for it
-        os.write(report, said.encode() + b"\n")
-    os.close(report)
-    environment = _read_environment(data, server)
-    if environment is None:
+    end_with_parent(server, lambda: os._exit(1))
+    try:
+        pipe.send((preload(), time.monotonic() - started))
+        environment = pipe.recv()
+        os.environ.clear()
+        os.environ.update(environment)
+        target, args, kwargs, name = pipe.recv()
+    except (EOFError, BrokenPipeError):  # the server does not need it any more
         sys.exit(0)
-    os.environ.clear()
-    os.environ.update(environment)
+    pipe.close()
     signal.signal(signal.SIGINT, before)
-    spawn.spawn_main(pipe_handle=data, tracker_fd=tracker)
+    multiprocessing.current_process().name = name
+    target(*args, **kwargs)
 
 
-def _preload(architectures: Sequence[str]) -> str:
+def preload(architectures: Sequence[str]) -> str:
     """Import everything. Returns why it could not, in one line."""
+    prepare_environment()
     try:
         for module in (*_MODULES, *_WORKERS[is_cpu_build()]):
             importlib.import_module(module)
@@ -261,7 +194,7 @@ def _note_model_class(architectures: Sequence[str]) -> None:
     try:
         from vllm.model_executor.models import registry
 
-        registry._run_in_subprocess = _call
+        registry._run_in_subprocess = lambda function: function()
         for architecture in architectures:
             if architecture in registry.ModelRegistry.models:
                 model = registry.ModelRegistry.models[architecture]
@@ -269,28 +202,3 @@ def _note_model_class(architectures: Sequence[str]) -> None:
                 model.load_model_cls()
     except Exception as error:
         print(f"the class of {', '.join(architectures)} was not imported ahead: {error}", file=sys.stderr)
-
-
-def _call(function: Callable[[], Any]) -> Any:
-    return function()
-
-
-def _read_environment(data: int, server: int) -> dict[str, str] | None:
-    """Read the server's environment, which comes first. Returns None if the server closes the pipe or ends."""
-    length = _read(data, LENGTH.size, server)
-    text = _read(data, LENGTH.unpack(length)[0], server) if length else b""
-    return json.loads(text) if text else None
-
-
-def _read(data: int, num_bytes: int, server: int) -> bytes:
-    """Read exactly that many bytes. Returns nothing if the pipe or the server ends before.
-
-    The pipe alone does not tell: other processes that the server has forked may have it open."""
-    read = b""
-    while len(read) < num_bytes:
-        readable, _, _ = select.select([data], [], [], PARENT_POLL_S)
-        more = os.read(data, num_bytes - len(read)) if readable else b""
-        if (readable and not more) or os.getppid() != server:
-            return b""
-        read += more
-    return read

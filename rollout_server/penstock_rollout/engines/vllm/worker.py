@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,13 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from penstock.errors import WeightPushFailed
 from penstock.v1 import weights_pb2
+from penstock_rollout.engines.child_process import end_with_parent
 from penstock_rollout.engines.vllm.copies import Copies, NamedTensors, NotPlain, learn
 from penstock_rollout.weights.reception import device_uuid
 from penstock_rollout.weights.stage import StageSlot
 
 logger = logging.getLogger(__name__)
 
-PARENT_POLL_S = 0.5
 COPYING_DEVICES = ("cuda",)
 """Where vLLM multiplies with the parameters themselves. On a CPU it multiplies with packed copies of them."""
 RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
@@ -155,21 +154,7 @@ def prepare_process() -> None:
 
     core_flip.install()
     logging.getLogger(SCHEDULER_LOGGER).setLevel(logging.ERROR)
-    die_with_parent()
-
-
-def die_with_parent() -> None:
-    """Exit soon after the parent process has ended. Otherwise vLLM's EngineCore would outlive a killed server.
-
-    PR_SET_PDEATHSIG does not work here: it fires when the thread that forked ends, which may be much earlier."""
-    parent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(PARENT_POLL_S)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="die-with-parent", daemon=True).start()
+    end_with_parent(os.getppid(), lambda: os._exit(1))  # otherwise EngineCore would outlive a killed server
 
 
 class InProcessExecutor(UniProcExecutor):  # type: ignore[misc]

@@ -25,20 +25,14 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from penstock_rollout.rewards.sandbox import seccomp
-from penstock_rollout.rewards.sandbox.limits import (
-    ControlGroup,
-    Limits,
-    descendants,
-    memory_is_exceeded,
-    read_processes,
-)
-from penstock_rollout.rewards.sandbox.program import READABLE, Program, closing_streams, environment, own_user
+from penstock_rollout.rewards.sandbox.limits import ControlGroup, Limits, ProcessEntry, descendants
+from penstock_rollout.rewards.sandbox.program import READABLE, RunningProgram, own_user, start_process
 
 _FOLDER = "/tmp"  # noqa: S108  (the program's own file system)
 _DEVICES = ("/dev/null", "/dev/random", "/dev/urandom")
@@ -64,44 +58,49 @@ class Bubblewrap:
         return [cls("before"), cls("inside")] if os.geteuid() == 0 else [cls(None)]
 
     @contextlib.contextmanager
-    def start(self, program: Program, limits: Limits, group: ControlGroup | None) -> Iterator[WrappedProgram]:
+    def start(
+        self, command: Sequence[str], files: Mapping[str, str], limits: Limits, group: ControlGroup | None
+    ) -> Iterator[WrappedProgram]:
+        """Start a command with `files` in its folder. At the end of the block its processes and files are gone. Raises
+        OSError or subprocess.SubprocessError if it cannot be started."""
         with contextlib.ExitStack() as stack:
-            passed: list[int] = []
-
-            def passed_file(content: bytes) -> str:
-                passed.append(_file_with(content))
-                stack.callback(os.close, passed[-1])
-                return str(passed[-1])
-
-            info, info_write = os.pipe()
-            go_read, go = os.pipe()
-            start_ends, own_ends = [info_write, go_read], [info, go]
-            stack.callback(_close_all, own_ends)
+            info, go = stack.enter_context(_pipe()), stack.enter_context(_pipe())
             with contextlib.ExitStack() as ends:
-                ends.callback(_close_all, start_ends)
-                command = self._command(program, limits, passed_file)
-                command[1:1] = ["--info-fd", str(info_write), "--block-fd", str(go_read)]
+                passed = [info.pop(), go.pop(0)]
+                for descriptor in passed:
+                    ends.callback(os.close, descriptor)
+
+                def passed_file(content: bytes) -> str:
+                    passed.append(os.memfd_create("penstock"))
+                    ends.callback(os.close, passed[-1])
+                    os.write(passed[-1], content)
+                    os.lseek(passed[-1], 0, os.SEEK_SET)
+                    return str(passed[-1])
+
+                wrapped = self._command(command, files, limits, passed_file)
+                wrapped[1:1] = ["--info-fd", str(passed[0]), "--block-fd", str(passed[1])]
                 user = own_user() if self.changes_user == "before" else None
-                process = subprocess.Popen(
-                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd="/",
-                    env=environment(_FOLDER), pass_fds=[*passed, *start_ends], start_new_session=True,
-                    user=user, group=user, extra_groups=None if user is None else [],
+                process = start_process(
+                    wrapped, Path("/"), Path(_FOLDER), pass_fds=passed, user=user, group=user,
+                    extra_groups=None if user is None else [],
                 )  # fmt: skip
-            stack.enter_context(closing_streams(process))
-            running = WrappedProgram(process, limits, holds_memory=group is not None)
+            stack.enter_context(process)
+            running = WrappedProgram(process, limits, group)
             stack.callback(running.close)
             stack.callback(running.kill)
-            running.find_init(info)
+            running.find_init(info[0])
             if group is not None:
                 group.limit(limits.memory_bytes, limits.max_processes + 1)
                 group.add(running.init_pid)
-            os.write(go, b"x")
+            os.write(go[0], b"x")
             yield running
 
     def close(self) -> None:
         pass
 
-    def _command(self, program: Program, limits: Limits, passed_file: Callable[[bytes], str]) -> list[str]:
+    def _command(
+        self, command: Sequence[str], files: Mapping[str, str], limits: Limits, passed_file: Callable[[bytes], str]
+    ) -> list[str]:
         needs_rights = self.changes_user == "inside"
         user = ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"] if needs_rights else ["--unshare-user"]
         words = [
@@ -117,27 +116,25 @@ class Bubblewrap:
             words += ["--ro-bind-try", path, path]
         for path in _DEVICES:
             words += ["--dev-bind-try", path, path]
-        for name, text in program.files.items():
+        for name, text in files.items():
             content = passed_file(text.encode(errors="replace"))
             words += ["--perms", "0444", "--file", content, f"{_FOLDER}/{name}"]
         calls = passed_file(seccomp.encoded_filter(own_pid=None, shares_files=False))
         words += ["--remount-ro", "/", "--chdir", _FOLDER, "--seccomp", calls, "--"]
         # This process may lack the right to limit a process of another user, so the limits are set inside.
-        words += ["prlimit", *_limit_options(limits), "--"]
+        # The first process of the namespace counts as one of the program's.
+        process_limits = limits.of_a_process(num_others=1)
+        words += ["prlimit", *(f"--{name.lower()}={soft}:{hard}" for name, soft, hard in process_limits), "--"]
         if self.changes_user == "inside":
             user_id = str(own_user())
             words += ["setpriv", "--reuid", user_id, "--regid", user_id, "--clear-groups", "--inh-caps", "-all", "--"]
-        return [*words, *program.command]
+        return [*words, *command]
 
 
-class WrappedProgram:
+class WrappedProgram(RunningProgram):
     """A program under bubblewrap. `init` is a descriptor of the first process of its pid namespace."""
 
-    def __init__(self, process: subprocess.Popen[bytes], limits: Limits, *, holds_memory: bool) -> None:
-        self.process = process
-        self.init = self.init_pid = -1
-        self._limits = limits
-        self._holds_memory = holds_memory
+    init = init_pid = -1
 
     def find_init(self, info: int) -> None:
         """Wait until the namespaces are there. Their first process then waits for our permission to go on."""
@@ -151,14 +148,8 @@ class WrappedProgram:
         self.init_pid = int(json.loads(text)["child-pid"])
         self.init = os.pidfd_open(self.init_pid)
 
-    def exceeds_memory(self) -> bool:
-        if self._holds_memory:
-            return False
-        processes = read_processes()
-        return memory_is_exceeded(descendants(self.init_pid, processes), processes, self._limits.memory_bytes)
-
-    def exceeds_files(self) -> bool:
-        return False
+    def pids(self, processes: Mapping[int, ProcessEntry]) -> list[int]:
+        return descendants(self.init_pid, processes)
 
     def kill(self) -> None:
         """Kill the first process, with which the kernel ends all others. bubblewrap then ends by itself."""
@@ -199,24 +190,12 @@ def readable_roots() -> list[str]:
     return [path for path in existing if not any(Path(other) in Path(path).parents for other in existing)]
 
 
-def _limit_options(limits: Limits) -> list[str]:
-    """Options of `prlimit`. The first process of the namespace counts as one of the program's."""
-    names = {
-        resource.RLIMIT_CPU: "cpu", resource.RLIMIT_FSIZE: "fsize", resource.RLIMIT_NPROC: "nproc",
-        resource.RLIMIT_NOFILE: "nofile", resource.RLIMIT_CORE: "core", resource.RLIMIT_MEMLOCK: "memlock",
-        resource.RLIMIT_AS: "as",
-    }  # fmt: skip
-    return [f"--{names[limit]}={soft}:{hard}" for limit, soft, hard in limits.of_a_process(num_others=1)]
-
-
-def _file_with(content: bytes) -> int:
-    """A descriptor from which the content can be read."""
-    descriptor = os.memfd_create("penstock")
-    os.write(descriptor, content)
-    os.lseek(descriptor, 0, os.SEEK_SET)
-    return descriptor
-
-
-def _close_all(descriptors: list[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
+@contextlib.contextmanager
+def _pipe() -> Iterator[list[int]]:
+    """The two ends of a pipe. Those that are still in the list at the end of the block are closed."""
+    ends = list(os.pipe())
+    try:
+        yield ends
+    finally:
+        for end in ends:
+            os.close(end)

@@ -27,23 +27,15 @@ import os
 import resource
 import signal
 import struct
-import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock_rollout.rewards.sandbox import seccomp
 from penstock_rollout.rewards.sandbox.folders import BaseFolder
-from penstock_rollout.rewards.sandbox.limits import (
-    ControlGroup,
-    Limits,
-    files_are_exceeded,
-    in_session,
-    memory_is_exceeded,
-    read_processes,
-)
-from penstock_rollout.rewards.sandbox.program import READABLE, Program, closing_streams, environment, own_user
+from penstock_rollout.rewards.sandbox.limits import ControlGroup, Limits, ProcessEntry
+from penstock_rollout.rewards.sandbox.program import READABLE, RunningProgram, own_user, start_process
 from penstock_rollout.rewards.sandbox.seccomp import check, load_libc
 
 _PR_SET_PDEATHSIG, _PR_SET_KEEPCAPS, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 1, 8, 38, 47
@@ -73,8 +65,9 @@ class Layers:
         """All layers that this kernel supports. `usable_layers` tries whether this process may use them."""
         if sys.platform != "linux":
             return cls(0, has_seccomp=False, has_namespaces=False, drops_user=False)
+        abi = int(load_libc().syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint32(1)))
         return cls(
-            landlock_abi=supported_abi(),
+            landlock_abi=max(0, abi),  # negative if the kernel lacks Landlock or has it disabled
             has_seccomp=seccomp.is_supported(),
             has_namespaces=True,
             drops_user=os.geteuid() == 0,
@@ -105,28 +98,27 @@ class Builtin:
         return BaseFolder.create()
 
     @contextlib.contextmanager
-    def start(self, program: Program, limits: Limits, group: ControlGroup | None) -> Iterator[ConfinedProgram]:
+    def start(
+        self, command: Sequence[str], files: Mapping[str, str], limits: Limits, group: ControlGroup | None
+    ) -> Iterator[ConfinedProgram]:
+        """Start a command with `files` in its folder. At the end of the block its processes and files are gone. Raises
+        OSError or subprocess.SubprocessError if it cannot be started."""
         with contextlib.ExitStack() as stack:
             folder = stack.enter_context(self._base.private_folder())
-            for name, text in program.files.items():
+            for name, text in files.items():
                 (folder / name).write_text(text, encoding="utf-8", errors="replace")
                 (folder / name).chmod(0o644)
-            entrances: Sequence[int] = []
+            entrances: list[int] = []
             if group is not None:
                 group.limit(limits.memory_bytes, limits.max_processes)
                 stack.callback(group.kill)
-                entrances = group.open_entrances()
-                for entrance in entrances:
-                    stack.callback(os.close, entrance)
+                for entrance in group.folders:
+                    entrances.append(os.open(entrance / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC))
+                    stack.callback(os.close, entrances[-1])
             with Restrictions(self.layers, limits, folder, entrances) as restrictions:
-                process = subprocess.Popen(
-                    program.command,
-                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                    cwd=folder, env=environment(str(folder)), start_new_session=True,
-                    preexec_fn=restrictions.apply,  # noqa: PLW1509  (the calling process has one thread)
-                )  # fmt: skip
-            stack.enter_context(closing_streams(process))
-            running = ConfinedProgram(process, limits, folder, holds_memory=group is not None)
+                process = start_process(command, folder, folder, preexec_fn=restrictions.apply)
+            stack.enter_context(process)
+            running = ConfinedProgram(process, limits, group, folder)
             stack.callback(running.kill)
             yield running
 
@@ -135,24 +127,11 @@ class Builtin:
             self._base.close()
 
 
-class ConfinedProgram:
+class ConfinedProgram(RunningProgram):
     """A program that leads a process group and a session that it cannot leave."""
 
-    def __init__(self, process: subprocess.Popen[bytes], limits: Limits, folder: Path, *, holds_memory: bool) -> None:
-        self.process = process
-        self._limits = limits
-        self._folder = folder
-        self._holds_memory = holds_memory
-
-    def exceeds_memory(self) -> bool:
-        if self._holds_memory or sys.platform != "linux":
-            return False
-        processes = read_processes()
-        return memory_is_exceeded(in_session(self.process.pid, processes), processes, self._limits.memory_bytes)
-
-    def exceeds_files(self) -> bool:
-        pids = in_session(self.process.pid, read_processes()) if sys.platform == "linux" else ()
-        return files_are_exceeded(self._folder, self._limits.folder_bytes, pids)
+    def pids(self, processes: Mapping[int, ProcessEntry]) -> list[int]:
+        return [pid for pid, entry in processes.items() if entry.session == self.process.pid]
 
     def kill(self) -> None:
         """Kill the program's process group and reap all of it."""
@@ -167,7 +146,8 @@ class ConfinedProgram:
 
 
 class Restrictions:
-    """Restricts one process. The child calls `apply` between fork and exec, where it only makes system calls."""
+    """Restricts one process. The child calls `apply` between fork and exec, where it only makes system calls; the
+    calling process has one thread."""
 
     def __init__(self, layers: Layers, limits: Limits, folder: Path, entrances: Sequence[int]) -> None:
         self._layers = layers
@@ -178,7 +158,8 @@ class Restrictions:
         self._user = own_user()
         # Without namespaces or a separate user, the kernel counts all processes of this user.
         counts_all = not layers.drops_user and not layers.has_namespaces
-        self._limits = limits.of_a_process(_num_threads_of(os.getuid()) if counts_all else 0)
+        process_limits = limits.of_a_process(_num_threads_of(os.getuid()) if counts_all else 0)
+        self._limits = [(getattr(resource, f"RLIMIT_{name}"), (soft, hard)) for name, soft, hard in process_limits]
 
     def __enter__(self) -> Restrictions:
         if self._layers.landlock_abi:
@@ -201,8 +182,8 @@ class Restrictions:
         if self._layers.has_seccomp:
             assert self._libc is not None
             seccomp.restrict(self._libc, shares_files=not self._layers.drops_user)
-        for name, soft, hard in self._limits:
-            resource.setrlimit(name, (soft, hard))
+        for limit, values in self._limits:
+            resource.setrlimit(limit, values)
 
     def _drop_rights(self, libc: ctypes.CDLL) -> None:
         if self._layers.has_namespaces:
@@ -214,14 +195,14 @@ class Restrictions:
         check(libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
         check(libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl")
         if self._ruleset >= 0:
-            restrict_files(libc, self._ruleset)
+            restricted = libc.syscall(_LANDLOCK_RESTRICT, self._ruleset, ctypes.c_uint32(0))
+            check(restricted, "landlock_restrict_self")
 
 
 def _become(libc: ctypes.CDLL, user: int) -> None:
     """Switch to another user, but keep the right to read files of root, such as an interpreter under /root.
 
-    Landlock still limits which files can be read.
-    """
+    Landlock still limits which files can be read."""
     check(libc.prctl(_PR_SET_KEEPCAPS, 1, 0, 0, 0), "prctl")
     os.setgroups([])
     os.setresgid(user, user, user)
@@ -242,13 +223,6 @@ def _num_threads_of(uid: int) -> int:
         if int(fields["Uid"].split()[0]) == uid:
             count += int(fields["Threads"])
     return count
-
-
-def supported_abi() -> int:
-    """Version of Landlock's interface, or 0 if the kernel lacks Landlock or has it disabled."""
-    if sys.platform != "linux":
-        return 0
-    return max(0, int(load_libc().syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint32(1))))
 
 
 def make_ruleset(abi: int, folder: Path) -> int:
@@ -286,8 +260,3 @@ def _allow(libc: ctypes.CDLL, ruleset: int, path: str, access: int) -> None:
         check(libc.syscall(_LANDLOCK_ADD, ruleset, path_beneath, rule, ctypes.c_uint32(0)), "landlock_add_rule")
     finally:
         os.close(descriptor)
-
-
-def restrict_files(libc: ctypes.CDLL, ruleset: int) -> None:
-    """Apply the rules to the calling process, which must have set PR_SET_NO_NEW_PRIVS."""
-    check(libc.syscall(_LANDLOCK_RESTRICT, ruleset, ctypes.c_uint32(0)), "landlock_restrict_self")

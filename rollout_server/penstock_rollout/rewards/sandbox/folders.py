@@ -13,10 +13,10 @@ import logging
 import os
 import shutil
 import signal
-import stat
-import sys
+import subprocess
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -25,13 +25,14 @@ _MAX_ATTEMPTS = 5
 _OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
+@dataclass
 class BaseFolder:
-    """The folder of one reward process. `lock` is a descriptor that holds the lock."""
+    """The folder of one reward process."""
 
-    def __init__(self, path: Path, lock: int) -> None:
-        self.path = path
-        self._lock = lock
-        self._num_folders = 0
+    path: Path
+    _lock: int
+    """A descriptor that holds the lock."""
+    _num_folders: int = 0
 
     @classmethod
     def create(cls) -> BaseFolder:
@@ -96,81 +97,19 @@ def _end_programs(base: Path) -> None:
 def remove_tree(path: Path) -> bool:
     """Remove a folder with everything in it. Never raises; logs and returns False if something could not be removed.
 
-    It opens one folder at a time, from its parent or its child, so no depth exceeds the length of a path or the number
-    of descriptors. Links are removed and never followed."""
-    if sys.platform != "linux":
-        shutil.rmtree(path, ignore_errors=True)
-        return not path.exists()
-    failure: OSError | None = None
+    Links are removed and never followed. Closed folders, and those nested deeper than Python removes, are left to `rm`,
+    which opens one folder at a time."""
+    failure: Exception | None = None
     for _ in range(_MAX_ATTEMPTS):
         try:
-            _empty(path)
-            path.rmdir()
+            shutil.rmtree(path)
         except FileNotFoundError:
-            return True
-        except OSError as error:  # a program that still ends may have changed the tree meanwhile
+            pass  # removed, or changed by a program that still ends
+        except (OSError, RecursionError) as error:
             failure = error
-        else:
+            for command in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
+                subprocess.run([*command, "--", str(path)], stderr=subprocess.DEVNULL, check=False)
+        if not path.exists():
             return True
     logger.error("cannot remove %s: %s; remove it by hand", path, failure)
     return False
-
-
-def _empty(path: Path) -> None:
-    """Remove everything in a folder, the deepest folders first. `entered` is the way from the top to the open folder:
-    for each folder on it the device and inode of its parent, its name, and the sibling folders that remain."""
-    parent = os.open(path.parent, _OPEN_FOLDER)
-    try:
-        folder = _open_folder(path.name, parent)
-    finally:
-        os.close(parent)
-    entered: list[tuple[tuple[int, int], str, list[str]]] = []
-    try:
-        names = _remove_files(folder)
-        while names or entered:
-            if names:
-                name = names.pop()
-                inner = _open_folder(name, folder)
-                entered.append((_identity(folder), name, names))
-                folder, outer = inner, folder
-                os.close(outer)
-                names = _remove_files(folder)
-            else:
-                identity, name, names = entered.pop()
-                outer = os.open("..", _OPEN_FOLDER, dir_fd=folder)
-                folder, inner = outer, folder
-                os.close(inner)
-                if _identity(folder) != identity:
-                    raise OSError("a folder was moved while it was removed")
-                os.rmdir(name, dir_fd=folder)
-    finally:
-        os.close(folder)
-
-
-def _remove_files(folder: int) -> list[str]:
-    """Remove everything in a folder but folders, whose names are returned."""
-    names = os.listdir(folder)
-    folders = [name for name in names if _is_folder(name, folder)]
-    for name in set(names).difference(folders):
-        os.unlink(name, dir_fd=folder)
-    return folders
-
-
-def _identity(folder: int) -> tuple[int, int]:
-    status = os.fstat(folder)
-    return status.st_dev, status.st_ino
-
-
-def _is_folder(name: str, parent: int) -> bool:
-    return stat.S_ISDIR(os.lstat(name, dir_fd=parent).st_mode)
-
-
-def _open_folder(name: str, parent: int) -> int:
-    """Open a folder after giving its owner all rights."""
-    path = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
-    try:
-        if os.fstat(path).st_mode & 0o700 != 0o700:
-            Path(f"/proc/self/fd/{path}").chmod(0o700)
-        return os.open(".", _OPEN_FOLDER, dir_fd=path)
-    finally:
-        os.close(path)

@@ -41,19 +41,19 @@ class Limits:
     """Size that all files of the folder may have together."""
     max_processes: int
 
-    def of_a_process(self, num_others: int = 0) -> list[tuple[int, int, int]]:
+    def of_a_process(self, num_others: int = 0) -> list[tuple[str, int, int]]:
         """Resource limits as (name, soft, hard). `num_others` processes of the same user do not belong to the program.
 
         RLIMIT_AS comes last: the fork of a large process already exceeds it and cannot allocate any more."""
         max_processes = self.max_processes + num_others
         return [
-            (resource.RLIMIT_CPU, self.cpu_s, self.cpu_s + 1),
-            (resource.RLIMIT_FSIZE, self.file_bytes, self.file_bytes),
-            (resource.RLIMIT_NPROC, max_processes, max_processes),
-            (resource.RLIMIT_NOFILE, 256, 256),
-            (resource.RLIMIT_CORE, 0, 0),
-            (resource.RLIMIT_MEMLOCK, 0, 0),
-            (resource.RLIMIT_AS, self.memory_bytes, self.memory_bytes),
+            ("CPU", self.cpu_s, self.cpu_s + 1),
+            ("FSIZE", self.file_bytes, self.file_bytes),
+            ("NPROC", max_processes, max_processes),
+            ("NOFILE", 256, 256),
+            ("CORE", 0, 0),
+            ("MEMLOCK", 0, 0),
+            ("AS", self.memory_bytes, self.memory_bytes),
         ]
 
 
@@ -80,11 +80,6 @@ def read_processes() -> dict[int, ProcessEntry]:
             continue  # it has ended
         found[int(name)] = ProcessEntry(int(fields[1]), int(fields[3]), int(fields[21]) * page_bytes)
     return found
-
-
-def in_session(session: int, processes: Mapping[int, ProcessEntry]) -> list[int]:
-    """The processes of a session."""
-    return [pid for pid, entry in processes.items() if entry.session == session]
 
 
 def descendants(ancestor: int, processes: Mapping[int, ProcessEntry]) -> list[int]:
@@ -206,10 +201,6 @@ class ControlGroup:
         self._write(("pids.max",), max_processes)
         with contextlib.suppress(OSError):
             self._write(("memory.swap.max",), 0)
-
-    def open_entrances(self) -> list[int]:
-        """Descriptors to which a process writes 0 to enter the group. The caller closes them."""
-        return [os.open(folder / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC) for folder in self.folders]
 
     def add(self, pid: int) -> None:
         for folder in self.folders:

@@ -1,19 +1,25 @@
-"""A program to run, the contract of confinements, and a program that runs under one: its input, output and end."""
+"""A program that runs under a confinement: its input, output and end."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import selectors
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal
 
-from penstock_rollout.rewards.sandbox.limits import ControlGroup, Limits
+from penstock_rollout.rewards.sandbox.limits import (
+    ControlGroup,
+    Limits,
+    ProcessEntry,
+    files_are_exceeded,
+    memory_is_exceeded,
+    read_processes,
+)
 
 FIRST_USER, NUM_USERS = 60000, 5000
 """Range of user ids without an account."""
@@ -31,83 +37,56 @@ MEASURE_S = 0.2
 Ending = Literal["itself", "deadline", "output", "memory", "files"]
 
 
-@dataclass(frozen=True)
-class Program:
-    """The Python interpreter's arguments, and the files in the folder that it starts in."""
+class RunningProgram:
+    """A program that has been started. What its processes and files use together is measured, unless the kernel holds
+    the limit: it holds the memory if there is a control group, and the files if there is no `folder`."""
 
-    arguments: Sequence[str]
-    files: Mapping[str, str]
+    def __init__(
+        self, process: subprocess.Popen[bytes], limits: Limits, group: ControlGroup | None, folder: Path | None = None
+    ) -> None:
+        self.process = process
+        """The process to wait for. Its standard streams are the program's."""
+        self._limits = limits
+        self._holds_memory = group is not None
+        self._folder = folder
 
-    @property
-    def command(self) -> list[str]:
-        return [sys.executable, "-I", "-B", *self.arguments]
-
-
-class RunningProgram(Protocol):
-    """A program that has been started."""
-
-    process: subprocess.Popen[bytes]
-    """The process to wait for. Its standard streams are the program's."""
-
-    def exceeds_memory(self) -> bool:
-        """Whether all processes together use more memory than the limit. Always False if the kernel holds the limit."""
-        ...
-
-    def exceeds_files(self) -> bool:
-        """Whether all files together are larger than the limit. Always False if the kernel holds the limit."""
-        ...
+    def pids(self, processes: Mapping[int, ProcessEntry]) -> list[int]:
+        """The ids of the program's processes."""
+        raise NotImplementedError
 
     def kill(self) -> None:
         """Kill every process of the program and wait for their end. May be called again."""
-        ...
+        raise NotImplementedError
+
+    def exceeded(self) -> Literal["memory", "files"] | None:
+        """The limit that all processes or all files together exceed, if any."""
+        if self._holds_memory and self._folder is None:
+            return None
+        processes = read_processes() if sys.platform == "linux" else {}
+        pids = self.pids(processes)
+        if not self._holds_memory and memory_is_exceeded(pids, processes, self._limits.memory_bytes):
+            return "memory"
+        if self._folder is not None and files_are_exceeded(self._folder, self._limits.folder_bytes, pids):
+            return "files"
+        return None
 
 
-class Confinement(Protocol):
-    """A way to start programs so that they cannot harm the server."""
-
-    name: str
-    """What the log and `penstock doctor` call it."""
-
-    def start(
-        self, program: Program, limits: Limits, group: ControlGroup | None
-    ) -> contextlib.AbstractContextManager[RunningProgram]:
-        """Start a program. At the end of the block its processes and files are gone. Raises OSError or
-        subprocess.SubprocessError if it cannot be started."""
-        ...
-
-    def close(self) -> None:
-        """Remove what was kept between programs."""
-        ...
+def start_process(command: Sequence[str], cwd: Path, home: Path, **settings: Any) -> subprocess.Popen[bytes]:
+    """Start a command with pipes, as the leader of a session. It sees no environment variables of this process."""
+    environment = {
+        "PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": str(home), "TMPDIR": str(home), "LANG": "C.UTF-8",
+        "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
+    }  # fmt: skip
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, stderr=pipe, cwd=cwd, env=environment, start_new_session=True, **settings
+    )
 
 
 def own_user() -> int:
     """The user of the programs of a reward process that runs as root. It has no others, so that the process limit
     counts only these programs."""
     return FIRST_USER + os.getpid() % NUM_USERS
-
-
-def environment(folder: str) -> dict[str, str]:
-    """Environment variables of a program. It sees none of this process's own."""
-    return {
-        "PATH": "/usr/local/bin:/usr/bin:/bin",
-        "HOME": folder,
-        "TMPDIR": folder,
-        "LANG": "C.UTF-8",
-        "OMP_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-    }
-
-
-@contextlib.contextmanager
-def closing_streams(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Close the pipes of a process at the end of the block."""
-    try:
-        yield
-    finally:
-        for stream in (process.stdin, process.stdout, process.stderr):
-            if stream is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    stream.close()
 
 
 @dataclass(frozen=True)
@@ -168,10 +147,8 @@ class ProgramIO:
                 return "deadline"
             if now >= measures_at:
                 measures_at = now + MEASURE_S
-                if self.program.exceeds_memory():
-                    return "memory"
-                if self.program.exceeds_files():
-                    return "files"
+                if (limit := self.program.exceeded()) is not None:
+                    return limit
 
     def _transfer(self, selector: selectors.BaseSelector, wait_s: float) -> None:
         """Read and write the bytes that are ready. Waits for some, up to `wait_s`."""

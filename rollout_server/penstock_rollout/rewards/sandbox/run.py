@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal, cast
 
 from penstock.errors import ConfigError
@@ -27,7 +28,7 @@ from penstock_rollout.rewards.sandbox.bubblewrap import Bubblewrap
 from penstock_rollout.rewards.sandbox.builtin import Builtin
 from penstock_rollout.rewards.sandbox.folders import remove_leftovers
 from penstock_rollout.rewards.sandbox.limits import ControlGroup, Limits
-from penstock_rollout.rewards.sandbox.program import READ_BYTES, Confinement, Outcome, Program, ProgramIO
+from penstock_rollout.rewards.sandbox.program import READ_BYTES, Outcome, ProgramIO
 from penstock_rollout.rewards.sandbox.seccomp import check, load_libc
 
 Choice = Literal["auto", "bubblewrap", "builtin"]
@@ -42,12 +43,12 @@ for attempt in (lambda: open("/proc/self/environ"), lambda: open("/etc/passwd"),
 """
 
 
+@dataclass(eq=False)
 class Sandbox:
     """Runs programs one at a time under one confinement, in a control group if there is one."""
 
-    def __init__(self, confinement: Confinement, group: ControlGroup | None) -> None:
-        self.confinement = confinement
-        self.group = group
+    confinement: Bubblewrap | Builtin
+    group: ControlGroup | None
 
     @classmethod
     def open(cls, choice: Choice = "auto", *, allow_unisolated: bool = False) -> Sandbox:
@@ -86,18 +87,13 @@ class Sandbox:
         return f"confined by {self.confinement.name}; {memory} the memory of a program's processes together"
 
     def run(
-        self,
-        arguments: Sequence[str],
-        files: Mapping[str, str],
-        stdin: bytes,
-        limits: Limits,
-        *,
-        wall_s: float,
+        self, arguments: Sequence[str], files: Mapping[str, str], stdin: bytes, limits: Limits, *, wall_s: float,
         output_bytes: int,
-    ) -> Outcome:
+    ) -> Outcome:  # fmt: skip
         """Run the Python interpreter with `arguments` in a folder with `files`. No process or file outlives the
         call."""
-        with self.confinement.start(Program(arguments, files), limits, self.group) as running:
+        command = [sys.executable, "-I", "-B", *arguments]
+        with self.confinement.start(command, files, limits, self.group) as running:
             return ProgramIO(running, stdin, output_bytes).run(time.monotonic() + wall_s)
 
     def close(self) -> None:
@@ -111,7 +107,7 @@ def _find(choice: Choice) -> Sandbox:
     """The strongest confinement under which a trivial program runs on this machine."""
     remove_leftovers()
     group = ControlGroup.create()
-    confinements: list[Confinement] = [*Bubblewrap.choices()] if choice != "builtin" else []
+    confinements: list[Bubblewrap | Builtin] = [*Bubblewrap.choices()] if choice != "builtin" else []
     for confinement in [*confinements, *Builtin.choices()]:
         for choice_of_group in dict.fromkeys((group, None)):
             sandbox = Sandbox(confinement, choice_of_group)

@@ -47,13 +47,13 @@ def _copies(
 
     `num_ready` is the number that the offer or the last header claimed to be ready. The header just read confirms the
     claim or not; if it does not, the buckets are copied again. Our memory has the same layout as the publisher's."""
-    header = _Header(stream, pointer + offsets[-1], is_pinned=reception.worker_device.type == "cuda")
+    header = torch.empty(HEADER.size, dtype=torch.uint8, pin_memory=reception.worker_device.type == "cuda")
     reception.spare.clear()  # freed memory stays in torch's cache, from which `buffer` takes it
     memory = reception.buffer(offsets[-1], reception.device)
     done = 0
     try:
         while done < len(sizes):
-            header.read()
+            stream.copy(header.data_ptr(), pointer + offsets[-1], HEADER.size)
             start, claimed = offsets[done], range(done, num_ready)
             if claimed:
                 stream.copy(memory.data_ptr() + start, pointer + start, offsets[num_ready] - start)
@@ -61,7 +61,9 @@ def _copies(
             arrived = [Arrived(memory[offsets[bucket] : offsets[bucket] + sizes[bucket]]) for bucket in claimed]
             expected = identity(reception.manifest)
             stream.wait(copied, reception.deadline)
-            num_ready = header.num_ready(expected)
+            found, num_ready = HEADER.unpack(header.numpy().tobytes())
+            if found != expected:  # the memory holds another version, or none
+                num_ready = 0
             if claimed and num_ready >= claimed.stop:
                 yield from arrived
                 done = claimed.stop
@@ -74,21 +76,3 @@ def _copies(
 @cache
 def _copy_stream(device_index: int) -> DeviceStream:
     return DeviceStream(device_index)
-
-
-class _Header:
-    """Reads the header in the publisher's memory into a host buffer, pinned where a GPU does the copy."""
-
-    def __init__(self, stream: DeviceStream, pointer: int, *, is_pinned: bool) -> None:
-        self._stream = stream
-        self._pointer = pointer
-        self._found = torch.empty(HEADER.size, dtype=torch.uint8, pin_memory=is_pinned)
-
-    def read(self) -> None:
-        """Enqueue a read. It is done once the next event that is recorded on the stream has happened."""
-        self._stream.copy(self._found.data_ptr(), self._pointer, HEADER.size)
-
-    def num_ready(self, expected: bytes) -> int:
-        """Return the number of ready buckets as last read: 0 while the memory holds another version, or none."""
-        found, num_ready = HEADER.unpack(self._found.numpy().tobytes())
-        return int(num_ready) if found == expected else 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import socket
 import time
 from collections import deque
@@ -40,8 +41,7 @@ BREAK_TIMEOUT_S = 5.0
 
 def receive(reception: Reception) -> Iterator[Arrived]:
     """Yield buckets in host memory. The rendezvous is `host:port/prefix/group_size`, with the publisher's store."""
-    host, port, prefix = parse_rendezvous(reception.rendezvous)
-    prefix, group_size = parse_group_size(prefix)
+    host, port, prefix, group_size = parse_rendezvous(reception.rendezvous)
     deadline, num_ranks = reception.deadline, reception.announcement.world_size
     deadline.wait_until(lambda: _listens(host, port, deadline.remaining_s), CONNECT_RETRY_S)
     try:
@@ -89,21 +89,14 @@ class InterruptibleStore(Store):
             self._known.update(unknown)
 
 
-def parse_rendezvous(rendezvous: str) -> tuple[str, int, str]:
-    """Split `host:port/prefix` into its parts."""
-    address, slash, prefix = rendezvous.partition("/")
-    host, colon, port = address.rpartition(":")
-    if not (slash and colon and host and prefix and port.isdigit()):
-        raise WeightPushFailed(f"rendezvous {rendezvous!r} is not host:port/prefix")
-    return host.strip("[]"), int(port), prefix
-
-
-def parse_group_size(prefix: str) -> tuple[str, int]:
-    """Split `prefix/group_size` into its parts."""
-    name, slash, size = prefix.rpartition("/")
-    if not (slash and name and size.isdigit() and int(size)):
-        raise WeightPushFailed(f"{prefix!r} is not prefix/group_size; use the same Penstock in every process")
-    return name, int(size)
+def parse_rendezvous(rendezvous: str) -> tuple[str, int, str, int]:
+    """Split `host:port/prefix/group_size` into its parts."""
+    parts = re.fullmatch(r"([^/]+):(\d+)/(.+)/(0*[1-9]\d*)", rendezvous)
+    if parts is None:
+        raise WeightPushFailed(
+            f"rendezvous {rendezvous!r} is not host:port/prefix/group_size; use the same Penstock in every process"
+        )
+    return parts[1].strip("[]"), int(parts[2]), parts[3], int(parts[4])
 
 
 def _options(timeout_s: float) -> Any:

@@ -9,13 +9,11 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from penstock.errors import WeightPushFailed, first_line_of
 from penstock.weights.cuda.nccl_group import MAX_ENQUEUED, NUM_SLOTS, NcclGroup, NcclMeeting, Relay
-from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import wire_sizes
 from penstock_rollout.weights.reception import Arrived, Reception
 
@@ -44,7 +42,7 @@ def _broadcasts(joined: _Joined, reception: Reception) -> Iterator[Arrived]:
     """Enqueue the broadcasts ahead, and yield each bucket when it has arrived."""
     group, deadline = joined.group, reception.deadline
     relay = None
-    if not is_gpu(reception.device):
+    if reception.device.type != "cuda":
         relay = joined.relay_for(max(bucket.num_bytes for bucket in reception.manifest.buckets))
     enqueued: deque[tuple[torch.Tensor, tuple[int, ...]]] = deque()
 
@@ -63,30 +61,20 @@ def _broadcasts(joined: _Joined, reception: Reception) -> Iterator[Arrived]:
         else:
             events = relay.receive(wire.data_ptr(), num_bytes, deadline, hold=wire)
         enqueued.append((wire, events))
-    barrier = _enter_barrier(group, deadline)
+    # The barrier shows the publisher that this rank gets everything. It stays None if the group is broken: the waits
+    # for the buckets find out whether one is missing.
+    barrier = None
+    with contextlib.suppress(WeightPushFailed):
+        barrier = group.enter_barrier(deadline)
     while enqueued:
         yield oldest()
-    _end_barrier(joined, barrier, deadline)
-
-
-def _enter_barrier(group: NcclGroup, deadline: Deadline) -> int | None:
-    """Show the publisher that this rank gets everything. Returns the event of the barrier's end; None if the group is
-    broken: the waits for the buckets find out whether one is missing."""
-    with contextlib.suppress(WeightPushFailed):
-        return group.enter_barrier(deadline)
-    return None
-
-
-def _end_barrier(joined: _Joined, barrier: int | None, deadline: Deadline) -> None:
-    """Wait for the barrier. If another rank does not enter it, leave the group, so that the barrier does not occupy the
-    GPU forever. That is not a failure of this rank, which has every bucket."""
     try:
         if barrier is not None:
-            joined.group.wait(barrier, deadline)
+            group.wait(barrier, deadline)
             return
-    except WeightPushFailed as error:
+    except WeightPushFailed as error:  # not a failure of this rank, which has every bucket
         logger.warning("another member did not end the push: %s", error)
-    _groups.drop(joined)
+    _groups.drop(joined)  # so that the barrier does not occupy the GPU forever
 
 
 @dataclass(eq=False)
@@ -115,7 +103,8 @@ class _JoinedGroups:
     def join(self, meeting: NcclMeeting, reception: Reception) -> _Joined:
         term = reception.manifest.term
         with self._lock:
-            past = [j for j in self._joined if j.term < term or _is_replaced(j.meeting, meeting)]
+            of_sender = [j for j in self._joined if j.meeting.sender == meeting.sender]
+            past = [j for j in self._joined if j.term < term or (j in of_sender and j.meeting.group != meeting.group)]
             self._joined = [joined for joined in self._joined if joined not in past]
             found = [j for j in self._joined if (j.meeting.group, j.rank) == (meeting.group, reception.rank)]
         for joined in past:
@@ -142,13 +131,5 @@ class _JoinedGroups:
             self.drop(joined)
 
 
-def _is_replaced(old: NcclMeeting, new: NcclMeeting) -> bool:
-    return old.sender == new.sender and old.group != new.group
-
-
 _groups = _JoinedGroups()
 atexit.register(_groups.drop_all)
-
-
-def is_gpu(device: Any) -> bool:
-    return bool(device.type == "cuda")

@@ -4,7 +4,7 @@ import { card, clock, confirmed, empty, h, number, say, table } from "/console/e
 
 const TEXTS = {
   promote: "It becomes the one version that is meant for use. Its snapshot is kept, and made if it is the newest version.",
-  rollback: "Every rollout server loads its snapshot and stays there until the roll back is released. The learner goes back to its weights too.",
+  rollback: "Every rollout server loads its snapshot and stays there until the roll back is released. The learner rewinds to its weights too.",
   retire: "It can no longer be promoted, pinned or rolled back to.",
 };
 

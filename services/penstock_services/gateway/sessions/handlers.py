@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import numpy as np
@@ -18,17 +19,15 @@ from penstock.api import records
 from penstock.api.conversion import message_of
 from penstock.api.records import Page, Record
 from penstock.codec import FINISH_TO_PROTO, sampling_to_proto
-from penstock.config.run import RunConfig
 from penstock.errors import InvalidInput
 from penstock.replay.queue import RedisReplayQueue
 from penstock.reward_bounds import RANGE, is_reward
 from penstock.samples import TokenText
-from penstock.sessions.session_store import SessionSummary
 from penstock.sessions.task_store import NewTask, TaskLease, TaskStore
 from penstock.store.run_control import RunControl
 from penstock.v1 import generate_pb2, sessions_pb2, tasks_pb2
 from penstock_services.gateway import validation
-from penstock_services.gateway.operations import AuditLog, bounded, operation
+from penstock_services.gateway.operations import IDEMPOTENCY_KEY, Handlers, bounded, operation
 from penstock_services.gateway.sessions.recorder import SessionRecorder
 from penstock_services.gateway.sessions.rewards import SessionRewards
 from penstock_services.gateway.sessions.tree import Call, SessionTree
@@ -94,25 +93,13 @@ class ReturnTask(OfRun):
     failure: str = ""
 
 
-class SessionHandlers:
-    def __init__(
-        self, config: RunConfig, audit: AuditLog, recorder: SessionRecorder, rewards: SessionRewards, texts: TokenText
-    ) -> None:
-        self.config = config
-        self.audit = audit
-        self.store = recorder.store
-        self.recorder = recorder
-        self.rewards = rewards
-        self.texts = texts
+@dataclass
+class SessionHandlers(Handlers):
+    recorder: SessionRecorder
+    rewards: SessionRewards
+    texts: TokenText
 
-    @operation(
-        "POST",
-        "/v1/sessions/{session_id}/reward",
-        "SessionService.RewardSession",
-        scope="submit",
-        answer=records.RewardedSession,
-        takes=RewardSession,
-    )
+    @operation("POST", "/v1/sessions/{session_id}/reward", "submit", records.RewardedSession, takes=RewardSession)
     async def reward_session(self, request: generate_pb2.RewardSessionRequest) -> generate_pb2.RewardSessionResponse:
         """Turn the session's recorded calls into training data with this reward."""
         validation.check_name("session_id", request.session_id)
@@ -129,14 +116,7 @@ class SessionHandlers:
             prompt_ids=ids, replayed=closing.state == "answered", is_waiting=closing.state == "joined"
         )
 
-    @operation(
-        "GET",
-        "/v1/sessions/{session_id}",
-        "SessionService.GetSession",
-        scope="read",
-        answer=records.Session,
-        takes=GetSession,
-    )
+    @operation("GET", "/v1/sessions/{session_id}", "read", records.Session, takes=GetSession)
     async def get_session(self, request: sessions_pb2.GetSessionRequest) -> sessions_pb2.Session:
         """A session as a tree of its calls. All calls are described; their tokens end at `max_tokens`."""
         validation.check_name("session_id", request.session_id)
@@ -144,33 +124,25 @@ class SessionHandlers:
             raise InvalidInput("from_call", "must not be negative")
         if not 0 <= request.max_tokens <= MAX_TOKENS:
             raise InvalidInput("max_tokens", f"must be 0 to {MAX_TOKENS}; 0 takes {DEFAULT_TOKENS}")
-        summary, entries = await self.store.read(request.session_id)
+        summary, entries = await self.recorder.store.read(request.session_id)
         max_tokens = request.max_tokens or DEFAULT_TOKENS
         return await asyncio.to_thread(self._describe, summary, entries, request.from_call, max_tokens)
 
-    @operation(
-        "GET",
-        "/v1/sessions",
-        "SessionService.ListSessions",
-        scope="read",
-        answer=records.SessionPage,
-        takes=ListSessions,
-    )
+    @operation("GET", "/v1/sessions", "read", records.SessionPage, takes=ListSessions)
     async def list_sessions(self, request: sessions_pb2.ListSessionsRequest) -> sessions_pb2.ListSessionsResponse:
         """List the sessions whose calls are kept, the one with the newest call first."""
         page_size = validation.checked_page_size(request.page_size)
         first = int(validation.decode_page_token("sessions", request.page_token, "[0-9]{1,9}") or 0)
-        found = await self.store.summaries(first, page_size + 1)
+        found = await self.recorder.store.summaries(first, page_size + 1)
         token = validation.encode_page_token("sessions", first + page_size) if len(found) > page_size else ""
-        summaries = [_summary(one) for one in found[:page_size]]
-        return sessions_pb2.ListSessionsResponse(sessions=summaries, next_page_token=token)
+        return sessions_pb2.ListSessionsResponse(sessions=found[:page_size], next_page_token=token)
 
     def _describe(
-        self, summary: SessionSummary, entries: list[bytes], from_call: int, max_tokens: int
+        self, summary: sessions_pb2.SessionSummary, entries: list[bytes], from_call: int, max_tokens: int
     ) -> sessions_pb2.Session:
         tree = SessionTree()
         tree.add(entries)
-        answer = sessions_pb2.Session(summary=_summary(summary))
+        answer = sessions_pb2.Session(summary=summary)
         for number, call in enumerate(tree.calls):
             if not call.call_id:  # It repeats another one.
                 continue
@@ -181,8 +153,8 @@ class SessionHandlers:
         for line, trained in tree.trained_paths():
             path = answer.paths.add(calls=line, trained_calls=sorted(trained))
             path.num_trained_tokens = sum(len(tree.calls[number].token_ids) for number in trained)
-            if summary.reward is not None:
-                path.reward = summary.reward.reward
+            if summary.HasField("reward"):
+                path.reward = summary.reward
         return answer
 
     def _add_tokens(self, node: sessions_pb2.SessionNode, tree: SessionTree, number: int, max_tokens: int) -> int:
@@ -230,37 +202,13 @@ def _versions(call: Call) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     return versions
 
 
-def _summary(session: SessionSummary) -> sessions_pb2.SessionSummary:
-    given = session.reward
-    return message_of(
-        sessions_pb2.SessionSummary,
-        session,
-        state=session.state.upper(),
-        prompt_ids=session.prompt_ids or (),
-        reward=None if given is None else given.reward,
-        reward_parts={} if given is None else given.parts,
-    )
+@dataclass
+class TaskHandlers(Handlers):
+    tasks: TaskStore
+    queue: RedisReplayQueue
+    control: RunControl
 
-
-class TaskHandlers:
-    def __init__(
-        self, config: RunConfig, audit: AuditLog, tasks: TaskStore, queue: RedisReplayQueue, control: RunControl
-    ) -> None:
-        self.config = config
-        self.audit = audit
-        self.tasks = tasks
-        self.queue = queue
-        self.control = control
-
-    @operation(
-        "POST",
-        "/v1/tasks",
-        "TaskService.SubmitTasks",
-        scope="submit",
-        answer=records.SubmittedTasks,
-        takes=SubmitTasks,
-        header=("idempotency-key", "idempotency_key"),
-    )
+    @operation("POST", "/v1/tasks", "submit", records.SubmittedTasks, takes=SubmitTasks, header=IDEMPOTENCY_KEY)
     async def submit_tasks(self, request: tasks_pb2.SubmitTasksRequest) -> tasks_pb2.SubmitTasksResponse:
         """Submit tasks for workers: all are accepted, or none. Each wants `num_sessions` rewarded sessions."""
         limit = self.config.gateway.max_prompts_per_request
@@ -274,7 +222,7 @@ class TaskHandlers:
         task_ids, replayed = await self.tasks.submit(tasks, request.idempotency_key)
         return tasks_pb2.SubmitTasksResponse(task_ids=task_ids, replayed=replayed)
 
-    @operation("GET", "/v1/tasks/{task_id}", "TaskService.GetTask", scope="read", answer=records.Task, takes=OfRun)
+    @operation("GET", "/v1/tasks/{task_id}", "read", records.Task, takes=OfRun)
     async def get_task(self, request: tasks_pb2.GetTaskRequest) -> tasks_pb2.Task:
         validation.check_name("task_id", request.task_id)
         task = await self.tasks.get(request.task_id)
@@ -282,15 +230,7 @@ class TaskHandlers:
             tasks_pb2.Task, task, state=task.state.upper(), payload_json=task.payload, session_ids=task.rewarded
         )
 
-    @operation(
-        "POST",
-        "/v1/tasks:lease",
-        "TaskService.LeaseTasks",
-        scope="submit",
-        answer=records.LeasedTasks,
-        takes=LeaseTasks,
-        keeps_deadline=True,
-    )
+    @operation("POST", "/v1/tasks:lease", "submit", records.LeasedTasks, takes=LeaseTasks, keeps_deadline=True)
     async def lease_tasks(self, request: tasks_pb2.LeaseTasksRequest) -> tasks_pb2.LeaseTasksResponse:
         """Hand places of tasks to a worker, each with the id of the session to use for it."""
         validation.check_name("worker", request.worker)
@@ -300,7 +240,7 @@ class TaskHandlers:
             raise InvalidInput("wait_s", f"must be 0 to {MAX_WAIT_S:g}")
         deadline = time.monotonic() + request.wait_s
         while True:
-            leases = await bounded(self._lease(request), 2 * self.config.redis.timeout_s)
+            leases = await bounded(self._lease(request), self.deadline_s)
             if leases or time.monotonic() + POLL_S > deadline:
                 break
             await asyncio.sleep(POLL_S)
@@ -310,14 +250,7 @@ class TaskHandlers:
         ]
         return tasks_pb2.LeaseTasksResponse(tasks=leased)
 
-    @operation(
-        "POST",
-        "/v1/tasks:heartbeat",
-        "TaskService.HeartbeatTasks",
-        scope="submit",
-        answer=records.LostTasks,
-        takes=HeartbeatTasks,
-    )
+    @operation("POST", "/v1/tasks:heartbeat", "submit", records.LostTasks, takes=HeartbeatTasks)
     async def heartbeat_tasks(self, request: tasks_pb2.HeartbeatTasksRequest) -> tasks_pb2.HeartbeatTasksResponse:
         """Renew the leases of sessions. Their generate calls do so too."""
         for number, session_id in enumerate(request.session_ids):
@@ -325,14 +258,7 @@ class TaskHandlers:
         lost = await self.tasks.heartbeat(list(request.session_ids))
         return tasks_pb2.HeartbeatTasksResponse(lost_session_ids=lost)
 
-    @operation(
-        "POST",
-        "/v1/tasks:return",
-        "TaskService.ReturnTask",
-        scope="submit",
-        answer=records.ReturnedTask,
-        takes=ReturnTask,
-    )
+    @operation("POST", "/v1/tasks:return", "submit", records.ReturnedTask, takes=ReturnTask)
     async def return_task(self, request: tasks_pb2.ReturnTaskRequest) -> tasks_pb2.ReturnTaskResponse:
         """Give the place of a session back, for another worker."""
         validation.check_name("session_id", request.session_id)

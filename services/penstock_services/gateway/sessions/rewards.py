@@ -8,27 +8,28 @@ any gateway: after a crash, a lost answer, or when the queue was full.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 from redis.exceptions import RedisError
 
-from penstock.codec import encode_group, encode_prompt
+from penstock.codec import encode_prompt
 from penstock.config.run import RunConfig
 from penstock.errors import PenstockError, QueueFull
-from penstock.replay.inspection import QueueInspector
 from penstock.replay.queue import RedisReplayQueue
-from penstock.replay.queue_types import Lease
+from penstock.replay.queue_types import OfferedGroup, Origin
 from penstock.sessions.session_store import Closing, Reward, SessionStore
 from penstock.sessions.task_store import TaskStore
-from penstock.trajectory import SESSION_AGENT, SESSION_SERVER, Group, Prompt
+from penstock.trajectory import SESSION_AGENT, Group, Prompt
 from penstock_services.gateway.sessions.trajectories import RewardedSession, SharedPrompt, shared_prompts
 from penstock_services.gateway.sessions.tree import SessionTree
 
 logger = logging.getLogger(__name__)
 DATA_SOURCE = "session"
+ORIGIN = "session"
+"""Takes the place of a rollout server: it holds the leases of the groups, and they name it as their server."""
 SWEEP_S = 1.0
 """Time between two sweeps."""
 
@@ -41,7 +42,6 @@ class SessionRewards:
         self.queue = queue
         self.store = store
         self.tasks = tasks
-        self.inspector = QueueInspector(queue.client, config.run, config.replay)
 
     async def give(
         self, session_id: str, reward: float, parts: Mapping[str, float], task_id: str = ""
@@ -80,11 +80,9 @@ class SessionRewards:
                     await self.sweep_once()
             except (PenstockError, RedisError, TimeoutError) as error:
                 logger.warning("sessions and tasks of run %s were not swept: %s", self.config.run, error)
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(SWEEP_S):
                     await stopping.wait()
-            except TimeoutError:
-                continue
 
     async def sweep_once(self) -> None:
         """Return the places of dead workers, complete overdue tasks, and append groups that are due."""
@@ -106,42 +104,34 @@ class SessionRewards:
                 return answer  # Another gateway was faster.
             sessions.append(RewardedSession(tree, reward.reward, reward.parts))
         prompts = await asyncio.to_thread(shared_prompts, sessions)
-        leases = await self._admit(_unique(name, sessions), prompts, data_source) if prompts else []
-        for lease, prompt in zip(leases, prompts, strict=True):
-            if lease.attempt and await self._append(lease, prompt, data_source) == "full":
-                raise QueueFull("the queue has no room for the session; it is added later, or send the reward again")
-        return await self.store.finish(name, list(rewards), tuple(lease.prompt_id for lease in leases))
+        groups = [self._offered(number, prompt, data_source) for number, prompt in enumerate(prompts)]
+        accepted = await self.queue.accept(groups, Origin(ORIGIN, _unique(name, sessions))) if groups else []
+        if any(outcome == "full" for _, outcome in accepted):
+            raise QueueFull("the queue has no room for the session; it is added later, or send the reward again")
+        return await self.store.finish(name, list(rewards), tuple(prompt_id for prompt_id, _ in accepted))
 
-    async def _admit(self, name: str, prompts: Sequence[SharedPrompt], data_source: str) -> list[Lease]:
-        """Leases for the groups. The same name gets the same prompt ids, however often it is finished."""
-        rows = [(index, encode_prompt(_prompt(one, data_source)), 0) for index, one in enumerate(prompts)]
-        return await self.inspector.import_prompts(name, SESSION_SERVER, self.config.replay.lease_ttl_s, rows)
-
-    async def _append(self, lease: Lease, prompt: SharedPrompt, data_source: str) -> str:
+    def _offered(self, number: int, shared: SharedPrompt, data_source: str) -> OfferedGroup:
+        prompt = Prompt(
+            token_ids=tuple(shared.prompt_token_ids.tolist()), sampling=shared.sampling, data_source=data_source,
+            num_samples=len(shared.trajectories), agent_name=SESSION_AGENT,
+        )  # fmt: skip
         group = Group(
             run=self.config.run,
-            prompt_id=lease.prompt_id,
-            attempt=lease.attempt,
-            server_id=SESSION_SERVER,
+            prompt_id=0,
+            attempt=0,
+            server_id=ORIGIN,
             data_source=data_source,
-            sampling=prompt.sampling,
-            prompt_token_ids=prompt.prompt_token_ids,
-            trajectories=prompt.trajectories,
+            sampling=shared.sampling,
+            prompt_token_ids=shared.prompt_token_ids,
+            trajectories=shared.trajectories,
+            agent_name=SESSION_AGENT,
             finished_at_ms=int(time.time() * 1000),
         )
-        encoded = await asyncio.to_thread(partial(encode_group, group))
-        return await self.queue.append(lease, encoded, group.min_version)
+        return OfferedGroup(number, encode_prompt(prompt), prompt.priority, group)
 
 
 def _unique(name: str, sessions: Sequence[RewardedSession]) -> str:
     """The name with the id of the first call. A name that is used again, after its session was forgotten, has another
-    first call, so it gets prompt ids of its own."""
+    first call, so it gets its own prompt ids."""
     calls = (call for session in sessions for call in session.tree.calls)
     return f"{name}:{next(calls).call_id}"
-
-
-def _prompt(shared: SharedPrompt, data_source: str) -> Prompt:
-    return Prompt(
-        token_ids=tuple(shared.prompt_token_ids.tolist()), sampling=shared.sampling, data_source=data_source,
-        num_samples=len(shared.trajectories), agent_name=SESSION_AGENT,
-    )  # fmt: skip

@@ -6,7 +6,7 @@ the token before them.
 
 All trajectories of a group share its prompt. Paths may begin with different prompts, such as after an edited history:
 then the group's prompt is what all of them begin with, and the rest of each prompt has mask 0. Paths that do not even
-share the first token become groups of their own.
+share the first token become separate groups.
 """
 
 from __future__ import annotations
@@ -140,13 +140,9 @@ def _sampling_segments(calls: Sequence[tuple[Sampling, int]], group: Sampling) -
 
     Inserted tokens belong to the call that follows them."""
     segments: list[SamplingSegment] = []
-    for parameters, alike in groupby(calls, key=lambda call: _parameters(call[0])):
+    for parameters, alike in groupby(calls, key=lambda call: call[0].distribution):
         start, end = segments[-1].end if segments else 0, max(end for _, end in alike)
         if end > start:
-            segments.append(SamplingSegment(start, end, *parameters))
-    is_as_group = all(_parameters(sampling) == _parameters(group) for sampling, _ in calls)
+            segments.append(SamplingSegment(start, end, **parameters))
+    is_as_group = all(sampling.distribution == group.distribution for sampling, _ in calls)
     return () if is_as_group else tuple(segments)
-
-
-def _parameters(sampling: Sampling) -> tuple[float, float, int, float]:
-    return sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p

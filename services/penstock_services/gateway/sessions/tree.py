@@ -80,7 +80,7 @@ class SessionTree:
     """All calls of a session, in the order in which they were recorded. Calls are only ever added."""
 
     list_name: str = ""
-    """Name of the stored list that the calls are read from. A session that expired and began anew has another one."""
+    """Name of the stored list that the calls are read from. A session that expired and began again has another one."""
     calls: list[Call] = field(default_factory=list)
     by_key: dict[bytes, int] = field(default_factory=dict)
     """The newest call after which the conversation has this key."""

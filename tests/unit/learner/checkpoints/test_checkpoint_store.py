@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ConfigError, DiskFull, Fenced
-from penstock.replay.queue_types import GoneBack
+from penstock.replay.queue_types import RunRewind
 from penstock_learner.checkpoint_files import write_manifest
 from penstock_learner.checkpoints.store import (
     TRAINER_FILE,
@@ -41,48 +41,48 @@ def test_a_named_checkpoint_is_resumed_once(tmp_path: Path) -> None:
     make(store, 2)
     assert store.candidates(older) == [Path(older)]
     newest = make(store, 2, term=2, resumed_from=older)
-    assert store.candidates(older)[0] == newest, "a restart does not go back again"
+    assert store.candidates(older)[0] == newest, "a restart does not rewind again"
 
 
 def test_checkpoints_that_the_run_abandoned_are_not_continued(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=5)
     first, target, _ = (make(store, step) for step in (1, 2, 3))
-    gone_back = GoneBack(str(target), term=2, num_roll_backs=0)
-    assert store.candidates("auto", gone_back) == [target, first]
+    rewind = RunRewind(str(target), term=2, num_orders=0)
+    assert store.candidates("auto", rewind) == [target, first]
     later = make(store, 3, term=2)
-    assert store.candidates("auto", gone_back) == [later, target, first]
-    copied = GoneBack(str(shutil.copytree(target, tmp_path / "copies" / "best")), term=2, num_roll_backs=0)
+    assert store.candidates("auto", rewind) == [later, target, first]
+    copied = RunRewind(str(shutil.copytree(target, tmp_path / "copies" / "best")), term=2, num_orders=0)
     assert store.candidates("auto", copied) == [later, Path(copied.checkpoint)]
 
 
 def test_what_the_run_gave_up_is_known_without_redis(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints", keep=5)
     first, target, given_up = (make(store, step) for step in (1, 2, 3))
-    gone_back = GoneBack(str(target), term=2, num_roll_backs=0)
+    rewind = RunRewind(str(target), term=2, num_orders=0)
     assert store.of_the_run() == [given_up, target, first]
-    record_rewind(store.folder, 2, gone_back, is_done=False)
+    record_rewind(store.folder, 2, rewind, is_done=False)
     with pytest.raises(ConfigError, match="only Redis knows whether it did"):
         store.of_the_run()
-    record_rewind(store.folder, 2, gone_back, is_done=True)
+    record_rewind(store.folder, 2, rewind, is_done=True)
     record_rewind(store.folder, 1, None, is_done=True)  # by a learner that was suspended meanwhile
     assert store.of_the_run() == [target, first]
     moved = CheckpointStore(store.folder.rename(tmp_path / "moved"), keep=5)
     assert [path.name for path in moved.of_the_run()] == [target.name, first.name]
     later = make(moved, 3, term=3)
     assert moved.of_the_run()[0] == later
-    record_rewind(moved.folder, 3, None, is_done=True)  # Redis says that the run did not go back
+    record_rewind(moved.folder, 3, None, is_done=True)  # Redis says that the run was not rewound
     assert [path.name for path in moved.of_the_run()] == [later.name, given_up.name, target.name, first.name]
 
 
 def test_abandoned_checkpoints_do_not_count_as_kept(tmp_path: Path) -> None:
-    """If the first checkpoint after going back is damaged, the one that the run went back to is still there."""
+    """If the first checkpoint after a rewind is damaged, the one that the run was rewound to is still there."""
     store = CheckpointStore(tmp_path / "checkpoints", keep=2)
     target, _ = (make(store, step) for step in (1, 2))
-    store.gone_back = GoneBack(str(target), term=2, num_roll_backs=0)
+    store.rewind = RunRewind(str(target), term=2, num_orders=0)
     later = make(store, 2, term=2)
     assert store.newest_first() == [later, target]
     elsewhere = shutil.copytree(target, tmp_path / "best")
-    store.gone_back = GoneBack(str(elsewhere), term=3, num_roll_backs=0)
+    store.rewind = RunRewind(str(elsewhere), term=3, num_orders=0)
     newest = [make(store, step, term=3) for step in (2, 3, 4)][:0:-1]
     assert store.newest_first() == newest and elsewhere.is_dir(), "only the run's own checkpoints are removed"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import shutil
@@ -121,14 +120,6 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 }
 
 
-def as_older_version(checkpoint: Path) -> None:
-    """Make a checkpoint as versions without checksums wrote it."""
-    (checkpoint / MANIFEST_FILE).unlink()
-    state = json.loads((checkpoint / TRAINER_FILE).read_text())
-    del state["has_manifest"]
-    (checkpoint / TRAINER_FILE).write_text(json.dumps(state))
-
-
 def test_damage_to_any_file_is_found_before_a_role_changes(tmp_path: Path, roles: dict[str, Any]) -> None:
     saved = weights(roles)
     good = save(tmp_path / "run", roles, step=4)
@@ -175,32 +166,9 @@ def test_the_one_before_a_damaged_checkpoint_is_taken(
     (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
     assert f"{newest.name} cannot be used: {newest / 'critic' / '__0_0.distcp'} is damaged: expected checksum" in line
     asyncio.run(queue.commit(5, [5]))
-    message = r"step-00000004 is at step 4, but step 5 is committed; newer .* damaged: .*critic/__0_0.distcp.*go_back"
+    message = r"step-00000004 is at step 4, but step 5 is committed; newer .* damaged: .*critic/__0_0.distcp.*rewind"
     with pytest.raises(ConfigError, match=message):
         asyncio.run(taken_over(queue))
-
-
-def test_a_checkpoint_of_an_older_version_is_loaded_with_a_warning(
-    tmp_path: Path, roles: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    saved = weights(roles)
-    checkpoint = save(tmp_path, roles, step=4)
-    as_older_version(checkpoint)
-    move(roles)
-    asyncio.run(load_checkpoint(checkpoint, roles))
-    assert same(weights(roles), saved)
-    assert [record.levelname for record in caplog.records if "has no checksums" in record.getMessage()] == ["WARNING"]
-
-
-def test_a_damaged_checkpoint_of_an_older_version_is_damaged_if_it_cannot_be_loaded(
-    tmp_path: Path, roles: dict[str, Any]
-) -> None:
-    checkpoint = save(tmp_path, roles, step=4)
-    as_older_version(checkpoint)
-    shards = checkpoint / "__0_0.distcp"
-    shards.write_bytes(shards.read_bytes()[: shards.stat().st_size // 2])
-    with pytest.raises(CheckpointDamaged, match="step-00000004 cannot be loaded"):
-        asyncio.run(load_checkpoint(checkpoint, roles))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])

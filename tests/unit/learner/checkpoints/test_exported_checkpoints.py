@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from penstock.cli.main import main
 from penstock.config.loading import validate
-from penstock.replay.queue_types import GoneBack
+from penstock.replay.queue_types import RunRewind
 from penstock_learner.checkpoints.store import CheckpointStore, record_rewind
 from penstock_learner.checkpoints.trainer_state import TrainerState
 from penstock_learner.roles.policy import PolicyWorker
@@ -76,19 +76,19 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_exported(
 
 
 def test_a_checkpoint_that_the_run_gave_up_is_not_exported(tmp_path: Path, checkpoints: list[Path]) -> None:
-    gone_back = GoneBack(str(checkpoints[1]), term=2, num_roll_backs=0)
-    record_rewind(checkpoints[0].parent, 2, gone_back, is_done=True)
+    rewind = RunRewind(str(checkpoints[1]), term=2, num_orders=0)
+    record_rewind(checkpoints[0].parent, 2, rewind, is_done=True)
     assert export(tmp_path) == (0, {1.0})
 
 
 def test_no_checkpoint_is_exported_while_a_learner_goes_back(
     tmp_path: Path, checkpoints: list[Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder, gone_back = checkpoints[0].parent, GoneBack(str(checkpoints[1]), term=2, num_roll_backs=0)
-    record_rewind(folder, 2, gone_back, is_done=False)
+    folder, rewind = checkpoints[0].parent, RunRewind(str(checkpoints[1]), term=2, num_orders=0)
+    record_rewind(folder, 2, rewind, is_done=False)
     assert export(tmp_path) == (2, set())
     [line] = capsys.readouterr().err.splitlines()
-    assert f"a learner was about to go back to {checkpoints[1]}" in line and "start the learner again" in line
+    assert f"a learner was about to rewind to {checkpoints[1]}" in line and "start the learner again" in line
     assert export(tmp_path, "--checkpoint", str(checkpoints[0])) == (0, {2.0})
 
 
@@ -104,7 +104,7 @@ def test_a_damaged_checkpoint_that_is_named_is_refused(
 def test_weights_that_the_type_cannot_hold_are_not_written(
     tmp_path: Path, checkpoints: list[Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from penstock_learner import export as module
+    from penstock_tools import export as module
 
     load = module._load
 

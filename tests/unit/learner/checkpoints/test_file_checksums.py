@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 
 import pytest
-import xxhash
 
 from penstock_learner import checkpoint_files
-from penstock_learner.checkpoint_files import MANIFEST_FILE, FileRecord, PieceChecksums, find_damage, read_manifest
+from penstock_learner.checkpoint_files import FileRecord, PieceChecksums, find_damage
 
 
 @pytest.fixture(autouse=True)
@@ -43,19 +41,3 @@ def test_damage_is_found_in_every_piece_and_a_file_is_named_once(tmp_path: Path,
     [line] = find_damage(tmp_path, files)
     assert f"{tmp_path / 'file'} is damaged: expected checksum {files['file'].pieces[places[0] // 1000]}" in line
     assert line.endswith(f"from byte {places[0] // 1000 * 1000} on")
-
-
-@pytest.mark.parametrize("num_bytes", [0, 1, 1000, 1001, 3500])
-def test_a_manifest_of_an_older_version_has_a_checksum_for_each_whole_file(tmp_path: Path, num_bytes: int) -> None:
-    content = random.Random(num_bytes).randbytes(num_bytes)
-    (tmp_path / "file").write_bytes(content)
-    fields = {"file": {"num_bytes": num_bytes, "xxh3_128": xxhash.xxh3_128_hexdigest(content)}}
-    line = json.dumps(fields).encode()
-    (tmp_path / MANIFEST_FILE).write_bytes(line + b"\n" + xxhash.xxh3_128_hexdigest(line).encode() + b"\n")
-    files = read_manifest(tmp_path)
-    assert find_damage(tmp_path, files) == []
-    assert num_bytes > 1000 or files["file"] == FileRecord.of(content), "trainer.json is compared in this way"
-    if num_bytes:
-        (tmp_path / "file").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-        [damage] = find_damage(tmp_path, files)
-        assert "is damaged" in damage

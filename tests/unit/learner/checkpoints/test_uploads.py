@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from penstock.errors import ConfigError, Unavailable
 from penstock.fetching import ObjectFolder
-from penstock.replay.queue_types import GoneBack
+from penstock.replay.queue_types import RunRewind
 from penstock_learner.checkpoints.saving import CheckpointWriter
 from penstock_learner.checkpoints.store import CheckpointStore, verify_in_this_process
 from penstock_learner.checkpoints.trainer_state import TrainerState, read_state
@@ -155,8 +155,8 @@ def test_checkpoints_that_the_run_gave_up_are_not_fetched(empty: ObjectStore, tm
     for step in (1, 2, 3):
         first.upload(write(first, step))
     second = checkpoints_in(tmp_path / "b")
-    gone_back = GoneBack(str((tmp_path / "b" / "term-000001-step-00000002").absolute()), term=2, num_roll_backs=0)
-    assert names(second.candidates("auto", gone_back)) == ["term-000001-step-00000002"]
+    rewind = RunRewind(str((tmp_path / "b" / "term-000001-step-00000002").absolute()), term=2, num_orders=0)
+    assert names(second.candidates("auto", rewind)) == ["term-000001-step-00000002"]
 
 
 def test_an_upload_that_is_abandoned_ends_between_files_and_a_wrong_url_is_refused(

@@ -18,7 +18,7 @@ from penstock.trajectory import Group
 from penstock_learner.checkpoints.trainer_state import Rewind
 from penstock_learner.loop.batches import BatchAhead, BatchReader
 from penstock_learner.loop.term import Term
-from penstock_learner.loop.training_step import TrainingStep
+from penstock_learner.steps.program import TrainingStep
 from support.groups import made_by
 from support.learner_ranks import make_step
 from support.memory_queue import MemoryReplayQueue

@@ -15,7 +15,7 @@ from penstock.config.dataset import DatasetConfig
 from penstock.config.learner import LearnerConfig
 from penstock.config.service import ReplayConfig
 from penstock.errors import DeadlineExceeded, InvalidInput
-from penstock.trajectory import SESSION_SERVER, Group
+from penstock.trajectory import SESSION_AGENT, Group
 from penstock_learner.checkpoints.trainer_state import Ledger, Lineage, Rewind
 from penstock_learner.loop import batches
 from penstock_learner.loop.batches import BatchReader, DataEnd, FailedRewards, reason_to_discard
@@ -54,7 +54,7 @@ async def test_a_token_that_the_model_does_not_have_is_dead_lettered() -> None:
 async def test_a_stale_session_is_dropped_for_good() -> None:
     """A rollout server would sample its prompt in one turn, and have no reward for it."""
     replay = ReplayConfig(groups_per_step=2, max_staleness=1, stale_policy="drop")
-    session = replace(made_by(1, 0), server_id=SESSION_SERVER)
+    session = replace(made_by(1, 0), agent_name=SESSION_AGENT)
     queue = await queue_with(replay, [session, made_by(2, 0), made_by(3, 4), made_by(4, 4)])
     assert (await reader_of(queue, replay).read(1, 4)).prompt_ids == [3, 4]
     stat = await queue.stat()

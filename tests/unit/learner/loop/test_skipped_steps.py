@@ -14,7 +14,7 @@ from penstock_learner.algorithms.corrections import CorrectionStatistics, Mismat
 from penstock_learner.algorithms.losses import LossStatistics
 from penstock_learner.batches.partition import partition
 from penstock_learner.batches.sequence_batch import batch_of
-from penstock_learner.optim import OptimizerStep
+from penstock_learner.optim.optimizer import OptimizerStep
 from penstock_learner.roles.dispatch import UpdateReport
 from penstock_learner.steps.step_result import SkippedSteps
 from support.groups import make_group

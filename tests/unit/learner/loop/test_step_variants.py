@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from penstock.cli.main import main as cli
+from penstock_learner.checkpoint_files import write_manifest
 from penstock_learner.checkpoints.trainer_state import TRAINER_FILE, TrainerState
 from support.tiny_architectures import tiny_model
 from support.tiny_models import make_tiny_qwen2
@@ -159,6 +160,7 @@ def test_an_exported_checkpoint_of_two_ranks_loads_in_transformers(folder: Path,
     config = tmp_path / "run.yaml"
     config.write_text(f"model: {{path: {folder / 'model'}}}")
     (folder / "shards" / TRAINER_FILE).write_text(json.dumps(asdict(TrainerState())))
+    write_manifest(folder / "shards", {})
     words = ["export", "--config", str(config), "--checkpoint", str(folder / "shards"), "--out", str(tmp_path / "out")]
     assert cli(words) == 0
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()

@@ -156,7 +156,7 @@ async def test_a_checkpoint_from_before_the_newest_commit_is_refused_with_both_n
     await queue.take_term(0)
     await queue.commit(485, [1, 2, 3])
     with pytest.raises(
-        ConfigError, match=r"step-00000480 is at step 480, but step 485 is committed; 3 groups .*go_back"
+        ConfigError, match=r"step-00000480 is at step 480, but step 485 is committed; 3 groups .*rewind"
     ):
         await controller.run()
     assert queue.term == 1, "a learner that is refused fences nobody"
@@ -183,23 +183,23 @@ async def test_nothing_is_trained_while_redis_may_lose_that_the_run_went_back(
 
     async def load(_: Path) -> None: ...
 
-    async def go_back(*words: Any) -> None:
-        await ContendedQueue.go_back(queue, *words)
+    async def rewind(*words: Any) -> None:
+        await ContendedQueue.rewind(queue, *words)
         if is_lost:
-            asyncio.get_running_loop().call_soon(setattr, queue.store, "gone_back", None)
+            asyncio.get_running_loop().call_soon(setattr, queue.store, "rewind", None)
 
-    monkeypatch.setattr(queue, "go_back", go_back)
-    config = controller.config.learner.checkpoint.model_copy(update={"resume": str(target), "go_back": True})
+    monkeypatch.setattr(queue, "rewind", rewind)
+    config = controller.config.learner.checkpoint.model_copy(update={"resume": str(target), "rewind": True})
     chosen = await choose_checkpoint(queue, controller.checkpoints, config)
     taking = take_over(queue, controller.checkpoints, config, chosen, load, settle_s=0.05)
     if is_lost:
-        with pytest.raises(Unavailable, match="lost that the run went back; start the learner again"):
+        with pytest.raises(Unavailable, match="lost the rewind of the run; start the learner again"):
             await taking
         return
     assert (await taking).is_rewound
-    assert controller.checkpoints.gone_back == queue.store.gone_back is not None
+    assert controller.checkpoints.rewind == queue.store.rewind is not None
 
 
-def test_going_back_needs_the_name_of_a_checkpoint() -> None:
-    with pytest.raises(ConfigError, match="go_back needs resume to be the path"):
-        validate({"run": "test", "model": {"path": "m"}, "learner": {"checkpoint": {"go_back": True}}}, "test")
+def test_a_rewind_needs_the_name_of_a_checkpoint() -> None:
+    with pytest.raises(ConfigError, match="rewind needs resume to be the path"):
+        validate({"run": "test", "model": {"path": "m"}, "learner": {"checkpoint": {"rewind": True}}}, "test")

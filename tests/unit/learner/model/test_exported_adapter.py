@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from penstock.config.learner import LoraConfig
 from penstock.errors import ConfigError, TrainingDiverged
-from penstock_learner.export import _merged, write_adapter
 from penstock_learner.model.adapter import add_adapter
 from penstock_learner.model.causal_lm import CausalLM, load_model
+from penstock_tools.export import _merged, write_adapter
 from support.tiny_architectures import tiny_model
 
 MODEL = Path(__file__).parents[4] / "examples" / "arithmetic" / "model"

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from penstock.errors import ConfigError
 from penstock_learner.batches.sequence_batch import batch_of
-from penstock_learner.model.retokenization import Retokenization
+from penstock_learner.roles.frozen import Retokenization
 from support.groups import make_group
 from support.scripted_engines import CHATML, END, PLAIN, make_tokenizer_folder, spelled
 

@@ -15,12 +15,11 @@ from penstock.config.loading import validate
 from penstock_learner.batches.prefix_tree import PrefixTree
 from penstock_learner.batches.sequence_batch import SequenceBatch
 from penstock_learner.model.adapter import add_adapter
-from penstock_learner.model.architectures import depends_on_length, path_of
+from penstock_learner.model.architectures import depends_on_length, path_of, prefix_sharing_roles
 from penstock_learner.model.backbone import ModelInputs
 from penstock_learner.model.causal_lm import CausalLM, load_model
 from penstock_learner.model.routers import watch_routers
 from penstock_learner.model.scalar_model import load_scalar_model
-from penstock_learner.roles.prefix_sharing import prefix_sharing_roles
 from support.groups import forked_batch, short_batch
 from support.tiny_architectures import ARCHITECTURES, FAST, tiny_config, tiny_model
 

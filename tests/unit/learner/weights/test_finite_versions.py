@@ -9,8 +9,7 @@ from penstock.errors import TrainingDiverged
 from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import TensorShape, build_manifest
 from penstock_learner.model.tensors import first_nonfinite
-from penstock_learner.weights.memory import HostBuckets
-from penstock_learner.weights.staging import StagedVersion
+from penstock_learner.weights.staging import HostBuckets, StagedVersion
 
 NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 BUCKET_BYTES = 64

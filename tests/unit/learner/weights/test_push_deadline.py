@@ -13,7 +13,7 @@ from penstock.weights import deadline as deadline_module
 from penstock.weights.deadline import Deadline
 from penstock_learner.weights.publisher import attempt
 from penstock_learner.weights.push import PushReport, PushTarget
-from penstock_learner.weights.senders.sender import Shipment
+from penstock_learner.weights.senders import Shipment
 
 TIMEOUT_S = 20.0
 

@@ -15,9 +15,8 @@ from penstock.weights.checksums import host_checksum
 from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import TensorShape, build_manifest
 from penstock_learner.weights import staging
-from penstock_learner.weights.memory import HostBuckets
 from penstock_learner.weights.publisher import WeightPublisher
-from penstock_learner.weights.staging import StagedVersion, checksum_name
+from penstock_learner.weights.staging import HostBuckets, StagedVersion, checksum_name
 
 SHAPES = [TensorShape(f"t{index}", "BF16", (1000 + 17 * index, 3)) for index in range(9)]
 

@@ -1,0 +1,417 @@
+"""The interface of a sender, the bytes that it sends, and the servers that it sends them to."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import threading
+import uuid
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import closing
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch._C._distributed_c10d import BarrierOptions, BroadcastOptions, PrefixStore, ProcessGroupGloo
+
+from penstock.errors import Unavailable, WeightPushFailed, first_line_of
+from penstock.v1 import weights_pb2
+from penstock.weights.cuda import libraries
+from penstock.weights.cuda.ipc import IpcOffer, export_handle
+from penstock.weights.cuda.nccl_group import MAX_ENQUEUED, NUM_SLOTS, NcclGroup, NcclMeeting, Relay, version_mismatch
+from penstock.weights.cuda.stream import DeviceStream
+from penstock.weights.deadline import Deadline
+from penstock.weights.manifest import wire_sizes
+from penstock.weights.snapshot import write_snapshot
+from penstock.weights.transports import (
+    GLOO_PIECE_BYTES,
+    GLOO_PIECES_AT_ONCE,
+    PUBLISHER_RANK,
+    GroupPlace,
+    group_places,
+    is_divided,
+)
+from penstock_learner.rendezvous import open_store
+from penstock_learner.weights.push import PushTarget, num_ranks
+from penstock_learner.weights.staging import (
+    DeviceBuckets,
+    MemoryKind,
+    SharedBuckets,
+    StagedVersion,
+    device_index,
+    device_uuid,
+)
+
+
+@dataclass(frozen=True)
+class Shipment:
+    """The bytes to send: for each bucket either the staged bucket itself or a delta on another version."""
+
+    manifest: weights_pb2.WeightManifest
+    staged: StagedVersion
+    deltas: tuple[torch.Tensor | None, ...] = ()
+
+    def wires(self, deadline: Deadline) -> Iterator[torch.Tensor]:
+        """Yield the bytes of each bucket in order, as soon as it is staged. They may be on the host or on a GPU."""
+        for index in range(len(self.manifest.buckets)):
+            delta = self.deltas[index] if self.deltas else None
+            yield self.staged.bucket(index, deadline) if delta is None else delta
+
+
+class Sender(Protocol):
+    """Serves one push at a time: open, send, close. It lives as long as the publisher, and may keep its connections
+    while the members stay the same. Every wait in `send` ends at the deadline. After a failure the next `open` starts
+    from scratch."""
+
+    def open(self, shipment: Shipment, members: Sequence[PushTarget], deadline: Deadline) -> str:
+        """Prepare to connect to the members' workers, whose ranks are 1, 2, … in order. Returns the rendezvous. It must
+        not enter a collective, because members learn the rendezvous only afterwards."""
+        ...
+
+    def send(self, shipment: Shipment, members: Sequence[PushTarget], deadline: Deadline) -> None:
+        """Send every bucket to every worker. Raises WeightPushFailed if the transfer breaks."""
+        ...
+
+    def close(self, *, failed: bool) -> None:
+        """End the push. If it failed, drop everything that a dead or late member could still block."""
+        ...
+
+
+class ShmSender:
+    """The rendezvous is a path under /proc. Members map that memory when it is sealed."""
+
+    def open(self, shipment: Shipment, members: Sequence[PushTarget], deadline: Deadline) -> str:
+        memory = shipment.staged.memory
+        if not isinstance(memory, SharedBuckets):
+            raise WeightPushFailed(f"shm needs buckets in shared memory, not {memory.kind}; unset weights.staging")
+        return memory.path
+
+    def send(self, shipment: Shipment, members: Sequence[PushTarget], deadline: Deadline) -> None:
+        """Wait until the buckets are sealed. The members then map them without further help."""
+        shipment.staged.wait_sealed(deadline)
+
+    def close(self, *, failed: bool) -> None:
+        pass
+
+
+class SnapshotSender:
+    """The rendezvous is the folder. The folder is removed after the push, unless the run keeps it as a snapshot."""
+
+    def __init__(self, folder: Path, kept: dict[int, Path], model_path: Path) -> None:
+        self.folder = folder
+        self.kept = kept
+        """Folders of the snapshots that the run keeps, by version."""
+        self.model_path = model_path
+        self._own: Path | None = None
+
+    def open(self, shipment: Shipment, members: Sequence[PushTarget], deadline: Deadline) -> str:
+        staged = shipment.staged
+        kept = self.kept.get(staged.policy_version)
+        if kept is not None and kept.is_dir():
+            return str(kept.resolve())
+        self._own = self.folder / f"version-{staged.policy_version:08d}"
+        write_snapshot_folder(staged, self.model_path, self._own, deadline)
+        return str(self._own.resolve())
+
+    def send(self, shipment: Shipment, members: Sequence[PushTarget], deadline: Deadline) -> None:
+        """Do nothing: the members read the file."""
+
+    def close(self, *, failed: bool) -> None:
+        if self._own is not None:
+            shutil.rmtree(self._own, ignore_errors=True)
+            self._own = None
+
+
+MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "vocab.json",
+               "merges.txt", "special_tokens_map.json", "chat_template.jinja")  # fmt: skip
+
+
+def write_snapshot_folder(staged: StagedVersion, model_path: Path, folder: Path, deadline: Deadline) -> None:
+    """Write the weights, once they are complete, and copy the small files of the model folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in MODEL_FILES:
+        if (source := model_path / name).is_file():
+            shutil.copyfile(source, folder / name)  # without its mode
+    checksums = staged.checksums(deadline)
+    write_snapshot(folder, staged.manifest, [bucket.cpu().numpy() for bucket in staged.memory.buckets], checksums)
+
+
+@dataclass(frozen=True)
+class PublisherPlace:
+    """The facts about the publisher by which `auto` chooses."""
+
+    host_id: str
+    device: str
+    """`cpu`, or its GPU's UUID."""
+    memory: MemoryKind
+    has_cupy: bool
+    nccl_version: str = ""
+    """Version of the publisher's NCCL library. Empty if it has none."""
+
+
+def choose_transport(place: PublisherPlace, members: Sequence[PushTarget]) -> tuple[str, str]:
+    """Return the transport and the reason for it."""
+    devices = [device for member in members for device in member.devices]
+
+    def all_can(transport: str) -> bool:
+        return all(transport in member.transports for member in members)
+
+    if place.has_cupy and place.device != "cpu":
+        if all_can("cuda_ipc") and set(devices) == {place.device} and place.memory == "device":
+            return "cuda_ipc", "every worker shares the publisher's GPU"
+        are_distinct = len({*devices, place.device, "cpu"}) == len(devices) + 2
+        has_same_nccl = place.nccl_version != "" and all(m.nccl_version == place.nccl_version for m in members)
+        if all_can("nccl") and are_distinct and has_same_nccl:
+            return "nccl", "publisher and workers have one GPU each"
+    if place.memory == "shared" and all_can("shm") and all(m.host_id == place.host_id for m in members):
+        return "shm", "every member is on the publisher's host"
+    return "gloo", _why_gloo(place, members)
+
+
+def _why_gloo(place: PublisherPlace, members: Sequence[PushTarget]) -> str:
+    others = {member.nccl_version for member in members if member.nccl_version} - {place.nccl_version}
+    if place.nccl_version and others:
+        return version_mismatch(place.nccl_version, ", ".join(sorted(others)))
+    return "members are on several hosts, or lack what a faster transport needs"
+
+
+def why_unable(transport: str, member: PushTarget) -> str:
+    """Return why the member cannot receive by the transport, or an empty string if it can."""
+    if transport not in member.transports:
+        return f"it cannot receive by {transport}; set weights.transport to auto, or install what the transport needs"
+    if transport == "nccl" and (own := libraries.nccl_version()) != member.nccl_version:
+        return version_mismatch(own, member.nccl_version)
+    return ""
+
+
+def make_sender(transport: str, host: str, device: torch.device, gloo_group_size: int) -> Sender:
+    """Create the sender of a transport, for a publisher with this address and device."""
+    if transport == "nccl":
+        return NcclSender(device)
+    if transport == "cuda_ipc":
+        return CudaIpcSender(device)
+    if transport == "shm":
+        return ShmSender()
+    if transport == "gloo":
+        return GlooSender(host, gloo_group_size)
+    raise WeightPushFailed(f"unknown transport {transport!r}")
+
+
+class CudaIpcSender:
+    """The rendezvous is an IpcOffer. Members copy a bucket when the header in the memory says that it is ready. Deltas,
+    and buckets that are not staged on the GPU, are first copied to GPU memory of this sender, which is kept: freeing it
+    would wait for everything that runs on the GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory: DeviceBuckets | None = None
+        self._own: DeviceBuckets | None = None
+        self._is_ready = False
+        """Every bucket was ready when the version was offered."""
+
+    def open(self, shipment: Shipment, members: Sequence[PushTarget], deadline: Deadline) -> str:
+        staged = shipment.staged.memory
+        try:
+            if isinstance(staged, DeviceBuckets) and not shipment.deltas:
+                self._memory = staged
+            else:
+                self._memory = self._own_memory(wire_sizes(shipment.manifest))
+            self._is_ready = self._memory is staged and shipment.staged.is_sealed
+            num_ready = len(staged.buckets) if self._is_ready else 0
+            handle, uuid = export_handle(self._memory.allocation.pointer), device_uuid(self._memory.device)
+            return IpcOffer(handle.hex(), uuid, self._memory.offsets[-1], num_ready).to_json()
+        except RuntimeError as error:
+            first_line = first_line_of(error)
+            raise WeightPushFailed(f"GPU memory cannot be offered by cuda_ipc: {first_line}") from error
+
+    def send(self, shipment: Shipment, members: Sequence[PushTarget], deadline: Deadline) -> None:
+        """Return when every bucket is ready. The members copy without further help, and are done when they commit."""
+        memory = self._memory
+        assert memory is not None, "send follows open"
+        if self._is_ready:
+            return
+        is_own = memory is self._own
+        with closing(DeviceStream(device_index(memory.device))) as stream:
+            for index, wire in enumerate(shipment.wires(deadline)):
+                if is_own:
+                    stream.copy(memory.buckets[index].data_ptr(), wire.data_ptr(), wire.numel())
+                    stream.wait(stream.record(), deadline)
+                is_last = index + 1 == len(shipment.manifest.buckets)
+                if is_last or not shipment.staged.is_complete:
+                    memory.mark_ready(shipment.manifest, index + 1)
+
+    def close(self, *, failed: bool) -> None:
+        self._memory = None
+
+    def _own_memory(self, sizes: list[int]) -> DeviceBuckets:
+        if self._own is not None and self._own.sizes == sizes:
+            self._own.clear()
+        else:
+            self._own = None  # free the old memory first
+            self._own = DeviceBuckets(sizes, self._device)
+        return self._own
+
+
+class NcclSender:
+    """Keeps its communicator from push to push while the members stay the same. The rendezvous is an NcclMeeting.
+    Deltas, and buckets in host memory, are sent through two buffers on the GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device_index = device_index(device)
+        self._name = uuid.uuid4().hex
+        self._group: NcclGroup | None = None
+        self._relay: Relay | None = None
+        self._members: tuple[PushTarget, ...] = ()
+        self._meeting = NcclMeeting(self._name, "", "", kept=False, version="")
+
+    def open(self, shipment: Shipment, members: Sequence[PushTarget], deadline: Deadline) -> str:
+        if self._group is not None and self._group.is_open and self._members == tuple(members):
+            return replace(self._meeting, kept=True).to_json()
+        self._drop()
+        nccl = libraries.nccl()
+        unique_id = nccl.unique_id()
+        self._meeting = NcclMeeting(self._name, uuid.uuid4().hex, unique_id.hex(), kept=False, version=nccl.version())
+        self._group = NcclGroup(unique_id, num_ranks(members), 0, self._device_index)
+        self._members = tuple(members)
+        return self._meeting.to_json()
+
+    def send(self, shipment: Shipment, members: Sequence[PushTarget], deadline: Deadline) -> None:
+        assert self._group is not None, "send follows open"
+        try:
+            if not self._group.is_open:
+                self._group.open(deadline)
+            self._send(self._group, shipment, deadline)
+        except RuntimeError as error:
+            first_line = first_line_of(error)
+            raise WeightPushFailed(f"the NCCL broadcast broke: {first_line}") from error
+
+    def _send(self, group: NcclGroup, shipment: Shipment, deadline: Deadline) -> None:
+        enqueued: deque[int] = deque()
+        for wire in shipment.wires(deadline):
+            direct = is_on_gpu(wire)
+            while len(enqueued) >= (MAX_ENQUEUED if direct else NUM_SLOTS):
+                group.wait(enqueued.popleft(), deadline)
+            pointer, num_bytes = wire.data_ptr(), wire.numel()
+            if direct:
+                enqueued.append(group.broadcast(pointer, num_bytes, deadline, hold=wire))
+            else:
+                enqueued.append(self._relay_of(group, shipment).send(pointer, num_bytes, deadline))
+        while enqueued:
+            group.wait(enqueued.popleft(), deadline)
+        group.wait_for_barrier(deadline)  # a member that fails in its commit must not cut off another one
+
+    def close(self, *, failed: bool) -> None:
+        if failed:
+            self._drop()
+
+    def _drop(self) -> None:
+        if self._group is not None:
+            self._group.abort()
+        self._group = self._relay = None
+
+    def _relay_of(self, group: NcclGroup, shipment: Shipment) -> Relay:
+        max_bytes = max(bucket.num_bytes for bucket in shipment.manifest.buckets)
+        if self._relay is None or self._relay.max_bytes < max_bytes:
+            self._relay = Relay(group, max_bytes)
+        return self._relay
+
+
+def is_on_gpu(wire: torch.Tensor) -> bool:
+    return wire.is_cuda
+
+
+class GlooSender:
+    """Forms one group per push, or groups of `group_size` workers if there are more (penstock.weights.transports). The
+    rendezvous is `host:port/prefix/group_size` of the store where all groups meet."""
+
+    def __init__(self, host: str, group_size: int) -> None:
+        self.host = host
+        self.group_size = group_size
+        self._numbers = itertools.count(1)
+        self._store: Any = None
+        self._prefix = ""
+
+    def open(self, shipment: Shipment, members: Sequence[PushTarget], deadline: Deadline) -> str:
+        timeout = timedelta(seconds=deadline.remaining_s)
+        try:
+            self._store = open_store(self.host, num_ranks(members), timeout)
+        except Unavailable as error:
+            raise WeightPushFailed(f"{error}; check learner.publish_host") from error
+        self._prefix = f"push-{next(self._numbers)}"
+        return f"{self.host}:{self._store.port}/{self._prefix}/{self.group_size}"
+
+    def send(self, shipment: Shipment, members: Sequence[PushTarget], deadline: Deadline) -> None:
+        """Send to all workers, or to the relays. With relays it ends when all workers have all bytes: one that dies
+        late would take those with it that get their bytes from it. Every operation gets the rest of the deadline, also
+        because a group's destructor waits for those that were begun."""
+        try:
+            [place] = group_places(PUBLISHER_RANK, num_ranks(members), self.group_size)
+            store = PrefixStore(f"{self._prefix}/{place.name}", self._store)
+            group = _meet(store, place, self.host, deadline)
+            in_flight: deque[Any] = deque()
+            for wire in shipment.wires(deadline):
+                for piece in wire.cpu().split(GLOO_PIECE_BYTES):
+                    in_flight.append(_broadcast(group, piece, deadline))
+                    if len(in_flight) == GLOO_PIECES_AT_ONCE:
+                        in_flight.popleft().wait(_rest(deadline))
+            if is_divided(num_ranks(members), self.group_size):
+                in_flight.append(_barrier(group, deadline))
+            for work in in_flight:
+                work.wait(_rest(deadline))
+        except RuntimeError as error:
+            first_line = first_line_of(error)
+            raise WeightPushFailed(f"the broadcast broke: {first_line}") from error
+
+    def close(self, *, failed: bool) -> None:
+        self._store = None
+
+
+def _meet(store: Any, place: GroupPlace, host: str, deadline: Deadline) -> Any:
+    """Form the group. Raises WeightPushFailed at the deadline. Gloo gives each worker the whole time to connect, one
+    after the other. So a separate thread meets, and is left behind at the deadline. It ends when a worker no longer
+    connects."""
+    met: Future[Any] = Future()
+
+    def meet() -> None:
+        try:
+            met.set_result(ProcessGroupGloo(store, place.rank, place.num_ranks, _options(host, deadline.remaining_s)))
+        except RuntimeError as error:
+            met.set_exception(error)
+
+    threading.Thread(target=meet, name="gloo-meeting", daemon=True).start()
+    try:
+        return met.result(deadline.remaining_s)
+    except TimeoutError as error:
+        deadline.check()
+        raise WeightPushFailed("the workers did not meet in time") from error
+
+
+def _broadcast(group: Any, piece: torch.Tensor, deadline: Deadline) -> Any:
+    options = BroadcastOptions()
+    options.rootRank, options.rootTensor, options.timeout = PUBLISHER_RANK, 0, _rest(deadline)
+    return group.broadcast([piece], options)
+
+
+def _barrier(group: Any, deadline: Deadline) -> Any:
+    options = BarrierOptions()
+    options.timeout = _rest(deadline)
+    return group.barrier(options)
+
+
+def _rest(deadline: Deadline) -> timedelta:
+    return timedelta(seconds=deadline.remaining_s)
+
+
+def _options(host: str, timeout_s: float) -> Any:
+    """The options of a group whose connections are accepted on `host` only. There is a thread for each operation, so
+    that none waits for another before its time begins to count."""
+    gloo: Any = ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=host)]
+    options._timeout = timedelta(seconds=timeout_s)
+    options._threads = GLOO_PIECES_AT_ONCE
+    return options

@@ -1,0 +1,265 @@
+"""A whole run on this machine, with every process of a config file as a child of this one."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import IO, Self
+
+import psutil
+
+from penstock.api.records import Server
+from penstock.api_keys import OWN_KEY_FILE, read_own_key, read_secret
+from penstock.client import PenstockClient
+from penstock.client.address import write_restarting
+from penstock.config.gpu_bundles import num_gpus
+from penstock.config.loading import dump_config, load_config
+from penstock.config.run import RunConfig
+from penstock.diagnosis.facts import PROCESS_STARTED
+from penstock.errors import ConfigError, DeadlineExceeded, PenstockError
+from penstock.feed.feed_process import FEED, feed_file
+from penstock.machine import close_to_others, free_port, visible_gpus, wait_for_port
+from penstock.store.heartbeats import Phases
+from penstock.store.notices import Event, Notices
+from penstock.store.redis_client import connect
+from penstock.weights.cluster_key import ClusterKey
+from penstock_tools.local.private_redis import find_redis_server, write_config
+from penstock_tools.local.processes import Child, HungServers, ProcessGroup, Restart, Restarts
+from penstock_tools.local.start_check import check_before_start
+
+logger = logging.getLogger(__name__)
+LEARNER, GATEWAY = "learner", "gateway"
+VARIABLE = "CUDA_VISIBLE_DEVICES"
+ORPHANS_S = 60.0
+"""How long a start waits for the processes of a run whose supervisor was killed."""
+
+
+class LocalRun:
+    """`async with LocalRun(config) as run:` starts Redis and the gateway; `run.start_workers()` starts the rest.
+
+    With `workers_at_once`, the learner and the rollout servers are started concurrently with the gateway. They take
+    much longer, and need only Redis.
+
+    Leaving the block ends every process. The run's folder stays, and starting the run again continues it."""
+
+    def __init__(self, config: RunConfig, *, workers_at_once: bool = False) -> None:
+        self.config = config
+        self._workers_at_once = workers_at_once
+        self.folder = config.folder
+        self.config_file = config.folder / "config.yaml"
+        """The resolved config, which every child reads."""
+        self.processes = ProcessGroup(config.folder / "logs")
+        self.on_restart: Callable[[str], None] = lambda _: None
+        """Called with a line about a process that has died and will be started again."""
+        self._server_ids = [f"rollout-{index}" for index in range(config.rollout.num_servers)]
+        restarted = (GATEWAY, *self._server_ids, FEED)
+        self._restarts = Restarts(self.processes, restarted, config.max_restarts, self._was_ready)
+        self._hung = HungServers.of(config)
+        self._lock: IO[str] | None = None
+        self._client: PenstockClient | None = None
+        self._learner: Child | None = None
+        self._environments: dict[str, dict[str, str]] = {}
+        """Additional environment variables of a process, by its name."""
+
+    async def __aenter__(self) -> Self:
+        check_before_start(self.config)
+        await self._take_lock()
+        try:
+            ClusterKey.of(self.config).make_if_missing()
+            self._start_redis()
+            self._write_config()
+            for name in (GATEWAY, feed_file(self.config)):
+                (self.folder / f"{name}.json").unlink(missing_ok=True)
+            gateway = self._start_process(GATEWAY, "penstock_services.gateway")
+            await self._record_start()
+            if self._workers_at_once:
+                self._start_slow_workers()
+            self._client = await self._wait_for_gateway(gateway, timeout_s=60)
+            gateway.command = [*gateway.command, *self._gateway_ports()]
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._client is not None:
+            await self._client.aclose()
+        await asyncio.to_thread(self.processes.stop)
+        if self._lock is not None:
+            write_restarting(self.folder, {})
+            self._lock.close()
+
+    def start_workers(self) -> None:
+        """Start the learner, the rollout servers, and the feed if there is a dataset.
+
+        Returns at once; the processes take a while to be ready."""
+        if self._learner is None:
+            self._start_slow_workers()
+        if self.config.dataset.file is not None or self.config.dataset.validation.file is not None:
+            self._start_process(FEED, "penstock.cli.commands.feed", "--watch")
+
+    def _start_slow_workers(self) -> None:
+        self._environments = divide_gpus(self.config, visible_gpus())
+        self._learner = self._start_process(LEARNER, "penstock_learner", stop_timeout_s=60)
+        for server_id in self._server_ids:
+            self._start_process(server_id, "penstock_rollout", "--server-id", server_id, stop_timeout_s=30)
+
+    async def check(self) -> None:
+        """Start the gateway, rollout servers and the feed again if they have died. Raise ProcessDied if another process
+        has died, or one that has used up its restarts. The learner and the feed may finish."""
+        restarts = self._restarts.check(may_finish=(LEARNER, FEED))
+        write_restarting(self.folder, self._restarts.ended)
+        for restart in restarts:
+            self.on_restart(
+                f"{restart.text}; it is started again in {restart.delay_s:g} s (restart {restart.number} of "
+                f"{self.config.max_restarts})"
+            )
+            await self._record(restart)
+
+    def end_hung(self, servers: Sequence[Server] | None) -> None:
+        """Kill the rollout servers that have sent no heartbeat for too long, so that `check` starts them again.
+        `servers` are those of a new status; None if it could not be read."""
+        ready = {
+            child.name: child
+            for child in self.processes.children
+            if child.name in self._server_ids and child.exit_code is None and self._was_ready(child)
+        }
+        stopped = [name for name, child in ready.items() if child.is_stopped]
+        hung = self._hung.look(servers, ready.keys(), stopped)
+        for server_id, age_s in self._hung.newly_silent.items():
+            if server_id not in stopped:
+                self.on_restart(
+                    f"{server_id} has sent no heartbeat for {age_s:.0f} s; after {self._hung.limit_s:.0f} s it is "
+                    "killed and started again"
+                )
+        for server_id, age_s in hung.items():
+            self.processes.kill(ready[server_id], f"sent no heartbeat for {age_s:.0f} s and was killed")
+
+    @property
+    def client(self) -> PenstockClient:
+        """A client of the run's gateway, within the block."""
+        assert self._client is not None, "the gateway is not up"
+        return self._client
+
+    @property
+    def console(self) -> str:
+        """Where the console is. On a terminal it is a link that contains the gateway's own key, as Jupyter's does; logs
+        get the name of the key's file instead."""
+        url, own_key = self.client.address.url, self.folder / OWN_KEY_FILE
+        if self.config.gateway.api_key_file or self.config.gateway.keys_file:
+            return f"{url}/"
+        return f"{url}/#key={read_own_key(self.folder)}" if sys.stdout.isatty() else f"{url}/ (key: {own_key})"
+
+    @property
+    def learner_finished(self) -> bool:
+        return self._learner is not None and self._learner.exit_code == 0
+
+    def _was_ready(self, child: Child) -> bool:
+        """Whether a process has written its address. A rollout server does so once its engine is up."""
+        name = feed_file(self.config) if child.name == FEED else child.name
+        endpoint = self.folder / f"{name}.json"
+        return endpoint.exists() and endpoint.stat().st_mtime >= child.started_at
+
+    async def _record_start(self) -> None:
+        """Record that the learner is about to start, so that a run that is continued is not shown as stopped."""
+        client = connect(self.config.redis)
+        try:
+            await Phases(client, self.config.run).enter(LEARNER, PROCESS_STARTED, is_first=True)
+        finally:
+            await client.aclose()
+
+    async def _record(self, restart: Restart) -> None:
+        """Record a notice, which the run's state shows until the run is resumed."""
+        client = connect(self.config.redis)
+        try:
+            event = Event("process_restarted", restart.name, f"{restart.text}; `penstock up` starts it again")
+            await Notices(client, self.config.run).record(event)
+        except PenstockError as error:
+            logger.warning("cannot record the restart of %s: %s", restart.name, error)
+        finally:
+            await client.aclose()
+
+    def _start_redis(self) -> None:
+        if self.config.redis.url:
+            return
+        port = free_port()
+        redis_config, url = write_config(self.folder / "redis", port)
+        redis = self.processes.start("redis", [find_redis_server(), str(redis_config)], ends_last=True)
+        if not wait_for_port("127.0.0.1", port, timeout_s=30, while_true=lambda: redis.exit_code is None):
+            self.processes.check()
+            raise DeadlineExceeded(f"Redis did not start in 30 s (log: {self.folder / 'logs' / 'redis.log'})")
+        self.config = self.config.model_copy(update={"redis": self.config.redis.model_copy(update={"url": url})})
+
+    def _write_config(self) -> None:
+        """Write the resolved config, which every child reads. Only its owner can read it, because it contains Redis'
+        password."""
+        self.config_file.touch(mode=0o600)
+        self.config_file.write_text(dump_config(self.config))
+        assert load_config(self.config_file) == self.config, "the written config differs from the resolved one"
+
+    def _start_process(self, name: str, module: str, *arguments: str, stop_timeout_s: float = 20) -> Child:
+        command = [sys.executable, "-m", module, "--config", str(self.config_file), *arguments]
+        environment = self._environments.get(name)
+        return self.processes.start(name, command, environment=environment, stop_timeout_s=stop_timeout_s)
+
+    async def _wait_for_gateway(self, gateway: Child, timeout_s: float) -> PenstockClient:
+        deadline = time.monotonic() + timeout_s
+        while not (self.folder / "gateway.json").exists():
+            if gateway.exit_code is not None:
+                self.processes.check()
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(f"the gateway did not start in {timeout_s:.0f} s; see {self.folder / 'logs'}")
+            await asyncio.sleep(0.05)
+        return PenstockClient.from_run_dir(self.folder, read_secret(self.config.gateway.api_key_file))
+
+    def _gateway_ports(self) -> list[str]:
+        """Overrides that give a restarted gateway the ports it has now, so that clients and browsers find it again."""
+        written = json.loads((self.folder / "gateway.json").read_text())
+        return [f"--gateway.port={written['rest_port']}", f"--gateway.grpc_port={written['grpc_port']}"]
+
+    async def _take_lock(self) -> None:
+        """Lock the run's folder. If its supervisor was killed, wait until the processes that it left have ended."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        close_to_others(self.folder)
+        self._lock = lock = (self.folder / "lock").open("a+")
+        deadline = time.monotonic() + ORPHANS_S
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                lock.seek(0)
+                holder = lock.read().strip()
+                is_killed = holder.isdigit() and not psutil.pid_exists(int(holder))
+                if not is_killed or time.monotonic() > deadline:
+                    raise ConfigError(
+                        f"run {self.config.run} is already running in {self.folder}; stop it first"
+                    ) from error
+                await asyncio.sleep(0.1)
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        self.processes.held_file = lock
+
+
+def divide_gpus(config: RunConfig, gpus: Sequence[str]) -> dict[str, dict[str, str]]:
+    """The environment that each process gets: the learner has the first GPUs, then each rollout server its own.
+
+    Empty if there are too few GPUs for that. All processes then see all of them, and share them as
+    `learner.*.gpus_per_rank` and `rollout.engine.gpu_memory_utilization` say."""
+    learner = config.learner
+    num_for_learner = 0 if learner.ray_address else num_gpus(learner.placement, learner.needed_roles)
+    num_per_server = config.rollout.engine.tensor_parallel_size
+    if not gpus or num_for_learner + config.rollout.num_servers * num_per_server > len(gpus):
+        return {}
+    divided = {"learner": {VARIABLE: ",".join(gpus[:num_for_learner])}} if num_for_learner else {}
+    for index in range(config.rollout.num_servers):
+        start = num_for_learner + index * num_per_server
+        divided[f"rollout-{index}"] = {VARIABLE: ",".join(gpus[start : start + num_per_server])}
+    return divided

@@ -1,0 +1,383 @@
+"""The processes of a local run: started, checked, started again and ended together.
+
+On Linux this process adopts the orphans of its children (subreaper), so that no grandchild outlives the run. If this
+process is killed, `orphan_cleanup.py` ends the children.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+import psutil
+
+from penstock.api.records import Server
+from penstock.config.run import RunConfig
+from penstock.errors import ProcessDied
+from penstock_tools.local.orphan_cleanup import GRACE_S, OrphanCleanup
+
+QUIET_S = 3.0
+"""A child that takes longer than this to end is mentioned."""
+BACK_OFF_S = 1.0
+"""Wait before the first restart of a process. It doubles with each further one, up to BACK_OFF_CAP_S."""
+BACK_OFF_CAP_S = 60.0
+WRONG_INPUT = 2
+"""Exit code for a wrong config or wrong data, such as a dataset of which every prompt was dead-lettered."""
+HEALTHY_S = 600.0
+"""A process that has run for this long has all its restarts again."""
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+@dataclass
+class Child:
+    name: str
+    process: subprocess.Popen[bytes]
+    log: Path
+    stop_timeout_s: float
+    log_start: int = 0
+    """Size of the log when the process was started. A restarted run appends to the same log."""
+    command: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    started_at: float = field(default_factory=time.time)
+    why_killed: str = ""
+    """Why the supervisor has killed the process; empty if it has not."""
+
+    @property
+    def exit_code(self) -> int | None:
+        return self.process.poll()
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal such as SIGSTOP holds the process."""
+        try:
+            return psutil.Process(self.process.pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+        except psutil.NoSuchProcess:
+            return False
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether a signal ended the process. Some processes catch SIGTERM and exit with 128 + its number."""
+        code = self.process.returncode
+        return code is not None and (code < 0 or code > 128)
+
+    def error(self) -> ProcessDied:
+        """Describe in one line how the process ended, its last error message, and where its log is."""
+        code = self.process.returncode
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        how = self.why_killed or how
+        last_line = last_error_line(self.log, self.log_start)
+        return ProcessDied(f"{self.name} {how}{': ' + last_line if last_line else ''} (log: {self.log})")
+
+
+def last_error_line(log: Path, start: int = 0) -> str:
+    """Return the last error in a log after byte `start`, without its prefix; empty if there is none."""
+    try:
+        lines = log.read_bytes()[start:].decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    for line in reversed(lines[-200:]):
+        if "error: " in line:
+            return line.split("error: ", 1)[1].strip()
+    for line in reversed(lines[-200:]):
+        if "Error: " in line:
+            return line.strip()
+    return ""
+
+
+class ProcessGroup:
+    """All children of one run, in the order of their start."""
+
+    def __init__(self, log_folder: Path, held_file: IO[str] | None = None, orphan_grace_s: float = GRACE_S) -> None:
+        """`held_file` stays open, and its lock held, while a process of the run lives, even if this one is killed."""
+        self.log_folder = log_folder
+        self.held_file = held_file
+        self.orphan_grace_s = orphan_grace_s
+        self.on_wait: Callable[[str], None] = lambda _: None
+        """Called with a line about a child that takes a while to end."""
+        self.children: list[Child] = []
+        self._cleanup: OrphanCleanup | None = None
+        self._others = {process.pid for process in psutil.Process().children()}
+        """Children that this process had before. They do not belong to the run."""
+
+    def start(
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str] | None = None,
+        stop_timeout_s: float = 20,
+        ends_last: bool = False,
+    ) -> Child:
+        """Start a child, which writes its output to `NAME.log`. From then on, this process adopts its orphans.
+
+        If this process is killed, a child that `ends_last` ends after the others."""
+        self.log_folder.mkdir(parents=True, exist_ok=True)
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        if self._cleanup is None:
+            self._cleanup = OrphanCleanup(self.log_folder / "cleanup.log", self.held_file, self.orphan_grace_s)
+        log = self.log_folder / f"{name}.log"
+        with log.open("ab") as output:
+            log_start = output.tell()
+            process = subprocess.Popen(
+                list(command),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=None if ends_last else _end_with_parent,  # noqa: PLW1509  (one system call, no lock)
+                pass_fds=(self.held_file.fileno(),) if ends_last and self.held_file is not None else (),
+                env={**os.environ, **(environment or {})},
+            )
+        self._cleanup.add(process.pid, is_last=ends_last)
+        child = Child(name, process, log, stop_timeout_s, log_start, command, environment or {})
+        self.children.append(child)
+        return child
+
+    def check(self, may_finish: Sequence[str] = ()) -> None:
+        """Raise ProcessDied for the first child that has ended. Children in `may_finish` may end with code 0."""
+        for child in self.ended(may_finish):
+            raise child.error()
+
+    def ended(self, may_finish: Sequence[str] = ()) -> list[Child]:
+        """The children that have ended. Children in `may_finish` may end with code 0."""
+        found = []
+        for child in self.children:
+            code = child.exit_code
+            if code is None:
+                continue
+            self._forget(child)
+            if code != 0 or child.name not in may_finish:
+                found.append(child)
+        self.reap_orphans()
+        return found
+
+    def start_again(self, child: Child) -> Child:
+        """Start a child that has ended, and that does not end last, once more. What its process left behind is killed
+        first: an engine, for example, still holds the memory of the GPU."""
+        self._kill_session(child.process.pid)
+        self.remove(child)
+        return self.start(child.name, child.command, environment=child.environment, stop_timeout_s=child.stop_timeout_s)
+
+    def kill(self, child: Child, why: str) -> None:
+        """Kill a child that hangs, with its descendants. `why` follows its name in `Child.error`."""
+        child.why_killed = why
+        self._kill_tree(child.process.pid)
+
+    def remove(self, child: Child) -> None:
+        """Forget a child that has ended."""
+        self.children.remove(child)
+        self._forget(child)
+
+    def _forget(self, child: Child) -> None:
+        if self._cleanup is not None:
+            self._cleanup.forget(child.process.pid)
+
+    def reap_orphans(self) -> None:
+        """Let the kernel forget adopted processes that have ended. They are in a child's session, which tells them from
+        a process that another part of this program has started and waits for."""
+        if sys.platform != "linux":
+            return
+        own = {child.process.pid for child in self.children} | ({self._cleanup.pid} if self._cleanup else set())
+        with contextlib.suppress(ChildProcessError):
+            if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                return
+        for process in psutil.Process().children():
+            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError, ChildProcessError):
+                if process.pid not in own and os.getsid(process.pid) != os.getsid(0):
+                    os.waitpid(process.pid, os.WNOHANG)
+
+    def stop(self) -> None:
+        """End all children, newest first, each with its own deadline. Then kill the processes that they left behind."""
+        for child in reversed(self.children):
+            if child.exit_code is None:
+                child.process.terminate()
+                try:
+                    self._wait_for_end(child)
+                except subprocess.TimeoutExpired:
+                    self._kill_tree(child.process.pid)
+                    child.process.wait(10)
+        self._kill_leftovers()
+        if self._cleanup is not None:
+            self._cleanup.close()
+            self._cleanup = None
+
+    def _wait_for_end(self, child: Child) -> None:
+        quiet_s = min(QUIET_S, child.stop_timeout_s)
+        try:
+            child.process.wait(quiet_s)
+        except subprocess.TimeoutExpired:
+            self.on_wait(f"waiting for {child.name} to end, at most {child.stop_timeout_s:.0f} s (log: {child.log})")
+            child.process.wait(child.stop_timeout_s - quiet_s)
+
+    def _kill_tree(self, pid: int) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            _kill(reversed(_tree(psutil.Process(pid))))
+
+    def _kill_session(self, leader: int) -> None:
+        """Kill the descendants that are in the session of a child that has ended."""
+        left = []
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(ProcessLookupError):
+                if os.getsid(process.pid) == leader:
+                    left.append(process)
+        _kill(left)
+        psutil.wait_procs(left, timeout=10)
+
+    def _kill_leftovers(self) -> None:
+        deadline = time.monotonic() + 10
+        spared = self._others | ({self._cleanup.pid} if self._cleanup else set())
+        while leftovers := [p for root in psutil.Process().children() if root.pid not in spared for p in _tree(root)]:
+            _kill(leftovers)
+            psutil.wait_procs(leftovers, timeout=2)
+            if time.monotonic() > deadline:
+                break
+
+
+def _kill(processes: Iterable[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def _tree(root: psutil.Process) -> list[psutil.Process]:
+    """A process and its descendants."""
+    try:
+        return [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _end_with_parent() -> None:
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Restart:
+    """A process has ended and will be started again."""
+
+    name: str
+    text: str
+    """One line that says how it ended."""
+    delay_s: float
+    number: int
+    """1 for the first restart."""
+
+
+class Restarts:
+    """Starts children again that were killed, or that ended after they were ready, as Kubernetes does in a cluster.
+
+    A child that ends during its start, or with WRONG_INPUT, would do so again. Its end is the end of the run,
+    and so is that of a child which is not in `names`, or which has used up its restarts."""
+
+    def __init__(
+        self, processes: ProcessGroup, names: Sequence[str], max_restarts: int, was_ready: Callable[[Child], bool]
+    ) -> None:
+        self.processes = processes
+        self.names = names
+        self.max_restarts = max_restarts
+        self.was_ready = was_ready
+        self._num_restarts: Counter[str] = Counter()
+        """Restarts of each child since it last ran for HEALTHY_S."""
+        self._due_at: dict[str, float] = {}
+        """When the children that wait for their restart are started."""
+        self.ended: dict[str, str] = {}
+        """The children that are not ready again, each with one line that says how it ended."""
+
+    def check(self, may_finish: Sequence[str] = ()) -> list[Restart]:
+        """Start the children whose wait is over, and return those that have ended since the last call. Raises
+        ProcessDied for a child that is not started again."""
+        found = []
+        for child in self.processes.ended(may_finish):
+            if child.name not in self._due_at:
+                found.append(self._plan(child))
+            elif time.monotonic() >= self._due_at[child.name]:
+                del self._due_at[child.name]
+                self.processes.start_again(child)
+        for child in self.processes.children:
+            if child.name in self.ended and child.exit_code is None and self.was_ready(child):
+                del self.ended[child.name]
+        return found
+
+    def _plan(self, child: Child) -> Restart:
+        if time.time() - child.started_at > HEALTHY_S:
+            self._num_restarts[child.name] = 0
+        done = self._num_restarts[child.name]
+        is_lasting = child.exit_code == WRONG_INPUT or not (child.was_killed or self.was_ready(child))
+        if child.name not in self.names or is_lasting:
+            raise child.error()
+        if done >= self.max_restarts:
+            raise ProcessDied(f"{child.error()}; max_restarts is {done}") if done else child.error()
+        self._num_restarts[child.name] = done + 1
+        delay_s = min(BACK_OFF_CAP_S, BACK_OFF_S * 2**done)
+        self._due_at[child.name] = time.monotonic() + delay_s
+        self.ended[child.name] = str(child.error())
+        return Restart(child.name, self.ended[child.name], delay_s, done + 1)
+
+
+class HungServers:
+    """Finds rollout servers whose process is there, but sends no heartbeat.
+
+    A server hangs if the statuses of `limit_s` in all, without one between them that differs, showed it without a
+    recent heartbeat.
+
+    The age of a heartbeat alone is not enough: after Redis was away, all of them are old for a moment. So a time
+    without a status counts as `recent_s` at most. It does not begin the count again: on a busy machine a status is
+    missing now and then.
+
+    A process that is stopped, by SIGSTOP or a debugger, does nothing that it must be given time for: it hangs as soon
+    as its heartbeat is no longer recent."""
+
+    def __init__(self, recent_s: float, limit_s: float) -> None:
+        self.recent_s = recent_s
+        self.limit_s = limit_s
+        self._looked_s = time.monotonic()
+        self._silent_s: dict[str, float] = {}
+        self.newly_silent: dict[str, float] = {}
+        """Servers that the two newest looks have found without a recent heartbeat, and the one before them has not."""
+
+    @classmethod
+    def of(cls, config: RunConfig) -> HungServers:
+        # A server that loads a snapshot sends no heartbeat meanwhile, and has `push_timeout_s` for it.
+        recent_s = config.replay.lease_ttl_s
+        return cls(recent_s, recent_s + config.weights.push_timeout_s)
+
+    def look(
+        self, servers: Sequence[Server] | None, may_hang: Collection[str], stopped: Collection[str] = ()
+    ) -> dict[str, float]:
+        """The servers that hang, with the seconds since their last heartbeat. `servers` is None if the status could
+        not be read. Servers that are not in `may_hang`, because they are starting, are left alone. Those in `stopped`
+        have a stopped process."""
+        self.newly_silent = {}
+        if servers is None:
+            return {}
+        now_s = time.monotonic()
+        passed_s, self._looked_s = min(now_s - self._looked_s, self.recent_s), now_s
+        silent = {
+            server.server_id: server.heartbeat_age_ms / 1000
+            for server in servers
+            if server.server_id in may_hang and server.heartbeat_age_ms > 1000 * self.recent_s
+        }
+        before = self._silent_s
+        self._silent_s = {name: before[name] + passed_s if name in before else 0.0 for name in silent}
+        self.newly_silent = {name: age_s for name, age_s in silent.items() if before.get(name) == 0}
+        return {
+            name: age_s
+            for name, age_s in silent.items()
+            if self._silent_s[name] > (0 if name in stopped else self.limit_s)
+        }

@@ -1,0 +1,194 @@
+"""`penstock up`: supervise a local run until its learner has finished."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import signal
+import time
+from pathlib import Path
+
+from penstock.api.records import Run
+from penstock.config.run import RunConfig
+from penstock.diagnosis.display import SHOWN_METRICS, History, LineDisplay, Progress
+from penstock.diagnosis.log_lines import PAUSED_STATES, Announcements, buried_everything, waiting_for
+from penstock.errors import DeadlineExceeded, InvalidInput, NotFound, ProcessDied, Unavailable
+from penstock.feed.feed_process import feed_file
+from penstock.feed.validation import evaluation_id, read_results, result_line, validated_steps
+from penstock_tools.local.local_run import LocalRun
+
+POLL_S = 0.5
+ANSWER_S = 0.5
+"""How long the gateway may take to answer. `LocalRun.check` tells why it does not."""
+STATUS_POLLS = 2
+"""The run's status is read after this many polls, and its news are printed."""
+BURIED_LOOKS = 5
+"""A dataset counts as dead-lettered as a whole once this many statuses in a row say so. The feed submits more prompts
+within one of them, if there are any."""
+PROGRESS_POLLS = 20
+"""Progress is shown after this many polls."""
+VALIDATIONS = "validation.jsonl"
+
+
+async def supervise(config: RunConfig) -> bool:
+    """Run until the learner has made its last step, a process dies for good, or SIGTERM or SIGINT arrives. Returns
+    whether SIGINT, which is Ctrl-C, ended it before the last step."""
+    stopping, received = asyncio.Event(), set[signal.Signals]()
+
+    def stop(name: signal.Signals) -> None:
+        received.add(name)
+        stopping.set()
+
+    for name in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(name, stop, name)
+    display, started = LineDisplay(config), time.monotonic()
+    display.say(f"run {config.run}: starting Redis and the gateway; logs and checkpoints in {config.folder}")
+    async with LocalRun(config, workers_at_once=True) as run:
+        display.say(f"console and REST at {run.console}, after {time.monotonic() - started:.1f} s")
+        news, buried = await News.open(run, display), BuriedDataset(config)
+        display.begin_at(news.status.step)
+        run.start_workers()
+        # A run that only validates prints what was found before too: a policy is not validated twice.
+        is_said = not config.dataset.validation.only
+        validated = validated_steps(run.folder / VALIDATIONS) if is_said else set[int]()
+        has_said_plan = False
+        for poll in itertools.count():
+            if stopping.is_set() or run.learner_finished:
+                break
+            await check_and_say(run, display)
+            has_said_plan = has_said_plan or _say_plan(run, display)
+            if poll % STATUS_POLLS == 0:
+                buried.check(await news.say())
+                run.end_hung(news.status.servers if news.is_new else None)
+                print_validations(run.folder / VALIDATIONS, display, validated)
+            if poll % PROGRESS_POLLS == PROGRESS_POLLS - 1:
+                display.update(*_progress(news.status))
+            await asyncio.sleep(POLL_S)
+        if run.learner_finished and config.dataset.validation.file is not None:
+            await _finish_validation(run, stopping)
+        print_validations(run.folder / VALIDATIONS, display, validated)
+        if run.learner_finished:
+            display.update_last(*_progress(await news.say()))
+            display.say("the learner has finished; stopping")
+        else:
+            news.say_stopping("; the same command continues it")
+        return signal.SIGINT in received and not run.learner_finished
+
+
+class BuriedDataset:
+    """Ends a run whose whole dataset was dead-lettered, which would wait forever."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.file = config.dataset.file
+        self._num_looks = 0
+
+    def check(self, status: Run) -> None:
+        """Raise InvalidInput once BURIED_LOOKS statuses in a row say so. Without a dataset, clients may submit more."""
+        reason = buried_everything(status) if self.file is not None else ""
+        self._num_looks = self._num_looks + 1 if reason else 0
+        if self._num_looks == BURIED_LOOKS:
+            raise InvalidInput(str(self.file), reason)
+
+
+async def check_and_say(run: LocalRun, display: LineDisplay) -> None:
+    """Raise ProcessDied if a process whose death ends the run has died. Its name is printed before the others stop."""
+    try:
+        await run.check()
+    except ProcessDied as error:
+        name = str(error).partition(" ")[0]
+        display.say(f"{name} has died; stopping the others, which may take a minute")
+        raise ProcessDied(
+            f"{error}; fix the cause and start the run again: it continues from its last checkpoint"
+        ) from error
+
+
+def _progress(status: Run) -> tuple[Run, History]:
+    """What the display shows of a status: its newest step."""
+    known = {name: value for name, value in status.metrics.items() if value is not None}
+    return status, [known | {"step": status.step}] if known.keys() >= set(SHOWN_METRICS) else []
+
+
+def _say_plan(run: LocalRun, display: LineDisplay) -> bool:
+    """Say the plan that the feed has made. Returns whether there is one yet."""
+    file = run.folder / f"{feed_file(run.config)}.json"
+    if not file.exists():
+        return False
+    display.say(json.loads(file.read_text())["plan"])
+    return True
+
+
+def print_validations(results: Path, display: LineDisplay, printed: set[int]) -> None:
+    """Print the validations whose step is not in `printed`, and add it."""
+    for result in read_results(results):
+        if result["step"] not in printed:
+            printed.add(result["step"])
+            display.say(result_line(result))
+
+
+async def _finish_validation(run: LocalRun, stopping: asyncio.Event) -> None:
+    """Wait for the validation of the last policy, whose score matters most. A stopped run is paused: no prompts are
+    leased, so there is nothing to wait for."""
+    status, timeout_s = await run.client.get_run(), run.config.rollout.prompt_timeout_s
+    if status.state in PAUSED_STATES:
+        return
+    due, num_finished, deadline = status.step, -1, 0.0
+    while due not in validated_steps(run.folder / VALIDATIONS) and not stopping.is_set():
+        await run.check()
+        before, num_finished = num_finished, await _num_validated(run, due)
+        if num_finished > before:
+            deadline = time.monotonic() + timeout_s
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(
+                f"no prompt of the validation of step {due} finished for {timeout_s:.0f} s; see "
+                f"{run.folder / 'logs' / 'feed.log'}, or raise rollout.prompt_timeout_s"
+            )
+        await asyncio.sleep(POLL_S)
+
+
+async def _num_validated(run: LocalRun, step: int) -> int:
+    """How many prompts the validation of a step has finished. 0 before it began."""
+    try:
+        evaluation = await run.client.get_evaluation(evaluation_id(run.config.dataset.name, step))
+    except NotFound:
+        return 0
+    return evaluation.num_finished
+
+
+class News:
+    """Reads the run's status and prints what is new in it. Open it before the workers are started."""
+
+    def __init__(self, run: LocalRun, display: Progress, status: Run) -> None:
+        self.run = run
+        self.display = display
+        self.before = self.status = status
+        """The newest status that the gateway has answered with."""
+        self.is_new = True
+        """Whether the newest question was answered."""
+        self._announcements = Announcements(status, f"penstock runs resume --run-dir {run.folder}")
+
+    @classmethod
+    async def open(cls, run: LocalRun, display: Progress) -> News:
+        run.processes.on_wait = run.on_restart = display.say
+        return cls(run, display, await run.client.get_run())
+
+    async def say(self) -> Run:
+        """Say what is new, and return the status."""
+        self.is_new = False
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                self.status = await self.run.client.get_run()
+        except (TimeoutError, Unavailable):
+            return self.status
+        self.is_new = True
+        for line in self._announcements.new_lines(self.status):
+            self.display.say(line)
+        return self.status
+
+    def say_stopping(self, after: str = "") -> None:
+        """Say that the run is stopped, and its step, or what it was waiting for if it was still starting."""
+        waited = waiting_for(self.status, self.before)
+        at = f"it was still starting ({waited})" if waited else f"it was at step {self.status.step}"
+        if self.status.state == "PAUSED":
+            at = f"it was paused at step {self.status.step}"
+        self.display.say(f"stopping the run; {at}{after}")

@@ -1,0 +1,341 @@
+"""The YAML file that `penstock init` writes: short, with comments, and ready for `penstock up`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from penstock.errors import ConfigError
+
+# ──
+# Divides the GPUs of one machine among the rollout servers and the roles of a new configuration.
+#
+# gpus   servers            learner
+# 0      1, on the CPU      every role on the CPU
+# 1      1, shares the GPU  every role has a part of the GPU
+# n      n / 2              the rest, by placement
+
+
+SHARED_UTILIZATION = 0.4
+"""Share of the only GPU's memory that the engine takes. The learner has the rest."""
+_WEIGHTS = {"policy": 4, "critic": 4, "reference": 1, "reward_model": 1}
+"""How a GPU is divided among roles. Trained models also keep gradients and optimizer state there."""
+
+
+@dataclass(frozen=True)
+class RoleGpus:
+    num_ranks: int
+    gpus_per_rank: float
+
+
+@dataclass(frozen=True)
+class DividedGpus:
+    num_servers: int
+    roles: dict[str, RoleGpus]
+    gpu_memory_utilization: float | None = None
+    """Set if the server and the learner share one GPU."""
+
+
+def divide_gpus(num_gpus: int, placement: str, roles: tuple[str, ...]) -> DividedGpus:
+    """Raises ConfigError if the placement needs more GPUs. `roles` starts with the policy."""
+    if num_gpus == 0:
+        return DividedGpus(1, {role: RoleGpus(1, 0) for role in roles})
+    if num_gpus == 1:
+        return DividedGpus(1, shares_of_gpus(roles, 1), SHARED_UTILIZATION)
+    num_groups = len(roles) if placement == "standalone" else 1
+    num_servers = max(1, min(num_gpus // 2, num_gpus - num_groups))
+    num_left = num_gpus - num_servers
+    if num_left < num_groups:
+        raise ConfigError(
+            f"placement standalone needs {num_groups + 1} GPUs, one for each of {', '.join(roles)} and one for a "
+            f"rollout server; there are {num_gpus}: use split-collocate"
+        )
+    if placement == "standalone":
+        return DividedGpus(num_servers, _own_gpus(roles, num_left))
+    return DividedGpus(num_servers, _collocated(roles, num_left))
+
+
+def _own_gpus(roles: tuple[str, ...], num_gpus: int) -> dict[str, RoleGpus]:
+    """One GPU for the reference; policy and critic share the others evenly."""
+    num_ranks = dict.fromkeys(roles, 1)
+    trained = [role for role in roles if role != "reference"]
+    for index in range(num_gpus - len(roles)):
+        num_ranks[trained[index % len(trained)]] += 1
+    return {role: RoleGpus(count, 1) for role, count in num_ranks.items()}
+
+
+def _collocated(roles: tuple[str, ...], num_gpus: int) -> dict[str, RoleGpus]:
+    """The reference has a part of each of the policy's GPUs. A critic has its own GPUs, if there are two."""
+    if "critic" in roles and num_gpus == 1:
+        return shares_of_gpus(roles, 1)
+    num_critics = num_gpus // 2 if "critic" in roles else 0
+    with_policy = tuple(role for role in roles if role != "critic")
+    divided = shares_of_gpus(with_policy, num_gpus - num_critics)
+    return divided | ({"critic": RoleGpus(num_critics, 1)} if num_critics else {})
+
+
+def shares_of_gpus(roles: tuple[str, ...], num_ranks: int) -> dict[str, RoleGpus]:
+    """Each role has `num_ranks` ranks, and a part of each of their GPUs."""
+    whole = sum(_WEIGHTS[role] for role in roles)
+    return {role: RoleGpus(num_ranks, int(100 * _WEIGHTS[role] / whole) / 100) for role in roles}
+
+
+BUILT_IN_REWARDS = ("gsm8k", "math", "code", "exact_match")
+"""Kinds of reward that need no settings."""
+Placement = Literal["standalone", "split-collocate"]
+_CONTEXT = 32768
+"""Context of a model that does not say its own."""
+_PROMPT_TOKENS = 1024
+_DECOUPLED = "{mode: decoupled, weight: token_truncation, cap: 2.0}"
+_PPO_LOSS = "{name: ppo, clip_low: 0.2, clip_high: 0.2, dual_clip: 3.0, aggregation: token-mean}"
+_KL_IN_REWARD = "{placement: reward, penalty: k1, coefficient: 0.001}"
+_GRPO = "{name: grpo, normalize_by_std: true}"
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """What an algorithm sets. `MAX_TOKENS` in a value stands for the longest response."""
+
+    advantage: str
+    loss: str
+    correction: str
+    kl: str
+    others: tuple[str, ...] = ()
+    """Further lines of `learner.algorithm`."""
+    learner: tuple[str, ...] = ()
+    """Further lines of `learner`."""
+    replay: tuple[str, ...] = ()
+    """Further lines of `replay`."""
+    num_samples: int = 8
+    groups_per_step: int = 256
+    """Prompts of a step on GPUs."""
+    lr: float = 1e-6
+    has_critic: bool = False
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        has_reference = "placement: none" not in self.kl
+        return ("policy", *["reference"] * has_reference, *["critic"] * self.has_critic)
+
+
+ALGORITHMS: dict[str, Algorithm] = {
+    "grpo": Algorithm(
+        _GRPO,
+        "{name: ppo, clip_low: 0.2, clip_high: 0.2, dual_clip: 3.0, aggregation: seq-mean-token-mean}",
+        _DECOUPLED,
+        "{placement: loss, penalty: k3, coefficient: 0.001}",
+    ),
+    "dr_grpo": Algorithm(
+        "{name: grpo, normalize_by_std: false}",
+        "{name: ppo, clip_low: 0.2, clip_high: 0.2, dual_clip: 3.0, aggregation: seq-mean-token-sum-norm, "
+        "constant_length: MAX_TOKENS}",
+        _DECOUPLED,
+        "{placement: none}",
+        groups_per_step=128,
+    ),
+    "dapo": Algorithm(
+        _GRPO,
+        "{name: ppo, clip_low: 0.2, clip_high: 0.28, dual_clip: 3.0, aggregation: token-mean}",
+        _DECOUPLED,
+        "{placement: none}",
+        others=("overlong: {max_num_tokens: MAX_TOKENS, buffer_num_tokens: BUFFER_TOKENS, factor: 1.0}",),
+        learner=("minibatches_per_step: 16", "weight_decay: 0.1", "warmup_steps: 20"),
+        replay=("dynamic_sampling: true     # drops groups whose rewards are all equal",),
+        num_samples=16,
+        groups_per_step=512,
+    ),
+    "ppo": Algorithm(
+        "{name: gae, gamma: 1.0, lam: 1.0}",
+        _PPO_LOSS,
+        _DECOUPLED,
+        _KL_IN_REWARD,
+        others=("value_loss: {clip: 0.5, aggregation: token-mean}",),
+        learner=("minibatches_per_step: 4", "critic_warmup_steps: 5     # steps in which only the critic learns"),
+        num_samples=1,
+        groups_per_step=1024,
+        has_critic=True,
+    ),
+    "reinforce_plus_plus": Algorithm(
+        "{name: reinforce_plus_plus, gamma: 1.0}", _PPO_LOSS, _DECOUPLED, _KL_IN_REWARD, lr=3e-6
+    ),
+    "rloo": Algorithm(
+        "{name: rloo}",
+        "{name: reinforce, ratio_cap: 2.0, aggregation: seq-mean-token-sum}",
+        "{mode: bypass}",
+        _KL_IN_REWARD,
+    ),
+    "remax": Algorithm(
+        "{name: remax}",
+        "{name: reinforce, ratio_cap: 2.0, aggregation: seq-mean-token-sum}",
+        "{mode: bypass}",
+        _KL_IN_REWARD,
+        num_samples=4,
+    ),
+    "gspo": Algorithm(
+        _GRPO,
+        "{name: gspo, clip_low: 3.0e-4, clip_high: 4.0e-4, aggregation: seq-mean-token-mean}",
+        "{mode: decoupled, weight: sequence_truncation, cap: 2.0}",
+        "{placement: none}",
+        learner=("minibatches_per_step: 4", "weight_decay: 0.1", "warmup_steps: 10"),
+        num_samples=16,
+        groups_per_step=512,
+    ),
+    "cispo": Algorithm(
+        _GRPO,
+        "{name: cispo, clip_low: 1.0, clip_high: 0.2, aggregation: token-mean}",
+        "{mode: bypass}",
+        "{placement: none}",
+        num_samples=16,
+        groups_per_step=128,
+    ),
+}
+"""The algorithms of the presets in `examples/presets/`, by name."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The options of `penstock init`."""
+
+    run: str
+    model: str
+    data: str = ""
+    """Empty: clients submit the prompts."""
+    validation: str = ""
+    reward: str = ""
+    """A Python file, or one of BUILT_IN_REWARDS. Empty: by the data source of each prompt."""
+    algorithm: str = "grpo"
+    gpus: int = 0
+    placement: Placement | None = None
+    """None means split-collocate if several models share GPUs."""
+    max_tokens: int | None = None
+    """None means a quarter of the model's context, at most 1024."""
+    steps: int = 100
+    lr: float | None = None
+    """None means that of the algorithm's preset."""
+
+    @property
+    def learning_rate(self) -> float:
+        return ALGORITHMS[self.algorithm].lr if self.lr is None else self.lr
+
+    @property
+    def groups_per_step(self) -> int:
+        """Prompts of a step. A machine without GPUs, which trains tiny models only, has few."""
+        return ALGORITHMS[self.algorithm].groups_per_step if self.gpus else 32
+
+    @property
+    def longest_response(self) -> int:
+        return self.max_tokens or max(1, min(1024, context_of(self.model) // 4))
+
+    @property
+    def chosen_placement(self) -> str:
+        shares_gpus = self.gpus > 0 and len(ALGORITHMS[self.algorithm].roles) > 1
+        return self.placement or ("split-collocate" if shares_gpus else "standalone")
+
+
+def context_of(model: str) -> int:
+    """The longest sequence of a model folder, in tokens. A folder that does not say it, or is not here, has 32768."""
+    try:
+        fields: dict[str, Any] = json.loads((Path(model) / "config.json").read_text())
+    except (OSError, ValueError):
+        return _CONTEXT
+    found = fields.get("max_position_embeddings") or fields.get("text_config", {}).get("max_position_embeddings")
+    return found if isinstance(found, int) and found > 8 else _CONTEXT
+
+
+def starter_config(answers: Answers, file: str) -> str:
+    """The text of the YAML file. Raises ConfigError if the GPUs do not suffice for the placement."""
+    algorithm = ALGORITHMS[answers.algorithm]
+    divided = divide_gpus(answers.gpus, answers.chosen_placement, algorithm.roles)
+    lines = [
+        f"# Check this file with `penstock up {file} --check`, and start the run with `penstock up {file}`.",
+        "# docs/config.md lists all fields. Paths are relative to the folder in which you start the run.",
+        f"run: {answers.run}",
+        "",
+        "model:",
+        f"  path: {_quoted(answers.model)}",
+        f"  dtype: {'bfloat16' if answers.gpus else 'float32'}",
+        "",
+        *_dataset(answers, algorithm),
+        "",
+        "replay:",
+        f"  groups_per_step: {answers.groups_per_step:<10}# prompts of a training step",
+        "  max_staleness: 2           # versions that a sample may lag behind; 0 is on-policy",
+        *(f"  {line}" for line in algorithm.replay),
+        "",
+        *_rollout(answers, divided),
+        "",
+        *_learner(answers, algorithm, divided),
+    ]
+    longest = answers.longest_response
+    text = "\n".join(lines).replace("MAX_TOKENS", str(longest)).replace("BUFFER_TOKENS", str(max(1, longest // 5)))
+    return text + "\n"
+
+
+def _dataset(answers: Answers, algorithm: Algorithm) -> list[str]:
+    if not answers.data:
+        return ["# dataset: {file: train.parquet}   # without it, clients submit prompts: penstock submit FILE"]
+    validation = f"{{file: {_quoted(answers.validation)}, every_steps: 25, max_tokens: MAX_TOKENS}}"
+    return [
+        "dataset:",
+        f"  file: {_quoted(answers.data)}",
+        "  epochs: 0                  # passes over the data; 0: until the last step",
+        f"  num_samples: {algorithm.num_samples:<14}# responses to each prompt",
+        f"  max_tokens: {answers.longest_response:<15}# longest response",
+        f"  validation: {validation}" if answers.validation else "  # validation: {file: heldout.parquet}",
+    ]
+
+
+def _rollout(answers: Answers, divided: DividedGpus) -> list[str]:
+    max_model_len = min(context_of(answers.model), answers.longest_response + _PROMPT_TOKENS)
+    lines = [
+        "rollout:",
+        f"  num_servers: {divided.num_servers:<14}# each uses engine.tensor_parallel_size GPUs",
+        "  engine:",
+        "    name: auto               # vLLM if it is installed, else torch",
+        f"    max_model_len: {max_model_len:<10}# longest prompt and response together",
+    ]
+    if answers.gpus == 0:
+        lines += ["    kv_cache_bytes: 268435456", "    enforce_eager: true"]
+    if divided.gpu_memory_utilization is not None:
+        lines.append(
+            f"    gpu_memory_utilization: {divided.gpu_memory_utilization}   # the learner needs the rest of this GPU"
+        )
+    if not answers.reward:
+        return [*lines, "  # reward: {function_file: reward.py}   # without it: by the data source of each prompt"]
+    if answers.reward in BUILT_IN_REWARDS:
+        return [*lines, f'  reward: {{by_data_source: {{"*": {{kind: {answers.reward}}}}}}}']
+    return [
+        *lines,
+        f"  reward: {{function_file: {_quoted(answers.reward)}}}   # it defines compute_score",
+    ]
+
+
+def _learner(answers: Answers, algorithm: Algorithm, divided: DividedGpus) -> list[str]:
+    return [
+        "learner:",
+        f"  num_steps: {answers.steps}",
+        f"  lr: {answers.learning_rate:g}",
+        f"  placement: {answers.chosen_placement}",
+        *(_role(name, role, answers.learning_rate) for name, role in divided.roles.items()),
+        *(f"  {line}" for line in algorithm.learner),
+        f"  algorithm:                 # {answers.algorithm}",
+        f"    advantage: {algorithm.advantage}",
+        f"    loss: {algorithm.loss}",
+        f"    correction: {algorithm.correction}",
+        f"    kl: {algorithm.kl}",
+        *(f"    {line}" for line in algorithm.others),
+        "  checkpoint: {every_steps: 25}",
+    ]
+
+
+def _role(name: str, role: RoleGpus, lr: float) -> str:
+    own = f", lr: {10 * lr:g}" if name == "critic" else ""
+    return f"  {name}: {{num_ranks: {role.num_ranks}, gpus_per_rank: {role.gpus_per_rank:g}{own}}}"
+
+
+def _quoted(text: str) -> str:
+    """A path as YAML. JSON's strings are YAML's, and most paths need no quotes."""
+    is_plain = all(letter.isalnum() or letter in "/._-" for letter in text) and text[:1] not in "-"
+    return text if is_plain else json.dumps(text)

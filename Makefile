@@ -65,7 +65,7 @@ chaos: setup-dev  ## every row of the fault matrix, and docs/faults.md from it (
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests/faults tests/integration tests/unit/learner -m "chaos or fault_row" -n 2 --durations=60 \
 		--fault-results tests/faults/results.json $(ARGS); status=$$?; $(VENV)/bin/python docs/make_faults.py; exit $$status
 
-test-long: setup-dev  ## the cases that `make test` leaves out for time, and property tests with new examples
+test-long: setup-dev  ## the cases that `make test` skips for time, and property tests with new examples
 	$(VENV)/bin/python -m pytest -m long $(ARGS)
 	$(VENV)/bin/python -m pytest -m hypothesis --hypothesis-profile new $(ARGS)
 

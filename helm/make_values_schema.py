@@ -2,7 +2,7 @@
 
     python helm/make_values_schema.py
 
-Fields that the chart sets itself (addresses, ports, key files, the run's folder) are left out of `config`, so that a
+Fields that the chart sets itself (addresses, ports, key files, the run's folder) are not part of `config`, so that a
 user's value is refused and not silently replaced.
 """
 

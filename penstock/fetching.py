@@ -57,9 +57,8 @@ class ObjectInfo:
 
 
 class ObjectFolder:
-    """The objects under one URL. `field` names the setting that has the URL, for errors.
-
-    A call that fails is tried again until `timeout_s`. Then it raises Unavailable. A refusal raises ConfigError."""
+    """The objects under one URL, which the setting `field` has. A failed call is retried until `timeout_s` and then
+    raises Unavailable. A refusal raises ConfigError."""
 
     def __init__(self, url: str, field: str, timeout_s: float = 60.0) -> None:
         self.url = url.rstrip("/")
@@ -178,10 +177,8 @@ _MD5 = re.compile(r"^[0-9a-f]{32}$")
 
 
 def fetch_model(source: str, target: Path, timeout_s: float, *, verify: bool = False) -> str:
-    """Make `target` hold the model, and return a sentence that says what was done.
-
-    `timeout_s` bounds the wait for another fetch of the same folder, and for a store that does not answer. With
-    `verify`, a folder that is complete already is read and compared with its checksums."""
+    """Make `target` hold the model, and return a sentence that says what was done. `timeout_s` bounds waits for another
+    fetch and for the store. `verify` compares a complete folder with its checksums."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with _locked(target, timeout_s):
         if (known := _read_marker(target, source)) is not None:

@@ -1,8 +1,7 @@
 """Models and datasets of the Hugging Face Hub: a config may name them by id, and they are fetched once.
 
-Each process resolves the ids of its config before it starts anything else, so that no rank and no engine makes a
-network call. `huggingface_hub` does the work, with the variables that its users know: HF_HOME, HF_TOKEN, HF_ENDPOINT,
-HF_HUB_OFFLINE. A path that exists on this machine is never looked up.
+Each process resolves the ids before it starts anything else, so that no rank and no engine makes a network call.
+HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE apply. A path that exists on this machine is never looked up.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from penstock.config.dataset import Files, WeightedFile, listed_files
 from penstock.config.run import RunConfig
@@ -23,42 +22,32 @@ _ID = re.compile(r"^(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revisio
 
 def with_local_model(config: RunConfig) -> RunConfig:
     """The config with a folder in place of the Hub id of the trained model."""
-    model = config.model.model_copy(update={"path": local_model(config.model.path, "model.path")})
-    return config.model_copy(update={"model": model})
+    return config.changed({"model.path": local_model(config.model.path, "model.path")})
 
 
 def with_local_models(config: RunConfig) -> RunConfig:
-    """The config with a folder in place of each Hub id of the learner's models. Downloads what the cache does not
-    have."""
-    roles: dict[str, Any] = {}
-    for name in ("reference", "critic", "reward_model"):
-        role = getattr(config.learner, name)
-        if role is not None and role.path is not None:
-            roles[name] = role.model_copy(update={"path": local_model(role.path, f"learner.{name}.path")})
-    return with_local_model(config).model_copy(update={"learner": config.learner.model_copy(update=roles)})
+    """The config with a folder, downloaded if needed, in place of each Hub id of the learner's models."""
+    roles = {name: getattr(config.learner, name) for name in ("reference", "critic", "reward_model")}
+    own = {f"learner.{name}.path": role.path for name, role in roles.items() if role is not None and role.path}
+    return with_local_model(config).changed({field: local_model(path, field) for field, path in own.items()})
 
 
 def with_local_datasets(config: RunConfig) -> RunConfig:
-    """The config with a file or pattern in place of each Hub id of a dataset. Downloads what the cache does not
-    have."""
-    dataset = config.dataset
-    held_out = _local_files(dataset.validation.file, "dataset.validation.file", "test")
-    data = {
-        "file": _local_files(dataset.file, "dataset.file", "train"),
-        "validation": dataset.validation.model_copy(update={"file": held_out}),
-        "data_source": dataset.data_source or _hub_source(dataset.file) or _hub_source(dataset.validation.file),
-    }
-    return config.model_copy(update={"dataset": dataset.model_copy(update=data)})
+    """The config with a file or pattern, downloaded if needed, in place of each Hub id of a dataset."""
+    train, held_out = config.dataset.file, config.dataset.validation.file
+    source = config.dataset.data_source or _hub_source(train) or _hub_source(held_out)
+    return _with_local_files(config.changed({"dataset.data_source": source}), "dataset")
 
 
 def with_local_examples(config: RunConfig) -> RunConfig:
     """The config with a file or pattern in place of each Hub id of supervised examples."""
-    sft = config.sft
-    held_out = sft.validation.model_copy(
-        update={"file": _local_files(sft.validation.file, "sft.validation.file", "test")}
-    )
-    data = {"file": _local_files(sft.file, "sft.file", "train"), "validation": held_out}
-    return config.model_copy(update={"sft": sft.model_copy(update=data)})
+    return _with_local_files(config, "sft")
+
+
+def _with_local_files(config: RunConfig, section: str) -> RunConfig:
+    data, train, held_out = getattr(config, section), f"{section}.file", f"{section}.validation.file"
+    files = {train: _local_files(data.file, train, "train")}
+    return config.changed(files | {held_out: _local_files(data.validation.file, held_out, "test")})
 
 
 def local_model(path: Path, field: str) -> Path:
@@ -77,8 +66,7 @@ def local_model_config(path: Path, field: str) -> Path:
 
 
 def download_model(path: Path, target: Path) -> None:
-    """Download the model of a Hub id into a folder, and compare it with the Hub's checksums. An interrupted download is
-    continued."""
+    """Download a model into a folder, continuing an interrupted download, and compare it with the Hub's checksums."""
     found = _hub_id(path)
     assert found is not None and not found["part"], f"{path} is no id of a model"
     _download("model", found["id"], found["revision"], MODEL_FILES, "SOURCE", target)
@@ -146,8 +134,7 @@ def _download(
     field: str,
     target: Path | None = None,
 ) -> Path:
-    """The folder of the files: in the cache of `huggingface_hub`, or `target`, whose files are compared with the Hub's
-    checksums."""
+    """The folder of the files: in the cache, or `target`, whose files are compared with the Hub's checksums."""
     try:
         from huggingface_hub import constants, snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled

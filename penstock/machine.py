@@ -57,9 +57,7 @@ def measure_disk(folder: Path, needed_bytes: int = 0) -> DiskSpace:
 
 
 def is_disk_full(error: BaseException, folder: Path) -> bool:
-    """Whether a write to the folder failed because its disk, or the user's quota, is full.
-
-    Errors that crossed a process have only their text, and torch reports a short write as an error of its own."""
+    """Whether a write to the folder failed because its disk or quota is full. Some errors have only their text."""
     causes: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in causes:
@@ -178,8 +176,7 @@ def visible_gpus() -> list[str]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is reachable from this machine only. False for every name but localhost, because what a name
-    resolves to can change."""
+    """Whether an address is reachable from this machine only. False for every name but localhost."""
     if host == "localhost":
         return True
     try:
@@ -189,8 +186,7 @@ def is_loopback(host: str) -> bool:
 
 
 def keep_collectives_on_loopback() -> None:
-    """Make gloo and NCCL, in this process and its children, accept connections on loopback only. Does not replace what
-    the environment says."""
+    """Make gloo and NCCL, also of child processes, use loopback, unless the environment says otherwise."""
     interface = "lo0" if sys.platform == "darwin" else "lo"
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
@@ -233,8 +229,7 @@ MAX_FILES = 65_536
 
 
 def raise_file_limit() -> None:
-    """Allow as many open files as the system permits, up to MAX_FILES: every connection is one, and the usual limit is
-    1,024. Never lowers the limit, and never fails."""
+    """Allow as many open files as the system permits, up to MAX_FILES. Never lowers the limit, and never fails."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -280,9 +275,8 @@ VARIABLES = {
 
 
 def keep_compiled_code(folder: Path) -> None:
-    """Make `cache_dir` and point the libraries to it. Call this before they are imported. Child processes inherit it.
-
-    Variables that the user has set stay as they are. Raises ConfigError if the folder cannot be made."""
+    """Make `cache_dir` and point the libraries to it, before they are imported. Child processes inherit it, and
+    variables that the user has set stay. Raises ConfigError if the folder cannot be made."""
     folder = folder.absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -298,11 +292,9 @@ def keep_compiled_code(folder: Path) -> None:
 
 
 def freeze_loaded_objects() -> None:
-    """Free what is garbage, and let the collector skip what is left. Call it when a process has loaded all that it
-    keeps, and again when it has loaded again: what an earlier call froze may be garbage by then.
-
-    The objects that are imported and built at the start are hundreds of thousands. A full collection visits all of them
-    each time, for a few tenths of a second in which the process does nothing else."""
+    """Free what is garbage, and let the collector skip the hundreds of thousands of objects that are left, which a full
+    collection visits for tenths of a second. Call it when a process has loaded all that it keeps, and after each
+    reload."""
     gc.unfreeze()
     gc.collect()
     gc.freeze()

@@ -16,10 +16,8 @@ from penstock.errors import ConfigError
 
 
 def load_object(path: str, where: str) -> Any:
-    """Import `package.module:Name`, `package.module.Name` or `folder/file.py:Name`.
-
-    `where` is the config field that holds the path, for error messages. A file is executed once, however many of its
-    names are loaded."""
+    """Import `package.module:Name`, `package.module.Name` or `folder/file.py:Name`. A file is executed once. `where` is
+    the config field that holds the path, for error messages."""
     module_path, colon, name = path.rpartition(":")
     if not colon:
         module_path, _, name = path.rpartition(".")

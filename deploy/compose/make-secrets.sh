@@ -1,5 +1,5 @@
 #!/bin/sh
-# Make the keys and passwords of the compose files in secrets/, beside this script. Files that exist are kept.
+# Make the keys and passwords of the compose files in secrets/, next to this script. Files that exist are kept.
 set -eu
 umask 077
 cd "$(dirname "$0")"

@@ -93,7 +93,7 @@ def drawn(panel: Panel) -> AnyPanel:
         legend.display_mode(common.LegendDisplayMode.LIST).placement(common.LegendPlacement.BOTTOM).show_legend(True)
         style = common_builders.GraphThresholdsStyleConfig()
         style.mode(common.GraphTresholdsStyleMode.DASHED if panel.limits else common.GraphTresholdsStyleMode.OFF)
-        # Values of steps arrive rarely, and a gap up to an hour between them is no gap in the data.
+        # Values of steps arrive rarely, and a gap up to an hour between them is not a gap in the data.
         return TimeSeriesPanel().fill_opacity(8).legend(legend).thresholds_style(style).span_nulls(3_600_000)
     newest = common_builders.ReduceDataOptions().calcs(["lastNotNull"]).values(False)
     if panel.look == "bars":

@@ -85,12 +85,12 @@ if ! is_ready; then
     "install its venv module (Debian and Ubuntu: apt-get install python3-venv)" "$python" -m venv "$venv"
 fi
 
-# pip would compile every module on one core. compile_modules uses all of them, and leaves out those that hardly any
+# pip would compile every module on one core. compile_modules uses all of them, and skips those that hardly any
 # process imports.
 export PIP_NO_COMPILE=1
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check --no-input "$@"; }
 compile_modules() {
-  # A file that does not compile, such as a template, is no failure: pip takes it as it is, too.
+  # A file that does not compile, such as a template, is not a failure: pip takes it as it is, too.
   "$venv/bin/python" -m compileall -q -j 0 -x '/(models|tests?|testing|openai|networkx|pip|fontTools|pygments)/' \
     "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" || true
 }

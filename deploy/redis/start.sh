@@ -3,7 +3,7 @@
 #
 # usage: start.sh USERS_ACL FOLDER PASSWORDS [redis.conf lines as --options ...]
 #
-# users.acl holds the rights of each user and no password; nobody can log in before this script adds one. It writes a copy
+# users.acl holds the rights of each user and no password; no one can log in before this script adds one. It writes a copy
 # with the SHA-256 of each password to FOLDER. PASSWORDS holds the files redis-gateway-password, redis-rollout-password and
 # redis-learner-password, and may hold redis-operator-password, for the user of `penstock queue`. A password may contain any
 # character except line ends, and must not begin or end with a blank. It is never put on a command line.

@@ -57,6 +57,13 @@ class Page(Record):
     page_token: str = ""
 
 
+class PageAnswer(Record):
+    """One page of a list."""
+
+    next_page_token: str
+    """Of the next page. Empty if this is the last one."""
+
+
 class Message(Record):
     """A message in OpenAI's format. The fields after `content` reach the model's chat template."""
 
@@ -112,9 +119,8 @@ class CancelledPrompts(Record):
     prompts: tuple[PromptRecord, ...]
 
 
-class PromptPage(Record):
+class PromptPage(PageAnswer):
     prompts: tuple[PromptRecord, ...]
-    next_page_token: str
 
 
 class GroupSummary(Record):
@@ -134,18 +140,16 @@ class GroupSummary(Record):
     """Whether the learner has taken it. It stays queued until a checkpoint covers its training."""
 
 
-class GroupPage(Record):
+class GroupPage(PageAnswer):
     groups: tuple[GroupSummary, ...]
-    next_page_token: str
 
 
 class Sample(Record, samples.Sample):  # type: ignore[misc]  # mypy does not know that it is frozen
     """A trained response."""
 
 
-class SamplePage(Record):
+class SamplePage(PageAnswer):
     samples: tuple[Sample, ...]
-    next_page_token: str
 
 
 class SamplingSegment(Record, trajectory.SamplingSegment):  # type: ignore[misc]  # mypy does not know that it is frozen
@@ -425,9 +429,8 @@ class DeadLetter(Record):
     group_bytes: int
 
 
-class DeadLetterPage(Record):
+class DeadLetterPage(PageAnswer):
     dead_letters: tuple[DeadLetter, ...]
-    next_page_token: str
     reasons: dict[str, int]
 
 
@@ -451,9 +454,8 @@ class Policy(Record):
     pins: tuple[str, ...]
 
 
-class PolicyPage(Record):
+class PolicyPage(PageAnswer):
     policies: tuple[Policy, ...]
-    next_page_token: str
 
 
 class Unpinned(Record):
@@ -487,9 +489,8 @@ class SessionSummary(Record):
     """Prompts of the groups that it became."""
 
 
-class SessionPage(Record):
+class SessionPage(PageAnswer):
     sessions: tuple[SessionSummary, ...]
-    next_page_token: str
 
 
 class SessionNode(Record):

@@ -1,8 +1,7 @@
-"""The `penstock` command.
+"""The `penstock` command. It imports only the chosen subcommand, so that `--help` is fast.
 
-It imports only the module of the chosen subcommand, so that `--help` is fast. Errors are one line on stderr; a wrong
-configuration has a line for each field. Exit codes: 0 success, 1 failure, 2 wrong usage, configuration or input, 130
-interrupted.
+Errors are one line on stderr, or one per wrong field. Exit codes: 0 success, 1 failure, 2 wrong usage, configuration or
+input, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -25,14 +24,17 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "feed": ("penstock.cli.commands.feed", "submit the dataset of a config file to its run, and run its validations"),
     "status": ("penstock.cli.commands.observe:status", "show the state of a run once: step, version, queue, servers"),
     "top": ("penstock.cli.commands.observe:top", "watch a run live in the terminal"),
-    "doctor": ("penstock.cli.commands.observe:doctor", "check a deployment and give advice"),
+    "doctor": ("penstock_tools.doctor.command", "check a deployment and give advice"),
     "watch": ("penstock.cli.commands.observe:watch", "print the results of a run as they arrive"),
-    "samples": ("penstock.cli.commands.samples", "show what the model wrote in training: prompts, responses, rewards"),
+    "samples": ("penstock_tools.samples_command", "show what the model wrote in training: prompts, responses, rewards"),
     "policies": ("penstock.cli.commands.control:policies", "list, compare, promote and roll back policy versions"),
     "runs": ("penstock.cli.commands.control:runs", "show, list, pause, resume and stop runs; show metrics by step"),
     "servers": ("penstock.cli.commands.control:servers", "list, drain and undrain the rollout servers of a run"),
     "keys": ("penstock.cli.commands.prepare:keys", "make and list the API keys of a gateway"),
-    "queue": ("penstock.cli.commands.queue", "inspect, record, replay and repair the replay queue of a run"),
+    "queue": (
+        "penstock_tools.recordings.queue_command",
+        "inspect, record, replay and repair the queue of a run",
+    ),
     "plan": ("penstock_tools.sizing.plan_command", "estimate GPUs, memory, throughput and staleness of a run"),
     "simulate": ("penstock_tools.sizing.simulate_command", "predict idle time and staleness by simulation"),
     "fetch-model": (

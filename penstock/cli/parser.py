@@ -226,8 +226,8 @@ def _check_name(parser: Parser, name: str) -> None:
 
 @contextmanager
 def interruptible(text: str) -> Iterator[None]:
-    """Within the block, Ctrl-C reports what was interrupted: `while it waited for Redis`. The innermost block reports.
-    `penstock.cli.main` prints it as one line and exits with 130."""
+    """Within the block, Ctrl-C reports what it interrupted, such as `while it waited for Redis`. The innermost
+    reports."""
     try:
         yield
     except KeyboardInterrupt as interrupt:
@@ -235,8 +235,7 @@ def interruptible(text: str) -> Iterator[None]:
 
 
 def run_interruptible(work: Coroutine[Any, Any, T], text: str) -> T:
-    """Like `asyncio.run`, for work that may swallow a cancellation, as calls of Redis do: Ctrl-C cancels it until it
-    has ended."""
+    """Like `asyncio.run`, for work that may swallow a cancellation: Ctrl-C cancels it until it has ended."""
     import asyncio
 
     from penstock.cancellation import end_task

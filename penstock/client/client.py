@@ -20,27 +20,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import httpx
 from pydantic import TypeAdapter
 
-from penstock.api.records import (
-    Evaluation,
-    Group,
-    GroupPage,
-    LeasedTask,
-    Policy,
-    PolicyComparison,
-    PolicyPage,
-    PromptPage,
-    PromptRecord,
-    Result,
-    RewardedSession,
-    Run,
-    SamplePage,
-    Server,
-    Session,
-    SessionPage,
-    StepMetrics,
-    Submission,
-    Task,
-)
+from penstock.api import records
 from penstock.client.address import CONFIGURED_RUN, GatewayAddress
 from penstock.client.retries import Attempts, connection_failure, response_failure
 from penstock.errors import DeadlineExceeded, NotFound, PenstockError
@@ -92,7 +72,7 @@ class PenstockClient:
 
     async def submit(
         self, prompts: Sequence[Prompt], idempotency_key: str | None = None, prompt_keys: Sequence[str] = ()
-    ) -> Submission:
+    ) -> records.Submission:
         """Submit prompts: all are accepted, or none.
 
         Repeating a call with the same `idempotency_key` returns the first call's ids and submits nothing. Without a
@@ -101,29 +81,35 @@ class PenstockClient:
         keys: dict[str, Any] = {"idempotency_key": idempotency_key or uuid.uuid4().hex}
         if prompt_keys:
             keys = {"prompt_keys": list(prompt_keys)}
-        return await self._call(Submission, "POST", "prompts", prompts=[prompt_body(p) for p in prompts], **keys)
+        return await self._call(
+            records.Submission, "POST", "prompts", prompts=[prompt_body(p) for p in prompts], **keys
+        )
 
     async def prompts(
         self, state: str = "", data_source: str = "", page_size: int = 50, page_token: str = ""
-    ) -> PromptPage:
+    ) -> records.PromptPage:
         """Return one page of prompts by id, oldest first."""
         wanted: dict[str, Any] = {"state": state, "data_source": data_source}
-        return await self._call(PromptPage, "GET", "prompts", page_size=page_size, page_token=page_token, **wanted)
+        return await self._call(
+            records.PromptPage, "GET", "prompts", page_size=page_size, page_token=page_token, **wanted
+        )
 
-    async def get_prompt(self, prompt_id: int) -> PromptRecord:
-        return await self._call(PromptRecord, "GET", "prompts", prompt_id)
+    async def get_prompt(self, prompt_id: int) -> records.PromptRecord:
+        return await self._call(records.PromptRecord, "GET", "prompts", prompt_id)
 
-    async def cancel(self, prompt_ids: Sequence[int]) -> list[PromptRecord]:
+    async def cancel(self, prompt_ids: Sequence[int]) -> list[records.PromptRecord]:
         """Cancel the prompts that are not being trained yet; return the state of each."""
         ids = list(prompt_ids)
-        return await self._call(list[PromptRecord], "POST", "prompts", verb="cancel", part="prompts", prompt_ids=ids)
+        return await self._call(
+            list[records.PromptRecord], "POST", "prompts", verb="cancel", part="prompts", prompt_ids=ids
+        )
 
-    async def wait_for_prompt(self, prompt_id: int, timeout_s: float) -> PromptRecord:
+    async def wait_for_prompt(self, prompt_id: int, timeout_s: float) -> records.PromptRecord:
         """Return when the prompt is finished. Raises DeadlineExceeded, with the prompt's state, after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while True:
             wait_s = min(max(0.0, deadline - time.monotonic()), LONG_POLL_S, self.timeout_s / 2)
-            record = await self._call(PromptRecord, "GET", "prompts", prompt_id, verb="wait", timeout_s=wait_s)
+            record = await self._call(records.PromptRecord, "GET", "prompts", prompt_id, verb="wait", timeout_s=wait_s)
             if record.state in FINISHED_STATES:
                 return record
             if time.monotonic() >= deadline:
@@ -131,7 +117,7 @@ class PenstockClient:
 
     async def results(
         self, cursor: str = "", prompt_ids: Sequence[int] = (), *, with_groups: bool = False
-    ) -> AsyncIterator[Result]:
+    ) -> AsyncIterator[records.Result]:
         """Yield every prompt that finishes, without end.
 
         `cursor` is where to start: empty for now, "0" for the oldest result that is kept, or the cursor of a result to
@@ -157,36 +143,36 @@ class PenstockClient:
                                 break  # a problem document, which ends the stream
                             cursor = event["cursor"]
                             attempts = Attempts(self.timeout_s, self.deadline_s)
-                            yield Result.model_validate(event)
+                            yield records.Result.model_validate(event)
             except httpx.TransportError as error:
                 failure = connection_failure(self.address.url, error)
             await self._sleep(attempts.pause_after(failure))
 
-    async def groups(self, page_size: int = 50, page_token: str = "") -> GroupPage:
+    async def groups(self, page_size: int = 50, page_token: str = "") -> records.GroupPage:
         """Return one page of the groups that wait in the queue."""
-        return await self._call(GroupPage, "GET", "groups", page_size=page_size, page_token=page_token)
+        return await self._call(records.GroupPage, "GET", "groups", page_size=page_size, page_token=page_token)
 
-    async def get_group(self, prompt_id: int) -> Group:
-        return await self._call(Group, "GET", "groups", prompt_id)
+    async def get_group(self, prompt_id: int) -> records.Group:
+        return await self._call(records.Group, "GET", "groups", prompt_id)
 
     async def samples(
         self, /, order: str = "", page_size: int = 50, page_token: str = "", **filters: str | float
-    ) -> SamplePage:
+    ) -> records.SamplePage:
         """Return one page of trained samples as text, newest first, or those with `order` WORST or BEST.
 
         Filters are `min_step`, `max_step`, `min_reward`, `max_reward`, `prompt_id`, `data_source` and `text`."""
         wanted: dict[str, Any] = {"order": order, "page_size": page_size, "page_token": page_token} | filters
-        return await self._call(SamplePage, "GET", "samples", **wanted)
+        return await self._call(records.SamplePage, "GET", "samples", **wanted)
 
-    async def create_evaluation(self, evaluation_id: str, prompts: Sequence[Prompt]) -> Evaluation:
+    async def create_evaluation(self, evaluation_id: str, prompts: Sequence[Prompt]) -> records.Evaluation:
         """Submit prompts that are scored and never trained on. The same id and prompts again change nothing."""
         body: dict[str, Any] = {"evaluation_id": evaluation_id, "prompts": [prompt_body(p) for p in prompts]}
-        return await self._call(Evaluation, "POST", "evaluations", **body)
+        return await self._call(records.Evaluation, "POST", "evaluations", **body)
 
-    async def get_evaluation(self, evaluation_id: str) -> Evaluation:
-        return await self._call(Evaluation, "GET", "evaluations", evaluation_id)
+    async def get_evaluation(self, evaluation_id: str) -> records.Evaluation:
+        return await self._call(records.Evaluation, "GET", "evaluations", evaluation_id)
 
-    async def wait_for_evaluation(self, evaluation_id: str, timeout_s: float) -> Evaluation:
+    async def wait_for_evaluation(self, evaluation_id: str, timeout_s: float) -> records.Evaluation:
         """Return when every prompt is scored. Raises DeadlineExceeded, with the number scored, after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while True:
@@ -196,15 +182,15 @@ class PenstockClient:
             scored = f"{evaluation.num_finished} of {evaluation.num_prompts} prompts after {timeout_s:g} s"
             await self._pause_until(deadline, f"evaluation {evaluation_id!r} has {scored}; are rollout servers up?")
 
-    async def policies(self, page_size: int = 50, page_token: str = "") -> PolicyPage:
+    async def policies(self, page_size: int = 50, page_token: str = "") -> records.PolicyPage:
         """Return one page of policy versions, newest first."""
-        return await self._call(PolicyPage, "GET", "policies", page_size=page_size, page_token=page_token)
+        return await self._call(records.PolicyPage, "GET", "policies", page_size=page_size, page_token=page_token)
 
-    async def policy(self, version: int | None = None) -> Policy:
+    async def policy(self, version: int | None = None) -> records.Policy:
         """Return the registry's record of a version, or of the latest one."""
-        return await self._call(Policy, "GET", "policies", "latest" if version is None else version)
+        return await self._call(records.Policy, "GET", "policies", "latest" if version is None else version)
 
-    async def wait_for_policy(self, timeout_s: float, version: int = 0) -> Policy:
+    async def wait_for_policy(self, timeout_s: float, version: int = 0) -> records.Policy:
         """Return the latest policy once its version is at least `version`. A run that has just been started has none.
 
         Raises DeadlineExceeded after `timeout_s`."""
@@ -220,29 +206,31 @@ class PenstockClient:
             failure = f"{state} after {timeout_s:g} s; `penstock status` says what the run waits for"
             await self._pause_until(deadline, failure)
 
-    async def compare_policies(self, version: int, other: int) -> PolicyComparison:
+    async def compare_policies(self, version: int, other: int) -> records.PolicyComparison:
         versions: dict[str, Any] = {"policy_version": version, "other_version": other}
-        return await self._call(PolicyComparison, "GET", "policies", verb="compare", **versions)
+        return await self._call(records.PolicyComparison, "GET", "policies", verb="compare", **versions)
 
-    async def promote_policy(self, version: int | None = None) -> Policy:
+    async def promote_policy(self, version: int | None = None) -> records.Policy:
         """Mark a version, or the latest one, as meant for use."""
-        return await self._call(Policy, "POST", "policies", "latest" if version is None else version, verb="promote")
+        return await self._call(
+            records.Policy, "POST", "policies", "latest" if version is None else version, verb="promote"
+        )
 
-    async def roll_back_policy(self, version: int) -> Policy:
+    async def roll_back_policy(self, version: int) -> records.Policy:
         """Hold every rollout server at a version, loaded from its snapshot, until `release_policy`."""
-        return await self._call(Policy, "POST", "policies", version, verb="rollback")
+        return await self._call(records.Policy, "POST", "policies", version, verb="rollback")
 
-    async def release_policy(self) -> Policy:
+    async def release_policy(self) -> records.Policy:
         """End a roll back: the servers follow the newest version again."""
-        return await self._call(Policy, "POST", "policies", verb="release")
+        return await self._call(records.Policy, "POST", "policies", verb="release")
 
-    async def retire_policy(self, version: int) -> Policy:
+    async def retire_policy(self, version: int) -> records.Policy:
         """Mark a version as never to be used again."""
-        return await self._call(Policy, "POST", "policies", version, verb="retire")
+        return await self._call(records.Policy, "POST", "policies", version, verb="retire")
 
-    async def pin_policy(self, pin: str, version: int) -> Policy:
+    async def pin_policy(self, pin: str, version: int) -> records.Policy:
         """Serve the key, session, evaluation or rollout server named `pin` with this version only."""
-        return await self._call(Policy, "PUT", "pins", pin, policy_version=version)
+        return await self._call(records.Policy, "PUT", "pins", pin, policy_version=version)
 
     async def unpin_policy(self, pin: str) -> bool:
         """Remove a pin; return whether it existed."""
@@ -263,13 +251,13 @@ class PenstockClient:
         key = idempotency_key or uuid.uuid4().hex
         return await self._call(list[str], "POST", "tasks", part="task_ids", tasks=tasks, idempotency_key=key)
 
-    async def get_task(self, task_id: str) -> Task:
-        return await self._call(Task, "GET", "tasks", task_id)
+    async def get_task(self, task_id: str) -> records.Task:
+        return await self._call(records.Task, "GET", "tasks", task_id)
 
-    async def lease_tasks(self, worker: str, max_tasks: int = 1, wait_s: float = 0.0) -> list[LeasedTask]:
+    async def lease_tasks(self, worker: str, max_tasks: int = 1, wait_s: float = 0.0) -> list[records.LeasedTask]:
         """Get places of tasks to work on, each with the id of its session. Waits up to `wait_s` for one, at most 30."""
         body: dict[str, Any] = {"worker": worker, "max_tasks": max_tasks, "wait_s": wait_s}
-        return await self._call(list[LeasedTask], "POST", "tasks", verb="lease", part="tasks", **body)
+        return await self._call(list[records.LeasedTask], "POST", "tasks", verb="lease", part="tasks", **body)
 
     async def heartbeat_tasks(self, session_ids: Sequence[str]) -> list[str]:
         """Renew the leases of sessions; return those that are lost. Generate calls of a session renew its lease too."""
@@ -281,56 +269,58 @@ class PenstockClient:
         body: dict[str, Any] = {"session_id": session_id, "failure": failure}
         return await self._call(bool, "POST", "tasks", verb="return", part="returned", **body)
 
-    async def sessions(self, page_size: int = 0, page_token: str = "") -> SessionPage:
+    async def sessions(self, page_size: int = 0, page_token: str = "") -> records.SessionPage:
         """Sessions whose calls are kept, the one with the newest call first."""
-        return await self._call(SessionPage, "GET", "sessions", page_size=page_size, page_token=page_token)
+        return await self._call(records.SessionPage, "GET", "sessions", page_size=page_size, page_token=page_token)
 
-    async def get_session(self, session_id: str, from_call: int = 0, max_tokens: int = 0) -> Session:
+    async def get_session(self, session_id: str, from_call: int = 0, max_tokens: int = 0) -> records.Session:
         """A session as a tree. All calls are described; those from `from_call` on have tokens, up to `max_tokens`
         together (0: 20,000)."""
-        return await self._call(Session, "GET", "sessions", session_id, from_call=from_call, max_tokens=max_tokens)
+        return await self._call(
+            records.Session, "GET", "sessions", session_id, from_call=from_call, max_tokens=max_tokens
+        )
 
     async def reward_session(
         self, session_id: str, reward: float, reward_parts: Mapping[str, float] | None = None, task_id: str = ""
-    ) -> RewardedSession:
+    ) -> records.RewardedSession:
         """Turn the recorded calls of a session into training data. Repeating it changes nothing. `task_id` is the task
         of a session that was not leased with one."""
         body: dict[str, Any] = {"reward": reward, "reward_parts": dict(reward_parts or {}), "task_id": task_id}
-        return await self._call(RewardedSession, "POST", "sessions", session_id, "reward", **body)
+        return await self._call(records.RewardedSession, "POST", "sessions", session_id, "reward", **body)
 
-    async def runs(self) -> list[Run]:
+    async def runs(self) -> list[records.Run]:
         """Return the runs that the gateway serves: its own."""
-        return await self._call(list[Run], "GET", "runs", part="runs")
+        return await self._call(list[records.Run], "GET", "runs", part="runs")
 
-    async def get_run(self) -> Run:
-        return await self._call(Run, "GET")
+    async def get_run(self) -> records.Run:
+        return await self._call(records.Run, "GET")
 
-    async def pause_run(self) -> Run:
+    async def pause_run(self) -> records.Run:
         """Stop leasing prompts to rollout servers."""
-        return await self._call(Run, "POST", verb="pause")
+        return await self._call(records.Run, "POST", verb="pause")
 
-    async def resume_run(self) -> Run:
+    async def resume_run(self) -> records.Run:
         """Lease prompts again."""
-        return await self._call(Run, "POST", verb="resume")
+        return await self._call(records.Run, "POST", verb="resume")
 
-    async def stop_run(self) -> Run:
+    async def stop_run(self) -> records.Run:
         """End the learner after its current step, with a checkpoint."""
-        return await self._call(Run, "POST", verb="stop")
+        return await self._call(records.Run, "POST", verb="stop")
 
-    async def metrics(self, page_size: int = 50, names: Sequence[str] = ()) -> list[StepMetrics]:
+    async def metrics(self, page_size: int = 50, names: Sequence[str] = ()) -> list[records.StepMetrics]:
         """Return the metrics of the newest steps, oldest first; all of them, or those in `names`."""
         query: dict[str, Any] = {"page_size": page_size, "name": list(names)}
-        return await self._call(list[StepMetrics], "GET", "metrics", part="steps", **query)
+        return await self._call(list[records.StepMetrics], "GET", "metrics", part="steps", **query)
 
-    async def servers(self) -> list[Server]:
-        return await self._call(list[Server], "GET", "servers", part="servers")
+    async def servers(self) -> list[records.Server]:
+        return await self._call(list[records.Server], "GET", "servers", part="servers")
 
-    async def drain_server(self, server_id: str) -> Server:
+    async def drain_server(self, server_id: str) -> records.Server:
         """Let a rollout server finish its groups and lease no others."""
-        return await self._call(Server, "POST", "servers", server_id, verb="drain")
+        return await self._call(records.Server, "POST", "servers", server_id, verb="drain")
 
-    async def undrain_server(self, server_id: str) -> Server:
-        return await self._call(Server, "POST", "servers", server_id, verb="undrain")
+    async def undrain_server(self, server_id: str) -> records.Server:
+        return await self._call(records.Server, "POST", "servers", server_id, verb="undrain")
 
     async def _call(
         self, kind: type[T], method: str, *place: str | int, verb: str = "", part: str = "", **fields: Any

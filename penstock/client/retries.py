@@ -80,16 +80,11 @@ def response_failure(response: httpx.Response) -> Failure:
     except (ValueError, KeyError, TypeError):
         error = PenstockError(f"{response.url} answered {response.status_code}; check the URL")
         return Failure(error, is_transient, retry_after_s)
-    return Failure(_error(reason, detail, field, retry_after_s), is_transient, retry_after_s)
-
-
-def _error(reason: str, detail: str, field: str, retry_after_s: float) -> PenstockError:
-    """A reason that this version does not know, from a newer gateway, is kept in the error's `reason`."""
-    error = error_from_reason(reason, detail, field, retry_after_s)
-    if error is None:
-        error = InvalidInput(field, detail.removeprefix(f"{field}: ")) if field else PenstockError(detail)
-        error.reason = reason
-    return error
+    known = error_from_reason(reason, detail, field, retry_after_s)
+    if known is None:  # from a newer gateway
+        known = InvalidInput(field, detail.removeprefix(f"{field}: ")) if field else PenstockError(detail)
+        known.reason = reason
+    return Failure(known, is_transient, retry_after_s)
 
 
 def retry_after(header: str, now: datetime) -> float:

@@ -14,6 +14,7 @@ import platform
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -252,30 +253,20 @@ class _Worker:
 async def _in_thread(agent: Agent, attempt: Attempt) -> Any:
     """Run an agent in its own thread. A pool has fewer threads than agents that should run at once, and the end of
     the process would wait for those that go on after they were cancelled."""
-    loop, context = asyncio.get_running_loop(), contextvars.copy_context()
-    ended: asyncio.Future[Any] = loop.create_future()
-
-    def end(result: Any, error: Exception | None) -> None:
-        if ended.cancelled():
-            return
-        if error is None:
-            ended.set_result(result)
-        else:
-            ended.set_exception(error)
+    ended: Future[Any] = Future()
+    context = contextvars.copy_context()
+    ended.set_running_or_notify_cancel()
 
     def run() -> None:
-        result, error = None, None
         try:
-            result = context.run(agent, attempt)
-        except Exception as raised:
-            error = raised
-        except BaseException as raised:
-            error = RuntimeError(f"the agent ended with {raised!r}")
-        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
-            loop.call_soon_threadsafe(end, result, error)
+            ended.set_result(context.run(agent, attempt))
+        except Exception as error:
+            ended.set_exception(error)
+        except BaseException as error:
+            ended.set_exception(RuntimeError(f"the agent ended with {error!r}"))
 
     threading.Thread(target=run, name=attempt.task.session_id, daemon=True).start()
-    return await ended
+    return await asyncio.wrap_future(ended)
 
 
 def _split(reward: Reward) -> tuple[float, dict[str, float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
@@ -9,8 +10,7 @@ from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, mod
 LARGEST_NUMBERS = {"_s": 10**9, "_bytes": 2**60, "seed": 2**63 - 1, "_flops_per_rank": 10**18}
 """The largest value of a number, by the ending of its field's name. Redis keeps whole numbers in 64 bits."""
 LARGEST_COUNT = 10**9
-"""The largest value of every other whole number: tokens, steps, samples. A larger one is a slip of the keyboard, and
-what is sized by it would fill the memory."""
+"""The largest value of every other whole number: tokens, steps, samples. A larger one is a typing mistake."""
 
 
 class Config(BaseModel):
@@ -37,6 +37,14 @@ class Config(BaseModel):
         if largest is not None and abs(value) > largest:
             raise ValueError(f"must be at most {largest:g}, not {value:g}")
         return value
+
+    def changed(self, values: Mapping[str, Any]) -> Self:
+        """A copy with other values, given by the dotted paths of their fields. They are not validated."""
+        copy = self
+        for path, value in values.items():
+            name, _, rest = path.partition(".")
+            copy = copy.model_copy(update={name: getattr(copy, name).changed({rest: value}) if rest else value})
+        return copy
 
     def refused(self) -> tuple[tuple[object, str], ...]:
         """Combinations of fields that are refused: a condition, and what to do. The first that holds is reported."""

@@ -76,9 +76,7 @@ def num_gpus(placement: str, roles: Mapping[str, RoleShares]) -> int:
 
 
 def find_unplaceable(placement: str, roles: Mapping[str, RoleShares]) -> str:
-    """The roles whose ranks do not fit into their bundle, or an empty text.
-
-    A bundle of 1.5 GPUs is one whole GPU and half of another. It cannot hold two ranks of 0.75 each."""
+    """The roles whose ranks do not fit into their bundle, or an empty text: 1.5 GPUs cannot hold two ranks of 0.75."""
     for group in active_resource_groups(placement, roles):
         for present in _ranks(group):
             fractions = [role.gpus_per_rank for role in present if role.gpus_per_rank % 1]

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from penstock.config.run import RunConfig
-from penstock.errors import ConfigError, InvalidInput
+from penstock.errors import ConfigError
 
 MAX_SHOWN = 60
 """A longer value is cut in a message."""
@@ -280,8 +280,7 @@ def load_overrides(data: dict[str, Any], overrides: Sequence[str], source: str =
 
 
 def validate(data: dict[str, Any], source: str, overridden: Sequence[Sequence[str]] = ()) -> RunConfig:
-    """`overridden` are the keys that are from the command line and not from `source`. ConfigError has a line for each
-    wrong field."""
+    """Raises ConfigError with a line for each wrong field. The keys in `overridden` are from the command line."""
     try:
         return RunConfig.model_validate(data)
     except ValidationError as error:
@@ -291,17 +290,6 @@ def validate(data: dict[str, Any], source: str, overridden: Sequence[Sequence[st
             is_flag = any(path[: len(keys)] == list(keys)[: len(path)] for keys in overridden)
             lines.append(f"{'command line' if is_flag else source}: {mistake.line}")
         raise ConfigError("\n".join(lines)) from error
-
-
-def validate_field(data: dict[str, Any], field: str) -> RunConfig:
-    """Like `validate`, for a config that arrived as the field of a request: raises InvalidInput with the full path of
-    the first wrong field."""
-    try:
-        return RunConfig.model_validate(data)
-    except ValidationError as error:
-        first, *others = explain(error, RunConfig)
-        more = f" (and {len(others)} more)" if others else ""
-        raise InvalidInput(f"{field}.{first.dotted}".rstrip("."), first.text + more) from error
 
 
 def dump_config(config: RunConfig) -> str:

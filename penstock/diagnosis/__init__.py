@@ -4,13 +4,9 @@
 |---|---|
 | `facts.py` | everything that Redis holds about a run, read once into `RunFacts`, and the state that follows from it |
 | `progress.py` | findings: whether the run learns, and what it waits for |
-| `run_findings.py` | findings of `penstock doctor` about a run: conservation, heartbeats, weights, rewards |
-| `deployment.py` | findings of `penstock doctor` about Redis and this machine, and the whole examination |
-| `terminal.py` | printer: the parts of `penstock status`, `top`, `servers` and `doctor` on a terminal |
-| `log_lines.py` | printer: what is new about a run, each thing once, as lines of a log |
-| `display.py` | printer: the progress of a run on this machine, as a live table or as lines |
+| `terminal.py` | printer: the parts of `penstock status`, `top` and `servers` on a terminal |
 
-The third printer is the gateway, whose answers contain findings as JSON.
+The other printers are the gateway, whose answers contain findings as JSON, `penstock up` and `penstock doctor`.
 """
 
 from __future__ import annotations

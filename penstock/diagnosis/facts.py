@@ -67,8 +67,7 @@ class RunFacts:
 
     @cached_property
     def steps(self) -> Sequence[Mapping[str, float]]:
-        """The metrics of the steps that made the newest versions, oldest first. A version without a step has no reward:
-        the first one, one that a restarted learner publishes again, and one of a roll back."""
+        """Metrics of the steps that made the newest versions, oldest first. Versions that no step made are skipped."""
         return [policy.metrics for policy in reversed(self.policies) if "reward_mean" in policy.metrics]
 
     @property
@@ -88,8 +87,7 @@ class RunFacts:
 
     @property
     def is_learner_starting(self) -> bool:
-        """Whether the newest learner process is not ready to train yet: it loads the model, for example. It has no
-        heartbeat until it has imported its libraries."""
+        """Whether the newest learner process is not ready to train yet. At first it has no heartbeat."""
         phases = self.phases.get(LEARNER)
         if not phases:
             return False
@@ -172,6 +170,5 @@ class RunStores:
 
 
 def progress(step: int, num_steps: int) -> str:
-    """`63/60` says nothing, so the last step is shown only while it is ahead: after `num_steps` was lowered, or without
-    one, this is the step alone."""
+    """`12/60`, or the step alone if there is no last step or it has been passed."""
     return f"{step}/{num_steps}" if num_steps > 0 and step <= num_steps else str(step)

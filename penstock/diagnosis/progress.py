@@ -1,7 +1,7 @@
 """Why a run does not learn, and why it is slow: one line each, with the numbers behind it.
 
-Both are pure functions of the run's facts. The gateway shows them with the run, and `penstock doctor` as checks. A
-cause that hides others comes first: while rewards fail, nothing else about the reward means anything.
+Both are pure functions of the run's facts. A cause that hides others comes first: while rewards fail, nothing else
+about the reward means anything.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ MANY = 0.9
 HALF = 0.5
 SOLVED = 0.95
 """Share of the way from the lowest to the highest reward from which on a task counts as learned."""
+NEARLY_SOLVED = 0.8
+"""Share of that way from which on a flat reward needs no other cause."""
 LOW_EFFECTIVE = 0.2
 SPEED_STEPS = 10
 """Steps that the times are taken from."""
@@ -71,6 +73,8 @@ def learning_finding(facts: RunFacts) -> Finding:
         return replace(cause, text=f"{reward}{known}: {cause.text}")
     if trend == "unknown" or (trend == "flat" and len(steps) < ENOUGH_STEPS):
         return _learning("few_steps", f"{reward}: too few steps to tell")
+    if trend == "flat" and (share := _solved_share(steps)) >= NEARLY_SOLVED:
+        return _learning("solved", f"{reward}, flat at {share:.0%} of the highest reward: little is left to learn")
     numbers = (
         f"{1 - _mean(steps, 'zero_advantage_group_ratio'):.0%} of the groups have spread, learning rate "
         f"{_mean(steps, 'lr'):.2g}, gradient norm {_mean(steps, 'grad_norm'):.2g}, KL "
@@ -83,43 +87,36 @@ def learning_finding(facts: RunFacts) -> Finding:
 def _causes(facts: RunFacts, steps: Steps) -> Iterator[Finding]:
     """Causes of a reward that does not rise, from the one that explains most to the one that explains least."""
     failed, truncated = _mean(steps, "reward_failed_ratio"), _mean(steps, "truncated_ratio")
-    failures = _learning(
-        "rewards_fail", f"the reward function fails on {failed:.0%} of the samples", "fail", "correct the reward"
-    )
-    if failed >= MANY:
-        yield failures
-    if truncated >= MANY:
-        yield _learning("truncated", f"{truncated:.0%} of the responses are cut at max_tokens", "fail", "raise it")
-    if _is_solved(steps):
-        yield _learning("solved", "almost all samples get the highest reward, so there is little left to learn")
-    if (flat := _mean(steps, "zero_advantage_group_ratio")) >= MANY:
-        text = f"{flat:.0%} of the groups have no spread in reward, so they train nothing"
-        yield _learning("no_spread", text, "fail", "give easier or harder prompts, or a reward with more steps")
-    if (skipped := _mean(steps, "skipped")) >= HALF:
-        text = f"{skipped:.0%} of the steps were skipped because a gradient was not finite"
-        yield _learning("skipped", text, "fail", "see docs/runbooks.md#nonfinitesteps")
-    if (lr := _mean(steps, "lr", default=1.0)) <= LOWEST_LR:
-        yield _learning("learning_rate", f"the learning rate is {lr:.2g}", "fail", "see learner.lr and its schedule")
+    fails = f"the reward function fails on {failed:.0%} of the samples"
+    flat, skipped = _mean(steps, "zero_advantage_group_ratio"), _mean(steps, "skipped")
+    lr, entropy = _mean(steps, "lr", default=1.0), _mean(steps, "entropy", default=1.0)
     lag = max((facts.stat.policy_version - server.policy_version for server in facts.serving), default=0)
-    if lag > facts.config.replay.max_staleness + 2:
-        text = f"new weights do not arrive: a server is {lag} versions behind the learner"
-        yield _learning("weights", text, "fail", "see docs/runbooks.md#policyversionskew")
-    effective = _mean(steps, "effective_sample_ratio", default=1.0)
-    rejected = _mean(steps, "is_rejected_ratio")
-    if rejected >= HALF or effective <= LOW_EFFECTIVE:
-        text = (
-            f"the samples are too old: staleness {_mean(steps, 'staleness_mean'):.2g}, {rejected:.0%} of the tokens "
-            f"rejected, an effective share of {effective:.0%}"
-        )
-        yield _learning("stale", text, "warn", "lower replay.max_staleness")
-    if (entropy := _mean(steps, "entropy", default=1.0)) < COLLAPSED_ENTROPY_NATS:
-        text = f"the policy gives almost the same answer every time: entropy {entropy:.2g} nats a token"
-        yield _learning("collapsed", text, "warn", "go back to an earlier version, with a lower learner.lr")
-    if (kl := _mean(steps, "kl_reference")) >= FAR_KL_NATS:
-        text = f"the policy is far from its reference: KL {kl:.2g} nats a token"
-        yield _learning("kl", text, "warn", "lower learner.lr, or raise the KL coefficient")
-    if failed:
-        yield replace(failures, level="warn")
+    effective, rejected = _mean(steps, "effective_sample_ratio", default=1.0), _mean(steps, "is_rejected_ratio")
+    kl = _mean(steps, "kl_reference")
+    causes: tuple[tuple[object, LearningCode, str, Level, str], ...] = (
+        (failed >= MANY, "rewards_fail", fails, "fail", "correct the reward"),
+        (truncated >= MANY, "truncated", f"{truncated:.0%} of the responses are cut at max_tokens", "fail", "raise it"),
+        (_solved_share(steps) >= SOLVED,
+         "solved", "almost all samples get the highest reward, so there is little left to learn", "ok", ""),
+        (flat >= MANY, "no_spread", f"{flat:.0%} of the groups have no spread in reward, so they train nothing",
+         "fail", "give easier or harder prompts, or a reward with more steps"),
+        (skipped >= HALF, "skipped", f"{skipped:.0%} of the steps were skipped because a gradient was not finite",
+         "fail", "see docs/runbooks.md#nonfinitesteps"),
+        (lr <= LOWEST_LR, "learning_rate", f"the learning rate is {lr:.2g}", "fail", "see learner.lr and its schedule"),
+        (lag > facts.config.replay.max_staleness + 2,
+         "weights", f"new weights do not arrive: a server is {lag} versions behind the learner",
+         "fail", "see docs/runbooks.md#policyversionskew"),
+        (rejected >= HALF or effective <= LOW_EFFECTIVE,
+         "stale", f"the samples are too old: staleness {_mean(steps, 'staleness_mean'):.2g}, {rejected:.0%} of the "
+         f"tokens rejected, an effective share of {effective:.0%}", "warn", "lower replay.max_staleness"),
+        (entropy < COLLAPSED_ENTROPY_NATS,
+         "collapsed", f"the policy gives almost the same answer every time: entropy {entropy:.2g} nats a token",
+         "warn", "go back to an earlier version, with a lower learner.lr"),
+        (kl >= FAR_KL_NATS, "kl", f"the policy is far from its reference: KL {kl:.2g} nats a token",
+         "warn", "lower learner.lr, or raise the KL coefficient"),
+        (failed, "rewards_fail", fails, "warn", "correct the reward"),
+    )  # fmt: skip
+    return (_learning(code, text, level, advice) for holds, code, text, level, advice in causes if holds)
 
 
 def speed_finding(facts: RunFacts) -> Finding:
@@ -139,16 +136,11 @@ def speed_finding(facts: RunFacts) -> Finding:
         return _learner_finding(steps, step_s, wait_s)
     waits = f"the learner waits {wait_s / step_s:.0%} of {step_s:.3g} s a step" if step_s else "no step yet"
     cause = _producer_finding(facts)
-    if not step_s and cause.code in ("admission", "groups"):
-        return _start_finding(facts)
+    if not step_s and cause.code in ("admission", "groups"):  # it says nothing yet about the speed of the run
+        stat = facts.stat
+        text = f"no step yet: {stat.in_flight} groups are being generated, and {stat.queued} wait for the learner"
+        return _speed("groups", text)
     return replace(cause, text=f"{waits}: {cause.text}")
-
-
-def _start_finding(facts: RunFacts) -> Finding:
-    """What is under way before the first step. It says nothing yet about the speed of the run."""
-    stat = facts.stat
-    text = f"no step yet: {stat.in_flight} groups are being generated, and {stat.queued} wait for the learner"
-    return _speed("groups", text)
 
 
 def _learner_finding(steps: Steps, step_s: float, wait_s: float) -> Finding:
@@ -201,13 +193,11 @@ def _prompts_finding(facts: RunFacts) -> Finding:
     return _speed("prompts", "no prompt to train on has been submitted", advice=advice)
 
 
-def _is_solved(steps: Steps) -> bool:
-    """Whether the mean reward is close to the highest one that samples get. False while all rewards are equal: it
-    is unknown then whether they are high."""
+def _solved_share(steps: Steps) -> float:
+    """How far the mean reward is from the lowest to the highest that samples get. 0 while all rewards are equal."""
     highest = max((step["reward_max"] for step in steps if "reward_max" in step), default=0.0)
     lowest = min((step["reward_min"] for step in steps if "reward_min" in step), default=0.0)
-    mean = _mean(steps, "reward_mean")
-    return highest > lowest and (mean - lowest) / (highest - lowest) >= SOLVED
+    return (_mean(steps, "reward_mean") - lowest) / (highest - lowest) if highest > lowest else 0.0
 
 
 def _count(number: int, name: str) -> str:

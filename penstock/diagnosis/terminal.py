@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
-from rich.console import Console, RenderableType
-from rich.markup import escape
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from penstock.api.records import Metrics, Run, Server
-from penstock.diagnosis import Finding
 
 COLUMNS = 80
 _BARS = "▁▂▃▄▅▆▇█"
 _DIGEST_LENGTH = 8
-_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 _STEP_METRICS = {
     "reward_mean": "reward", "staleness_mean": "staleness", "tokens_per_second": "tokens/s", "loss": "loss",
     "entropy": "entropy", "kl_reference": "KL", "grad_norm": "grad norm", "logprob_mismatch": "mismatch",
@@ -47,8 +44,8 @@ def _headline(run: Run) -> Text:
 
 
 def alarms(run: Run) -> list[Text]:
-    """A line for everything that keeps the run from learning: its pause, what its processes do until they have started,
-    servers that do not count, and notices."""
+    """A line for everything that keeps the run from learning: its pause, its start, servers that do not count,
+    notices."""
     lines = [Text(f"{run.state.lower()}: {run.detail}", style="bold yellow")] if run.detail else []
     if run.roll_back_text:
         lines.append(Text(run.roll_back_text, style="bold yellow"))
@@ -140,8 +137,8 @@ def server_table(servers: Sequence[Server], columns: Sequence[str], title: str |
 def plain_table(
     columns: Sequence[str], rows: Iterable[Sequence[Any]], *, whole: Sequence[str] = (), title: str | None = None
 ) -> Table:
-    """A table without a frame. Columns of numbers are aligned to the right, and those in `whole` are not wrapped. None
-    is a dash, and texts are shown as they are."""
+    """A table without a frame. Columns of numbers are right-aligned; those in `whole` are not wrapped; None is a
+    dash."""
     rows = list(rows)
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for index, name in enumerate(columns):
@@ -159,18 +156,8 @@ def _cell(value: Any) -> str:
     return "-" if value is None else str(value)
 
 
-def print_findings(findings: Sequence[Finding]) -> None:
-    """One line per finding, with its advice."""
-    console = Console(soft_wrap=True, highlight=False)
-    for finding in findings:
-        advice = f": {finding.advice}" if finding.advice else ""
-        level = f"[{_STYLES[finding.level]}]{finding.level:<4}[/]"
-        console.print(f"{level}  {finding.check:<12}  {escape(finding.text + advice)}")
-
-
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Draw values as bars, the newest on the right. More values than `width` are averaged. The scale is from 0 to 1, or
-    wider if a value is outside."""
+    """Bars, the newest on the right; more values than `width` are averaged. The scale includes 0 and 1."""
     if len(values) > width:
         edges = [round(i * len(values) / width) for i in range(width + 1)]
         values = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]

@@ -1,8 +1,7 @@
 """Feeds a dataset to a run: every prompt of every epoch once, in an order that follows from the seed.
 
-The position is stored in Redis with the prompts, and one script submits a chunk and moves the position on. So a
-feeder that is killed and started again, or replaced by another one, skips nothing and repeats nothing. The same holds
-if Redis loses its tail, because it loses position and prompts together. Learner checkpoints record the position.
+One script submits a chunk and advances the position, which is stored in Redis with the prompts. So a feeder that is
+killed or replaced skips and repeats nothing, even if Redis loses its tail. Learner checkpoints record the position.
 """
 
 from __future__ import annotations
@@ -62,8 +61,7 @@ class EpochOrder:
         return chosen[np.random.RandomState([self.seed, epoch]).permutation(len(chosen))]
 
     def _draw(self, epoch: int, part: int, count: int, weight: float) -> NDArray[np.int64]:
-        """The rows of a file that an epoch has: all of them for each whole part of the weight, and then some, which
-        are others in each epoch until all have come."""
+        """The rows of a file in an epoch: all for each whole part of the weight, and a rest that rotates by epoch."""
         whole, rest = divmod(_num_drawn(count, weight), count)
         rows = np.tile(np.arange(count), whole)
         order = np.random.RandomState([self.seed, part, 1]).permutation(count)
@@ -189,8 +187,7 @@ class BuriedPrompts:
         self._inserted = 0
 
     def reason_to_pause(self, num_inserted: int, reasons: Mapping[str, int]) -> str:
-        """Why the run should pause, or an empty text. Both counts are since the run began. The answer stays until
-        `begin_again` is called."""
+        """Why the run should pause, or an empty text, from the counts since the run began."""
         if self._reasons is None:
             self.begin_again(num_inserted, reasons)
         before = self._reasons or {}
@@ -288,16 +285,15 @@ class PromptStream:
 
 
 class Feeder:
-    """Keeps up to `dataset.max_pending` prompts waiting until the dataset ends. Several feeders may run at once: each
-    chunk is accepted from one of them."""
+    """Keeps up to `dataset.max_pending` prompts waiting until the dataset ends. Of several feeders, one submits a
+    chunk."""
 
     def __init__(
         self, queue: PromptIntake, stream: PromptStream, tracing: Tracing | None = None,
         pause: Callable[[str], Awaitable[None]] | None = None, settle_s: float = 0.0,
         curriculum: Curriculum | None = None,
     ) -> None:  # fmt: skip
-        """`pause` pauses the run with a reason, when `dataset.max_buried_share` is reached. Redis cannot lose what was
-        written `settle_s` ago."""
+        """`pause` pauses the run with a reason. Redis cannot lose what was written `settle_s` ago."""
         self.settle_s = settle_s
         self.curriculum = curriculum
         """The user's sampler, which replaces the order of the dataset."""

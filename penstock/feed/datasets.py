@@ -161,9 +161,7 @@ def read_prompts(
     path: Path | str, *, num_samples: int, sampling: Sampling, limits: ReadLimits | None = None,
     row_format: RowFormat | None = None,
 ) -> Iterator[Prompt]:  # fmt: skip
-    """The prompts of a file, or of a folder that `Dataset.save_to_disk` wrote, in the order of its rows.
-
-    Rows are read as the iterator advances. Raises InvalidInput for a file that is beyond the limits."""
+    """The prompts of a file or dataset folder, as the iterator advances. Raises InvalidInput beyond the limits."""
     used = row_format or RowFormat()
     for number, (where, row) in enumerate(_rows(Path(path), limits, used.columns)):
         if limits is not None and number >= limits.max_rows:
@@ -304,9 +302,7 @@ def _kind(value: Any) -> str:
 def read_files(
     files: Files, config: DatasetConfig, num_samples: int, sampling: Sampling
 ) -> list[tuple[float, list[Prompt]]]:
-    """The weight and the prompts of each entry. The prompts of a pattern are in the order of its files' names.
-
-    With `dataset.loader`, the files go to the loader, and its rows have the weight 1."""
+    """The weight and the prompts of each entry, or of all rows of `dataset.loader`, which have the weight 1."""
     row_format = RowFormat(config.columns, config.data_source)
     if config.loader:
         rows = _loaded(files, config)

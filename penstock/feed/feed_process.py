@@ -44,8 +44,8 @@ def check_fed(config: RunConfig) -> None:
 
 
 async def feed_run(config: RunConfig, *, watch: bool = False) -> None:
-    """Submit all of `dataset.file`. With a `dataset.validation.file`, validate meanwhile, until the run has finished.
-    With `watch`, stay that long in any case, and pause the run if too many prompts are dead-lettered.
+    """Submit all of `dataset.file`, and validate meanwhile. With a validation file or `watch`, stay until the run has
+    finished.
 
     Both files are read before anything is submitted, so unreadable data is an error at the start."""
     check_fed(config)
@@ -124,8 +124,8 @@ def _version_hold(config: RunConfig, client: redis.Redis) -> VersionHold:
 
 
 def _say_plan(config: RunConfig, epoch_prompts: int, earlier: EarlierWork, port: int) -> Callable[[], None]:
-    """Say what the run will do, and write it to `feed-DATASET.json`, which `penstock up` reads. Returns what removes
-    the port from that file, because a feed that has ended does not answer there."""
+    """Print what the run will do, and write it to `feed-DATASET.json`, which `penstock up` reads. Returns what removes
+    the port from that file at the end."""
     if epoch_prompts == 0 and not config.dataset.validation.only:
         return lambda: None
     plan = plan_line(config, epoch_prompts, earlier)
@@ -135,8 +135,7 @@ def _say_plan(config: RunConfig, epoch_prompts: int, earlier: EarlierWork, port:
 
 
 async def _validate(validator: Validator, heartbeats: Heartbeats) -> None:
-    """Validate with a heartbeat, by which the learner knows that it can wait for the last validation. A feed that is
-    told to stop ends in order too."""
+    """Validate with a heartbeat, by which the learner knows that it can wait for the last validation."""
     try:
         async with heartbeats.beating(VALIDATOR):
             await validator.run()

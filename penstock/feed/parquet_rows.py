@@ -53,8 +53,8 @@ class ColumnSize:
 
 
 def column_sizes(file: BinaryIO, places: Iterable[tuple[int, int]]) -> list[ColumnSize]:
-    """Add up the pages of columns, each of which begins at a position and has a number of bytes. Raises ValueError for
-    bytes that are not pages, for too many pages, and for an encoding that hides the size of its texts."""
+    """Add up the pages of columns, each at a position with a number of bytes. Raises ValueError for damaged bytes, for
+    too many pages, and for an encoding that hides the size of its texts."""
     sizes, num_pages = [], 0
     for start, num_bytes in places:
         at, end = start, start + num_bytes
@@ -191,8 +191,8 @@ def all_rows(path: Path, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 
 def limited_rows(path: Path, columns: Sequence[str], limits: ReadLimits) -> Iterator[dict[str, Any]]:
-    """The rows of a file, with these columns. Raises InvalidInput for a file that is beyond the limits, before it takes
-    memory for what is too much."""
+    """The rows with these columns. Raises InvalidInput beyond the limits, before memory is taken for what is too
+    much."""
     from pyarrow import parquet
 
     metadata = parquet.read_metadata(path)
@@ -214,8 +214,7 @@ def limited_rows(path: Path, columns: Sequence[str], limits: ReadLimits) -> Iter
 
 
 def _checked_dictionaries(path: Path, metadata: Any, columns: Sequence[str], limits: ReadLimits) -> list[int]:
-    """Check what the pages of the file hold before any is decoded. Returns the columns that have dictionaries of texts,
-    by their number."""
+    """Check what the pages hold before any is decoded. Returns the columns that have dictionaries of texts."""
     if metadata.num_rows > limits.max_rows:
         raise InvalidInput(str(path), f"has more than {limits.max_rows} prompts; split it")
     chunks = _chunks(metadata, columns)

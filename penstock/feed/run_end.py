@@ -58,8 +58,7 @@ class EarlierWork:
 
 
 async def earlier_work(queue: _Counts, config: RunConfig) -> EarlierWork:
-    """What the run has before the dataset of the config. Once prompts of it were submitted, they are not
-    distinguished from the others, so it counts as the only one."""
+    """What the run had before the dataset of the config. Once its prompts are submitted, it counts as the only one."""
     feed = (await queue.feeds()).get(config.dataset.name)
     if feed is not None and feed.position > 0:
         return EarlierWork()

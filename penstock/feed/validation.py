@@ -1,5 +1,4 @@
-"""Validation: the policy is scored on held-out prompts every `dataset.validation.every_steps` steps, during
-training."""
+"""Validation: scoring the policy on held-out prompts every `dataset.validation.every_steps` steps, during training."""
 
 from __future__ import annotations
 
@@ -32,20 +31,17 @@ from penstock.trajectory import Prompt
 logger = logging.getLogger(__name__)
 HOLD_POLL_S = 0.25
 STABLE_S = 1.5
-"""How long the reported version must stay the same. A push that began before the server was pinned may still move it,
-and a report is up to half a second old."""
+"""How long the reported version must stay the same: a push that began before the pin may still move the server."""
 STABLE_TIMEOUT_S = 120.0
 RETURN_TIMEOUT_S = 2.0
-"""How long a server that has moved may take to return to its pinned version; doubled each time. It returns after
-loading the version's snapshot if that is kept. Otherwise it never does, and the pin follows the server."""
+"""How long a moved server may take to return to its pinned version, doubled each time. Then the pin follows it."""
 
 
 class VersionHold:
     """Pins an evaluation, and one server to answer it, to the version that this server has.
 
-    `note` is a file that names both while they are pinned, so that the next process can unpin what a killed one left.
-    If the server is lost or moves to another version, the hold ends and all servers answer the remaining prompts: the
-    evaluation may then span versions, but it never waits for a server that does not come back."""
+    `note` is a file that names both, so that the next process can unpin what a killed one left. If the server is lost
+    or moves on, the hold ends, and all servers answer the remaining prompts."""
 
     def __init__(
         self, policies: PolicyRegistry, fleet: Fleet, note: Path, *, max_silence_s: float, num_servers: int,
@@ -56,16 +52,14 @@ class VersionHold:
         self.note = note
         self.max_silence_s = max_silence_s
         self.num_servers = num_servers
-        """Number of servers that the run starts with. The first evaluation waits up to `join_timeout_s` for two of
-        them."""
+        """Number of servers that the run starts with. The first evaluation waits `join_timeout_s` for two."""
         self.join_timeout_s = join_timeout_s
         self._has_begun = False
         self._server_id = ""
         self._version = -1
 
     async def begin(self, evaluation_id: str) -> None:
-        """Pin a server and the evaluation. Call it before the evaluation is created. A server that is alone is not
-        pinned, because no server would be left for training."""
+        """Pin a server and the evaluation, before it is created. A server that is alone is needed for training."""
         await self.end()
         free = await self._free_servers()
         if len(free) < 2 or await self.policies.pinned_version(evaluation_id) is not None:
@@ -117,8 +111,7 @@ class VersionHold:
             await asyncio.sleep(HOLD_POLL_S)
 
     async def _pin_until_stable(self, version: int) -> bool:
-        """Pin the server to its version and wait until it reports this version for STABLE_S. A push that had begun may
-        still move the server: then it returns to the pinned version, or the pin follows it."""
+        """Pin the server until it reports the version for STABLE_S. If a push moves it, the pin follows it."""
         await self.policies.pin(self._server_id, version)
         self._version, return_timeout_s = version, RETURN_TIMEOUT_S
         agreed_at = pinned_at = time.monotonic()
@@ -158,9 +151,8 @@ POLL_S = 0.5
 class Validator:
     """Creates an evaluation for each step that is due, and appends one line to `results` when it is finished.
 
-    An evaluation is named after its step, so a validator that was killed and started again repeats none. A step that
-    passes while another evaluation runs is skipped. With a `hold`, one server answers all prompts with one version.
-    Without it, samples may come from several versions, and the result has their range."""
+    An evaluation is named after its step, so a restarted validator repeats none. A step that passes while another
+    evaluation runs is skipped. With a `hold`, one server answers with one version."""
 
     def __init__(
         self, queue: PromptIntake, prompts: Sequence[Prompt], config: ValidationConfig, name: str, results: Path,
@@ -195,8 +187,7 @@ class Validator:
         )  # fmt: skip
 
     async def run(self) -> None:
-        """Validate until the run has finished and its last policy is validated. Tries again while Redis is away or
-        full, and after an evaluation that stalled."""
+        """Validate until the last policy is validated. Tries again while Redis is away or full, or after a stall."""
         done, is_free = validated_steps(self.results), self.hold is None
         while True:
             try:
@@ -216,8 +207,7 @@ class Validator:
             await asyncio.sleep(POLL_S)
 
     async def validate(self, step: int) -> Evaluation:
-        """Score every prompt and write the result. Raises DeadlineExceeded when no prompt finishes for
-        `stall_timeout_s`."""
+        """Score every prompt and write the result. Raises DeadlineExceeded if none finishes for `stall_timeout_s`."""
         name = evaluation_id(self.name, step)
         try:
             if self.hold is not None:

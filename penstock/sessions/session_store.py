@@ -22,6 +22,7 @@ from penstock.errors import Conflict, NotFound, QueueFull
 from penstock.store.keys import RunKeys
 from penstock.store.redis_client import guarded
 from penstock.store.scripts import SESSIONS, read_rows
+from penstock.v1 import sessions_pb2
 
 RETRY_S = 10.0
 """A gateway that has not finished a rewarded session by then is assumed dead, and another one finishes it."""
@@ -57,35 +58,19 @@ class Closing:
     session had its place."""
 
 
-@dataclass(frozen=True)
-class SessionSummary:
-    """A session, without its calls."""
-
-    session_id: str
-    reward: Reward | None
-    """None while it is open, and if it was abandoned: it is part of no group."""
-    prompt_ids: tuple[int, ...] | None
-    """Prompts of the groups that it became; None until it is finished."""
-    task_id: str
-    num_calls: int
-    num_bytes: int
-
-    @property
-    def state(self) -> Literal["open", "rewarded", "finished"]:
-        if self.prompt_ids is not None:
-            return "finished"
-        return "open" if self.reward is None else "rewarded"
-
-    @classmethod
-    def of(cls, row: Mapping[str, Any]) -> SessionSummary:
-        return cls(
-            session_id=row["session_id"].decode(),
-            reward=Reward.decode(row["reward"]) if row["reward"] else None,
-            prompt_ids=tuple(json.loads(row["answer"])) if row["answer"] else None,
-            task_id=row["task_id"].decode(),
-            num_calls=row["num_calls"],
-            num_bytes=row["num_bytes"],
-        )
+def _summary(row: Mapping[str, Any]) -> sessions_pb2.SessionSummary:
+    """A session, without its calls. One that was abandoned has no reward."""
+    reward = Reward.decode(row["reward"]) if row["reward"] else None
+    return sessions_pb2.SessionSummary(
+        session_id=row["session_id"].decode(),
+        state="FINISHED" if row["answer"] else "OPEN" if reward is None else "REWARDED",
+        reward=None if reward is None else reward.reward,
+        reward_parts={} if reward is None else reward.parts,
+        prompt_ids=json.loads(row["answer"] or "[]"),
+        task_id=row["task_id"].decode(),
+        num_calls=row["num_calls"],
+        num_bytes=row["num_bytes"],
+    )
 
 
 class SessionStore:
@@ -137,18 +122,18 @@ class SessionStore:
         text = await guarded(self.client.hget(self.keys.session(session_id, "state"), "reward"))
         return Reward.decode(text) if text else None
 
-    async def read(self, session_id: str) -> tuple[SessionSummary, list[bytes]]:
+    async def read(self, session_id: str) -> tuple[sessions_pb2.SessionSummary, list[bytes]]:
         """A session and its calls, for people to look at. Unlike `open`, it renews no lease."""
         rows, entries = await self._call("read_session", session_id)
-        [summary] = map(SessionSummary.of, read_rows(rows))
-        if summary.state == "open" and not entries:
+        [summary] = map(_summary, read_rows(rows))
+        if summary.state == sessions_pb2.SessionSummary.OPEN and not entries:
             raise NotFound(f"there is no session {session_id!r}; sessions are forgotten after gateway.session_ttl_s")
         return summary, entries
 
-    async def summaries(self, num_skipped: int, max_sessions: int) -> list[SessionSummary]:
+    async def summaries(self, num_skipped: int, max_sessions: int) -> list[sessions_pb2.SessionSummary]:
         """Sessions whose calls are kept, the one with the newest call first."""
         rows = await self._call("list_sessions", num_skipped, max_sessions)
-        return [SessionSummary.of(row) for row in read_rows(rows)]
+        return [_summary(row) for row in read_rows(rows)]
 
     async def answer(self, session_id: str) -> tuple[int, ...] | None:
         """Prompts of the groups that a session has become; None if it is not finished."""

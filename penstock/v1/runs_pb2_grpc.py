@@ -117,7 +117,7 @@ class RunServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CreateEvaluation(self, request, context):
-        """Submits held-out prompts. They are answered beside training and scored, and never trained.
+        """Submits held-out prompts. They are answered alongside training and scored, and never trained.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

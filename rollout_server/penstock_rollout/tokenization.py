@@ -1,15 +1,13 @@
 """Encodes prompts and the messages between turns, and decodes responses, with the model's tokenizer.
 
 The ids that the model sampled are never rendered or encoded again. To find the tokens that the chat template puts
-between two assistant turns, the template renders a fixed conversation instead, `[user, assistant, *messages]`, in which
-the assistant says a marker. The text after the marker is encoded and appended. For example, for a Qwen template and one
-tool message the text is
+between two assistant turns, the template renders a fixed conversation, `[user, assistant, *messages]`, in which the
+assistant says a marker. The text after the marker is encoded and appended: for a Qwen template and a tool message
 
     <|im_end|>\\n<|im_start|>user\\n<tool_response>\\n…\\n</tool_response><|im_end|>\\n<|im_start|>assistant\\n
 
-It starts with the end-of-turn token of the assistant's message. A turn that was cut by a limit needs this token. A turn
-whose last sampled id is a stop token has ended already, so the text up to and including the template's end-of-turn
-token is skipped.
+It starts with the end-of-turn token of the assistant's message, which a turn that was cut by a limit needs. If the last
+sampled id is a stop token, the text up to and including the template's end-of-turn token is skipped.
 """
 
 from __future__ import annotations

@@ -10,10 +10,13 @@ from typing import Any, cast
 import pytest
 
 from penstock.api.records import FIRST_BATCH, Notice, Part, Phase, QueueStat, Run, Server, Verdict
-from penstock.diagnosis import log_lines
-from penstock.diagnosis.display import Progress
 from penstock.diagnosis.facts import NO_LEARNER
-from penstock.diagnosis.log_lines import (
+from penstock.errors import Conflict
+from penstock_tools.local import log_lines, processes
+from penstock_tools.local.demo import check_not_paused
+from penstock_tools.local.display import Progress
+from penstock_tools.local.local_run import LocalRun
+from penstock_tools.local.log_lines import (
     NO_PROMPTS_AFTER_S,
     SLOW_AFTER_S,
     STILL_AFTER_S,
@@ -21,10 +24,6 @@ from penstock.diagnosis.log_lines import (
     buried_everything,
     waiting_for,
 )
-from penstock.errors import Conflict
-from penstock_tools.local import processes
-from penstock_tools.local.demo import check_not_paused
-from penstock_tools.local.local_run import LocalRun
 from penstock_tools.local.processes import Child, ProcessGroup
 from penstock_tools.local.supervisor import News
 

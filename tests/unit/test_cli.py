@@ -24,6 +24,7 @@ from penstock.cli.commands import control, observe
 from penstock.cli.connection import only_gateway
 from penstock.client import SyncPenstockClient
 from penstock.client.address import write_restarting
+from penstock.config.run import RunConfig
 from penstock.diagnosis.terminal import sparkline
 from penstock.errors import ConfigError, InvalidInput, PenstockError, Unavailable
 
@@ -255,6 +256,20 @@ def test_a_file_that_is_no_text_is_no_config(tmp_path: Path, capsys: pytest.Capt
 
 
 DEMO = Path(__file__).parents[2] / "examples" / "arithmetic" / "demo.yaml"
+
+
+def test_the_demo_finds_its_files_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+
+    async def run_demo(config: RunConfig) -> None:
+        started.append(config)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("penstock_tools.local.demo.run_demo", run_demo)
+    assert cli.main(["demo", "--demo.heldout_file", "mine.parquet"]) == 0
+    [config] = started
+    assert (config.model.path / "config.json").is_file() and config.rollout.reward.function_file.is_file()
+    assert config.demo.train_file.is_file() and config.demo.heldout_file == Path("mine.parquet")
 
 
 def test_a_model_by_a_hub_name_that_the_cache_does_not_have(

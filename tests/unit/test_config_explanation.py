@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from penstock.config.loading import load_config, paths_of, validate, validate_field
+from penstock.config.loading import load_config, paths_of, validate
 from penstock.config.run import RunConfig
-from penstock.errors import ConfigError, InvalidInput
+from penstock.errors import ConfigError
 
 WRONG_VALUES = ("abc", -1, -1.5, [1], {"x": 1}, None, float("nan"), "", ["a", "b", "c", "d"])
 PYDANTIC = ("Input", "valid ", "pydantic", "Value error", "Field required", "type=", "class ", "instance", "to parse")
@@ -86,11 +86,3 @@ def test_each_wrong_field_has_its_line(tmp_path: Path) -> None:
 def test_a_missing_section_says_what_it_needs() -> None:
     with pytest.raises(ConfigError, match="run.yaml: model is missing; give a section with path"):
         validate({"run": "x"}, "run.yaml")
-
-
-def test_a_request_names_the_first_wrong_field() -> None:
-    with pytest.raises(InvalidInput) as caught:
-        validate_field({"model": {"path": "x"}, "learner": {"lr": "fast", "seed": 3}}, "config")
-    assert (caught.value.field, caught.value.message) == (
-        "config.learner.seed", "unknown key 'learner.seed'; did you mean 'shuffle_seed'? (and 1 more)",
-    )  # fmt: skip

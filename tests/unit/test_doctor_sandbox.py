@@ -9,7 +9,7 @@ import pytest
 
 from penstock.config.rollout import CodeReward, RewardConfig
 from penstock.config.run import RunConfig
-from penstock.diagnosis import deployment
+from penstock_tools.doctor import examination as deployment
 
 
 def config_with(reward: RewardConfig, folder: Path) -> RunConfig:

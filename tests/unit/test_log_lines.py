@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from penstock.api.records import QueueStat, Run, Verdict
-from penstock.diagnosis import log_lines
-from penstock.diagnosis.log_lines import REPEAT_AFTER_S, SLOW_AFTER_S, Announcements
 from penstock.diagnosis.progress import FEW_STEPS, NEWEST_STEPS, SPEED_STEPS
+from penstock_tools.local import log_lines
+from penstock_tools.local.log_lines import REPEAT_AFTER_S, SLOW_AFTER_S, Announcements
 
 RUN = Run(
     run="test", step=100, policy_version=100, term=1, queue=QueueStat(**dict.fromkeys(QueueStat.model_fields, 0)),

@@ -79,6 +79,9 @@ def test_a_learned_task_is_no_failure() -> None:
     assert learning_finding(facts(with_rewards(*[0.02] * 12, **range_of))).code == "no_spread"
     all_wrong = with_rewards(*[0.0] * 12, **range_of | {"reward_max": 0.0})
     assert learning_finding(facts(all_wrong)).code == "no_spread"
+    near_the_top = with_rewards(*[0.9] * 12, reward_min=0.0, reward_max=1.0)
+    finding = learning_finding(facts(near_the_top))
+    assert (finding.code, finding.level) == ("solved", "ok") and "flat at 90% of the highest reward" in finding.text
 
 
 def test_failing_rewards_are_named_from_the_first_step_and_even_if_the_reward_rises() -> None:

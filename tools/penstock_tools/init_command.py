@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.cli.parser import Parser, interruptible
+from penstock.cli.parser import Parser, interruptible, whole_number
 from penstock.errors import ConfigError
 from penstock_tools.starter import ALGORITHMS, BUILT_IN_REWARDS, Answers, starter_config
 
@@ -42,21 +42,9 @@ def _init_parser() -> Parser:
         epilog="`penstock plan --config FILE --gpu NAME` says whether the run fits on its GPUs.",
     )
     parser.add_argument("file", type=Path, metavar="FILE", help="YAML file to write")
-    parser.add_argument("--model", help="model to train: a folder, or an id of the Hugging Face Hub")
-    parser.add_argument(
-        "--data", help="dataset to train on: a file, a folder or a Hub id (default: none, clients submit prompts)"
-    )
-    parser.add_argument("--validation", metavar="DATA", help="held-out dataset, scored every 25 steps (default: none)")
-    parser.add_argument(
-        "--reward",
-        help="Python file with compute_score, or gsm8k, math, code or exact_match (default: by data source)",
-    )
-    parser.add_argument("--algorithm", choices=tuple(ALGORITHMS), help="default: grpo")
-    parser.add_argument("--gpus", type=_count, metavar="N", help="GPUs to use (default: all of this machine)")
-    parser.add_argument("--placement", choices=PLACEMENTS, help="default: split-collocate if models share GPUs")
-    parser.add_argument("--max-tokens", type=_positive, metavar="N", help="longest response (default: at most 1024)")
-    parser.add_argument("--steps", type=_positive, metavar="N", help="training steps (default: 100)")
-    parser.add_argument("--lr", type=float, help="learning rate (default: that of the preset, 1e-6)")
+    for name, (text, options, default, _) in _QUESTIONS.items():
+        shown = f" (default: {default})" if default else ""
+        parser.add_argument(f"--{name.replace('_', '-')}", help=f"{text}{shown}", **options)
     parser.add_argument("--run", metavar="NAME", help="name of the run (default: the name of the file)")
     parser.add_argument("--force", action="store_true", help="overwrite the file")
     return parser
@@ -71,26 +59,23 @@ def _from_options(file: Path, given: dict[str, Any]) -> Answers:
 def _ask(file: Path) -> Answers:
     """Ask for everything, with a default where there is one. A wrong answer is asked for again."""
     print("Enter accepts the value in brackets.")
-    here = _num_gpus_here()
-    answers: dict[str, Any] = {
-        "run": _run_name(file),
-        "model": _answer("Model to train: a folder, or an id of the Hugging Face Hub", "", _existing),
-        "data": _answer("Dataset to train on (none: clients submit prompts)", "none", _file),
-        "validation": _answer("Held-out dataset for validation", "none", _file),
-        "reward": _answer(
-            "Reward: a Python file, gsm8k, math, code, exact_match, or auto (by data source)", "auto", _reward
-        ),
-        "algorithm": _answer(f"Algorithm: {', '.join(tuple(ALGORITHMS))}", "grpo", _one_of(tuple(ALGORITHMS))),
-        "gpus": _answer("GPUs to use", str(here), _count),
-    }
-    if answers["gpus"] > 1 and len(ALGORITHMS[answers["algorithm"]].roles) > 1:
-        question = "Placement: split-collocate (policy and reference share GPUs), or standalone"
-        answers["placement"] = _answer(question, "split-collocate", _one_of(PLACEMENTS))
-    default = Answers(**answers)
-    answers["max_tokens"] = _answer("Longest response, in tokens", str(default.longest_response), _positive)
-    answers["steps"] = _answer("Training steps", str(default.steps), _positive)
-    answers["lr"] = _answer("Learning rate", f"{default.learning_rate:g}", float)
+    answers: dict[str, Any] = {"run": _run_name(file)}
+    for name, (text, _, default, parse) in _QUESTIONS.items():
+        if name == "placement" and (answers["gpus"] < 2 or len(ALGORITHMS[answers["algorithm"]].roles) == 1):
+            continue
+        offered = _derived_default(name, answers) or default
+        answers[name] = _answer(text[0].upper() + text[1:], offered, parse)
     return Answers(**answers)
+
+
+def _derived_default(name: str, answers: dict[str, Any]) -> str:
+    """The default of a question that depends on this machine or on other answers; empty for the other questions."""
+    if name == "gpus":
+        return str(_num_gpus_here())
+    if name not in ("max_tokens", "steps", "lr"):
+        return ""
+    known = Answers(**answers)
+    return f"{ {'max_tokens': known.longest_response, 'steps': known.steps, 'lr': known.learning_rate}[name]:g}"
 
 
 def _answer(question: str, default: str, parse: Callable[[str], Any]) -> Any:
@@ -106,9 +91,7 @@ def _answer(question: str, default: str, parse: Callable[[str], Any]) -> Any:
 
 
 def _check(text: str, file: Path) -> None:
-    """Make the checks of a start that need no other process, so that mistakes show before the file is written.
-
-    Nothing is looked up on the Hub: `penstock up --check` does that."""
+    """Make the checks of a start that need no other process and no lookup on the Hub, before the file is written."""
     from penstock.config.dataset import listed_files
     from penstock.config.loading import parse_config
     from penstock.hub import is_hub_id
@@ -135,32 +118,15 @@ def _num_gpus_here() -> int:
     return len(visible_gpus())
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of GPUs")
-    return int(text)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return int(text)
-
-
-def _existing(text: str) -> str:
+def _path(text: str) -> str:
+    """The answer to a question for a path or Hub id. `none` and `auto` are empty, and built-in rewards pass."""
     from penstock.hub import is_hub_id
 
-    if not text or not (Path(text).exists() or is_hub_id(Path(text))):
+    if text in ("none", "auto"):
+        return ""
+    if not text or not (text in BUILT_IN_REWARDS or Path(text).exists() or is_hub_id(Path(text))):
         raise argparse.ArgumentTypeError(f"{text or 'an empty name'} does not exist")
     return text
-
-
-def _file(text: str) -> str:
-    return "" if text == "none" else _existing(text)
-
-
-def _reward(text: str) -> str:
-    return "" if text == "auto" else text if text in BUILT_IN_REWARDS else _existing(text)
 
 
 def _one_of(names: Sequence[str]) -> Callable[[str], str]:
@@ -170,3 +136,25 @@ def _one_of(names: Sequence[str]) -> Callable[[str], str]:
         return text
 
     return parse
+
+
+_COUNT, _NUMBER = {"type": whole_number(0), "metavar": "N"}, {"type": whole_number(1), "metavar": "N"}
+_NAMES = tuple(ALGORITHMS)
+_QUESTIONS: dict[str, tuple[str, dict[str, Any], str, Callable[[str], Any]]] = {
+    "model": ("model to train: a folder, or an id of the Hugging Face Hub", {}, "", _path),
+    "data": ("dataset to train on; without one, clients submit prompts", {}, "none", _path),
+    "validation": ("held-out dataset, scored every 25 steps", {"metavar": "DATA"}, "none", _path),
+    "reward": (
+        "reward: a Python file, gsm8k, math, code, exact_match, or auto (by data source)", {}, "auto", _path
+    ),
+    "algorithm": (f"algorithm: {', '.join(_NAMES)}", {"choices": _NAMES, "metavar": "NAME"}, "grpo", _one_of(_NAMES)),
+    "gpus": ("GPUs to use", _COUNT, "all of this machine", whole_number(0)),
+    "placement": (
+        "placement: split-collocate (policy and reference share GPUs), or standalone", {"choices": PLACEMENTS},
+        "split-collocate", _one_of(PLACEMENTS),
+    ),
+    "max_tokens": ("longest response, in tokens", _NUMBER, "at most 1024", whole_number(1)),
+    "steps": ("training steps", _NUMBER, "100", whole_number(1)),
+    "lr": ("learning rate", {"type": float}, "that of the preset", float),
+}  # fmt: skip
+"""The help and question, the option, the default and the parser of an answer."""

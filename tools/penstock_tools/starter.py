@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
+
+from penstock.config.loading import read_config
 from penstock.errors import ConfigError
 
 # ──
@@ -88,110 +91,70 @@ Placement = Literal["standalone", "split-collocate"]
 _CONTEXT = 32768
 """Context of a model that does not say its own."""
 _PROMPT_TOKENS = 1024
-_DECOUPLED = "{mode: decoupled, weight: token_truncation, cap: 2.0}"
-_PPO_LOSS = "{name: ppo, clip_low: 0.2, clip_high: 0.2, dual_clip: 3.0, aggregation: token-mean}"
-_KL_IN_REWARD = "{placement: reward, penalty: k1, coefficient: 0.001}"
-_GRPO = "{name: grpo, normalize_by_std: true}"
+
+
+_PRESETS = next(
+    (folder for folder in (Path(__file__).parent / "presets", Path(__file__).parents[2] / "examples" / "presets")
+     if folder.is_dir()), Path("presets"),
+)  # fmt: skip
+"""The presets: in the wheel, or in a clone of the repository."""
+_COMMENTS = {
+    "dynamic_sampling": "drops groups whose rewards are all equal",
+    "critic_warmup_steps": "steps in which only the critic learns",
+}
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """What an algorithm sets. `MAX_TOKENS` in a value stands for the longest response."""
+    """An algorithm as its preset has it."""
 
-    advantage: str
-    loss: str
-    correction: str
-    kl: str
-    others: tuple[str, ...] = ()
-    """Further lines of `learner.algorithm`."""
-    learner: tuple[str, ...] = ()
-    """Further lines of `learner`."""
-    replay: tuple[str, ...] = ()
-    """Further lines of `replay`."""
-    num_samples: int = 8
-    groups_per_step: int = 256
-    """Prompts of a step on GPUs."""
-    lr: float = 1e-6
-    has_critic: bool = False
+    preset: dict[str, Any]
+
+    @property
+    def lr(self) -> float:
+        return float(self.preset["learner"]["lr"])
+
+    @property
+    def num_samples(self) -> int:
+        return int(self.preset["dataset"]["num_samples"])
+
+    @property
+    def groups_per_step(self) -> int:
+        """Prompts of a step on GPUs."""
+        return int(self.preset["replay"]["groups_per_step"])
 
     @property
     def roles(self) -> tuple[str, ...]:
-        has_reference = "placement: none" not in self.kl
-        return ("policy", *["reference"] * has_reference, *["critic"] * self.has_critic)
+        learner = self.preset["learner"]
+        has_reference = learner["algorithm"]["kl"]["placement"] != "none"
+        return ("policy", *["reference"] * has_reference, *["critic"] * ("critic" in learner))
+
+    def lines(self, section: str, *names: str) -> list[str]:
+        """The fields of a section that the preset sets."""
+        found = {name: self.preset[section][name] for name in names if name in self.preset[section]}
+        comments = {name: f"   # {_COMMENTS[name]}" if name in _COMMENTS else "" for name in found}
+        return [f"  {name}: {_flow(value)}{comments[name]}" for name, value in found.items()]
+
+    def algorithm_lines(self, longest_response: int) -> list[str]:
+        """The fields of `learner.algorithm`, for responses of another length than the preset's."""
+        lengths = {
+            "constant_length": longest_response, "max_num_tokens": longest_response,
+            "buffer_num_tokens": max(1, longest_response // 5),
+        }  # fmt: skip
+        sections = self.preset["learner"]["algorithm"].items()
+        return [
+            f"    {name}: {_flow({field: lengths.get(field, value) for field, value in section.items()})}"
+            for name, section in sections
+        ]
 
 
-ALGORITHMS: dict[str, Algorithm] = {
-    "grpo": Algorithm(
-        _GRPO,
-        "{name: ppo, clip_low: 0.2, clip_high: 0.2, dual_clip: 3.0, aggregation: seq-mean-token-mean}",
-        _DECOUPLED,
-        "{placement: loss, penalty: k3, coefficient: 0.001}",
-    ),
-    "dr_grpo": Algorithm(
-        "{name: grpo, normalize_by_std: false}",
-        "{name: ppo, clip_low: 0.2, clip_high: 0.2, dual_clip: 3.0, aggregation: seq-mean-token-sum-norm, "
-        "constant_length: MAX_TOKENS}",
-        _DECOUPLED,
-        "{placement: none}",
-        groups_per_step=128,
-    ),
-    "dapo": Algorithm(
-        _GRPO,
-        "{name: ppo, clip_low: 0.2, clip_high: 0.28, dual_clip: 3.0, aggregation: token-mean}",
-        _DECOUPLED,
-        "{placement: none}",
-        others=("overlong: {max_num_tokens: MAX_TOKENS, buffer_num_tokens: BUFFER_TOKENS, factor: 1.0}",),
-        learner=("minibatches_per_step: 16", "weight_decay: 0.1", "warmup_steps: 20"),
-        replay=("dynamic_sampling: true     # drops groups whose rewards are all equal",),
-        num_samples=16,
-        groups_per_step=512,
-    ),
-    "ppo": Algorithm(
-        "{name: gae, gamma: 1.0, lam: 1.0}",
-        _PPO_LOSS,
-        _DECOUPLED,
-        _KL_IN_REWARD,
-        others=("value_loss: {clip: 0.5, aggregation: token-mean}",),
-        learner=("minibatches_per_step: 4", "critic_warmup_steps: 5     # steps in which only the critic learns"),
-        num_samples=1,
-        groups_per_step=1024,
-        has_critic=True,
-    ),
-    "reinforce_plus_plus": Algorithm(
-        "{name: reinforce_plus_plus, gamma: 1.0}", _PPO_LOSS, _DECOUPLED, _KL_IN_REWARD, lr=3e-6
-    ),
-    "rloo": Algorithm(
-        "{name: rloo}",
-        "{name: reinforce, ratio_cap: 2.0, aggregation: seq-mean-token-sum}",
-        "{mode: bypass}",
-        _KL_IN_REWARD,
-    ),
-    "remax": Algorithm(
-        "{name: remax}",
-        "{name: reinforce, ratio_cap: 2.0, aggregation: seq-mean-token-sum}",
-        "{mode: bypass}",
-        _KL_IN_REWARD,
-        num_samples=4,
-    ),
-    "gspo": Algorithm(
-        _GRPO,
-        "{name: gspo, clip_low: 3.0e-4, clip_high: 4.0e-4, aggregation: seq-mean-token-mean}",
-        "{mode: decoupled, weight: sequence_truncation, cap: 2.0}",
-        "{placement: none}",
-        learner=("minibatches_per_step: 4", "weight_decay: 0.1", "warmup_steps: 10"),
-        num_samples=16,
-        groups_per_step=512,
-    ),
-    "cispo": Algorithm(
-        _GRPO,
-        "{name: cispo, clip_low: 1.0, clip_high: 0.2, aggregation: token-mean}",
-        "{mode: bypass}",
-        "{placement: none}",
-        num_samples=16,
-        groups_per_step=128,
-    ),
-}
-"""The algorithms of the presets in `examples/presets/`, by name."""
+def _flow(value: Any) -> str:
+    """A value as YAML on one line."""
+    return yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**6).removesuffix("...\n").strip()
+
+
+ALGORITHMS = {path.stem: Algorithm(read_config(path)) for path in sorted(_PRESETS.glob("*.yaml"))}
+"""The algorithms of the presets, by name."""
 
 
 @dataclass(frozen=True)
@@ -262,21 +225,19 @@ def starter_config(answers: Answers, file: str) -> str:
         "replay:",
         f"  groups_per_step: {answers.groups_per_step:<10}# prompts of a training step",
         "  max_staleness: 2           # versions that a sample may lag behind; 0 is on-policy",
-        *(f"  {line}" for line in algorithm.replay),
+        *algorithm.lines("replay", "dynamic_sampling"),
         "",
         *_rollout(answers, divided),
         "",
         *_learner(answers, algorithm, divided),
     ]
-    longest = answers.longest_response
-    text = "\n".join(lines).replace("MAX_TOKENS", str(longest)).replace("BUFFER_TOKENS", str(max(1, longest // 5)))
-    return text + "\n"
+    return "\n".join(lines) + "\n"
 
 
 def _dataset(answers: Answers, algorithm: Algorithm) -> list[str]:
     if not answers.data:
         return ["# dataset: {file: train.parquet}   # without it, clients submit prompts: penstock submit FILE"]
-    validation = f"{{file: {_quoted(answers.validation)}, every_steps: 25, max_tokens: MAX_TOKENS}}"
+    validation = f"{{file: {_quoted(answers.validation)}, every_steps: 25, max_tokens: {answers.longest_response}}}"
     return [
         "dataset:",
         f"  file: {_quoted(answers.data)}",
@@ -306,10 +267,7 @@ def _rollout(answers: Answers, divided: DividedGpus) -> list[str]:
         return [*lines, "  # reward: {function_file: reward.py}   # without it: by the data source of each prompt"]
     if answers.reward in BUILT_IN_REWARDS:
         return [*lines, f'  reward: {{by_data_source: {{"*": {{kind: {answers.reward}}}}}}}']
-    return [
-        *lines,
-        f"  reward: {{function_file: {_quoted(answers.reward)}}}   # it defines compute_score",
-    ]
+    return [*lines, f"  reward: {{function_file: {_quoted(answers.reward)}}}   # it defines compute_score"]
 
 
 def _learner(answers: Answers, algorithm: Algorithm, divided: DividedGpus) -> list[str]:
@@ -319,13 +277,9 @@ def _learner(answers: Answers, algorithm: Algorithm, divided: DividedGpus) -> li
         f"  lr: {answers.learning_rate:g}",
         f"  placement: {answers.chosen_placement}",
         *(_role(name, role, answers.learning_rate) for name, role in divided.roles.items()),
-        *(f"  {line}" for line in algorithm.learner),
+        *algorithm.lines("learner", "minibatches_per_step", "weight_decay", "warmup_steps", "critic_warmup_steps"),
         f"  algorithm:                 # {answers.algorithm}",
-        f"    advantage: {algorithm.advantage}",
-        f"    loss: {algorithm.loss}",
-        f"    correction: {algorithm.correction}",
-        f"    kl: {algorithm.kl}",
-        *(f"    {line}" for line in algorithm.others),
+        *algorithm.algorithm_lines(answers.longest_response),
         "  checkpoint: {every_steps: 25}",
     ]
 

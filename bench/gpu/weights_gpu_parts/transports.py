@@ -19,7 +19,7 @@ from penstock_learner.weights.senders import CudaIpcSender, Shipment
 from penstock_learner.weights.staging import MemoryPool, StagedVersion, checksum_name
 from penstock_rollout.weights.receivers import cuda_ipc
 from penstock_rollout.weights.reception import Reception, find_receiver
-from penstock_rollout.weights.stage import WeightStage, beside_the_engine, bucket_checksum
+from penstock_rollout.weights.stage import WeightStage, alongside_engine, bucket_checksum
 
 DEVICE = torch.device("cuda", 0)
 BUCKET_BYTES = 64 * 2**20
@@ -87,7 +87,7 @@ class IpcMember:
         reception = Reception(self._announcement(rendezvous), DEVICE, deadline, worker_device=DEVICE)
         self.received = []
         started = time.monotonic()
-        with beside_the_engine(DEVICE):
+        with alongside_engine(DEVICE):
             for arrived in find_receiver("cuda_ipc")(reception):
                 self.received.append(arrived.wire)
                 last_at = time.monotonic()

@@ -128,7 +128,7 @@ ENGINE = Section(
         ),
         lines(
             "Preemptions",
-            "Requests per second whose cache was given up and has to be computed again, by server.",
+            "Requests per second whose cache was dropped and has to be computed again, by server.",
             (
                 _engine(
                     rate("vllm:num_preemptions_total", SERVER), rate("sglang:num_retracted_requests_total", SERVER)

@@ -5,7 +5,7 @@
 #
 # Processes that got SIGTERM are in the sorted set penstock:{RUN}:leaving, by the time of their last sign in ms
 # (penstock/store/heartbeats.py). Kubernetes may stop them some seconds after Redis, so the script waits for them for
-# SETTLE_S (15). If Redis is stopped alone, as by a node that is drained, nobody comes and Redis is stopped then. Redis
+# SETTLE_S (15). If Redis is stopped alone, as by a node that is drained, no client comes and Redis is stopped then. Redis
 # answers all the time. A sign that is older than LOST_S (30) is that of a process which was killed.
 set -u
 run=$1 limit=$2

@@ -1,7 +1,5 @@
-"""Commands that show and change a run through its gateway: `penstock runs`, `servers` and `policies`.
-
-Each is a table of actions. An action is a call of the client and what prints its answer.
-"""
+"""`penstock runs`, `servers` and `policies`: tables of actions, each a call of the client and what prints its
+answer."""
 
 from __future__ import annotations
 

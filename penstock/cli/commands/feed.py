@@ -1,7 +1,6 @@
 """`penstock feed --config RUN.yaml`: submit the dataset of a config file to its run, and run its validations.
 
-It talks to Redis directly. If it is killed, start it again: it continues from the stored position. `penstock up` starts
-it for the runs of this machine.
+It talks to Redis directly. If it is killed, start it again: it continues from the stored position.
 """
 
 from __future__ import annotations

@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from penstock.cli.connection import add_gateway_arguments, load_started_config, newest_config, open_client
+from penstock.cli.connection import add_gateway_arguments, open_client
 from penstock.cli.output import to_json
-from penstock.cli.parser import Parser, interruptible, parse_with_overrides, run_interruptible
-from penstock.errors import ConfigError, InvalidInput, Unavailable
+from penstock.cli.parser import Parser, interruptible
+from penstock.errors import InvalidInput, Unavailable
 
 if TYPE_CHECKING:
     from penstock.api.records import Result, Run
@@ -39,41 +38,6 @@ def status(argv: Sequence[str]) -> int:
 
     Console().print(*run_parts(run), sep="\n")
     return 0
-
-
-def doctor(argv: Sequence[str]) -> int:
-    """Print one line per check, with advice."""
-    parser = Parser(
-        prog="penstock doctor",
-        description="Check a deployment: Redis, clocks, ports, weights, log-probs, GPUs. Exits with 1 on a failure.",
-        epilog="Any config field can be overridden: --redis.url redis://…",
-    )
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument(
-        "--config",
-        type=Path,
-        help="YAML file of the run (default: that of the run that is up in runs/, else the newest)",
-    )
-    which.add_argument("--run-dir", type=Path, metavar="DIR", help="folder of a run on this machine")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    args, overrides = parse_with_overrides(parser, argv)
-
-    from penstock.diagnosis.deployment import examine
-    from penstock.diagnosis.terminal import print_findings
-
-    written = None if args.run_dir is None else args.run_dir / "config.yaml"
-    if written is not None and not written.is_file():
-        raise ConfigError(f"{args.run_dir} has no config.yaml; give the folder of a run that was started")
-    config = load_started_config(args.config or written or newest_config(), overrides)
-    if args.run_dir is not None and args.run_dir.resolve().name == config.run:
-        # The written path may be relative to the folder in which the run was started.
-        config = config.model_copy(update={"run_dir": args.run_dir.resolve().parent})
-    findings = run_interruptible(examine(config), "while it examined the run")
-    if args.json:
-        print(to_json([asdict(finding) for finding in findings]))
-    else:
-        print_findings(findings)
-    return int(any(finding.level == "fail" for finding in findings))
 
 
 # ── watch ──

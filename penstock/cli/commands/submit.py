@@ -1,8 +1,7 @@
-"""`penstock submit FILE`: submit the prompts of a dataset file in batches.
+"""`penstock submit FILE`: submit the prompts of a dataset file in batches, after the whole file was checked.
 
-The whole file is read and checked before the first batch is sent. The idempotency key of a prompt is derived from the
-prompt, its position and --epoch. So running the command again, with another --limit or a longer file, submits only what
-has not arrived yet.
+The idempotency key of a prompt is derived from the prompt, its position and --epoch. So the same command, with another
+--limit or a longer file, submits only what has not arrived yet.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 -- the session belongs to (empty: that of its name, or none). The first reward closes the session: no call is recorded
 -- after it, and a later reward changes nothing, whichever task it names. Returns one of
 --   answered, the answer     its group is in the queue, or it will be part of none
---   closed, the reward       it becomes a group of its own
+--   closed, the reward       it becomes its own group
 --   joined, the reward       it is part of a task that waits for further sessions
 --   complete, the task       it was the last session of its task
 --   missing                  it has no calls
@@ -30,7 +30,7 @@ end
 
 local key = task_key(task)
 local task_state = redis.call('HGET', key, 'state')
--- A session that was not leased takes the first place that nobody works on, or else the first that is leased.
+-- A session that was not leased takes the first place that no worker has, or else the first that is leased.
 if not place then
   for other = 0, redis.call('HGET', key, 'num_sessions') - 1 do
     local name = member(task, other)

@@ -1,5 +1,5 @@
 -- ARGV: session, the name of its list of calls and the number of calls that the caller knows, lease ms. Returns whether it
--- is open (0), has its reward (1) or is abandoned (2), the name of its list, and its other calls. A session that expired and began anew has a list of
+-- is open (0), has its reward (1) or is abandoned (2), the name of its list, and its other calls. A session that expired and began again has a list of
 -- another name, of which all calls are returned. A call renews the lease of a session that was leased with a task.
 local session = ARGV[1]
 local reward, list, abandoned = unpack(redis.call('HMGET', state_key(session), 'reward', 'list', 'abandoned'))

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.trajectory import ExpertIds, FinishReason, TokenReward, VersionSegment
+from penstock_rollout.rewards.function import PlacedScore, place_scores
 
 RewardUse = Literal["sum", "replace", "last", "record"]
 """`rollout.agents.turn_rewards`."""
@@ -107,11 +108,9 @@ def token_rewards_of(episode: Episode, how: RewardUse, scored: Mapping[int, floa
 
 
 def _own_token_rewards(episode: Episode) -> dict[int, float]:
-    trained = np.append(episode.loss_mask, 0).astype(bool)
-    ends = np.flatnonzero(trained[:-1] & ~trained[1:]).tolist()
     rewards = {index: reward for index, reward in episode.token_rewards.items() if 0 <= index < len(episode.token_ids)}
-    for number, reward in enumerate(episode.turn_rewards):
-        if ends:  # turns that follow each other without a reply have one end
-            index = ends[min(number, len(ends) - 1)]
+    turns = [PlacedScore("turn", number, reward) for number, reward in enumerate(episode.turn_rewards)]
+    if episode.loss_mask.any():  # turns that follow each other without a reply have one end
+        for index, reward in place_scores(turns, episode.loss_mask.tolist(), 0, int).items():
             rewards[index] = rewards.get(index, 0.0) + reward
     return rewards

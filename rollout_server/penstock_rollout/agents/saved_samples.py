@@ -1,16 +1,14 @@
 """Saves the tokens of unfinished groups in the queue, so that another server can continue them.
 
-| what                                    | saved                                                                   |
-|-----------------------------------------|-------------------------------------------------------------------------|
-| a sample of the single-turn agent       | every `rollout.save_every_tokens` tokens, and when the server is drained |
-| a finished sample of an unfinished group | at once, whichever agent made it                                        |
+| what                                     | saved                                                                    |
+|------------------------------------------|--------------------------------------------------------------------------|
+| a sample of the single-turn agent        | every `rollout.save_every_tokens` tokens, and when the server is drained |
+| a finished sample of an unfinished group | at once, whichever agent made it                                         |
 
-Pieces of all samples are gathered for SAVE_S and sent in one exchange. A prompt whose piece was refused saves nothing
-more: its lease is lost, the server is in quarantine, or there is no room. No sample waits for its pieces to be saved.
-They are sent again if the store does not answer. A sample with a gap is continued from before the gap.
-
-A sample is saved in pieces, each with the tokens since the piece before it. The last piece of a finished sample has its
-episode. Any prefix of the pieces is a valid sample, so a piece that was lost costs the tokens from there on.
+A sample is saved in pieces, each with the tokens since the piece before it; the last piece of a finished sample has its
+episode. Any prefix of the pieces is a valid sample. Pieces of all samples are gathered for SAVE_S and sent in one
+exchange, again if the store does not answer; no sample waits for it. A prompt whose piece was refused saves nothing
+more: its lease is lost, the server is in quarantine, or there is no room.
 """
 
 from __future__ import annotations

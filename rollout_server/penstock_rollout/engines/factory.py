@@ -22,18 +22,15 @@ _SCORED_BY_SIGMOID = ("deepseek_v3",)
 
 def resolve_engine_name(config: EngineConfig) -> str:
     """Return `vllm`, `sglang` or `torch`. An engine that the config names is never replaced by another."""
-    vllm_found = importlib.util.find_spec("vllm") is not None
     if config.name in ("vllm", "sglang") and importlib.util.find_spec(config.name) is None:
         raise ConfigError(
             f"rollout.engine.name is {config.name}, but {config.name} is not installed; install it, or use torch"
         )
     if config.name != "auto":
         return config.name
-    if vllm_found:
-        logger.info("engine auto: vllm, which is installed")
-        return "vllm"
-    logger.info("engine auto: torch, because vllm is not installed")
-    return "torch"
+    has_vllm = importlib.util.find_spec("vllm") is not None
+    logger.info("engine auto: %s", "vllm, which is installed" if has_vllm else "torch, because vllm is not installed")
+    return "vllm" if has_vllm else "torch"
 
 
 def check_devices(name: str, config: EngineConfig) -> None:

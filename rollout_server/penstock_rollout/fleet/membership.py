@@ -5,12 +5,9 @@ States that the server itself changes (`penstock/store/fleet.py` has all of them
     JOINING, EVICTED ──► STALE ──(serves the wanted version)──► READY
     READY, LOADING ──(held at another version, or behind the published one)──► STALE
 
-The wanted version is the version that the run or this server is held at, or else the current one of the registry. A
-STALE server gets it from the next push. If the config allows snapshots, the server loads it from there without waiting
-for a push.
-
-A version is published after its push, so every member of that push has it by then. A serving server that is behind was
-skipped: it was released from an older version, or became READY while the push ran without it.
+The wanted version is the one that the run or this server is held at, or else the current one of the registry. A STALE
+server gets it from the next push, or from a snapshot if the config allows it. A version is published after its push, so
+a serving server that is behind was skipped: it was released from an older version, or became READY during the push.
 """
 
 from __future__ import annotations

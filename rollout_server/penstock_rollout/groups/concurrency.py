@@ -1,21 +1,17 @@
 """Limits how many groups a server works on at once, according to the load of its engine.
 
-It is a pure state machine, without a clock or I/O. A request that waits inside the engine generates nothing. Meanwhile
-its prompt is leased and ages. But some requests should wait. The samples of a group end one by one, and a new group
-starts only when as many samples of other groups have ended as it has. So an engine without waiting requests soon has
-idle rows. The limit therefore lets RESERVE requests wait for each request that runs. Beyond that it follows the load:
+It is a pure state machine, without a clock or I/O. A request that waits inside the engine only ages its lease. But the
+samples of a group end one by one, and a new group starts only when as many samples of others have ended as it has, so
+an engine without waiting requests soon has idle rows. The limit therefore lets RESERVE requests wait for each request
+that runs. Beyond that it follows the load:
 
-- The limit falls by the share of waiting requests if requests wait and the KV cache is full, since running requests are
-  then preempted.
+- It falls by the share of waiting requests if some wait and the KV cache is full: running ones are then preempted.
 - It falls by the share of excess requests if more than the reserve wait for `max_queue_s` without a break.
-- It rises if at most half the reserve waits, the cache has room, and as many groups run as the limit allows. It rises
-  by a sixteenth per second, or by a quarter while nothing waits.
+- It rises if at most half the reserve waits, the cache has room, and as many groups run as the limit allows: by a
+  sixteenth per second, or by a quarter while nothing waits. After a burst, groups that started together have twice as
+  many samples in the engine as later, and the limit that fell for it is too low once they have spread out.
 
-The fast rise is for the time after a burst. Groups that start together have all their samples in the engine, twice as
-many as they have on average later. A limit that fell for this reason is too low once the groups have spread out.
-
-The limit falls by half at most. It does not fall again until the engine has had `max_queue_s` to show the effect. It
-does not rise while fewer groups run than it allows.
+The limit falls by half at most, and not again until the engine has had `max_queue_s` to show the effect.
 """
 
 from __future__ import annotations

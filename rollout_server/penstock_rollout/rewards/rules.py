@@ -89,13 +89,13 @@ def last_box(text: str) -> str | None:
 
     A box whose braces are not closed, as at the end of a truncated response, does not count."""
     for start in reversed(list(_BOX.finditer(text))):
-        content = _in_braces(text, start.end()) if text[start.end() : start.end() + 1] == "{" else _word(text, start)
+        content = in_braces(text, start.end()) if text[start.end() : start.end() + 1] == "{" else _word(text, start)
         if content is not None:
             return content
     return None
 
 
-def _in_braces(text: str, start: int) -> str | None:
+def in_braces(text: str, start: int) -> str | None:
     """The text between the brace at `start` and the one that closes it."""
     depth = 0
     for place in range(start, len(text)):

@@ -10,8 +10,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from penstock_rollout.rewards.rules import in_braces, search_qa
 from penstock_rollout.rewards.rules import math as verified
-from penstock_rollout.rewards.rules import search_qa
 
 TAIL_CHARS, STRICT_BOX_CHARS = 300, 100
 """Characters at the end of a response in which DAPO and GSM8K look for an answer, and DAPO for a box."""
@@ -106,8 +106,7 @@ def _minerva(answer: str) -> str:
 def _last_closed_box(text: str) -> str | None:
     """The content of the last `\\boxed{`, if its braces are closed."""
     start = text.rfind("\\boxed{")
-    closed = None if start < 0 else _closed(text, start)
-    return None if closed is None else closed[len("\\boxed{") : -1]
+    return None if start < 0 else in_braces(text, start + len("\\boxed"))
 
 
 def _boxed_text(text: str) -> str | None:
@@ -115,18 +114,8 @@ def _boxed_text(text: str) -> str | None:
     if "\\boxed " in text:
         return text.rpartition("\\boxed ")[2].split("$")[0]
     start = text.rfind("\\boxed")
-    closed = None if start < 0 else _closed(text, start)
-    return closed[len("\\boxed{") : -1] if closed is not None and closed.startswith("\\boxed{") else None
-
-
-def _closed(text: str, start: int) -> str | None:
-    """The text from `start` to the brace that closes the first one after it."""
-    depth = 0
-    for place in range(start, len(text)):
-        depth += (text[place] == "{") - (text[place] == "}")
-        if text[place] == "}" and depth == 0:
-            return text[start : place + 1]
-    return None
+    is_braced = start >= 0 and text.startswith("\\boxed{", start)
+    return in_braces(text, start + len("\\boxed")) if is_braced else None
 
 
 def _is_same_text(answer: str, wanted: str) -> bool:

@@ -15,7 +15,7 @@ import json
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from penstock.config.rollout import RolloutConfig
 from penstock.errors import ConfigError, InvalidInput
@@ -153,14 +153,6 @@ class ReadText:
     tool_calls: list[generate_pb2.ToolCallPart] = field(default_factory=list)
 
 
-class ToolCallReader(Protocol):
-    """Reads one answer."""
-
-    def add(self, text: str, token_ids: Sequence[int], is_last: bool) -> ReadText:
-        """Add new text with special tokens. `token_ids` are the ids sampled since the last call of `add`."""
-        ...
-
-
 class FormatReader:
     """Reads calls in one of the formats of `rollout.agents.tool_format`."""
 
@@ -174,6 +166,7 @@ class FormatReader:
         self._is_after_call = False
 
     def add(self, text: str, token_ids: Sequence[int], is_last: bool) -> ReadText:
+        """Add new text with special tokens. `token_ids` are the ids sampled since the last call of `add`."""
         self._held += text
         read = ReadText()
         while self._closer and (end := self._held.find(self._closer, self._find(self._held))) >= 0:
@@ -291,6 +284,8 @@ class VllmToolReader:
             index=len(self._known) - 1, call_id=new_call_id(), name=name, arguments=arguments
         )
 
+
+ToolCallReader = FormatReader | VllmToolReader
 
 SHARED_WITH_VLLM = ("hermes", "llama3_json")
 """Our formats for which vLLM has a parser of the same name. vLLM's `openai` is the format of gpt-oss, ours is not."""

@@ -130,7 +130,7 @@ class WeightStage:
     def _run(self) -> None:
         started = time.monotonic()
         try:
-            with beside_the_engine(self._device):
+            with alongside_engine(self._device):
                 self._receive()
                 self._tensors = self._loadable()
             self.receive_s = time.monotonic() - started
@@ -193,7 +193,7 @@ class WeightStage:
 
 
 @contextmanager
-def beside_the_engine(device: torch.device) -> Iterator[None]:
+def alongside_engine(device: torch.device) -> Iterator[None]:
     """Make `device` current in this thread, with a stream that is independent of the engine's streams.
 
     On exit everything enqueued on the stream is done, so the engine's streams may read the results."""

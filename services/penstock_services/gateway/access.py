@@ -41,7 +41,7 @@ class Caller:
 
 
 class Access:
-    """Authenticates callers and limits how often each one calls. Nobody is a caller without a key."""
+    """Authenticates callers and limits how often each one calls. No one is a caller without a key."""
 
     def __init__(self, files: list[KeyFile], config: GatewayConfig) -> None:
         self.files = files
@@ -134,14 +134,8 @@ class _Bucket:
         self.tokens -= 1
 
 
-@dataclass(frozen=True)
-class Certificates:
-    """The contents of the files of `gateway.tls_…`, in PEM."""
-
-    key: bytes
-    certificate: bytes
-    client_authority: bytes | None
-    """Signs the certificates of clients. None if clients need none."""
+Certificates = tuple[bytes, bytes, bytes | None]
+"""The server's key, its certificate, and the authority of clients' certificates, if they need one; all in PEM."""
 
 
 def check_gateway(config: GatewayConfig) -> None:
@@ -152,14 +146,12 @@ def check_gateway(config: GatewayConfig) -> None:
 
 def read_certificates(config: GatewayConfig) -> Certificates | None:
     """The server's certificates, or None without TLS. Raises ConfigError for files that cannot be used."""
-    if config.tls_cert_file is None or config.tls_key_file is None:
+    certificate, key, authority = config.tls_cert_file, config.tls_key_file, config.tls_client_ca_file
+    if certificate is None or key is None:
         return None
     try:
-        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=config.tls_client_ca_file).load_cert_chain(
-            config.tls_cert_file, config.tls_key_file
-        )
-        authority = config.tls_client_ca_file.read_bytes() if config.tls_client_ca_file else None
-        return Certificates(config.tls_key_file.read_bytes(), config.tls_cert_file.read_bytes(), authority)
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=authority).load_cert_chain(certificate, key)
+        return key.read_bytes(), certificate.read_bytes(), authority.read_bytes() if authority else None
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(f"gateway.tls_cert_file, tls_key_file or tls_client_ca_file: {error}") from error
 
@@ -180,7 +172,7 @@ class AllowedHosts:
         self.names = self.configured | {config.host.lower(), "localhost"}
 
     def allow(self, host: str) -> bool:
-        """Whether a Host header names this gateway. Programs may leave it out; browsers never do."""
+        """Whether a Host header names this gateway. Programs may omit it; browsers never do."""
         if not host or self.takes_any:
             return True
         name = _hostname(f"//{host}")

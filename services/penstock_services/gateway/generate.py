@@ -36,7 +36,7 @@ from penstock.protocols.conversation import Conversation, Json
 from penstock.protocols.responses import ResponsesBody, ResponsesExchange
 from penstock.samples import TokenText
 from penstock.store.fleet import ServerRecord
-from penstock.v1 import generate_pb2, generate_pb2_grpc, groups_pb2
+from penstock.v1 import generate_pb2, generate_pb2_grpc
 from penstock.weights.cluster_key import ClusterKey
 from penstock_services.gateway import validation
 from penstock_services.gateway.access import Caller
@@ -250,7 +250,7 @@ class GenerateHandlers(Handlers):
             running[server.server_id] += 1
             try:
                 async for chunk in self._call(server, request):
-                    whole.MergeFrom(_recorded(chunk, whole))
+                    _extend(whole, chunk)
                     if chunk.finish_reason and session is not None:
                         await self.recorder.record(session, whole, request)
                         self.traffic.add(session, whole)
@@ -286,15 +286,10 @@ class GenerateHandlers(Handlers):
 def _check(request: generate_pb2.GenerateRequest) -> None:
     if sum(map(bool, (request.messages, request.text, request.token_ids))) != 1:
         raise InvalidInput("messages", "give exactly one of messages, text and token_ids")
-    for index, message in enumerate(request.messages):
-        if not message.role.strip():
-            raise InvalidInput(f"messages[{index}].role", "must not be empty")
-        if message.fields_json:
-            validation.check_fields(message.fields_json, f"messages[{index}].fields_json")
+    validation.check_messages(request.messages)
     if request.history_token_ids:
         raise InvalidInput("history_token_ids", "is set by the gateway; send the session's id and the whole history")
-    if len(request.token_ids) % 4:
-        raise InvalidInput("token_ids", "must be little-endian int32, 4 bytes a token")
+    validation.check_token_ids(request.token_ids)
     if len(request.stop) > MAX_STOP_TEXTS or not all(request.stop):
         raise InvalidInput("stop", f"must be at most {MAX_STOP_TEXTS} texts, and none may be empty")
     if request.HasField("policy_version") and request.policy_version < 0:
@@ -306,20 +301,12 @@ def _check(request: generate_pb2.GenerateRequest) -> None:
     validation.check_sampling(request.sampling)
 
 
-def _recorded(chunk: generate_pb2.GenerateChunk, before: generate_pb2.GenerateChunk) -> generate_pb2.GenerateChunk:
-    """A chunk to merge into `before`. Merging appends repeated fields but replaces bytes and
-    texts, so these are joined here."""
-    return generate_pb2.GenerateChunk(
-        text=before.text + chunk.text,
-        token_ids=before.token_ids + chunk.token_ids,
-        log_probs=before.log_probs + chunk.log_probs,
-        segments=chunk.segments,
-        finish_reason=chunk.finish_reason or groups_pb2.Trajectory.FINISH_REASON_UNSPECIFIED,
-        prompt_token_ids=chunk.prompt_token_ids,
-        server_id=chunk.server_id,
-        tool_calls=chunk.tool_calls,
-        stop_text=chunk.stop_text,
-    )
+def _extend(whole: generate_pb2.GenerateChunk, chunk: generate_pb2.GenerateChunk) -> None:
+    """Add a chunk. Merging appends repeated fields but replaces bytes and texts, so these are joined here."""
+    joined = {name: getattr(whole, name) + getattr(chunk, name) for name in ("text", "token_ids", "log_probs")}
+    whole.MergeFrom(chunk)
+    for name, value in joined.items():
+        setattr(whole, name, value)
 
 
 def _is_of_template(error: PenstockError) -> bool:

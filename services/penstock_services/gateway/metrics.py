@@ -20,7 +20,6 @@ from penstock.config.run import RunConfig
 from penstock.diagnosis.facts import RUN_STATES, RunFacts, RunStores
 from penstock.diagnosis.progress import LEARNING_CODES, SPEED_CODES, learning_finding, speed_finding
 from penstock.metrics import SHORT_SECONDS, DiskGauges, HostMemoryGauges
-from penstock.replay.queue_types import QueueStat
 from penstock.sessions.task_store import TaskStat
 from penstock.store.redis_client import RedisMemory, read_redis_memory
 from penstock.v1 import runs_pb2
@@ -88,7 +87,19 @@ class Observation:
         durations[-1] += took_s
 
 
-_PREFIX = "penstock_gateway_session_"
+Row = tuple[str, str, str, Mapping[str, float] | float]
+"""Name, documentation, label and values of a family, or its value if it has no label."""
+
+
+def _families(kind: type[CounterMetricFamily] | type[GaugeMetricFamily], rows: Iterable[Row]) -> Iterator[Metric]:
+    for name, text, label, values in rows:
+        if not isinstance(values, Mapping):
+            yield kind(f"penstock_{name}", text, value=values)
+            continue
+        family = kind(f"penstock_{name}", text, labels=[label])
+        for key, value in values.items():
+            family.add_metric([key], value)
+        yield family
 
 
 class SessionCollector(Collector):
@@ -100,39 +111,33 @@ class SessionCollector(Collector):
         self.stat: TaskStat | None = None
 
     def collect(self) -> Iterator[Metric]:
-        traffic = self.traffic
-        calls = CounterMetricFamily(_PREFIX + "calls", "Recorded calls of sessions.", labels=["kind"])
+        traffic, stat = self.traffic, self.stat
         first = traffic.num_calls - traffic.num_continued - traffic.num_forked
-        for kind, count in (("first", first), ("continued", traffic.num_continued), ("forked", traffic.num_forked)):
-            calls.add_metric([kind], count)
-        yield calls
-        for name, text, count in (
-            ("moved_calls", "Continued calls that went to another server.", traffic.num_moved),
-            ("history_tokens", "Earlier tokens in the prompts of continued calls.", traffic.history_tokens),
-            ("cached_tokens", "Those that the server has answered before.", traffic.cached_tokens),
-        ):
-            yield CounterMetricFamily(_PREFIX + name, text, value=count)
-        yield GaugeMetricFamily(_PREFIX + "cache_bytes", "Memory of cached sessions.", value=self.cached_bytes)
-        if self.stat is not None:
-            yield from _of_run(self.stat)
-
-
-def _of_run(stat: TaskStat) -> Iterator[Metric]:
-    yield GaugeMetricFamily("penstock_sessions", "Sessions with recorded calls.", value=stat.sessions)
-    yield GaugeMetricFamily("penstock_session_bytes", "Bytes of recorded calls in Redis.", value=stat.session_bytes)
-    places = GaugeMetricFamily("penstock_task_places", "Sessions that tasks still want.", labels=["state"])
-    places.add_metric(["pending"], stat.pending)
-    places.add_metric(["leased"], stat.leased)
-    yield places
-    ended = CounterMetricFamily("penstock_task_places_ended", "Sessions of tasks that ended.", labels=["outcome"])
-    for outcome in ("rewarded", "failed", "dropped", "reclaimed"):
-        ended.add_metric([outcome], getattr(stat, outcome))
-    yield ended
-    yield GaugeMetricFamily("penstock_open_tasks", "Tasks that were begun.", value=stat.open_tasks)
-    tasks = CounterMetricFamily("penstock_tasks_ended", "Tasks that ended.", labels=["outcome"])
-    tasks.add_metric(["finished"], stat.finished_tasks)
-    tasks.add_metric(["failed"], stat.failed_tasks)
-    yield tasks
+        calls = {"first": first, "continued": traffic.num_continued, "forked": traffic.num_forked}
+        counters: list[Row] = [
+            ("gateway_session_calls", "Recorded calls of sessions.", "kind", calls),
+            ("gateway_session_moved_calls", "Continued calls that went to another server.", "", traffic.num_moved),
+            ("gateway_session_history_tokens", "Earlier tokens in the prompts of continued calls.", "",
+             traffic.history_tokens),
+            ("gateway_session_cached_tokens", "Those that the server has answered before.", "", traffic.cached_tokens),
+        ]  # fmt: skip
+        gauges: list[Row] = [("gateway_session_cache_bytes", "Memory of cached sessions.", "", self.cached_bytes)]
+        if stat is not None:
+            outcomes = {name: getattr(stat, name) for name in ("rewarded", "failed", "dropped", "reclaimed")}
+            ended = {"finished": stat.finished_tasks, "failed": stat.failed_tasks}
+            places = {"pending": stat.pending, "leased": stat.leased}
+            counters += [
+                ("task_places_ended", "Sessions of tasks that ended.", "outcome", outcomes),
+                ("tasks_ended", "Tasks that ended.", "outcome", ended),
+            ]
+            gauges += [
+                ("sessions", "Sessions with recorded calls.", "", stat.sessions),
+                ("session_bytes", "Bytes of recorded calls in Redis.", "", stat.session_bytes),
+                ("task_places", "Sessions that tasks still want.", "state", places),
+                ("open_tasks", "Tasks that were begun.", "", stat.open_tasks),
+            ]
+        yield from _families(CounterMetricFamily, counters)
+        yield from _families(GaugeMetricFamily, gauges)
 
 
 _DEAD_REASONS = ("corrupt", "schema", "shape", "non_finite", "identity")
@@ -176,103 +181,68 @@ class RunCollector(Collector):
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        if self.snapshot is None:
-            return
-        stat, replay = self.snapshot.facts.stat, self.snapshot.facts.config.replay
-        ready = stat.queued - stat.delivered
-        yield _by_queue("depth", "Waiting entries.", prompts=stat.pending_prompts, groups=ready)
-        yield _by_queue(
-            "in_flight", "Entries handed out and not yet finished.", prompts=stat.in_flight, groups=stat.delivered
-        )
-        yield _by_queue("bytes", "Bytes of waiting groups.", groups=stat.queued_bytes)
-        yield _by_queue("saved_bytes", "Bytes of saved tokens of unfinished samples.", prompts=stat.saved_bytes)
-        yield _by_queue("capacity_bytes", "Bytes at which producers wait.", groups=replay.capacity_bytes)
-        ages = {"prompts": stat.pending_age_ms / 1000, "groups": stat.ready_age_ms / 1000}
-        yield _by_queue("oldest_age_seconds", "Age of the next entry in line.", **ages)
-        for name in ("admitted", "inserted", "trained", "redelivered", "reclaimed"):
-            yield CounterMetricFamily(f"penstock_{name}", f"Groups {name}.", value=getattr(stat, name))
-        dead = dict.fromkeys(_DEAD_REASONS, 0) | self.snapshot.dead_letter_reasons
-        expired = dict.fromkeys(_EXPIRED_REASONS, 0) | self.snapshot.expired_reasons
-        yield _counters("dead_lettered", "Groups dead-lettered as unusable.", "reason", dead)
-        yield _counters("expired", "Groups dropped: too old, not worth training, or cancelled.", "reason", expired)
-        yield from self._limiter(stat, replay.max_staleness)
-        yield from self._state(self.snapshot)
-        yield from self._parts(self.snapshot)
-        yield GaugeMetricFamily(
-            "penstock_conservation_error",
-            "admitted - trained - expired - dead_lettered - queued - in_flight; anything but 0 is a lost group.",
-            value=stat.conservation_error,
-        )
-
-    def _state(self, snapshot: RunSnapshot) -> Iterator[Metric]:
-        """State of the run, operators' orders, what the run waits for, and the memory that is left for it."""
-        facts = snapshot.facts
-        states = {state.lower(): int(state == facts.state) for state in RUN_STATES}
-        yield _gauges("run_state", "1 for the current state of the run.", "state", states)
-        is_paused, is_own = facts.orders.is_paused, bool(facts.pause_reason)
-        pauses = {"operator": int(is_paused and not is_own), "run": int(is_paused and is_own)}
-        yield _gauges("run_paused", "1 if the run is paused by an operator, or by the run itself.", "who", pauses)
-        yield CounterMetricFamily("penstock_roll_backs", "Roll backs of the policy.", value=facts.orders.roll_backs)
-        for name, documentation, codes, finding in (
-            ("learning", "Whether the reward rises, or why not.", LEARNING_CODES, learning_finding(facts)),
-            ("speed", "What the run waits for most.", SPEED_CODES, speed_finding(facts)),
-        ):
-            levels: dict[str, int] = {code: _LEVELS[finding.level] if code == finding.code else 0 for code in codes}
-            yield _gauges(f"run_{name}", documentation, "verdict", levels)
-        if memory := snapshot.redis_memory:
-            yield GaugeMetricFamily("penstock_redis_memory_used_bytes", "Memory of Redis.", value=memory.used_bytes)
-            yield GaugeMetricFamily(
-                "penstock_redis_memory_limit_bytes", "Memory that Redis may use.", value=memory.limit_bytes
-            )
-
-    def _parts(self, snapshot: RunSnapshot) -> Iterator[Metric]:
-        """State of the run's parts."""
-        by_state: dict[str, int] = Tally(server.state for server in snapshot.facts.servers)
-        servers = {state: by_state.get(state, 0) for state in runs_pb2.Server.State.keys()[1:]}
-        yield _gauges("rollout_servers", "Rollout servers by state.", "state", servers)
-        yield GaugeMetricFamily(
-            "penstock_rollout_servers_paused",
-            "Rollout servers that lease nothing because everything that they tried failed.",
-            value=len(snapshot.facts.breakers),
-        )
-        yield GaugeMetricFamily(
-            "penstock_rollout_servers_quarantined",
-            "Rollout servers whose groups are not trained because their log-probs disagree with the learner's.",
-            value=len(snapshot.facts.quarantines),
-        )
-        ages = snapshot.facts.ages_s
-        yield _gauges("heartbeat_age_seconds", "Time since the last heartbeat.", "component", ages)
-        restarts = snapshot.restarts
-        yield _counters("component_restarts", "Restarts of a component.", "component", restarts)
-        yield _gauges("eval_score", "Mean reward of the newest finished evaluation.", "benchmark", snapshot.scores)
-
-    def _limiter(self, stat: QueueStat, max_staleness: int) -> Iterator[Metric]:
-        """Limits of admission and how close the run is to them."""
-        for name, documentation, value in (
-            ("staleness_limit_versions", "Largest staleness that admission allows.", max_staleness),
-            ("queue_admission_limit", "Upper bound on trained + queued + in-flight groups.", stat.admission_limit),
-            ("queue_admission_room", "Prompts that may be admitted now.", stat.admission_room),
-            ("queue_samples_per_insert", "Groups trained per group appended.", stat.samples_per_insert),
-        ):
-            yield GaugeMetricFamily(f"penstock_{name}", documentation, value=value)
+        if self.snapshot is not None:
+            yield from _families(CounterMetricFamily, _run_counters(self.snapshot))
+            yield from _families(GaugeMetricFamily, _run_gauges(self.snapshot))
 
 
-def _counters(name: str, documentation: str, label: str, values: Mapping[str, float]) -> Metric:
-    family = CounterMetricFamily(f"penstock_{name}", documentation, labels=[label])
-    for value_of_label, value in sorted(values.items()):
-        family.add_metric([value_of_label], value)
-    return family
+def _run_counters(snapshot: RunSnapshot) -> Iterator[Row]:
+    stat = snapshot.facts.stat
+    for name in ("admitted", "inserted", "trained", "redelivered", "reclaimed"):
+        yield name, f"Groups {name}.", "", getattr(stat, name)
+    dead = dict.fromkeys(_DEAD_REASONS, 0) | snapshot.dead_letter_reasons
+    expired = dict.fromkeys(_EXPIRED_REASONS, 0) | snapshot.expired_reasons
+    yield "dead_lettered", "Groups dead-lettered as unusable.", "reason", dead
+    yield "expired", "Groups dropped: too old, not worth training, or cancelled.", "reason", expired
+    yield "roll_backs", "Roll backs of the policy.", "", snapshot.facts.orders.roll_backs
+    yield "component_restarts", "Restarts of a component.", "component", snapshot.restarts
 
 
-def _gauges(name: str, documentation: str, label: str, values: Mapping[str, float]) -> Metric:
-    family = GaugeMetricFamily(f"penstock_{name}", documentation, labels=[label])
-    for value_of_label, value in values.items():
-        family.add_metric([value_of_label], value)
-    return family
+def _run_gauges(snapshot: RunSnapshot) -> Iterator[Row]:
+    facts, stat, replay = snapshot.facts, snapshot.facts.stat, snapshot.facts.config.replay
+    depths = {"prompts": stat.pending_prompts, "groups": stat.queued - stat.delivered}
+    in_flight = {"prompts": stat.in_flight, "groups": stat.delivered}
+    ages = {"prompts": stat.pending_age_ms / 1000, "groups": stat.ready_age_ms / 1000}
+    for name, text, values in (
+        ("depth", "Waiting entries.", depths),
+        ("in_flight", "Entries handed out and not yet finished.", in_flight),
+        ("bytes", "Bytes of waiting groups.", {"groups": stat.queued_bytes}),
+        ("saved_bytes", "Bytes of saved tokens of unfinished samples.", {"prompts": stat.saved_bytes}),
+        ("capacity_bytes", "Bytes at which producers wait.", {"groups": replay.capacity_bytes}),
+        ("oldest_age_seconds", "Age of the next entry in line.", ages),
+    ):
+        yield f"queue_{name}", text, "queue", values
+    yield "staleness_limit_versions", "Largest staleness that admission allows.", "", replay.max_staleness
+    yield "queue_admission_limit", "Upper bound on trained + queued + in-flight groups.", "", stat.admission_limit
+    yield "queue_admission_room", "Prompts that may be admitted now.", "", stat.admission_room
+    yield "queue_samples_per_insert", "Groups trained per group appended.", "", stat.samples_per_insert
+    balance = "admitted - trained - expired - dead_lettered - queued - in_flight; anything but 0 is a lost group."
+    yield "conservation_error", balance, "", stat.conservation_error
 
+    states = {state.lower(): int(state == facts.state) for state in RUN_STATES}
+    yield "run_state", "1 for the current state of the run.", "state", states
+    is_paused, is_own = facts.orders.is_paused, bool(facts.pause_reason)
+    pauses = {"operator": int(is_paused and not is_own), "run": int(is_paused and is_own)}
+    yield "run_paused", "1 if the run is paused by an operator, or by the run itself.", "who", pauses
+    for name, text, codes, finding in (
+        ("run_learning", "Whether the reward rises, or why not.", LEARNING_CODES, learning_finding(facts)),
+        ("run_speed", "What the run waits for most.", SPEED_CODES, speed_finding(facts)),
+    ):
+        levels: dict[str, float] = {code: _LEVELS[finding.level] if code == finding.code else 0 for code in codes}
+        yield name, text, "verdict", levels
+    if memory := snapshot.redis_memory:
+        yield "redis_memory_used_bytes", "Memory of Redis.", "", memory.used_bytes
+        yield "redis_memory_limit_bytes", "Memory that Redis may use.", "", memory.limit_bytes
 
-def _by_queue(name: str, documentation: str, **values: float) -> Metric:
-    return _gauges(f"queue_{name}", documentation, "queue", values)
+    by_state: Tally[str] = Tally(server.state for server in facts.servers)
+    servers = {state: by_state[state] for state in runs_pb2.Server.State.keys()[1:]}
+    yield "rollout_servers", "Rollout servers by state.", "state", servers
+    paused = "Rollout servers that lease nothing because everything that they tried failed."
+    yield "rollout_servers_paused", paused, "", len(facts.breakers)
+    apart = "Rollout servers whose groups are not trained because their log-probs disagree with the learner's."
+    yield "rollout_servers_quarantined", apart, "", len(facts.quarantines)
+    yield "heartbeat_age_seconds", "Time since the last heartbeat.", "component", facts.ages_s
+    yield "eval_score", "Mean reward of the newest finished evaluation.", "benchmark", snapshot.scores
 
 
 class GatewayMetrics:

@@ -25,6 +25,7 @@ from penstock.errors import (
 from penstock.protocols.answers import anthropic_fields, openai_fields, retry_advice
 
 ANTHROPIC_PATH = "/v1/messages"
+NO_BODY = "send a JSON object with Content-Type: application/json"
 RETRY_AFTER_S = 1
 """Value of `Retry-After` for an error that passes by itself after an unknown time."""
 
@@ -98,7 +99,7 @@ def invalid_input(error: ValidationError) -> InvalidInput:
     elif first["type"] == "extra_forbidden":
         message = "unknown key"
     elif not first["loc"]:
-        field, message = "body", "send a JSON object with Content-Type: application/json"
+        field, message = "body", NO_BODY
     return InvalidInput(field, message + (f" (and {len(others)} more)" if others else ""))
 
 

@@ -8,6 +8,7 @@ A PenstockError becomes its canonical code. The trailing metadata has its `reaso
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
@@ -37,6 +38,7 @@ FASTEST_PING_S = 10.0
 """A client that pings more often than this is disconnected."""
 REFLECTION = f"/{reflection.SERVICE_NAME}/ServerReflectionInfo"
 HEALTH_CHECK, HEALTH_WATCH = f"/{health.SERVICE_NAME}/Check", f"/{health.SERVICE_NAME}/Watch"
+_HEALTH = health_pb2.HealthCheckResponse.SerializeToString
 Context = grpc.aio.ServicerContext[Any, Any]
 Answer = Callable[[Caller, bytes], Awaitable[Any]]
 
@@ -87,7 +89,7 @@ class Servicers(grpc.GenericRpcHandler):
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
         route = handler_call_details.method
         if route == HEALTH_CHECK:
-            return grpc.unary_unary_rpc_method_handler(self._of_health(self.health.Check), None, _serialized)
+            return grpc.unary_unary_rpc_method_handler(self._of_health(self.health.Check), None, _HEALTH)
         if route not in self.methods and route not in (REFLECTION, HEALTH_WATCH):
             return None
         metadata: dict[str, Any] = dict(handler_call_details.invocation_metadata or ())
@@ -97,7 +99,7 @@ class Servicers(grpc.GenericRpcHandler):
         except PenstockError as error:
             return grpc.stream_unary_rpc_method_handler(self._refusal(route, request_id, error))
         if route == HEALTH_WATCH:
-            return grpc.unary_stream_rpc_method_handler(self._of_health(self.health.Watch), None, _serialized)
+            return grpc.unary_stream_rpc_method_handler(self._of_health(self.health.Watch), None, _HEALTH)
         if route == REFLECTION:
             return grpc.stream_stream_rpc_method_handler(self._stream(route, self._reflect, caller))
         return self._method(route, *self.methods[route], caller)
@@ -121,13 +123,28 @@ class Servicers(grpc.GenericRpcHandler):
 
     def _refusal(self, route: str, request_id: str, error: PenstockError) -> Any:
         async def behaviour(_: Any, context: Context) -> bytes:
-            with self.metrics.observe("grpc") as seen:
-                seen.route, seen.code = route, error.grpc_code
-            _set_request_id(context, request_id)
-            await _abort(context, error)
+            async with self._observed(route, request_id, context):
+                raise error
             raise AssertionError("abort always raises")
 
         return behaviour
+
+    @contextlib.asynccontextmanager
+    async def _observed(self, route: str, request_id: str, context: Context) -> AsyncIterator[None]:
+        """Count a call, and end it with the status of the error that it raises."""
+        with self.metrics.observe("grpc") as seen:
+            seen.route, seen.code = route, "CANCELLED"
+            context.set_trailing_metadata((("x-request-id", request_id),))
+            bind(request_id=request_id)
+            try:
+                yield
+            except Exception as error:
+                failure = _failure(route, error)
+            else:
+                seen.code = "OK"
+                return
+            seen.code = failure.grpc_code
+        await _abort(context, failure)
 
     def _of_health(self, method: Callable[[Message, Context], Awaitable[Any]]) -> Any:
         async def behaviour(data: bytes, context: Context) -> Any:
@@ -146,38 +163,19 @@ class Servicers(grpc.GenericRpcHandler):
 
     def _unary(self, route: str, answer: Answer, caller: Caller) -> Any:
         async def behaviour(data: bytes, context: Context) -> bytes:
-            with self.metrics.observe("grpc") as seen:
-                seen.route = route
-                _set_request_id(context, caller.request_id)
-                try:
-                    response: Message = await answer(caller, data)
-                except Exception as error:
-                    failure = _failure(route, error)
-                else:
-                    seen.code = "OK"
-                    return response.SerializeToString()
-                seen.code = failure.grpc_code
-            await _abort(context, failure)
+            async with self._observed(route, caller.request_id, context):
+                response: Message = await answer(caller, data)
+                return response.SerializeToString()
             raise AssertionError("abort always raises")
 
         return behaviour
 
     def _stream(self, route: str, handler: Callable[[Caller, Any], AsyncIterator[Message]], caller: Caller) -> Any:
         async def behaviour(request: Any, context: Context) -> AsyncIterator[bytes]:
-            with self.metrics.observe("grpc") as seen:
-                seen.route, seen.code = route, "CANCELLED"
-                _set_request_id(context, caller.request_id)
-                try:
-                    await context.send_initial_metadata(())  # The client learns that it is connected before any event.
-                    async for response in handler(caller, request):
-                        yield response.SerializeToString()
-                except Exception as error:
-                    failure = _failure(route, error)
-                else:
-                    seen.code = "OK"
-                    return
-                seen.code = failure.grpc_code
-            await _abort(context, failure)
+            async with self._observed(route, caller.request_id, context):
+                await context.send_initial_metadata(())  # The client learns that it is connected before any event.
+                async for response in handler(caller, request):
+                    yield response.SerializeToString()
 
         return behaviour
 
@@ -187,15 +185,6 @@ def _parse(kind: type[Message], data: bytes) -> Message:
         return kind.FromString(data)
     except DecodeError as error:
         raise InvalidInput("request", f"is not a {kind.DESCRIPTOR.full_name}") from error
-
-
-def _serialized(message: Message) -> bytes:
-    return message.SerializeToString()
-
-
-def _set_request_id(context: Context, request_id: str) -> None:
-    context.set_trailing_metadata((("x-request-id", request_id),))
-    bind(request_id=request_id)
 
 
 def _options(config: GatewayConfig) -> list[tuple[str, int]]:

@@ -28,13 +28,7 @@ from penstock_services.gateway.generate import GenerateHandlers
 from penstock_services.gateway.groups import GroupHandlers, GroupReader
 from penstock_services.gateway.metrics import GatewayMetrics, RunSnapshot
 from penstock_services.gateway.openapi import PageHandlers
-from penstock_services.gateway.operations import (
-    AuditLog,
-    Operation,
-    ServedOperation,
-    declared_by,
-    http_operation,
-)
+from penstock_services.gateway.operations import AuditLog, Operation, ServedOperation, declared_by, http_operation
 from penstock_services.gateway.policies import PolicyHandlers
 from penstock_services.gateway.prompts import PromptHandlers
 from penstock_services.gateway.rest import HttpRequest

@@ -163,21 +163,15 @@ def _add_port(rpc: grpc.aio.Server, config: GatewayConfig) -> int:
     if port:
         _listen(host, port, setting).close()  # gRPC's own report of a port in use is a page long, so test it first.
     target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    tls = _credentials(config)
+    tls = None
+    if (found := read_certificates(config)) is not None:
+        key, certificate, authority = found
+        tls = grpc.ssl_server_credentials([(key, certificate)], authority, require_client_auth=authority is not None)
     try:
         bound: int = rpc.add_secure_port(target, tls) if tls else rpc.add_insecure_port(target)
     except RuntimeError as error:
         raise Unavailable(f"port {port} on {host} cannot be opened; set {setting} to a free one or 0") from error
     return bound
-
-
-def _credentials(config: GatewayConfig) -> grpc.ServerCredentials | None:
-    """gRPC's form of the certificates, or None without TLS."""
-    found = read_certificates(config)
-    if found is None:
-        return None
-    pair, authority = (found.key, found.certificate), found.client_authority
-    return grpc.ssl_server_credentials([pair], authority, require_client_auth=authority is not None)
 
 
 def _port_error(host: str, port: int, setting: str, error: OSError) -> Unavailable:

@@ -143,16 +143,8 @@ def _check_prompt(prompt: prompts_pb2.Prompt, evaluation_id: str) -> None:
     messages, token_ids = prompt.messages, prompt.token_ids
     if bool(messages) == bool(token_ids):
         raise InvalidInput("", "give exactly one of messages and token_ids")
-    for index, message in enumerate(messages):
-        if not message.role.strip():
-            raise InvalidInput(f"messages[{index}].role", "must not be empty")
-        if message.fields_json:
-            check_fields(message.fields_json, f"messages[{index}].fields_json")
-    if token_ids:
-        if len(token_ids) % 4:
-            raise InvalidInput("token_ids", "must be little-endian int32, 4 bytes a token")
-        if (np.frombuffer(token_ids, dtype="<i4") < 0).any():
-            raise InvalidInput("token_ids", "must not be negative")
+    check_messages(messages)
+    check_token_ids(token_ids)
     if not 1 <= prompt.num_samples <= MAX_NUM_SAMPLES:
         raise InvalidInput("num_samples", f"must be between 1 and {MAX_NUM_SAMPLES}, not {prompt.num_samples}")
     if not -MAX_PRIORITY <= prompt.priority <= MAX_PRIORITY:
@@ -165,10 +157,22 @@ def _check_prompt(prompt: prompts_pb2.Prompt, evaluation_id: str) -> None:
         raise InvalidInput("evaluation_id", "leave it empty; create an evaluation for held-out prompts")
 
 
-def check_fields(text: str, path: str) -> None:
-    fields = check_json(text, path)
-    if not isinstance(fields, dict) or fields.keys() - MESSAGE_FIELDS:
-        raise InvalidInput(path, f"must be a JSON object with some of {', '.join(MESSAGE_FIELDS)}")
+def check_messages(messages: Sequence[prompts_pb2.Message]) -> None:
+    for index, message in enumerate(messages):
+        if not message.role.strip():
+            raise InvalidInput(f"messages[{index}].role", "must not be empty")
+        if message.fields_json:
+            path = f"messages[{index}].fields_json"
+            fields = check_json(message.fields_json, path)
+            if not isinstance(fields, dict) or fields.keys() - MESSAGE_FIELDS:
+                raise InvalidInput(path, f"must be a JSON object with some of {', '.join(MESSAGE_FIELDS)}")
+
+
+def check_token_ids(token_ids: bytes) -> None:
+    if len(token_ids) % 4:
+        raise InvalidInput("token_ids", "must be little-endian int32, 4 bytes a token")
+    if token_ids and (np.frombuffer(token_ids, dtype="<i4") < 0).any():
+        raise InvalidInput("token_ids", "must not be negative")
 
 
 def check_sampling(sampling: prompts_pb2.Sampling) -> None:

@@ -19,7 +19,6 @@ from penstock.config.loading import dump_config, validate
 from penstock.config.run import RunConfig
 from penstock.config.service import RedisConfig
 from penstock.diagnosis import Finding
-from penstock.diagnosis.deployment import check_gpus, check_ports, examine
 from penstock.machine import free_port
 from penstock.replay.queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, Quarantine, Quarantines, ServerRecord
@@ -27,6 +26,7 @@ from penstock.store.heartbeats import Heartbeats
 from penstock.store.notices import Event, Notices
 from penstock.store.run_control import RunControl
 from penstock.v1 import policies_pb2
+from penstock_tools.doctor.examination import check_gpus, check_ports, examine
 from support.redis_server import RedisProcess
 
 SERVER = ServerRecord("rollout-0", "127.0.0.1:1", "torch", policy_version=3, weights_digest="abc")

@@ -111,7 +111,7 @@ def test_when_a_relay_or_another_member_dies_all_others_get_the_version(
 
 @pytest.mark.fault_row(
     "weights", "a {who} hangs in mid-push by gloo", how="SIGSTOP when its first bucket has arrived",
-    must="nobody waits past the deadline; the push starts again without it, and all others load the version",
+    must="no one waits past the deadline; the push starts again without it, and all others load the version",
 )  # fmt: skip
 @pytest.mark.parametrize(("who", "index"), [("relay", 2), ("member behind a relay", 3)])
 def test_when_a_relay_or_another_member_hangs_all_others_get_the_version(

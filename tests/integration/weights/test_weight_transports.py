@@ -125,7 +125,7 @@ def test_a_push_that_would_start_again_gives_way_to_a_newer_version(tmp_path: Pa
 
 @pytest.mark.fault_row(
     "weights", "members hang at any phase of a push by {transport}", how="SIGSTOP at each phase",
-    must="nobody waits past the deadline; the others commit; nobody loads a mixture",
+    must="no one waits past the deadline; the others commit; no one loads a mixture",
 )  # fmt: skip
 @pytest.mark.long
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
+from operator import attrgetter
 from pathlib import Path
 
 from penstock.cli.parser import Parser, parse_with_overrides
 
 DEMO_CONFIG = Path("examples/arithmetic/demo.yaml")
+DEMO_PATHS = ("model.path", "rollout.reward.function_file", "demo.train_file", "demo.heldout_file")
+"""Fields of the demo's config that name files of the repository."""
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code after Ctrl-C. It is not 0, because the run has not finished."""
 
@@ -63,9 +66,13 @@ def demo(argv: Sequence[str] | None = None) -> int:
     from penstock.machine import keep_files_private
     from penstock_tools.local.demo import run_demo
 
-    config = load_config(arguments.config or _default_config(), overrides)
-    if not any(word.split("=")[0] == "--run" for word in overrides):
-        config = config.model_copy(update={"run": f"{config.run}-{time.strftime('%Y%m%d-%H%M%S')}"})
+    given = {word.split("=")[0].removeprefix("--") for word in overrides}
+    config = load_config(arguments.config or _clone() / DEMO_CONFIG, overrides)
+    if arguments.config is None:  # its paths are relative to the clone, and not to the folder where one starts it
+        found = {name: attrgetter(name)(config) for name in DEMO_PATHS if name not in given}
+        config = config.changed({name: _clone() / path for name, path in found.items()})
+    if "run" not in given:
+        config = config.changed({"run": f"{config.run}-{time.strftime('%Y%m%d-%H%M%S')}"})
     keep_files_private()
     try:
         asyncio.run(run_demo(config))
@@ -74,11 +81,11 @@ def demo(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _default_config() -> Path:
-    """The demo's config in this clone of the repository."""
+def _clone() -> Path:
+    """The clone of the repository that has the demo's config."""
     for folder in (Path.cwd(), *Path(__file__).resolve().parents):
         if (folder / DEMO_CONFIG).is_file():
-            return folder / DEMO_CONFIG
+            return folder
     from penstock.errors import ConfigError
 
     raise ConfigError(f"{DEMO_CONFIG} was not found; run this in a clone of the repository, or give --config")

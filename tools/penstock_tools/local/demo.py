@@ -18,14 +18,14 @@ from rich.table import Table
 
 from penstock.api.records import Run
 from penstock.config.run import RunConfig
-from penstock.diagnosis.display import Progress, make_display
 from penstock.diagnosis.facts import NO_LEARNER
-from penstock.diagnosis.log_lines import PAUSED_STATES
 from penstock.diagnosis.terminal import sparkline
 from penstock.errors import ConfigError, Conflict, DeadlineExceeded
 from penstock.feed.datasets import read_prompts
 from penstock.trajectory import Prompt, Sampling
+from penstock_tools.local.display import Progress, make_display
 from penstock_tools.local.local_run import LocalRun
+from penstock_tools.local.log_lines import PAUSED_STATES
 from penstock_tools.local.supervisor import News
 
 POLL_S = 0.5
@@ -110,8 +110,7 @@ async def _evaluate(run: LocalRun, evaluation_id: str, prompts: list[Prompt], ne
 
 
 def check_not_paused(status: Run) -> None:
-    """Raise Conflict if the run has paused itself, or was stopped: the demo would only reach its deadline. An operator
-    who has paused it may resume it."""
+    """Raise Conflict if the run paused itself or was stopped. An operator who has paused it may resume it."""
     if status.state in PAUSED_STATES and status.detail != NO_LEARNER and (status.detail or status.state == "STOPPED"):
         why = f"has paused itself: {status.detail}" if status.detail else "was stopped by an operator"
         raise Conflict(f"the demo ends, because its run {why}")

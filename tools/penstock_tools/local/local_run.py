@@ -41,12 +41,10 @@ ORPHANS_S = 60.0
 
 
 class LocalRun:
-    """`async with LocalRun(config) as run:` starts Redis and the gateway; `run.start_workers()` starts the rest.
+    """`async with LocalRun(config) as run:` starts Redis and the gateway; `run.start_workers()` starts the rest, unless
+    `workers_at_once` has started the slow ones concurrently with the gateway.
 
-    With `workers_at_once`, the learner and the rollout servers are started concurrently with the gateway. They take
-    much longer, and need only Redis.
-
-    Leaving the block ends every process. The run's folder stays, and starting the run again continues it."""
+    Leaving the block ends every process. Starting the run again continues it."""
 
     def __init__(self, config: RunConfig, *, workers_at_once: bool = False) -> None:
         self.config = config
@@ -96,9 +94,7 @@ class LocalRun:
             self._lock.close()
 
     def start_workers(self) -> None:
-        """Start the learner, the rollout servers, and the feed if there is a dataset.
-
-        Returns at once; the processes take a while to be ready."""
+        """Start the learner, the rollout servers, and the feed if there is a dataset. Returns at once."""
         if self._learner is None:
             self._start_slow_workers()
         if self.config.dataset.file is not None or self.config.dataset.validation.file is not None:
@@ -111,8 +107,8 @@ class LocalRun:
             self._start_process(server_id, "penstock_rollout", "--server-id", server_id, stop_timeout_s=30)
 
     async def check(self) -> None:
-        """Start the gateway, rollout servers and the feed again if they have died. Raise ProcessDied if another process
-        has died, or one that has used up its restarts. The learner and the feed may finish."""
+        """Restart the gateway, rollout servers and the feed if they have died. Raise ProcessDied if another process
+        has, or one without restarts left. The learner and the feed may finish."""
         restarts = self._restarts.check(may_finish=(LEARNER, FEED))
         write_restarting(self.folder, self._restarts.ended)
         for restart in restarts:
@@ -123,8 +119,7 @@ class LocalRun:
             await self._record(restart)
 
     def end_hung(self, servers: Sequence[Server] | None) -> None:
-        """Kill the rollout servers that have sent no heartbeat for too long, so that `check` starts them again.
-        `servers` are those of a new status; None if it could not be read."""
+        """Kill servers without a heartbeat for too long; `check` restarts them. `servers` is None if unknown."""
         ready = {
             child.name: child
             for child in self.processes.children
@@ -149,8 +144,7 @@ class LocalRun:
 
     @property
     def console(self) -> str:
-        """Where the console is. On a terminal it is a link that contains the gateway's own key, as Jupyter's does; logs
-        get the name of the key's file instead."""
+        """Where the console is: on a terminal a link with the gateway's own key, in logs the name of the key's file."""
         url, own_key = self.client.address.url, self.folder / OWN_KEY_FILE
         if self.config.gateway.api_key_file or self.config.gateway.keys_file:
             return f"{url}/"
@@ -194,11 +188,10 @@ class LocalRun:
         if not wait_for_port("127.0.0.1", port, timeout_s=30, while_true=lambda: redis.exit_code is None):
             self.processes.check()
             raise DeadlineExceeded(f"Redis did not start in 30 s (log: {self.folder / 'logs' / 'redis.log'})")
-        self.config = self.config.model_copy(update={"redis": self.config.redis.model_copy(update={"url": url})})
+        self.config = self.config.changed({"redis.url": url})
 
     def _write_config(self) -> None:
-        """Write the resolved config, which every child reads. Only its owner can read it, because it contains Redis'
-        password."""
+        """Write the resolved config, which every child reads and only its owner may: it has Redis' password."""
         self.config_file.touch(mode=0o600)
         self.config_file.write_text(dump_config(self.config))
         assert load_config(self.config_file) == self.config, "the written config differs from the resolved one"
@@ -249,10 +242,8 @@ class LocalRun:
 
 
 def divide_gpus(config: RunConfig, gpus: Sequence[str]) -> dict[str, dict[str, str]]:
-    """The environment that each process gets: the learner has the first GPUs, then each rollout server its own.
-
-    Empty if there are too few GPUs for that. All processes then see all of them, and share them as
-    `learner.*.gpus_per_rank` and `rollout.engine.gpu_memory_utilization` say."""
+    """The environment of each process: the learner has the first GPUs, then each rollout server its own. Empty if there
+    are too few GPUs: then all processes see and share all of them."""
     learner = config.learner
     num_for_learner = 0 if learner.ray_address else num_gpus(learner.placement, learner.needed_roles)
     num_per_server = config.rollout.engine.tensor_parallel_size

@@ -1,9 +1,8 @@
 """Ends the processes of a run whose supervisor was killed.
 
-The supervisor starts this process before all others and tells it, through a pipe, which children it has. The end of the
-pipe without the word `done` means that the supervisor was killed. Then every child gets SIGTERM and a short time to
-stop, and is killed after that, together with all processes of its session: Ray's and the engine's, for example. Redis
-comes last, so that the others can still give their prompts back, and its append-only file is complete.
+The supervisor starts this process first and tells it its children through a pipe, which ends without `done` if it was
+killed. Then every session of a child gets SIGTERM, some time, and SIGKILL; Redis comes last, so that the others can
+still return their prompts.
 """
 
 from __future__ import annotations

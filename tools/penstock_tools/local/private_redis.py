@@ -12,9 +12,8 @@ from penstock.errors import Unavailable
 
 _NAMES = ("redis-server", "valkey-server")
 _QUEUE_SETTINGS = ("zset-max-ziplist-entries 0", "hash-max-ziplist-entries 16")
-"""Redis searches small sorted sets and hashes from end to end, up to 128 entries by default. A batch of 64 groups
-searches each of the queue's 64 times. deploy/redis/start.sh has the same settings. Every version knows them by these
-names."""
+"""Redis searches small sorted sets and hashes from end to end, which batches of 64 groups would do 64 times.
+deploy/redis/start.sh has the same settings."""
 
 
 def find_redis_server() -> str:
@@ -31,9 +30,8 @@ def find_redis_server() -> str:
 
 
 def write_config(folder: Path, port: int, max_memory_bytes: int = 0) -> tuple[Path, str]:
-    """Write redis.conf, which only its owner can read, and return its path and the server's URL.
-
-    The password is kept in a file next to it, so that a restarted run uses the same one."""
+    """Write redis.conf, which only its owner can read, and return its path and the server's URL. A restarted run uses
+    the same password, which is in a file next to it."""
     folder.mkdir(parents=True, exist_ok=True)
     password_file = folder / "password"
     if not password_file.exists() or not password_file.read_text():  # empty: it was cut off by a kill or a full disk

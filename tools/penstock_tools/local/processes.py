@@ -1,7 +1,6 @@
 """The processes of a local run: started, checked, started again and ended together.
 
-On Linux this process adopts the orphans of its children (subreaper), so that no grandchild outlives the run. If this
-process is killed, `orphan_cleanup.py` ends the children.
+On Linux this process adopts the orphans of its children (subreaper). If it is killed, `orphan_cleanup.py` ends them.
 """
 
 from __future__ import annotations
@@ -119,9 +118,7 @@ class ProcessGroup:
         stop_timeout_s: float = 20,
         ends_last: bool = False,
     ) -> Child:
-        """Start a child, which writes its output to `NAME.log`. From then on, this process adopts its orphans.
-
-        If this process is killed, a child that `ends_last` ends after the others."""
+        """Start a child, whose output goes to `NAME.log`. If this process is killed, one that `ends_last` ends last."""
         self.log_folder.mkdir(parents=True, exist_ok=True)
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         if self._cleanup is None:
@@ -163,8 +160,7 @@ class ProcessGroup:
         return found
 
     def start_again(self, child: Child) -> Child:
-        """Start a child that has ended, and that does not end last, once more. What its process left behind is killed
-        first: an engine, for example, still holds the memory of the GPU."""
+        """Start a child that has ended again, after killing what it left, such as an engine with GPU memory."""
         self._kill_session(child.process.pid)
         self.remove(child)
         return self.start(child.name, child.command, environment=child.environment, stop_timeout_s=child.stop_timeout_s)
@@ -184,8 +180,7 @@ class ProcessGroup:
             self._cleanup.forget(child.process.pid)
 
     def reap_orphans(self) -> None:
-        """Let the kernel forget adopted processes that have ended. They are in a child's session, which tells them from
-        a process that another part of this program has started and waits for."""
+        """Reap adopted processes that have ended: those in the session of a child, which others do not wait for."""
         if sys.platform != "linux":
             return
         own = {child.process.pid for child in self.children} | ({self._cleanup.pid} if self._cleanup else set())
@@ -282,8 +277,8 @@ class Restart:
 class Restarts:
     """Starts children again that were killed, or that ended after they were ready, as Kubernetes does in a cluster.
 
-    A child that ends during its start, or with WRONG_INPUT, would do so again. Its end is the end of the run,
-    and so is that of a child which is not in `names`, or which has used up its restarts."""
+    The end of any other child ends the run: one that ends during its start or with WRONG_INPUT, is not in `names`, or
+    has used up its restarts."""
 
     def __init__(
         self, processes: ProcessGroup, names: Sequence[str], max_restarts: int, was_ready: Callable[[Child], bool]
@@ -300,8 +295,8 @@ class Restarts:
         """The children that are not ready again, each with one line that says how it ended."""
 
     def check(self, may_finish: Sequence[str] = ()) -> list[Restart]:
-        """Start the children whose wait is over, and return those that have ended since the last call. Raises
-        ProcessDied for a child that is not started again."""
+        """Restart the children whose wait is over, and return those that have newly ended. Raises ProcessDied for one
+        that is not started again."""
         found = []
         for child in self.processes.ended(may_finish):
             if child.name not in self._due_at:
@@ -333,15 +328,9 @@ class Restarts:
 class HungServers:
     """Finds rollout servers whose process is there, but sends no heartbeat.
 
-    A server hangs if the statuses of `limit_s` in all, without one between them that differs, showed it without a
-    recent heartbeat.
-
-    The age of a heartbeat alone is not enough: after Redis was away, all of them are old for a moment. So a time
-    without a status counts as `recent_s` at most. It does not begin the count again: on a busy machine a status is
-    missing now and then.
-
-    A process that is stopped, by SIGSTOP or a debugger, does nothing that it must be given time for: it hangs as soon
-    as its heartbeat is no longer recent."""
+    A server hangs if the statuses of `limit_s` in all, without one that differs, showed it without a recent heartbeat.
+    A time without a status counts as `recent_s` at most, because after Redis was away all heartbeats are old for a
+    moment. A stopped process hangs as soon as its heartbeat is not recent."""
 
     def __init__(self, recent_s: float, limit_s: float) -> None:
         self.recent_s = recent_s
@@ -360,9 +349,8 @@ class HungServers:
     def look(
         self, servers: Sequence[Server] | None, may_hang: Collection[str], stopped: Collection[str] = ()
     ) -> dict[str, float]:
-        """The servers that hang, with the seconds since their last heartbeat. `servers` is None if the status could
-        not be read. Servers that are not in `may_hang`, because they are starting, are left alone. Those in `stopped`
-        have a stopped process."""
+        """The servers that hang, with the seconds since their last heartbeat. `servers` is None if the status is
+        unknown. Only those in `may_hang` count; those in `stopped` have a stopped process."""
         self.newly_silent = {}
         if servers is None:
             return {}

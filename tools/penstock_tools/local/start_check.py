@@ -25,7 +25,7 @@ from penstock.start_checks import (
 from penstock_services.gateway.access import check_gateway
 
 CHECK_TIMEOUT_S = 120.0
-DATASET_CHECK = "penstock_rollout.dataset_check"
+DATASET_CHECK = "penstock_tools.local.dataset_check"
 PRIVATE_REDIS = "redis://127.0.0.1:6379"
 """Stands for the run's own Redis, which a check does not start. Checks do not connect."""
 
@@ -56,10 +56,10 @@ def check_before_start(config: RunConfig) -> None:
 
 
 async def check_processes(config: RunConfig) -> list[str]:
-    """Let the learner and a rollout server check the config and the dataset, in separate processes. Returns what a
-    server would warn of, one line each. Raises ConfigError."""
+    """Let the learner and a rollout server check config and dataset, in separate processes. Returns the warnings of a
+    server. Raises ConfigError."""
     if not config.redis.url:
-        config = config.model_copy(update={"redis": config.redis.model_copy(update={"url": PRIVATE_REDIS})})
+        config = config.changed({"redis.url": PRIVATE_REDIS})
     with tempfile.TemporaryDirectory(prefix="penstock-check-") as folder:
         file = Path(folder) / "config.yaml"
         file.touch(mode=0o600)

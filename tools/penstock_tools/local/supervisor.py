@@ -11,12 +11,12 @@ from pathlib import Path
 
 from penstock.api.records import Run
 from penstock.config.run import RunConfig
-from penstock.diagnosis.display import SHOWN_METRICS, History, LineDisplay, Progress
-from penstock.diagnosis.log_lines import PAUSED_STATES, Announcements, buried_everything, waiting_for
 from penstock.errors import DeadlineExceeded, InvalidInput, NotFound, ProcessDied, Unavailable
 from penstock.feed.feed_process import feed_file
 from penstock.feed.validation import evaluation_id, read_results, result_line, validated_steps
+from penstock_tools.local.display import SHOWN_METRICS, History, LineDisplay, Progress
 from penstock_tools.local.local_run import LocalRun
+from penstock_tools.local.log_lines import PAUSED_STATES, Announcements, buried_everything, waiting_for
 
 POLL_S = 0.5
 ANSWER_S = 0.5
@@ -24,8 +24,7 @@ ANSWER_S = 0.5
 STATUS_POLLS = 2
 """The run's status is read after this many polls, and its news are printed."""
 BURIED_LOOKS = 5
-"""A dataset counts as dead-lettered as a whole once this many statuses in a row say so. The feed submits more prompts
-within one of them, if there are any."""
+"""A dataset counts as dead-lettered as a whole once this many statuses in a row say so."""
 PROGRESS_POLLS = 20
 """Progress is shown after this many polls."""
 VALIDATIONS = "validation.jsonl"
@@ -33,7 +32,7 @@ VALIDATIONS = "validation.jsonl"
 
 async def supervise(config: RunConfig) -> bool:
     """Run until the learner has made its last step, a process dies for good, or SIGTERM or SIGINT arrives. Returns
-    whether SIGINT, which is Ctrl-C, ended it before the last step."""
+    whether Ctrl-C ended it before the last step."""
     stopping, received = asyncio.Event(), set[signal.Signals]()
 
     def stop(name: signal.Signals) -> None:
@@ -127,8 +126,7 @@ def print_validations(results: Path, display: LineDisplay, printed: set[int]) ->
 
 
 async def _finish_validation(run: LocalRun, stopping: asyncio.Event) -> None:
-    """Wait for the validation of the last policy, whose score matters most. A stopped run is paused: no prompts are
-    leased, so there is nothing to wait for."""
+    """Wait for the validation of the last policy. A stopped run is paused, so there is nothing to wait for."""
     status, timeout_s = await run.client.get_run(), run.config.rollout.prompt_timeout_s
     if status.state in PAUSED_STATES:
         return

@@ -15,10 +15,9 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import pyarrow as pa
@@ -170,17 +169,14 @@ class AnswerStore:
             self._open()
         except OSError as error:
             self._release()
-            raise InvalidInput(
-                str(self.output), f"cannot be written ({error.strerror}); choose another --output"
-            ) from error
+            reason = f"cannot be written ({error.strerror}); choose another --output"
+            raise InvalidInput(str(self.output), reason) from error
         except InvalidInput:
             self._release()
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         try:
             self.write_part()
         finally:
@@ -204,10 +200,8 @@ class AnswerStore:
             if not rows:
                 return
             table = to_table(rows)
-            partial = self.folder / "part.partial"
-            parquet.write_table(table, partial, compression="zstd")
-            _sync(partial)
-            partial.replace(self.folder / f"part-{self._num_parts:06d}.parquet")
+            with _whole(self.folder / f"part-{self._num_parts:06d}.parquet", self.folder) as partial:
+                parquet.write_table(table, partial, compression="zstd")
             self._num_parts += 1
             del self._waiting[: len(rows)]
             self.totals.add(table)
@@ -218,15 +212,17 @@ class AnswerStore:
         prompt_table = pa.table(prompt_columns(prompts))
         metadata = {SETTINGS_KEY: json.dumps(self.settings)}
         schema = pa.schema([*ROW_SCHEMA, *prompt_table.schema], metadata=metadata)
-        part_of_row = {row: part for part in self._parts() for row in _rows(part)}
-        partial = self.folder / "whole.partial"
-        with parquet.ParquetWriter(partial, schema, compression="zstd") as writer:
+        part_of_row = {
+            row: part for part in self._parts() for row in parquet.read_table(part, columns=["row"])["row"].to_pylist()
+        }
+        with (
+            _whole(self.output, self.folder) as partial,
+            parquet.ParquetWriter(partial, schema, compression="zstd") as writer,
+        ):
             for start in range(0, len(prompts), MERGE_ROWS):
                 answers = _gather(part_of_row, range(start, min(start + MERGE_ROWS, len(prompts))))
                 questions = prompt_table.slice(start, MERGE_ROWS)
                 writer.write_table(pa.table([*answers.columns, *questions.columns], schema=schema))
-        _sync(partial)
-        partial.replace(self.output)
         shutil.rmtree(self.folder)
         self.finished = True
 
@@ -261,9 +257,8 @@ class AnswerStore:
         try:
             table = parquet.read_table(self.output, columns=ROW_SCHEMA.names)
         except (pa.ArrowException, OSError) as error:
-            raise InvalidInput(
-                str(self.output), "exists and is not a file of answers; choose another --output"
-            ) from error
+            reason = "exists and is not a file of answers; choose another --output"
+            raise InvalidInput(str(self.output), reason) from error
         self._check_settings(json.loads((table.schema.metadata or {}).get(SETTINGS_KEY, b"{}")), self.output)
         self._count(table)
         self.finished = True
@@ -273,10 +268,8 @@ class AnswerStore:
         if path.exists():
             self._check_settings(json.loads(path.read_text()), self.folder)
         else:
-            partial = path.with_suffix(".partial")
-            partial.write_text(json.dumps(self.settings, indent=1))
-            _sync(partial)
-            partial.replace(path)
+            with _whole(path, self.folder) as partial:
+                partial.write_text(json.dumps(self.settings, indent=1))
         for part in self._parts():
             self._count(parquet.read_table(part, schema=ROW_SCHEMA))
             self._num_parts = int(part.stem.rpartition("-")[2]) + 1
@@ -298,11 +291,6 @@ class AnswerStore:
         return sorted(self.folder.glob("part-*.parquet"))
 
 
-def _rows(part: Path) -> list[int]:
-    rows: list[int] = parquet.read_table(part, columns=["row"])["row"].to_pylist()
-    return rows
-
-
 def _gather(part_of_row: Mapping[int, Path], rows: range) -> Any:
     """Read these rows in their order. Neighbouring rows finish close together, so they lie in few parts."""
     parts = dict.fromkeys(part_of_row[row] for row in rows)
@@ -311,6 +299,11 @@ def _gather(part_of_row: Mapping[int, Path], rows: range) -> Any:
     return pa.concat_tables(tables).sort_by("row")
 
 
-def _sync(path: Path) -> None:
-    with path.open("rb") as file:
+@contextlib.contextmanager
+def _whole(path: Path, folder: Path) -> Iterator[Path]:
+    """A temporary name in `folder`. What the block writes there is flushed and renamed to `path`."""
+    partial = folder / f"{path.name}.partial"
+    yield partial
+    with partial.open("rb") as file:
         os.fsync(file.fileno())
+    partial.replace(path)

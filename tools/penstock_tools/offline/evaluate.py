@@ -28,18 +28,13 @@ def main(argv: Sequence[str]) -> int:
         "--output", type=Path, metavar="FILE", help="Parquet file to write (default: FILE.scored.parquet)"
     )
     parser.add_argument(
-        "--response-column",
-        default="responses",
-        metavar="NAME",
+        "--response-column", default="responses", metavar="NAME",
         help="column with the responses (default: %(default)s)",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--pass-score",
-        type=float,
-        default=1.0,
-        metavar="X",
+        "--pass-score", type=float, default=1.0, metavar="X",
         help="lowest score with which a response passes (default: 1)",
-    )
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
     args, overrides = parse_with_overrides(parser, argv)
 

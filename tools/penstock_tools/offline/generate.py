@@ -17,7 +17,6 @@ from penstock.sampling import add_sampling_flags, sampling_from_flags
 if TYPE_CHECKING:
     from penstock.config.run import RunConfig
     from penstock.trajectory import Prompt
-    from penstock_tools.offline.generation import GenerationSummary
 
 
 def main(argv: Sequence[str]) -> int:
@@ -33,9 +32,20 @@ def main(argv: Sequence[str]) -> int:
     settings = describe_settings(config, args.file, prompts, scored=args.score)
     again = "while it sampled answers; the same command continues"
     with interruptible(again), AnswerStore(args.output, settings) as store:
-        summary = generate(config, prompts, store, concurrency=args.concurrency, scored=args.score)
-    _print(args.output, summary, config.model.path)
-    return 1 if summary.num_failed == summary.num_prompts else 0
+        num_found, tokens_before, totals = len(store.rows), store.totals.num_tokens, store.totals
+        seconds = generate(config, prompts, store, concurrency=args.concurrency, scored=args.score)
+    print(
+        f"{args.output}: {len(prompts)} prompts, {totals.num_samples} samples, {totals.num_tokens:,} tokens; "
+        f"{num_found} prompts had been answered before\nmodel: {config.model.path}"
+    )
+    if num_generated := totals.num_tokens - tokens_before:
+        rate = num_generated / seconds
+        print(f"{rate:,.0f} tokens/s over {seconds:.1f} s, not counting the start of the engine")
+    if totals.num_rewards:
+        print(f"mean reward {totals.reward_sum / totals.num_rewards:.4f}")
+    if totals.num_failed:
+        print(f"{totals.num_failed} prompts have no samples; the column `error` says why")
+    return 1 if totals.num_failed == len(prompts) else 0
 
 
 def _parser() -> Parser:
@@ -48,11 +58,9 @@ def _parser() -> Parser:
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="Parquet file to write")
     parser.add_argument("--config", type=Path, help="YAML file of a run, for its model, engine, agents and rewards")
     parser.add_argument(
-        "--model",
-        type=Path,
-        metavar="FOLDER",
+        "--model", type=Path, metavar="FOLDER",
         help="Hugging Face folder, such as an exported checkpoint; replaces the config's",
-    )
+    )  # fmt: skip
     parser.add_argument("--engine", metavar="NAME", help="engine to use (default: vllm where it is installed)")
     parser.add_argument("--n", type=int, default=1, help="samples per prompt (default: %(default)s)")
     add_sampling_flags(parser)
@@ -71,10 +79,8 @@ def _config(args: argparse.Namespace, overrides: list[str]) -> RunConfig:
 
     if args.model is None and args.config is None:
         raise ConfigError("no model is given; add --model FOLDER or --config FILE")
-    if args.model is not None:
-        overrides = [*overrides, "--model.path", str(args.model)]
-    if args.engine is not None:
-        overrides = [*overrides, "--rollout.engine.name", args.engine]
+    overrides += ["--model.path", str(args.model)] if args.model is not None else []
+    overrides += ["--rollout.engine.name", args.engine] if args.engine is not None else []
     config = with_local_model(load_config(args.config, overrides) if args.config else load_overrides({}, overrides))
     if not (config.model.path / "config.json").is_file():
         raise ConfigError(f"{config.model.path} is not a model folder; give one with config.json in it")
@@ -87,7 +93,10 @@ def _read(args: argparse.Namespace) -> list[Prompt]:
 
     from penstock.feed.datasets import read_prompts
 
-    _check(args)
+    for name in ("n", "concurrency", "limit"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise InvalidInput(f"--{name}", "must be at least 1")
     sampling = sampling_from_flags(args)
     prompts = list(islice(read_prompts(args.file, num_samples=args.n, sampling=sampling), args.limit))
     if not prompts:
@@ -99,25 +108,3 @@ def _read(args: argparse.Namespace) -> list[Prompt]:
         replace(prompt, sampling=replace(sampling, seed=(args.seed + row * args.n) % 2**63))
         for row, prompt in enumerate(prompts)
     ]
-
-
-def _check(args: argparse.Namespace) -> None:
-    for name in ("n", "concurrency", "limit"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise InvalidInput(f"--{name.replace('_', '-')}", "must be at least 1")
-
-
-def _print(output: Path, summary: GenerationSummary, model: Path) -> None:
-    print(
-        f"{output}: {summary.num_prompts} prompts, {summary.num_samples} samples, {summary.num_tokens:,} tokens; "
-        f"{summary.num_found} prompts had been answered before"
-    )
-    print(f"model: {model}")
-    if summary.num_generated_tokens:
-        rate = summary.num_generated_tokens / summary.seconds
-        print(f"{rate:,.0f} tokens/s over {summary.seconds:.1f} s, not counting the start of the engine")
-    if summary.mean_reward is not None:
-        print(f"mean reward {summary.mean_reward:.4f}")
-    if summary.num_failed:
-        print(f"{summary.num_failed} prompts have no samples; the column `error` says why")

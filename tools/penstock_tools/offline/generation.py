@@ -8,19 +8,20 @@ import logging
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry
+from pydantic import BaseModel
 
 from penstock.cli.output import progress_bar
 from penstock.codec import encode_prompt
 from penstock.config.run import RunConfig
 from penstock.errors import PenstockError, Unavailable, first_error
 from penstock.replay.queue_types import Lease
-from penstock.sampling import SAMPLING_FIELDS, Sampling
-from penstock.trajectory import Group, Prompt
+from penstock.sampling import Sampling
+from penstock.trajectory import Prompt
 from penstock_rollout.agents.registry import Agents
 from penstock_rollout.engines.factory import create_engine, start_engine
 from penstock_rollout.groups.group_maker import GroupMaker
@@ -31,20 +32,6 @@ from penstock_rollout.tokenization import PromptLength, Tokenization
 from penstock_tools.offline.answer_store import AnswerRow, AnswerStore
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class GenerationSummary:
-    num_prompts: int
-    num_samples: int
-    num_tokens: int
-    num_found: int
-    """Prompts that an earlier process answered."""
-    num_failed: int
-    num_generated_tokens: int
-    """Tokens that this process generated in `seconds`."""
-    seconds: float
-    mean_reward: float | None
 
 
 class Unscored:
@@ -59,9 +46,10 @@ class Unscored:
 
 def generate(
     config: RunConfig, prompts: Sequence[Prompt], store: AnswerStore, *, concurrency: int | None, scored: bool
-) -> GenerationSummary:
-    """Answer the rows that the store lacks, and finish the store. The engine starts only if a row is missing."""
-    num_found, tokens_before, started = len(store.rows), store.totals.num_tokens, time.monotonic()
+) -> float:
+    """Answer the rows that the store lacks, and finish the store. The engine starts only if a row is missing. Returns
+    the seconds that it took, not counting the start of the engine."""
+    started = time.monotonic()
     missing = [(row, prompt) for row, prompt in enumerate(prompts) if row not in store.rows]
     if missing:
         try:
@@ -71,17 +59,7 @@ def generate(
     seconds = time.monotonic() - started
     if not store.finished:
         store.finish(prompts)
-    totals = store.totals
-    return GenerationSummary(
-        num_prompts=len(prompts),
-        num_samples=totals.num_samples,
-        num_tokens=totals.num_tokens,
-        num_found=num_found,
-        num_failed=totals.num_failed,
-        num_generated_tokens=totals.num_tokens - tokens_before,
-        seconds=seconds,
-        mean_reward=totals.reward_sum / totals.num_rewards if totals.num_rewards else None,
-    )
+    return seconds
 
 
 async def _answer_all(
@@ -99,7 +77,8 @@ async def _answer_all(
     agents = Agents.load(config.rollout.agents, config.rollout.engine.max_model_len, tokenization)
     engine = create_engine(config.rollout.engine, config.model.path, config.model.dtype, config.seed)
     maker = GroupMaker("generate", "generate", engine, tokenization, scorer or Unscored(), metrics, agents)
-    at_once = concurrency or _num_filling(config, missing[0][1].num_samples)
+    # By default as many prompts as fill the engine with samples, and an eighth more, so that none of it stays free.
+    at_once = concurrency or -(-config.rollout.engine.max_num_seqs * 9 // 8 // missing[0][1].num_samples)
     try:
         if scorer is not None:
             await scorer.check()
@@ -142,14 +121,10 @@ async def _answer(maker: GroupMaker, row: int, prompt: Prompt, scored: bool) -> 
             raise
         logger.warning("row %d has no samples: %s", row, first)
         return AnswerRow(row, error=str(first))
-    return _answer_row(group, maker.tokenization, scored)
-
-
-def _answer_row(group: Group, tokenization: Tokenization, scored: bool) -> AnswerRow:
     samples = group.trajectories
     return AnswerRow(
-        row=group.prompt_id,
-        responses=[tokenization.text(sample.token_ids.tolist()) for sample in samples],
+        row=row,
+        responses=[maker.tokenization.text(sample.token_ids.tolist()) for sample in samples],
         token_ids=[sample.token_ids for sample in samples],
         log_probs=[sample.log_probs for sample in samples],
         loss_masks=[sample.loss_mask for sample in samples],
@@ -158,32 +133,27 @@ def _answer_row(group: Group, tokenization: Tokenization, scored: bool) -> Answe
     )
 
 
-def _num_filling(config: RunConfig, num_samples: int) -> int:
-    """How many prompts fill the engine with samples, plus an eighth, so that no place in the engine stays free."""
-    return -(-config.rollout.engine.max_num_seqs * 9 // 8 // num_samples)
-
-
 def describe_settings(config: RunConfig, file: Path, prompts: Sequence[Prompt], *, scored: bool) -> dict[str, str]:
     """Settings by name. The same command on the same files gives the same settings."""
     digest = hashlib.sha256()
     for prompt in prompts:
         encoded = encode_prompt(replace(prompt, sampling=Sampling(), num_samples=1))
         digest.update(len(encoded).to_bytes(8, "little") + encoded)
-    sampling, engine = prompts[0].sampling, config.rollout.engine
+    sampling, engine, prompt_config = prompts[0].sampling, config.rollout.engine, config.rollout.prompt
+    seldom = {name: getattr(sampling, name) for name in ("top_k", "min_p", "ignore_eos", "stop")}
     return {
         "prompts": f"{file.name}, {len(prompts)} prompts, sha256 {digest.hexdigest()[:16]}",
         "model": str(config.model.path.resolve()),
         "dtype": config.model.dtype,
         "engine": f"{engine.name}, max_model_len {engine.max_model_len}, quantization {engine.quantization}",
-        "prompt": f"max_tokens {config.rollout.prompt.max_tokens}, overlong {config.rollout.prompt.overlong}",
+        "prompt": f"max_tokens {prompt_config.max_tokens}, overlong {prompt_config.overlong}",
         "sampling": f"n {prompts[0].num_samples}, temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, "
-        f"max_tokens {sampling.max_tokens}, seed {sampling.seed}{_further(sampling)}",
-        "agents": hashlib.sha256(config.rollout.agents.model_dump_json().encode()).hexdigest()[:16],
-        "rewards": hashlib.sha256(config.rollout.reward.model_dump_json().encode()).hexdigest()[:16] if scored else "",
+        f"max_tokens {sampling.max_tokens}, seed {sampling.seed}"
+        + "".join(f", {name} {value}" for name, value in seldom.items() if value),
+        "agents": _digest(config.rollout.agents),
+        "rewards": _digest(config.rollout.reward) if scored else "",
     }
 
 
-def _further(sampling: Sampling) -> str:
-    """The parameters that are seldom given, if they are."""
-    seldom = [name for name in SAMPLING_FIELDS if name not in ("temperature", "top_p", "max_tokens", "seed")]
-    return "".join(f", {name} {value}" for name in seldom if (value := getattr(sampling, name)))
+def _digest(config: BaseModel) -> str:
+    return hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:16]

@@ -27,6 +27,15 @@ _SETUP = {
     "reference_bits": "the reference is quantized to this many bits",
 }
 
+_SWITCHES = {
+    "compile": "learner.compile",
+    "padded": "the model takes the padded path (docs/models.md)",
+    "cpu-offload": "learner.cpu_offload",
+    "no-reference": "there is no KL penalty, so no reference",
+    "critic": "add a critic of the policy's size",
+    "reward-model": "add a reward model of the policy's size",
+}
+
 
 def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
@@ -103,16 +112,13 @@ def _parser() -> Parser:
         description="Estimate GPUs, memory, throughput, push time and staleness of a run, and show the arithmetic.",
     )
     parser.add_argument(
-        "--model",
-        default="7b",
+        "--model", default="7b",
         help="0.5b, 1.5b, 3b, 7b, 14b, 30b-a3b, 32b, 70b, a model folder or a Hub id (default: %(default)s)",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--config",
-        type=Path,
-        metavar="FILE",
+        "--config", type=Path, metavar="FILE",
         help="show the memory of this run's roles, or with --gpus place them; exit with 1 if they do not fit",
-    )
+    )  # fmt: skip
     parser.add_argument(
         "--gpus", type=_positive, metavar="N", help="search the deployment with the highest throughput on N GPUs"
     )
@@ -128,19 +134,12 @@ def _parser() -> Parser:
         "--master-dtype", choices=("float32", "bfloat16"), default="float32", metavar="DTYPE",
         help="learner.master_dtype: float32 (default) or bfloat16",
     )  # fmt: skip
-    parser.add_argument("--compile", action="store_true", help="learner.compile")
-    parser.add_argument("--padded", action="store_true", help="the model takes the padded path (docs/models.md)")
-    parser.add_argument("--cpu-offload", action="store_true", help="learner.cpu_offload")
-    parser.add_argument("--no-reference", action="store_true", help="there is no KL penalty, so no reference")
-    parser.add_argument("--critic", action="store_true", help="add a critic of the policy's size")
-    parser.add_argument("--reward-model", action="store_true", help="add a reward model of the policy's size")
+    for name, text in _SWITCHES.items():
+        parser.add_argument(f"--{name}", action="store_true", help=text)
     parser.add_argument(
-        "--network-gbit",
-        type=float,
-        default=400.0,
-        metavar="N",
+        "--network-gbit", type=float, default=400.0, metavar="N",
         help="Gbit/s per GPU between nodes (default: %(default)g)",
-    )
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 

@@ -65,21 +65,17 @@ def main(argv: Sequence[str]) -> int:
     forecast = simulate(FleetModel(**fields))
     measured = measured_outcome(args.run_dir) if args.run_dir else {}
     if args.json:
-        print(json.dumps({"model": fields, "forecast": _plain(forecast), "measured": measured}, indent=2))
+        print(json.dumps({"model": fields, "forecast": forecast.numbers(), "measured": measured}, indent=2))
     else:
         _print(forecast, measured)
     return 0
 
 
-def _plain(forecast: Forecast) -> dict[str, Any]:
-    return {name: value for name, value in vars(forecast).items() if name != "steps"}
-
-
 def _print(forecast: Forecast, measured: dict[str, float]) -> None:
     print(f"{'':<22}{'predicted':>12}{'measured' if measured else '':>12}")
-    for name, value in _plain(forecast).items():
-        shown = f"{measured[name]:>12.3f}" if name in measured else ""
-        print(f"{name:<22}{value:>12.3f}{shown}")
+    for name, value in forecast.numbers().items():
+        compared = f"{measured[name]:>12.3f}" if name in measured else ""
+        print(f"{name:<22}{value:>12.3f}{compared}")
 
 
 # ── what a finished run measured ──

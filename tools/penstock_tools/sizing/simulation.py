@@ -125,23 +125,12 @@ def simulate(model: FleetModel) -> Forecast:
     return _Simulation(model).run()
 
 
-def _group_durations(random: np.random.Generator, model: FleetModel) -> Iterator[float]:
-    sigma, mu = _log_normal(model.group_s, model.group_variation)
-    longest_s = model.group_s * model.longest_group
-    while True:
-        yield from np.minimum(random.lognormal(mu, sigma, DRAWS_AT_ONCE), longest_s).tolist()
-
-
-def _train_durations(random: np.random.Generator, model: FleetModel) -> Iterator[float]:
-    sigma, mu = _log_normal(model.train_s, model.train_variation)
-    while True:
-        yield from random.lognormal(mu, sigma, DRAWS_AT_ONCE).tolist()
-
-
-def _log_normal(mean: float, variation: float) -> tuple[float, float]:
-    """Sigma and mu of the log-normal distribution with this mean and relative standard deviation."""
+def _durations(random: np.random.Generator, mean_s: float, variation: float, longest: float) -> Iterator[float]:
+    """Log-normal durations with this mean and relative standard deviation, at most `longest` times the mean."""
     sigma = math.sqrt(math.log(1 + variation**2))
-    return sigma, math.log(mean) - sigma**2 / 2
+    mu = math.log(mean_s) - sigma**2 / 2
+    while True:
+        yield from np.minimum(random.lognormal(mu, sigma, DRAWS_AT_ONCE), mean_s * longest).tolist()
 
 
 class _Versions:
@@ -178,8 +167,8 @@ class _Simulation:
         self.model = model
         self.now = 0.0
         self.random = random
-        self.group_s = _group_durations(random, model)
-        self.train_s = _train_durations(random, model)
+        self.group_s = _durations(random, model.group_s, model.group_variation, model.longest_group)
+        self.train_s = _durations(random, model.train_s, model.train_variation, math.inf)
         self.versions = _Versions()
         self.events: list[tuple[float, int, str, int]] = []
         self.num_events = 0

@@ -2,12 +2,9 @@
 
 How a version flips: each scheduler process receives and hashes the new weights in threads while it decodes
 (plugin.py). Then SGLang is paused, loads the staged weights with the new version number, and is resumed. SGLang stamps
-the tokens itself. The stamps are exact because the version changes only while no step is in flight. SGLang's overlap
-scheduler could leave a step in flight. It is off if the KV cache is kept; otherwise the pause drains the step.
-
-SGLang reports which version produced which token at the end of a response only. Tokens that arrive before the first
-flip belong to the version under which the request was submitted. After a flip, the tokens of a streamed request are
-held back until its end.
+the tokens itself, exactly, because no step is in flight then: its overlap scheduler, which could leave one, is off if
+the KV cache is kept; otherwise the pause drains the step. It reports the versions at the end of a response only. Tokens
+before the first flip belong to the version at submission; those of a stream after a flip are held back until its end.
 
 Prefix-cache entries are salted with the load under which a request was submitted. A request without a token at the
 time of a flip is submitted again. So a request that starts under one load never finds KV of another.

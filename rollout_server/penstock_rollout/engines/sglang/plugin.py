@@ -164,25 +164,24 @@ class StageCalls:
         return all(path.exists() for path in self._paths)
 
     async def devices(self) -> tuple[str, ...]:
-        return tuple(await self._call("device", {}))
+        return tuple(await self._call("device"))
 
     async def stage(self, announcement: weights_pb2.AnnounceRequest) -> None:
-        serialized = base64.b64encode(announcement.SerializeToString()).decode()
-        await self._call("stage", {"announcement": serialized})
+        await self._call("stage", announcement=base64.b64encode(announcement.SerializeToString()).decode())
 
     async def verify(self, policy_version: int, bucket_checksums: list[str], timeout_s: float) -> float:
         """Wait until every scheduler has the version with these checksums. Returns how long it took to receive it."""
         arguments = {"policy_version": policy_version, "bucket_checksums": bucket_checksums, "timeout_s": timeout_s}
-        return max(float(seconds) for seconds in await self._call("verify", arguments, timeout_s + ANSWER_TIMEOUT_S))
+        return max(map(float, await self._call("verify", timeout_s + ANSWER_TIMEOUT_S, **arguments)))
 
     async def abort(self) -> None:
-        await self._call("abort", {})
+        await self._call("abort")
 
-    async def _call(self, call: str, arguments: dict[str, Any], timeout_s: float = ANSWER_TIMEOUT_S) -> list[Any]:
+    async def _call(self, call: str, answer_s: float = ANSWER_TIMEOUT_S, /, **arguments: Any) -> list[Any]:
         """Return the answers in the order of ranks."""
         line = json.dumps({"call": call, "arguments": arguments}).encode() + b"\n"
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(answer_s):
                 answers = await asyncio.gather(*(_ask(path, line) for path in self._paths))
         except (OSError, ValueError, TimeoutError) as error:
             raise WeightPushFailed(f"SGLang's scheduler did not answer {call}: {error!r}") from error

@@ -190,7 +190,9 @@ class DecodeBatch:
         if any(sampling.top_k for sampling in samplings):
             logits = _most_likely(logits, [sampling.top_k for sampling in samplings])
         if any(sampling.min_p for sampling in samplings):
-            logits = _likely(logits, torch.tensor([sampling.min_p for sampling in samplings], device=self._device))
+            min_p = torch.tensor([sampling.min_p for sampling in samplings], device=self._device)
+            least = logits.max(dim=-1, keepdim=True).values + min_p.log()[:, None]
+            logits = logits.masked_fill(logits < least, float("-inf"))
         log_probs = logits.log_softmax(dim=-1)
         race = torch.empty_like(log_probs).exponential_(generator=self._generator)
         for index, row in enumerate(rows):
@@ -234,12 +236,6 @@ def _most_likely(logits: torch.Tensor, top_k: Sequence[int]) -> torch.Tensor:
     num_tokens = logits.shape[-1]
     kept = torch.tensor([min(k or num_tokens, num_tokens) for k in top_k], device=logits.device)
     least = logits.sort(dim=-1, descending=True).values.gather(1, kept[:, None] - 1)
-    return logits.masked_fill(logits < least, float("-inf"))
-
-
-def _likely(logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """Mask tokens that are less likely than `min_p` times the most likely one."""
-    least = logits.max(dim=-1, keepdim=True).values + min_p.log()[:, None]
     return logits.masked_fill(logits < least, float("-inf"))
 
 

@@ -1,10 +1,7 @@
 """The torch engine: continuous batching over a Hugging Face model, on any platform. Tests use it as a reference.
 
-One thread owns the model and steps the batch. Requests join and leave between steps, and new weights are loaded between
-steps. The event loop passes requests and actions to the thread under a lock, and gets chunks back through
-call_soon_threadsafe.
-
-Left out on purpose: paged KV, chunked prefill, tensor parallelism, models whose state is not a KV cache.
+One thread owns the model and steps the batch. Requests join and leave, and new weights are loaded, between two steps.
+It has no paged KV, chunked prefill, tensor parallelism, or models whose state is not a KV cache, on purpose.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Loads a version by plain copies, where that is proven to be all that vLLM's loader does.
 
-vLLM's reload prepares every layer for weights that have to be repacked or quantized, and runs Python several times for
-each tensor. Decoding stands still meanwhile. Most models keep their weights as they arrive, and need one copy for each
-tensor. `learn` finds out where to, after vLLM's own reload of the same version, and proves four things or refuses:
+vLLM's reload prepares every layer for weights that have to be repacked or quantized, in Python, while decoding stands
+still. Most models keep their weights as they arrive. `learn` finds out where to copy each tensor, after vLLM's own
+reload of the same version, and proves four things or refuses:
 
 - The loader only copies parts of staged tensors into parameters, and fills padding with a number. It reads no values,
   and replaces nothing of a layer.

@@ -1,9 +1,8 @@
 """The vLLM engine: AsyncLLM in this process, EngineCore in a child process, weights staged by a worker extension.
 
-How a version flips: a thread of the worker receives and hashes the new weights while decoding goes on. Then the
-scheduler is paused, the weights are loaded, the version is set, and the scheduler is resumed. EngineCore does that in
-one call (core_flip.py). Where it has no such method, the server makes a call for each. The version stamps of tokens are
-exact because the version changes only while no step is in flight.
+How a version flips: a thread of the worker receives and hashes the new weights while decoding goes on. Then, while no
+step is in flight, the scheduler is paused, the weights are loaded, the version is set, and the scheduler is resumed.
+EngineCore does that in one call (core_flip.py), or the server makes a call for each.
 
 Prefix-cache entries are salted with the load under which a request was submitted. A request without a token at the
 time of a flip gets the salt of the new load (scheduler.py), or is submitted again where the server makes the calls. So

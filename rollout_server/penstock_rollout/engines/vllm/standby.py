@@ -1,16 +1,13 @@
 """A process that imports vLLM while the server does, and then becomes EngineCore.
 
-vLLM starts EngineCore as a new process once the server has imported vLLM and made its config, and the new process
-imports vLLM again. On the first start of a model, a third process imports it to look at the model's class. One import
-takes 10 to 30 seconds. Here a process is started when the engine is created. It imports what EngineCore needs and the
-model's class, notes for vLLM what the class is, and waits for the call that vLLM would make in a new process.
-
-It is a new process, not a fork: it may use CUDA, and has no threads or locks of the server. Its environment is replaced
-by that of the server at the time EngineCore starts, before vLLM's objects are read. It ends when the server ends.
+vLLM starts EngineCore as a new process once the server has imported vLLM, and the new process imports vLLM again, for
+10 to 30 seconds; on the first start of a model, a third one imports it to look at the model's class. Here a process is
+started when the engine is created. It imports what EngineCore needs and the model's class, notes for vLLM what the
+class is, and waits for the call that vLLM would make in a new process. It is not a fork: it may use CUDA, and has no
+threads or locks of the server. It gets the server's environment as it is when EngineCore starts.
 
 It stays because its gain is measured (bench/gpu/cold_start.py, one start each on an H200 host): EngineCore begins 16 s
-after `penstock up` instead of 37 s, and the first step of a cold run ends after 63 s instead of 77 s. Every start and
-restart of a server gains it, which is when training waits for a lost server.
+after `penstock up` instead of 37 s, and the first step of a cold run ends after 63 s instead of 77 s.
 """
 
 from __future__ import annotations

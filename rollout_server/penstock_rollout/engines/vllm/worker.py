@@ -99,7 +99,14 @@ class WeightStaging:
             if is_cpu:
                 _pack_tied_head(model, self.model_config.hf_text_config)
             if self.device.type in COPYING_DEVICES and not hasattr(self, "_penstock_copies"):
-                self._penstock_copies = _learned_copies(model, tensors)
+                # Whatever goes wrong here, vLLM's loader has just loaded the version and can load the next.
+                self._penstock_copies = None
+                try:
+                    self._penstock_copies = learn(model, tensors)
+                except NotPlain as reason:
+                    logger.info("vLLM's loader loads every version: %s", reason)
+                except Exception as error:
+                    logger.warning("vLLM's loader loads every version, because learning its copies failed: %r", error)
 
     def penstock_abort(self) -> None:
         self._penstock_stages().abort()
@@ -115,17 +122,6 @@ def reload(model: Any, model_config: Any, tensors: NamedTensors) -> None:
     initialize_layerwise_reload(model)
     model.load_weights(iter(tensors))
     finalize_layerwise_reload(model, model_config)
-
-
-def _learned_copies(model: Any, tensors: NamedTensors) -> Copies | None:
-    """Whatever goes wrong here, vLLM's loader has just loaded the version and can load the next."""
-    try:
-        return learn(model, tensors)
-    except NotPlain as reason:
-        logger.info("vLLM's loader loads every version: %s", reason)
-    except Exception as error:
-        logger.warning("vLLM's loader loads every version, because learning its copies failed: %r", error)
-    return None
 
 
 def _forget_expert_kernels(model: Any) -> None:

@@ -1,7 +1,5 @@
-"""Confines a process for the rest of its life, with namespaces, Landlock, seccomp and resource limits.
-
-It is for machines where bubblewrap cannot start, such as pods without user namespaces: it needs no other program and
-few rights.
+"""Confines a process for the rest of its life, with namespaces, Landlock, seccomp and resource limits. It is for
+machines where bubblewrap cannot start, such as pods without user namespaces: it needs no other program and few rights.
 
 | layer      | prevents or limits                                                      | needs                    |
 |------------|-------------------------------------------------------------------------|--------------------------|
@@ -12,10 +10,9 @@ few rights.
 | user       | root rights: the program runs as another user                           | starting as root         |
 | rlimits    | CPU, address space, file size, number of processes and descriptors      | any Unix                 |
 
-Landlock and seccomp are required, because they provide the isolation. The other layers are added where the machine
-allows them. A program can still see that files outside exist, with their sizes and times: Landlock does not restrict
-`stat`. The sandbox does not protect against kernel bugs and side channels. If a machine holds secrets that matter, run
-these tests in a separate virtual machine.
+Landlock and seccomp are required; the other layers are added where the machine allows them. A program still sees that
+files outside exist, with sizes and times: Landlock does not restrict `stat`. It does not protect against kernel bugs
+and side channels: if a machine holds secrets that matter, run these tests in a separate virtual machine.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""Runs untrusted Python programs: confined, with limits and a deadline.
-
-All processes of a program are killed when it ends, when its time is up, or when it exceeds a limit. The program sees
-nothing of this process's environment.
+"""Runs untrusted Python programs: confined, with limits and a deadline. All processes of a program are killed when it
+ends, when its time is up, or when it exceeds a limit.
 
 There are two confinements because bubblewrap, which hides the server's files and processes altogether, cannot start in
 pods without user namespaces. It must be installed, and is used wherever it starts; the built-in one is for such pods.
-
 `python -m penstock_rollout.rewards.sandbox.run [CONFINEMENT]` prints which confinement works on this machine.
 """
 

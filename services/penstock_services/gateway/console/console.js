@@ -20,7 +20,7 @@ function view() {
   return Object.hasOwn(VIEWS, name) ? name : "overview";
 }
 
-// A refresh by the clock leaves out its turn while somebody uses what would be replaced.
+// A refresh by the clock skips its turn while someone uses what would be replaced.
 async function refresh(byClock = false) {
   const mine = ++turn, name = view();
   try {

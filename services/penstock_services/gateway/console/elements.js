@@ -40,7 +40,7 @@ export function filters(fields, values, apply, ...more) {
     fields.map((each) => h("label", {}, `${each[1]} `, control(each))), h("button", { type: "submit" }, "Apply"), more);
 }
 
-// The prompt, what is right, and where it fits on the page, a response beside them.
+// The prompt, what is right, and where it fits on the page, a response next to them.
 export const texts = (...entries) => h("div", { class: "texts" }, entries.map(([title, text]) =>
   h("section", { "aria-label": title }, h("h4", {}, title), h("pre", {}, text === "" ? "–" : text))));
 export const truth = (value) => (value === null || value === undefined ? "" : typeof value === "string" ? value : JSON.stringify(value, null, 1));

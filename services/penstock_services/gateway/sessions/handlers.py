@@ -23,7 +23,6 @@ from penstock.errors import InvalidInput
 from penstock.replay.queue import RedisReplayQueue
 from penstock.reward_bounds import RANGE, is_reward
 from penstock.samples import TokenText
-from penstock.sessions.session_store import SessionSummary
 from penstock.sessions.task_store import NewTask, TaskLease, TaskStore
 from penstock.store.run_control import RunControl
 from penstock.v1 import generate_pb2, sessions_pb2, tasks_pb2
@@ -136,15 +135,14 @@ class SessionHandlers(Handlers):
         first = int(validation.decode_page_token("sessions", request.page_token, "[0-9]{1,9}") or 0)
         found = await self.recorder.store.summaries(first, page_size + 1)
         token = validation.encode_page_token("sessions", first + page_size) if len(found) > page_size else ""
-        summaries = [_summary(one) for one in found[:page_size]]
-        return sessions_pb2.ListSessionsResponse(sessions=summaries, next_page_token=token)
+        return sessions_pb2.ListSessionsResponse(sessions=found[:page_size], next_page_token=token)
 
     def _describe(
-        self, summary: SessionSummary, entries: list[bytes], from_call: int, max_tokens: int
+        self, summary: sessions_pb2.SessionSummary, entries: list[bytes], from_call: int, max_tokens: int
     ) -> sessions_pb2.Session:
         tree = SessionTree()
         tree.add(entries)
-        answer = sessions_pb2.Session(summary=_summary(summary))
+        answer = sessions_pb2.Session(summary=summary)
         for number, call in enumerate(tree.calls):
             if not call.call_id:  # It repeats another one.
                 continue
@@ -155,8 +153,8 @@ class SessionHandlers(Handlers):
         for line, trained in tree.trained_paths():
             path = answer.paths.add(calls=line, trained_calls=sorted(trained))
             path.num_trained_tokens = sum(len(tree.calls[number].token_ids) for number in trained)
-            if summary.reward is not None:
-                path.reward = summary.reward.reward
+            if summary.HasField("reward"):
+                path.reward = summary.reward
         return answer
 
     def _add_tokens(self, node: sessions_pb2.SessionNode, tree: SessionTree, number: int, max_tokens: int) -> int:
@@ -202,18 +200,6 @@ def _versions(call: Call) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     for segment in call.segments:
         versions[segment.start : segment.end] = segment.policy_version
     return versions
-
-
-def _summary(session: SessionSummary) -> sessions_pb2.SessionSummary:
-    given = session.reward
-    return message_of(
-        sessions_pb2.SessionSummary,
-        session,
-        state=session.state.upper(),
-        prompt_ids=session.prompt_ids or (),
-        reward=None if given is None else given.reward,
-        reward_parts={} if given is None else given.parts,
-    )
 
 
 @dataclass

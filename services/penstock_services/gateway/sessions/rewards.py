@@ -8,6 +8,7 @@ any gateway: after a crash, a lost answer, or when the queue was full.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -79,11 +80,9 @@ class SessionRewards:
                     await self.sweep_once()
             except (PenstockError, RedisError, TimeoutError) as error:
                 logger.warning("sessions and tasks of run %s were not swept: %s", self.config.run, error)
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(SWEEP_S):
                     await stopping.wait()
-            except TimeoutError:
-                continue
 
     async def sweep_once(self) -> None:
         """Return the places of dead workers, complete overdue tasks, and append groups that are due."""

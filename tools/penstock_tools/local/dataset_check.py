@@ -1,4 +1,4 @@
-"""`python -m penstock_rollout.dataset_check --config run.yaml`: what servers would warn of once they work on a dataset.
+"""`python -m penstock_tools.local.dataset_check --config run.yaml`: what servers would warn of in a dataset.
 
 `penstock up --check` runs it. It prints a line for each data source without its own reward, and for each file with
 prompts that are too long. Only the first rows of a file are read, and nothing is written.

@@ -6,7 +6,6 @@ It connects to Redis directly, so it works while the gateway, the learner and al
 from __future__ import annotations
 
 import argparse
-import importlib.util
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +16,7 @@ from penstock.cli.connection import RUNS_FOLDER, load_started_config, newest_con
 from penstock.cli.output import to_json
 from penstock.cli.parser import Parser, run_interruptible, whole_number
 from penstock.errors import ConfigError, InvalidInput, NotFound, PenstockError
+from penstock_tools.recordings.command import add_commands
 
 if TYPE_CHECKING:
     from penstock.config.service import RedisConfig, ReplayConfig
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from penstock.samples import TokenText
 
 MAX_LIMIT = 1000
-_RECORDINGS = "penstock_tools.recordings.command"
-"""Adds `export` and `import`. Given as text, because this package may not import the packages above it."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -68,8 +66,7 @@ def _parser() -> Parser:
     peek.add_argument("--prompt-id", type=int, metavar="ID", help="show the prompt and the responses of this group")
     peek.add_argument("--tokens", action="store_true", help="with --prompt-id: a table of tokens instead of text")
 
-    if importlib.util.find_spec(_RECORDINGS.partition(".")[0]):
-        importlib.import_module(_RECORDINGS).add_commands(partial(_command, commands))
+    add_commands(partial(_command, commands))
 
     requeue = _command(commands, "requeue", _requeue, "submit dead-lettered prompts again", can_json=True)
     _add_selection(requeue)
@@ -150,15 +147,15 @@ def _redis_at(url: str) -> RedisConfig:
 
 
 async def _stat(args: argparse.Namespace, inspector: QueueInspector) -> int:
-    from penstock.cli.queue_tables import print_report, report_record
+    from penstock_tools.recordings.queue_tables import print_report, report_record
 
     report = await inspector.report()
     return _show(args, report_record(report), lambda: print_report(report))
 
 
 async def _peek(args: argparse.Namespace, inspector: QueueInspector) -> int:
-    from penstock.cli.queue_tables import group_record, print_group, print_groups, summary_record
     from penstock.replay.inspection import decoded_prompt
+    from penstock_tools.recordings.queue_tables import group_record, print_group, print_groups, summary_record
 
     if args.prompt_id is not None:
         found = await inspector.groups([args.prompt_id])
@@ -194,7 +191,7 @@ async def _requeue(args: argparse.Namespace, inspector: QueueInspector) -> int:
 
 
 async def _dlq_list(args: argparse.Namespace, inspector: QueueInspector) -> int:
-    from penstock.cli.queue_tables import dead_letter_record, print_dead_letters
+    from penstock_tools.recordings.queue_tables import dead_letter_record, print_dead_letters
 
     letters: list[dict[str, Any]] = []
     async for letter in inspector.dead_letters(args.reason, newest_first=True):
@@ -205,7 +202,7 @@ async def _dlq_list(args: argparse.Namespace, inspector: QueueInspector) -> int:
 
 
 async def _dlq_show(args: argparse.Namespace, inspector: QueueInspector) -> int:
-    from penstock.cli.queue_tables import contents_record, print_contents
+    from penstock_tools.recordings.queue_tables import contents_record, print_contents
 
     contents = await inspector.dead_letter(args.id)
     return _show(args, contents_record(contents), lambda: print_contents(contents, _texts(args)))

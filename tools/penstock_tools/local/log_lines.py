@@ -1,9 +1,8 @@
 """What `penstock up` and `penstock demo` print about a run: the phases of its start, what goes wrong, and why it does
 not learn or is slow, each once.
 
-The processes of the run report all of it to Redis. Nothing here waits or prints. `penstock top` and `penstock doctor`
-show every finding at once. Here, one about learning or speed becomes a line once it has held for a while, and another
-line when it changes. Only a finding with advice is printed, and that the reward rises again.
+Nothing here waits or prints. A finding about learning or speed becomes a line once it has held for a while, if it has
+advice, or if the reward rises again.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ REPEAT_AFTER_S = 600.0
 
 
 class Announcements:
-    """Turns reports of a run into lines. Notices of an earlier `penstock up` are not repeated, unless their event
-    happens again."""
+    """Turns reports of a run into lines. Notices of an earlier `penstock up` are repeated only if they happen again."""
 
     def __init__(self, before: Run, resume_command: str = "penstock runs resume") -> None:
         self.resume_command = resume_command
@@ -106,8 +104,7 @@ _EVERY_COUNT = 2**63
 
 
 def buried_everything(run: Run) -> str:
-    """Why a run whose whole dataset was submitted has nothing to train on: every prompt was dead-lettered. Empty if
-    that is not so."""
+    """Why a run has nothing to train on, if every prompt of its submitted dataset was dead-lettered; else empty."""
     queue = run.queue
     if queue.inserted or queue.pending_prompts or queue.in_flight or not queue.dead_lettered:
         return ""
@@ -120,8 +117,7 @@ def buried_everything(run: Run) -> str:
 
 
 def waiting_for(run: Run, before: Run) -> str:
-    """What the parts of a run that is still starting are doing; empty once it trains. `before` was its status before
-    its processes were started."""
+    """What the parts of a starting run are doing; empty once it trains. `before` was its status before the start."""
     new_parts = [part for part in run.parts if part not in before.parts]
     if run.speed_verdict is not None and any(lacks_prompts(run, part) for part in new_parts):
         return run.speed_verdict.text
@@ -147,8 +143,7 @@ def _new_phases(part: Part, known: Sequence[Phase]) -> list[str]:
 
 
 class LearningLine:
-    """Tells why the reward does not rise: a failure after FEW_STEPS steps, everything else after NEWEST_STEPS. Steps of
-    an earlier `penstock up` do not count."""
+    """Tells why the reward does not rise: a failure after FEW_STEPS new steps, everything else after NEWEST_STEPS."""
 
     def __init__(self, before: Run) -> None:
         self._first_step = before.step
@@ -174,8 +169,8 @@ class LearningLine:
 
 
 class NoPromptsLine:
-    """Tells that a learner waits for its first batch because no one submits prompts, and how to submit some. It does so
-    once, until more of them arrive."""
+    """Tells, once, that a learner waits for its first batch because no prompts are submitted, and how to submit
+    some."""
 
     def __init__(self) -> None:
         self._text, self._since_s, self._is_said = "", 0.0, False

@@ -85,8 +85,7 @@ def _parser() -> Parser:
 
 
 def _chosen_folder() -> Path:
-    """The newest run that is up, even if it has no samples yet: those of an older run would be taken for its own.
-    Otherwise the run with the newest samples."""
+    """The newest run that is up, even if it has no samples yet; otherwise the run with the newest samples."""
     if up := folders_up():
         return up[-1]
     files = sorted(RUNS_FOLDER.glob("*/samples*.jsonl"), key=lambda path: path.stat().st_mtime)

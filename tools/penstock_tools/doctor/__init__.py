@@ -1,0 +1,1 @@
+"""`penstock doctor`: the examination of a deployment and its run, with advice."""

@@ -1,0 +1,64 @@
+"""`penstock doctor`: the command line, and what it prints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.cli.connection import load_started_config, newest_config
+from penstock.cli.output import to_json
+from penstock.cli.parser import Parser, parse_with_overrides, run_interruptible
+from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.diagnosis import Finding
+
+_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print one line per check, with advice."""
+    parser = Parser(
+        prog="penstock doctor",
+        description="Check a deployment: Redis, clocks, ports, weights, log-probs, GPUs. Exits with 1 on a failure.",
+        epilog="Any config field can be overridden: --redis.url redis://…",
+    )
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--config",
+        type=Path,
+        help="YAML file of the run (default: that of the run that is up in runs/, else the newest)",
+    )
+    which.add_argument("--run-dir", type=Path, metavar="DIR", help="folder of a run on this machine")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    args, overrides = parse_with_overrides(parser, argv)
+
+    from penstock_tools.doctor.examination import examine
+
+    written = None if args.run_dir is None else args.run_dir / "config.yaml"
+    if written is not None and not written.is_file():
+        raise ConfigError(f"{args.run_dir} has no config.yaml; give the folder of a run that was started")
+    config = load_started_config(args.config or written or newest_config(), overrides)
+    if args.run_dir is not None and args.run_dir.resolve().name == config.run:
+        # The written path may be relative to the folder in which the run was started.
+        config = config.changed({"run_dir": args.run_dir.resolve().parent})
+    findings = run_interruptible(examine(config), "while it examined the run")
+    if args.json:
+        print(to_json([asdict(finding) for finding in findings]))
+    else:
+        print_findings(findings)
+    return int(any(finding.level == "fail" for finding in findings))
+
+
+def print_findings(findings: Sequence[Finding]) -> None:
+    """One line per finding, with its advice."""
+    from rich.console import Console
+    from rich.markup import escape
+
+    console = Console(soft_wrap=True, highlight=False)
+    for finding in findings:
+        advice = f": {finding.advice}" if finding.advice else ""
+        level = f"[{_STYLES[finding.level]}]{finding.level:<4}[/]"
+        console.print(f"{level}  {finding.check:<12}  {escape(finding.text + advice)}")

@@ -2,11 +2,11 @@
 SHELL := /bin/bash
 VENV ?= $(or $(PENSTOCK_VENV),.venv)
 PYTHON_SOURCES := penstock rollout_server learner services tools tests bench examples docs helm deploy
-BENCHES := codec replay weights vllm_flip checkpoints loading rollout gateway agents metrics durable scale simulate
+BENCHES := codec replay weights checkpoints rollout gateway agents scale simulate
 export PENSTOCK_VENV := $(VENV)
 .DEFAULT_GOAL := help
 
-.PHONY: help demo test test-again test-forking test-ordinary lint lint-types lint-style unit integration bench bench-async chaos soak test-long setup setup-dev proto images chart clean
+.PHONY: help demo test test-forking test-ordinary lint lint-types lint-style unit integration bench bench-async chaos soak test-long setup setup-dev proto images chart clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -17,18 +17,9 @@ demo: setup  ## train a tiny model on this machine, start to finish (ARGS="--lea
 # These tests start vLLM, which forks from the test process. That process must not have threads yet.
 FORKING_TESTS := $(addprefix tests/integration/engines/,test_engine_conformance.py test_engine_load.py test_constrained_output.py test_vllm_flips.py)
 
-IGNORED := $(addprefix --ignore=,$(FORKING_TESTS))
-
 test: setup-dev  ## lint, and at least one case of every feature (what CI checks)
 	@$(MAKE) --no-print-directory -j 2 lint-types test-forking lint-style
-	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(IGNORED) $(ARGS) || \
-		{ [ $$? = 1 ] && $(MAKE) --no-print-directory test-again; }
-
-# Two tests at a time leave a busy machine little room, and a deadline may pass without a defect. What passes only alone is printed,
-# and is mended, or listed with its reason in tests/support/quarantine.py.
-test-again:
-	@echo "the tests above that failed are run again, alone; one that passes now depends on the load and is to be mended"
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest --last-failed --last-failed-no-failures none --maxfail 3 -rp $(IGNORED)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(addprefix --ignore=,$(FORKING_TESTS)) $(ARGS)
 
 # No permission stops root, so CI, which is often root, also runs these tests as an ordinary user: private files, folders that cannot be
 # written, the sandbox, and a whole run.
@@ -46,6 +37,7 @@ lint: setup-dev  ## ruff, mypy (strict), import-linter
 
 lint-types:
 	$(VENV)/bin/mypy
+	$(VENV)/bin/mypy bench
 
 lint-style:
 	$(VENV)/bin/ruff check $(PYTHON_SOURCES)

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -24,15 +22,13 @@ from typing import Any
 import httpx
 import psutil
 
-from harness import Bar, Measurement, median_ratio, report, sized
-from penstock.config.loading import dump_config
+from harness import Bar, Measurement, gateway_process, median_ratio, redis_process, report, sized, turns
 from penstock.config.run import ModelConfig, RunConfig, WeightsConfig
 from penstock.config.service import GatewayConfig, GatewayLimits, RedisConfig, SessionLimits
-from penstock.machine import free_port, wait_for_port
+from penstock.machine import free_port
 from penstock.store.redis_client import connect
 from penstock.trajectory import VersionSegment
 from penstock_rollout.engines.engine import GenerateRequest, TokenChunk
-from penstock_tools.local.private_redis import find_redis_server, write_config
 from support.scripted_engines import END, make_tokenizer_folder, serving, spelled
 
 NUM_SERVERS = 4
@@ -107,11 +103,10 @@ class Bench:
 
     async def overhead(self) -> dict[str, Measurement]:
         measured = {name: Measurement(name, "calls/s") for name in ("without a session", "with a session")}
-        for number in range(NUM_ROUNDS + 1):
-            for name in list(measured)[:: -1 if number % 2 else 1]:
-                rate = await self.rate(with_session=name == "with a session")
-                if number:
-                    measured[name].rates.append(rate)
+        for name, number in turns(measured, NUM_ROUNDS):
+            rate = await self.rate(with_session=name == "with a session")
+            if number:
+                measured[name].rates.append(rate)
         return measured
 
     async def waves(self) -> list[tuple[float, float]]:
@@ -156,32 +151,23 @@ class Bench:
 
 
 @contextmanager
-def gateway_process(folder: Path, url: str, *, sticky: bool) -> Iterator[tuple[RunConfig, psutil.Process]]:
-    rest, rpc = free_port(), free_port()
+def gateway(folder: Path, url: str, *, sticky: bool) -> Iterator[tuple[RunConfig, psutil.Process]]:
     limits = GatewayLimits(max_connections=4096, max_connections_per_address=4096)
     config = RunConfig(
         run="bench", run_dir=folder, model=ModelConfig(path=folder), redis=RedisConfig(url=url),
         weights=WeightsConfig(cluster_key_file=folder / "cluster-key"),
         gateway=GatewayConfig(
-            port=rest, grpc_port=rpc, api_key_file=folder / "key", limits=limits,
+            port=free_port(), grpc_port=free_port(), api_key_file=folder / "key", limits=limits,
             sessions=SessionLimits(sticky=sticky, cache_bytes=8 * 2**20),
         ),
     )  # fmt: skip
-    path = folder / f"run-{rest}.yaml"
-    path.write_text(dump_config(config))
-    command = [sys.executable, "-m", "penstock_services.gateway", "--config", str(path)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        assert wait_for_port("127.0.0.1", rest, timeout_s=120), "the gateway did not start"
-        yield config, psutil.Process(process.pid)
-    finally:
-        process.kill()
-        process.wait()
+    with gateway_process(config, folder / f"run-{config.gateway.port}.yaml") as pid:
+        yield config, psutil.Process(pid)
 
 
 async def measure(folder: Path, url: str) -> tuple[list[Measurement], list[Bar]]:
     engines = {f"r{number}": CachingEngine() for number in range(NUM_SERVERS)}
-    with gateway_process(folder, url, sticky=True) as (config, process):
+    with gateway(folder, url, sticky=True) as (config, process):
         client = connect(config.redis)
         async with serving(config, client, folder, engines, heartbeats=True):
             sticky = Bench(f"http://127.0.0.1:{config.gateway.port}", engines, process)
@@ -191,7 +177,7 @@ async def measure(folder: Path, url: str) -> tuple[list[Measurement], list[Bar]]
                 engine.token_s = 0.0
             bare = await sticky.overhead()
             waves = await sticky.waves()
-            with gateway_process(folder, url, sticky=False) as (other, other_process):
+            with gateway(folder, url, sticky=False) as (other, other_process):
                 spread = Bench(f"http://127.0.0.1:{other.gateway.port}", engines, other_process)
                 misses = await spread.hit_rate()
                 await spread.http.aclose()
@@ -218,18 +204,12 @@ async def measure(folder: Path, url: str) -> tuple[list[Measurement], list[Bar]]
 
 def main() -> int:
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as name:
-        folder, port = Path(name), free_port()
-        redis_config, url = write_config(folder, port)
+        folder = Path(name)
         make_tokenizer_folder(folder)
         (folder / "key").write_text(KEY)
         (folder / "cluster-key").write_text(KEY)
-        redis = subprocess.Popen([find_redis_server(), str(redis_config)], stdout=subprocess.DEVNULL)
-        try:
-            assert wait_for_port("127.0.0.1", port, timeout_s=20)
+        with redis_process(folder) as (_, url):
             measurements, bars = asyncio.run(measure(folder, url))
-        finally:
-            redis.kill()
-            redis.wait()
     return 0 if report("agents", "sessions, 4 servers, one gateway", measurements, bars) else 1
 
 

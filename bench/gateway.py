@@ -9,9 +9,10 @@ it back, without checks, keys, metrics or Redis. A round sends NUM_REQUESTS to e
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,15 +22,23 @@ from typing import Any
 
 import grpc
 
-from harness import Bar, Measurement, alternate, median_ratio, report, sized
+from harness import (
+    Bar,
+    Measurement,
+    alternate,
+    gateway_process,
+    listening,
+    median_ratio,
+    redis_process,
+    report,
+    sized,
+)  # fmt: skip
 from penstock.api.conversion import fill
 from penstock.api.records import SubmittedPrompt
-from penstock.config.loading import dump_config
 from penstock.config.run import ModelConfig, RunConfig
 from penstock.config.service import GatewayConfig, RedisConfig
-from penstock.machine import free_port, wait_for_port
+from penstock.machine import free_port
 from penstock.v1 import prompts_pb2
-from penstock_tools.local.private_redis import find_redis_server, write_config
 
 CONNECTIONS = 64
 NUM_REQUESTS = sized(2_000, 64)
@@ -104,7 +113,7 @@ class Load:
                 await reader.readexactly(length)
                 times.append(time.perf_counter() - started)
 
-        return await self._timed(name, [lambda times, s=stream: work(*s, times) for stream in streams], count, streams)
+        return await self._timed(name, [functools.partial(work, *stream) for stream in streams], count, streams)
 
     def grpc(
         self, name: str, port: int, request: prompts_pb2.SubmitPromptsRequest, count: int, connections: int
@@ -126,7 +135,7 @@ class Load:
                 await call(payload, metadata=(("authorization", f"Bearer {KEY}"),))
                 times.append(time.perf_counter() - started)
 
-        rate = await self._timed(name, [lambda times, c=channel: work(c, times) for channel in channels], count, [])
+        rate = await self._timed(name, [functools.partial(work, channel) for channel in channels], count, [])
         for channel in channels:
             await channel.close()
         return rate
@@ -143,12 +152,6 @@ class Load:
             await writer.wait_closed()
         self.latencies_s.setdefault(name, []).append(statistics.quantiles(times, n=100)[98])
         return rate
-
-
-def start(script: str, port: int) -> subprocess.Popen[bytes]:
-    process = subprocess.Popen([sys.executable, "-c", script.format(port=port)])
-    assert wait_for_port("127.0.0.1", port, timeout_s=60), "an echo did not start"
-    return process
 
 
 def p99(load: Load, name: str) -> Measurement:
@@ -200,30 +203,20 @@ def request_of(count: int) -> prompts_pb2.SubmitPromptsRequest:
 
 
 def main() -> int:
-    processes: list[subprocess.Popen[bytes]] = []
-    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as name:
-        folder = Path(name)
-        redis_port, ports = free_port(), {key: free_port() for key in ("rest", "grpc", "echo_rest", "echo_grpc")}
-        redis_config, url = write_config(folder, redis_port)
+    ports = {key: free_port() for key in ("rest", "grpc", "echo_rest", "echo_grpc")}
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-bench-")))
+        _, url = stack.enter_context(redis_process(folder))
+        for echo, script in (("echo_rest", ECHO_REST), ("echo_grpc", ECHO_GRPC)):
+            command = [sys.executable, "-c", script.format(port=ports[echo])]
+            stack.enter_context(listening(command, ports[echo]))
         config = RunConfig(
             run_dir=folder, model=ModelConfig(path=folder), redis=RedisConfig(url=url),
             gateway=GatewayConfig(port=ports["rest"], grpc_port=ports["grpc"], api_key_file=folder / "key"),
         )  # fmt: skip
         (folder / "key").write_text(KEY)
-        (folder / "run.yaml").write_text(dump_config(config))
-        gateway = [sys.executable, "-m", "penstock_services.gateway", "--config", str(folder / "run.yaml")]
-        try:
-            processes.append(subprocess.Popen([find_redis_server(), str(redis_config)], stdout=subprocess.DEVNULL))
-            assert wait_for_port("127.0.0.1", redis_port, timeout_s=20)
-            processes += [start(ECHO_REST, ports["echo_rest"]), start(ECHO_GRPC, ports["echo_grpc"])]
-            processes.append(subprocess.Popen(gateway, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
-            assert wait_for_port("127.0.0.1", ports["grpc"], timeout_s=60)
-            assert wait_for_port("127.0.0.1", ports["rest"], timeout_s=60)
-            measurements, bars = measure(ports)
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
+        stack.enter_context(gateway_process(config, folder / "run.yaml"))
+        measurements, bars = measure(ports)
     return 0 if report("gateway", "the gateway, 64 connections, 2 cores", measurements, bars) else 1
 
 

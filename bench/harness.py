@@ -9,6 +9,8 @@ runs all of them so. A program that needs a GPU or vLLM then ends where it would
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import datetime
 import json
 import math
@@ -24,12 +26,15 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+if TYPE_CHECKING:
+    from penstock.config.run import RunConfig
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -107,20 +112,28 @@ class Bar:
         return self.value <= self.goal if self.at_most else self.value >= self.goal
 
 
+def turns(names: Iterable[T], num_rounds: int) -> Iterator[tuple[T, int]]:
+    """Every name once per round, in reverse order in every other round, with the number of the round. Round 0 is a
+    warm-up, which is discarded."""
+    listed = list(names)
+    for number in range(num_rounds + 1):
+        for name in listed[:: -1 if number % 2 else 1]:
+            yield name, number
+
+
 def alternate(
     contenders: dict[str, Callable[[], float]], num_rounds: int, unit: str, between: Callable[[], None] | None = None
 ) -> dict[str, Measurement]:
-    """Run every contender once per round, in turn, and in reverse order in every other round. Each returns its rate.
-
-    A warm-up round is discarded. `between` is called before each round."""
+    """Run every contender in turn. Each returns its rate. `between` is called before each round."""
     measured = {name: Measurement(name, unit) for name in contenders}
-    for round_index in range(num_rounds + 1):
-        if between is not None:
+    begun = -1
+    for name, number in turns(contenders, num_rounds):
+        if between is not None and number > begun:
             between()
-        for name in list(contenders)[:: -1 if round_index % 2 else 1]:
-            rate = contenders[name]()
-            if round_index > 0:
-                measured[name].rates.append(rate)
+        begun = number
+        rate = contenders[name]()
+        if number:
+            measured[name].rates.append(rate)
     return measured
 
 
@@ -133,18 +146,18 @@ def median_ratio(ours: Measurement, limit: Measurement) -> float:
     return ratios("", ours, limit).median
 
 
-def earlier(name: str, measurements: list[Measurement], bars: list[Bar]) -> tuple[list[Measurement], list[Bar]]:
-    """What results/NAME.json has besides these: the results of parts that were not measured this time."""
+def earlier(name: str, parts: Sequence[str]) -> Results:
+    """The entries of results/NAME.json that do not begin with one of these parts, which are measured again."""
     path = RESULTS / f"{name}.json"
-    result = json.loads(path.read_text()) if path.exists() else {"measurements": [], "bars": []}
-    known = {m.name for m in measurements} | {bar.name for bar in bars}
-    kept = [Measurement(m["name"], m["unit"], m["rates"]) for m in result["measurements"] if m["name"] not in known]
-    judged = [
-        Bar(bar["name"], bar["value"], bar["goal"], bar["at_most"])
-        for bar in result["bars"]
-        if bar["name"] not in known
-    ]
-    return kept, judged
+    said = json.loads(path.read_text()) if path.exists() else {"measurements": [], "bars": []}
+
+    def is_other(entry: str) -> bool:
+        return entry.partition(": ")[0] not in parts
+
+    return Results(
+        [Measurement(m["name"], m["unit"], m["rates"]) for m in said["measurements"] if is_other(m["name"])],
+        [Bar(b["name"], b["value"], b["goal"], b["at_most"]) for b in said["bars"] if is_other(b["name"])],
+    )
 
 
 def provenance() -> dict[str, str]:
@@ -166,42 +179,78 @@ def write_results(name: str, result: Mapping[str, Any], folder: Path = RESULTS) 
     (folder / f"{name}.json").write_text(json.dumps(provenance() | dict(result), indent=1) + "\n")
 
 
-def report(name: str, title: str, measurements: list[Measurement], bars: list[Bar], folder: Path = RESULTS) -> bool:
-    """Print both tables, write NAME.json into the folder, and return whether every bar is met. A smoke run meets all
-    bars."""
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console()
     table = Table(title=title)
-    for column in ("contender", "median", "spread", "unit"):
-        table.add_column(column, justify="left" if column in ("contender", "unit") else "right")
-    for m in measurements:
-        table.add_row(m.name, f"{m.median:,.1f}" if m.median > 10 else f"{m.median:.4f}", f"±{m.spread:.0%}", m.unit)
-    console.print(table)
-    judged = Table(title="bars")
-    for column in ("bar", "value", "goal", "met"):
-        judged.add_column(column, justify="left" if column == "bar" else "right")
-    for bar in bars:
-        sign = "≤" if bar.at_most else "≥"
-        judged.add_row(bar.name, f"{bar.value:.3f}", f"{sign} {bar.goal:g}", "yes" if bar.ok else "[red]no")
-    console.print(judged)
+    for column in columns:
+        table.add_column(column, justify="left" if column in (columns[0], "unit") else "right")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+
+
+def report(name: str, title: str, measurements: list[Measurement], bars: list[Bar], folder: Path = RESULTS) -> bool:
+    """Print both tables, write NAME.json into the folder, and return whether every bar is met. A smoke run meets all
+    bars."""
+    medians = [f"{m.median:,.1f}" if m.median > 10 else f"{m.median:.4f}" for m in measurements]
+    rows = [(m.name, median, f"±{m.spread:.0%}", m.unit) for m, median in zip(measurements, medians, strict=True)]
+    print_table(title, ("contender", "median", "spread", "unit"), rows)
+    goals = [(b.name, f"{b.value:.3f}", f"{'≤' if b.at_most else '≥'} {b.goal:g}", b.ok) for b in bars]
+    print_table("bars", ("bar", "value", "goal", "met"), [(*goal, "yes" if ok else "[red]no") for *goal, ok in goals])
     result = {
         "measurements": [
-            {
-                "name": m.name,
-                "unit": m.unit,
-                "median": m.median,
-                "interval": m.interval,
-                "spread": m.spread,
-                "rates": [float(f"{rate:.5g}") for rate in m.rates],
-            }
+            {"name": m.name, "unit": m.unit, "median": m.median, "interval": m.interval, "spread": m.spread,
+             "rates": [float(f"{rate:.5g}") for rate in m.rates]}
             for m in measurements
-        ],  # fmt: skip
-        "bars": [{"name": b.name, "value": b.value, "goal": b.goal, "at_most": b.at_most, "ok": b.ok} for b in bars],
-    }
+        ],
+        "bars": [asdict(bar) | {"ok": bar.ok} for bar in bars],
+    }  # fmt: skip
     write_results(name, result, folder)
     return SMOKE or all(bar.ok for bar in bars)
+
+
+# ── processes ──
+
+
+@contextlib.contextmanager
+def listening(command: Sequence[str], *ports: int) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that listens on these ports. It is killed at the end of the block."""
+    from penstock.machine import wait_for_port
+
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        for port in ports:
+            assert wait_for_port("127.0.0.1", port, timeout_s=120), f"{command[:3]} did not start"
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextlib.contextmanager
+def redis_process(folder: Path, settings: str = "") -> Iterator[tuple[int, str]]:
+    """A private Redis with the settings of a run and these. Yields its process id and its URL."""
+    from penstock.machine import free_port
+    from penstock_tools.local.private_redis import find_redis_server, write_config
+
+    port = free_port()
+    config, url = write_config(folder, port)
+    config.write_text(config.read_text() + settings)
+    with listening([find_redis_server(), str(config)], port) as process:
+        yield process.pid, url
+
+
+@contextlib.contextmanager
+def gateway_process(config: RunConfig, config_file: Path) -> Iterator[int]:
+    """The gateway of a run, whose config is written to the file. Yields its process id."""
+    from penstock.config.loading import dump_config
+
+    config_file.write_text(dump_config(config))
+    command = [sys.executable, "-m", "penstock_services.gateway", "--config", str(config_file)]
+    with listening(command, config.gateway.port, config.gateway.grpc_port) as process:
+        yield process.pid
 
 
 # ── programs for a GPU ──
@@ -235,7 +284,7 @@ def run_parts(
         part, _, _ = os.environ[WRITE_TO].partition("=")
         save(run(part))
         return True
-    merged = Results() if SMOKE else earlier_results(name, parts)
+    merged = Results() if SMOKE else earlier(name, parts)
     met = True
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
         for part in parts:
@@ -246,6 +295,23 @@ def run_parts(
             if SMOKE and not results.bars[0].ok:
                 return False
     return met
+
+
+def run_models(
+    name: str, title: str, models: str, timeouts_s: Mapping[str, float], run: Callable[[str, bool], Results]
+) -> int:
+    """The program whose parts are models, which `run` measures, compiled or not. Returns its exit code."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--models", default=models)
+    parser.add_argument("--no-compile", action="store_true", help="do not use torch.compile")
+    arguments = parser.parse_args()
+    ends_without("a GPU")
+    compiles = not arguments.no_compile
+
+    def run_part(part: str) -> Results:
+        return run(part, compiles and part != "tiny")
+
+    return 0 if run_parts(name, title, arguments.models.split(","), timeouts_s, run_part) else 1
 
 
 def save(results: Results) -> None:
@@ -267,21 +333,6 @@ def _start(part: str, written: Path, timeout_s: float) -> Results:
     ended_well = Bar("part ended well", float(process.returncode == 0), 1)
     said = json.loads(written.read_text()) if written.exists() else {"measurements": [], "bars": []}
     return Results([Measurement(**m) for m in said["measurements"]], [ended_well, *(Bar(**b) for b in said["bars"])])
-
-
-def earlier_results(name: str, parts: Sequence[str]) -> Results:
-    """The results of all other parts in the file."""
-    path = RESULTS / f"{name}.json"
-    if not path.exists():
-        return Results()
-    said = json.loads(path.read_text())
-
-    def is_other(entry: str) -> bool:
-        return entry.partition(": ")[0] not in parts
-
-    measurements = [Measurement(m["name"], m["unit"], m["rates"]) for m in said["measurements"] if is_other(m["name"])]
-    bars = [Bar(b["name"], b["value"], b["goal"], b["at_most"]) for b in said["bars"] if is_other(b["name"])]
-    return Results(measurements, bars)
 
 
 def _end_session(process: subprocess.Popen[bytes]) -> None:

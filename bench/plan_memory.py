@@ -2,9 +2,9 @@
 
     PYTHONPATH=.:tools:bench python bench/plan_memory.py
 
-It reads bench/results/learner.json (training steps of one rank) and, where bench/gpu/loading_gpu.py has written it,
-bench/results/loading_gpu.json: a list `rows`, one for each model, number of ranks and phase. Versions are staged on the
-host. Both have the peak of torch's allocator, which does not know the CUDA context, so it is left out of the plan too.
+It reads bench/results/learner.json (training steps of one rank) and bench/results/loading_gpu.json: a list `rows`, one
+for each model, number of ranks and phase. Versions are staged on the host. Both have the peak of torch's allocator,
+which does not know the CUDA context, so the plan is compared without it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def rows_of_steps(measurements: list[dict[str, Any]]) -> list[Row]:
 
 
 def rows_of_phases(rows: list[dict[str, Any]]) -> list[Row]:
-    """Peaks of all phases, which bench/gpu/loading_gpu.py measured. Unknown models are made up, to try it."""
+    """Peaks of all phases. Unknown models are made up, to try it."""
     return [
         Row(
             row["model"], row["ranks"], row["phase"],

@@ -25,16 +25,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
+from urllib.parse import unquote, urlsplit
 
-from harness import SMOKE, Bar, Measurement, alternate, ends_without, median_ratio, report, sized
+from harness import SMOKE, Bar, Measurement, alternate, ends_without, median_ratio, redis_process, report, sized
 from penstock.config.service import RedisConfig, ReplayConfig
-from penstock.machine import free_port, wait_for_port
 from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import FinishedGroup
 from penstock.store.redis_client import EXCHANGES_AT_ONCE, RedisClient, connect
-from penstock_tools.local.private_redis import find_redis_server, write_config
 
 SIZES = {"16 KB": 16 * 1024, "64 KB": 64 * 1024, "256 KB": 256 * 1024} if not SMOKE else {"64 KB": 64 * 1024}
 BYTES_PER_ROUND = sized(48, 4) * 2**20
@@ -51,35 +51,23 @@ PEER_GROUPS = sized(128, 4)
 T = TypeVar("T")
 
 
-class Server:
-    """A private Redis with the settings of a run, except that it rewrites its append-only file only on request."""
-
-    def __init__(self, folder: Path) -> None:
-        self.port = free_port()
-        config, self.url = write_config(folder, self.port)
-        config.write_text(config.read_text() + "auto-aof-rewrite-percentage 0\n")
-        self.process = subprocess.Popen(
-            [find_redis_server(), str(config)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        if not wait_for_port("127.0.0.1", self.port, timeout_s=20):
-            raise SystemExit("Redis did not start")
-        self.password = (folder / "password").read_text()
-
-    def stop(self) -> None:
-        self.process.kill()
-        self.process.wait()
+def server_in(folder: Path) -> AbstractContextManager[tuple[int, str]]:
+    """A Redis that rewrites its append-only file only on request."""
+    return redis_process(folder, "auto-aof-rewrite-percentage 0\n")
 
 
-def best_depth(server: Server, command: str, num_bytes: int) -> int:
+def best_depth(url: str, command: str, num_bytes: int) -> int:
     """The pipeline depth at which redis-benchmark is fastest. It is found before the rounds."""
-    rates = {depth: [limit(server, command, num_bytes, depth) for _ in range(3)] for depth in PIPELINES}
+    rates = {depth: [limit(url, command, num_bytes, depth) for _ in range(3)] for depth in PIPELINES}
     return max(rates, key=lambda depth: statistics.median(rates[depth]))
 
 
-def limit(server: Server, command: str, num_bytes: int, depth: int) -> float:
+def limit(url: str, command: str, num_bytes: int, depth: int) -> float:
     """Requests per second of redis-benchmark over one connection."""
     count = max(BYTES_PER_ROUND // num_bytes, BATCH)
-    arguments = ["-p", str(server.port), "-a", server.password, "-t", command, "-d", str(num_bytes), "-c", "1"]
+    server = urlsplit(url)
+    where = ["-p", str(server.port), "-a", unquote(server.password or "")]
+    arguments = [*where, "-t", command, "-d", str(num_bytes), "-c", "1"]
     arguments += ["-P", str(depth), "-n", str(count), "-r", "1000", "-q"]
     result = subprocess.run(["redis-benchmark", *arguments], capture_output=True, text=True, check=True, timeout=300)
     return float(re.findall(rf"{command.upper()}: ([\d.]+)", result.stdout)[-1])
@@ -163,10 +151,10 @@ class OurQueue:
 class Clients:
     """An event loop with clients on it, for contenders that are plain functions."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, url: str) -> None:
         self.loop = asyncio.new_event_loop()
-        self.producer = connect(RedisConfig(url=server.url, timeout_s=60))
-        self.learner = connect(RedisConfig(url=server.url, timeout_s=60))
+        self.producer = connect(RedisConfig(url=url, timeout_s=60))
+        self.learner = connect(RedisConfig(url=url, timeout_s=60))
 
     def run(self, awaitable: Awaitable[T]) -> T:
         return self.loop.run_until_complete(awaitable)
@@ -199,7 +187,8 @@ async def pickled_stream(client: RedisClient, payload: bytes, count: int) -> Non
     for index in range(count):
         await client.xadd("peer", {"data": pickle.dumps({"id": index, "group": payload})})
     for _ in range(count):
-        [(_, [(last, fields)])] = await client.xread({"peer": last}, count=1)
+        read: Any = await client.xread({"peer": last}, count=1)
+        [(_, [(last, fields)])] = read
         pickle.loads(fields[b"data"])
     await client.delete("peer")
 
@@ -223,10 +212,10 @@ def ray_queue_rate(num_bytes: int) -> Callable[[], float]:
     return run
 
 
-def measure_size(server: Server, label: str, num_bytes: int) -> tuple[list[Measurement], list[Bar]]:
+def measure_size(url: str, label: str, num_bytes: int) -> tuple[list[Measurement], list[Bar]]:
     """All contenders at one payload size."""
     count = max(BYTES_PER_ROUND // num_bytes // BATCH, 1) * BATCH
-    clients, payload = Clients(server), os.urandom(num_bytes)
+    clients, payload = Clients(url), os.urandom(num_bytes)
     ours = OurQueue(clients, f"bench-{num_bytes}", payload)
 
     def append() -> float:
@@ -246,13 +235,13 @@ def measure_size(server: Server, label: str, num_bytes: int) -> tuple[list[Measu
     def stream() -> float:
         return PEER_GROUPS / clients.timed(pickled_stream(clients.learner, payload, PEER_GROUPS))
 
-    depths = {command: best_depth(server, command, num_bytes) for command in ("set", "get")}
+    depths = {command: best_depth(url, command, num_bytes) for command in ("set", "get")}
     measured = alternate(
         {
-            f"{label}: SET, redis-benchmark": lambda: limit(server, "set", num_bytes, depths["set"]),
+            f"{label}: SET, redis-benchmark": lambda: limit(url, "set", num_bytes, depths["set"]),
             f"{label}: append": append,
             f"{label}: read and commit": read_and_commit,
-            f"{label}: GET, redis-benchmark": lambda: limit(server, "get", num_bytes, depths["get"]),
+            f"{label}: GET, redis-benchmark": lambda: limit(url, "get", num_bytes, depths["get"]),
             f"{label}: whole cycle": cycle,
             f"{label}: XADD and XREAD of pickles": stream,
             f"{label}: ray.util.queue": ray_queue_rate(num_bytes),
@@ -288,9 +277,9 @@ def size_bars(label: str, measured: dict[str, Measurement]) -> list[Bar]:
     return bars
 
 
-def flatness(server: Server) -> tuple[list[Measurement], list[Bar]]:
+def flatness(url: str) -> tuple[list[Measurement], list[Bar]]:
     """Cost of an operation in a short and a long queue, and with one and with many connected producers."""
-    clients, payload = Clients(server), os.urandom(SMALL_BYTES)
+    clients, payload = Clients(url), os.urandom(SMALL_BYTES)
     short, long = OurQueue(clients, "flat-short", payload), OurQueue(clients, "flat-long", payload)
     clients.run(fill(short, 1_000))
     clients.run(fill(long, sized(200_000, 2_000)))
@@ -303,7 +292,7 @@ def flatness(server: Server) -> tuple[list[Measurement], list[Bar]]:
         {"1,000 queued": lambda: rate(short), "200,000 queued": lambda: rate(long)}, NUM_ROUNDS, "groups/s"
     )
 
-    crowd = [connect(RedisConfig(url=server.url)) for _ in range(63)]
+    crowd = [connect(RedisConfig(url=url)) for _ in range(63)]
     alone = OurQueue(clients, "flat-alone", payload)
 
     def among_many() -> float:
@@ -347,18 +336,12 @@ def main() -> int:
     in_memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(prefix="penstock-bench-", dir=in_memory if in_memory.is_dir() else None) as folder:
         for label, num_bytes in SIZES.items():
-            server = Server(Path(folder) / label.replace(" ", ""))
-            try:
-                measured, judged = measure_size(server, label, num_bytes)
-            finally:
-                server.stop()
+            with server_in(Path(folder) / label.replace(" ", "")) as (_, url):
+                measured, judged = measure_size(url, label, num_bytes)
             measurements += measured
             bars += judged
-        server = Server(Path(folder) / "flat")
-        try:
-            measured, judged = flatness(server)
-        finally:
-            server.stop()
+        with server_in(Path(folder) / "flat") as (_, url):
+            measured, judged = flatness(url)
     ray.shutdown()
     ok = report("replay", "the replay queue, one machine, AOF everysec", measurements + measured, bars + judged)
     return 0 if ok else 1

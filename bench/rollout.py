@@ -1,85 +1,106 @@
 """Compares the tokens per second of a rollout server with those of the bare vLLM engine, with the same requests.
 
     make bench-rollout
+    PYTHONPATH=.:rollout_server:bench python bench/rollout.py gpu
 
-The server's path is the real one: leases from a private Redis, the agent loop, rewards, encoding, appending. There are
-two sizes. In `small` (5 M parameters) the engine computes for most of a step, as in any real training, and the bar is
-on this size. `tiny` (0.4 M) is for information. There a step is mostly Python on both sides, so the work that the
-server does beside the engine has a large effect, and so has every other process on the machine. Rounds alternate; a
-ratio is the median of their ratios.
+The server's path is the real one: leases, the agent loop, rewards, encoding, appending. Rounds alternate; a ratio is
+the median of their ratios. Models are random. `small` (5 M parameters) uses a private Redis; its engine computes for
+most of a step, as in any real training. `gpu` has the shape of Qwen2-0.5B and the queue in memory, and needs only a
+GPU, torch, transformers and vLLM, which takes two minutes to start.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import faulthandler
 import math
 import sys
 import tempfile
-from dataclasses import replace
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from harness import Bar, Measurement, ends_without, report
+from harness import Bar, Measurement, ends_without, redis_process, report, say
 from penstock.config.service import RedisConfig
 from penstock.replay.queue import RedisReplayQueue
 from penstock.store.redis_client import connect
 from penstock_rollout.engines.factory import start_engine
-from replay import Server
-from rollout_parts.model import ModelShape, make_model
-from rollout_parts.paths import REPLAY, Contenders, Load, Paths, engine_config
+from rollout_parts.paths import REPLAY, Load, ModelShape, Paths, engine_config, make_model, memory_queue
 
-SHAPES = {
-    "tiny": ModelShape(
-        vocab_size=2048, hidden_size=64, intermediate_size=256, num_layers=2, num_heads=2, num_kv_heads=1
-    ),
-    "small": ModelShape(
-        vocab_size=4096, hidden_size=256, intermediate_size=768, num_layers=4, num_heads=4, num_kv_heads=2
-    ),
-}
-LOADS = {
-    "tiny": Load(8, prompt_tokens=32, mean_tokens=64, concurrency=64, groups_at_once=32, window_tokens=8_000),
-    "small": Load(8, prompt_tokens=32, mean_tokens=64, concurrency=64, groups_at_once=32, window_tokens=6_000),
-}
-NUM_ROUNDS = 15
-"""Many short rounds of a few seconds each, so that other processes affect both contenders of a round alike."""
 START_TIMEOUT_S = 150.0
-GOALS = {"small": 0.95}
+DEADLINE_S = 420.0
+"""Of the program on a GPU, which is rented by time."""
 
 
-async def measure(size: str, folder: Path, server: Server) -> Contenders:
-    from penstock_rollout.engines.vllm.engine import VllmEngine
+@dataclass(frozen=True)
+class Size:
+    shape: ModelShape
+    load: Load
+    goal: float
+    num_rounds: int = 15
+    """Many short rounds of a few seconds each, so that other processes affect both contenders of a round alike."""
+    engine: tuple[tuple[str, Any], ...] = (("kv_cache_bytes", 256 * 2**20),)
 
-    load, shape = LOADS[size], SHAPES[size]
-    make_model(folder, shape, load.mean_tokens)
-    engine = VllmEngine(engine_config(load, kv_cache_bytes=256 * 2**20), folder, "float32", 0)
-    client = connect(RedisConfig(url=server.url))
-    await start_engine(engine, START_TIMEOUT_S)
-    try:
-        async with Paths(engine, RedisReplayQueue(client, size, REPLAY), folder, load, shape.vocab_size) as paths:
-            return await paths.rounds(NUM_ROUNDS, lambda line: print(f"{size}: {line}", flush=True), math.inf)
-    finally:
-        await engine.stop()
+
+SIZES = {
+    "small": Size(
+        ModelShape(vocab_size=4096, hidden_size=256, intermediate_size=768, num_layers=4, num_heads=4, num_kv_heads=2),
+        Load(8, prompt_tokens=32, mean_tokens=64, concurrency=64, groups_at_once=32, window_tokens=6_000),
+        goal=0.95,
+    ),
+    "gpu": Size(
+        ModelShape(
+            vocab_size=151_936, hidden_size=896, intermediate_size=4864, num_layers=24, num_heads=14, num_kv_heads=2,
+            dtype="bfloat16",
+        ),
+        Load(8, prompt_tokens=128, mean_tokens=256, concurrency=512, groups_at_once=160, window_tokens=100_000),
+        num_rounds=5, goal=0.97, engine=(("gpu_memory_utilization", 0.6),),
+    ),
+}  # fmt: skip
+
+
+@contextlib.asynccontextmanager
+async def queue_of(name: str, folder: Path) -> AsyncIterator[Any]:
+    if name == "gpu":
+        yield memory_queue()
+        return
+    with redis_process(folder) as (_, url):
+        client = connect(RedisConfig(url=url))
+        yield RedisReplayQueue(client, name, REPLAY)
         await client.aclose()
 
 
+async def measure(name: str, size: Size, folder: Path) -> tuple[list[Measurement], list[Bar]]:
+    from penstock_rollout.engines.vllm.engine import VllmEngine
+
+    make_model(folder / "model", size.shape, size.load.mean_tokens)
+    engine = VllmEngine(engine_config(size.load, **dict(size.engine)), folder / "model", size.shape.dtype, 0)
+    say(f"{name}: starting vLLM")
+    await start_engine(engine, START_TIMEOUT_S)
+    until = time.monotonic() + DEADLINE_S / 2 if name == "gpu" else math.inf
+    try:
+        async with (
+            queue_of(name, folder / "redis") as queue,
+            Paths(engine, queue, folder / "model", size.load, size.shape.vocab_size) as paths,
+        ):
+            measured = await paths.rounds(size.num_rounds, lambda line: say(f"{name}: {line}"), until)
+    finally:
+        await engine.stop()
+    found = [replace(m, name=f"{name}: {m.name}") for m in measured.measurements]
+    return found, [Bar(f"{name}: rollout server / AsyncLLM.generate", measured.ratio, size.goal)]
+
+
 def main() -> int:
-    sizes = sys.argv[1:] or list(SHAPES)
+    name = sys.argv[1] if len(sys.argv) > 1 else "small"
     ends_without("vLLM")
-    measurements: list[Measurement] = []
-    bars = []
-    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as name:
-        server = Server(Path(name) / "redis")
-        try:
-            for size in sizes:
-                measured = asyncio.run(measure(size, Path(name) / size, server))
-                measurements += [replace(m, name=f"{size}: {m.name}") for m in measured.measurements]
-                if size in GOALS:
-                    bars.append(Bar(f"{size}: rollout server / AsyncLLM.generate", measured.ratio, GOALS[size]))
-                else:
-                    measurements.append(Measurement(f"{size}: ratio, no bar", "", [measured.ratio]))
-        finally:
-            server.stop()
-    ok = report("rollout", "generation, 64 requests decoded at once", measurements, bars)
-    return 0 if ok else 1
+    if name == "gpu":
+        faulthandler.dump_traceback_later(DEADLINE_S, exit=True)
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
+        measurements, bars = asyncio.run(measure(name, SIZES[name], Path(folder)))
+    return 0 if report("rollout_gpu" if name == "gpu" else "rollout", "generation", measurements, bars) else 1
 
 
 if __name__ == "__main__":

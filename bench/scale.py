@@ -29,23 +29,29 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import subprocess
-import sys
+import contextlib
 import tempfile
 from pathlib import Path
 
-from harness import RESULTS, Measurement, report, sized
+from harness import RESULTS, Bar, Measurement, gateway_process, redis_process, report, sized
 from penstock.codec import encode_prompt
-from penstock.config.loading import dump_config
 from penstock.config.run import ModelConfig, RunConfig, WeightsConfig
 from penstock.config.service import GatewayConfig, RedisConfig, ReplayConfig
-from penstock.machine import free_port, measure_memory, wait_for_port
+from penstock.machine import free_port, measure_memory
 from penstock.trajectory import Prompt, Sampling
 from penstock.weights.cluster_key import ClusterKey
-from penstock_tools.local.private_redis import find_redis_server, write_config
-from scale_parts.clients import generating, p99, submitting
-from scale_parts.figures import Bar, Costs, Sample, fleet_bars, growth, measurements
-from scale_parts.fleet import FleetProcesses, Meter
+from scale_parts.fleet import (
+    Costs,
+    FleetProcesses,
+    Meter,
+    Sample,
+    fleet_bars,
+    generating,
+    growth,
+    measurements,
+    p99,
+    submitting,
+)
 from scale_parts.learner import Learner
 
 IN_FLIGHT = 1_000
@@ -208,36 +214,23 @@ def main() -> int:
 
 def measure_in(folder: Path, arguments: argparse.Namespace) -> tuple[list[Measurement], list[Bar]]:
     """Start a Redis and a gateway, and measure."""
-    redis_port = free_port()
-    redis_config, url = write_config(folder / "redis", redis_port)
-    config = RunConfig(
-        run="scale", run_dir=folder, model=ModelConfig(path=folder), redis=RedisConfig(url=url, timeout_s=30),
-        gateway=GatewayConfig(port=free_port(), grpc_port=free_port(), api_key_file=folder / "key"),
-        replay=ReplayConfig(
-            groups_per_step=GROUPS_PER_STEP, max_staleness=4 * IN_FLIGHT // GROUPS_PER_STEP, lease_ttl_s=300
-        ),
-        weights=WeightsConfig(transport="gloo", catch_up="publisher", snapshot_every_steps=10**9),
-    )  # fmt: skip
-    (folder / "key").write_text(KEY)
-    config.folder.mkdir(parents=True, exist_ok=True)
-    ClusterKey.of(config).make_if_missing()
-    config_file = folder / "run.yaml"
-    config_file.write_text(dump_config(config))
-    processes: list[subprocess.Popen[bytes]] = []
-    try:
-        redis = subprocess.Popen([find_redis_server(), str(redis_config)], stdout=subprocess.DEVNULL)
-        processes.append(redis)
-        assert wait_for_port("127.0.0.1", redis_port, timeout_s=20)
-        command = [sys.executable, "-m", "penstock_services.gateway", "--config", str(config_file)]
-        gateway = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        processes.append(gateway)
-        assert wait_for_port("127.0.0.1", config.gateway.port, timeout_s=60)
-        scale = Scale(config, config_file, Meter(redis.pid, gateway.pid), arguments)
+    with contextlib.ExitStack() as stack:
+        redis_pid, url = stack.enter_context(redis_process(folder / "redis"))
+        config = RunConfig(
+            run="scale", run_dir=folder, model=ModelConfig(path=folder), redis=RedisConfig(url=url, timeout_s=30),
+            gateway=GatewayConfig(port=free_port(), grpc_port=free_port(), api_key_file=folder / "key"),
+            replay=ReplayConfig(
+                groups_per_step=GROUPS_PER_STEP, max_staleness=4 * IN_FLIGHT // GROUPS_PER_STEP, lease_ttl_s=300
+            ),
+            weights=WeightsConfig(transport="gloo", catch_up="publisher", snapshot_every_steps=10**9),
+        )  # fmt: skip
+        (folder / "key").write_text(KEY)
+        config.folder.mkdir(parents=True, exist_ok=True)
+        ClusterKey.of(config).make_if_missing()
+        config_file = folder / "run.yaml"
+        gateway_pid = stack.enter_context(gateway_process(config, config_file))
+        scale = Scale(config, config_file, Meter(redis_pid, gateway_pid), arguments)
         return asyncio.run(run(scale, arguments))
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
 
 
 if __name__ == "__main__":

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from async_sync import RUN_S, SCORE_GOAL, measure, numbers, seconds_to
-from async_sync_parts.run import Serving, Variant
-from async_sync_parts.score import score_snapshots
+from async_sync_parts.run import Serving, Variant, score_snapshots
 from harness import Bar, Measurement, ends_without, report
 
 NAME = "trl_demo"

@@ -19,16 +19,103 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from prometheus_client import CollectorRegistry
 
 from harness import SMOKE, Bar, Measurement, alternate, median_ratio, report, sized
 from penstock.config.learner import LearnerConfig
 from penstock.config.loading import dump_config, validate
+from penstock.config.rollout import EngineConfig
 from penstock.config.run import RunConfig
+from penstock.trajectory import Sampling
+from penstock.v1 import weights_pb2_grpc
+from penstock.weights.cluster_key import ClusterKey
+from penstock.weights.transports import host_id
 from penstock_learner.weights.publisher import WeightPublisher
+from penstock_learner.weights.push import PushTarget
+from penstock_rollout.engines.engine import Engine, GenerateRequest
+from penstock_rollout.engines.factory import create_engine
+from penstock_rollout.fleet.internal_listener import make_listener
+from penstock_rollout.fleet.membership import available_transports
+from penstock_rollout.fleet.weight_member import WeightMember
+from penstock_rollout.metrics import RolloutMetrics
 from support.weight_group import MemberProcess
+
+NUM_PUSHES = 8
+NUM_REQUESTS = 16
+
+
+def make_model(folder: Path) -> Any:
+    """A Qwen2 of about 200 MB in float32."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=16_000, hidden_size=640, intermediate_size=2560, num_hidden_layers=6, num_attention_heads=10,
+        num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=True, eos_token_id=1, bos_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(config).float()
+    model.save_pretrained(folder)
+    return model
+
+
+async def measure_pause(folder: Path) -> tuple[Measurement, Measurement]:
+    """Rates (1/s) of the pause and of the engine's load, one per push."""
+    model = make_model(folder)
+    config = validate({"run": "bench", "run_dir": str(folder), "model": {"path": str(folder)}}, "bench")
+    engine_config = EngineConfig(name="vllm", max_model_len=512, kv_cache_bytes=256 * 2**20)
+    engine = create_engine(engine_config, folder, "float32", 0)
+    await engine.start(policy_version=0)
+    key = ClusterKey.of(config)
+    key.make_if_missing()
+    listener = make_listener(key)
+    metrics = RolloutMetrics(CollectorRegistry())
+    member = WeightMember("bench", engine, metrics, read_term=lambda: asyncio.sleep(0, result=1))
+    weights_pb2_grpc.add_WeightMemberServiceServicer_to_server(member, listener)
+    port = listener.add_insecure_port("127.0.0.1:0")
+    await listener.start()
+    target = PushTarget("vllm", f"127.0.0.1:{port}", ("cpu",), host_id(), available_transports(("cpu",)))
+    pauses, loads = Measurement("vLLM: 1 / pause", "1/s"), Measurement("vLLM: 1 / load", "1/s")
+    generating = [asyncio.create_task(_generate(engine, index)) for index in range(NUM_REQUESTS)]
+    try:
+        publisher = WeightPublisher(config, "127.0.0.1")
+        for version in range(1, NUM_PUSHES + 1):
+            await asyncio.to_thread(_stage, publisher, version, model)
+            outcome = await asyncio.to_thread(publisher.push, version, [target])
+            assert outcome.committed, outcome.failed
+            assert outcome.running_requests > 0, "nothing was generating"
+            if version > 1:
+                pauses.rates.append(1 / outcome.seconds["pause"])
+                loads.rates.append(1 / outcome.seconds["load"])
+    finally:
+        for task in generating:
+            task.cancel()
+        await asyncio.gather(*generating, return_exceptions=True)
+        await listener.stop(None)
+        await engine.stop()
+    return pauses, loads
+
+
+def _stage(publisher: WeightPublisher, version: int, model: Any) -> None:
+    weights = list(model.named_parameters())
+    shapes = [(name, tuple(weight.shape)) for name, weight in weights]
+    staged = publisher.begin(version, 1, shapes, keep=[version - 1])
+    for name, weight in weights:
+        staged.put(name, weight.detach())
+
+
+async def _generate(engine: Engine, index: int) -> None:
+    """Send requests one after the other, for ever."""
+    number = 0
+    while True:
+        number += 1
+        request = GenerateRequest(f"{index}.{number}", tuple(range(2, 34)), Sampling(max_tokens=256))
+        async for _ in engine.generate(request):
+            pass
+
 
 MODEL_BYTES = sized(2**30, 2**24)
 NUM_TENSORS = 64
@@ -106,7 +193,7 @@ def memory_copy(weights: list[torch.Tensor]) -> Callable[[], float]:
 def _drain(port: int) -> None:
     """The reading end of the TCP limit. It reads as many bytes as the model has, into memory that was used before, and
     then sends one byte back."""
-    buffer = np.zeros(64 * 2**20, dtype=np.uint8)
+    buffer = bytearray(64 * 2**20)
     with socket.create_connection(("127.0.0.1", port)) as connection:
         while True:
             left = MODEL_BYTES
@@ -124,7 +211,7 @@ def tcp_stream(weights: list[torch.Tensor]) -> tuple[Callable[[], float], Callab
     reader = multiprocessing.get_context("spawn").Process(target=_drain, args=(listener.getsockname()[1],), daemon=True)
     reader.start()
     connection, _ = listener.accept()
-    views = [memoryview(weight.numpy().reshape(-1).view(np.uint8)) for weight in weights]
+    views = [weight.numpy().reshape(-1).view(np.uint8).data for weight in weights]
 
     def run() -> float:
         started = time.perf_counter()
@@ -192,9 +279,7 @@ def flatness(folder: Path) -> tuple[list[Measurement], list[Bar]]:
 
 def pause(folder: Path) -> tuple[list[Measurement], list[Bar]]:
     """How long vLLM pauses while it generates, against how long its own load takes."""
-    from weights_parts.vllm_pause import measure
-
-    pauses, loads = asyncio.run(measure(folder / "pause"))
+    pauses, loads = asyncio.run(measure_pause(folder / "pause"))
     return [pauses, loads], [Bar("vLLM, 200 MB: pause / load", median_ratio(loads, pauses), 1.5, at_most=True)]
 
 

@@ -30,7 +30,8 @@ BENCHES = {
     "codec": ("Encoding of groups", "make bench-codec", "compared with JSON"),
     "weights": ("The weight push, CPU", "make bench-weights", "compared with a memory copy, a TCP stream and a load"),
     "vllm_flip": (
-        "The flip of a version, CPU", "make bench-vllm_flip", "one call to EngineCore, compared with a call per stage",
+        "The flip of a version, CPU", "",
+        "One call to EngineCore, compared with a call per stage. The program has left",
     ),
     "weights_gpu": ("The weight push, GPU", "bench/gpu/weights_gpu.py", "compared with a broadcast, a copy and a load"),
     "delta_push": (
@@ -41,10 +42,10 @@ BENCHES = {
     ),
     "agents": ("Sessions of agents", "make bench-agents", "with and without a session, 2,000 sessions, prefix caches"),
     "checkpoints": ("Checkpoints", "make bench-checkpoints", "the cost of checksums and of checks for finite numbers"),
-    "loading": ("Loading", "make bench-loading", "peaks of memory with four ranks, and with whole models in each"),
-    "loading_gpu": ("Loading, GPU", "bench/gpu/loading_gpu.py", "the same, with ranks that share one GPU"),
+    "loading": ("Loading", "", "Peaks of memory with four ranks, and with whole models in each. The program has left"),
+    "loading_gpu": ("Loading, GPU", "", "The same, with ranks that share one GPU"),
     "rollout": ("Generation, CPU", "make bench-rollout", "a rollout server and bare vLLM, 64 concurrent requests"),
-    "rollout_gpu": ("Generation, GPU", "bench/gpu/rollout_gpu.py", "the same, 512 concurrent requests"),
+    "rollout_gpu": ("Generation, GPU", "bench/rollout.py gpu", "the same, 512 concurrent requests"),
     "engine_check_bf16": (
         "vLLM on a GPU",
         "bench/gpu/engine_check.py",
@@ -54,10 +55,9 @@ BENCHES = {
     "engine_check_fp8": ("vLLM in FP8", "bench/gpu/engine_check.py --quantization fp8", "the same"),
     "engine_check_sglang_bf16": ("SGLang on a GPU", "bench/gpu/engine_check.py --engine sglang", "the same"),
     "constrained_check_cpu": (
-        "Constrained output, CPU", "bench/gpu/constrained_check.py", "vLLM, compared with a masked forward pass",
+        "Constrained output, CPU", "", "vLLM, compared with a masked forward pass. The program has left",
     ),
-    "constrained_check_gpu": ("Constrained output, GPU", "bench/gpu/constrained_check.py", "the same"),
-    "sglang_gpu": ("SGLang", "bench/gpu/sglang_speed.py", "compared with bare SGLang, 256 requests at once"),
+    "constrained_check_gpu": ("Constrained output, GPU", "", "The same"),
     "prefixes": (
         "Shared prefixes in training", "bench/gpu/prefixes.py",
         "compared with the same step without sharing. At 128 + 1,024 tokens a micro-batch has 8 sequences with sharing "
@@ -65,10 +65,11 @@ BENCHES = {
     ),
     "learner": ("The training step", "bench/gpu/learner.py", "compared with plain Hugging Face and TRL's GRPO loss"),
     "learner_ranks": (
-        "Training on several ranks", "bench/gpu/learner_ranks.py", "FSDP2 ranks on one GPU, compared with one rank",
+        "Training on several ranks", "", "FSDP2 ranks on one GPU, compared with one rank. The program has left",
     ),
     "loop_gpu": (
-        "The whole loop", "bench/gpu/loop.py", "two vLLM servers and all roles on one GPU, with and without faults",
+        "The whole loop", "",
+        "Two vLLM servers and all roles on one GPU, with and without faults. The program has left",
     ),
     "whole_run": (
         "Whole runs",
@@ -110,12 +111,12 @@ BENCHES = {
         "has one core: with 1,000 servers it takes about 1,200 groups a second. One gateway process takes 700 "
         "submissions a second",
     ),
-    "metrics": ("Metrics", "make bench-metrics", "their cost"),
-    "durable": ("Saved tokens", "make bench-durable", "what a killed server costs, and what saving costs"),
+    "metrics": ("Metrics", "", "Their cost. The program has left"),
+    "durable": ("Saved tokens", "", "What a killed server costs, and what saving costs. The program has left"),
     "attention_forms": (
         "Windows, caps and sinks",
-        "bench/gpu/attention_forms.py",
-        "the learner's step of a model with them, and of the same model without",
+        "",
+        "The learner's step of a model with them, and of the same model without. The program has left",
     ),
     "plan_memory": (
         "Planned memory",
@@ -136,7 +137,14 @@ def _section(name: str) -> str:
     rows = [_row(bar) for bar in _merged(results["bars"])]
     measured = f"(`{results['commit']}`, {results['date']}, {results['machine']})"
     return "\n".join(
-        [f"## {title}", f"`{command}`: {what} {measured}.\n", "| | measured | goal |", "|---|---|---|", *rows, ""]
+        [
+            f"## {title}",
+            f"{f'`{command}`: ' if command else ''}{what} {measured}.\n",
+            "| | measured | goal |",
+            "|---|---|---|",
+            *rows,
+            "",
+        ]
     )
 
 

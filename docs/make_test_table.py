@@ -31,6 +31,7 @@ folder of tests or a marker.
 | `python -m pytest tests/cluster -m long` | the chart on a cluster: `KUBECONFIG`, `KUBEBUILDER_ASSETS` | 30 minutes |
 
 A test is skipped, with its reason, where a tool that it needs is not installed: vLLM, helm, Chromium, Prometheus.
+Where helm is emulated, as on ARM, further cases of the chart's tests wait for `make test-long`.
 
 ## Which command runs which tests
 A tick stands for tests without a marker, which are not counted. The numbers count test functions, however many

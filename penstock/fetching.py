@@ -193,7 +193,9 @@ def fetch_model(source: str, target: Path, timeout_s: float, *, verify: bool = F
         elif is_hub_id(Path(source)):
             download_model(Path(source), target)
         else:
-            raise ConfigError(f"{FIELD} {source} is no folder, no s3:// URL and no Hub id such as Qwen/Qwen2.5-0.5B")
+            raise ConfigError(
+                f"{FIELD} {source} is neither a folder nor an s3:// URL nor a Hub id such as Qwen/Qwen2.5-0.5B"
+            )
         files = _model_files(target)
         if "config.json" not in files:
             raise ConfigError(f"{FIELD} {source} is not a model: it has no config.json")

@@ -37,7 +37,7 @@ from typing import Any
 
 import yaml
 
-from harness import WRITE_TO, Bar, Measurement, Results, earlier_results, ends_without, report, run_parts, save, say
+from harness import WRITE_TO, Bar, Measurement, Results, earlier, ends_without, report, run_parts, save, say
 from learner_parts.models import SHAPES
 from penstock.client import SyncPenstockClient
 from penstock.errors import PenstockError
@@ -173,7 +173,7 @@ def _run(part: str, arguments: argparse.Namespace, until: float) -> Results:
         model = model_folder(arguments.model)
         if part != "warm":
             shutil.rmtree(cache, ignore_errors=True)
-        settings = settings_of(task, model, Path(folder), arguments.engine, "decoupled", MICRO_BATCH_TOKENS)
+        settings = settings_of(task, model, Path(folder), arguments.engine, MICRO_BATCH_TOKENS, max_staleness=2)
         settings["learner"]["compile"] |= arguments.compile
         if arguments.cpu:
             settings["model"]["dtype"] = "float32"
@@ -265,7 +265,7 @@ def _read_engine_log(timeline: Timeline, log: Path) -> None:
 def compare() -> bool:
     """Add the ratios of the parts to the saved results. Returns whether every bar is met."""
     names = [f"{part} / {other}" for part, other in GOALS]
-    results = earlier_results(NAME, names)
+    results = earlier(NAME, names)
     totals = {m.name.partition(": ")[0]: m.median for m in results.measurements if m.name.endswith(f": {FIRST_STEP}")}
     for (part, other), goal in GOALS.items():
         if part in totals and other in totals:

@@ -24,8 +24,7 @@ from typing import Any
 
 import torch
 
-from delta_push_parts.member import MemberProcess, tensor_checksums
-from delta_push_parts.steps import free, shares_of_steps, versions_of_a_step
+from delta_push_parts.model import MemberProcess, free, shares_of_steps, tensor_checksums, versions_of_a_step
 from harness import Child, Results, run_parts, save, say, sized
 from penstock.config.loading import validate
 from penstock.config.run import RunConfig

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from harness import Bar, Measurement, ends_without, report
+from harness import Bar, Measurement, ends_without, report, say
 from penstock.config.rollout import EngineConfig
 from penstock.trajectory import Sampling
 from penstock.v1 import weights_pb2
@@ -40,7 +40,6 @@ from penstock_rollout.engines.factory import create_engine
 from penstock_rollout.engines.sglang.server import honours_seeds
 from support.answers import Answer
 
-STARTED = time.monotonic()
 DEADLINE_S = 400.0
 NUM_REQUESTS = 64
 BUCKET_BYTES = 256 << 20
@@ -55,10 +54,6 @@ SECOND = "second update: "
 
 Update = tuple[weights_pb2.AnnounceRequest, list[str]]
 """An announcement and its checksums."""
-
-
-def say(text: str) -> None:
-    print(f"[{time.monotonic() - STARTED:6.1f} s] {text}", flush=True)
 
 
 @dataclass(frozen=True)

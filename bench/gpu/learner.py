@@ -10,13 +10,12 @@ parameters, gradients and Adam's state. `--models tiny` runs on any machine, to 
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
-from harness import Results, ends_without, run_parts, save, say, sized
+from harness import Results, run_models, save, say, sized
 from learner_parts.models import Setting
 
 NAME = "learner"
@@ -39,9 +38,9 @@ def bench_model(name: str, compiled: bool) -> Results:
 
     shape = SHAPES[name]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
-    )
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
     results = Results()
     peak = matmul_flops(device)
     results.add("large bfloat16 product", "TFLOP/s", peak / 1e12)
@@ -177,10 +176,10 @@ class _ModelBench:
         self.results.add(f"{label}, memory beyond state", "GiB", (peak - state) / GIB)
         # Gradients do not exist yet when activations are largest, so this is the memory of the activations.
         self.results.add(f"{label}, memory beyond weights and Adam", "GiB", (peak - state * 3 // 4) / GIB)
-        return peak - state
+        return int(peak - state)
 
     def _mfu(self, tokens_per_second: float) -> float:
-        return self.shape.flops_per_token(self.shape.length) * tokens_per_second / self.peak_flops
+        return float(self.shape.flops_per_token(self.shape.length) * tokens_per_second / self.peak_flops)
 
 
 def nominal_flops(device: Any) -> float | None:
@@ -191,22 +190,5 @@ def nominal_flops(device: Any) -> float | None:
     return next((flops for part, flops in NOMINAL_FLOPS.items() if part in name), None)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--models", default=sized("0.5b,1.5b,7b", "tiny"))
-    parser.add_argument("--no-compile", action="store_true", help="do not use torch.compile")
-    arguments = parser.parse_args()
-    ends_without("a GPU")
-    models = arguments.models.split(",")
-    is_met = run_parts(
-        NAME,
-        "training step on one GPU",
-        models,
-        TIMEOUTS_S,
-        lambda name: bench_model(name, not arguments.no_compile and name != "tiny"),
-    )
-    return 0 if is_met else 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_models(NAME, "training step on one GPU", sized("0.5b,1.5b,7b", "tiny"), TIMEOUTS_S, bench_model))

@@ -10,12 +10,11 @@ machine, to try the script.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from typing import Any
 
-from harness import Results, ends_without, run_parts, save, say, sized
+from harness import Results, run_models, save, say, sized
 
 NAME = "prefixes"
 TIMEOUTS_S = {"tiny": 300.0, "0.5b": 300.0, "1.5b": 300.0}
@@ -67,7 +66,8 @@ def bench_model(name: str, compiled: bool) -> Results:
     set_up_torch(torch.get_num_threads(), compiles=True, fail_at_recompile_limit=True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
     results, shape = Results(), SHAPES[name]
     setting = shape.settings[0]
     contender = Ours(shape, device, "bfloat16", Setting(setting.recomputed, MICRO_BATCH_TOKENS, setting.kept), compiled)
@@ -156,21 +156,9 @@ def _name(shares: bool) -> str:
     return "shared" if shares else "not shared"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--models", default=sized("1.5b", "tiny"))
-    parser.add_argument("--no-compile", action="store_true", help="do not use torch.compile")
-    arguments = parser.parse_args()
-    ends_without("a GPU")
-    is_met = run_parts(
-        NAME,
-        "training step with shared prefixes on one GPU",
-        arguments.models.split(","),
-        TIMEOUTS_S,
-        lambda name: bench_model(name, not arguments.no_compile and name != "tiny"),
-    )
-    return 0 if is_met else 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(
+        run_models(
+            NAME, "training step with shared prefixes on one GPU", sized("1.5b", "tiny"), TIMEOUTS_S, bench_model
+        )
+    )

@@ -9,17 +9,15 @@ vLLM in its own process (`colocate`), verl beside its trainer; both generate and
 difference between the engine's log-probs and their own, for which TRL and verl compute those of the samples once more;
 ours takes them from the pass of the update.
 
-Each part is a process with a deadline of its own. A part can be run again, after the others, as `ours-0.5b@2`: ratios
-are taken of parts of the same round, and the median of the rounds is judged. Parts with a variant in their name can be
-added: `ours-mps-0.5b` turns on CUDA's multi-process service, `ours-bypass-0.5b` leaves the correction out,
-`ours-sync-0.5b` generates and trains in turns (`max_staleness` 0), `ours-wide-0.5b` decodes three steps' samples at
-once instead of two, `ours-pair-0.5b` has two servers on the GPU, which need less of a core each than one server that
-decodes everything, `trl-rows32-0.5b` trains 32 sequences at a time, `trl-recomputed-0.5b` recomputes activations; those
-of verl are listed in whole_run_parts/verl_runs.py. The bars compare our plain part with the best of each peer. What
-overlap gives is the rate of tokens over that of the synchronous part; its ideal is what it would be if the longer of
-generation and training, each as long as in the synchronous part, took the whole step. It needs vLLM, Ray, Redis, what
-penstock needs, and TRL and datasets for the parts of TRL. The parts of verl (`verl-0.5b,verl-1.5b`) need an environment
-with verl and without TRL. `--engine torch` with the parts `ours-tiny,trl-tiny` tries the script without a GPU.
+Each part is a process with its own deadline. A part can be run again, after the others, as `ours-0.5b@2`: ratios are
+taken of parts of the same round, and the median of the rounds is judged. Parts with a variant in their name can be
+added: `ours-sync-0.5b` generates and trains in turns (`max_staleness` 0), `trl-rows32-0.5b` trains 32 sequences at a
+time, `trl-recomputed-0.5b` recomputes activations; whole_run_parts/verl_runs.py lists those of verl. The bars compare
+our plain part with the best of each peer. What overlap gives is the rate of tokens over that of the synchronous part;
+its ideal is what it would be if the longer of generation and training, each as long as in the synchronous part, took
+the whole step. It needs vLLM, Ray, Redis, what penstock needs, and TRL and datasets for the parts of TRL. The parts of
+verl (`verl-0.5b,verl-1.5b`) need an environment with verl and without TRL. `--engine torch` with the parts
+`ours-tiny,trl-tiny` tries the script without a GPU.
 """
 
 from __future__ import annotations
@@ -34,10 +32,9 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
-from harness import Bar, Measurement, Results, earlier_results, ends_without, report, run_parts, say
+from harness import Bar, Measurement, Results, earlier, ends_without, report, run_parts, say
 from learner_parts.models import SHAPES
 from whole_run_parts.steps import RATE
 from whole_run_parts.task import Task
@@ -92,19 +89,11 @@ def model_folder(name: str) -> Path:
 def _ours(
     task: Task, model: Path, folder: Path, engine: str, started_at: float, until: float, variants: list[str]
 ) -> Results:
-    from whole_run_parts.ours import VARIANTS, Fleet, run_ours, settings_of
+    from whole_run_parts.ours import run_ours, settings_of
 
-    _refuse_unknown(variants, VARIANTS)
-    correction = "bypass" if "bypass" in variants else "decoupled"
-    fleet = Fleet()
-    if SYNC in variants:
-        fleet = replace(fleet, max_staleness=0)
-    if "wide" in variants:
-        fleet = replace(fleet, steps_at_once=3)
-    if "pair" in variants:
-        fleet = replace(fleet, num_servers=2)
-    settings = settings_of(task, model, folder, engine, correction, MICRO_BATCH_TOKENS, fleet)
-    return run_ours(task, settings, folder, started_at, until, with_mps="mps" in variants)
+    _refuse_unknown(variants, (SYNC,))
+    settings = settings_of(task, model, folder, engine, MICRO_BATCH_TOKENS, max_staleness=0 if SYNC in variants else 2)
+    return run_ours(task, settings, folder, started_at, until)
 
 
 def _trl(
@@ -153,7 +142,7 @@ def compare() -> bool:
     """Add the ratios to each peer, of the models that both have run, to the saved results. Returns whether every bar is
     met. A peer is represented by its fastest variant."""
     ratios = {who: f"ours / {peer}" for who, peer in PEERS.items()}
-    results = earlier_results(NAME, [*ratios.values(), OVERLAP])
+    results = earlier(NAME, [*ratios.values(), OVERLAP])
     results.measurements += overlap(results.measurements)
     for who, ratio_name in ratios.items():
         for model in SHAPES:

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from harness import Measurement, median_ratio
+from harness import Measurement, median_ratio, turns
 from penstock.cancellation import end_task
 from penstock.codec import encode_prompt
 from penstock.config.rollout import AdaptiveConcurrencyConfig, AgentsConfig, EngineConfig, RewardConfig, RolloutConfig
@@ -34,6 +35,52 @@ from penstock_rollout.rewards.scorer import Scorer
 from penstock_rollout.tokenization import Tokenization
 from support.memory_queue import MemoryReplayQueue
 from support.memory_store import MemoryStore
+from support.tiny_models import EOS_TOKEN_ID, write_tokenizer
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    dtype: str = "float32"
+    max_positions: int = 1024
+
+
+def make_model(folder: Path, shape: ModelShape, mean_tokens: int) -> Path:
+    """Write a model folder with a tokenizer. At temperature 1 a response ends with probability 1 / mean_tokens at each
+    token. The first entry of every embedding is the same, so the output row of the end token can use it as a bias."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=shape.vocab_size, hidden_size=shape.hidden_size, intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_layers, num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads, max_position_embeddings=shape.max_positions,
+        tie_word_embeddings=False, bos_token_id=0, eos_token_id=EOS_TOKEN_ID,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    torch.set_default_dtype(getattr(torch, shape.dtype))
+    try:
+        model: Any = Qwen2ForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    with torch.inference_mode():
+        model.model.embed_tokens.weight[:, 0] = 1.0
+        ids = torch.randint(2, shape.vocab_size, (4, 16))
+        hidden = model.model(ids).last_hidden_state[:, -1].float()
+        others = (hidden @ model.lm_head.weight.float().T).logsumexp(-1)
+        row = torch.zeros(shape.hidden_size)
+        row[0] = (others.mean() - math.log(mean_tokens)) / hidden[:, 0].mean()
+        model.lm_head.weight[EOS_TOKEN_ID] = row.to(model.lm_head.weight.dtype)
+    model.generation_config.eos_token_id = EOS_TOKEN_ID
+    model.save_pretrained(folder)
+    write_tokenizer(folder, shape.vocab_size)
+    return folder
+
 
 Queue = Any
 """A MemoryReplayQueue or a RedisReplayQueue."""
@@ -67,14 +114,6 @@ class Load:
     def num_groups(self) -> int:
         """Enough prompts for a window, the tokens before it, and the groups in flight at its end."""
         return 3 * self.window_tokens // (self.samples_per_group * self.mean_tokens) + 2 * self.groups_at_once
-
-    def at(self, concurrency: int) -> Load:
-        """The same load per request at another concurrency."""
-        groups, tokens = self.groups_at_once, self.window_tokens
-        return replace(
-            self, concurrency=concurrency, groups_at_once=groups * concurrency // self.concurrency,
-            window_tokens=tokens * concurrency // self.concurrency,
-        )  # fmt: skip
 
     def prompts(self, vocab_size: int, seed: int) -> Iterator[Prompt]:
         random = np.random.default_rng(seed)
@@ -166,19 +205,20 @@ class Paths:
         """Measure the bare engine and the server in turn, in reverse order in every other round. A warm-up round is
         discarded. No round begins that would end after `until` on the monotonic clock."""
         measured = Contenders()
-        contenders = [(measured.bare, self.bare), (measured.served, self.served)]
-        longest_s = 0.0
-        for number in range(num_rounds + 1):
-            started = time.monotonic()
-            if number > 1 and started + 1.2 * longest_s > until:
-                break
-            for contender, run in contenders if number % 2 else reversed(contenders):
-                window = await run()
-                say(f"round {number}: {contender.rates.name}: {window}{'' if number else ' (warm-up)'}")
-                if number:
-                    contender.rates.rates.append(window.rate)
-                    contender.cpu.rates.append(window.cpu_us)
-            longest_s = max(longest_s, time.monotonic() - started)
+        contenders = {"bare": (measured.bare, self.bare), "served": (measured.served, self.served)}
+        started, longest_s, latest = time.monotonic(), 0.0, 0
+        for name, number in turns(contenders, num_rounds):
+            if number > latest:
+                now = time.monotonic()
+                longest_s, started, latest = max(longest_s, now - started), now, number
+                if number > 1 and now + 1.2 * longest_s > until:
+                    break
+            contender, run = contenders[name]
+            window = await run()
+            say(f"round {number}: {contender.rates.name}: {window}{'' if number else ' (warm-up)'}")
+            if number:
+                contender.rates.rates.append(window.rate)
+                contender.cpu.rates.append(window.cpu_us)
         return measured
 
     async def _window(self) -> Window:
@@ -210,7 +250,8 @@ class Paths:
     async def _state(self) -> str:
         """A description of the state, for the error of a wait that takes too long."""
         producer, stat = self.producer, await self.queue.stat()
-        failures = {labels[0]: child._value.get() for labels, child in producer.metrics.failures._metrics.items()}
+        counted: dict[Any, Any] = producer.metrics.failures._metrics
+        failures = {labels[0]: child._value.get() for labels, child in counted.items()}
         return (
             f"{self.engine.load.num_generated_tokens} tokens so far, {self._stats()}; groups: "
             f"{producer.num_running} running of {producer.concurrency.limit} allowed, {len(producer._appending)} "

@@ -1,18 +1,206 @@
-"""The processes of bench/scale.py: those that simulate servers, and the CPU time of all."""
+"""The fleet of bench/scale.py: its processes, the clients of its gateway, and the figures of its phases."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import math
 import os
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import cast
+from typing import Any, Literal, cast
 
-from scale_parts.figures import Costs
+import httpx
+
+from harness import Bar, Measurement
+from penstock.config.run import RunConfig
+
+SUBMISSION = {"prompts": [{"messages": [{"role": "user", "content": "What is 17 + 25?"}], "num_samples": 8}]}
+QUESTION = {"model": "scale", "prompt": "What is 17 + 25?", "max_tokens": 8}
+
+
+def p99(times_s: list[float]) -> float:
+    return statistics.quantiles(times_s, n=100)[98] if len(times_s) > 1 else 0.0
+
+
+class GatewayClient:
+    """Sends the same request again and again, and keeps how long each took."""
+
+    def __init__(self, config: RunConfig, key: str, path: str, body: dict[str, Any], pause_s: float) -> None:
+        self.url = f"http://127.0.0.1:{config.gateway.port}"
+        self.key = key
+        self.path = path
+        self.body = body
+        self.pause_s = pause_s
+        self.times_s: list[float] = []
+
+    @contextlib.asynccontextmanager
+    async def running(self, at_once: int = 1) -> AsyncIterator[None]:
+        headers = {"Authorization": f"Bearer {self.key}"}
+        async with httpx.AsyncClient(base_url=self.url, headers=headers, timeout=60) as client:
+            tasks = [asyncio.create_task(self._run(client)) for _ in range(at_once)]
+            try:
+                yield
+            finally:
+                for task in tasks:
+                    task.cancel()
+                ended = await asyncio.gather(*tasks, return_exceptions=True)
+        for outcome in ended:
+            if not isinstance(outcome, asyncio.CancelledError):
+                raise RuntimeError(f"a client of the gateway failed: {outcome}")
+
+    async def wait_for(self, num_answers: int, timeout_s: float) -> None:
+        """Wait until so many requests were answered."""
+        async with asyncio.timeout(timeout_s):
+            while len(self.times_s) < num_answers:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+
+    async def _run(self, client: httpx.AsyncClient) -> None:
+        while True:
+            started = time.perf_counter()
+            answer = await client.post(self.path, json=self.body)
+            assert answer.status_code == 200, answer.text
+            self.times_s.append(time.perf_counter() - started)
+            await asyncio.sleep(self.pause_s)
+
+
+def submitting(config: RunConfig, key: str) -> GatewayClient:
+    """Submits a prompt ten times a second."""
+    return GatewayClient(config, key, "/v1/runs/-/prompts", SUBMISSION, 0.1)
+
+
+def generating(config: RunConfig, key: str) -> GatewayClient:
+    """Asks for a completion twenty times a second."""
+    return GatewayClient(config, key, "/v1/completions", QUESTION, 0.05)
+
+
+Part = Literal["redis_s", "gateway_s", "learner_s", "servers_s"]
+NAMES: dict[Part, str] = {"redis_s": "Redis", "gateway_s": "gateway", "learner_s": "learner"}
+MAX_GROWTH = 1.1
+"""How much more a thing may cost in the largest fleet than in the smallest."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """CPU time of one phase, in seconds, and how long it took."""
+
+    redis_s: float = 0.0
+    gateway_s: float = 0.0
+    learner_s: float = 0.0
+    servers_s: float = 0.0
+    """The processes that simulate the servers took it. If it comes near that of all cores, `wall_s` measures them."""
+    wall_s: float = 1.0
+
+    def minus(self, before: Costs) -> Costs:
+        return Costs(*(getattr(self, each.name) - getattr(before, each.name) for each in fields(self)))
+
+    def rate(self, part: Part) -> float:
+        return float(getattr(self, part)) / self.wall_s
+
+    def beyond(self, idle: Costs, part: Part) -> float:
+        """CPU time beyond what an idle run costs in the same time."""
+        return float(getattr(self, part)) - idle.rate(part) * self.wall_s
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What one size of the fleet cost in one round."""
+
+    idle: Costs
+    waiting: Costs
+    groups: Costs
+    submissions: Costs
+    silent: Costs
+    calls: Costs
+    pushes: Costs
+    num_groups: int
+    num_submissions: int
+    num_calls: int
+    num_pushes: int
+    p99_s: Mapping[str, float] = field(default_factory=dict)
+    """Wall time of each kind of call."""
+
+
+P99_NAMES = {
+    "lease": "admission (a lease)",
+    "report": "membership (a report)",
+    "submit": "submission (REST)",
+    "generate": "generate call (REST)",
+}
+
+
+def measurements(
+    rounds: Sequence[Sample], label: str, num_servers: int, base: Costs, slower: float
+) -> list[Measurement]:
+    """All measurements of one size. Costs of a second are those at the real intervals, which are `slower` times
+    shorter."""
+
+    def of(name: str, unit: str, values: list[float]) -> Measurement:
+        return Measurement(f"{label}: {name}", unit, values)
+
+    found: list[Measurement] = []
+    judged: tuple[Part, ...] = ("redis_s", "learner_s")
+    for part in judged:
+        whose = NAMES[part]
+        times = slower if part == "redis_s" else 1.0  # the learner looks at the fleet at its real interval
+        found += [
+            of(f"{whose}, CPU of a server", "µs/s",
+               [times * 1e6 * (s.idle.rate(part) - base.rate(part)) / num_servers for s in rounds]),
+            of(f"{whose}, CPU of a group", "µs",
+               [1e6 * s.groups.beyond(s.idle, part) / s.num_groups for s in rounds]),
+            of(f"{whose}, CPU of a push to a server", "µs",
+               [1e6 * getattr(s.pushes, part) / s.num_pushes / num_servers for s in rounds]),
+        ]  # fmt: skip
+    found += [
+        of("Redis, CPU of a server that waits", "µs/s",
+           [slower * 1e6 * (s.waiting.rate("redis_s") - s.idle.rate("redis_s")) / num_servers for s in rounds]),
+        of("gateway, CPU of a submission", "µs",
+           [1e6 * s.submissions.beyond(s.idle, "gateway_s") / s.num_submissions for s in rounds]),
+        of("gateway, CPU of a generate call", "µs",
+           [1e6 * s.calls.beyond(s.silent, "gateway_s") / s.num_calls for s in rounds]),
+        of("Redis, CPU of a generate call", "µs",
+           [1e6 * s.calls.beyond(s.silent, "redis_s") / s.num_calls for s in rounds]),
+        of("groups", "groups/s", [s.num_groups / s.groups.wall_s for s in rounds]),
+        of("a push without bytes, wall", "s", [s.pushes.wall_s / s.num_pushes for s in rounds]),
+        of("a push without bytes, CPU of the simulated servers", "s",
+           [s.pushes.servers_s / s.num_pushes for s in rounds]),
+        of("groups, cores that the simulated servers take", "cores", [s.groups.rate("servers_s") for s in rounds]),
+    ]  # fmt: skip
+    found += [
+        of(f"{call}, wall, p99", "ms", [1000 * s.p99_s[name] for s in rounds]) for name, call in P99_NAMES.items()
+    ]
+    return found
+
+
+JUDGED = (
+    *(f"Redis, CPU of {what}" for what in ("a group", "a server", "a push to a server")),
+    *(f"learner, CPU of {what}" for what in ("a group", "a server", "a push to a server")),
+    "gateway, CPU of a submission",
+    "gateway, CPU of a generate call",
+    "Redis, CPU of a generate call",
+)  # fmt: skip
+
+
+def growth(name: str, small: Measurement, large: Measurement) -> Bar:
+    """How much more the same thing costs at the larger size. A cost that is not above zero is noise, of a machine that
+    was too busy to measure it, and meets no bar."""
+    value = large.median / small.median if small.median > 0 and large.median > 0 else math.inf
+    return Bar(name, value, MAX_GROWTH, at_most=True)
+
+
+def fleet_bars(found: Sequence[Measurement], smallest: str, largest: str) -> list[Bar]:
+    by_name = {each.name: each for each in found}
+    return [
+        growth(f"{name}, {largest} / {smallest}", by_name[f"{smallest}: {name}"], by_name[f"{largest}: {name}"])
+        for name in JUDGED
+    ]
+
 
 PROCESSES = 2
 START_TIMEOUT_S = 180.0

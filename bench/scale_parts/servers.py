@@ -42,7 +42,7 @@ from penstock_rollout.fleet.weight_member import WeightMember
 from penstock_rollout.groups import producer
 from penstock_rollout.groups.producer import Producer
 from penstock_rollout.metrics import RolloutMetrics
-from scale_parts.clients import p99
+from scale_parts.fleet import p99
 
 NUM_SAMPLES, NUM_TOKENS, NUM_ANSWERED = 8, 64, 8
 
@@ -187,8 +187,8 @@ class Servers:
         rollout = config.rollout.model_copy(update={"max_concurrent_groups": self.places})
         queue = TimedQueue(self.client, run, config.replay, self.times_s["lease"])
         work = Producer(
-            queue, server_id, maker, rollout, config.replay, self.metrics,
-            lambda: self.may_lease and belonging.may_lease(),  # type: ignore[arg-type]
+            queue, server_id, maker, rollout, config.replay, self.metrics,  # type: ignore[arg-type]
+            lambda: self.may_lease and belonging.may_lease(),
         )  # fmt: skip
         for loop in (
             belonging.report_loop(lambda: work.num_running), work.lease_loop(), work.heartbeat_loop(),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -132,7 +132,7 @@ def make_account(lineage: Lineage, faults: Sequence[Fault], begun_at: float, end
     everything = [trained for trained in lineage.trained if begun_at < trained.at <= ended_at]
     effective = [trained for trained in lineage.effective() if begun_at < trained.at <= ended_at]
     median_s = statistics.median([trained.seconds for trained in effective]) if effective else 0.0
-    rest: Counter[str] = Counter()
+    rest: defaultdict[str, float] = defaultdict(float)
     before = begun_at
     for trained in effective:
         _charge(rest, before, trained.at, trained.at - before, median_s, trained.seconds, faults)
@@ -150,7 +150,7 @@ def make_account(lineage: Lineage, faults: Sequence[Fault], begun_at: float, end
 
 
 def _charge(
-    rest: Counter[str], begun_at: float, ended_at: float, interval_s: float, median_s: float, step_s: float,
+    rest: dict[str, float], begun_at: float, ended_at: float, interval_s: float, median_s: float, step_s: float,
     faults: Sequence[Fault],
 ) -> None:  # fmt: skip
     """Charge what an interval took beyond the median step to the fault that explains it."""

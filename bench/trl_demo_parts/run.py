@@ -47,7 +47,7 @@ def prompts(tokenizer: Any, seed: int) -> list[dict[str, str]]:
     return found
 
 
-class KeptWeights(TrainerCallback):
+class KeptWeights(TrainerCallback):  # type: ignore[misc]
     """Keeps the weights of every few steps, and the end of each step without the time that this takes."""
 
     def __init__(self, folder: Path, every: int) -> None:

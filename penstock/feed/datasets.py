@@ -190,7 +190,7 @@ def make_prompt(where: str, row: Any, num_samples: int, sampling: Sampling, row_
     columns = row_format.columns
     _check_named_columns(where, row, columns)
     if media := [name for name in MEDIA_COLUMNS if row.get(name)]:
-        raise InvalidInput(f"{where}: {media[0]}", "images, videos and audio are not supported; leave such rows out")
+        raise InvalidInput(f"{where}: {media[0]}", "images, videos and audio are not supported; remove such rows")
     extra_info = row_field(where, row, columns.extra_info, dict, {})
     ground_truth = _nested(where, row, columns.ground_truth)
     _check_json(f"{where}: {columns.ground_truth}", ground_truth)

@@ -57,7 +57,7 @@ class Body(BaseModel):
             value = getattr(self, name)
             for mark in field.metadata:
                 if isinstance(mark, Refused) and value is not None and value not in mark.neutral:
-                    raise InvalidInput(f"{path}{name}", f"is not supported: {mark.why}; leave it out")
+                    raise InvalidInput(f"{path}{name}", f"is not supported: {mark.why}; omit it")
 
 
 Penalty = Annotated[Any, Refused("log-probs are those of the model itself", (0,))]

@@ -315,7 +315,7 @@ class CompletionBody(OpenAIBody):
         if not self.prompt:
             raise InvalidInput("prompt", "must not be empty")
         if self.chat_template_kwargs:
-            raise InvalidInput("chat_template_kwargs", "has no effect on plain text; leave it out")
+            raise InvalidInput("chat_template_kwargs", "has no effect on plain text; omit it")
         if isinstance(self.prompt, str):
             request.text = self.prompt
         else:

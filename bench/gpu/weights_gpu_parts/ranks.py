@@ -231,7 +231,7 @@ class Ranks:
         for child in ranks:
             child.ask("broadcast_raw")
         times = [child.answer("broadcast_raw") for child in ranks]
-        return self.num_bytes / (max(ended for _, ended in times) - times[-1][0]) / 1e9
+        return float(self.num_bytes / (max(ended for _, ended in times) - times[-1][0]) / 1e9)
 
     def close_raw(self) -> None:
         ranks = [self.publisher, *self.members]

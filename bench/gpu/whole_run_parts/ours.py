@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,42 +22,24 @@ from whole_run_parts.steps import LEARNER_TIMES, LearnerTimes, StepLog
 from whole_run_parts.task import DATA_SOURCE, Task, write_prompts
 
 HERE = Path(__file__).parent
-VARIANTS = ("mps", "bypass", "sync", "wide", "pair")
 UP = "import sys; from penstock.cli.main import main; sys.exit(main(sys.argv[1:]))"
 STEPS_BEYOND = 2
 """Steps after the last one that counts, so that the server still answers for its metrics when that one has ended."""
 KV_CACHE_BYTES = 16 * 2**30
 GPU_MEMORY = 0.4
-"""The share of the GPU's memory that all servers use together. They divide the cache too."""
+"""The share of the GPU's memory that the server uses."""
 PHASES = ("wait_s", "forward_s", "update_s", "gather_s")
 STOP_S = 10.0
 """Seconds in which a run must end. Less than whole_run.END_S, after which the part itself is killed."""
 POLL_S = 0.05
 
 
-@dataclass(frozen=True)
-class Fleet:
-    """The servers of a run, and how far ahead of the learner they may be."""
-
-    max_staleness: int = 2
-    steps_at_once: int = 2
-    """Steps whose samples are decoded at once: the groups of the next steps are generated beside those of this one."""
-    num_servers: int = 1
-    """They share the GPU, and divide the samples."""
-
-
 def settings_of(
-    task: Task,
-    model: Path,
-    folder: Path,
-    engine: str,
-    correction: str,
-    micro_batch_tokens: int,
-    fleet: Fleet = Fleet(),  # noqa: B008  # frozen
+    task: Task, model: Path, folder: Path, engine: str, micro_batch_tokens: int, max_staleness: int
 ) -> dict[str, Any]:
     """A run as a user would configure it for one GPU."""
     is_gpu = engine == "vllm"
-    prompts_at_once = fleet.steps_at_once * task.num_prompts // fleet.num_servers
+    prompts_at_once = 2 * task.num_prompts  # the groups of the next step are generated alongside those of this one
     return {
         "run": "whole-run",
         "run_dir": str(folder / "runs"),
@@ -71,14 +49,13 @@ def settings_of(
             "file": str(folder / "prompts.jsonl"), "epochs": 0, "num_samples": task.num_samples,
             "max_tokens": task.response_tokens, "ignore_eos": True, "data_source": DATA_SOURCE,
         },
-        "replay": {"groups_per_step": task.num_prompts, "max_staleness": fleet.max_staleness},
+        "replay": {"groups_per_step": task.num_prompts, "max_staleness": max_staleness},
         "rollout": {
-            "num_servers": fleet.num_servers,
             "max_concurrent_groups": prompts_at_once,
             "engine": {
                 "name": engine, "max_model_len": task.max_tokens, "max_num_seqs": prompts_at_once * task.num_samples,
-                "gpu_memory_utilization": GPU_MEMORY / fleet.num_servers,
-                "extra": {"kv_cache_memory_bytes": KV_CACHE_BYTES // fleet.num_servers} if is_gpu else {},
+                "gpu_memory_utilization": GPU_MEMORY,
+                "extra": {"kv_cache_memory_bytes": KV_CACHE_BYTES} if is_gpu else {},
             },
             "reward": {"function_file": str(HERE / "reward.py")},
         },
@@ -96,27 +73,25 @@ def settings_of(
             "algorithm": {
                 "advantage": {"name": "grpo"},
                 "loss": {"name": "ppo", "aggregation": "token-mean"},
-                "correction": {"mode": correction},
+                "correction": {"mode": "decoupled"},
                 "kl": {"placement": "none"},
             },
         },
     }  # fmt: skip
 
 
-def run_ours(
-    task: Task, settings: dict[str, Any], folder: Path, started_at: float, until: float, *, with_mps: bool
-) -> Results:
+def run_ours(task: Task, settings: dict[str, Any], folder: Path, started_at: float, until: float) -> Results:
     """Train until all steps are done or the time is `until`. Returns the figures of the steps."""
     write_prompts(folder / "prompts.jsonl", task)
     config = folder / "run.yaml"
     config.write_text(yaml.safe_dump(settings))
     log = folder / "up.log"
-    with GpuSamples() as gpu, _mps(folder, with_mps) as environment, log.open("w") as output:
+    with GpuSamples() as gpu, log.open("w") as output:
         steps = StepLog(task, gpu, started_at, is_judged=settings["replay"]["max_staleness"] > 0)
         command = [sys.executable, "-c", UP, "up", str(config)]
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | environment)
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         try:
-            _watch(process, steps, folder / "runs" / "whole-run", settings["rollout"]["num_servers"], until)
+            _watch(process, steps, folder / "runs" / "whole-run", until)
         finally:
             stop(process)
             _say_transport(folder)
@@ -125,20 +100,19 @@ def run_ours(
     return steps.finish()
 
 
-def _watch(process: subprocess.Popen[bytes], steps: StepLog, run: Path, num_servers: int, until: float) -> None:
+def _watch(process: subprocess.Popen[bytes], steps: StepLog, run: Path, until: float) -> None:
     """Record each step as soon as it is in metrics.jsonl."""
     task = steps.task
     counted: list[tuple[float, ServerCounts]] = []
     while len(steps.tokens) < task.num_steps and time.time() < until:
         for row in step_rows(run)[len(steps.tokens) : task.num_steps]:
             if len(steps.tokens) + 1 >= task.num_warm:
-                counted.append((time.time(), _counts_of_servers(run, num_servers)))
+                counted.append((time.time(), _counts_of_server(run)))
             if len(counted) > 1:
                 (first, before), (last, after) = counted[0], counted[-1]
                 steps.generated_rate = (after.samples - before.samples) * task.response_tokens / (last - first)
-                servers_s = num_servers * (last - first)
-                steps.server_paused_share = (after.paused_s - before.paused_s) / servers_s
-                generating_share = (after.generating_s - before.generating_s) / servers_s
+                steps.server_paused_share = (after.paused_s - before.paused_s) / (last - first)
+                generating_share = (after.generating_s - before.generating_s) / (last - first)
                 steps.server_idle_share = 1 - generating_share + steps.server_paused_share
             steps.learner_times.append(LearnerTimes(**{name: row[name] for name in LEARNER_TIMES}))
             phases = {name.removesuffix("_s"): row[name] for name in PHASES}
@@ -159,22 +133,20 @@ def step_rows(run: Path) -> list[dict[str, float]]:
 
 @dataclass(frozen=True)
 class ServerCounts:
-    """What the rollout servers have counted since their start, together."""
+    """What the rollout server has counted since its start."""
 
     samples: float
     generating_s: float
-    """Time in which an engine had a request. Pauses are part of it."""
+    """Time in which the engine had a request. Pauses are part of it."""
     paused_s: float
 
 
-def _counts_of_servers(run: Path, num_servers: int) -> ServerCounts:
+def _counts_of_server(run: Path) -> ServerCounts:
     totals: dict[str, float] = defaultdict(float)
-    for index in range(num_servers):
-        port = json.loads((run / f"rollout-{index}.json").read_text())["metrics_port"]
-        text = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=5).text
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                totals[sample.name] += sample.value
+    port = json.loads((run / "rollout-0.json").read_text())["metrics_port"]
+    for family in text_string_to_metric_families(httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=5).text):
+        for sample in family.samples:
+            totals[sample.name] += sample.value
     return ServerCounts(
         totals["penstock_trajectories_produced_total"],
         totals["penstock_rollout_generating_seconds_total"],
@@ -207,27 +179,3 @@ def print_logs(folder: Path, log: Path) -> None:
     for path in [log, *sorted((folder / "runs").rglob("*.log"))]:
         lines = path.read_text(errors="replace").splitlines()
         print(f"--- the end of {path.name}", *lines[-40:], sep="\n", file=sys.stderr, flush=True)
-
-
-@contextmanager
-def _mps(folder: Path, is_on: bool) -> Iterator[dict[str, str]]:
-    """With `is_on`, a daemon of CUDA's multi-process service. Server and learner then run kernels side by side instead
-    of in turns. Yields the environment of its clients."""
-    program = shutil.which("nvidia-cuda-mps-control")
-    if not is_on:
-        yield {}
-        return
-    if program is None:
-        raise SystemExit("nvidia-cuda-mps-control is not installed: run the part without mps")
-    environment = {
-        "CUDA_MPS_PIPE_DIRECTORY": str(folder / "mps-pipe"),
-        "CUDA_MPS_LOG_DIRECTORY": str(folder / "mps-log"),
-    }
-    for path in environment.values():
-        Path(path).mkdir()
-    subprocess.run([program, "-d"], env=os.environ | environment, check=True, timeout=20)
-    say("the multi-process service is on")
-    try:
-        yield environment
-    finally:
-        subprocess.run([program], input=b"quit\n", env=os.environ | environment, check=False, timeout=20)

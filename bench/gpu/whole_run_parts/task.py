@@ -98,7 +98,7 @@ def write_tokenizer(folder: Path, vocabulary: int) -> None:
     special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     bytes_only = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     split = {"type": "Split", "pattern": {"Regex": _SPLIT}, "behavior": "Isolated", "invert": False}
-    described = {
+    described: dict[str, object] = {
         "version": "1.0", "truncation": None, "padding": None,
         "added_tokens": [{"id": index, "content": names[index], **special} for index in (PAD_ID, EOS_ID, UNKNOWN_ID)],
         "normalizer": {"type": "NFC"},

@@ -67,7 +67,7 @@ def vowels(completions: list[str], **_: Any) -> list[float]:
     return [compute_score("", text, "") for text in completions]
 
 
-class StepTimes(TrainerCallback):
+class StepTimes(TrainerCallback):  # type: ignore[misc]
     """Records the end of each step, when the GPU has done its work, and ends the run at `until`."""
 
     def __init__(self, steps: StepLog, until: float) -> None:

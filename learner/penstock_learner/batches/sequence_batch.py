@@ -163,7 +163,7 @@ class SequenceBatch:
             raise ValueError("union needs two batches of the same sequences in the same order; concat joins others")
         for name in self.arrays.keys() & other.arrays.keys():
             if not np.array_equal(self[name], other[name], equal_nan=self[name].dtype.kind == "f"):
-                raise ValueError(f"both batches have a field {name!r}, and they differ; leave it out of one of them")
+                raise ValueError(f"both batches have a field {name!r}, and they differ; omit it in one of them")
         joined: dict[str, Any] = {kind: {**getattr(self, kind), **getattr(other, kind)} for kind in OWN}
         return replace(self, **(joined | other._standard()))
 

@@ -32,7 +32,7 @@ def add_adapter(model: CausalLM, config: LoraConfig) -> None:
     if others := sorted(adapted - linear):
         raise ConfigError(
             f"learner.lora.target_modules: {others[0]} is not a linear layer of the decoder, or the folder holds it in "
-            f"another form, so engines cannot add an adapter to it; leave it out, or use {ALL_LINEAR}"
+            f"another form, so engines cannot add an adapter to it; omit it, or use {ALL_LINEAR}"
         )
     prefix, layers = decoder_layers(model.lm)
     targets = [name.removeprefix(f"{prefix}.") for name in adapted]

@@ -97,7 +97,7 @@ def require_routers(lm: Any, routers: list[Router], *, replay: bool) -> None:
     kind = lm.config.model_type
     if not routers:
         raise ConfigError(
-            f"learner.router is set, but a model of type {kind} has no routers that can be watched; leave it out"
+            f"learner.router is set, but a model of type {kind} has no routers that can be watched; omit it"
         )
     layers = [router.layer for router in routers]
     if replay and len(set(layers)) < len(layers):
@@ -162,7 +162,7 @@ class RouterWatch:
         with choosing:
             output = forward(*args, **settings)
         if choosing.chosen is None and self.settings.is_used:
-            raise ConfigError(f"learner.router is set, but {router.name} does not choose by topk; leave it out")
+            raise ConfigError(f"learner.router is set, but {router.name} does not choose by topk; omit it")
         if choosing.chosen is not None and self._measures:
             usage = self._usage(output[router.logits_index], choosing)
             if self._is_recording:

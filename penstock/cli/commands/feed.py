@@ -27,7 +27,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--config", type=Path, required=True, help="YAML file of the run")
     parser.add_argument("--check", action="store_true", help="check the configuration and exit")
     parser.add_argument(
-        "--watch", action="store_true", help="stay until the run has finished, and pause it if its prompts are buried"
+        "--watch",
+        action="store_true",
+        help="stay until the run has finished, and pause it if its prompts are dead-lettered",
     )
     args, overrides = parse_with_overrides(parser, argv)
 

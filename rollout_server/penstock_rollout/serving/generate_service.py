@@ -141,7 +141,7 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
             raise InvalidInput(
                 "sampling.max_tokens",
                 f"is {sampling.max_tokens}, more than the {self.max_model_len} tokens of the model's context; ask for "
-                "fewer, or leave it out to fill the context",
+                "fewer, or omit it to fill the context",
             )
         return replace(sampling, max_tokens=min(sampling.max_tokens, room))
 

@@ -83,7 +83,7 @@ class Access:
         key = find_key(self.keys, secret.strip())
         if scheme.lower() == "bearer" and secret.strip() and key is None:
             raise Unauthenticated(
-                "this API key is none of the gateway's; it may be mistyped, or was removed. A gateway without "
+                "this API key is not one of the gateway's; it may be mistyped, or was removed. A gateway without "
                 f"configured keys has its own in {OWN_KEY_FILE} of its run's folder"
             )
         if key is None or scheme.lower() != "bearer":

@@ -301,7 +301,7 @@ def read_request(operation: Operation, request: HttpRequest) -> ProtoMessage:
 def _number(name: str, text: str) -> int:
     if text.isascii() and text.isdecimal() and 0 < int(text[:20]) < 2**63:
         return int(text)
-    raise InvalidInput(name, "must be a number from 1 on")
+    raise InvalidInput(name, "must be a positive integer")
 
 
 async def _encoded(operation: Operation, answer: ProtoMessage) -> bytes:

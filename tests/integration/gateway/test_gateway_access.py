@@ -311,7 +311,11 @@ async def test_the_key_is_needed_and_compared(configure: Callable[..., RunConfig
     key_file = tmp_path / "key"
     key_file.write_text("secret\n")
     async with running(configure(api_key_file=key_file)) as gateway:
-        refused = {"": "needs an API key", "Bearer wrong": "none of the gateway's", "Basic secret": "needs an API key"}
+        refused = {
+            "": "needs an API key",
+            "Bearer wrong": "not one of the gateway's",
+            "Basic secret": "needs an API key",
+        }
         for header, said in refused.items():
             response = await gateway.rest.get(RUN, headers={"Authorization": header} if header else {})
             assert_problem(response, 401, "UNAUTHENTICATED")

@@ -18,6 +18,7 @@ from support.chart import (
     ROOT,
     VALUES,
     Manifest,
+    further,
     needs_helm,
     of_kind,
     one,
@@ -80,17 +81,19 @@ def test_custom_resources_come_only_where_they_are_enabled(values: str) -> None:
     ("scheduler", "labels"),
     [
         ("volcano", {"ray.io/scheduler-name": "volcano", "volcano.sh/queue-name": "rl"}),
-        (
-            "yunikorn",
-            {
-                "ray.io/gang-scheduling-enabled": "true",
-                "yunikorn.apache.org/app-id": "test-penstock",
-                "yunikorn.apache.org/queue": "rl",
-            },
+        *further(
+            (
+                "yunikorn",
+                {
+                    "ray.io/gang-scheduling-enabled": "true",
+                    "yunikorn.apache.org/app-id": "test-penstock",
+                    "yunikorn.apache.org/queue": "rl",
+                },
+            ),
+            ("scheduler-plugins", {"ray.io/gang-scheduling-enabled": "true"}),
+            ("kai-scheduler", {"kai.scheduler/queue": "rl"}),
+            ("kueue", {"kueue.x-k8s.io/queue-name": "rl"}),
         ),
-        ("scheduler-plugins", {"ray.io/gang-scheduling-enabled": "true"}),
-        ("kai-scheduler", {"kai.scheduler/queue": "rl"}),
-        ("kueue", {"kueue.x-k8s.io/queue-name": "rl"}),
     ],
 )
 def test_the_gang_scheduler_finds_its_labels(scheduler: str, labels: dict[str, str]) -> None:

@@ -13,6 +13,7 @@ from support.chart import (
     PLACEMENTS,
     VALUES,
     Manifest,
+    further,
     needs_helm,
     of_kind,
     one,
@@ -47,26 +48,34 @@ def test_worker_groups_hold_the_bundles_of_the_placement(placement: str, tmp_pat
         assert str(container["resources"]["limits"]["nvidia.com/gpu"]) == worker["rayStartParams"]["num-gpus"]
 
 
-def test_groups_exist_only_for_roles_that_the_run_needs() -> None:
-    def names(*arguments: str, placement: str) -> list[str]:
-        manifests = render(*arguments, values=placement)
-        return [group["groupName"] for group in one(manifests, "RayCluster")["spec"]["workerGroupSpecs"]]
+NO_REFERENCE = ("--set=config.learner.algorithm.kl.placement=none",)
+ADAPTER = ("--set=config.learner.lora.rank=8", "--set=config.learner.lora.alpha=16")
+ALL_ROLES = ("--set=config.learner.critic.num_ranks=1", "--set=config.learner.reward_model.path=/models/reward")
+OWN_ROLE = (
+    '--set-json=config.learner.roles={"second_critic": {"worker": "critic", "num_ranks": 2, "gpus_per_rank": 1}}',
+)
 
-    no_reference = ("--set", "config.learner.algorithm.kl.placement=none")
-    assert names(*no_reference, placement="standalone") == ["policy"]
-    assert names(*no_reference, placement="split-collocate") == ["policy"]
-    adapter = ("--set=config.learner.lora.rank=8", "--set=config.learner.lora.alpha=16")
-    assert names(*adapter, placement="standalone") == ["policy"]
-    other_reference = (*adapter, "--set=config.learner.reference.path=/models/other")
-    assert names(*other_reference, placement="standalone") == ["policy", "reference"]
-    all_roles = ("--set=config.learner.critic.num_ranks=1", "--set=config.learner.reward_model.path=/models/reward")
-    assert names(*all_roles, placement="standalone") == ["policy", "reference", "critic", "reward-model"]
-    assert names(*all_roles, placement="split-collocate") == ["policy-reference", "critic-reward-model"]
-    own = 'config.learner.roles={"second_critic": {"worker": "critic", "num_ranks": 2, "gpus_per_rank": 1}}'
-    assert names(*no_reference, "--set-json", own, placement="standalone") == ["policy", "second-critic"]
-    assert names(*all_roles, "--set-json", own, placement="split-collocate") == [
-        "policy-reference", "critic-reward-model-second-critic",
-    ]  # fmt: skip
+
+@pytest.mark.parametrize(
+    ("arguments", "placement", "groups"),
+    [
+        (NO_REFERENCE, "standalone", ["policy"]),
+        ((*ALL_ROLES, *OWN_ROLE), "split-collocate", ["policy-reference", "critic-reward-model-second-critic"]),
+        *further(
+            (NO_REFERENCE, "split-collocate", ["policy"]),
+            (ADAPTER, "standalone", ["policy"]),
+            ((*ADAPTER, "--set=config.learner.reference.path=/models/other"), "standalone", ["policy", "reference"]),
+            (ALL_ROLES, "standalone", ["policy", "reference", "critic", "reward-model"]),
+            (ALL_ROLES, "split-collocate", ["policy-reference", "critic-reward-model"]),
+            ((*NO_REFERENCE, *OWN_ROLE), "standalone", ["policy", "second-critic"]),
+        ),
+    ],
+)
+def test_groups_exist_only_for_roles_that_the_run_needs(
+    arguments: tuple[str, ...], placement: str, groups: list[str]
+) -> None:
+    manifests = render(*arguments, values=placement)
+    assert [group["groupName"] for group in one(manifests, "RayCluster")["spec"]["workerGroupSpecs"]] == groups
 
 
 @pytest.mark.parametrize("values", VALUES)
@@ -155,7 +164,7 @@ def test_only_learner_and_gateway_reach_the_internal_port() -> None:
     assert reachable == {"weights": ["learner", "gateway"], "1024": ["publisher"], "metrics": []}
 
 
-@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize("values", [*VALUES[:2], *further(*VALUES[2:])])
 def test_a_rollout_server_gets_its_start_budget_and_time_to_drain(values: str) -> None:
     manifests = render(CHANGED, values=values)
     spec = one(manifests, "StatefulSet", "rollout")["spec"]["template"]["spec"]
@@ -191,7 +200,7 @@ def test_the_ray_pods_stay_until_the_learner_has_written_its_checkpoint(placemen
             assert template["spec"]["containers"][0]["lifecycle"]["preStop"]["exec"]["command"], name
 
 
-@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize("values", [*VALUES[:2], *further(*VALUES[2:])])
 def test_evictions_are_bounded(values: str) -> None:
     manifests = render(CHANGED, values=values)
     budgets = {
@@ -226,7 +235,7 @@ def test_pods_are_spread() -> None:
             assert constraint["labelSelector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
 
 
-@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize("values", [*VALUES[:2], *further(*VALUES[2:])])
 def test_every_pod_has_a_network_policy(values: str) -> None:
     manifests = render(*OPTIONS, values=values)
     policies = of_kind(manifests, "NetworkPolicy")
@@ -271,9 +280,12 @@ def test_a_share_of_a_gpu_goes_by_its_own_name() -> None:
 @pytest.mark.parametrize(
     "shares",
     [
-        {"policy": (4, 0.75)}, {"policy": (4, 0.5)}, {"policy": (8, 0.3)}, {"policy": (2, 2)}, {"policy": (3, 0)},
-        {"policy": (4, 0.75), "reference": (2, 0.25)}, {"policy": (2, 0.6), "reference": (2, 0.4)},
-        {"policy": (3, 0.7), "reference": (3, 0.3)},
+        {"policy": (4, 0.75)},
+        {"policy": (4, 0.75), "reference": (2, 0.25)},
+        *further(
+            {"policy": (4, 0.5)}, {"policy": (8, 0.3)}, {"policy": (2, 2)}, {"policy": (3, 0)},
+            {"policy": (2, 0.6), "reference": (2, 0.4)}, {"policy": (3, 0.7), "reference": (3, 0.3)},
+        ),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("placement", PLACEMENTS)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from support.chart import VALUES, FakeApiServer, Manifest, needs_helm, of_kind, one, render, run_helm
+from support.chart import VALUES, FakeApiServer, Manifest, further, needs_helm, of_kind, one, render, run_helm
 
 pytestmark = needs_helm
 NAME = "test-penstock-keys"
@@ -30,7 +30,7 @@ def keys_of(secret: Manifest) -> dict[str, str]:
     return {name: base64.b64decode(value).decode() for name, value in secret["data"].items()}
 
 
-@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize("values", ["standalone", *further(*VALUES[1:])])
 def test_the_chart_makes_every_key_that_its_pods_mount(values: str) -> None:
     manifests = render(values=values)
     secret = one(manifests, "Secret")

@@ -7,7 +7,7 @@ import re
 import pytest
 import yaml
 
-from support.chart import CHART, needs_helm, of_kind, pod_templates, render
+from support.chart import CHART, further, needs_helm, of_kind, pod_templates, render
 from support.config_readers import Name, paths_read_from
 
 ENTRIES: dict[str, tuple[Name, ...]] = {
@@ -52,12 +52,14 @@ def checksums(*arguments: str, values: str) -> dict[str, str]:
     [
         ("config.learner.lr=1.0e-5", {"learner"}),
         ("config.learner.num_steps=7", {"learner", "gateway", "feed"}),
-        ("config.rollout.max_concurrent_groups=5", {"rollout"}),
-        ("config.gateway.requests_per_s=5", {"gateway"}),
-        ("config.dataset.max_tokens=9", {"learner", "feed"}),
-        ("config.seed=2", {"learner", "rollout", "feed"}),
-        ("config.replay.max_staleness=1", {"learner", "rollout", "feed", "gateway"}),
         ("gateway.replicas=7", set()),
+        *further(
+            ("config.rollout.max_concurrent_groups=5", {"rollout"}),
+            ("config.gateway.requests_per_s=5", {"gateway"}),
+            ("config.dataset.max_tokens=9", {"learner", "feed"}),
+            ("config.seed=2", {"learner", "rollout", "feed"}),
+            ("config.replay.max_staleness=1", {"learner", "rollout", "feed", "gateway"}),
+        ),
     ],
 )
 def test_a_change_restarts_the_processes_that_read_it(setting: str, restarted: set[str]) -> None:

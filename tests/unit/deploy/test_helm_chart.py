@@ -15,6 +15,7 @@ from support.chart import (
     PLACEMENTS,
     ROOT,
     VALUES,
+    further,
     needs_helm,
     one,
     refusal,
@@ -26,7 +27,7 @@ from support.chart import (
 pytestmark = needs_helm
 
 
-@pytest.mark.parametrize("values", [None, *VALUES])
+@pytest.mark.parametrize("values", [None, "standalone", *further(*VALUES[1:])])
 def test_lints(values: str | None) -> None:
     result = run_helm("lint", "--strict", values=values)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -73,29 +74,34 @@ def test_the_schema_refuses_each_wrong_value_by_name() -> None:
     [
         ("rollout.gpus=2", "tensor_parallel_size"),
         ("rollout.pools[0].name=a,rollout.pools[0].gpus=2", "rollout.pools[a].gpus is 2"),
-        ("rollout.pools[0].name=a,rollout.pools[1].name=a", "two pools are called a"),
-        ("rollout.pools[0].name=a,rollout.pools[0].autoscaling.enabled=true", "prometheusUrl"),
-        ("rollout.nodes=2,rollout.gpus=1", "on 2 nodes"),
         ("redis.maxMemory=6Gi", "redis.maxMemory 6Gi is not below the memory limit 6Gi"),
-        ("redis.maxMemory=7G", "redis.maxMemory"),
-        ("kueue.priorityClass=high", "set kueue.queueName"),
-        ("kueue.queueName=q,learner.gang.scheduler=volcano", "choose one"),
-        ("kueue.queueName=q,gateway.autoscaling.enabled=true", "turn gateway.autoscaling off"),
-        ("secretProviderClass=vault", "set secretName"),
-        ("modelDownload.source=Qwen/Qwen3-8B,config.model.path=Qwen/Qwen3-8B", "below storage.models.mountPath"),
-        (
-            "certManager.enabled=true,certManager.issuerRef.name=a,certManager.publicNamesOnly=true",
-            "set gateway.ingress.host",
-        ),
-        ("redis.enabled=false", "set externalRedis.url"),
-        ("redis.enabled=false,externalRedis.url=redis://u:p@host", "externalRedis.existingSecret"),
-        ("redis.enabled=false,externalRedis.url=redis://host,externalRedis.username=u", "the Secret with its password"),
-        ("learner.gang.scheduler=kueue", "set learner.gang.queue to a LocalQueue"),
-        ("rollout.autoscaling.enabled=true", "rollout.autoscaling.prometheusUrl"),
-        ("gateway.ingress.enabled=true", "gateway.ingress.host"),
-        ("gateway.httpRoute.enabled=true", "gateway.httpRoute.parentRefs"),
-        ("certManager.enabled=true", "certManager.issuerRef"),
         ("gateway.tls.enabled=true", "gateway.tls.secretName"),
+        ("rollout.autoscaling.enabled=true", "rollout.autoscaling.prometheusUrl"),
+        *further(
+            ("rollout.pools[0].name=a,rollout.pools[1].name=a", "two pools are called a"),
+            ("rollout.pools[0].name=a,rollout.pools[0].autoscaling.enabled=true", "prometheusUrl"),
+            ("rollout.nodes=2,rollout.gpus=1", "on 2 nodes"),
+            ("redis.maxMemory=7G", "redis.maxMemory"),
+            ("kueue.priorityClass=high", "set kueue.queueName"),
+            ("kueue.queueName=q,learner.gang.scheduler=volcano", "choose one"),
+            ("kueue.queueName=q,gateway.autoscaling.enabled=true", "turn gateway.autoscaling off"),
+            ("secretProviderClass=vault", "set secretName"),
+            ("modelDownload.source=Qwen/Qwen3-8B,config.model.path=Qwen/Qwen3-8B", "below storage.models.mountPath"),
+            (
+                "certManager.enabled=true,certManager.issuerRef.name=a,certManager.publicNamesOnly=true",
+                "set gateway.ingress.host",
+            ),
+            ("redis.enabled=false", "set externalRedis.url"),
+            ("redis.enabled=false,externalRedis.url=redis://u:p@host", "externalRedis.existingSecret"),
+            (
+                "redis.enabled=false,externalRedis.url=redis://host,externalRedis.username=u",
+                "the Secret with its password",
+            ),
+            ("learner.gang.scheduler=kueue", "set learner.gang.queue to a LocalQueue"),
+            ("gateway.ingress.enabled=true", "gateway.ingress.host"),
+            ("gateway.httpRoute.enabled=true", "gateway.httpRoute.parentRefs"),
+            ("certManager.enabled=true", "certManager.issuerRef"),
+        ),
     ],
 )
 def test_a_wrong_value_is_refused_by_name(setting: str, complaint: str) -> None:

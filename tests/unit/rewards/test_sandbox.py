@@ -323,8 +323,8 @@ def test_nothing_that_a_program_leaves_stays(run: Run, leftovers: str) -> None:
 
 
 def _private_folders() -> set[Path]:
-    """The folders of programs, in the base folders of all reward processes."""
+    """The folders of programs, in the base folders of this user's reward processes. Another user's cannot be listed."""
     bases = Path(tempfile.gettempdir()).glob(f"{PREFIX}*")
     with contextlib.suppress(FileNotFoundError):  # a base folder that another process has just removed
-        return {path for base in bases for path in base.iterdir()}
+        return {path for base in bases if base.stat().st_uid == os.geteuid() for path in base.iterdir()}
     return _private_folders()

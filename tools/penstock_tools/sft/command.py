@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if min(value for value in (arguments.epochs, arguments.batch_size, 1) if value is not None) < 1:
         raise ConfigError("--epochs and --batch-size must be at least 1")
     if config.learner.router.replay:
-        raise ConfigError("penstock sft has no router.replay; leave it out")
+        raise ConfigError("penstock sft has no router.replay; omit it")
     config = with_local_examples(with_local_models(config))
     from penstock_tools.sft.training import fine_tune
 

@@ -1,1 +1,0 @@
-"""The member of delta_push.py, and the optimizer steps between its pushes."""

@@ -1,1 +1,0 @@
-"""The models of learner.py, which other benchmarks train too, and the contenders that take its steps."""

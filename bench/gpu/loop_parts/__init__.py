@@ -1,1 +1,0 @@
-"""The whole run of loop.py, as processes of their own."""

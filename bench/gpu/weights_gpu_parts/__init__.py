@@ -1,1 +1,0 @@
-"""Pushes that weights.py measures: to an engine, between ranks, and against a copy on the GPU."""

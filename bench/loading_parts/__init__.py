@@ -1,1 +1,0 @@
-"""The jobs of loading.py and gpu/loading_gpu.py, and the program of a rank."""

@@ -1,1 +1,0 @@
-"""The simulated fleet of scale.py, the learner and the clients beside it, and the figures."""

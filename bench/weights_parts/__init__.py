@@ -1,1 +1,0 @@
-"""The pause of vLLM for weights.py."""

@@ -75,10 +75,7 @@ class OpenTelemetryTracing(Tracing):
 
     @contextlib.contextmanager
     def span(self, name: str, trace_parent: str, **attributes: Attribute) -> Iterator[str]:
-        if not trace_parent:
-            yield ""
-            return
-        with self.start(name, trace_parent, **attributes) as below:
+        with self.start(name, trace_parent, **attributes) if trace_parent else contextlib.nullcontext("") as below:
             yield below
 
     def record(self, name: str, trace_parent: str, start_s: float, end_s: float, **attributes: Attribute) -> None:

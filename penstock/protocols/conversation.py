@@ -1,16 +1,9 @@
-"""The one form of a conversation: every protocol is translated to it.
+"""The one form of a conversation: a call of any protocol becomes a `Conversation` of messages, tools and arguments of
+the chat template.
 
-A call of any protocol becomes a `Conversation`: messages, tools and arguments of the chat template. `fill` writes it
-into a GenerateRequest, and `from_request` reads it back. The rollout server renders it to token ids with the model's
-chat template; a request with `render_only` returns these ids without an answer. The chunks of the answer are collected
-by `AnswerMessage`, whose `message` is the assistant's message as a client would send it back:
-
-    conversation = Conversation((Message("user", "2+2?"),), tools=({"type": "function", "function": {"name": "add"}},))
-    conversation.fill(request)
-    answer = AnswerMessage()
-    async for chunk in generate(request):
-        answer.add(chunk)
-    history = (*conversation.messages, answer.message, Message("tool", "4", tool_call_id=…))
+`fill` writes it into a GenerateRequest, and `from_request` reads it back. The rollout server renders it to token ids
+with the model's chat template; a request with `render_only` returns these ids without an answer. `AnswerMessage`
+collects the chunks of the answer; its `message` is the assistant's message as a client would send it back.
 """
 
 from __future__ import annotations
@@ -123,11 +116,13 @@ class Conversation:
     @classmethod
     def from_request(cls, request: generate_pb2.GenerateRequest) -> Conversation:
         """Read a request. Raises InvalidInput with the path of a field that has another form."""
+        tools = _tools(request.tools_json)
+        _check_choice(request, tool_names(tools))
         return cls(
             messages=tuple(_message(number, message) for number, message in enumerate(request.messages)),
-            tools=_tools(request.tools_json),
+            tools=tools,
             tool_choice=request.tool_choice,
-            tool_name=_checked_name(request),
+            tool_name=request.tool_name,
             single_tool_call=request.single_tool_call,
             template_arguments=_template_arguments(request.template_arguments_json),
         )
@@ -177,13 +172,11 @@ def _tools(text: str) -> tuple[Json, ...]:
     return tools
 
 
-def _checked_name(request: generate_pb2.GenerateRequest) -> str:
-    names = tool_names(_tools(request.tools_json))
+def _check_choice(request: generate_pb2.GenerateRequest, names: list[str]) -> None:
     if request.tool_choice in (generate_pb2.TOOL_CHOICE_REQUIRED, generate_pb2.TOOL_CHOICE_NAMED) and not names:
         raise InvalidInput("tool_choice", "asks for a call, but there are no tools")
     if request.tool_choice == generate_pb2.TOOL_CHOICE_NAMED and request.tool_name not in names:
         raise InvalidInput("tool_choice", f"names {request.tool_name!r}, but the tools are {', '.join(names)}")
-    return request.tool_name
 
 
 def _template_arguments(text: str) -> Json:

@@ -83,7 +83,7 @@ class PromptBook(RunRecords):
         return [
             result
             for entry_id, fields in entries
-            for place, result in enumerate(_results_of(entry_id.decode(), fields))
+            for place, result in enumerate(_results_of(entry_id, fields))
             if entry_id.decode() != entry or place > index
         ]
 
@@ -98,12 +98,7 @@ class PromptBook(RunRecords):
         Holds a Redis connection while it waits. `timeout_s` must be shorter than `redis.timeout_s`."""
         block_ms = max(1, int(1000 * timeout_s))
         answer = await guarded(self.client.xread({self.keys.results: entry}, count=max_entries, block=block_ms))
-        return [
-            result
-            for _, entries in answer
-            for entry_id, fields in entries
-            for result in _results_of(entry_id.decode(), fields)
-        ]
+        return [result for _, entries in answer for entry in entries for result in _results_of(*entry)]
 
 
 def entry_of(cursor: str) -> str:
@@ -124,13 +119,13 @@ def _parts(cursor: str) -> tuple[str, int]:
     return match[1], int(match[2])
 
 
-def _results_of(entry_id: str, fields: dict[bytes, bytes]) -> list[PromptResult]:
+def _results_of(entry_id: bytes, fields: dict[bytes, bytes]) -> list[PromptResult]:
     reason = fields.get(b"reason", b"").decode(errors="replace")
     name = next(name for name in fields if name in _STATES)
     results = []
     for place, word in enumerate(fields[name].split()):
         prompt_id, _, attempt = word.partition(b":")
-        cursor = f"{entry_id}.{place}"
+        cursor = f"{entry_id.decode()}.{place}"
         results.append(PromptResult(cursor, int(prompt_id), _STATES[name], int(attempt or 0), reason))
     return results
 

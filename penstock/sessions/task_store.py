@@ -30,47 +30,9 @@ from penstock.sessions.session_store import RETRY_S
 from penstock.store.keys import RunKeys
 from penstock.store.redis_client import guarded
 from penstock.store.scripts import SESSIONS, read_record, read_rows
+from penstock.v1 import tasks_pb2
 
 IDEMPOTENCY_TTL_S = 7 * 24 * 3600
-
-
-@dataclass(frozen=True)
-class NewTask:
-    task_id: str
-    payload: str
-    """JSON text, which workers get."""
-    num_sessions: int = 1
-    deadline_s: float = 0.0
-    """Seconds from the first lease until the task is complete with the sessions that it has; 0 for none."""
-    data_source: str = ""
-
-
-@dataclass(frozen=True)
-class TaskLease:
-    """A place of a task that a worker may work on until the lease runs out."""
-
-    task_id: str
-    session_id: str
-    attempt: int
-    payload: str
-
-
-@dataclass(frozen=True)
-class Task:
-    task_id: str
-    state: str
-    """pending, open, complete, finished or failed."""
-    num_sessions: int
-    num_rewarded: int
-    num_failed: int
-    payload: str
-    data_source: str
-    rewarded: tuple[str, ...]
-    """Ids of the sessions that have their reward, in the order of their places."""
-    prompt_ids: tuple[int, ...]
-    """Prompts of the groups that the task has become."""
-    failure: str = ""
-    """Reason of the newest failure that a worker reported."""
 
 
 @dataclass(frozen=True)
@@ -104,13 +66,19 @@ class TaskStore:
         self.limits = limits
         self._ends = (limits.task_max_failures, max(1, int(ttl_s)), int(1000 * RETRY_S))
 
-    async def submit(self, tasks: Sequence[NewTask], idempotency_key: str = "") -> tuple[list[str], bool]:
+    async def submit(self, tasks: Sequence[tasks_pb2.NewTask], idempotency_key: str = "") -> tuple[list[str], bool]:
         """Accept all tasks or none. Returns their ids, and whether the key was used before. A task whose id exists
         stays as it is."""
         rows = [
             value
             for task in tasks
-            for value in (task.task_id, task.num_sessions, int(1000 * task.deadline_s), task.data_source, task.payload)
+            for value in (
+                task.task_id,
+                task.num_sessions,
+                int(1000 * task.deadline_s),
+                task.data_source,
+                task.payload_json,
+            )
         ]
         answer = await self._call(
             "submit_tasks", idempotency_key, IDEMPOTENCY_TTL_S, self.limits.max_task_places, *rows
@@ -120,12 +88,18 @@ class TaskStore:
         replayed, *ids = answer
         return [task_id.decode() for task_id in ids], bool(replayed)
 
-    async def lease(self, worker: str, max_places: int, max_open: int) -> list[TaskLease]:
+    async def lease(self, worker: str, max_places: int, max_open: int) -> list[tasks_pb2.LeasedTask]:
         """Lease places in the order of submission. New tasks are begun while fewer than `max_open` are open."""
-        lease_ms = int(1000 * self.limits.task_lease_s)
-        answer = await self._call("lease_tasks", worker, max_places, lease_ms, max_open, *self._ends)
+        lease_s = self.limits.task_lease_s
+        answer = await self._call("lease_tasks", worker, max_places, int(1000 * lease_s), max_open, *self._ends)
         return [
-            TaskLease(row["task_id"].decode(), row["session_id"].decode(), row["attempt"], row["payload"].decode())
+            tasks_pb2.LeasedTask(
+                task_id=row["task_id"].decode(),
+                session_id=row["session_id"].decode(),
+                attempt=row["attempt"],
+                payload_json=row["payload"].decode(),
+                lease_s=lease_s,
+            )
             for row in read_rows(answer)
         ]
 
@@ -143,23 +117,22 @@ class TaskStore:
         num_reclaimed, num_due = await self._call("sweep_tasks", *self._ends)
         return num_reclaimed, num_due
 
-    async def get(self, task_id: str) -> Task:
+    async def get(self, task_id: str) -> tasks_pb2.Task:
         raw = await guarded(self.client.hgetall(self.keys.task(task_id)))
         if not raw:
             raise NotFound(f"there is no task {task_id!r}; tasks are forgotten gateway.session_ttl_s after their end")
         fields = {name.decode(): value.decode() for name, value in raw.items()}
-        places = (fields.get(f"rewarded:{place}") for place in range(int(fields["num_sessions"])))
-        return Task(
+        numbers = {name: int(fields[name]) for name in ("num_sessions", "num_rewarded", "num_failed")}
+        places = (fields.get(f"rewarded:{place}") for place in range(numbers["num_sessions"]))
+        return tasks_pb2.Task(
             task_id=task_id,
-            state=fields["state"],
-            num_sessions=int(fields["num_sessions"]),
-            num_rewarded=int(fields["num_rewarded"]),
-            num_failed=int(fields["num_failed"]),
-            payload=fields["payload"],
+            state=fields["state"].upper(),
+            payload_json=fields["payload"],
             data_source=fields["data_source"],
-            rewarded=tuple(session_id for session_id in places if session_id),
-            prompt_ids=tuple(json.loads(fields.get("answer", "[]"))),
+            session_ids=[session_id for session_id in places if session_id],
+            prompt_ids=json.loads(fields.get("answer", "[]")),
             failure=fields.get("failure", ""),
+            **numbers,
         )
 
     async def stat(self) -> TaskStat:

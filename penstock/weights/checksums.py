@@ -36,9 +36,7 @@ class RunningChecksum:
 
     def __init__(self, name: str) -> None:
         if name not in (XXH3_PIECES, MIX64):
-            raise WeightPushFailed(
-                f"unknown checksum {name!r}; publisher and rollout server must have the same version"
-            )
+            raise WeightPushFailed(f"unknown checksum {name!r}; learner and rollout server must have the same version")
         self._name = name
         self._xxh3 = xxhash.xxh3_128()
         self._digests: list[bytes] = []
@@ -82,7 +80,6 @@ def combined_digests(digests: Sequence[bytes]) -> str:
 
 
 def host_checksum(name: str, bucket: NDArray[np.uint8]) -> str:
-    """Compute the checksum `name` of bytes in host memory."""
     checksum = RunningChecksum(name)
     checksum.update(bucket)
     return checksum.value

@@ -6,6 +6,7 @@ file, the first process that needs the key makes it in the run's folder.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import os
 import secrets
@@ -52,16 +53,14 @@ class ClusterKey:
         self.read()
 
     def _make(self) -> None:
-        """Write the key aside and link it into place: the link fails if another process was first."""
+        """Write the key to another file and link it into place: the link fails if another process was first."""
         self.file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=self.file.parent, prefix=f".{FILE_NAME}-") as aside:
             aside.write(secrets.token_hex(NUM_KEY_BYTES))
             aside.flush()
             os.fsync(aside.fileno())
-            try:
+            with contextlib.suppress(FileExistsError):
                 os.link(aside.name, self.file)
-            except FileExistsError:
-                return
 
     def read(self) -> str:
         """Return the key. Raises ConfigError if the file cannot be read or is empty."""

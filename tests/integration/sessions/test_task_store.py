@@ -12,10 +12,16 @@ import redis.asyncio as redis
 from penstock.config.service import SessionLimits
 from penstock.errors import Conflict, NotFound, QueueFull
 from penstock.sessions.session_store import Reward, SessionStore
-from penstock.sessions.task_store import NewTask, TaskLease, TaskStore
+from penstock.sessions.task_store import TaskStore
 from penstock.store.keys import RunKeys
+from penstock.v1 import tasks_pb2
 
 MANY = 1000
+State = tasks_pb2.Task
+
+
+def new_task(task_id: str, payload: str, num_sessions: int = 1, deadline_s: float = 0.0) -> tasks_pb2.NewTask:
+    return tasks_pb2.NewTask(task_id=task_id, payload_json=payload, num_sessions=num_sessions, deadline_s=deadline_s)
 
 
 class Stores:
@@ -41,27 +47,28 @@ def stores(redis_client: redis.Redis) -> Stores:
 
 
 async def test_a_task_is_complete_with_its_sessions(stores: Stores) -> None:
-    assert await stores.tasks.submit([NewTask("t", '{"a": 1}', 2), NewTask("u", "2")], "key") == (["t", "u"], False)
-    assert await stores.tasks.submit([NewTask("v", "1")], "key") == (["t", "u"], True)
-    assert await stores.tasks.submit([NewTask("t", "other", 9)]) == (["t"], False)
+    assert await stores.tasks.submit([new_task("t", '{"a": 1}', 2), new_task("u", "2")], "key") == (["t", "u"], False)
+    assert await stores.tasks.submit([new_task("v", "1")], "key") == (["t", "u"], True)
+    assert await stores.tasks.submit([new_task("t", "other", 9)]) == (["t"], False)
     leases = await stores.tasks.lease("w", 9, MANY)
     assert [(lease.task_id, lease.session_id) for lease in leases] == [("t", "t.0.1"), ("t", "t.1.1"), ("u", "u.0.1")]
-    assert leases[0] == TaskLease("t", "t.0.1", 1, '{"a": 1}')
+    first = leases[0]
+    assert (first.task_id, first.session_id, first.attempt, first.payload_json) == ("t", "t.0.1", 1, '{"a": 1}')
     assert await stores.reward("t.1.1") == "joined"
-    assert (await stores.tasks.get("t")).state == "open"
+    assert (await stores.tasks.get("t")).state == State.OPEN
     assert await stores.reward("t.0.1") == "complete"
     task = await stores.tasks.get("t")
-    assert (task.state, task.rewarded) == ("complete", ("t.0.1", "t.1.1"))
-    await stores.sessions.finish("task:t", task.rewarded, [5])
+    assert (task.state, list(task.session_ids)) == (State.COMPLETE, ["t.0.1", "t.1.1"])
+    await stores.sessions.finish("task:t", task.session_ids, [5])
     task = await stores.tasks.get("t")
-    assert (task.state, task.prompt_ids) == ("finished", (5,))
+    assert (task.state, list(task.prompt_ids)) == (State.FINISHED, [5])
     assert (await stores.sessions.close("t.0.1", Reward(0.0, {}))).prompt_ids == (5,)
     with pytest.raises(NotFound, match="no task 'x'"):
         await stores.tasks.get("x")
 
 
 async def test_a_worker_that_dies_returns_its_task(stores: Stores) -> None:
-    await stores.tasks.submit([NewTask("t", "1")])
+    await stores.tasks.submit([new_task("t", "1")])
     [first] = await stores.tasks.lease("dies", 1, MANY)
     assert await stores.tasks.lease("w", 1, MANY) == []
     assert await stores.tasks.heartbeat([first.session_id]) == []
@@ -77,7 +84,7 @@ async def test_a_worker_that_dies_returns_its_task(stores: Stores) -> None:
 
 
 async def test_a_call_of_a_session_renews_its_lease(stores: Stores) -> None:
-    await stores.tasks.submit([NewTask("t", "1")])
+    await stores.tasks.submit([new_task("t", "1")])
     [lease] = await stores.tasks.lease("w", 1, MANY)
     await stores.expire_leases()
     await stores.sessions.open(lease.session_id)
@@ -86,7 +93,7 @@ async def test_a_call_of_a_session_renews_its_lease(stores: Stores) -> None:
 
 async def test_a_place_that_fails_too_often_is_given_up(redis_client: redis.Redis) -> None:
     stores = Stores(redis_client, task_max_failures=2)
-    await stores.tasks.submit([NewTask("t", "1", 2), NewTask("u", "1")])
+    await stores.tasks.submit([new_task("t", "1", 2), new_task("u", "1")])
     for _ in range(2):
         leases = await stores.tasks.lease("w", 9, MANY)
         for lease in leases:
@@ -94,18 +101,19 @@ async def test_a_place_that_fails_too_often_is_given_up(redis_client: redis.Redi
                 assert await stores.tasks.give_back(lease.session_id, "the repository is gone")
     assert await stores.reward("t.1.1") == "complete", "with what is there"
     failed = await stores.tasks.get("u")
-    assert (failed.state, failed.failure) == ("failed", "the repository is gone")
+    assert (failed.state, failed.failure) == (State.FAILED, "the repository is gone")
     assert (await stores.tasks.stat()).conservation_error == 0
 
 
 async def test_a_deadline_completes_a_task_with_what_is_there(stores: Stores) -> None:
-    await stores.tasks.submit([NewTask("t", "1", 3, deadline_s=60), NewTask("none", "1", 1, deadline_s=60)])
+    await stores.tasks.submit([new_task("t", "1", 3, deadline_s=60), new_task("none", "1", 1, deadline_s=60)])
     leases = await stores.tasks.lease("w", 9, MANY)
     await stores.reward(leases[1].session_id)
     assert await stores.tasks.sweep() == (0, 0)
     await stores.client.zadd(RunKeys("test").task_due, {"t": 1, "none": 1})
     assert await stores.tasks.sweep() == (0, 2)
-    assert (await stores.tasks.get("t")).state == "complete" and (await stores.tasks.get("none")).state == "failed"
+    assert (await stores.tasks.get("t")).state == State.COMPLETE
+    assert (await stores.tasks.get("none")).state == State.FAILED
     assert await stores.sessions.due() == ["task:t"] and await stores.sessions.due() == []
     assert (await stores.reward("own", "t")) == "answered", "it comes too late"
     stat = await stores.tasks.stat()
@@ -114,29 +122,29 @@ async def test_a_deadline_completes_a_task_with_what_is_there(stores: Stores) ->
 
 async def test_new_tasks_begin_only_as_admission_allows(redis_client: redis.Redis) -> None:
     stores = Stores(redis_client, max_task_places=5)
-    await stores.tasks.submit([NewTask(name, "1", 2) for name in ("a", "b")])
+    await stores.tasks.submit([new_task(name, "1", 2) for name in ("a", "b")])
     with pytest.raises(QueueFull, match="max_task_places"):
-        await stores.tasks.submit([NewTask("c", "1", 2)])
+        await stores.tasks.submit([new_task("c", "1", 2)])
     assert await stores.tasks.lease("w", 9, 0) == []
     assert {lease.task_id for lease in await stores.tasks.lease("w", 1, 1)} == {"a"}
     assert [lease.session_id for lease in await stores.tasks.lease("w", 9, 1)] == ["a.1.1"], "an open task goes on"
 
 
 async def test_sessions_with_names_of_their_own_join_a_task(stores: Stores) -> None:
-    await stores.tasks.submit([NewTask("t", "1", 2)])
+    await stores.tasks.submit([new_task("t", "1", 2)])
     with pytest.raises(NotFound, match="submit it first"):
         await stores.reward("mine-0", "unknown")
     assert await stores.reward("mine-1", "t") == "joined"
     assert await stores.reward("mine-2", "t") == "complete"
     assert await stores.reward("mine-3", "t") == "answered"
-    assert (await stores.tasks.get("t")).rewarded == ("mine-1", "mine-2")
+    assert (await stores.tasks.get("t")).session_ids == ["mine-1", "mine-2"]
 
 
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.long)])
 async def test_every_place_is_rewarded_once_whatever_workers_do(stores: Stores, seed: int) -> None:
     chance = random.Random(seed)
     wanted = {f"t{number}": chance.randint(1, 4) for number in range(8)}
-    tasks = [NewTask(name, "1", num_sessions) for name, num_sessions in wanted.items()]
+    tasks = [new_task(name, "1", num_sessions) for name, num_sessions in wanted.items()]
     held: list[str] = []
     joined: dict[str, set[str]] = {name: set() for name in wanted}
 
@@ -172,31 +180,31 @@ async def test_every_place_is_rewarded_once_whatever_workers_do(stores: Stores, 
             await stores.reward(lease.session_id)
     for name, num_sessions in wanted.items():
         task = await stores.tasks.get(name)
-        assert task.num_rewarded == len(task.rewarded) <= num_sessions
-        assert len({session_id.rsplit(".", 1)[0] for session_id in task.rewarded}) == len(task.rewarded)
-        assert joined[name] <= set(task.rewarded)
+        assert task.num_rewarded == len(task.session_ids) <= num_sessions
+        assert len({session_id.rsplit(".", 1)[0] for session_id in task.session_ids}) == len(task.session_ids)
+        assert joined[name] <= set(task.session_ids)
 
 
 async def test_a_rewarded_session_does_not_join_a_task_afterwards(stores: Stores) -> None:
     """Its first reward made it a group of its own, which may not be in the queue yet."""
-    await stores.tasks.submit([NewTask("t", "1")])
+    await stores.tasks.submit([new_task("t", "1")])
     assert await stores.reward("s") == "closed"
     closing = await stores.sessions.close("s", Reward(0.0, {}), "t")
     assert (closing.state, closing.reward) == ("closed", Reward(1.0, {}))
     assert (await stores.tasks.get("t")).num_rewarded == 0
     # A task of this name is submitted later, so that the session looks like one of its places.
     assert await stores.reward("u.0.1") == "closed"
-    await stores.tasks.submit([NewTask("u", "1")])
+    await stores.tasks.submit([new_task("u", "1")])
     assert (await stores.sessions.close("u.0.1", Reward(0.0, {}))).state == "closed"
     assert (await stores.tasks.get("u")).num_rewarded == 0
 
 
 async def test_a_session_of_its_own_takes_no_place_that_has_failed(redis_client: redis.Redis) -> None:
     stores = Stores(redis_client, task_max_failures=1)
-    await stores.tasks.submit([NewTask("t", "1", 3)])
+    await stores.tasks.submit([new_task("t", "1", 3)])
     leases = await stores.tasks.lease("w", 3, MANY)
     assert await stores.tasks.give_back(leases[0].session_id, "no disk")
     assert await stores.reward("mine", "t") == "joined", "a place that is leased is left"
     assert await stores.reward(leases[2].session_id) == "complete"
-    assert (await stores.tasks.get("t")).rewarded == ("mine", leases[2].session_id)
+    assert (await stores.tasks.get("t")).session_ids == ["mine", leases[2].session_id]
     assert (await stores.tasks.stat()).conservation_error == 0

@@ -21,14 +21,14 @@ from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import Lease, SavedTokens
 from penstock.replay.results import PromptBook
 from penstock.sessions.session_store import Reward, SessionStore
-from penstock.sessions.task_store import NewTask, TaskStore
+from penstock.sessions.task_store import TaskStore
 from penstock.store.fleet import Fleet, Quarantine, Quarantines, ServerRecord
 from penstock.store.heartbeats import Heartbeats, Phases
 from penstock.store.notices import Event, Notices
 from penstock.store.policies import PolicyRegistry
 from penstock.store.redis_client import connect
 from penstock.store.run_control import RunControl
-from penstock.v1 import policies_pb2
+from penstock.v1 import policies_pb2, tasks_pb2
 from penstock_services.gateway.metrics import RunSnapshot
 from support.redis_server import SCRIPTS, redis_with_users
 
@@ -95,19 +95,25 @@ async def test_the_breaker_opens_is_seen_and_is_closed(
 async def test_the_gateway_keeps_sessions_and_hands_out_tasks(clients: Clients, run: str) -> None:
     sessions = SessionStore(clients["gateway"], run, 60, SessionLimits())
     tasks = TaskStore(clients["gateway"], run, 60, SessionLimits(task_max_failures=1))
-    await tasks.submit([NewTask("t", "1", 2, deadline_s=9), NewTask("u", "1")], "key")
+    await tasks.submit(
+        [
+            tasks_pb2.NewTask(task_id="t", payload_json="1", num_sessions=2, deadline_s=9),
+            tasks_pb2.NewTask(task_id="u", payload_json="1", num_sessions=1),
+        ],
+        "key",
+    )
     for lease in await tasks.lease("w", 9, 9):
         await sessions.open(lease.session_id)
         await sessions.record(lease.session_id, b"call", lease.session_id)
         assert await tasks.heartbeat([lease.session_id]) == []
-    assert await tasks.give_back("u.0.1", "broken") and (await tasks.get("u")).state == "failed"
+    assert await tasks.give_back("u.0.1", "broken") and (await tasks.get("u")).state == tasks_pb2.Task.FAILED
     for session_id in ("t.0.1", "t.1.1"):
         await sessions.close(session_id, Reward(1.0, {}))
         assert len(await sessions.calls(session_id)) == 1
     await tasks.sweep()
     assert await sessions.due() == []
     await sessions.finish("task:t", ["t.0.1", "t.1.1"], [1])
-    assert (await tasks.get("t")).state == "finished" and (await tasks.stat()).conservation_error == 0
+    assert (await tasks.get("t")).state == tasks_pb2.Task.FINISHED and (await tasks.stat()).conservation_error == 0
 
 
 async def test_a_pinned_evaluation_is_given_up(clients: Clients, run: str) -> None:

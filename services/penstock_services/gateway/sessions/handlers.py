@@ -23,7 +23,7 @@ from penstock.errors import InvalidInput
 from penstock.replay.queue import RedisReplayQueue
 from penstock.reward_bounds import RANGE, is_reward
 from penstock.samples import TokenText
-from penstock.sessions.task_store import NewTask, TaskLease, TaskStore
+from penstock.sessions.task_store import TaskStore
 from penstock.store.run_control import RunControl
 from penstock.v1 import generate_pb2, sessions_pb2, tasks_pb2
 from penstock_services.gateway import validation
@@ -225,10 +225,7 @@ class TaskHandlers(Handlers):
     @operation("GET", "/v1/tasks/{task_id}", "read", records.Task, takes=OfRun)
     async def get_task(self, request: tasks_pb2.GetTaskRequest) -> tasks_pb2.Task:
         validation.check_name("task_id", request.task_id)
-        task = await self.tasks.get(request.task_id)
-        return message_of(
-            tasks_pb2.Task, task, state=task.state.upper(), payload_json=task.payload, session_ids=task.rewarded
-        )
+        return await self.tasks.get(request.task_id)
 
     @operation("POST", "/v1/tasks:lease", "submit", records.LeasedTasks, takes=LeaseTasks, keeps_deadline=True)
     async def lease_tasks(self, request: tasks_pb2.LeaseTasksRequest) -> tasks_pb2.LeaseTasksResponse:
@@ -244,11 +241,7 @@ class TaskHandlers(Handlers):
             if leases or time.monotonic() + POLL_S > deadline:
                 break
             await asyncio.sleep(POLL_S)
-        lease_s = self.config.gateway.sessions.task_lease_s
-        leased = [
-            message_of(tasks_pb2.LeasedTask, lease, payload_json=lease.payload, lease_s=lease_s) for lease in leases
-        ]
-        return tasks_pb2.LeaseTasksResponse(tasks=leased)
+        return tasks_pb2.LeaseTasksResponse(tasks=leases)
 
     @operation("POST", "/v1/tasks:heartbeat", "submit", records.LostTasks, takes=HeartbeatTasks)
     async def heartbeat_tasks(self, request: tasks_pb2.HeartbeatTasksRequest) -> tasks_pb2.HeartbeatTasksResponse:
@@ -265,7 +258,7 @@ class TaskHandlers(Handlers):
         returned = await self.tasks.give_back(request.session_id, request.failure[:500])
         return tasks_pb2.ReturnTaskResponse(returned=returned)
 
-    async def _lease(self, request: tasks_pb2.LeaseTasksRequest) -> list[TaskLease]:
+    async def _lease(self, request: tasks_pb2.LeaseTasksRequest) -> list[tasks_pb2.LeasedTask]:
         """Lease places, unless the run is paused. A task is begun only if a group of it may be admitted, so the
         staleness bound holds for tasks as it does for prompts."""
         stat, orders = await asyncio.gather(self.queue.stat(), self.control.orders())
@@ -273,7 +266,8 @@ class TaskHandlers(Handlers):
             return []
         return await self.tasks.lease(request.worker, request.max_tasks or 1, max(0, stat.admission_room))
 
-    def _checked(self, task: tasks_pb2.NewTask, path: str) -> NewTask:
+    def _checked(self, task: tasks_pb2.NewTask, path: str) -> tasks_pb2.NewTask:
+        """The task with absent fields filled in."""
         if task.task_id:
             validation.check_name(f"{path}task_id", task.task_id)
             if len(task.task_id) > MAX_TASK_ID:
@@ -286,9 +280,9 @@ class TaskHandlers(Handlers):
         if not 0 <= task.deadline_s <= longest_s:
             raise InvalidInput(f"{path}deadline_s", f"must be 0 to {longest_s:g}, half of gateway.session_ttl_s")
         validation.check_json(task.payload_json or "null", f"{path}payload_json")
-        return NewTask(
+        return tasks_pb2.NewTask(
             task_id=task.task_id or f"task-{uuid.uuid4().hex[:16]}",
-            payload=task.payload_json or "null",
+            payload_json=task.payload_json or "null",
             num_sessions=task.num_sessions or 1,
             deadline_s=task.deadline_s or longest_s,
             data_source=task.data_source,

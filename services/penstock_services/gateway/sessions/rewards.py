@@ -23,6 +23,7 @@ from penstock.replay.queue_types import OfferedGroup, Origin
 from penstock.sessions.session_store import Closing, Reward, SessionStore
 from penstock.sessions.task_store import TaskStore
 from penstock.trajectory import SESSION_AGENT, Group, Prompt
+from penstock.v1 import tasks_pb2
 from penstock_services.gateway.sessions.trajectories import RewardedSession, SharedPrompt, shared_prompts
 from penstock_services.gateway.sessions.tree import SessionTree
 
@@ -62,9 +63,9 @@ class SessionRewards:
             found, data_source = [identity], DATA_SOURCE
         else:
             task = await self.tasks.get(identity)
-            if task.state == "finished":
-                return task.prompt_ids
-            found, data_source = list(task.rewarded), task.data_source or DATA_SOURCE
+            if task.state == tasks_pb2.Task.FINISHED:
+                return tuple(task.prompt_ids)
+            found, data_source = list(task.session_ids), task.data_source or DATA_SOURCE
         rewards = {session_id: await self.store.reward(session_id) for session_id in found}
         known = {session_id: reward for session_id, reward in rewards.items() if reward is not None}
         return await self._finish(name, known, data_source)

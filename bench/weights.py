@@ -35,7 +35,7 @@ from penstock.v1 import weights_pb2_grpc
 from penstock.weights.cluster_key import ClusterKey
 from penstock.weights.transports import host_id
 from penstock_learner.weights.publisher import WeightPublisher
-from penstock_learner.weights.push import PushTarget
+from penstock_learner.weights.senders import PushTarget
 from penstock_rollout.engines.engine import Engine, GenerateRequest
 from penstock_rollout.engines.factory import create_engine
 from penstock_rollout.fleet.internal_listener import make_listener

@@ -30,7 +30,7 @@ from penstock.config.loading import validate
 from penstock.config.run import RunConfig
 from penstock_learner.weights.deltas import DELTA_TRANSPORTS, DeltaChoice
 from penstock_learner.weights.publisher import WeightPublisher
-from penstock_learner.weights.push import PushTarget
+from penstock_learner.weights.senders import PushTarget
 from weights_gpu_parts.engine import HOST, RUN
 from weights_gpu_parts.ranks import be_a_host_of_its_own
 

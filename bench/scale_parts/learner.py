@@ -21,7 +21,7 @@ from penstock_learner.loop.batches import GATHER_S, WAIT_S
 from penstock_learner.loop.publication import PolicyPublication
 from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.weights.publisher import MemberCalls
-from penstock_learner.weights.push import PushReport, PushTarget
+from penstock_learner.weights.senders import PushReport, PushTarget
 
 START_TIMEOUT_S = 180.0
 

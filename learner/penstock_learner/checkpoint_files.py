@@ -1,9 +1,7 @@
 """The files of a checkpoint: checksums in pieces, the manifest that lists them, and flushing to disk.
 
-Each piece of a file has its own checksum, so that the pieces of one large file are compared in parallel. Checksums are
-compared before a file is loaded, so that a damaged one is found. `manifest.json` has two lines:
-the files as JSON, and the checksum of that line. The checksums are made while the files are written (roles/trainer.py),
-so a save reads nothing back.
+Pieces of one large file are compared in parallel, before it is loaded. `manifest.json` has two lines: the files as
+JSON, and the checksum of that line. Checksums are made while the files are written, so a save reads nothing back.
 """
 
 from __future__ import annotations
@@ -104,7 +102,6 @@ def _damage(path: Path, expected: FileRecord, index: int) -> str:
 
 
 def _read_checksum(path: Path, index: int) -> str:
-    """The checksum of a piece's present content."""
     checksum, left = xxhash.xxh3_128(), PIECE_BYTES
     buffer = memoryview(bytearray(min(READ_BYTES, PIECE_BYTES)))
     with path.open("rb", buffering=0) as file:

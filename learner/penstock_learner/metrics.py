@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from penstock import __version__
 from penstock.metrics import LONG_SECONDS, PREFIX, CountedHistogram, DiskGauges, HostMemoryGauges
 from penstock_learner.algorithms.corrections import RATIO_EDGES
-from penstock_learner.weights.push import PushReport
+from penstock_learner.weights.senders import PushReport
 
 REWARD_PART, MAX_REWARD_PARTS = "reward_part/", 16
 """Prefix of the means of reward parts among the numbers of a step, and how many parts are recorded."""
@@ -52,100 +52,86 @@ _ALGORITHM_GAUGES = {
     "unused_expert_ratio": ("algo_unused_expert_ratio", "Share of experts that no token of the step chose."),
     "router_replayed_ratio": ("algo_router_replayed_ratio", "Share of expert choices that were the engine's."),
 }
+_LABELLED_GAUGES = {
+    "loss": {"policy": "loss", "kl": "kl_loss", "value": "critic_loss"},
+    "kl": {"reference": "kl_reference", "behaviour": "kl_behaviour"},
+    "clip": {"low": "clip_ratio_low", "high": "clip_ratio_high"},
+}
+"""The numbers of a step that gauges show by label."""
 
 
 class LearnerMetrics:
     """All metrics of the learner controller, on their own registry. Known label values start at 0."""
 
     def __init__(self, registry: CollectorRegistry, placement: str) -> None:
-        def name(suffix: str) -> str:
-            return f"{PREFIX}_{suffix}"
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(f"{PREFIX}_{name}", text, labels, registry=registry)
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"{PREFIX}_{name}", text, labels, registry=registry)
+
+        def seconds(name: str, text: str, *labels: str) -> Histogram:
+            return Histogram(f"{PREFIX}_{name}", text, labels, registry=registry, buckets=LONG_SECONDS)
 
         self.registry = registry
-        info = Gauge(name("build_info"), "Always 1.", ["placement", "version"], registry=registry)
-        info.labels(placement, __version__).set(1)
-        self.steps = Counter(name("learner_steps"), "Optimizer steps.", registry=registry)
-        self.step_seconds = Histogram(
-            name("learner_step_duration_seconds"), "One step.", registry=registry, buckets=LONG_SECONDS
+        gauge("build_info", "Always 1.", "placement", "version").labels(placement, __version__).set(1)
+        self.steps = counter("learner_steps", "Optimizer steps.")
+        self.step_seconds = seconds("learner_step_duration_seconds", "One step.")
+        self.phase_seconds = counter("learner_phase_seconds", "Time by phase.", "phase")
+        self.compute_seconds = counter(
+            "learner_compute_seconds", "Time of forward, backward and optimizer on the policy's ranks."
         )
-        self.phase_seconds = Counter(name("learner_phase_seconds"), "Time by phase.", ["phase"], registry=registry)
-        self.compute_seconds = Counter(
-            name("learner_compute_seconds"), "Time of forward, backward and optimizer on the policy's ranks.",
-            registry=registry,
-        )  # fmt: skip
-        self.tokens = Counter(name("learner_tokens"), "Tokens of trained groups.", ["kind"], registry=registry)
-        self.mfu = Gauge(name("learner_mfu_ratio"), "Model FLOPs over the devices' peak FLOPs.", registry=registry)
-        self.memory_peak = Gauge(
-            name("learner_memory_peak_bytes"), "Peak memory of a policy rank.", ["rank"], registry=registry
-        )
-        self.last_step = Gauge(
-            name("learner_last_step_timestamp_seconds"), "When the last step ended.", registry=registry
-        )
-        self.version = Gauge(name("policy_version"), "Policy version.", ["component"], registry=registry)
+        self.tokens = counter("learner_tokens", "Tokens of trained groups.", "kind")
+        self.mfu = gauge("learner_mfu_ratio", "Model FLOPs over the devices' peak FLOPs.")
+        self.memory_peak = gauge("learner_memory_peak_bytes", "Peak memory of a policy rank.", "rank")
+        self.last_step = gauge("learner_last_step_timestamp_seconds", "When the last step ended.")
+        self.version = gauge("policy_version", "Policy version.", "component")
         self.staleness = CountedHistogram(
-            name("trajectory_staleness_versions"), "Versions between sampling and training, by group.",
+            f"{PREFIX}_trajectory_staleness_versions", "Versions between sampling and training, by group.",
             (0, 1, 2, 3, 4, 6, 8, 12, 16, 32), registry,
         )  # fmt: skip
-        self.reward = Gauge(name("reward_mean"), "Mean reward in the last batch.", ["env"], registry=registry)
-        self.reward_part = Gauge(
-            name("reward_part_mean"), "Mean of a part of the reward in the last batch.", ["part"], registry=registry
-        )
+        self.reward = gauge("reward_mean", "Mean reward in the last batch.", "env")
+        self.reward_part = gauge("reward_part_mean", "Mean of a part of the reward in the last batch.", "part")
         self.reward_parts: set[str] = set()
         """Parts that have a series. Their number is limited, because a reward function chooses the names."""
-        self.skipped = Counter(
-            name("learner_nonfinite_steps"), "Steps skipped for a non-finite loss or gradient.", registry=registry
+        self.skipped = counter("learner_nonfinite_steps", "Steps skipped for a non-finite loss or gradient.")
+        self.role_restarts = counter("learner_role_restarts", "Restarts of a role after a rank died or hung.", "role")
+        self.quarantines = counter(
+            "learner_quarantines", "Servers put into quarantine because their log-probs disagreed."
         )
-        self.role_restarts = Counter(
-            name("learner_role_restarts"), "Restarts of a role after a rank died or hung.", ["role"], registry=registry
-        )
-        self.quarantines = Counter(
-            name("learner_quarantines"), "Servers put into quarantine because their log-probs disagreed.",
-            registry=registry,
-        )  # fmt: skip
-        self._declare_algorithm(registry, name("algo"))
-        self._declare_weights(registry, name("weight"))
-        self.disk = DiskGauges(registry)
-        HostMemoryGauges(registry)
-        self.checkpoint_success = Gauge(
-            name("checkpoint_last_success_timestamp_seconds"), "Last durable checkpoint.", registry=registry
-        )
-        self.checkpoint_seconds = Histogram(
-            name("checkpoint_duration_seconds"), "One checkpoint.", registry=registry, buckets=LONG_SECONDS
-        )
-        self.recovery_seconds = Histogram(
-            name("recovery_duration_seconds"), "From the last sign of life before a crash to the next step.",
-            ["component"], registry=registry, buckets=LONG_SECONDS,
-        )  # fmt: skip
-        for phase in PHASES:
-            self.phase_seconds.labels(phase)
-        for kind in ("prompt", "response"):
-            self.tokens.labels(kind)
-        for role in ROLES:
-            self.role_restarts.labels(role)
-        self.recovery_seconds.labels("learner")
-
-    def _declare_algorithm(self, registry: CollectorRegistry, prefix: str) -> None:
-        self.loss = Gauge(f"{prefix}_loss", "Loss by term.", ["term"], registry=registry)
-        self.kl = Gauge(f"{prefix}_kl_nats", "Mean KL per token.", ["against"], registry=registry)
-        self.clip = Gauge(f"{prefix}_clip_ratio", "Share of clipped tokens.", ["side"], registry=registry)
+        self.loss = gauge("algo_loss", "Loss by term.", "term")
+        self.kl = gauge("algo_kl_nats", "Mean KL per token.", "against")
+        self.clip = gauge("algo_clip_ratio", "Share of clipped tokens.", "side")
         self.importance_ratio = CountedHistogram(
-            f"{prefix}_importance_ratio", "Ratio of policy to behaviour policy at trained tokens.", RATIO_EDGES,
+            f"{PREFIX}_algo_importance_ratio", "Ratio of policy to behaviour policy at trained tokens.", RATIO_EDGES,
             registry,
         )  # fmt: skip
-        self.algorithm = {
-            key: Gauge(f"{PREFIX}_{suffix}", text, registry=registry)
-            for key, (suffix, text) in _ALGORITHM_GAUGES.items()
-        }
-
-        self.server_mismatch = Gauge(
-            f"{prefix}_server_logprob_mismatch_nats", "Mean |learner - engine| difference of log-probs, by server.",
-            ["server"], registry=registry,
-        )  # fmt: skip
-        self.server_limit = Gauge(
-            f"{prefix}_server_logprob_limit_nats", "Difference beyond which a server disagrees.", ["server"],
-            registry=registry,
-        )  # fmt: skip
+        self.algorithm = {key: gauge(name, text) for key, (name, text) in _ALGORITHM_GAUGES.items()}
+        self.server_mismatch = gauge(
+            "algo_server_logprob_mismatch_nats", "Mean |learner - engine| difference of log-probs, by server.", "server"
+        )
+        self.server_limit = gauge(
+            "algo_server_logprob_limit_nats", "Difference beyond which a server disagrees.", "server"
+        )
         self._compared_servers: set[str] = set()
+        self.sync_seconds = seconds("weight_sync_duration_seconds", "Weight push by phase.", "transport", "phase")
+        self.sync_bytes = counter("weight_sync_bytes", "Bytes of committed pushes.")
+        self.syncs = counter("weight_syncs", "Pushes, by member and result.", "result")
+        self.sync_success = gauge("weight_sync_last_success_timestamp_seconds", "Last push with a committed member.")
+        self.disk = DiskGauges(registry)
+        HostMemoryGauges(registry)
+        self.checkpoint_success = gauge("checkpoint_last_success_timestamp_seconds", "Last durable checkpoint.")
+        self.checkpoint_seconds = seconds("checkpoint_duration_seconds", "One checkpoint.")
+        self.recovery_seconds = seconds(
+            "recovery_duration_seconds", "From the last sign of life before a crash to the next step.", "component"
+        )
+        known: dict[Counter | Histogram, tuple[str, ...]] = {
+            self.phase_seconds: PHASES, self.tokens: ("prompt", "response"), self.role_restarts: ROLES,
+            self.recovery_seconds: ("learner",), self.syncs: ("committed", "failed", "superseded", "nonfinite"),
+        }  # fmt: skip
+        for metric, values in known.items():
+            for value in values:
+                metric.labels(value)
 
     def record_agreement(self, found: Mapping[str, tuple[float, float]], fleet: Collection[str]) -> None:
         """Record the difference of each server and its limit, in nats. Servers outside the fleet share one series, and
@@ -160,19 +146,6 @@ class LearnerMetrics:
             self._compared_servers.remove(label)
             self.server_mismatch.remove(label)
             self.server_limit.remove(label)
-
-    def _declare_weights(self, registry: CollectorRegistry, prefix: str) -> None:
-        self.sync_seconds = Histogram(
-            f"{prefix}_sync_duration_seconds", "Weight push by phase.", ["transport", "phase"], registry=registry,
-            buckets=LONG_SECONDS,
-        )  # fmt: skip
-        self.sync_bytes = Counter(f"{prefix}_sync_bytes", "Bytes of committed pushes.", registry=registry)
-        self.syncs = Counter(f"{prefix}_syncs", "Pushes, by member and result.", ["result"], registry=registry)
-        self.sync_success = Gauge(
-            f"{prefix}_sync_last_success_timestamp_seconds", "Last push with a committed member.", registry=registry
-        )
-        for result in ("committed", "failed", "superseded", "nonfinite"):
-            self.syncs.labels(result)
 
     def record_step(self, metrics: Mapping[str, float], rewards: Mapping[str, float]) -> None:
         """Record one step. `rewards` is the batch's mean reward by data source."""
@@ -191,15 +164,11 @@ class LearnerMetrics:
             if part in self.reward_parts or len(self.reward_parts) < MAX_REWARD_PARTS:
                 self.reward_parts.add(part)
                 self.reward_part.labels(part).set(metrics[key])
-        self.loss.labels("policy").set(metrics["loss"])
-        self.loss.labels("kl").set(metrics["kl_loss"])
-        self.kl.labels("reference").set(metrics["kl_reference"])
-        self.kl.labels("behaviour").set(metrics["kl_behaviour"])
-        self.clip.labels("low").set(metrics["clip_ratio_low"])
-        self.clip.labels("high").set(metrics["clip_ratio_high"])
+        for name, labels in _LABELLED_GAUGES.items():
+            for label, key in labels.items():
+                if key in metrics:
+                    getattr(self, name).labels(label).set(metrics[key])
         self.skipped.inc(max(metrics["skipped"], metrics.get("critic_skipped", 0.0)))
-        if "critic_loss" in metrics:
-            self.loss.labels("value").set(metrics["critic_loss"])
         for key, gauge in self.algorithm.items():
             if key in metrics:
                 gauge.set(metrics[key])

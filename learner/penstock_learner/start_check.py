@@ -1,14 +1,14 @@
-"""`penstock learner --check`: finds the mistakes that can be found before Ray is started.
-
-torch and transformers are imported only by the checks that need them.
-"""
+"""`penstock learner --check`: finds the mistakes that can be found before Ray is started."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from penstock.config.algorithms import ADVANTAGE_NAMES, LOSS_NAMES, AlgorithmConfig
 from penstock.config.gpu_bundles import num_gpus
 from penstock.config.learner import LearnerConfig
 from penstock.config.run import RunConfig
+from penstock.errors import ConfigError, PenstockError
 from penstock.start_checks import check_model, check_redis, check_roles, check_run_folder
 from penstock.weights.cluster_key import ClusterKey
 from penstock_learner.checkpoints.store import CheckpointStore, read_rewind
@@ -27,7 +27,7 @@ def check(config: RunConfig) -> str:
             from penstock_learner.model.architectures import require_causal
 
             require_causal(own_folder, f"learner.{'roles.' if name in config.learner.roles else ''}{name}.path")
-    _check_functions(config.learner.algorithm, has_critic=config.learner.critic is not None)
+    try_functions(config.learner.algorithm, has_critic=config.learner.critic is not None)
     check_step(config.learner)
     _check_gpus(config)
     check_run_folder(config)
@@ -45,7 +45,6 @@ def check(config: RunConfig) -> str:
 
 
 def check_step(learner: LearnerConfig) -> None:
-    """Raise ConfigError if a step or a worker of the user's cannot be loaded."""
     if learner.step or learner.ahead:
         from penstock_learner.steps.program import load_program
 
@@ -88,9 +87,38 @@ def _check_structure(config: RunConfig) -> None:
         require_routers(lm, find_routers(lm), replay=learner.router.replay)
 
 
-def _check_functions(algorithm: AlgorithmConfig, *, has_critic: bool) -> None:
-    """Raise ConfigError if the user's advantage or loss does not work. Ours do."""
-    if algorithm.advantage.name not in ADVANTAGE_NAMES or algorithm.loss.name not in LOSS_NAMES:
-        from penstock_learner.algorithms.trial import try_functions
+def try_functions(algorithm: AlgorithmConfig, *, has_critic: bool) -> None:
+    """Raise ConfigError if a user's advantage or loss cannot be imported, raises, or returns something of another
+    shape, when it is called with a few tokens."""
+    if algorithm.advantage.name in ADVANTAGE_NAMES and algorithm.loss.name in LOSS_NAMES:
+        return
+    import torch
 
-        try_functions(algorithm, has_critic=has_critic)
+    from penstock_learner.algorithms.advantages import AdvantageInputs, compute_advantages
+    from penstock_learner.algorithms.losses import LossInputs, policy_loss
+
+    mask = torch.tensor([1, 0, 1] * 4)
+    sequence_ids = torch.arange(4).repeat_interleave(3)
+    rewards = torch.tensor([0.0, 0, 1] * 2 + [0.0] * 6)
+    values = torch.linspace(0, 1, 12) if has_critic else None
+    is_greedy = torch.tensor([True, False] * 2) if algorithm.advantage.has_baseline else None
+    inputs = AdvantageInputs(rewards, mask, sequence_ids, torch.tensor([7, 7, 9, 9]), values, is_greedy)
+    log_probs = torch.linspace(-1, 0, 12, requires_grad=True)
+    old = torch.full((12,), -0.5)
+    losses = LossInputs(log_probs, old, rewards, mask, sequence_ids, old)
+    if algorithm.advantage.name not in ADVANTAGE_NAMES:
+        _try("advantage", algorithm.advantage.name, lambda: compute_advantages(inputs, algorithm.advantage))
+    if algorithm.loss.name not in LOSS_NAMES:
+        _try("loss", algorithm.loss.name, lambda: policy_loss(losses, algorithm.loss).per_token.sum().backward())
+
+
+def _try(kind: str, name: str, call: Callable[[], object]) -> None:
+    try:
+        call()
+    except PenstockError:
+        raise
+    except Exception as error:
+        message = " ".join(str(error).split())
+        raise ConfigError(
+            f"learner.algorithm.{kind}.name: {name} fails on a small batch: {type(error).__name__}: {message}"
+        ) from error

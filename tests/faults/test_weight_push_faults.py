@@ -29,7 +29,7 @@ from penstock.trajectory import Group, Trajectory
 from penstock.weights.checksums import host_checksum, weights_digest
 from penstock.weights.snapshot import read_manifest, read_snapshot
 from penstock_learner.weights.publisher import WeightPublisher
-from penstock_learner.weights.push import PushTarget
+from penstock_learner.weights.senders import PushTarget
 from support.fleet_runs import FleetRun, Move, Part, fleet_config, training_prompts
 from support.processes import is_alive
 from support.redis_server import RedisProcess

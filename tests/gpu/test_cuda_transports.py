@@ -24,8 +24,7 @@ from penstock.weights.checksums import MIX64, host_checksum
 from penstock.weights.cuda.mix64 import device_mix64
 from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import TensorShape, build_manifest
-from penstock_learner.weights.push import PushTarget
-from penstock_learner.weights.senders import CudaIpcSender, Shipment
+from penstock_learner.weights.senders import CudaIpcSender, PushTarget, Shipment
 from penstock_learner.weights.staging import DeviceBuckets, MemoryPool, StagedVersion, checksum_name
 from penstock_rollout.weights import stage as stage_module
 from penstock_rollout.weights.stage import WeightStage

@@ -18,8 +18,7 @@ from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import TensorShape, build_manifest
 from penstock.weights.transports import has_cupy
 from penstock_learner.weights import senders as sending
-from penstock_learner.weights.push import PushTarget
-from penstock_learner.weights.senders import NcclSender, Shipment
+from penstock_learner.weights.senders import NcclSender, PushTarget, Shipment
 from penstock_learner.weights.staging import HostBuckets, StagedVersion, checksum_name
 from penstock_rollout.weights.receivers import nccl as receiving
 from penstock_rollout.weights.stage import WeightStage

@@ -29,7 +29,7 @@ from penstock.weights.cuda.nccl_group import NcclGroup
 from penstock.weights.deadline import Deadline
 from penstock.weights.transports import host_id
 from penstock_learner.weights.publisher import WeightPublisher
-from penstock_learner.weights.push import PushTarget
+from penstock_learner.weights.senders import PushTarget
 from penstock_rollout.fleet.internal_listener import make_listener
 from penstock_rollout.fleet.membership import available_transports
 from penstock_rollout.fleet.weight_member import WeightMember

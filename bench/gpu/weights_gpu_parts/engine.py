@@ -114,7 +114,7 @@ class Publisher:
         return time.monotonic() - started
 
     def push(self, version: int, target: dict[str, Any]) -> dict[str, Any]:
-        from penstock_learner.weights.push import PushTarget
+        from penstock_learner.weights.senders import PushTarget
 
         started = time.monotonic()
         report = self._publisher.push(version, [PushTarget(**target)])

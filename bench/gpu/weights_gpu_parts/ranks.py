@@ -24,8 +24,7 @@ from penstock.weights.cuda.nccl_group import NcclGroup
 from penstock.weights.cuda.stream import DeviceAllocation
 from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import TensorShape, build_manifest
-from penstock_learner.weights.push import PushTarget
-from penstock_learner.weights.senders import Shipment, make_sender
+from penstock_learner.weights.senders import PushTarget, Shipment, make_sender
 from penstock_learner.weights.staging import MemoryKind, MemoryPool, StagedVersion, checksum_name
 from penstock_rollout.weights.receivers import nccl as receiving
 from penstock_rollout.weights.stage import WeightStage

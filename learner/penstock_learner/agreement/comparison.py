@@ -8,14 +8,11 @@ apply to the mean difference of a server's tokens:
                  missed an update long before its difference is large: a correct server is far below it.
 
 A server that is beyond a limit in STRIKES steps in a row disagrees. It disagrees at once if it is beyond the configured
-limit on the learner's own weights, and has never agreed or is at more than twice the limit.
+limit on the learner's own weights, and has never agreed or is at more than twice the limit. Both limits allow for top-p
+and for the drift of the policy since older versions, which is measured on the samples of the step before (`add_drift`).
 
-Both limits allow for top-p, and for tokens of older versions: their log-probs differ because the policy has moved. How
-far it moves in a step is measured on the samples of the step before, which the learner computes again (`add_drift`).
-Tokens that are older than these measurements are not judged.
-
-Baselines are not compared: they are not trained, and greedy decoding reports its log-probs at another temperature. Nor
-are trajectories that one server has continued for another: they would not say which of the two is wrong.
+Baselines are not compared: greedy decoding reports its log-probs at another temperature. Nor are trajectories that one
+server has continued for another: they would not say which of the two is wrong.
 """
 
 from __future__ import annotations
@@ -63,7 +60,6 @@ class Sample:
         return len(self.group.prompt_token_ids) + len(self.trajectory.token_ids)
 
     def as_group(self) -> Group:
-        """The group with this trajectory alone."""
         return replace(self.group, trajectories=(self.trajectory,))
 
 
@@ -257,13 +253,11 @@ class LogProbCheck:
 
 
 def _mean(comparisons: Sequence[Comparison], value: Callable[[Comparison], float]) -> float:
-    """Mean over tokens."""
     num_tokens = sum(one.num_tokens for one in comparisons)
     return sum(one.num_tokens * value(one) for one in comparisons) / num_tokens
 
 
 def disagreement(verdicts: Sequence[Verdict]) -> ConfigError:
-    """The error that ends a run in which every server disagrees."""
     worst = max(verdicts, key=lambda verdict: verdict.mismatch_nats - verdict.limit_nats)
     others = ", ".join(f"{verdict.server_id} by {verdict.mismatch_nats:.3g}" for verdict in verdicts[:8])
     return ConfigError(

@@ -15,7 +15,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,22 +37,22 @@ FIRST_BACKOFF_S, MAX_BACKOFF_S = 10.0, 300.0
 """Time until weights are loaded again after the first probes that disagreed, and at most."""
 
 
+@dataclass(eq=False)
 class ServerQuarantine:
     """The quarantines of a run during one term. Its records in Redis outlive the learner."""
 
-    def __init__(self, store: Quarantines, term: int) -> None:
-        self.store = store
-        self.term = term
-        self.records: dict[str, Quarantine] = {}
-        self._changing = asyncio.Lock()
-        """Held while Redis and `records` are made equal, so that neither misses a change of the other."""
-        self._load_after: dict[str, float] = {}
-        """When the weights of a server may be loaded at the earliest, if it must wait."""
-        self._drained_by: dict[str, float] = {}
-        """When the weights of a server are loaded even if groups are still running there."""
-        self._trusted_from: dict[str, int] = {}
-        """The version that a server had loaded when its quarantine ended. Samples of older ones may still arrive."""
-        self._loaded_version: dict[str, int] = {}
+    store: Quarantines
+    term: int
+    records: dict[str, Quarantine] = field(default_factory=dict)
+    _changing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while Redis and `records` are made equal, so that neither misses a change of the other."""
+    _load_after: dict[str, float] = field(default_factory=dict)
+    """When the weights of a server may be loaded at the earliest, if it must wait."""
+    _drained_by: dict[str, float] = field(default_factory=dict)
+    """When the weights of a server are loaded even if groups are still running there."""
+    _trusted_from: dict[str, int] = field(default_factory=dict)
+    """The version that a server had loaded when its quarantine ended. Samples of older ones may still arrive."""
+    _loaded_version: dict[str, int] = field(default_factory=dict)
 
     async def read(self) -> None:
         """Read the records, with the probes that were leased since. A server that left the fleet has none."""
@@ -108,7 +108,6 @@ class ServerQuarantine:
         await self._put(record)
 
     async def end(self, server_id: str) -> None:
-        """Let the server serve again."""
         logger.warning("%s leaves the quarantine, and its groups are trained again", server_id)
         async with self._changing:
             await self.store.end(server_id, self.term)
@@ -147,7 +146,6 @@ class ServerQuarantine:
         return record is not None and not record.probes_left and not record.probe_ids
 
     def is_due(self, server: ServerRecord) -> bool:
-        """Whether the weights of this server should be loaded now."""
         if not self.holds(server.server_id):
             return False
         now = time.monotonic()
@@ -178,30 +176,27 @@ class _Compared:
     num_rewinds: int
 
 
+@dataclass(eq=False)
 class ServerAgreement:
     """Decides for each batch of a term which groups must not be trained."""
 
-    def __init__(
-        self, check: LogProbCheck, quarantine: ServerQuarantine, log_probs: LogProbs, fleet: Fleet,
-        metrics: LearnerMetrics, silence_s: float,
-    ) -> None:  # fmt: skip
-        self.check = check
-        self.quarantine = quarantine
-        self.log_probs = log_probs
-        self.fleet = fleet
-        self.metrics = metrics
-        self.silence_s = silence_s
-        """A server whose last heartbeat is older than this does not count as part of the fleet."""
-        self._known: set[str] = set()
-        """Servers that were in the fleet during this term. Groups of others (imports, sessions) cannot be sampled
-        again, so they are compared and never refused."""
-        self._alive: set[str] = set()
-        self._beyond: dict[str, Verdict] = {}
-        """Servers beyond the configured limit that are not helped by loading their weights again."""
-        self._step = 0
-        self._judged: set[str] = set()
-        """Servers that were judged in this step."""
-        self._last: _Compared | None = None
+    check: LogProbCheck
+    quarantine: ServerQuarantine
+    log_probs: LogProbs
+    fleet: Fleet
+    metrics: LearnerMetrics
+    silence_s: float
+    """A server whose last heartbeat is older than this does not count as part of the fleet."""
+    _known: set[str] = field(default_factory=set)
+    """Servers that were in the fleet during this term. Groups of others (imports, sessions) cannot be sampled again, so
+    they are compared and never refused."""
+    _alive: set[str] = field(default_factory=set)
+    _beyond: dict[str, Verdict] = field(default_factory=dict)
+    """Servers beyond the configured limit that are not helped by loading their weights again."""
+    _step: int = 0
+    _judged: set[str] = field(default_factory=set)
+    """Servers that were judged in this step."""
+    _last: _Compared | None = None
 
     async def begin(self) -> None:
         """Call it before the term's first batch is read."""
@@ -280,7 +275,6 @@ class ServerAgreement:
             raise disagreement([self._beyond[name] for name in sorted(expected)])
 
     async def _follow(self, verdicts: Mapping[str, Verdict], version: int) -> None:
-        """Begin and end quarantines as the verdicts say."""
         known = [verdict for name, verdict in verdicts.items() if name in self._known]
         probed = [verdict for verdict in known if self.quarantine.holds(verdict.server_id)]
         others = [verdict for verdict in known if verdict not in probed]
@@ -313,6 +307,5 @@ class ServerAgreement:
 
 
 def _mean_difference(compared: _Compared, log_probs: NDArray[np.float32]) -> float:
-    """How far the learner's log-probs of trained tokens have moved."""
     trained = np.concatenate([sample.trajectory.loss_mask for sample in compared.samples]).astype(bool)
     return float(np.abs(log_probs - compared.log_probs)[trained].mean())

@@ -1,15 +1,10 @@
 """Advantage estimators. Each is a pure function (AdvantageInputs, AdvantageConfig) -> AdvantageOutputs. A function of a
 user may return the advantages of the tokens alone.
 
-Groups must be complete, and whitening uses all tokens that it is given. So call these on the whole batch, before it is
-split over ranks and micro-batches. In every estimator `R = sum_t r_t` over the trained tokens of a sequence, `mu` is
-the mean of R over its group, and `W` is `segments.whiten`.
-
-A sequence without a trained token has no R. It is no member of its group: it counts neither in the mean and the
-standard deviation nor in the group's size.
-
-Sequences of one episode, such as the paths of a session, are one sample of their group: each counts for its share, so
-that a session with many paths weighs no more than a session with one.
+Call these on the whole batch: groups must be complete, and whitening (`W`) uses all tokens that it is given. In every
+estimator `R = sum_t r_t` over the trained tokens of a sequence, and `mu` is the mean of R over its group. A sequence
+without a trained token has no R, and is not a member of its group. Sequences of one episode, such as the paths of a
+session, are one sample of their group, in which each counts for its share.
 """
 
 from __future__ import annotations
@@ -74,16 +69,6 @@ class AdvantageInputs:
 
 
 @dataclass(frozen=True)
-class AdvantageStatistics:
-    """Counts of a batch's sequences and groups."""
-
-    num_sequences: int
-    num_groups: int
-    num_singleton_groups: int
-    """Groups with one trained sample: rloo and opo learn nothing from them, and others have no baseline."""
-
-
-@dataclass(frozen=True)
 class AdvantageOutputs:
     """Results without gradient. All three tensors are exactly 0 (False) at masked-out tokens."""
 
@@ -91,7 +76,6 @@ class AdvantageOutputs:
     """[T] the advantage of each token."""
     loss_mask: Tensor
     """[T] bool, the tokens that the policy loss and its denominators count: `mask` without remax's greedy samples."""
-    statistics: AdvantageStatistics
     returns: Tensor | None = None
     """[T] `A + V` for gae (the critic's targets), G for reinforce_plus_plus and remax, None for the others."""
 
@@ -114,7 +98,6 @@ class _Groups:
 
     @classmethod
     def of(cls, inputs: AdvantageInputs, rewards: Tensor | None = None) -> _Groups:
-        """The groups by their total rewards, or by `rewards` [S]."""
         if rewards is None:
             token_rewards = apply_mask(inputs.token_rewards, inputs.mask)
             rewards = segment_sum(token_rewards, inputs.sequence_ids, inputs.num_sequences)
@@ -154,10 +137,6 @@ class _Groups:
         variance = self.sum_samples(centered.square()) / (self.sizes - 1).clamp(min=1)
         return centered / (torch.where(self.sizes == 1, 1.0, variance.sqrt()) + _STD_EPSILON)
 
-    def statistics(self) -> AdvantageStatistics:
-        num_singletons = round(float(self.shares[self.sizes == 1].sum()))
-        return AdvantageStatistics(self.rewards.shape[0], self.num_groups, num_singletons)
-
 
 def _shares(episodes: Tensor | None, groups: Tensor, is_member: Tensor, dtype: torch.dtype) -> Tensor:
     """[S] 1 over the number of members of each sequence's episode, and 0 for a sequence that is no member."""
@@ -175,7 +154,7 @@ def _broadcast(per_sequence: Tensor, inputs: AdvantageInputs) -> Tensor:
 
 
 def _outputs(inputs: AdvantageInputs, advantages: Tensor, returns: Tensor | None = None) -> AdvantageOutputs:
-    return AdvantageOutputs(advantages, inputs.mask.bool(), _Groups.of(inputs).statistics(), returns)
+    return AdvantageOutputs(advantages, inputs.mask.bool(), returns)
 
 
 def gae(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
@@ -278,24 +257,13 @@ def remax(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
     has_baseline = groups.sum((greedy & groups.is_member).to(groups.rewards.dtype)) > 0
     compared = loss_mask & has_baseline[inputs.sequence_ids]
     advantages = apply_mask(returns - baselines[inputs.sequence_ids], compared)
-    return AdvantageOutputs(advantages, loss_mask, groups.statistics(), apply_mask(returns, loss_mask))
+    return AdvantageOutputs(advantages, loss_mask, apply_mask(returns, loss_mask))
 
 
-ADVANTAGES: Registry[AdvantageFunction] = Registry(
-    "advantage",
-    {
-        "gae": gae,
-        "grpo": grpo,
-        "reinforce_plus_plus": reinforce_plus_plus,
-        "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
-        "rloo": rloo,
-        "remax": remax,
-        "opo": opo,
-        "grpo_passk": grpo_passk,
-        "gpg": gpg,
-        "gdpo": gdpo,
-    },
-)
+_ESTIMATORS: tuple[AdvantageFunction, ...] = (
+    gae, grpo, reinforce_plus_plus, reinforce_plus_plus_baseline, rloo, remax, opo, grpo_passk, gpg, gdpo
+)  # fmt: skip
+ADVANTAGES: Registry[AdvantageFunction] = Registry("advantage", {each.__name__: each for each in _ESTIMATORS})
 
 
 def compute_advantages(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:

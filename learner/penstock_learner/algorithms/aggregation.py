@@ -1,12 +1,9 @@
 """Sums, means and recurrences over packed sequences, and the aggregation of per-token losses to one number.
 
-A segment is a run of tokens with the same `segment_ids` value. Every function is differentiable unless its docstring
-says otherwise.
-
-The denominators of an aggregation count the whole batch: all data-parallel ranks and all gradient-accumulation
-micro-batches. Each call returns its micro-batch's share, and the shares add up to the loss of the whole batch however
-it was split. Sequences are never split. If the ranks average their gradients (FSDP, DDP) instead of adding them,
-multiply by the number of ranks.
+A segment is a run of tokens with the same `segment_ids` value. An aggregation's denominators count the whole batch,
+on all ranks and in all micro-batches. Each call returns its micro-batch's share, and the shares add up to the loss of
+the whole batch however it was split. If the ranks average their gradients (FSDP) instead of adding them, multiply by
+the number of ranks.
 """
 
 from __future__ import annotations
@@ -106,7 +103,6 @@ class Denominators:
 
     @classmethod
     def of(cls, mask: Tensor, sequence_ids: Tensor, constant_length: int | None = None) -> Denominators:
-        """The counts of a batch, or of a rank's part of it."""
         trained = sequence_ids[mask.bool()]
         return cls(int(trained.shape[0]), int(torch.unique(trained).shape[0]), constant_length)
 

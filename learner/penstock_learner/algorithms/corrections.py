@@ -8,7 +8,7 @@ gradient. The caller chooses the proximal policy by `CorrectionConfig.mode`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -45,18 +45,12 @@ class CorrectionStatistics:
 
     def merge(self, other: CorrectionStatistics) -> CorrectionStatistics:
         """The statistics of two parts that share no token, as one."""
-        return CorrectionStatistics(
-            self.num_tokens + other.num_tokens,
-            self.num_truncated + other.num_truncated,
-            self.num_rejected + other.num_rejected,
-            self.sum_weights + other.sum_weights,
-            self.sum_squared_weights + other.sum_squared_weights,
-            torch.maximum(self.max_weight, other.max_weight),
-            torch.maximum(self.max_ratio, other.max_ratio),
-            self.sum_ratio + other.sum_ratio,
-            self.sum_kl + other.sum_kl,
-            self.ratio_counts + other.ratio_counts,
-        )
+        names = [each.name for each in fields(self)]
+        merged = {
+            name: (torch.maximum if name.startswith("max_") else torch.add)(getattr(self, name), getattr(other, name))
+            for name in names
+        }
+        return CorrectionStatistics(**merged)
 
     @property
     def mean_weight(self) -> float:
@@ -115,7 +109,6 @@ def _sequence_ratio(log_ratio: Tensor, sequence_ids: Tensor) -> Tensor:
 
 
 def no_weight(log_ratio: Tensor, sequence_ids: Tensor, config: CorrectionConfig) -> tuple[Tensor, Tensor]:
-    """`w = 1`."""
     return torch.ones_like(log_ratio), torch.zeros_like(log_ratio, dtype=torch.bool)
 
 
@@ -139,7 +132,6 @@ def band(log_ratio: Tensor, sequence_ids: Tensor, config: CorrectionConfig) -> t
 
 
 def no_rejection(log_ratio: Tensor, sequence_ids: Tensor, config: CorrectionConfig) -> Tensor:
-    """Keep all tokens."""
     return torch.ones_like(log_ratio, dtype=torch.bool)
 
 
@@ -157,12 +149,7 @@ def sequence_rejection(log_ratio: Tensor, sequence_ids: Tensor, config: Correcti
 
 WEIGHTS: Registry[WeightFunction] = Registry(
     "correction weight",
-    {
-        "none": no_weight,
-        "token_truncation": token_truncation,
-        "sequence_truncation": sequence_truncation,
-        "band": band,
-    },
+    {"none": no_weight, "token_truncation": token_truncation, "sequence_truncation": sequence_truncation, "band": band},
 )
 REJECTIONS: Registry[RejectionFunction] = Registry(
     "rejection", {"none": no_rejection, "token": token_rejection, "sequence": sequence_rejection}
@@ -176,7 +163,6 @@ def correct(
     sequence_ids: Tensor,
     config: CorrectionConfig,
 ) -> Correction:
-    """Weights and rejections of a micro-batch of whole sequences."""
     log_ratio = apply_mask((numerator_log_probs - behaviour_log_probs).detach(), mask)
     weights, truncated = WEIGHTS.get(config.weight_name)(log_ratio, sequence_ids, config)
     kept = mask.bool() & REJECTIONS.get(config.rejection)(log_ratio, sequence_ids, config)

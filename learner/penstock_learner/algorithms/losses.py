@@ -96,19 +96,29 @@ def _log_ratio(log_probs: Tensor, base_log_probs: Tensor, mask: Tensor) -> Tenso
     return apply_mask(log_probs - base_log_probs, mask)
 
 
+def _masked(inputs: LossInputs) -> tuple[Tensor, Tensor]:
+    """Advantages and `lp - old`, 0 where masked out."""
+    return apply_mask(inputs.advantages, inputs.mask), _log_ratio(inputs.log_probs, inputs.old_log_probs, inputs.mask)
+
+
 def _clamped_exp(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
 
 
 def _outputs(
-    per_token: Tensor, inputs: LossInputs, log_ratio: Tensor, *, low: Tensor, high: Tensor, dual: Tensor | None = None
-) -> LossOutputs:
+    per_token: Tensor, inputs: LossInputs, log_ratio: Tensor, *, low: Tensor | None = None, high: Tensor | None = None,
+    dual: Tensor | None = None,
+) -> LossOutputs:  # fmt: skip
     trained = inputs.mask.bool()
+
+    def count(clipped: Tensor | None) -> Tensor:
+        return torch.zeros_like(trained.sum()) if clipped is None else (trained & clipped).sum()
+
     statistics = LossStatistics(
         num_tokens=trained.sum(),
-        num_clipped_low=(trained & low).sum(),
-        num_clipped_high=(trained & high).sum(),
-        num_dual_clipped=(trained & dual).sum() if dual is not None else torch.zeros_like(trained.sum()),
+        num_clipped_low=count(low),
+        num_clipped_high=count(high),
+        num_dual_clipped=count(dual),
         sum_negative_log_ratio=-log_ratio.detach().sum(),
     )
     return LossOutputs(apply_mask(per_token, trained), statistics)
@@ -123,8 +133,7 @@ def _clipped_surrogate(ratio: Tensor, advantages: Tensor, config: LossConfig) ->
 
 def ppo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     """`L = max(-A ratio, -A clip(ratio, 1 - low, 1 + high))`; for A < 0 `min(L, -dual_clip A)`."""
-    advantages = apply_mask(inputs.advantages, inputs.mask)
-    log_ratio = _log_ratio(inputs.log_probs, inputs.old_log_probs, inputs.mask)
+    advantages, log_ratio = _masked(inputs)
     loss, low, high = _clipped_surrogate(_clamped_exp(log_ratio), advantages, config)
     if config.dual_clip is None:
         return _outputs(loss, inputs, log_ratio, low=low, high=high)
@@ -150,8 +159,7 @@ def gspo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
 
 def cispo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     """`-sg[clip(ratio, 1 - low, 1 + high)] A lp`: every token keeps a gradient, whatever its ratio."""
-    advantages = apply_mask(inputs.advantages, inputs.mask)
-    log_ratio = _log_ratio(inputs.log_probs, inputs.old_log_probs, inputs.mask)
+    advantages, log_ratio = _masked(inputs)
     ratio = _clamped_exp(log_ratio.detach())
     low, high = 1 - config.epsilon_low, 1 + config.epsilon_high
     loss = -ratio.clamp(low, high) * advantages * inputs.log_probs
@@ -171,17 +179,14 @@ def reinforce(inputs: LossInputs, config: LossConfig) -> LossOutputs:
 
 def gpg(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     """`-A lp`: the plain policy gradient, without a ratio."""
-    advantages = apply_mask(inputs.advantages, inputs.mask)
-    log_ratio = _log_ratio(inputs.log_probs, inputs.old_log_probs, inputs.mask)
-    never = torch.zeros_like(inputs.mask, dtype=torch.bool)
-    return _outputs(-advantages * inputs.log_probs, inputs, log_ratio, low=never, high=never)
+    advantages, log_ratio = _masked(inputs)
+    return _outputs(-advantages * inputs.log_probs, inputs, log_ratio)
 
 
 def geo_mean(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     """GMPO: `-A_s exp(mean_t(x_t))`, the same for all tokens of a sequence. A_s is the mean of its advantages. `x` is
     `lp - old`, clipped to [-clip_low, clip_high] where that makes the loss larger: above for A > 0, below for A < 0."""
-    advantages = apply_mask(inputs.advantages, inputs.mask)
-    log_ratio = _log_ratio(inputs.log_probs, inputs.old_log_probs, inputs.mask)
+    advantages, log_ratio = _masked(inputs)
     low = (log_ratio < -config.epsilon_low) & (advantages < 0)
     high = (log_ratio > config.epsilon_high) & (advantages > 0)
     bounded = torch.where(low | high, log_ratio.clamp(-config.epsilon_low, config.epsilon_high), log_ratio)
@@ -193,20 +198,17 @@ def geo_mean(inputs: LossInputs, config: LossConfig) -> LossOutputs:
 
 def sapo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     """`-A (4 / tau) sigmoid(tau (ratio - 1))`: a soft gate in place of a clip, with a tau for each sign of A."""
-    advantages = apply_mask(inputs.advantages, inputs.mask)
-    log_ratio = _log_ratio(inputs.log_probs, inputs.old_log_probs, inputs.mask)
+    advantages, log_ratio = _masked(inputs)
     tau = torch.where(advantages > 0, config.tau_positive, config.tau_negative)
     gate = torch.sigmoid(tau * (_clamped_exp(log_ratio) - 1)) * 4 / tau
-    never = torch.zeros_like(inputs.mask, dtype=torch.bool)
-    return _outputs(-gate * advantages, inputs, log_ratio, low=never, high=never)
+    return _outputs(-gate * advantages, inputs, log_ratio)
 
 
 def clip_cov(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     """Clip-Cov: PPO's clip, without the dual clip, but a few tokens whose covariance is within (cov_low, cov_high) are
     omitted: `cov_share` of all, at least one, and none that PPO clips. They are chosen by a hash of the log-probs, so
     the same inputs have the same loss."""
-    advantages = apply_mask(inputs.advantages, inputs.mask)
-    log_ratio = _log_ratio(inputs.log_probs, inputs.old_log_probs, inputs.mask)
+    advantages, log_ratio = _masked(inputs)
     loss, low, high = _clipped_surrogate(_clamped_exp(log_ratio), advantages, config)
     covariance = _covariance(inputs)
     may_go = inputs.mask.bool() & ~low & ~high & (covariance > config.cov_low) & (covariance < config.cov_high)
@@ -219,13 +221,11 @@ def clip_cov(inputs: LossInputs, config: LossConfig) -> LossOutputs:
 def kl_cov(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     """KL-Cov: `-A ratio`, plus `cov_kl_coefficient |lp - old|` for the `cov_share` of tokens, at least one, with the
     largest covariance."""
-    advantages = apply_mask(inputs.advantages, inputs.mask)
-    log_ratio = _log_ratio(inputs.log_probs, inputs.old_log_probs, inputs.mask)
+    advantages, log_ratio = _masked(inputs)
     covariance = torch.where(inputs.mask.bool(), _covariance(inputs), -torch.inf)
     penalised = _largest(covariance, inputs.mask, config.cov_share)
     penalty = torch.where(penalised, config.cov_kl_coefficient * log_ratio.abs(), 0.0)
-    never = torch.zeros_like(inputs.mask, dtype=torch.bool)
-    return _outputs(-advantages * _clamped_exp(log_ratio) + penalty, inputs, log_ratio, low=never, high=never)
+    return _outputs(-advantages * _clamped_exp(log_ratio) + penalty, inputs, log_ratio)
 
 
 def dppo_tv(inputs: LossInputs, config: LossConfig) -> LossOutputs:
@@ -252,8 +252,7 @@ def _shift(inputs: LossInputs) -> Tensor:
 
 def _trust_region(inputs: LossInputs, config: LossConfig, *, low: Tensor, high: Tensor) -> LossOutputs:
     """`-sg[min(ratio, dual_clip)] A lp`, without the tokens that are `high` for A > 0 or `low` for others."""
-    advantages = apply_mask(inputs.advantages, inputs.mask)
-    log_ratio = _log_ratio(inputs.log_probs, inputs.old_log_probs, inputs.mask)
+    advantages, log_ratio = _masked(inputs)
     ratio = _clamped_exp(log_ratio.detach())
     dual = torch.zeros_like(low) if config.dual_clip is None else ratio > config.dual_clip
     low, high = low & (advantages <= 0), high & (advantages > 0)
@@ -266,11 +265,9 @@ def dro(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     """`-A lp + dro_beta (lp - old)^2 / 2`: a penalty in place of a clip."""
     if config.dro_beta is None:
         raise ValueError("loss dro needs dro_beta, the weight of its penalty")
-    advantages = apply_mask(inputs.advantages, inputs.mask)
-    log_ratio = _log_ratio(inputs.log_probs, inputs.old_log_probs, inputs.mask)
+    advantages, log_ratio = _masked(inputs)
     loss = -advantages * inputs.log_probs + config.dro_beta / 2 * log_ratio.square()
-    never = torch.zeros_like(inputs.mask, dtype=torch.bool)
-    return _outputs(loss, inputs, log_ratio, low=never, high=never)
+    return _outputs(loss, inputs, log_ratio)
 
 
 def _covariance(inputs: LossInputs) -> Tensor:
@@ -289,23 +286,10 @@ def _largest(scores: Tensor, mask: Tensor, share: float) -> Tensor:
     return place < (mask.bool().sum() * share).floor().clamp(min=1)
 
 
-LOSSES: Registry[LossFunction] = Registry(
-    "loss",
-    {
-        "ppo": ppo,
-        "gspo": gspo,
-        "cispo": cispo,
-        "reinforce": reinforce,
-        "gpg": gpg,
-        "geo_mean": geo_mean,
-        "sapo": sapo,
-        "clip_cov": clip_cov,
-        "kl_cov": kl_cov,
-        "dppo_tv": dppo_tv,
-        "dppo_kl": dppo_kl,
-        "dro": dro,
-    },
-)
+_LOSSES: tuple[LossFunction, ...] = (
+    ppo, gspo, cispo, reinforce, gpg, geo_mean, sapo, clip_cov, kl_cov, dppo_tv, dppo_kl, dro
+)  # fmt: skip
+LOSSES: Registry[LossFunction] = Registry("loss", {each.__name__: each for each in _LOSSES})
 
 
 def policy_loss(inputs: LossInputs, config: LossConfig) -> LossOutputs:
@@ -313,8 +297,7 @@ def policy_loss(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     outputs = LOSSES.get(config.name)(inputs, config)
     if isinstance(outputs, Tensor) and outputs.shape == inputs.mask.shape:
         log_ratio = _log_ratio(inputs.log_probs, inputs.old_log_probs, inputs.mask)
-        nothing = torch.zeros_like(inputs.mask, dtype=torch.bool)
-        outputs = _outputs(outputs, inputs, log_ratio, low=nothing, high=nothing)
+        outputs = _outputs(outputs, inputs, log_ratio)
     if not isinstance(outputs, LossOutputs) or outputs.per_token.shape != inputs.mask.shape:
         raise ConfigError(f"loss {config.name} must return a tensor with one loss per token, or LossOutputs")
     return outputs

@@ -24,7 +24,6 @@ class Registry(Generic[FunctionT]):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The known names, in the order in which they were registered."""
         return tuple(self._functions)
 
     def get(self, name: str) -> FunctionT:

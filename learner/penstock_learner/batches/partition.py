@@ -108,34 +108,20 @@ def _num_bins(weights: list[int], limit: int) -> int:
 
 
 def unpermute(
-    parts: Sequence[NDArray[np.float32]], shards: Sequence[RankShard], batch: SequenceBatch
+    parts: Sequence[NDArray[np.float32]], shards: Sequence[RankShard], batch: SequenceBatch, *, by_token: bool = True
 ) -> NDArray[np.float32]:
-    """Put the per-token results of all ranks back into the batch's order.
-
-    Each rank's result is the concatenation of the results for its micro-batches."""
-    responses = batch.response_lengths
-    starts = np.cumsum(responses) - responses
-    result = np.zeros(int(responses.sum()), dtype=np.float32)
+    """Put the results of all ranks, one for each response token or sequence, back into the batch's order. Each rank's
+    result is the concatenation of the results for its micro-batches."""
+    sizes = batch.response_lengths if by_token else np.ones(batch.num_sequences, dtype=np.int64)
+    starts = np.cumsum(sizes) - sizes
+    result = np.zeros(int(sizes.sum()), dtype=np.float32)
     for values, shard in zip(parts, shards, strict=True):
         offset = 0
         for micro, sequences in zip(shard.micro_batches, shard.sequences, strict=True):
-            num_tokens = int(micro.response_lengths.sum())
+            num_entries = int(micro.response_lengths.sum()) if by_token else micro.num_sequences
             if sequences:
-                result[token_ranges(starts[sequences], responses[sequences])] = values[offset : offset + num_tokens]
-            offset += num_tokens
-    return result
-
-
-def unpermute_sequences(
-    parts: Sequence[NDArray[np.float32]], shards: Sequence[RankShard], batch: SequenceBatch
-) -> NDArray[np.float32]:
-    """Like `unpermute`, for results with one entry per sequence."""
-    result = np.zeros(batch.num_sequences, dtype=np.float32)
-    for values, shard in zip(parts, shards, strict=True):
-        offset = 0
-        for micro, sequences in zip(shard.micro_batches, shard.sequences, strict=True):
-            result[sequences] = values[offset : offset + len(sequences)]
-            offset += micro.num_sequences
+                result[token_ranges(starts[sequences], sizes[sequences])] = values[offset : offset + num_entries]
+            offset += num_entries
     return result
 
 

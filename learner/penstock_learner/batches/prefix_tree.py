@@ -95,7 +95,6 @@ class PrefixTree:
 
     @property
     def num_shared(self) -> int:
-        """Tokens of the batch that need not be computed."""
         return len(self.places) - len(self.stored)
 
     @property

@@ -85,7 +85,6 @@ class SequenceBatch:
 
     @property
     def arrays(self) -> dict[str, Array]:
-        """All fields that are set, by name."""
         return {**self._standard(), **self.token_fields, **self.sequence_fields}
 
     @property
@@ -118,7 +117,6 @@ class SequenceBatch:
         return versions
 
     def select(self, sequences: Sequence[int]) -> SequenceBatch:
-        """A batch of these sequences, in this order."""
         chosen = np.asarray(sequences, dtype=np.int64)
         token_index = token_ranges((np.cumsum(self.lengths) - self.lengths)[chosen], self.lengths[chosen])
         responses = self.response_lengths
@@ -197,7 +195,6 @@ class SequenceBatch:
 
 
 def no_sequences() -> SequenceBatch:
-    """A batch without any sequence."""
     integers, floats = np.zeros(0, np.int64), np.zeros(0, np.float32)
     return SequenceBatch(
         integers, integers, integers, floats, integers, np.zeros(0, np.uint8), floats, integers, temperatures=floats

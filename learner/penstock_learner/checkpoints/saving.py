@@ -5,9 +5,6 @@
 
 Shards, ledger and step are copied at the same moment. Groups are acknowledged after the rename, and after the upload if
 there is one (uploads.py), never before. One checkpoint is written at a time.
-
-Every file is compared with the manifest before a role changes. Which checkpoint is loaded, and which one if that is
-damaged, is decided in penstock_learner.loop.take_over.
 """
 
 from __future__ import annotations
@@ -64,7 +61,6 @@ class CheckpointWriter:
             self._writing.result()
 
     async def abandon(self) -> None:
-        """Cancel the checkpoint that is being written, if any."""
         if self._writing is not None:
             self.store.abandon_upload()
             await end_task(self._writing)

@@ -160,7 +160,6 @@ class CheckpointStore:
         return min((int(path.name.split("-")[3]) for path in self.newest_first()), default=0)
 
     def newest(self) -> tuple[Path, TrainerState] | None:
-        """The newest finished checkpoint, or None."""
         finished = self.newest_first()
         return (finished[0], read_state(finished[0])) if finished else None
 

@@ -1,7 +1,5 @@
-"""The state of training that no rank holds: step, ledger and lineage, as a checkpoint stores them in `trainer.json`.
-
-The ledger is the set of prompts that the weights were trained on. The lineage is the list of rewinds: each time that
-training continued from an older version, and why.
+"""The state of training that no rank holds, as `trainer.json` of a checkpoint stores it: the step, the ledger (the
+prompts that the weights were trained on) and the lineage (each rewind to an older version, and why).
 """
 
 from __future__ import annotations
@@ -111,7 +109,6 @@ class Lineage:
         self.rewinds = [*self.rewinds, rewind][-MAX_REWINDS:]
 
     def abandons(self, group: Group) -> bool:
-        """Whether a version that was abandoned sampled a token of the group."""
         return any(rewind.abandons(group) for rewind in self.rewinds)
 
     def oldest_version(self, group: Group) -> int:

@@ -1,10 +1,9 @@
 """Checkpoints in object storage: each one is uploaded once it is written, and fetched by a learner without a folder.
 
-    URL/RUN/term-T-step-N/…shards…, trainer.json, and manifest.json last
+    URL/RUN/term-T-step-N/…shards…, trainer.json, and manifest.json last, without which a checkpoint is not complete
 
-Only a checkpoint with a manifest is complete: it is uploaded last, and removed first. With uploads, a checkpoint is
-durable when it is complete in the store, so groups are acknowledged only then. A learner looks into the store each time
-it chooses a checkpoint, also after it has taken its term: a learner before it may have uploaded one until then.
+With uploads, a checkpoint is durable when it is complete in the store, so groups are acknowledged only then. A learner
+looks into the store each time it chooses a checkpoint, also after it has taken its term.
 """
 
 from __future__ import annotations
@@ -48,7 +47,6 @@ class CheckpointUploads:
 
     @classmethod
     def of(cls, config: RunConfig) -> CheckpointUploads | None:
-        """The uploads that the config asks for, if any."""
         checkpoint = config.learner.checkpoint
         if not checkpoint.upload:
             return None
@@ -56,7 +54,6 @@ class CheckpointUploads:
         return cls(ObjectFolder(url, FIELD, checkpoint.upload_timeout_s), checkpoint.keep_uploaded)
 
     def newest_first(self) -> list[str]:
-        """The names of the complete checkpoints."""
         return sorted((name for name, files in self._list().items() if MANIFEST_FILE in files), reverse=True)
 
     def upload(self, checkpoint: Path, is_usable: Callable[[str], bool]) -> None:
@@ -147,7 +144,6 @@ class CheckpointUploads:
                 self.store.remove(f"{name}/{file}")
 
     def _list(self) -> dict[str, set[str]]:
-        """The files of each checkpoint, by its name."""
         checkpoints: dict[str, set[str]] = {}
         for path in self.store.list():
             name, _, file = path.partition("/")

@@ -2,10 +2,9 @@
 
     controller ─ log(metrics) ─► queue of MAX_WAITING calls ─► thread: open, log, log, …, close
 
-If a logger raises an error, the error is logged once and the logger gets no more steps. If a logger hangs, it gets no
-more steps once its queue is full. When the run ends, the controller waits for the loggers until a deadline.
-
-To add a logger, write a class below, and add its name to `penstock/config/learner.py` and to `_open`.
+A logger that raises, or whose queue is full because it hangs, gets no more steps; one line says so. When the run ends,
+the controller waits for the loggers until a deadline. To add a logger, write a class below, and add its name to
+`penstock/config/learner.py` and to `_open`.
 """
 
 from __future__ import annotations

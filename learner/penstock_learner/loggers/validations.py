@@ -1,17 +1,13 @@
 """Validations: their scores go to the loggers, and the learner's reward model scores their samples, alongside training.
 
 The feed validates and rollout servers score, so the learner learns of a score from the queue. Evaluations whose id is
-`NAME-STEP` count as validations. The last policy is validated after the last step, so the learner waits for it.
-
-Rollout servers score validations with their own rewards, and keep the groups for the reward model in the queue. When
-a validation has finished, its groups are read in parts of a step's size and scored. A training batch that needs the
-reward model waits for one part at most. The scores of each data source are recorded in the queue, as the feed does:
+`NAME-STEP` count as validations. The groups of a finished one are read in parts of a step's size, so that a training
+batch waits for one part at most, and scored by the reward model. Their scores are recorded in the queue, as the feed
+does, and reach the loggers, the console and Prometheus from there:
 
     SOURCE/reward_model/mean@k        the model's score
     SOURCE/combined_reward/mean@k     the reward as training has it: `learner.reward_model.combine` and `coefficient`
     SOURCE/combined_reward/best@k/mean
-
-From there they reach the loggers, the console and Prometheus as all scores do.
 """
 
 from __future__ import annotations
@@ -21,6 +17,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,15 +41,15 @@ MAX_SILENCE_S = 120.0
 """A validator that died is started again within this time. After it, nothing validates any more."""
 
 
+@dataclass(eq=False)
 class ValidationLog:
     """The validations of one term, which starts from `resume_step`. Those of earlier steps were logged before."""
 
-    def __init__(self, queue: GroupConsumer, loggers: StepLoggers, resume_step: int) -> None:
-        self.queue = queue
-        self.loggers = loggers
-        self.resume_step = resume_step
-        self._known: set[str] | None = None
-        """Evaluations that were logged. None before the first look."""
+    queue: GroupConsumer
+    loggers: StepLoggers
+    resume_step: int
+    _known: set[str] | None = None
+    """Evaluations that were logged. None before the first look."""
 
     async def watch(self) -> None:
         """Runs forever. A look that fails is made again: training does not depend on it."""
@@ -64,7 +61,6 @@ class ValidationLog:
             await asyncio.sleep(POLL_S)
 
     async def look(self) -> None:
-        """Log the validations that have finished since the last look."""
         scores: dict[int, dict[str, float]] = {}
         history = await self.queue.evaluation_history()
         if self._known is None:
@@ -137,22 +133,19 @@ Score = Callable[[Sequence[Group]], Awaitable[NDArray[np.float32]]]
 """The reward model's scores of all samples of the groups, in order."""
 
 
+@dataclass(eq=False)
 class RewardModelValidation:
     """Scores each finished validation once, at most `groups_at_once` groups in one call. Tokens beyond
     `vocabulary_size` are refused; without it, tokens are not checked."""
 
-    def __init__(
-        self, queue: GroupConsumer, score: Score, config: RewardModelConfig, groups_at_once: int,
-        vocabulary_size: int | None = None,
-    ) -> None:  # fmt: skip
-        self.queue = queue
-        self.score = score
-        self.config = config
-        self.groups_at_once = groups_at_once
-        self.vocabulary_size = vocabulary_size
-        self._seen: set[str] = set()
-        """Evaluations that were scored, or have nothing to score."""
-        self._looking = asyncio.Lock()
+    queue: GroupConsumer
+    score: Score
+    config: RewardModelConfig
+    groups_at_once: int
+    vocabulary_size: int | None = None
+    _seen: set[str] = field(default_factory=set)
+    """Evaluations that were scored, or have nothing to score."""
+    _looking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def watch(self) -> None:
         """Runs forever. A death of the reward model is handled as in training."""
@@ -164,7 +157,6 @@ class RewardModelValidation:
             await asyncio.sleep(POLL_S)
 
     async def look(self) -> None:
-        """Score the validations that have finished since the last look."""
         async with self._looking:
             finished = [name for name in await self.queue.evaluation_history() if not is_named_score(name)]
             for evaluation_id in sorted(finished, key=lambda name: name_and_step(name)[1]):

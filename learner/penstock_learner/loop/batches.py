@@ -1,11 +1,8 @@
 """Batches: the only reader of the replay queue takes groups, checks them, and completes one batch after another.
 
-Ranks never read. The groups that were taken for a step are listed in that step's manifest in Redis, so a successor
-gets the same batch.
-
-The batch of the next step is prepared while the current step trains: read, then passed through the frozen roles.
-Reference log-probs and the reward model's scores depend on the groups alone, so they can be computed ahead. The
-policy's log-probs and the critic's values depend on the update before them, and cannot.
+The groups that were taken for a step are listed in its manifest in Redis, so a successor gets the same batch. The batch
+of the next step is read, and passed through the frozen roles, while the current step trains: reference log-probs and
+the reward model's scores depend on the groups alone, unlike the policy's log-probs and the critic's values.
 """
 
 from __future__ import annotations
@@ -58,11 +55,6 @@ def reason_to_discard(group: Group, config: ReplayConfig) -> str:
     return TOO_LONG if limits.max_response_tokens is not None and longest > limits.max_response_tokens else ""
 
 
-async def pause_nothing(reason: str) -> None:
-    """For readers without a run to pause."""
-    del reason
-
-
 class FailedRewards:
     """Counts failed rewards over the newest `groups_per_step` groups, or over the groups of the last, smaller step.
     When their share reaches `limit`, the run is paused with the reason. From then on, groups with failed rewards are
@@ -70,7 +62,7 @@ class FailedRewards:
     that."""
 
     def __init__(
-        self, limit: float | None, groups_per_step: int, pause: Callable[[str], Awaitable[None]] = pause_nothing
+        self, limit: float | None, groups_per_step: int, pause: Callable[[str], Awaitable[None]] | None = None
     ) -> None:
         """`limit` None trains on every group, whatever its rewards."""
         self.limit = limit
@@ -106,7 +98,8 @@ class FailedRewards:
             "and resume it"
         )
         logger.error("the run pauses: %s", reason)
-        await self.pause(reason)
+        if self.pause is not None:
+            await self.pause(reason)
 
     def is_refused(self, group: Group) -> bool:
         return self.refuses and num_failed_rewards(group) > 0
@@ -120,12 +113,12 @@ REMAINDER = "remainder"
 """Reason of groups that are dropped because they do not fill the last batch (`dataset.last_batch: drop`)."""
 
 
+@dataclass(frozen=True)
 class DataEnd:
     """The end of the dataset of one run: the feed has submitted all epochs, and every prompt has left the queue."""
 
-    def __init__(self, queue: GroupConsumer, config: DatasetConfig) -> None:
-        self.queue = queue
-        self.config = config
+    queue: GroupConsumer
+    config: DatasetConfig
 
     @property
     def drops_remainder(self) -> bool:
@@ -178,29 +171,24 @@ class Batch:
         return [group.prompt_id for group in self.groups]
 
 
+@dataclass(eq=False)
 class BatchReader:
     """Completes one batch after another, for one term. Groups with tokens beyond `vocabulary_size`, if given, are
     malformed. No deadline runs out while the run `is_paused`. Invariant: no prompt is in two batches, even if Redis
     loses its newest writes and offers a group that was already taken."""
 
-    def __init__(
-        self, queue: GroupConsumer, replay: ReplayConfig, learner: LearnerConfig, term: Term,
-        vocabulary_size: int | None = None, quarantine: ServerQuarantine | None = None,
-        failed_rewards: FailedRewards | None = None, is_paused: Callable[[], Awaitable[bool]] | None = None,
-        data_end: DataEnd | None = None,
-    ) -> None:  # fmt: skip
-        self.queue = queue
-        self.replay = replay
-        self.learner = learner
-        self.term = term
-        self.vocabulary_size = vocabulary_size
-        self.quarantine = quarantine
-        self.is_paused = is_paused
-        self.data_end = data_end
-        """Without it, a batch is always completed."""
-        self.failed_rewards = failed_rewards or FailedRewards(None, replay.groups_per_step)
-        self._in_batches: set[int] = set()
-        """Prompts of batches that were returned and are not in the ledger yet."""
+    queue: GroupConsumer
+    replay: ReplayConfig
+    learner: LearnerConfig
+    term: Term
+    vocabulary_size: int | None = None
+    quarantine: ServerQuarantine | None = None
+    failed_rewards: FailedRewards = field(default_factory=lambda: FailedRewards(None, 1))
+    is_paused: Callable[[], Awaitable[bool]] | None = None
+    data_end: DataEnd | None = None
+    """Without it, a batch is always completed."""
+    _in_batches: set[int] = field(default_factory=set)
+    """Prompts of batches that were returned and are not in the ledger yet."""
 
     async def read(self, step: int, policy_version: int, wanted: asyncio.Event | None = None) -> Batch:
         """The batch of `step`: first the groups that an earlier learner took for it, then groups from the queue. The
@@ -363,22 +351,16 @@ def _has_baseline(group: Group) -> bool:
     return sum(trajectory.is_baseline for trajectory in group.trajectories) == 1
 
 
+@dataclass(frozen=True, eq=False)
 class BatchAhead:
     """Two tasks: `reading`, and `forwards`, which starts when the batch is read. Set `wanted` when training waits for
     the batch; its deadline starts then. Call `end` on a batch that will not be trained."""
 
-    def __init__(
-        self,
-        reading: asyncio.Task[Batch],
-        forwards: asyncio.Task[SequenceBatch],
-        wanted: asyncio.Event,
-        replaced: BatchAhead | None = None,
-    ) -> None:
-        self.reading = reading
-        self.forwards = forwards
-        self.wanted = wanted
-        self.replaced = replaced
-        """The batch that this one was made from, whose tasks it awaits."""
+    reading: asyncio.Task[Batch]
+    forwards: asyncio.Task[SequenceBatch]
+    wanted: asyncio.Event
+    replaced: BatchAhead | None = None
+    """The batch that this one was made from, whose tasks it awaits."""
 
     @classmethod
     def begin(cls, reader: BatchReader, training: TrainingStep, step: int, version: int) -> BatchAhead:
@@ -398,7 +380,7 @@ class BatchAhead:
         async def replace_outdated() -> Batch:
             return await reader.replace_outdated(await self.reading, version, self.wanted)
 
-        return self._again(training, replace_outdated())
+        return self._replaced_by(training, replace_outdated())
 
     def without(
         self, reader: BatchReader, training: TrainingStep, prompt_ids: Collection[int], version: int
@@ -408,9 +390,9 @@ class BatchAhead:
         async def replace() -> Batch:
             return await reader.replace(await self.reading, prompt_ids, "quarantined", version, self.wanted)
 
-        return self._again(training, replace())
+        return self._replaced_by(training, replace())
 
-    def _again(self, training: TrainingStep, read: Coroutine[Any, Any, Batch]) -> BatchAhead:
+    def _replaced_by(self, training: TrainingStep, read: Coroutine[Any, Any, Batch]) -> BatchAhead:
         """A batch that is made from this one. The computed forwards are kept if it has the same groups."""
         reading = asyncio.create_task(read)
 

@@ -69,7 +69,6 @@ class SilentServers:
     max_silence_s: float = FORGOTTEN_AFTER_S
 
     async def watch(self) -> None:
-        """Runs forever."""
         while True:
             try:
                 await self.forget()
@@ -190,7 +189,6 @@ class LearnerController:
                 await self.policy.call_beside(lane, "wait_idle", timeout_s=self.config.learner.rank_timeout_s)
 
     async def _adopt_or_start(self, role: RoleGroup, *, can_adopt: bool) -> None:
-        """Adopt the ranks that an earlier controller left, or start new ones."""
         if can_adopt and await role.adopt():
             logger.info("adopted the ranks of the %s role", role.name)
         else:
@@ -236,7 +234,6 @@ class LearnerController:
             await asyncio.to_thread(steps.loggers.close)
 
     def _reward_model_validation(self) -> RewardModelValidation | None:
-        """Scores validations with the reward model, if the run has one."""
         if (config := self.config.learner.reward_model) is None:
             return None
         return RewardModelValidation(

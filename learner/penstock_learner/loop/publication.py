@@ -38,7 +38,7 @@ from penstock.v1 import policies_pb2
 from penstock_learner.agreement.servers import NUM_PROBES, ServerQuarantine
 from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.roles.role_group import RoleGroup
-from penstock_learner.weights.push import PushReport, PushTarget
+from penstock_learner.weights.senders import PushReport, PushTarget
 
 logger = logging.getLogger(__name__)
 MAX_VIEW_AGE_S = 5.0

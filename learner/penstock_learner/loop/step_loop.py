@@ -63,8 +63,7 @@ from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.model.utilisation import RankUsage, mfu, peak_flops
 from penstock_learner.roles.ray_cluster import profiles_folder
 from penstock_learner.roles.role_group import RoleGroup, gather_all
-from penstock_learner.steps.program import TrainingStep
-from penstock_learner.steps.rehearsal import rehearse
+from penstock_learner.steps.program import TrainingStep, rehearse
 from penstock_learner.steps.step_result import StepResult, StepTimes, flattened, mean_rewards
 
 logger = logging.getLogger(__name__)
@@ -94,7 +93,6 @@ class OperatorOrders:
                 self.rewind_ordered.set()
 
     async def new_rewind(self) -> Orders | None:
-        """The orders with a rewind that was not followed yet, or None."""
         self.rewind_ordered.clear()
         orders = await self.control.orders()
         return orders if orders.roll_backs > self.term.num_orders else None
@@ -271,7 +269,6 @@ class StepLoop:
                     await unused.end()
 
     async def _rehearse(self, first: BatchAhead) -> None:
-        """Compile the layers while the servers start and generate the first batch."""
         await self.phases.enter(LEARNER, "compiling, while the servers make the first batch")
 
         def is_needed() -> bool:

@@ -175,7 +175,6 @@ def _checked(
 
 
 def _asks_for(config: CheckpointConfig, choice: ChosenCheckpoint) -> bool:
-    """Whether the config asks to rewind to this checkpoint."""
     return config.rewind and choice.checkpoint == Path(config.resume)
 
 

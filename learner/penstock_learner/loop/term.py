@@ -1,7 +1,5 @@
-"""A term: the time during which one learner, and no other, trains a run. It starts from a checkpoint.
-
-The term owns the ledger, the manifests and the lineage, and is the only one that changes them. Readers of batches, the
-step loop and the comparison of servers get the term.
+"""A term: the time during which one learner, and no other, trains a run. It starts from a checkpoint. The term owns the
+ledger, the manifests and the lineage, and is the only one that changes them.
 """
 
 from __future__ import annotations

@@ -79,7 +79,6 @@ def adapter_off(model: CausalLM) -> Iterator[None]:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter is a matrix of the adapter."""
     return name.endswith((_LORA_A, _LORA_B))
 
 

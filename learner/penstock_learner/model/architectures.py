@@ -115,7 +115,6 @@ def require_parallel(config: Any, path: ModelPath, num_sharing: int) -> None:
 
 
 def path_of(config: Any) -> ModelPath:
-    """The path of a model with this Hugging Face `config`."""
     reason = _why_not_packed(config)
     return ModelPath(is_packed=not reason, reason=reason)
 

@@ -1,8 +1,4 @@
-"""A Hugging Face causal model as the learner uses it: packed tokens in, log-probs and entropies of the response out.
-
-On the packed path the [tokens, vocabulary] logits are never whole in memory (`log_prob_head.py`). Models that cannot
-take it use Hugging Face's own forward of padded rows (`architectures.py`).
-"""
+"""A Hugging Face causal model as the learner uses it: packed tokens in, log-probs and entropies of the response out."""
 
 from __future__ import annotations
 

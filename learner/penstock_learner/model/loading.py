@@ -209,7 +209,6 @@ class _OwnPart:
         place.copy_(rows.to(place.device))  # cast on the device
 
     def take(self, whole: Tensor) -> None:
-        """Copy this rank's part of the whole parameter."""
         if whole.dim() == 0:
             self.numbers.copy_(whole)
         elif self.stop > self.start:

@@ -1,10 +1,9 @@
 """Log-probs and entropies straight from hidden states: the [tokens, vocabulary] logits are never whole in memory.
 
-Logits are computed, used and dropped in parts. The forward pass takes the whole vocabulary for a chunk of tokens, and
-keeps one number per token: the log of the softmax's denominator. The backward pass takes all tokens for a block of the
-vocabulary, with as many logits as a chunk has. It computes the logits and their gradient again. One product then gives
-the complete gradient of the block's weight rows. Another product is added, in float32, to the gradient of the hidden
-states.
+The forward pass takes the whole vocabulary for a chunk of tokens, and keeps the log of each softmax's denominator. The
+backward pass takes all tokens for a block of the vocabulary, with as many logits as a chunk has, and computes them and
+their gradient again. One product then gives the complete gradient of the block's weight rows. Another is added, in
+float32, to the gradient of the hidden states.
 """
 
 from __future__ import annotations
@@ -68,7 +67,6 @@ def log_probs_of_logits(
 
 
 def _capped(logits: Tensor, cap: float | None) -> Tensor:
-    """The logits in float32, soft capped."""
     return logits.float() if cap is None else soft_cap(logits.float(), cap)
 
 

@@ -1,9 +1,7 @@
 """How the tensors of a loaded model correspond to those of its folder.
 
-transformers holds some weights in another form than their folder does. Experts, for example, are fused in memory
-(`mlp.experts.gate_up_proj`) and single on disk (`mlp.experts.0.gate_proj.weight`). It converts them when it loads a
-folder, and back when it saves one. The functions here apply the same conversions to any part of a model, such as one
-layer, so that no process needs the whole model at once.
+transformers holds some weights in another form than their folder does, such as fused experts, and converts them when it
+loads or saves. The functions here apply the same conversions to any part of a model, such as one layer.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Compares a model's own path with Hugging Face's plain forward of the same weights, before anything is trained.
 
 The sequences are random tokens, longer than every window and every length at which the model changes, and they share
-one forward pass. The plain forward takes them one at a time. The largest difference of any token counts, and what is
-allowed is measured too: the plain forward with one attention implementation differs from itself with another by the
-rounding of the compute type. A second pass with other last tokens shows whether earlier tokens see them: in training
-every token is known, so such a model would be given the answers.
+one forward pass. The plain forward takes them one at a time. The largest difference of any token counts. What rounding
+allows is measured between two plain attention implementations. A second pass with other last tokens shows whether
+earlier tokens see them: such a model would be given the answers.
 """
 
 from __future__ import annotations
@@ -143,7 +142,6 @@ def _one_at_a_time(model: CausalLM | ScalarModel, run: Runner, batch: SequenceBa
 
 
 def _implementations(lm: Any) -> list[str]:
-    """The plain attention implementations that the model supports."""
     return ["eager", *(["sdpa"] if lm._supports_sdpa else [])]
 
 
@@ -171,7 +169,6 @@ def _lengths(config: Any) -> list[int]:
 
 
 def _with_other_last_tokens(batch: SequenceBatch, vocabulary: int) -> SequenceBatch:
-    """The same sequences, each with another last token."""
     token_ids = batch.token_ids.copy()
     last = np.cumsum(batch.lengths) - 1
     token_ids[last] = (token_ids[last] + 1) % vocabulary

@@ -1,7 +1,4 @@
-"""Makes a loaded model ready to train: recomputed activations, compiled layers, FSDP2 with its precision and offload.
-
-It knows only a model's decoder layers (`LayeredModel`), so causal and scalar models are prepared in the same way.
-"""
+"""Makes a model ready to train: recomputed activations, compiled layers, FSDP2 with its precision and offload."""
 
 from __future__ import annotations
 

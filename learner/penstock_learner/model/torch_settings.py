@@ -1,7 +1,4 @@
-"""All settings of torch that affect a whole process (threads, memory and the compiler), and the number types of a run.
-
-Nothing is set on import. Each rank, `penstock sft` and the GPU benchmark call `set_up_torch` when they start.
-"""
+"""All settings of torch that affect a whole process (threads, memory, compiler), and the number types of a run."""
 
 from __future__ import annotations
 

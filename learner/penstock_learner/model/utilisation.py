@@ -33,7 +33,6 @@ class RankUsage:
 
 
 def measure_usage(model: torch.nn.Module, device: torch.device) -> RankUsage:
-    """Measure this process."""
     if device.type == "cuda":
         peak, name = torch.cuda.max_memory_allocated(device), torch.cuda.get_device_name(device)
     else:

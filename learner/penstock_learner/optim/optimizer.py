@@ -1,9 +1,8 @@
 """One optimizer step, the same for every model that is trained: learning rate, clipping, skipping bad gradients.
 
-AdamW's step also clips the gradients, and changes nothing if they are not finite. The scale of the gradients is a
-tensor on their device, so the host never waits for the gradient norm: it enqueues the step while a GPU still runs the
-backward pass. Most weights go to torch's fused kernel, all at once. A large weight on a GPU can get its own compiled
-kernel that reads and writes memory once, which is a third faster than torch's.
+The scale of the gradients is a tensor on their device, so the host never waits for the gradient norm: it enqueues the
+step while a GPU still runs the backward pass. Most weights go to torch's fused kernel, all at once. A large weight on a
+GPU can get its own compiled kernel that reads and writes memory once, which is a third faster than torch's.
 """
 
 from __future__ import annotations
@@ -162,7 +161,6 @@ class OptimizerStep:
 
 
 def make_optimizer(model: nn.Module, learner: LearnerConfig, lr: float) -> ScaledAdamW:
-    """AdamW over the parameters that require a gradient."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     compiles = trained[0].is_cuda and learner.compile
     return ScaledAdamW(

@@ -133,7 +133,6 @@ class Retokenization:
         )
 
     def text(self, prompt: list[int], response: list[int]) -> str:
-        """What the other model reads."""
         answer = self._policy.decode(response, skip_special_tokens=True)
         rendered = self._policy.decode(prompt, skip_special_tokens=False)
         if not getattr(self._own, "chat_template", None):

@@ -52,7 +52,7 @@ from penstock_learner.roles.dispatch import RouterReport, UpdateReport, dispatch
 from penstock_learner.roles.trainer import TrainerRank
 from penstock_learner.weights.gathering import PushedWeights
 from penstock_learner.weights.publisher import WeightPublisher
-from penstock_learner.weights.push import PushReport, PushTarget
+from penstock_learner.weights.senders import PushReport, PushTarget
 
 
 def open_policy(config: RunConfig) -> CausalLM:
@@ -261,7 +261,6 @@ def _on_host(
 
 
 def _filled(part: T, tensors: Iterator[Tensor]) -> T:
-    """The dataclass with the next tensors in place of its own."""
     return replace(part, **{field.name: next(tensors) for field in fields(part)})
 
 

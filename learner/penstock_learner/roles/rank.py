@@ -123,7 +123,6 @@ class Rank:
         self.is_up = True
 
     def declarations(self) -> dict[str, Dispatch]:
-        """The methods that steps may call."""
         return declarations(type(self))
 
     def adopt(self, owner: str, config: RunConfig) -> str:
@@ -136,7 +135,6 @@ class Rank:
         return "up" if self.is_up else "spare"
 
     def beat(self) -> None:
-        """The controller is alive."""
         self.beat_at = time.monotonic()
 
     def await_successor(self) -> None:
@@ -185,7 +183,6 @@ class Rank:
         self.profiler.write(folder, step)
 
     def crash_point(self) -> None:
-        """Pass a place at which fault tests can kill this rank."""
         crash_point(f"{self.role}.{self.rank}")
 
     def wait_idle(self) -> None:

@@ -1,11 +1,8 @@
 """The Ray cluster that a learner runs on: starting or joining it, placing the roles, and ending when it dies.
 
 Each resource group of `penstock/config/gpu_bundles.py` gets a placement group. Rank i of every role of the group sits
-in bundle i. The controller does not know which placement it runs on.
-
-When Ray dies, the learner ends soon, with one line that says so. Ray itself would continue for a minute without its
-gcs, and then abort this process with a stack trace. When the raylet dies, the ranks die with it, and there is nothing
-to restart them on.
+in bundle i. When Ray dies, the learner ends soon, with one line that says so. Ray itself would continue for a minute
+without its gcs, and then abort this process with a stack trace.
 """
 
 from __future__ import annotations
@@ -165,7 +162,6 @@ async def watch_address(address: str, unreachable_s: float = UNREACHABLE_S) -> N
 
 
 def kill_own_processes() -> None:
-    """Kill what is left of the private Ray that this process has started."""
     for process in own_processes().values():
         for each in (*process.children(recursive=True), process):
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,13 +1,8 @@
 """A role as the controller sees it: the Ray actors of its ranks, calls to them, and their restarts.
 
-    RoleActors      makes the actors of one role, finds those that an earlier controller left, and frees their resources
-    RoleGroup       calls the ranks: all at once, with one deadline, and with one error that names the role
-    RoleRecovery    restarts roles whose ranks died or hang, a limited number of times
-
-A set of actors has one actor per rank. On a cluster that the learner joined (`learner.ray_address`), ranks outlive the
-controller: the next controller finds them by name and adopts them, which saves it the start of the processes and the
-loading of the models. Ranks that no controller has called for a while (rank.py) free their resources themselves. In a
-private Ray, ranks end with their controller.
+On a cluster that the learner joined (`learner.ray_address`), ranks outlive the controller: the next controller finds
+them by name and adopts them, which saves it the start of the processes and the loading of the models. Ranks that no
+controller has called for a while (rank.py) free their resources themselves. In a private Ray, ranks end with it.
 """
 
 from __future__ import annotations
@@ -19,7 +14,7 @@ import re
 import secrets
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -134,7 +129,6 @@ async def gather_all(*calls: Awaitable[Any]) -> list[Any]:
 
 
 async def send_beats(roles: Iterable[RoleGroup]) -> None:
-    """Tell the ranks again and again that their controller is alive."""
     while True:
         for role in roles:
             role.beat()
@@ -192,8 +186,10 @@ class RoleGroup:
     async def start(self) -> None:
         """Kill the actors of the earlier set, take a new set, form its process group and load the model."""
         self.is_up = False
-        if self.num_sets == 0:
-            self._kill_kept()
+        if self.num_sets == 0:  # an earlier controller may have left ranks
+            for number, actors in self.source.find().items():
+                self.num_sets = number
+                self.actors += actors
         for actor in self.actors:
             ray.kill(actor)
         self.actors, self.spares = self.spares or self._make_set(), []
@@ -242,13 +238,6 @@ class RoleGroup:
         if self.is_up and self.source.has_spares and not self.spares:
             self.spares = self._make_set()
 
-    def _kill_kept(self) -> None:
-        """Kill the ranks that an earlier controller left."""
-        for number, actors in self.source.find().items():
-            self.num_sets = number
-            for actor in actors:
-                ray.kill(actor)
-
     async def _adopt_set(self, actors: list[Any]) -> set[str]:
         """The states of the ranks after they were adopted; empty if one of them cannot be used."""
         if len(actors) != self.source.role.num_ranks:
@@ -290,7 +279,6 @@ class RoleGroup:
             self.source.give_up()
 
     async def call_all(self, method: str, *arguments: Any) -> list[Any]:
-        """Make the same call to every rank."""
         return await self.call_each(method, [arguments] * self.num_ranks)
 
     async def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -354,13 +342,13 @@ class RoleGroup:
         return ProcessDied(f"{self.name}.{method} failed: {type(cause).__name__}: {reason} (see the rank's log)")
 
 
+@dataclass(eq=False)
 class RoleRecovery:
     """Counts the restarts of each role since `made_progress` was last called."""
 
-    def __init__(self, max_restarts: int, metrics: LearnerMetrics) -> None:
-        self.max_restarts = max_restarts
-        self.metrics = metrics
-        self._in_a_row: Counter[str] = Counter()
+    max_restarts: int
+    metrics: LearnerMetrics
+    _in_a_row: Counter[str] = field(default_factory=Counter)
 
     async def start(self, role: RoleGroup) -> None:
         """Start the role. If a rank dies while it starts, restart it."""

@@ -121,7 +121,6 @@ class TrainerRank(Rank):
             self.optimizer.zero_grad(set_to_none=True)
 
     def usage(self) -> RankUsage:
-        """Peak memory and device of this rank."""
         return measure_usage(self.trained, self.device)
 
     def stage(self, folder: Path) -> None:
@@ -150,7 +149,6 @@ class TrainerRank(Rank):
         return self.writer.records
 
     def find_damage(self, checkpoint: Path, files: dict[str, FileRecord]) -> list[str]:
-        """Compare this rank's share of a checkpoint's files with their checksums."""
         return find_damage(checkpoint, files)
 
     def restore(self, folder: Path) -> None:

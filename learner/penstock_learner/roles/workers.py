@@ -1,7 +1,4 @@
-"""The worker class of every role: our own, and classes that users write (`learner.roles`). Which roles are trained.
-
-The models are imported only by what needs a class, so that a controller that adopts its ranks starts in half the time.
-"""
+"""The worker class of every role: our own, and classes that users write (`learner.roles`). Which roles are trained."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from penstock.config.algorithms import AlgorithmConfig
 from penstock.config.learner import LearnerConfig
 from penstock.errors import ConfigError, RoleDied
 from penstock.trajectory import Group
-from penstock_learner.batches.partition import RankShard, partition, unpermute, unpermute_sequences
+from penstock_learner.batches.partition import RankShard, partition, unpermute
 from penstock_learner.batches.sequence_batch import SequenceBatch
 from penstock_learner.roles.role_group import RoleGroup, RoleRecovery, gather_all
 from penstock_learner.roles.workers import trains_as_policy
@@ -39,7 +39,6 @@ class Update:
 
     @property
     def num_tokens(self) -> int:
-        """Number of trained tokens."""
         return int(np.count_nonzero(self.batch.loss_mask))
 
     def is_of(self, batch: SequenceBatch) -> bool:
@@ -146,10 +145,7 @@ class Role:
         results = (await self._call_ranks(method, calls))[::num_sharing]
         if declared.join in ("tokens", "sequences"):
             self._check_sizes(method, declared.join, results, shards)
-        if declared.join == "tokens":
-            return unpermute(results, shards, batch)
-        if declared.join == "sequences":
-            return unpermute_sequences(results, shards, batch)
+            return unpermute(results, shards, batch, by_token=declared.join == "tokens")
         update = Update(self.name, batch, shards, results)
         self._calls.updates.append(update)
         return update
@@ -244,7 +240,6 @@ class BatchContext:
 
     @property
     def data_sources(self) -> list[str]:
-        """The data source of each sequence."""
         return [group.data_source for group in self.groups for _ in group.trajectories]
 
 

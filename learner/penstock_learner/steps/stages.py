@@ -1,9 +1,4 @@
-"""The stages that steps are made of.
-
-ahead             the reward model's scores and the reference's log-probs, computed by frozen roles a step ahead
-with_advantages   advantages from rewards, on the whole batch, before it is split over ranks
-update_policy, update_critic
-"""
+"""The stages that steps are made of."""
 
 from __future__ import annotations
 
@@ -106,7 +101,6 @@ async def ahead(batch: SequenceBatch, roles: Roles, context: BatchContext) -> Se
 
 
 def scored_sequences(context: BatchContext, config: RewardModelConfig) -> list[int]:
-    """The sequences of the data sources that the reward model scores."""
     return [i for i, source in enumerate(context.data_sources) if config.scores_source(source)]
 
 
@@ -158,7 +152,6 @@ def with_own_log_probs(batch: SequenceBatch, updates: Sequence[Update], context:
 
 
 def _tokens_of(batch: SequenceBatch, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The indices of the response tokens of these sequences."""
     lengths = batch.response_lengths
     return token_ranges((np.cumsum(lengths) - lengths)[sequences], lengths[sequences])
 

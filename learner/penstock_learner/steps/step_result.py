@@ -9,7 +9,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import reduce
 from operator import add
 from pathlib import Path
@@ -171,22 +171,17 @@ _RATES = {"policy": "learner.lr", "critic": "learner.critic.lr"}
 """The learning rates of the trained roles. That of any other role is in `learner.roles`."""
 
 
+@dataclass(eq=False)
 class SkippedSteps:
     """Counts the skipped steps in a row of each role. At the limit it saves the batch for inspection and ends the run.
     With a limit of 0 the run never ends for this reason."""
 
-    def __init__(self, limit: int, folder: Path) -> None:
-        self.limit = limit
-        self.folder = folder
-        self.in_a_row: Counter[str] = Counter()
+    limit: int
+    folder: Path
+    in_a_row: Counter[str] = field(default_factory=Counter)
 
     def check(
-        self,
-        role: str,
-        step: int,
-        batch: SequenceBatch,
-        shards: Sequence[RankShard],
-        reports: Sequence[TrainedReport],
+        self, role: str, step: int, batch: SequenceBatch, shards: Sequence[RankShard], reports: Sequence[TrainedReport]
     ) -> None:
         """Call after every update of a trained role. `shards` and `reports` are in the same order."""
         taken = reports[0].step
@@ -221,28 +216,19 @@ class SkippedSteps:
 
 
 def listed(prompts: list[int], at_most: int = 8) -> str:
-    """The first prompts, for a message."""
     more = ", …" if len(prompts) > at_most else ""
     return ", ".join(map(str, prompts[:at_most])) + more
 
 
 _WITHOUT_UPDATES = (
-    "loss",
-    "grad_norm",
-    "lr",
-    "skipped",
-    "kl_reference",
-    "kl_behaviour",
-    "clip_ratio_low",
-    "clip_ratio_high",
-)
+    "loss", "grad_norm", "lr", "skipped", "kl_reference", "kl_behaviour", "clip_ratio_low", "clip_ratio_high"
+)  # fmt: skip
 """Numbers that every step has. They are 0 if it did not update the policy."""
 
 
 def metrics_of_updates(
     updates: Sequence[Update], batch: SequenceBatch, algorithm: AlgorithmConfig, kl_coefficient: float
 ) -> dict[str, float]:
-    """Numbers about all updates of a step, which trained on `batch`."""
     metrics = dict.fromkeys(_WITHOUT_UPDATES, 0.0)
     policy = [update for update in updates if update.role == "policy"]
     if policy:

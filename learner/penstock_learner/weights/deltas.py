@@ -171,7 +171,6 @@ def _encoded(old: torch.Tensor, new: torch.Tensor, item_bytes: int) -> torch.Ten
 
 
 def _has_same_layout(base: weights_pb2.WeightManifest, manifest: weights_pb2.WeightManifest) -> bool:
-    """Return whether both have the same tensors in the same buckets."""
     return list(base.tensors) == list(manifest.tensors)
 
 

@@ -1,8 +1,7 @@
 """Gather weights from FSDP2 shards, with one all-gather per layer. Names and shapes are those of the model's folder.
 
-Nothing is held for longer than its layer, so gathering needs the memory of the largest layer, twice where transformers
-holds it in another form than the folder does (fused experts). The embedding and the head are often larger than a layer,
-so they are gathered one after the other.
+Gathering needs the memory of the largest layer, twice where transformers holds it in another form than the folder does
+(fused experts). The embedding and the head, which are often larger, are gathered one after the other.
 """
 
 from __future__ import annotations

@@ -35,14 +35,16 @@ from penstock.weights.manifest import TensorShape, build_manifest, wire_sizes
 from penstock.weights.transports import has_cupy, host_id
 from penstock_learner.model.torch_settings import DTYPES
 from penstock_learner.weights.deltas import DeltaChoice, delta_shipment
-from penstock_learner.weights.push import PushReport, PushTarget, num_ranks
 from penstock_learner.weights.senders import (
     PublisherPlace,
+    PushReport,
+    PushTarget,
     Sender,
     Shipment,
     SnapshotSender,
     choose_transport,
     make_sender,
+    num_ranks,
     why_unable,
     write_snapshot_folder,
 )
@@ -324,7 +326,6 @@ def attempt(
 def _announcements(
     shipment: Shipment, members: Sequence[PushTarget], rendezvous: str, timeout_s: float, report: PushReport
 ) -> list[weights_pb2.AnnounceRequest]:
-    """The announcement to each member, with the rank of its first worker."""
     requests, rank = [], 1
     for member in members:
         requests.append(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import shutil
 import threading
+import time
 import uuid
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import closing
-from dataclasses import dataclass, replace
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -36,7 +37,6 @@ from penstock.weights.transports import (
     is_divided,
 )
 from penstock_learner.rendezvous import open_store
-from penstock_learner.weights.push import PushTarget, num_ranks
 from penstock_learner.weights.staging import (
     DeviceBuckets,
     MemoryKind,
@@ -98,15 +98,15 @@ class ShmSender:
         pass
 
 
+@dataclass(eq=False)
 class SnapshotSender:
     """The rendezvous is the folder. The folder is removed after the push, unless the run keeps it as a snapshot."""
 
-    def __init__(self, folder: Path, kept: dict[int, Path], model_path: Path) -> None:
-        self.folder = folder
-        self.kept = kept
-        """Folders of the snapshots that the run keeps, by version."""
-        self.model_path = model_path
-        self._own: Path | None = None
+    folder: Path
+    kept: dict[int, Path]
+    """Folders of the snapshots that the run keeps, by version."""
+    model_path: Path
+    _own: Path | None = None
 
     def open(self, shipment: Shipment, members: Sequence[PushTarget], deadline: Deadline) -> str:
         staged = shipment.staged
@@ -154,7 +154,6 @@ class PublisherPlace:
 
 
 def choose_transport(place: PublisherPlace, members: Sequence[PushTarget]) -> tuple[str, str]:
-    """Return the transport and the reason for it."""
     devices = [device for member in members for device in member.devices]
 
     def all_can(transport: str) -> bool:
@@ -324,16 +323,16 @@ def is_on_gpu(wire: torch.Tensor) -> bool:
     return wire.is_cuda
 
 
+@dataclass(eq=False)
 class GlooSender:
     """Forms one group per push, or groups of `group_size` workers if there are more (penstock.weights.transports). The
     rendezvous is `host:port/prefix/group_size` of the store where all groups meet."""
 
-    def __init__(self, host: str, group_size: int) -> None:
-        self.host = host
-        self.group_size = group_size
-        self._numbers = itertools.count(1)
-        self._store: Any = None
-        self._prefix = ""
+    host: str
+    group_size: int
+    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    _store: Any = None
+    _prefix: str = ""
 
     def open(self, shipment: Shipment, members: Sequence[PushTarget], deadline: Deadline) -> str:
         timeout = timedelta(seconds=deadline.remaining_s)
@@ -359,7 +358,9 @@ class GlooSender:
                     if len(in_flight) == GLOO_PIECES_AT_ONCE:
                         in_flight.popleft().wait(_rest(deadline))
             if is_divided(num_ranks(members), self.group_size):
-                in_flight.append(_barrier(group, deadline))
+                options = BarrierOptions()
+                options.timeout = _rest(deadline)
+                in_flight.append(group.barrier(options))
             for work in in_flight:
                 work.wait(_rest(deadline))
         except RuntimeError as error:
@@ -396,12 +397,6 @@ def _broadcast(group: Any, piece: torch.Tensor, deadline: Deadline) -> Any:
     return group.broadcast([piece], options)
 
 
-def _barrier(group: Any, deadline: Deadline) -> Any:
-    options = BarrierOptions()
-    options.timeout = _rest(deadline)
-    return group.barrier(options)
-
-
 def _rest(deadline: Deadline) -> timedelta:
     return timedelta(seconds=deadline.remaining_s)
 
@@ -415,3 +410,55 @@ def _options(host: str, timeout_s: float) -> Any:
     options._timeout = timedelta(seconds=timeout_s)
     options._threads = GLOO_PIECES_AT_ONCE
     return options
+
+
+@dataclass(frozen=True)
+class PushTarget:
+    """A rollout server that takes part in a push."""
+
+    server_id: str
+    address: str
+    devices: tuple[str, ...] = ("cpu",)
+    """The device of each worker's weights: `cpu`, or a GPU's UUID."""
+    host_id: str = ""
+    """Two processes with the same host id can map each other's memory."""
+    transports: tuple[str, ...] = ("gloo", "snapshot")
+    """Transports by which it can receive."""
+    nccl_version: str = ""
+    """Version of its NCCL library. Empty if it cannot receive by `nccl`."""
+
+
+def num_ranks(members: Sequence[PushTarget]) -> int:
+    return 1 + sum(len(member.devices) for member in members)
+
+
+@dataclass
+class PushReport:
+    """The outcome of pushing one version to a set of servers."""
+
+    policy_version: int
+    transport: str = ""
+    weights_digest: str = ""
+    committed: list[str] = field(default_factory=list)
+    """Servers that now serve the version."""
+    failed: dict[str, str] = field(default_factory=dict)
+    """Servers to evict, each with the reason."""
+    superseded: list[str] = field(default_factory=list)
+    """Servers that were skipped, because the push had to start again and a newer version was staged. None committed."""
+    nonfinite: str = ""
+    """Name of a tensor that is not finite. In this case no server has committed the version."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Duration of each phase: encode (if a delta was tried), announce, transfer and commit at the publisher; receive,
+    load and pause of the slowest member."""
+    num_bytes: int = 0
+    """Bytes sent to each worker, times the number of workers that committed."""
+    running_requests: int = 0
+    """Requests, over all members, that were running while the version flipped."""
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.monotonic() - started

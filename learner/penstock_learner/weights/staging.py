@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import cache
 from itertools import groupby
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -72,7 +72,6 @@ class StagedVersion:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every bucket is filled."""
         return self._num_filled == len(self.memory.buckets)
 
     @property
@@ -159,7 +158,6 @@ class StagedVersion:
             self._progress.notify_all()
 
     def _first_nonfinite(self, index: int, bucket: torch.Tensor) -> str:
-        """The name of a tensor in the bucket that is not finite, or an empty text."""
         with beside_training(bucket):
             for _, run in groupby(self._of_bucket[index], key=lambda spec: spec.dtype):
                 specs = list(run)
@@ -298,42 +296,35 @@ logger = logging.getLogger(__name__)
 MemoryKind = Literal["host", "shared", "device"]
 
 
-class BucketMemory(Protocol):
+class BucketMemory:
     """Holds the buckets of one version at a time."""
 
     kind: MemoryKind
-    sizes: list[int]
     buckets: list[torch.Tensor]
-    is_reusable: bool
+    is_reusable = True
     """False if a member may still be reading the buckets. Their bytes must then not change."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.sizes = list(sizes)
 
     def clear(self) -> None:
         """Called before the first byte of a version is written."""
-        ...
 
     def seal(self, manifest: weights_pb2.WeightManifest, checksums: Sequence[str]) -> None:
         """Called when every byte is written and hashed."""
-        ...
 
 
-class HostBuckets:
+class HostBuckets(BucketMemory):
     """Plain host memory, pinned if there is a GPU."""
 
     kind: MemoryKind = "host"
 
     def __init__(self, sizes: Sequence[int]) -> None:
-        self.sizes = list(sizes)
+        super().__init__(sizes)
         self.buckets = [torch.zeros(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available()) for size in sizes]
-        self.is_reusable = True
-
-    def clear(self) -> None:
-        pass
-
-    def seal(self, manifest: weights_pb2.WeightManifest, checksums: Sequence[str]) -> None:
-        pass
 
 
-class SharedBuckets:
+class SharedBuckets(BucketMemory):
     """One anonymous file in memory, which members on the same host map by its `path`. Kernel seals prevent every other
     process from writing to it. The header names a version only while the buckets hold all of it. The pages live until
     the last mapping is gone, even if the publisher has died. If there is a GPU, they are pinned, because nccl copies
@@ -342,8 +333,7 @@ class SharedBuckets:
     kind: MemoryKind = "shared"
 
     def __init__(self, sizes: Sequence[int]) -> None:
-        self.sizes = list(sizes)
-        self.is_reusable = True
+        super().__init__(sizes)
         offsets = bucket_offsets(sizes, mmap.PAGESIZE)
         self._header = slice(offsets[-1], offsets[-1] + header_bytes(len(sizes)))
         self._fd = os.memfd_create("penstock-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -389,16 +379,15 @@ def pin(pointer: int, num_bytes: int) -> int:
     return pointer
 
 
-class DeviceBuckets:
+class DeviceBuckets(BucketMemory):
     """Buckets in GPU memory that other processes on the same GPU can map: one allocation with the layout of
     penstock/weights/cuda/ipc.py. The buckets are views, so they must not outlive this object."""
 
     kind: MemoryKind = "device"
 
     def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
+        super().__init__(sizes)
         self.device = torch.device(device.type, device_index(device))
-        self.sizes = list(sizes)
-        self.is_reusable = True
         self.offsets = bucket_offsets(sizes, BUCKET_ALIGNMENT)
         self.allocation = DeviceAllocation(self.offsets[-1] + HEADER.size, device_index(device))
         self.buckets = [
@@ -440,13 +429,9 @@ class _Bytes:
 
     def __init__(self, pointer: int, num_bytes: int) -> None:
         self.__cuda_array_interface__: dict[str, Any] = {
-            "shape": (num_bytes,),
-            "typestr": "|u1",
-            "data": (pointer, False),
-            "version": 3,
-            "strides": None,
+            "shape": (num_bytes,), "typestr": "|u1", "data": (pointer, False), "version": 3, "strides": None,
             "stream": None,
-        }
+        }  # fmt: skip
 
 
 class MemoryPool:

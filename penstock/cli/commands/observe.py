@@ -1,11 +1,12 @@
-"""Commands that show a run and change nothing: `penstock status`, `top`, `watch` and `doctor`."""
+"""Commands that show a run and change nothing: `penstock status`, `top` and `watch`."""
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.connection import add_gateway_arguments, open_client
@@ -88,9 +89,10 @@ def top(argv: Sequence[str]) -> int:
     from rich.console import Console
     from rich.live import Live
 
+    if args.run:
+        _check_own_run(args)
+
     with open_client(args, DEADLINE_S) as client:
-        if args.run:
-            _check_own_run(client, args.run)
         console = Console()
         if args.once:
             console.print(_draw(_read(client)))
@@ -105,14 +107,14 @@ def top(argv: Sequence[str]) -> int:
                 time.sleep(max(args.interval, 0.1))
 
 
-def _check_own_run(client: SyncPenstockClient, name: str) -> None:
+def _check_own_run(args: argparse.Namespace) -> None:
     """Raise NotFound for a run that the gateway does not know, and InvalidInput for one that is not its own."""
-    from penstock.client.address import CONFIGURED_RUN
-
-    client.get_run()
-    client.address = replace(client.address, run=CONFIGURED_RUN)
-    if (own := client.get_run().run) != name:
-        raise InvalidInput("--run", f"this gateway's /metrics are of run {own}; use `penstock status --run {name}`")
+    with open_client(args, DEADLINE_S) as client:
+        client.get_run()
+    name, args.run = args.run, None
+    with open_client(args, DEADLINE_S) as client:
+        if (own := client.get_run().run) != name:
+            raise InvalidInput("--run", f"this gateway's /metrics are of run {own}; use `penstock status --run {name}`")
 
 
 @dataclass(frozen=True)

@@ -290,6 +290,9 @@ async def test_commands_act_on_the_run(
             assert "is paused at step 2" in run("runs", "pause", *where)
             assert "is stopped at step 2, version 3: no learner is alive" in run("runs", "resume", *where)
             assert "0.2" in run("runs", "metrics", *where)
+            assert "run test" in run("top", "--once", "--run", "test", *where)
+            assert cli.main(["top", "--once", "--run", "nowhere", *where]) == 1
+            assert "nowhere" in capsys.readouterr().err
             assert "r0" in run("servers", *where) and "drained" in run("servers", "drain", "r0", *where)
             with (
                 SyncPenstockClient(gateway.url, api_key=secrets["submit"].read_text().strip()) as client,

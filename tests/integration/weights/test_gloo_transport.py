@@ -22,8 +22,7 @@ from penstock.weights.checksums import XXH3_PIECES, host_checksum
 from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import TensorShape, build_manifest
 from penstock.weights.transports import GLOO_PIECE_BYTES
-from penstock_learner.weights.push import PushTarget
-from penstock_learner.weights.senders import GlooSender, Shipment
+from penstock_learner.weights.senders import GlooSender, PushTarget, Shipment
 from penstock_learner.weights.staging import HostBuckets, StagedVersion
 from penstock_rollout.weights.receivers import gloo
 from penstock_rollout.weights.stage import WeightStage

@@ -17,7 +17,7 @@ from penstock.machine import free_port
 from penstock.v1 import weights_pb2, weights_pb2_grpc
 from penstock.weights.cluster_key import ClusterKey
 from penstock_learner.weights.publisher import MemberCalls
-from penstock_learner.weights.push import PushTarget
+from penstock_learner.weights.senders import PushTarget
 
 NUM_MEMBERS = 30
 

@@ -22,7 +22,7 @@ from penstock_learner.agreement.comparison import Verdict
 from penstock_learner.agreement.servers import ServerQuarantine
 from penstock_learner.loop.publication import PolicyPublication
 from penstock_learner.metrics import LearnerMetrics
-from penstock_learner.weights.push import PushReport
+from penstock_learner.weights.senders import PushReport
 from support.learner_runs import make_config
 from support.redis_server import RedisProcess
 

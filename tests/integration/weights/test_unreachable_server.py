@@ -21,7 +21,7 @@ from penstock.store.redis_client import connect
 from penstock_learner.loop.publication import PolicyPublication
 from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.weights.publisher import WeightPublisher
-from penstock_learner.weights.push import PushTarget
+from penstock_learner.weights.senders import PushTarget
 from penstock_rollout.engines.engine import Engine
 from support.engine_member import HOST, config_of, member
 from support.faults.proxy import FaultyProxy

@@ -19,7 +19,7 @@ from penstock.weights.cluster_key import ClusterKey
 from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import TensorShape, build_manifest
 from penstock_learner.weights.publisher import WeightPublisher
-from penstock_learner.weights.push import PushTarget
+from penstock_learner.weights.senders import PushTarget
 from support.engine_member import HOST, config_of, greedy_log_probs, member
 from support.tiny_models import make_tiny_qwen2
 

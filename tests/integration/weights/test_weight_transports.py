@@ -19,8 +19,7 @@ from penstock.weights.cuda import libraries
 from penstock.weights.deadline import Deadline
 from penstock_learner.weights import deltas
 from penstock_learner.weights.publisher import WeightPublisher
-from penstock_learner.weights.push import PushReport, PushTarget
-from penstock_learner.weights.senders import Shipment, make_sender
+from penstock_learner.weights.senders import PushReport, PushTarget, Shipment, make_sender
 from penstock_learner.weights.staging import SharedBuckets, StagedVersion
 from support.cuda_stand_ins import install_nccl_stand_in
 from support.learner_runs import make_config

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.config.algorithms import AdvantageConfig, AlgorithmConfig
 from penstock.errors import ConfigError
-from penstock_learner.batches.partition import partition, unpermute, unpermute_sequences
+from penstock_learner.batches.partition import partition, unpermute
 from penstock_learner.batches.sequence_batch import SequenceBatch, batch_of, concat
 from penstock_learner.steps.stages import with_advantages
 from support.groups import make_group
@@ -66,7 +66,7 @@ def test_unpermute_sequences_undoes_partition(num_ranks: int, max_tokens: int, n
     batch = replace(batch, rewards=np.arange(batch.num_sequences, dtype=np.float32))
     shards = partition(batch, num_ranks, max_tokens)
     parts = [np.concatenate([micro.rewards for micro in shard.micro_batches]) for shard in shards]
-    assert unpermute_sequences(parts, shards, batch).tolist() == batch.rewards.tolist()
+    assert unpermute(parts, shards, batch, by_token=False).tolist() == batch.rewards.tolist()
 
 
 def test_baselines_leave_the_batch_and_other_groups_stay() -> None:

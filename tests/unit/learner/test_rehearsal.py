@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from penstock_learner.batches.prefix_tree import PrefixTree
-from penstock_learner.steps.program import TrainingStep
-from penstock_learner.steps.rehearsal import EQUAL, LONG, MIXED, rehearsal_batch, rehearse
+from penstock_learner.steps.program import EQUAL, LONG, MIXED, TrainingStep, rehearsal_batch, rehearse
 from support.groups import make_group
 from support.learner_ranks import make_step
 

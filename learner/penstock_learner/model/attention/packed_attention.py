@@ -1,8 +1,18 @@
-"""Attention over packed sequences, as Hugging Face's models call it.
+"""Attention over packed sequences, as Hugging Face's models call it, and its kernels, which all have the same result.
 
 Each token sees the earlier tokens of its own sequence, and nothing else. The linear layers run on the packed tokens
 without padding, and on a token that several sequences share once. Under sequence parallelism a rank holds a slice of
 the tokens: `sequence_parallel.py` exchanges it for a slice of the heads.
+
+| kernel   | used                       | how                                                                        |
+|----------|----------------------------|----------------------------------------------------------------------------|
+| varlen   | on CUDA in half precision  | `torch.nn.attention.varlen`: flash attention over the packed tokens        |
+| padded   | everywhere else, and where | Tokens are copied into a right-padded [sequences, longest] block and back. |
+|          | sequences are of about     | Causal attention is exact there: no token looks right, so none sees        |
+|          | equal length               | padding. On Hopper it runs on cuDNN, in two thirds of the time of flash.   |
+| flexible | on CUDA, if scores have a  | FlexAttention: a kernel that torch compiles for this form of the scores    |
+|          | soft cap or sinks          |                                                                            |
+| explicit | there without CUDA         | The scores of the padded block are computed as a tensor                    |
 """
 
 from __future__ import annotations
@@ -114,7 +124,6 @@ def _layer_types(module: Any) -> list[str] | None:
 
 
 def register() -> None:
-    """Register packed attention with Hugging Face under `NAME`."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, packed_attention)

@@ -264,7 +264,6 @@ class Packing:
 
     @classmethod
     def of_tree(cls, tree: PrefixTree, device: torch.device, parallel: SequenceParallel | None = None) -> Packing:
-        """The layout of a tree's stored tokens."""
         return replace(
             cls.of(np.diff(tree.offsets), device, parallel),
             columns=to_device(tree.positions, device),

@@ -30,7 +30,7 @@ from penstock.errors import ConfigError
 from penstock_learner.algorithms.advantages import ADVANTAGES, AdvantageInputs, compute_advantages
 from penstock_learner.algorithms.corrections import REJECTIONS, WEIGHTS
 from penstock_learner.algorithms.losses import LOSSES, LossInputs, policy_loss
-from penstock_learner.algorithms.trial import try_functions
+from penstock_learner.start_check import try_functions
 
 MODELS = [AdvantageConfig, LossConfig, CorrectionConfig, KLConfig, ValueLossConfig, OverlongConfig, AlgorithmConfig]
 
@@ -210,4 +210,3 @@ def test_a_plain_tensor_of_a_user_is_masked_and_counted(tmp_path: Path) -> None:
         AdvantageInputs(nan, mask, ids, torch.tensor([5, 5])), AdvantageConfig(name=f"{file}:advantage")
     )
     assert advantages.advantages.tolist() == [3.0, 0.0, 3.0] and advantages.loss_mask.tolist() == [True, False, True]
-    assert advantages.statistics.num_groups == 1

@@ -12,8 +12,7 @@ from penstock.v1 import weights_pb2
 from penstock.weights import deadline as deadline_module
 from penstock.weights.deadline import Deadline
 from penstock_learner.weights.publisher import attempt
-from penstock_learner.weights.push import PushReport, PushTarget
-from penstock_learner.weights.senders import Shipment
+from penstock_learner.weights.senders import PushReport, PushTarget, Shipment
 
 TIMEOUT_S = 20.0
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.weights.transports import TRANSPORTS
-from penstock_learner.weights.push import PushTarget
-from penstock_learner.weights.senders import PublisherPlace, choose_transport
+from penstock_learner.weights.senders import PublisherPlace, PushTarget, choose_transport
 from penstock_learner.weights.staging import MemoryKind
 
 NCCL = "2.28.9"

@@ -16,9 +16,8 @@ keeps its weights every few steps; they are scored on held-out sums when the run
 the run. The time to 0.9 is interpolated between two scores.
 
 A run takes 45 to 75 s on two quiet cores, all nine of a seed about 8 minutes. Every finished run is kept in
-results/async_sync.jsonl, and the figures are those of all runs there; `--fresh` forgets them. `--merge FILES` adds runs
-that other machines or other cores of this one have kept, and judges all of them. With `--untimed`, for a machine that
-is busy with other things, only the scores of a run count, not its times.
+results/async_sync.jsonl, and the figures are those of all runs there; `--fresh` forgets them. With `--untimed`, for a
+machine that is busy with other things, only the scores of a run count, not its times.
 """
 
 from __future__ import annotations
@@ -194,9 +193,6 @@ def main() -> int:
     parser.add_argument("--score-every", type=int, default=5, help="steps between two scores")
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--engine", default="torch", choices=["torch", "vllm"])
-    parser.add_argument(
-        "--merge", type=Path, nargs="+", metavar="FILE", help="add the runs of these files; run nothing"
-    )
     parser.add_argument("--untimed", action="store_true", help="this machine is busy: only scores count")
     parser.add_argument("--fresh", action="store_true", help="forget the runs of earlier calls")
     arguments = parser.parse_args()
@@ -206,23 +202,19 @@ def main() -> int:
         ends_without("a learner")
     if arguments.fresh:
         kept.unlink(missing_ok=True)
-    if arguments.merge:
-        return 0 if _keep(kept, [row for path in arguments.merge for row in _kept_rows(path)]) else 1
     is_met = True
     for number, seed in enumerate(arguments.seeds):
         for variant in variants_of(arguments, seed)[:: -1 if number % 2 else 1]:
             print(f"{variant.name}, seed {seed}", flush=True)
-            is_met = _keep(kept, [measure(variant) | {"is_timed": not arguments.untimed}])
+            is_met = _keep(kept, measure(variant) | {"is_timed": not arguments.untimed})
     return 0 if is_met else 1
 
 
-def _keep(kept: Path, rows: Sequence[Row]) -> bool:
-    """Add runs to the kept ones, and report all that can be compared with the last of them. Returns whether every bar
-    is met."""
-    others = [old for old in _kept_rows(kept) if not any(_is_same(old, row) for row in rows)]
-    kept.write_text("".join(json.dumps(entry) + "\n" for entry in [*others, *rows]))
-    compared = comparable([*others, *rows[:-1]], rows[-1])
-    return report(NAME, "asynchronous and synchronous training, demo's task", *judge(compared))
+def _keep(kept: Path, row: Row) -> bool:
+    """Add a run to the kept ones, and report all that can be compared with it. Returns whether every bar is met."""
+    others = [old for old in _kept_rows(kept) if Variant(**old["variant"]) != Variant(**row["variant"])]
+    kept.write_text("".join(json.dumps(entry) + "\n" for entry in [*others, row]))
+    return report(NAME, "asynchronous and synchronous training, demo's task", *judge(comparable(others, row)))
 
 
 def comparable(others: Sequence[Row], row: Row) -> list[Row]:
@@ -238,11 +230,6 @@ def comparable(others: Sequence[Row], row: Row) -> list[Row]:
 
 def _kept_rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def _is_same(one: Row, other: Row) -> bool:
-    """Whether one is a repetition of the other, which it replaces."""
-    return Variant(**one["variant"]) == Variant(**other["variant"])
 
 
 if __name__ == "__main__":

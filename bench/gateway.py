@@ -22,17 +22,7 @@ from typing import Any
 
 import grpc
 
-from harness import (
-    Bar,
-    Measurement,
-    alternate,
-    gateway_process,
-    listening,
-    median_ratio,
-    redis_process,
-    report,
-    sized,
-)  # fmt: skip
+from harness import Bar, Measurement, alternate, gateway_process, listening, median_ratio, redis_process, report, sized
 from penstock.api.conversion import fill
 from penstock.api.records import SubmittedPrompt
 from penstock.config.run import ModelConfig, RunConfig

@@ -30,7 +30,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 if TYPE_CHECKING:
@@ -137,13 +136,9 @@ def alternate(
     return measured
 
 
-def ratios(name: str, ours: Measurement, limit: Measurement) -> Measurement:
-    """The ratio within each round. Noise that affects both contenders cancels."""
-    return Measurement(name, "", [a / b for a, b in zip(ours.rates, limit.rates, strict=True)])
-
-
 def median_ratio(ours: Measurement, limit: Measurement) -> float:
-    return ratios("", ours, limit).median
+    """The median of the ratios within each round. Noise that affects both contenders cancels."""
+    return statistics.median(a / b for a, b in zip(ours.rates, limit.rates, strict=True))
 
 
 def earlier(name: str, parts: Sequence[str]) -> Results:
@@ -171,12 +166,11 @@ def provenance() -> dict[str, str]:
     }
 
 
-def write_results(name: str, result: Mapping[str, Any], folder: Path = RESULTS) -> None:
+def write_results(name: str, result: Mapping[str, Any]) -> None:
     """Write NAME.json with its provenance. A smoke run writes nothing."""
     if SMOKE:
         return
-    folder.mkdir(exist_ok=True)
-    (folder / f"{name}.json").write_text(json.dumps(provenance() | dict(result), indent=1) + "\n")
+    (RESULTS / f"{name}.json").write_text(json.dumps(provenance() | dict(result), indent=1) + "\n")
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -191,9 +185,8 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
     Console().print(table)
 
 
-def report(name: str, title: str, measurements: list[Measurement], bars: list[Bar], folder: Path = RESULTS) -> bool:
-    """Print both tables, write NAME.json into the folder, and return whether every bar is met. A smoke run meets all
-    bars."""
+def report(name: str, title: str, measurements: list[Measurement], bars: list[Bar]) -> bool:
+    """Print both tables, write NAME.json, and return whether every bar is met. A smoke run meets all bars."""
     medians = [f"{m.median:,.1f}" if m.median > 10 else f"{m.median:.4f}" for m in measurements]
     rows = [(m.name, median, f"±{m.spread:.0%}", m.unit) for m, median in zip(measurements, medians, strict=True)]
     print_table(title, ("contender", "median", "spread", "unit"), rows)
@@ -207,7 +200,7 @@ def report(name: str, title: str, measurements: list[Measurement], bars: list[Ba
         ],
         "bars": [asdict(bar) | {"ok": bar.ok} for bar in bars],
     }  # fmt: skip
-    write_results(name, result, folder)
+    write_results(name, result)
     return SMOKE or all(bar.ok for bar in bars)
 
 
@@ -356,9 +349,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        pid = self._process.pid
-        assert pid is not None
-        return pid
+        return self._process.pid or 0  # it has started
 
     def call(self, method: str, *arguments: Any, timeout_s: float = CALL_TIMEOUT_S) -> Any:
         self.ask(method, *arguments)
@@ -421,9 +412,7 @@ class GpuSamples:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._ended.set()
         self._thread.join(10)
 

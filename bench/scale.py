@@ -33,7 +33,7 @@ import contextlib
 import tempfile
 from pathlib import Path
 
-from harness import RESULTS, Bar, Measurement, gateway_process, redis_process, report, sized
+from harness import Bar, Measurement, gateway_process, redis_process, report, sized
 from penstock.codec import encode_prompt
 from penstock.config.run import ModelConfig, RunConfig, WeightsConfig
 from penstock.config.service import GatewayConfig, RedisConfig, ReplayConfig
@@ -204,12 +204,11 @@ def main() -> int:
     parser.add_argument(
         "--slower", type=float, default=sized(5.0, 0.5), help="how much less often servers report than real ones"
     )
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where to write scale.json")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
         found, bars = measure_in(Path(folder), arguments)
     title = "a run with many servers, simulated on 2 cores"
-    return 0 if report("scale", title, found, bars, arguments.results) else 1
+    return 0 if report("scale", title, found, bars) else 1
 
 
 def measure_in(folder: Path, arguments: argparse.Namespace) -> tuple[list[Measurement], list[Bar]]:

@@ -22,7 +22,7 @@ _MAX_LOG_RATIO = 20.0
 _MAX_LOG_SEQUENCE_RATIO = 10.0
 _LEFT = 1e-8
 """Added to the probability of all other tokens, which may be 0."""
-_LOT_FACTOR = 98765.4321
+_DRAW_FACTOR = 98765.4321
 """The fraction of a log-prob times this stands for a random number."""
 
 
@@ -211,11 +211,11 @@ def clip_cov(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     advantages, log_ratio = _masked(inputs)
     loss, low, high = _clipped_surrogate(_clamped_exp(log_ratio), advantages, config)
     covariance = _covariance(inputs)
-    may_go = inputs.mask.bool() & ~low & ~high & (covariance > config.cov_low) & (covariance < config.cov_high)
+    may_skip = inputs.mask.bool() & ~low & ~high & (covariance > config.cov_low) & (covariance < config.cov_high)
     log_probs = apply_mask(inputs.log_probs.detach(), inputs.mask)
-    lot = (log_probs.double() * _LOT_FACTOR).frac().abs()
-    gone = may_go & _largest(torch.where(may_go, lot, -1.0), inputs.mask, config.cov_share)
-    return _outputs(torch.where(gone, 0.0, loss), inputs, log_ratio, low=low, high=high)
+    draws = (log_probs.double() * _DRAW_FACTOR).frac().abs()
+    skipped = may_skip & _largest(torch.where(may_skip, draws, -1.0), inputs.mask, config.cov_share)
+    return _outputs(torch.where(skipped, 0.0, loss), inputs, log_ratio, low=low, high=high)
 
 
 def kl_cov(inputs: LossInputs, config: LossConfig) -> LossOutputs:
@@ -257,8 +257,8 @@ def _trust_region(inputs: LossInputs, config: LossConfig, *, low: Tensor, high: 
     dual = torch.zeros_like(low) if config.dual_clip is None else ratio > config.dual_clip
     low, high = low & (advantages <= 0), high & (advantages > 0)
     loss = -ratio.clamp(max=config.dual_clip) * advantages * inputs.log_probs
-    gone = low | high
-    return _outputs(torch.where(gone, 0.0, loss), inputs, log_ratio, low=low, high=high, dual=dual & ~gone)
+    masked = low | high
+    return _outputs(torch.where(masked, 0.0, loss), inputs, log_ratio, low=low, high=high, dual=dual & ~masked)
 
 
 def dro(inputs: LossInputs, config: LossConfig) -> LossOutputs:

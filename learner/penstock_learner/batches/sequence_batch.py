@@ -68,7 +68,7 @@ class SequenceBatch:
     """[S] true for the greedy sample that the others of a group are compared with; None if no group has one."""
     episodes: NDArray[np.int64] | None = None
     """[S] sequences of a group with the same number are one sample of it, such as the paths of a session; 0 for a
-    sequence that is a sample of its own. None if all are."""
+    sequence that is a separate sample. None if all are."""
     routed_experts: NDArray[np.int16] | None = None
     """[N, layers, top_k] the experts that the engine chose for each token, -1 where it reported none."""
     token_fields: Mapping[str, Array] = field(default_factory=dict)
@@ -174,7 +174,7 @@ class SequenceBatch:
         return replace(self, loss_mask=np.zeros_like(self.loss_mask))
 
     def _standard(self) -> dict[str, Array]:
-        """The fields that are set and are no own fields of a step."""
+        """The fields that are set and that a step did not add."""
         found = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in OWN}
         return {name: array for name, array in found.items() if array is not None}
 

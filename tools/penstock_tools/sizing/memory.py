@@ -72,7 +72,7 @@ def term(name: str, *factors: Count | int, each: float, copies: Count | int = 1,
 
 
 @dataclass(frozen=True)
-class Moment:
+class MemoryUse:
     """What a rank holds at one moment, on its GPU and on the host."""
 
     phase: Phase
@@ -147,7 +147,7 @@ def total(terms: Sequence[Term]) -> float:
     return sum(term.num_bytes for term in terms)
 
 
-def peak(moments: Sequence[Moment], phase: Phase | None = None) -> Moment:
+def peak(moments: Sequence[MemoryUse], phase: Phase | None = None) -> MemoryUse:
     """The moment of a phase, or of all, at which the GPU is fullest."""
     return max((moment for moment in moments if phase in (None, moment.phase)), key=lambda m: total(m.device))
 
@@ -207,7 +207,7 @@ _READING = Term("pieces of the files", "", READ_BYTES)
 """What a rank has of the files in host memory while it reads its weights."""
 
 
-def _trained_moments(role: Role, model: ModelShape, num_ranks: int, setup: Setup) -> list[Moment]:
+def _trained_moments(role: Role, model: ModelShape, num_ranks: int, setup: Setup) -> list[MemoryUse]:
     """A rank of the policy or the critic.
 
     FSDP2 has one unit for each layer and one for the root (the embedding, the head and the last norm), which stays
@@ -302,16 +302,16 @@ def _trained_moments(role: Role, model: ModelShape, num_ranks: int, setup: Setup
 
 def _placed(
     phase: Phase, what: str, state: list[Term], others: list[Term], host: list[Term], staged: Term | None, setup: Setup
-) -> Moment:
+) -> MemoryUse:
     """The moment with the state on the GPU, or with offload on the host, and with the versions for pushes."""
     versions = [staged] if staged is not None else []
     device = [*others, *versions] if setup.staging == "device" else others
     held = host if setup.staging == "device" else [*host, *versions]
     device, held = (device, [*state, *held]) if setup.cpu_offload else ([*state, *device], held)
-    return Moment(phase, what, tuple(each for each in device if each.num_bytes), tuple(held))
+    return MemoryUse(phase, what, tuple(each for each in device if each.num_bytes), tuple(held))
 
 
-def _frozen_moments(role: Role, model: ModelShape, num_ranks: int, setup: Setup) -> list[Moment]:
+def _frozen_moments(role: Role, model: ModelShape, num_ranks: int, setup: Setup) -> list[MemoryUse]:
     """A reference or reward model: frozen weights, and forward passes only."""
     counts, size, tokens = _Counts(model, setup), setup.pushed_bytes, setup.micro_batch_tokens
     is_quantized = role == "reference" and setup.reference_bits > 0
@@ -325,22 +325,22 @@ def _frozen_moments(role: Role, model: ModelShape, num_ranks: int, setup: Setup)
     width = 4 * model.hidden_size + model.attention_size + 3 * model.active_intermediate_size
     loaded = term("weights", counts.whole, each=each) if is_quantized else weights
     found = [
-        Moment("load", "reading the weights", (loaded,), (_READING,)),
-        Moment("load", "gathering the root", (weights, *root, *buffer)),
-        Moment(
+        MemoryUse("load", "reading the weights", (loaded,), (_READING,)),
+        MemoryUse("load", "gathering the root", (weights, *root, *buffer)),
+        MemoryUse(
             "step", "forward pass of a layer",
             (weights, *root, *layer, term("inside one layer", tokens, width, each=size)),
         ),
     ]  # fmt: skip
     if role == "reference":
-        found.append(Moment("load", "the self-check", (weights, *root, *layer, counts.checked_logits)))
+        found.append(MemoryUse("load", "the self-check", (weights, *root, *layer, counts.checked_logits)))
         states = term("hidden states", tokens, model.hidden_size, each=8)
         logits = (counts.logits(tokens, has_gradient=False), *counts.whole_logits(2))
-        found.append(Moment("step", "logits", (weights, *root, *layer, states, *logits)))
+        found.append(MemoryUse("step", "logits", (weights, *root, *layer, states, *logits)))
     return found
 
 
-def role_moments(role: Role, model: ModelShape, num_ranks: int, setup: Setup) -> list[Moment]:
+def role_moments(role: Role, model: ModelShape, num_ranks: int, setup: Setup) -> list[MemoryUse]:
     """The moments at which a rank of the role needs the most memory. For the policy it is rank 0, which also holds the
     versions that are pushed. None for a reference that is the policy with its adapter switched off."""
     if role == "reference" and setup.lora_rank and setup.policy_is_reference:

@@ -15,7 +15,7 @@ from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, InvalidInput
 from penstock_tools.sizing.hardware import USABLE_MEMORY, Gpu
 from penstock_tools.sizing.memory import (
-    Moment,
+    MemoryUse,
     Role,
     Setup,
     Term,
@@ -42,7 +42,7 @@ class RolePlan:
     role: str
     num_gpus: int
     """0 if it shares the GPUs of another role. For a rollout server, its tensor parallelism."""
-    moments: tuple[Moment, ...]
+    moments: tuple[MemoryUse, ...]
     """The moments at which its fullest rank needs the most memory. Empty if it needs none of its own, or if this is not
     known."""
 
@@ -184,7 +184,7 @@ def server_plan(model: ModelShape, gpu: Gpu, num_gpus: int, utilization: float) 
     """A rollout server with this tensor parallelism."""
     staged = Term("a version that is being received", "P x 2 B", 2.0 * model.num_parameters)
     terms = tuple(server_terms(model, num_gpus, gpu, utilization))
-    return RolePlan("rollout", num_gpus, (Moment("step", "decoding", terms, (staged,)),))
+    return RolePlan("rollout", num_gpus, (MemoryUse("step", "decoding", terms, (staged,)),))
 
 
 def smallest_plan(task: Task) -> Plan:

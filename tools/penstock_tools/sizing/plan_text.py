@@ -9,7 +9,7 @@ from typing import Any
 from penstock.config.gpu_bundles import num_gpus
 from penstock.config.run import RunConfig
 from penstock_tools.sizing.hardware import USABLE_MEMORY, Gpu
-from penstock_tools.sizing.memory import PHASES, Moment, peak, total
+from penstock_tools.sizing.memory import PHASES, MemoryUse, peak, total
 from penstock_tools.sizing.models import ModelShape, find_shape
 from penstock_tools.sizing.plan import Plan, RolePlan, memory_of, server_plan
 from penstock_tools.sizing.rates import Pace
@@ -69,7 +69,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
 def _role_lines(role: RolePlan, plan: Plan) -> list[str]:
     """Memory of a role's fullest GPU when it is fullest, term by term, and the peak of each phase."""
     if not role.moments:
-        return [f"{role.role:<9} the policy with its adapter switched off: no memory of its own"]
+        return [f"{role.role:<9} the policy with its adapter switched off: no further memory"]
     shared_with = "critic" if role.role == "reward_model" else "policy"
     where = f"{role.num_gpus} GPU" if role.num_gpus else f"on the {shared_with}'s GPUs"
     memory = f"{role.num_bytes / 1e9:.1f} of {plan.task.gpu.memory_bytes / 1e9:.0f} GB"
@@ -85,7 +85,7 @@ def phases_text(role: RolePlan) -> str:
     return f"{', '.join(peaks)} GB; {role.host_bytes / 1e9:.1f} GB on the host"
 
 
-def _fullest(moments: Sequence[Moment]) -> list[Moment]:
+def _fullest(moments: Sequence[MemoryUse]) -> list[MemoryUse]:
     """The fullest moment of each phase that a role has."""
     present = {moment.phase for moment in moments}
     return [peak(moments, phase) for phase in PHASES if phase in present]

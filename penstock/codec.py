@@ -96,7 +96,12 @@ def prompt_to_proto(prompt: Prompt) -> prompts_pb2.Prompt:
         sampling=sampling_to_proto(prompt.sampling),
         ground_truth_json=json.dumps(prompt.ground_truth),
         extra_info_json=json.dumps(prompt.extra_info),
-        **{name: getattr(prompt, name) for name in _PLAIN_PROMPT},
+        num_samples=prompt.num_samples,
+        agent_name=prompt.agent_name,
+        data_source=prompt.data_source,
+        priority=prompt.priority,
+        evaluation_id=prompt.evaluation_id,
+        trace_parent=prompt.trace_parent,
     )
 
 
@@ -274,7 +279,10 @@ def trajectory_to_proto(trajectory: Trajectory) -> groups_pb2.Trajectory:
         token_ids=trajectory.token_ids.astype("<i4").tobytes(),
         loss_mask=trajectory.loss_mask.astype(np.uint8).tobytes(),
         log_probs=trajectory.log_probs.astype("<f4").tobytes(),
-        segments=[groups_pb2.VersionSegment(**vars(segment)) for segment in trajectory.segments],
+        segments=[
+            groups_pb2.VersionSegment(start=s.start, end=s.end, policy_version=s.policy_version)
+            for s in trajectory.segments
+        ],
         reward=trajectory.reward,
         reward_parts=trajectory.reward_parts,
         finish_reason=FINISH_TO_PROTO[trajectory.finish_reason],

@@ -14,6 +14,7 @@ import re
 import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import monotonic, time_ns
 from typing import Literal, get_args
@@ -125,17 +126,7 @@ def parse_keys(text: str, path: Path) -> tuple[ApiKey, ...]:
     return tuple(keys)
 
 
-# ──
-# Files of API keys, which are followed while the gateway runs.
-#
-# A file that is empty or gone has revoked its keys. A file that cannot be read or parsed is probably a mistake, so the
-# keys that were read before stay valid for `gateway.keys_grace_s`, and none after that.
-
-
 logger = logging.getLogger(__name__)
-SINGLE_KEY_NAME = "api_key_file"
-OWN_KEY_NAME = "local"
-"""Name of the key that a gateway makes for itself."""
 RECENT_NS = 2_000_000_000
 """A file that changed this shortly before it was read may change again without another time stamp. It is read again."""
 
@@ -144,7 +135,10 @@ Stamp = tuple[int, int, int, int]
 
 
 class KeyFile:
-    """One file of keys. `setting` is how messages call it."""
+    """One file of keys, which is followed while the gateway runs. `setting` is how messages call it.
+
+    A file that is empty or gone has revoked its keys. One that cannot be read or parsed is probably a mistake, so the
+    keys that were read before stay valid for `gateway.keys_grace_s`, and none after that."""
 
     def __init__(self, path: Path, setting: str, parse: Parser, grace_s: float) -> None:
         self.path = path
@@ -158,26 +152,12 @@ class KeyFile:
         self._must_read = True
         self._broken_since: float | None = None
 
-    @classmethod
-    def of_hashes(cls, path: Path, grace_s: float) -> KeyFile:
-        return cls(path, "gateway.keys_file", parse_keys, grace_s)
-
-    @classmethod
-    def of_secret(cls, path: Path, grace_s: float, setting: str, name: str) -> KeyFile:
-        """A file that contains one key of the scope admin."""
-
-        def parse(text: str, _: Path) -> tuple[ApiKey, ...]:
-            secret = text.strip()
-            return (ApiKey(name, "admin", digest_of(secret)),) if secret else ()
-
-        return cls(path, setting, parse, grace_s)
-
     def load(self) -> None:
         """Read the file when the gateway starts. Raises ConfigError unless it holds a key."""
         self.refresh(is_logged=False)
         if self.problem:
             raise ConfigError(self.problem)
-        logger.info("read %d API keys from %s", len(self.keys), self.path)
+        self._report()
 
     def refresh(self, *, is_logged: bool = True) -> bool:
         """Read the file again if it has changed. Returns whether the keys have."""
@@ -228,12 +208,16 @@ class KeyFile:
 
 def key_files_of(config: GatewayConfig, own_key_file: Path) -> list[KeyFile]:
     """The files that hold the keys of a gateway. One that has none configured uses its own key."""
-    files = [KeyFile.of_hashes(config.keys_file, config.keys_grace_s)] if config.keys_file else []
+    grace_s = config.keys_grace_s
+    files = [KeyFile(config.keys_file, "gateway.keys_file", parse_keys, grace_s)] if config.keys_file else []
     if config.api_key_file is not None:
-        files.append(
-            KeyFile.of_secret(config.api_key_file, config.keys_grace_s, "gateway.api_key_file", SINGLE_KEY_NAME)
-        )
-    return files or [KeyFile.of_secret(own_key_file, config.keys_grace_s, "the gateway's own key file", OWN_KEY_NAME)]
+        files.append(KeyFile(config.api_key_file, "gateway.api_key_file", partial(_admin_key, "api_key_file"), grace_s))
+    return files or [KeyFile(own_key_file, "the gateway's own key file", partial(_admin_key, "local"), grace_s)]
+
+
+def _admin_key(name: str, secret: str, _: Path) -> tuple[ApiKey, ...]:
+    """The key in a file that contains nothing else."""
+    return (ApiKey(name, "admin", digest_of(secret.strip())),) if secret.strip() else ()
 
 
 def _stamp(path: Path) -> Stamp | None:

@@ -20,8 +20,7 @@ import math
 import struct
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -45,9 +44,6 @@ from penstock.trajectory import (
 )
 from penstock.v1 import groups_pb2, prompts_pb2
 
-# ── Reading records that another version of Penstock may have written ──
-
-
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)
 
@@ -55,14 +51,9 @@ M = TypeVar("M", bound=Message)
 def read_known_fields(kind: type[T], record: Mapping[str, Any]) -> T:
     """Build the dataclass `kind` from a record. During a rolling upgrade the writer may be newer or older than the
     reader: fields that `kind` does not have are ignored, and missing ones take their default. Lists become tuples."""
-    names = _field_names(kind)  # type: ignore[arg-type]
+    names: Any = kind.__dataclass_fields__  # type: ignore[attr-defined]
     known = {name: value for name, value in record.items() if name in names}
     return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in known.items()})
-
-
-@cache
-def _field_names(kind: type) -> frozenset[str]:
-    return frozenset(field.name for field in fields(kind))
 
 
 MAGIC = b"PSK"
@@ -90,8 +81,12 @@ _thread = threading.local()
 
 
 def prompt_to_proto(prompt: Prompt) -> prompts_pb2.Prompt:
+    fields = {number: json.dumps(further) for number, further in prompt.message_fields.items()}
     return prompts_pb2.Prompt(
-        messages=_messages_to_proto(prompt),
+        messages=[
+            prompts_pb2.Message(role=role, content=content, fields_json=fields.get(number, ""))
+            for number, (role, content) in enumerate(prompt.messages)
+        ],
         token_ids=np.asarray(prompt.token_ids, dtype="<i4").tobytes(),
         sampling=sampling_to_proto(prompt.sampling),
         ground_truth_json=json.dumps(prompt.ground_truth),
@@ -103,14 +98,6 @@ def prompt_to_proto(prompt: Prompt) -> prompts_pb2.Prompt:
         evaluation_id=prompt.evaluation_id,
         trace_parent=prompt.trace_parent,
     )
-
-
-def _messages_to_proto(prompt: Prompt) -> list[prompts_pb2.Message]:
-    fields = {number: json.dumps(further) for number, further in prompt.message_fields.items()}
-    return [
-        prompts_pb2.Message(role=role, content=content, fields_json=fields.get(number, ""))
-        for number, (role, content) in enumerate(prompt.messages)
-    ]
 
 
 def messages_from_proto(
@@ -145,14 +132,9 @@ def decode_prompt(data: bytes) -> Prompt:
 
 def encode_group(group: Group) -> bytes:
     """Encode a group for storage. It never fails for a valid group."""
-    body = group_to_proto(group).SerializeToString()
-    return _HEADER.pack(MAGIC, _schema_version(group)) + _compressor().compress(body)
-
-
-def _schema_version(group: Group) -> int:
-    if any(trajectory.episode for trajectory in group.trajectories):
-        return 3
-    return 2 if any(trajectory.sampling_segments for trajectory in group.trajectories) else 1
+    has_episodes = any(trajectory.episode for trajectory in group.trajectories)
+    version = 3 if has_episodes else 2 if any(each.sampling_segments for each in group.trajectories) else 1
+    return _HEADER.pack(MAGIC, version) + _compressor().compress(group_to_proto(group).SerializeToString())
 
 
 def decode_group(data: bytes) -> Group:

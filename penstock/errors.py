@@ -96,7 +96,7 @@ class QueueFull(PenstockError, grpc_code="RESOURCE_EXHAUSTED", http_status=429):
 
 
 class PoisonGroup(PenstockError, grpc_code="DATA_LOSS", http_status=422):
-    """A group cannot be trained, or not be made. `kind` is the dead-letter reason: corrupt, schema, shape, non_finite,
+    """A group cannot be trained or made. `kind` is the dead-letter reason: corrupt, schema, shape, non_finite,
     identity or session."""
 
     def __init__(self, kind: str, message: str) -> None:

@@ -29,14 +29,6 @@ import xxhash
 from penstock.errors import ConfigError, DeadlineExceeded, Unavailable
 from penstock.hub import MODEL_FILES, download_model, is_hub_id
 
-# ──
-# A folder in an object store, named by a URL such as `s3://bucket/prefix`.
-#
-# fsspec does the work. `s3://` needs s3fs (the extra `[objectstore]`) and takes what users of S3 know:
-# AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT_URL for other servers than Amazon's, or the
-# identity of a pod. Other schemes of fsspec work if their package is installed. All calls block.
-
-
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 CONNECT_TIMEOUT_S = 10
@@ -57,8 +49,11 @@ class ObjectInfo:
 
 
 class ObjectFolder:
-    """The objects under one URL, which the setting `field` has. A failed call is retried until `timeout_s` and then
-    raises Unavailable. A refusal raises ConfigError."""
+    """The objects under one URL such as `s3://bucket/prefix`, which the setting `field` has. A failed call is retried
+    until `timeout_s` and then raises Unavailable. A refusal raises ConfigError. All calls block.
+
+    fsspec does the work. `s3://` needs s3fs (the extra `[objectstore]`) and takes AWS_ACCESS_KEY_ID,
+    AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT_URL for other servers than Amazon's, or the identity of a pod."""
 
     def __init__(self, url: str, field: str, timeout_s: float = 60.0) -> None:
         self.url = url.rstrip("/")
@@ -73,24 +68,30 @@ class ObjectFolder:
         except FileNotFoundError as error:
             raise ConfigError(f"{self.field}: {self.url} does not exist ({_short(error)}); make the bucket") from error
         return {
-            path.removeprefix(self._root).lstrip("/"): ObjectInfo(int(info["size"]), _etag(info))
+            path.removeprefix(self._root).lstrip("/"): ObjectInfo(
+                int(info["size"]), str(info.get("ETag") or info.get("etag") or info.get("mtime") or "").strip('"')
+            )
             for path, info in found.items()
             if path != self._root
         }
 
     def read(self, name: str) -> bytes:
         """The content of a small object."""
-        content: bytes = self._retry(lambda: self._fs.cat_file(self._path(name)), f"read {name}")
+        return self.read_part(name, 0, None)
+
+    def read_part(self, name: str, start: int, end: int | None) -> bytes:
+        path, what = self._path(name), f"read {name} from byte {start}"
+        content: bytes = self._retry(lambda: self._fs.cat_file(path, start=start, end=end), what)
         return content
 
-    def read_part(self, name: str, start: int, end: int) -> bytes:
-        part: bytes = self._retry(
-            lambda: self._fs.cat_file(self._path(name), start=start, end=end), f"read {name} from byte {start}"
-        )
-        return part
-
-    def write(self, name: str, content: bytes) -> None:
-        self._retry(lambda: self._fs.pipe_file(self._path(name), content), f"write {name}")
+    def download(self, name: str, path: Path, num_bytes: int) -> None:
+        """Append what a file does not have yet of an object of `num_bytes`, and flush it to the disk."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab") as file:
+            while (start := file.tell()) < num_bytes:
+                file.write(self.read_part(name, start, min(start + CHUNK_BYTES, num_bytes)))
+                file.flush()
+            os.fsync(file.fileno())
 
     def upload(self, file: Path, name: str) -> None:
         """Write a local file. Raises Unavailable if the store then has another size."""
@@ -102,13 +103,8 @@ class ObjectFolder:
     def remove(self, name: str) -> None:
         """Remove an object. It is not an error if it is gone."""
 
-        def remove() -> None:
-            try:
-                self._fs.rm_file(self._path(name))
-            except FileNotFoundError:
-                return
-
-        self._retry(remove, f"remove {name}")
+        with contextlib.suppress(FileNotFoundError):
+            self._retry(lambda: self._fs.rm_file(self._path(name)), f"remove {name}")
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
@@ -134,10 +130,6 @@ class ObjectFolder:
             wait_s = min(2 * wait_s, MAX_WAIT_S)
 
 
-def is_url(text: str) -> bool:
-    return "://" in text
-
-
 def _open(url: str, field: str) -> tuple[Any, str]:
     scheme = url.partition("://")[0]
     try:
@@ -161,10 +153,6 @@ def _open(url: str, field: str) -> tuple[Any, str]:
     return filesystem, str(root).rstrip("/")
 
 
-def _etag(info: dict[str, Any]) -> str:
-    return str(info.get("ETag") or info.get("etag") or info.get("mtime") or "").strip('"')
-
-
 def _short(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
@@ -172,7 +160,6 @@ def _short(error: BaseException) -> str:
 MARKER = ".penstock-model.json"
 FIELD = "SOURCE"
 LOCK_POLL_S = 0.5
-READ_BYTES = 2**20
 _MD5 = re.compile(r"^[0-9a-f]{32}$")
 
 
@@ -186,8 +173,13 @@ def fetch_model(source: str, target: Path, timeout_s: float, *, verify: bool = F
                 raise ConfigError(f"{damage}; remove {target / MARKER}, and the model is fetched again")
             return f"{target} is complete already"
         target.mkdir(exist_ok=True)
-        if is_url(source):
-            _from_store(ObjectFolder(source, FIELD, timeout_s), target)
+        if "://" in source:
+            store = ObjectFolder(source, FIELD, timeout_s)
+            objects = {name: info for name, info in store.list().items() if _is_wanted(name)}
+            if not objects:
+                raise ConfigError(f"{FIELD}: {store.url} has no model files ({', '.join(MODEL_FILES)})")
+            for name, info in sorted(objects.items()):
+                _download(store, name, info, target / name)
         elif Path(source).is_dir():
             _from_folder(Path(source), target)
         elif is_hub_id(Path(source)):
@@ -221,27 +213,14 @@ def _locked(target: Path, timeout_s: float) -> Iterator[None]:
         yield
 
 
-def _from_store(store: ObjectFolder, target: Path) -> None:
-    objects = {name: info for name, info in store.list().items() if _is_wanted(name)}
-    if not objects:
-        raise ConfigError(f"{FIELD}: {store.url} has no model files ({', '.join(MODEL_FILES)})")
-    for name, info in sorted(objects.items()):
-        _download(store, name, info, target / name)
-
-
 def _download(store: ObjectFolder, name: str, info: ObjectInfo, path: Path) -> None:
     """Download one object. A partial file is continued if it is of the same object, which its name tells."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     version = xxhash.xxh3_64_hexdigest(f"{info.etag} {info.num_bytes}".encode())
     partial = path.with_name(f"{path.name}.{version}.partial")
     for stale in path.parent.glob(f"{path.name}.*.partial"):
         if stale != partial:
             stale.unlink()
-    with partial.open("ab") as file:
-        while (start := file.tell()) < info.num_bytes:
-            file.write(store.read_part(name, start, min(start + CHUNK_BYTES, info.num_bytes)))
-            file.flush()
-        os.fsync(file.fileno())
+    store.download(name, partial, info.num_bytes)
     if partial.stat().st_size != info.num_bytes or not _has_md5(partial, info.etag):
         partial.unlink()
         raise Unavailable(f"{store.url}/{name} arrived damaged and was removed; fetch again")
@@ -250,13 +229,7 @@ def _download(store: ObjectFolder, name: str, info: ObjectInfo, path: Path) -> N
 
 def _has_md5(path: Path, etag: str) -> bool:
     """Whether a file has the MD5 that an S3 etag is. The etag of an object in parts is not an MD5: then true."""
-    if not _MD5.match(etag):
-        return True
-    checksum = hashlib.md5(usedforsecurity=False)
-    with path.open("rb") as file:
-        while content := file.read(READ_BYTES):
-            checksum.update(content)
-    return checksum.hexdigest() == etag
+    return not _MD5.match(etag) or _checksum(path, lambda: hashlib.md5(usedforsecurity=False)) == etag
 
 
 def _from_folder(source: Path, target: Path) -> None:
@@ -319,9 +292,6 @@ def _find_damage(target: Path, files: Mapping[str, Mapping[str, object]], *, is_
     return ""
 
 
-def _checksum(path: Path) -> str:
-    checksum = xxhash.xxh3_128()
+def _checksum(path: Path, kind: Callable[[], Any] = xxhash.xxh3_128) -> str:
     with path.open("rb") as file:
-        while content := file.read(READ_BYTES):
-            checksum.update(content)
-    return checksum.hexdigest()
+        return hashlib.file_digest(file, kind).hexdigest()

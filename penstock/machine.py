@@ -20,9 +20,6 @@ from pathlib import Path
 
 from penstock.errors import ConfigError
 
-# Free space on the disks of a run: it is measured before a disk is full, and errors of a full disk are recognized.
-
-
 logger = logging.getLogger(__name__)
 LOW_BYTES, LOW_SHARE = 5 * 2**30, 0.05
 """Free space is low below this many bytes and below this share of the disk."""
@@ -98,9 +95,6 @@ def _gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.3g}"
 
 
-# ── Memory that a process can still use: that of its machine, or less if its container has a limit ──
-
-
 _MEMINFO = Path("/proc/meminfo")
 _GROUPS = Path("/sys/fs/cgroup")
 _GROUP_FILES = (
@@ -117,7 +111,8 @@ class HostMemory:
 
 
 def measure_memory(meminfo: Path = _MEMINFO, groups: Path = _GROUPS) -> HostMemory | None:
-    """Measure the memory. None where the kernel does not tell it (macOS)."""
+    """Measure what a process can still use: memory of its machine, or less if its container has a limit. None where the
+    kernel does not tell it (macOS)."""
     try:
         numbers = _numbers(meminfo)
         host = HostMemory(numbers["MemAvailable"] * 1024, numbers["MemTotal"] * 1024)
@@ -141,19 +136,13 @@ def _numbers(path: Path) -> dict[str, int]:
     return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
 
 
-# ── The GPUs of this machine, as nvidia-smi lists them. Nothing here imports torch ──
-
-
-TIMEOUT_S = 20.0
-
-
 def nvidia_smi(*words: str) -> list[str]:
     """Output lines of nvidia-smi; empty if there is no driver."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
     try:
-        done = subprocess.run([program, *words], capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
+        done = subprocess.run([program, *words], capture_output=True, text=True, timeout=20, check=True)
     except (subprocess.SubprocessError, OSError):
         return []
     return [line.strip() for line in done.stdout.splitlines() if line.strip()]
@@ -170,9 +159,6 @@ def visible_gpus() -> list[str]:
     if visible is None:
         return [str(index) for index in range(len(gpu_names()))]
     return [name for part in visible.split(",") if (name := part.strip()) and name != "-1"]
-
-
-# ── Free ports and listening addresses ──
 
 
 def is_loopback(host: str) -> bool:
@@ -222,22 +208,17 @@ def wait_for_port(host: str, port: int, timeout_s: float, while_true: Callable[[
     return False
 
 
-# ── The limit on open files of a process that has a connection for each client or server ──
-
-
 MAX_FILES = 65_536
 
 
 def raise_file_limit() -> None:
-    """Allow as many open files as the system permits, up to MAX_FILES. Never lowers the limit, and never fails."""
+    """Allow as many open files as the system permits, up to MAX_FILES, for a process that has a connection for each
+    client or server. Never lowers the limit, and never fails."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-# ── Keeps the files of a run to the user who runs it: prompts, weights, logs and keys concern no one else ──
 
 
 def keep_files_private() -> None:
@@ -251,17 +232,10 @@ def close_to_others(folder: Path) -> None:
         folder.chmod(0o700)
 
 
-# ──
-# Keeps what processes compile when they start: vLLM's graphs, torch's and Triton's kernels, and those of CUDA.
-#
-# Compiling takes a minute or more of a first start. Every library looks for its results in a folder, which is named by
-# an environment variable. Here all of them are put into `cache_dir`, so that they outlive the process, its container
-# and its run. The libraries choose the file by everything that it depends on: another version of torch or another GPU
-# compiles again, and the old files stay until someone deletes the folder.
-#
-# Some of these files are loaded as code. The folder is as private as the run's own, and only its owner may write to it.
-
-
+# Compiling vLLM's graphs and the kernels of torch, Triton and CUDA takes a minute or more of a first start. In
+# `cache_dir` the results outlive the process, its container and its run. The libraries choose a file by all that it
+# depends on: another torch or GPU compiles again, and old files stay until someone deletes the folder. Some files are
+# loaded as code, so only the owner of the folder may write to it.
 VARIABLES = {
     "VLLM_CACHE_ROOT": "vllm",
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
@@ -288,13 +262,9 @@ def keep_compiled_code(folder: Path) -> None:
         os.environ.setdefault(variable, str(folder / name))
 
 
-# ── Lets Python's garbage collector skip objects that are never garbage ──
-
-
 def freeze_loaded_objects() -> None:
-    """Free what is garbage, and let the collector skip the hundreds of thousands of objects that are left, which a full
-    collection visits for tenths of a second. Call it when a process has loaded all that it keeps, and after each
-    reload."""
+    """Free what is garbage, and let the collector skip the objects that are left, which a full collection visits for
+    tenths of a second. Call it when a process has loaded all that it keeps, and after each reload."""
     gc.unfreeze()
     gc.collect()
     gc.freeze()

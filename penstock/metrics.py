@@ -6,6 +6,7 @@ import json
 import os
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -99,16 +100,13 @@ class CountedHistogram(Collector):
         self._sum += total
 
     def collect(self) -> Iterator[Metric]:
-        buckets, cumulative = [], 0.0
-        for edge, count in zip((*map(str, map(float, self.edges)), "+Inf"), self._counts, strict=True):
-            cumulative += count
-            buckets.append((edge, cumulative))
+        edges = (*map(str, map(float, self.edges)), "+Inf")
+        buckets = list(zip(edges, accumulate(self._counts), strict=True))
         yield HistogramMetricFamily(self.name, self.documentation, buckets=buckets, sum_value=self._sum)
 
 
 def write_endpoint(folder: Path, component: str, **fields: object) -> None:
-    """Write `folder/component.json`, which tells other processes of this machine where `component` listens. The file is
-    replaced atomically."""
+    """Write `folder/component.json`, atomically: where `component` listens, for other processes of this machine."""
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f"{component}.json.partial"
     partial.write_text(json.dumps({"pid": os.getpid(), **fields}))

@@ -40,7 +40,12 @@ def summarise(scores: Sequence[Sequence[float]], pass_score: float = PASS_SCORE)
         num_prompts=len(answered),
         num_samples=len(flat),
         mean=math.fsum(flat) / len(flat) if flat else 0.0,
-        pass_at={k: _mean_pass_at(answered, k, pass_score) for k in ks},
+        pass_at={
+            k: _mean(
+                [pass_at_k(len(samples), sum(score >= pass_score for score in samples), k) for samples in answered]
+            )
+            for k in ks
+        },
     )
 
 
@@ -49,11 +54,6 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
     if not 1 <= k <= num_samples:
         raise ValueError(f"pass@{k} needs at least {k} samples, not {num_samples}")
     return 1.0 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)
-
-
-def _mean_pass_at(answered: Sequence[Sequence[float]], k: int, pass_score: float) -> float:
-    estimates = [pass_at_k(len(samples), sum(score >= pass_score for score in samples), k) for samples in answered]
-    return math.fsum(estimates) / len(estimates)
 
 
 @dataclass(frozen=True)

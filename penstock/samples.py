@@ -22,8 +22,6 @@ from typing import Any, BinaryIO, Literal
 from penstock.errors import InvalidInput
 from penstock.v1 import groups_pb2
 
-# ── One trained sample as text, and the JSON line that holds all samples of a group ──
-
 
 @dataclass(frozen=True)
 class Sample:
@@ -106,7 +104,11 @@ class SampleFile:
     def _append(self, text: str) -> None:
         path = self.folder / NEWEST
         # A line that a crash or a full disk has cut off must not become one with the next line.
-        start = "\n" if path.is_file() and not _ends_with_newline(path) else ""
+        start = ""
+        if path.is_file():
+            with path.open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
+                start = "" if file.read(1) in (b"", b"\n") else "\n"
         # A text may hold half of a surrogate pair, which UTF-8 has no bytes for.
         with path.open("a", encoding="utf-8", errors="replace") as file:
             file.write(start + text)
@@ -116,8 +118,7 @@ class SampleFile:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a reader is: before the line that begins at `offset` of the file with this `inode`, which a file keeps
-    when it is renamed."""
+    """Where a reader is: before the line at `offset` of the file with this `inode`, which a renamed file keeps."""
 
     inode: int
     offset: int
@@ -191,15 +192,6 @@ def _lines_backwards(file: BinaryIO, end: int) -> Iterator[tuple[int, bytes]]:
             offset -= 1
     if rest:
         yield 0, rest
-
-
-def _ends_with_newline(path: Path) -> bool:
-    with path.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
-        return file.read(1) in (b"", b"\n")
-
-
-# ── Choosing samples: which ones, and in which order ──
 
 
 Order = Literal["newest", "worst", "best"]
@@ -284,8 +276,7 @@ def matching(folder: Path, wanted: SampleFilter, after: Place | None = None) -> 
 def select(
     folder: Path, wanted: SampleFilter, limit: int, order: Order = "newest", max_groups: int | None = None
 ) -> list[Sample]:
-    """Up to `limit` samples of the newest `max_groups` groups (None: of all). Among equal rewards, the newest come
-    first."""
+    """Up to `limit` samples of the newest `max_groups` groups (None: of all), the newest first among equal rewards."""
     found = (sample for _, samples in islice(matching(folder, wanted), max_groups) for sample in samples)
     if order == "newest":
         return list(islice(found, limit))
@@ -303,9 +294,6 @@ def page(folder: Path, wanted: SampleFilter, limit: int, after: Place | None, ma
         if len(samples) >= limit or number >= max_groups:
             return SamplePage(samples, place)
     return SamplePage(samples, None)
-
-
-# ── Text of token ids, where the model's tokenizer can be read ──
 
 
 logger = logging.getLogger(__name__)

@@ -51,8 +51,7 @@ class Distribution:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether unlikely tokens are never sampled. The log-probs of the others are then higher than those of the
-        whole distribution."""
+        """Whether unlikely tokens are never sampled, so that the log-probs of the others are higher."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
     @property

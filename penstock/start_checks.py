@@ -9,6 +9,7 @@ import importlib.util
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from penstock.config.dataset import listed_files
 from penstock.config.learner import LearnerConfig
@@ -59,15 +60,12 @@ def check_chat_template(config: RunConfig) -> None:
 
 def check_roles(config: LearnerConfig) -> None:
     """Check the model folders of the roles that have their own."""
-    if config.algorithm.kl.placement != "none" and config.reference.path is not None:
-        _check_model_folder("learner.reference.path", config.reference.path)
-    if config.critic is not None and config.critic.path is not None:
-        _check_model_folder("learner.critic.path", config.critic.path)
-    if config.reward_model is not None:
-        _check_model_folder("learner.reward_model.path", config.reward_model.path)
-    for name, role in config.roles.items():
-        if role.path is not None:
-            _check_model_folder(f"learner.roles.{name}.path", role.path)
+    reference = config.reference if config.algorithm.kl.placement != "none" else None
+    roles: dict[str, Any] = {"reference": reference, "critic": config.critic, "reward_model": config.reward_model}
+    roles |= {f"roles.{name}": role for name, role in config.roles.items()}
+    for name, role in roles.items():
+        if role is not None and role.path is not None:
+            _check_model_folder(f"learner.{name}.path", role.path)
 
 
 def _check_model_folder(name: str, path: Path) -> None:
@@ -84,11 +82,10 @@ def check_rewards(config: RewardConfig) -> None:
     """Check that the files of custom reward functions define them. Does not run the files."""
     if config.function_file is not None:
         _check_function("rollout.reward.function_file", config.function_file, config.function_name)
-    for source, reward in config.by_data_source.items():
+    rewards = {f"by_data_source.{source}": reward for source, reward in config.by_data_source.items()}
+    for name, reward in (rewards | {"default": config.default}).items():
         if isinstance(reward, FunctionReward):
-            _check_function(f"rollout.reward.by_data_source.{source}.file", reward.file, reward.name)
-    if isinstance(config.default, FunctionReward):
-        _check_function("rollout.reward.default.file", config.default.file, config.default.name)
+            _check_function(f"rollout.reward.{name}.file", reward.file, reward.name)
 
 
 def check_agent_packages(config: AgentsConfig) -> None:
@@ -175,8 +172,7 @@ def check_datasets(config: RunConfig) -> None:
 
 
 def check_first_rows(config: RunConfig) -> None:
-    """Check that there are rows, and that the first row of each file is a prompt. Raises InvalidInput. A loader's files
-    are not read."""
+    """Check that there are rows, and that each file's first is a prompt. Raises InvalidInput. Skips a loader's."""
     row_format = RowFormat(config.dataset.columns, config.dataset.data_source)
     if config.dataset.loader:
         return

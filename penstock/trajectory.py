@@ -1,5 +1,4 @@
-"""Plain data types of the training path: frozen dataclasses with numpy arrays. penstock.codec converts protobuf to
-them."""
+"""Plain data types of the training path: frozen dataclasses with numpy arrays. penstock.codec converts them."""
 
 from __future__ import annotations
 
@@ -77,8 +76,7 @@ class SamplingSegment(Distribution, TokenRange):
 
 
 def temperature_of_log_probs(temperature: float) -> float:
-    """The temperature at which engines report the log-probs of tokens that were sampled at `temperature`: 1 for greedy
-    ones."""
+    """The temperature at which engines report the log-probs of tokens sampled at `temperature`: 1 for greedy ones."""
     return temperature or 1.0
 
 
@@ -110,8 +108,7 @@ class Trajectory:
     """The answer that the reward function has read from the response, for the majority vote of a validation; None if
     it does not say. It is not stored with the group."""
     is_baseline: bool = False
-    """Whether this is the greedy sample that the others of its group are compared with (remax). It is scored and never
-    trained."""
+    """Whether this is the greedy sample that the others of its group are compared with (remax). It is never trained."""
     sampling_segments: tuple[SamplingSegment, ...] = ()
     """Covers all tokens if they were sampled by calls with different parameters. Empty if the group's sampling holds
     for all of them."""

@@ -40,11 +40,10 @@ def load_callable(path: str, where: str) -> Any:
 def _module(name: str, where: str) -> ModuleType:
     try:
         return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
-            raise ConfigError(f"{where}: there is no module {error.name}; install it or set PYTHONPATH") from error
-        raise ConfigError(f"{where}: importing {name} fails: {_one_line(error)}") from error
     except Exception as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and (name == missing or name.startswith(f"{missing}.")):
+            raise ConfigError(f"{where}: there is no module {missing}; install it or set PYTHONPATH") from error
         raise ConfigError(f"{where}: importing {name} fails: {_one_line(error)}") from error
 
 

@@ -67,13 +67,10 @@ def parse_json(text: str | bytes) -> Any:
     return value
 
 
-# ── from a message to the JSON of a record ──
-
-
 def to_json(message: Message, record: type[BaseModel]) -> Json:
     """The message as JSON that `record` reads."""
     if record is records.Message:
-        return _chat_message(message)
+        return chat_message(message)
     return {name: get(message) for name, get in _getters(record, message.DESCRIPTOR)}
 
 
@@ -111,7 +108,10 @@ def _converter(field: Any, annotation: Any) -> Get:
     if field.is_repeated:
         return list
     if field.type == FieldDescriptor.TYPE_BYTES:
-        return _group if field.name == "group" else _numbers(ARRAYS[field.name])
+        if field.name == "group":
+            return lambda data: to_json(groups_pb2.Group.FromString(data), records.Group) if data else None
+        dtype = ARRAYS[field.name]
+        return lambda data: np.frombuffer(data, dtype=dtype).tolist()
     if field.type == FieldDescriptor.TYPE_FLOAT:
         return shortest
     if field.type == FieldDescriptor.TYPE_DOUBLE:
@@ -120,20 +120,12 @@ def _converter(field: Any, annotation: Any) -> Get:
         is_lower = field.enum_type.name == "FinishReason"
         names = {value.number: value.name.lower() if is_lower else value.name for value in field.enum_type.values}
         return lambda number: names.get(number, str(number))
-    return _itself
+    return lambda value: value
 
 
 def shortest(value: float) -> float:
     """A float32 as the number that its sender wrote: 0.7 and not 0.699999988079071."""
     return float(str(np.float32(value)))
-
-
-def _itself(value: Any) -> Any:
-    return value
-
-
-def _numbers(dtype: str) -> Get:
-    return lambda data: np.frombuffer(data, dtype=dtype).tolist()
 
 
 def _record_in(annotation: Any) -> type[BaseModel]:
@@ -143,13 +135,9 @@ def _record_in(annotation: Any) -> type[BaseModel]:
     return next(found for part in get_args(annotation) if part not in (..., type(None)) for found in [_record_in(part)])
 
 
-def _chat_message(message: Any) -> Json:
+def chat_message(message: Any) -> Json:
     further = json.loads(message.fields_json) if message.fields_json else {}
     return {"role": message.role, "content": message.content, **further}
-
-
-def _group(data: bytes) -> Json | None:
-    return to_json(groups_pb2.Group.FromString(data), records.Group) if data else None
 
 
 def _token_versions(trajectory: Any) -> list[int]:
@@ -162,9 +150,6 @@ _COMPUTED: dict[tuple[type[BaseModel], str], Get] = {
     (records.SessionNode, "parent"): lambda node: node.parent if node.parent >= 0 else None,
 }
 """Fields of records that a message has in another form."""
-
-
-# ── from a request to its message ──
 
 
 def fill(message: Message, request: BaseModel) -> None:

@@ -204,20 +204,10 @@ class Result(Record):
     group: Group | None
 
 
-class Evaluation(Record):
+class Evaluation(Record, queue_types.EvaluationProgress):  # type: ignore[misc]  # mypy does not know that it is frozen
     """Progress and scores of an evaluation."""
 
-    evaluation_id: str
-    num_prompts: int
-    num_finished: int
-    score: float
-    policy_version_min: int
-    policy_version_max: int
-    num_samples: int = 0
     pass_at: dict[int, float] = {}
-    """pass@k by k, over the prompts finished so far. A sample passes with a reward of 1."""
-    num_failed: int = 0
-    """Finished prompts that have no samples. The score does not contain them."""
 
 
 class Dataset(Record):
@@ -473,8 +463,7 @@ class PolicyComparison(Record):
 
 
 class SessionSummary(Record):
-    """A session: OPEN, then REWARDED while it waits for its task or for room in the queue, then FINISHED, without its
-    calls."""
+    """A session without its calls: OPEN, then REWARDED while it waits for its task or the queue, then FINISHED."""
 
     session_id: str
     state: str

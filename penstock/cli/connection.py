@@ -116,10 +116,11 @@ def load_started_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 @contextmanager
 def open_client(args: argparse.Namespace, deadline_s: float) -> Iterator[SyncPenstockClient]:
     """A client of the gateway that the options name, within the block."""
+    from penstock.api_keys import read_secret
     from penstock.client import SyncPenstockClient
     from penstock.client.address import CONFIGURED_RUN
 
-    api_key, tls = _read_key(args.api_key_file), _read_tls(args.tls_ca_file, args.tls_cert_file)
+    api_key, tls = read_secret(args.api_key_file), _read_tls(args.tls_ca_file, args.tls_cert_file)
     url, run = args.url, CONFIGURED_RUN
     if not url:
         address = _gateway_of(args.run_dir) if args.run_dir else only_gateway()
@@ -141,12 +142,3 @@ def _read_tls(ca_file: Path | None, cert_file: Path | None) -> ssl.SSLContext | 
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(f"--tls-ca-file or --tls-cert-file cannot be used: {error}") from error
     return context
-
-
-def _read_key(path: Path | None) -> str:
-    if path is None:
-        return ""
-    try:
-        return path.read_text().strip()
-    except OSError as error:
-        raise ConfigError(f"--api-key-file {path} cannot be read: {error.strerror}") from error

@@ -31,10 +31,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "runs": ("penstock.cli.commands.control:runs", "show, list, pause, resume and stop runs; show metrics by step"),
     "servers": ("penstock.cli.commands.control:servers", "list, drain and undrain the rollout servers of a run"),
     "keys": ("penstock.cli.commands.prepare:keys", "make and list the API keys of a gateway"),
-    "queue": (
-        "penstock_tools.recordings.queue_command",
-        "inspect, record, replay and repair the queue of a run",
-    ),
+    "queue": ("penstock_tools.recordings.queue_command", "inspect, record, replay and repair the queue of a run"),
     "plan": ("penstock_tools.sizing.plan_command", "estimate GPUs, memory, throughput and staleness of a run"),
     "simulate": ("penstock_tools.sizing.simulate_command", "predict idle time and staleness by simulation"),
     "fetch-model": (
@@ -81,7 +78,14 @@ def _dispatch(words: list[str]) -> int:
         print(f"penstock {__version__}")
         return 0
     name, *rest = words
-    return _run(name, rest) if name in COMMANDS else _fail(_unknown(name), 2)
+    if name in COMMANDS:
+        return _run(name, rest)
+    from penstock.cli.parser import did_you_mean
+
+    kind = "option" if name.startswith("-") else "command"
+    known = ("--help", "--version") if kind == "option" else COMMANDS
+    hint = did_you_mean(name, known, cutoff=0.5) or f"commands: {', '.join(COMMANDS)}"
+    return _fail(f"unknown {kind} {name!r}; {hint}", 2)
 
 
 def _run(name: str, argv: list[str]) -> int:
@@ -108,33 +112,14 @@ def _run(name: str, argv: list[str]) -> int:
 def _help() -> str:
     packages = {package for package in _EXTRAS if importlib.util.find_spec(package)} | {"penstock"}
     width = max(map(len, COMMANDS))
-    lines = [
-        f"  {name:<{width}}  {text}"
-        for name, (module, text) in COMMANDS.items()
-        if module.partition(".")[0] in packages
-    ]
-    return "\n".join(
-        [
-            "usage: penstock COMMAND ...",
-            "",
-            "Asynchronous reinforcement-learning post-training of language models.",
-            "",
-            "commands:",
-            *lines,
-            "",
-            "`penstock COMMAND --help` describes a command. `penstock --version` prints the version.",
-            "To start: `penstock demo`.",
-        ]
+    here = {name: text for name, (module, text) in COMMANDS.items() if module.partition(".")[0] in packages}
+    lines = "\n".join(f"  {name:<{width}}  {text}" for name, text in here.items())
+    return (
+        "usage: penstock COMMAND ...\n\nAsynchronous reinforcement-learning post-training of language models.\n\n"
+        f"commands:\n{lines}\n\n"
+        "`penstock COMMAND --help` describes a command. `penstock --version` prints the version.\n"
+        "To start: `penstock demo`."
     )
-
-
-def _unknown(name: str) -> str:
-    from penstock.cli.parser import did_you_mean
-
-    kind = "option" if name.startswith("-") else "command"
-    known = ("--help", "--version") if kind == "option" else COMMANDS
-    hint = did_you_mean(name, known, cutoff=0.5) or f"commands: {', '.join(COMMANDS)}"
-    return f"unknown {kind} {name!r}; {hint}"
 
 
 def _fail(message: str, code: int) -> int:

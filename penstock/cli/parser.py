@@ -52,18 +52,15 @@ class Parser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         """The help, without the list of all options in the usage where that is long: they follow one by one."""
-        usage, self.usage = self.usage, self.usage or self._short_usage()
+        usage = self.usage
+        if not usage and self.format_usage().count("\n") > MAX_USAGE_LINES:
+            positionals = [action for action in self._actions if not action.option_strings]
+            shown = [f"[{_name(action)} …]" if action.nargs in ("*", "?") else _name(action) for action in positionals]
+            self.usage = " ".join(["%(prog)s", *shown, "[options]"])
         try:
             return super().format_help()
         finally:
             self.usage = usage
-
-    def _short_usage(self) -> str | None:
-        if self.format_usage().count("\n") <= MAX_USAGE_LINES:
-            return None
-        positionals = [action for action in self._actions if not action.option_strings]
-        shown = [f"[{_name(action)} …]" if action.nargs in ("*", "?") else _name(action) for action in positionals]
-        return " ".join(["%(prog)s", *shown, "[options]"])
 
     @property
     def option_names(self) -> list[str]:
@@ -84,37 +81,28 @@ class Parser(argparse.ArgumentParser):
         self._refuse_unknown_options(words)
         return super().parse_known_args(words, namespace)
 
-    def unknown_option(self, name: str) -> NoReturn:
-        hint = did_you_mean(f"--{name.lstrip('-')}", self.option_names)
-        self.error(f"unknown option {name}; {hint or self._see_help}")
-
     @property
     def _see_help(self) -> str:
         return f"see `{self.prog} --help`"
 
-    @property
-    def _subcommands(self) -> Iterable[str]:
-        found = (action.choices for action in self._actions if isinstance(action, argparse._SubParsersAction))
-        return next(found, None) or ()
-
-    @property
-    def _takes_rest(self) -> bool:
-        """Whether an argument takes all words after its first one, options too, such as another command's line."""
-        return any(action.nargs == argparse.REMAINDER for action in self._actions)
-
     def _refuse_unknown_options(self, words: Sequence[str]) -> None:
+        subparsers = (action.choices for action in self._actions if isinstance(action, argparse._SubParsersAction))
+        subcommands = next(subparsers, None) or ()
+        # An argument may take all words after its first one, options too, such as another command's line.
+        takes_rest = any(action.nargs == argparse.REMAINDER for action in self._actions)
         is_value = False
         for word in words:
-            if word == "--" or word in self._subcommands:
+            if word == "--" or word in subcommands:
                 return
             name = word.partition("=")[0]
-            if self._takes_rest and not is_value and not name.startswith("-"):
+            if takes_rest and not is_value and not name.startswith("-"):
                 return
             option = self._option_string_actions.get(word)
             is_value = not is_value and option is not None and option.nargs != 0
             is_option = len(name) > 1 and name.startswith("-") and not _NEGATIVE_NUMBER.fullmatch(word)
             if is_option and name not in self._option_string_actions:
-                self.unknown_option(name)
+                hint = did_you_mean(f"--{name.lstrip('-')}", self.option_names)
+                self.error(f"unknown option {name}; {hint or self._see_help}")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """Called by argparse for a value that must be one of `action.choices`."""
@@ -139,7 +127,12 @@ class Parser(argparse.ArgumentParser):
         return re.sub(r": invalid (int|float) value: (.*)$", lambda m: f": {m[2]} is not {_KINDS[m[1]]}", message)
 
     def _missing(self, names: Sequence[str]) -> str:
-        actions = [action for action in self._actions if "/".join(action.option_strings) in names or _is(action, names)]
+        actions = [
+            action
+            for action in self._actions
+            if ("/".join(action.option_strings) or action.metavar) in names
+            or (not action.option_strings and action.dest in names)
+        ]
         shown = [_name(action) for action in actions] or list(names)
         choices = next((list(map(str, action.choices)) for action in actions if action.choices), [])
         texts = [action.help for action in actions if action.help]
@@ -156,10 +149,6 @@ def _name(action: argparse.Action) -> str:
         return action.option_strings[0]
     metavar = action.metavar if isinstance(action.metavar, str) else None
     return metavar or action.dest.upper()
-
-
-def _is(action: argparse.Action, names: Sequence[str]) -> bool:
-    return not action.option_strings and (action.metavar in names or action.dest in names)
 
 
 def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
@@ -226,8 +215,7 @@ def _check_name(parser: Parser, name: str) -> None:
 
 @contextmanager
 def interruptible(text: str) -> Iterator[None]:
-    """Within the block, Ctrl-C reports what it interrupted, such as `while it waited for Redis`. The innermost
-    reports."""
+    """Within the block, Ctrl-C reports what it interrupted: `while it waited for Redis`. The innermost reports."""
     try:
         yield
     except KeyboardInterrupt as interrupt:

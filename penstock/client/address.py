@@ -71,9 +71,6 @@ class GatewayAddress:
         return f"{path}:{verb}" if verb else path
 
 
-# ── the supervisor of a run on this machine ──
-
-
 def is_supervised(folder: Path) -> bool:
     """Whether the `penstock up` that has locked the run's folder is alive."""
     return _supervisor_is_alive(folder) is True
@@ -98,8 +95,7 @@ def _supervisor_is_alive(folder: Path) -> bool | None:
 
 
 def write_restarting(folder: Path, ended: Mapping[str, str]) -> None:
-    """Write which processes `penstock up` is starting again, each with how it ended, for commands that find no gateway.
-    Without one, remove the file."""
+    """Write which processes `penstock up` is starting again, each with how it ended. Without one, remove the file."""
     file = folder / RESTARTING
     if not ended:
         file.unlink(missing_ok=True)

@@ -274,8 +274,7 @@ class PenstockClient:
         return await self._call(records.SessionPage, "GET", "sessions", page_size=page_size, page_token=page_token)
 
     async def get_session(self, session_id: str, from_call: int = 0, max_tokens: int = 0) -> records.Session:
-        """A session as a tree. All calls are described; those from `from_call` on have tokens, up to `max_tokens`
-        together (0: 20,000)."""
+        """A session as a tree of calls. Those from `from_call` on have tokens, up to `max_tokens` (0: 20,000)."""
         return await self._call(
             records.Session, "GET", "sessions", session_id, from_call=from_call, max_tokens=max_tokens
         )
@@ -325,8 +324,7 @@ class PenstockClient:
     async def _call(
         self, kind: type[T], method: str, *place: str | int, verb: str = "", part: str = "", **fields: Any
     ) -> T:
-        """Send a request until it succeeds; return its response, or that `part` of it, as `kind`. `fields` are its
-        query or its body."""
+        """Send a request, with `fields` as query or body, until it succeeds; return that `part` of it as `kind`."""
         path = self.address.path(*place, verb=verb)
         if place and place[0] in ("tasks", "sessions"):
             fields["run"] = self.address.run

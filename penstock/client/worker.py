@@ -179,17 +179,18 @@ class _Worker:
         attempt = Attempt(task, self.client.address.url, self.client.address.api_key, self.model)
         try:
             reward, parts = _split(await self._run_agent(attempt))
-        except Exception as error:
             self.answered.add(task.session_id)
-            await self._fail(task, error)
-            return
-        self.answered.add(task.session_id)
-        try:
             await self._send_reward(task.session_id, reward, parts)
-        except REFUSED as error:
-            await self._fail(task, error)
-            return
-        self.done.rewarded += 1
+        except Exception as error:
+            if task.session_id in self.answered and not isinstance(error, REFUSED):
+                raise
+            self.answered.add(task.session_id)
+            self.done.failed += 1
+            text = f"{type(error).__name__}: {error}"[:LONGEST_FAILURE]
+            logger.warning("the agent failed at session %s: %s", task.session_id, text, exc_info=error)
+            await self.client.return_task(task.session_id, text)
+        else:
+            self.done.rewarded += 1
 
     async def _send_reward(self, session_id: str, reward: float, parts: Mapping[str, float]) -> None:
         """Send the reward, again and again while the gateway is away: all the agent's work depends on it."""
@@ -206,12 +207,6 @@ class _Worker:
                     raise
                 logger.warning("the reward of session %s is not sent: %s; trying again", session_id, error)
                 await asyncio.sleep(PAUSE_S)
-
-    async def _fail(self, task: LeasedTask, error: Exception) -> None:
-        self.done.failed += 1
-        text = f"{type(error).__name__}: {error}"[:LONGEST_FAILURE]
-        logger.warning("the agent failed at session %s: %s", task.session_id, text, exc_info=error)
-        await self.client.return_task(task.session_id, text)
 
     async def _run_agent(self, attempt: Attempt) -> Reward:
         if inspect.iscoroutinefunction(self.agent) or inspect.iscoroutinefunction(type(self.agent).__call__):

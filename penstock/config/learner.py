@@ -13,9 +13,6 @@ from penstock.config.base import Config
 from penstock.config.dataset import Files, refused_weights
 from penstock.config.gpu_bundles import find_unplaceable
 
-# ── Configuration of the learner's step loggers and profiler ──
-
-
 LoggerName = Literal["console", "jsonl", "tensorboard", "wandb"]
 
 
@@ -55,9 +52,6 @@ class ProfileConfig(Config):
 
     def refused(self) -> tuple[tuple[object, str], ...]:
         return ((self.steps and not self.ranks, "profile.steps needs at least one rank in profile.ranks"),)
-
-
-# ── Configuration of supervised fine-tuning (`penstock sft`) ──
 
 
 class SftColumnsConfig(Config):

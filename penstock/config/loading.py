@@ -98,7 +98,8 @@ def dotted(path: Sequence[str]) -> str:
 def hint_for_key(path: Sequence[str], model: type[BaseModel]) -> str:
     """What may be meant by an unknown key: a similar key of the same section, or one of another section."""
     *section, key = path
-    key, known = key.lower(), fields_at(section, model)
+    key, models = key.lower(), _models_at(section, model) or [model]
+    known = list(dict.fromkeys(name for found in models for name in found.model_fields))
     elsewhere: dict[str, str] = {}
     for found in sorted(paths_of(model), key=lambda found: found.count(".")):
         elsewhere.setdefault(found.rpartition(".")[2], found)
@@ -121,12 +122,6 @@ def paths_of(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
         if get_origin(field.annotation) is not dict:
             for inner in _models_in(field.annotation):
                 yield from paths_of(inner, f"{prefix}{name}.")
-
-
-def fields_at(path: Sequence[str], model: type[BaseModel]) -> list[str]:
-    """Field names of the model at `path`. The path may pass through sections and mappings."""
-    models = _models_at(path, model) or [model]
-    return list(dict.fromkeys(name for found in models for name in found.model_fields))
 
 
 def _mistake(path: tuple[str, ...], errors: Sequence[ErrorDetails], model: type[BaseModel]) -> Mistake:
@@ -186,9 +181,6 @@ def _description(path: Sequence[str], model: type[BaseModel]) -> str:
     return _TEXTS[names[types[0]]] if types else ""
 
 
-# ── paths ──
-
-
 def _user_path(error: ErrorDetails, model: type[BaseModel]) -> tuple[str, ...]:
     """pydantic's location without the names of the types of a union, which no user writes."""
     *outer, last = [str(part) for part in error["loc"]] or [""]
@@ -210,7 +202,11 @@ def _walk(path: Sequence[str], model: type[BaseModel]) -> Iterator[tuple[str, li
         if (mapping := _mapping_in(annotation)) is not None:
             annotation = get_args(mapping)[1]
             yield part, _models_in(annotation)
-        elif chosen := [found for found in models if part in _kinds_of(found)]:
+        elif chosen := [
+            found
+            for found in models
+            if "kind" in found.model_fields and part in get_args(found.model_fields["kind"].annotation)
+        ]:
             annotation = chosen[0]
             yield "", chosen
         elif owner := next((found for found in models if part in found.model_fields), None):
@@ -230,10 +226,6 @@ def _models_in(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [model for argument in get_args(annotation) for model in _models_in(argument)]
-
-
-def _kinds_of(model: type[BaseModel]) -> tuple[Any, ...]:
-    return get_args(model.model_fields["kind"].annotation) if "kind" in model.model_fields else ()
 
 
 def _one_line(message: object) -> str:

@@ -11,8 +11,6 @@ from pydantic import Field, field_validator
 from penstock.config.base import Config
 from penstock.reward_bounds import MAX_REWARD
 
-# ── Configuration of the built-in tools that agents offer, by kind, and of MCP servers ──
-
 
 class ToolSettings(Config):
     """Settings that every built-in tool has."""
@@ -113,9 +111,6 @@ class McpServer(Config):
 BuiltInTool = Annotated[PythonTool | SearchTool, Field(discriminator="kind")]
 
 
-# ── Configuration of agent loops, and of how many groups a rollout server works on at once ──
-
-
 class AgentsConfig(Config):
     """Tools, interactions, custom agents, and the limits of multi-turn samples."""
 
@@ -168,9 +163,6 @@ class AdaptiveConcurrencyConfig(Config):
     """The engine counts as overloaded while requests wait and more than this share of its KV cache is in use."""
     max_queue_s: float = Field(default=5.0, gt=0)
     """The engine also counts as overloaded when, for this many seconds, more than half as many requests wait as run."""
-
-
-# ── Configuration of rewards: which kind each data source gets, and the settings of each kind ──
 
 
 class RewardSettings(Config):

@@ -13,8 +13,6 @@ from penstock.config.learner import LearnerConfig, SftConfig
 from penstock.config.rollout import RolloutConfig
 from penstock.config.service import DemoConfig, GatewayConfig, RedisConfig, ReplayConfig
 
-# ── Configuration of the weight push ──
-
 
 class WeightsConfig(Config):
     """How new weights get from the learner to the rollout servers."""
@@ -47,9 +45,6 @@ class WeightsConfig(Config):
     cluster_key_file: Path | None = None
     """File with the key, the same for every process, that protects the servers' internal port. None means `cluster.key`
     in the run's folder, made if missing; a server that does not listen on loopback needs a file here."""
-
-
-# ── Configuration of traces ──
 
 
 class TracingConfig(Config):

@@ -1,13 +1,5 @@
-"""What people read about a run: facts become findings, and printers format them.
-
-| module | contents |
-|---|---|
-| `facts.py` | everything that Redis holds about a run, read once into `RunFacts`, and the state that follows from it |
-| `progress.py` | findings: whether the run learns, and what it waits for |
-| `terminal.py` | printer: the parts of `penstock status`, `top` and `servers` on a terminal |
-
-The other printers are the gateway, whose answers contain findings as JSON, `penstock up` and `penstock doctor`.
-"""
+"""What people read about a run: facts (`facts.py`) become findings (`progress.py`), and printers format them: a
+terminal (`terminal.py`), the gateway, whose answers contain findings as JSON, `penstock up` and `penstock doctor`."""
 
 from __future__ import annotations
 

@@ -44,8 +44,7 @@ def _headline(run: Run) -> Text:
 
 
 def alarms(run: Run) -> list[Text]:
-    """A line for everything that keeps the run from learning: its pause, its start, servers that do not count,
-    notices."""
+    """A line for all that keeps the run from learning: its pause, its start, servers that do not count, notices."""
     lines = [Text(f"{run.state.lower()}: {run.detail}", style="bold yellow")] if run.detail else []
     if run.roll_back_text:
         lines.append(Text(run.roll_back_text, style="bold yellow"))
@@ -137,8 +136,7 @@ def server_table(servers: Sequence[Server], columns: Sequence[str], title: str |
 def plain_table(
     columns: Sequence[str], rows: Iterable[Sequence[Any]], *, whole: Sequence[str] = (), title: str | None = None
 ) -> Table:
-    """A table without a frame. Columns of numbers are right-aligned; those in `whole` are not wrapped; None is a
-    dash."""
+    """A table without a frame. Columns of numbers are right-aligned, those in `whole` not wrapped; None is a dash."""
     rows = list(rows)
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for index, name in enumerate(columns):

@@ -24,17 +24,15 @@ from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, InvalidInput, NotFound, PoisonGroup, QueueFull, Unavailable
 from penstock.feed.datasets import read_files, shown_files
 from penstock.replay.queue import PromptIntake, RedisReplayQueue
-from penstock.replay.queue_types import FeedPosition
 from penstock.replay.results import PromptBook
 from penstock.tracing import Tracing
 from penstock.trajectory import Prompt, Sampling
 from penstock.user_code import load_callable
 
-# ── Which rows each epoch of a dataset has, and in which order. It follows from the seed alone ──
-
 
 class EpochOrder:
-    """An epoch has each row once, or as often as the weight of its file says."""
+    """Which rows each epoch of a dataset has, and in which order. It follows from the seed alone. An epoch has each row
+    once, or as often as the weight of its file says."""
 
     def __init__(self, parts: Sequence[tuple[int, float]], *, shuffle: bool, seed: int) -> None:
         """`parts` has the number of rows and the weight of each file."""
@@ -80,26 +78,19 @@ def _num_drawn(count: int, weight: float) -> int:
     return round(count * weight)
 
 
-# ──
-# A sampler of the user's own: it chooses the rows to train on next, and sees the rewards that each row has brought.
-#
-#     class Sampler:
-#         def __init__(self, num_prompts, seed, **sampler_kwargs): ...
-#         def choose(self, count): ...              # returns `count` numbers of rows, from 0 to num_prompts - 1
-#         def observe(self, row, rewards): ...      # called for each group that was made from a row
-#
-# Rewards arrive while training runs, some steps after their row was chosen. A feed that is started again makes a new
-# sampler, which sees the rewards of the prompts that this feed submits.
-
-
 MAX_WAITING = 100_000
 """Submitted prompts whose rewards are still awaited. The oldest are forgotten beyond this."""
 
 
 class Sampler(Protocol):
-    def choose(self, count: int) -> Sequence[int]: ...
+    """A sampler of the user's own, made with `num_prompts`, `seed` and `sampler_kwargs`. Rewards arrive some steps
+    after their row was chosen. A feed that starts again makes a new sampler, which sees the rewards of its prompts."""
 
-    def observe(self, row: int, rewards: Sequence[float]) -> None: ...
+    def choose(self, count: int) -> Sequence[int]:
+        """The `count` rows to train on next, from 0 to num_prompts - 1."""
+
+    def observe(self, row: int, rewards: Sequence[float]) -> None:
+        """Called for each group that was made from a row."""
 
 
 class Curriculum:
@@ -168,9 +159,6 @@ def _checked(where: str, call: Any, *arguments: Any, **keywords: Any) -> Any:
     except Exception as error:
         why = " ".join(f"{type(error).__name__}: {error}".split())
         raise InvalidInput("dataset.sampler", f"{where} failed: {why}") from error
-
-
-# ── Watches a dataset whose prompts are dead-lettered, so that a run does not bury all of them ──
 
 
 MIN_BURIED = 32
@@ -285,8 +273,7 @@ class PromptStream:
 
 
 class Feeder:
-    """Keeps up to `dataset.max_pending` prompts waiting until the dataset ends. Of several feeders, one submits a
-    chunk."""
+    """Keeps up to `dataset.max_pending` prompts waiting until the dataset ends. Of several feeders, one submits."""
 
     def __init__(
         self, queue: PromptIntake, stream: PromptStream, tracing: Tracing | None = None,
@@ -309,9 +296,8 @@ class Feeder:
         """Dead letters that are not from this dataset, as far as the counts tell."""
 
     async def run(self) -> int:
-        """Feed until all prompts are submitted, by this feeder or another, and return their number. The end counts once
-        Redis can no longer lose it. Tries again while Redis is away or full. Raises InvalidInput if all prompts of an
-        epoch were dead-lettered."""
+        """Feed until all prompts are submitted, by any feeder, and return their number. The end counts once Redis can
+        no longer lose it. Tries again while Redis is away or full. Raises InvalidInput if all of an epoch failed."""
         settled: int | None = None
         while True:
             try:
@@ -386,14 +372,9 @@ class Feeder:
                 starts = [self.tracing.start("submit", data_source=prompt.data_source) for prompt in chunk]
                 parents = [spans.enter_context(start) for start in starts]
                 chunk = [replace(prompt, trace_parent=own) for prompt, own in zip(chunk, parents, strict=True)]
-            payloads = [encode_prompt(prompt) for prompt in chunk]
-            feed: FeedPosition = await self.queue.feed(
-                self.config.name,
-                self.fingerprint,
-                position,
-                payloads,
-                [prompt.priority for prompt in chunk],
-                self.stream.epoch_prompts,
+            payloads, priorities = [encode_prompt(prompt) for prompt in chunk], [prompt.priority for prompt in chunk]
+            feed = await self.queue.feed(
+                self.config.name, self.fingerprint, position, payloads, priorities, self.stream.epoch_prompts
             )
         if feed.fingerprint != self.fingerprint:
             raise ConfigError(

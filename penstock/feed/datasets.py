@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,29 +25,17 @@ from penstock.feed.parquet_rows import ReadLimits, all_rows, column_names, limit
 from penstock.trajectory import MESSAGE_FIELDS, Prompt, Sampling
 from penstock.user_code import load_callable
 
-# ── The files that a dataset's path names: one file, a folder, or all that a pattern matches ──
-
-
-_PATTERN = ("*", "?", "[")
-
 
 def matching_files(path: Path) -> list[Path]:
-    """The files of a path or pattern, in the order of their names. Raises ConfigError if there are none."""
+    """The file or folder of a path, or the files of a pattern by name. Raises ConfigError if there are none."""
     if path.exists():
         return [path]
-    text = str(path)
-    if not any(sign in text for sign in _PATTERN):
+    if not any(sign in str(path) for sign in "*?["):
         raise ConfigError(f"dataset {path} does not exist")
     found = sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
     if not found:
         raise ConfigError(f"no file matches dataset {path}")
     return found
-
-
-# ──
-# Reads the rows of one dataset file: Parquet, JSONL, or a folder that Hugging Face's `save_to_disk` wrote.
-#
-# Each row comes with its place, such as `data.parquet row 7`, for error messages. What a row means is for the caller.
 
 
 Check = Callable[[Sequence[str]], None]
@@ -58,7 +45,8 @@ Check = Callable[[Sequence[str]], None]
 def read_rows(
     path: Path, columns: Sequence[str], *, check: Check, limits: ReadLimits | None = None
 ) -> Iterator[tuple[str, Any]]:
-    """The place and the content of each row, in the file's order. Of a Parquet file, only these columns are read."""
+    """The place, such as `data.parquet row 7`, and the content of each row of a Parquet or JSONL file or a folder that
+    Hugging Face's `save_to_disk` wrote, in its order. Only these columns of a Parquet file are read."""
     if path.is_dir():
         return _folder_rows(path, check)
     if not path.is_file():
@@ -170,17 +158,15 @@ def read_prompts(
 
 
 def _rows(path: Path, limits: ReadLimits | None, columns: ColumnsConfig) -> Iterator[tuple[str, Any]]:
-    check = partial(_check_columns, path, columns=columns)
+    def check(names: Sequence[str]) -> None:
+        if columns.prompt not in names:
+            raise InvalidInput(
+                str(path),
+                f"has no column `{columns.prompt}`, only {', '.join(names)}; name the one that holds {_SHAPE} or a "
+                "text in dataset.columns.prompt",
+            )
+
     return read_rows(path, (*columns.names, *MEDIA_COLUMNS), check=check, limits=limits)
-
-
-def _check_columns(path: Path, names: Sequence[str], columns: ColumnsConfig) -> None:
-    if columns.prompt not in names:
-        raise InvalidInput(
-            str(path),
-            f"has no column `{columns.prompt}`, only {', '.join(names)}; name the one that holds {_SHAPE} or a text in "
-            "dataset.columns.prompt",
-        )
 
 
 def make_prompt(where: str, row: Any, num_samples: int, sampling: Sampling, row_format: RowFormat) -> Prompt:
@@ -198,7 +184,10 @@ def make_prompt(where: str, row: Any, num_samples: int, sampling: Sampling, row_
     messages, message_fields = read_messages(f"{where}: {columns.prompt}", row.get(columns.prompt))
     agent_name = row_field(where, row, columns.agent_name, str, "")
     data_source = row_field(where, row, columns.data_source, str, "")
-    _check_text(where, agent_name, data_source, *(text for message in messages for text in message))
+    try:
+        "".join((agent_name, data_source, *(text for message in messages for text in message))).encode()
+    except UnicodeEncodeError as error:
+        raise InvalidInput(where, f"holds text that UTF-8 cannot write ({error.reason}); write it again") from error
     return Prompt(
         messages=messages,
         message_fields=message_fields,
@@ -276,13 +265,6 @@ def row_field(where: str, row: dict[str, Any], name: str, kind: type, absent: An
     return value
 
 
-def _check_text(where: str, *texts: str) -> None:
-    try:
-        "".join(texts).encode()
-    except UnicodeEncodeError as error:
-        raise InvalidInput(where, f"holds text that UTF-8 cannot write ({error.reason}); write it again") from error
-
-
 def _check_json(where: str, value: Any) -> None:
     try:
         json.dumps(value, allow_nan=False)
@@ -296,9 +278,6 @@ def _kind(value: Any) -> str:
     return "missing" if value is None else "empty" if value == [] else type(value).__name__
 
 
-# ── Reads all files of a dataset: paths, patterns and weights, or the rows of a loader of the user's own ──
-
-
 def read_files(
     files: Files, config: DatasetConfig, num_samples: int, sampling: Sampling
 ) -> list[tuple[float, list[Prompt]]]:
@@ -307,17 +286,12 @@ def read_files(
     if config.loader:
         rows = _loaded(files, config)
         return [(1.0, [make_prompt(where, row, num_samples, sampling, row_format) for where, row in rows])]
-    return [
-        (
-            entry.weight,
-            [
-                prompt
-                for path in matching_files(entry.file)
-                for prompt in read_prompts(path, num_samples=num_samples, sampling=sampling, row_format=row_format)
-            ],
-        )
-        for entry in listed_files(files)
-    ]
+    found: list[tuple[float, list[Prompt]]] = []
+    for entry in listed_files(files):
+        found.append((entry.weight, []))
+        for path in matching_files(entry.file):
+            found[-1][1].extend(read_prompts(path, num_samples=num_samples, sampling=sampling, row_format=row_format))
+    return found
 
 
 def shown_files(files: Files) -> str:

@@ -18,13 +18,6 @@ from numpy.typing import NDArray
 
 from penstock.errors import InvalidInput
 
-# ──
-# How much the columns of a Parquet file hold, according to the headers of their pages.
-#
-# The footer has the same numbers, but no reader compares them: a file of unknown origin can say there that it is small.
-# The headers of the pages are what the reader allocates memory for. They are Thrift structures in the compact protocol.
-
-
 MAX_PAGES = 100_000
 """In a whole file. Pages usually have a megabyte."""
 
@@ -53,8 +46,11 @@ class ColumnSize:
 
 
 def column_sizes(file: BinaryIO, places: Iterable[tuple[int, int]]) -> list[ColumnSize]:
-    """Add up the pages of columns, each at a position with a number of bytes. Raises ValueError for damaged bytes, for
-    too many pages, and for an encoding that hides the size of its texts."""
+    """Add up the pages of columns, each at a position with a number of bytes, by the headers of the pages. Raises
+    ValueError for damaged bytes, for too many pages, and for an encoding that hides the size of its texts.
+
+    The footer has the same numbers, but no reader compares them: a file of unknown origin can say there that it is
+    small. The headers, Thrift structures in the compact protocol, are what the reader allocates memory for."""
     sizes, num_pages = [], 0
     for start, num_bytes in places:
         at, end = start, start + num_bytes
@@ -191,8 +187,7 @@ def all_rows(path: Path, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 
 def limited_rows(path: Path, columns: Sequence[str], limits: ReadLimits) -> Iterator[dict[str, Any]]:
-    """The rows with these columns. Raises InvalidInput beyond the limits, before memory is taken for what is too
-    much."""
+    """The rows with these columns. Raises InvalidInput beyond the limits, before memory is taken for them."""
     from pyarrow import parquet
 
     metadata = parquet.read_metadata(path)
@@ -201,7 +196,7 @@ def limited_rows(path: Path, columns: Sequence[str], limits: ReadLimits) -> Iter
     with parquet.ParquetFile(path, metadata=metadata, read_dictionary=dictionaries) as file:
         for group in range(metadata.num_row_groups):  # each has its own dictionaries
             for batch in file.iter_batches(batch_size=_BATCH_ROWS, row_groups=[group], columns=columns):
-                sizes = _row_sizes(batch)
+                sizes = sum(map(_text_sizes, batch.columns), start=np.zeros(batch.num_rows, np.int64))
                 num_bytes += int(sizes.sum())
                 if num_bytes > limits.max_bytes:
                     raise _too_large(path, limits)
@@ -250,16 +245,8 @@ def _start(chunk: Any) -> int:
     return int(min(first, chunk.data_page_offset) if first else chunk.data_page_offset)
 
 
-def _row_sizes(batch: Any) -> NDArray[np.int64]:
-    """Bytes of the texts in each row, as if every repetition were a separate text."""
-    sizes = np.zeros(batch.num_rows, np.int64)
-    for column in batch.columns:
-        sizes += _text_sizes(column)
-    return sizes
-
-
 def _text_sizes(array: Any) -> NDArray[np.int64]:
-    """Bytes of the texts in each value of an Arrow array."""
+    """Bytes of the texts in each value of an Arrow array, as if every repetition were a separate text."""
     import pyarrow
     from pyarrow import compute, types
 

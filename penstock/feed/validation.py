@@ -25,9 +25,6 @@ from penstock.store.fleet import SERVING_STATES, Fleet, ServerRecord
 from penstock.store.policies import PolicyRegistry
 from penstock.trajectory import Prompt
 
-# ── Keeps one server at the version it serves while an evaluation runs. The other servers follow training ──
-
-
 logger = logging.getLogger(__name__)
 HOLD_POLL_S = 0.25
 STABLE_S = 1.5
@@ -38,7 +35,7 @@ RETURN_TIMEOUT_S = 2.0
 
 
 class VersionHold:
-    """Pins an evaluation, and one server to answer it, to the version that this server has.
+    """Pins an evaluation, and one server to answer it, to the version that this server has. The others follow training.
 
     `note` is a file that names both, so that the next process can unpin what a killed one left. If the server is lost
     or moves on, the hold ends, and all servers answer the remaining prompts."""
@@ -181,10 +178,8 @@ class Validator:
         # A prompt may fail once for each attempt before it counts as finished.
         stall_timeout_s = config.replay.max_attempts * config.rollout.prompt_timeout_s + config.replay.lease_ttl_s
         results = config.folder / "validation.jsonl"
-        return cls(
-            queue, prompts, validation, config.dataset.name, results, stall_timeout_s,
-            RunEnd(queue, config), hold,
-        )  # fmt: skip
+        run_end = RunEnd(queue, config)
+        return cls(queue, prompts, validation, config.dataset.name, results, stall_timeout_s, run_end, hold)
 
     async def run(self) -> None:
         """Validate until the last policy is validated. Tries again while Redis is away or full, or after a stall."""

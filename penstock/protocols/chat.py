@@ -44,29 +44,30 @@ class StreamOptions(Body):
     include_obfuscation: Annotated[bool | None, NoEffect("events are not padded")] = None
 
 
-class OpenAIBody(SamplingBody):
+class OpenAIFields(SamplingBody):
+    """Fields that all of OpenAI's protocols share."""
+
+    stream_options: StreamOptions | None = None
+    store: Annotated[Any, NoEffect("nothing is stored")] = None
+    user: Identifier = None
+    safety_identifier: Identifier = None
+    service_tier: Annotated[Any, NoEffect("there is one tier")] = None
+    prompt_cache_key: Cache = None
+    prompt_cache_options: Cache = None
+    prompt_cache_retention: Cache = None
+
+
+class OpenAIBody(OpenAIFields):
     """Fields that chat completions and completions share."""
 
     max_tokens: MaxTokens | None = None
     seed: Int64 | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stop: str | list[str] | None = None
-    stream_options: StreamOptions | None = None
     frequency_penalty: Penalty = None
     presence_penalty: Penalty = None
     logit_bias: Annotated[Any, Refused("log-probs are those of the model itself", ({},))] = None
-    user: Identifier = None
     metadata: Annotated[Any, NoEffect("nothing is stored")] = None
-    store: Annotated[Any, NoEffect("nothing is stored")] = None
-    service_tier: Annotated[Any, NoEffect("there is one tier")] = None
-    safety_identifier: Identifier = None
-    prompt_cache_key: Cache = None
-    prompt_cache_options: Cache = None
-    prompt_cache_retention: Cache = None
-
-    @property
-    def includes_usage(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def token_limit(self) -> int:
@@ -250,8 +251,9 @@ class ChatExchange(Exchange):
         return [self._event([choice], [self.part_choice(choice, chunk) | self._ending(choice, choice.num_before)])]
 
     def end(self, choices: list[Choice]) -> list[str]:
-        usage = [self._event(choices, [], usage=_usage(choices))] if self.body.includes_usage else []
-        return [*usage, DONE]
+        options = self.body.stream_options
+        is_wanted = options is not None and options.include_usage
+        return [*([self._event(choices, [], usage=_usage(choices))] if is_wanted else []), DONE]
 
     def failed(self, error: PenstockError) -> list[str]:
         return [sse({"error": openai_error(error)}), DONE]

@@ -20,19 +20,15 @@ from penstock.protocols.answers import (
 from penstock.protocols.bodies import (
     UNLIMITED,
     Body,
-    Cache,
-    Identifier,
     MaxTokens,
-    NoEffect,
     Refused,
-    SamplingBody,
     ToolBody,
     conversation_of,
     set_format,
     text_field,
     text_of,
 )
-from penstock.protocols.chat import JsonSchema, StreamOptions, TypedTool, chosen_tool, token_log_probs
+from penstock.protocols.chat import JsonSchema, OpenAIFields, TypedTool, chosen_tool, token_log_probs
 from penstock.protocols.conversation import Json, Message, ToolCall
 from penstock.v1 import generate_pb2
 
@@ -55,7 +51,7 @@ class TextConfig(Body):
     verbosity: Annotated[Any, Refused("models here have no such setting")] = None
 
 
-class ResponsesBody(SamplingBody):
+class ResponsesBody(OpenAIFields):
     """The body of /v1/responses."""
 
     input: str | Annotated[list[Json], Field(min_length=1)]
@@ -67,16 +63,8 @@ class ResponsesBody(SamplingBody):
     text: TextConfig | None = None
     include: list[str] | None = None
     """`message.output_text.logprobs` is honoured, others are refused."""
-    stream_options: StreamOptions | None = None
     metadata: Json | None = None
     """Comes back with the answer."""
-    store: Annotated[Any, NoEffect("nothing is stored")] = None
-    user: Identifier = None
-    safety_identifier: Identifier = None
-    prompt_cache_key: Cache = None
-    prompt_cache_options: Cache = None
-    prompt_cache_retention: Cache = None
-    service_tier: Annotated[Any, NoEffect("there is one tier")] = None
     previous_response_id: Annotated[Any, _STORED] = None
     conversation: Annotated[Any, _STORED] = None
     prompt: Annotated[Any, _STORED] = None

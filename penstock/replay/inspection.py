@@ -102,8 +102,6 @@ class QueueInspector:
         self.knows_limits = replay is not None
         self.queue = RedisReplayQueue(client, run, replay or ReplayConfig())
 
-    # ── reads ──
-
     async def check_exists(self) -> None:
         if not (await self._places())["exists"]:
             raise NotFound(f"run {self.run!r} has no queue on this Redis; check the run's name and the address")
@@ -138,8 +136,6 @@ class QueueInspector:
         """Decoded groups in the given order. Groups that were committed meanwhile are skipped."""
         deliveries = await self.queue.fetch(prompt_ids)
         return await asyncio.to_thread(lambda: [_decode(found.prompt_id, found.payload) for found in deliveries])
-
-    # ── dead letters ──
 
     async def dead_letters(self, kind: str = "", *, newest_first: bool = False) -> AsyncIterator[DeadLetter]:
         """The current dead letters without their payloads. Those that are buried while this runs are skipped."""
@@ -190,8 +186,6 @@ class QueueInspector:
             page = stream_ids[start : start + DELETE_PAGE]
             num_deleted += await guarded(self.client.xdel(self.queue.keys.dead, *page))
         return num_deleted
-
-    # ── private ──
 
     async def _places(self) -> dict[str, int]:
         return read_record(await self.queue.call("inspect_places"))

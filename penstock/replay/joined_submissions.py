@@ -1,16 +1,17 @@
-"""Joins the submissions of many clients: requests that arrive during one exchange with Redis go together in the
-next."""
+"""Joins the submissions of many clients: requests that arrive during one exchange with Redis share the next."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from penstock.errors import DeadlineExceeded
 from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import Submission
 
+T = TypeVar("T")
 MAX_PROMPTS = 2_048
 """Maximum number of prompts in one exchange, because Redis answers no other client meanwhile."""
 MAX_REQUESTS = 32
@@ -23,6 +24,20 @@ FADE = 7 / 8
 """Factor by which the usual number shrinks with every exchange."""
 ENOUGH_PROMPTS = 256
 """An exchange that has this many prompts is sent without waiting for more."""
+
+
+async def answer_all(waiting: Sequence[asyncio.Future[T]], exchange: Awaitable[Sequence[T]]) -> None:
+    """Give each caller that still waits its answer of an exchange, or the error with which the exchange failed."""
+    try:
+        answers = await exchange
+    except Exception as error:
+        for future in waiting:
+            if not future.done():
+                future.set_exception(error)
+    else:
+        for future, answer in zip(waiting, answers, strict=True):
+            if not future.done():
+                future.set_result(answer)
 
 
 @dataclass(slots=True)
@@ -68,23 +83,12 @@ class JoinedSubmissions:
             self._sent = self._next()
             self._count = len(self._sent)
             self._usual_count = max(self._count, self._usual_count * FADE)
-            try:
-                answers = await self.queue.submit_many(
-                    [(request.payloads, request.priorities, request.idempotency_key) for request in self._sent]
-                )
-            except Exception as error:
-                for request in self._sent:
-                    if not request.answer.done():
-                        request.answer.set_exception(error)
-            else:
-                for request, submission in zip(self._sent, answers, strict=True):
-                    if not request.answer.done():
-                        request.answer.set_result(submission)
+            requests = [(request.payloads, request.priorities, request.idempotency_key) for request in self._sent]
+            await answer_all([request.answer for request in self._sent], self.queue.submit_many(requests))
             self._sent = []
 
     async def _linger(self) -> None:
-        """Wait for more requests. Not after a full exchange: requests that arrived while it was answered waited
-        already."""
+        """Wait for more requests, but not after a full exchange: those that arrived meanwhile waited already."""
         if self._usual_count < 1.5 or self._count >= MAX_REQUESTS:
             return
         for _ in range(MAX_LINGERS):

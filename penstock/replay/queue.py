@@ -130,19 +130,16 @@ class QueueCalls(RunRecords):
         }
 
     async def record_scores(self, number: int, scores: Mapping[str, float]) -> None:
-        """Keep scores by the name of their benchmark, with a number such as the step of a validation, alongside those
-        of finished evaluations."""
+        """Keep scores by benchmark, with a number such as the step of a validation, like finished evaluations."""
         flat = [item for name, value in scores.items() for item in (name, repr(value))]
         await self.call("record_scores", number, *flat)
 
     async def evaluation_history(self) -> dict[str, float]:
-        """Score of each finished evaluation whose name ends in a number, such as the step of a validation. The first
-        MAX_SCORES are kept."""
+        """Score of each finished evaluation whose name ends in a number. The first MAX_SCORES are kept."""
         return {name: float(score) for name, score in (await self.hash_of(self.keys.score_history)).items()}
 
     async def expired_reasons(self) -> dict[str, int]:
-        """Number of expired (`stale`, `quarantined`, `reward_failed`, or `abandoned` by `rewind`) and discarded groups
-        by the reason's first word."""
+        """Number of expired and discarded groups by the first word of the reason, such as `stale` or `abandoned`."""
         return await self._reasons(self.keys.expired_reasons)
 
     async def stat(self) -> QueueStat:
@@ -248,8 +245,7 @@ class PromptIntake(QueueCalls):
         return await self._reasons(self.keys.dead_reasons)
 
     async def evaluation_scores(self) -> dict[str, float]:
-        """Newest score of each benchmark. A benchmark is the name of a finished evaluation without the number at its
-        end."""
+        """Newest score of each benchmark, which is the name of a finished evaluation without the number at its end."""
         return {name: float(score) for name, score in (await self.hash_of(self.keys.scores)).items()}
 
 

@@ -1,5 +1,4 @@
-"""What the calls of the replay queue take and return: prompts, leases, groups, evaluations, positions and counts; and
-the formula of admission."""
+"""What the calls of the replay queue take and return, and the formula of admission."""
 
 from __future__ import annotations
 
@@ -209,12 +208,8 @@ class QueueStat(QueueCounts):
         return self.trained / self.inserted if self.inserted else 0.0
 
     def num_trained(self, groups_per_step: int) -> int:
-        """Groups that were trained, including those of steps that no checkpoint covers yet, which count as delivered
-        here."""
+        """Groups that were trained, including those that no checkpoint covers yet, which count as delivered here."""
         return self.trained + min(self.delivered, max(0, self.step - self.committed_step) * groups_per_step)
-
-
-# ── Admission: how many prompts may be in flight. lease.lua applies the same formula; tests compare the two ──
 
 
 @dataclass(frozen=True)
@@ -230,7 +225,8 @@ def admission(
 ) -> Admission:
     """A prompt is admitted only while `trained + queued + in_flight < (max_staleness + step + 1) · groups_per_step`.
     Groups beyond that could only be trained more than `max_staleness` steps after the policy they start with. Expired,
-    discarded and dead-lettered groups are in none of the three terms, so each makes room for another.
+    discarded and dead-lettered groups are in none of the three terms, so each makes room for another. lease.lua applies
+    the same formula; tests compare the two.
 
     Example: with two groups a step, staleness 1, nothing trained and one prompt in flight, three more may be admitted.
 
@@ -241,11 +237,8 @@ def admission(
     return Admission(limit, max(0, limit - trained - queued - in_flight))
 
 
-# ── Evaluations of a run, as the queue keeps them: progress, scores, and groups for the learner's reward model ──
-
-
 @dataclass(frozen=True)
-class Evaluation:
+class EvaluationProgress:
     """Progress and scores of an evaluation."""
 
     evaluation_id: str
@@ -258,8 +251,13 @@ class Evaluation:
     pass_at: dict[int, float] = field(default_factory=dict)
     """pass@k over the prompts finished so far: see `penstock.sample_scores`. A sample passes with a reward of 1."""
     num_failed: int = 0
-    """Finished prompts that have no samples, because they failed too often or had no server. The score does
-    not contain them."""
+    """Finished prompts without samples: they failed too often or had no server. The score does not contain them."""
+
+
+@dataclass(frozen=True)
+class Evaluation(EvaluationProgress):
+    """An evaluation, with what only the feed writes to files."""
+
     by_source: dict[str, dict[str, float]] = field(default_factory=dict)
     """Scores of each data source: see `penstock.sample_scores.scores_by_source`."""
 

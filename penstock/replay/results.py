@@ -130,22 +130,16 @@ def _results_of(entry_id: bytes, fields: dict[bytes, bytes]) -> list[PromptResul
     return results
 
 
-# ──
-# The learner's own log-probs of the tokens that it trains, to compare with the engine's.
-#
-# They are kept for KEPT_GROUPS groups of each step, for KEPT_S seconds: for people to look at, not as a record.
-
-
 KEPT_GROUPS = 4
 KEPT_S = 900
 
 
 class RecomputedLogProbs(RunRecords):
-    """Log-probs of one run's groups, by prompt and attempt. The learner writes them and the gateway reads them."""
+    """The learner's own log-probs of the tokens that it trains, to compare with the engine's. The learner writes those
+    of KEPT_GROUPS groups of each step, and they expire after KEPT_S: for people to look at, not as a record."""
 
     async def keep(self, groups: Sequence[Group], log_probs: NDArray[np.float32]) -> None:
-        """Keep the log-probs of the first groups. `log_probs` has one for every response token of all groups, in
-        order."""
+        """Keep the log-probs of the first groups. `log_probs` has one for each response token of all, in order."""
         start = 0
         for group in groups[:KEPT_GROUPS]:
             part = log_probs[start : start + group.num_response_tokens].astype("<f4").tobytes()

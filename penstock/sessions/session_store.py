@@ -19,9 +19,8 @@ from typing import Any, Literal
 
 from penstock.config.service import SessionLimits
 from penstock.errors import Conflict, NotFound, QueueFull
-from penstock.store.keys import RunKeys
 from penstock.store.redis_client import guarded
-from penstock.store.scripts import SESSIONS, read_rows
+from penstock.store.scripts import SESSIONS, RunRecords, read_rows
 from penstock.v1 import sessions_pb2
 
 RETRY_S = 10.0
@@ -54,8 +53,7 @@ class Closing:
     task_id: str = ""
     """The task, if it is complete."""
     prompt_ids: tuple[int, ...] = ()
-    """Prompts of the groups that the session has become. None if it is part of no group: its task had ended, or another
-    session had its place."""
+    """Prompts of the groups that the session has become. None if its task had ended, or another had its place."""
 
 
 def _summary(row: Mapping[str, Any]) -> sessions_pb2.SessionSummary:
@@ -73,12 +71,13 @@ def _summary(row: Mapping[str, Any]) -> sessions_pb2.SessionSummary:
     )
 
 
-class SessionStore:
+class SessionStore(RunRecords):
     """The sessions of one run."""
 
+    scripts = SESSIONS
+
     def __init__(self, client: Any, run: str, ttl_s: float, limits: SessionLimits) -> None:
-        self.client = client
-        self.keys = RunKeys(run)
+        super().__init__(client, run)
         self.ttl_s = max(1, int(ttl_s))
         self.limits = limits
 
@@ -86,7 +85,7 @@ class SessionStore:
         """The name of the session's list of calls, empty if it has none, and the encoded calls. If it is still the list
         that the caller knows, only the calls after the first `num_known`. Raises Conflict if the session is closed."""
         lease_ms = int(1000 * self.limits.task_lease_s)
-        closed, name, entries = await self._call("open_session", session_id, list_name, num_known, lease_ms)
+        closed, name, entries = await self.call("open_session", session_id, list_name, num_known, lease_ms)
         if closed == _ABANDONED:
             raise Conflict(f"session {session_id!r} has lost its place in its task; lease another one")
         if closed:
@@ -97,7 +96,7 @@ class SessionStore:
         """Add an encoded call. If it refers to earlier calls, `list_name` is the name of their list. Raises Conflict if
         the session is closed or has expired, and QueueFull beyond a limit."""
         limits = self.limits
-        outcome = await self._call(
+        outcome = await self.call(
             "record_call", session_id, entry, call_id, list_name,
             self.ttl_s, limits.max_calls, limits.max_bytes, limits.max_total_bytes,
         )  # fmt: skip
@@ -124,7 +123,7 @@ class SessionStore:
 
     async def read(self, session_id: str) -> tuple[sessions_pb2.SessionSummary, list[bytes]]:
         """A session and its calls, for people to look at. Unlike `open`, it renews no lease."""
-        rows, entries = await self._call("read_session", session_id)
+        rows, entries = await self.call("read_session", session_id)
         [summary] = map(_summary, read_rows(rows))
         if summary.state == sessions_pb2.SessionSummary.OPEN and not entries:
             raise NotFound(f"there is no session {session_id!r}; sessions are forgotten after gateway.session_ttl_s")
@@ -132,7 +131,7 @@ class SessionStore:
 
     async def summaries(self, num_skipped: int, max_sessions: int) -> list[sessions_pb2.SessionSummary]:
         """Sessions whose calls are kept, the one with the newest call first."""
-        rows = await self._call("list_sessions", num_skipped, max_sessions)
+        rows = await self.call("list_sessions", num_skipped, max_sessions)
         return [_summary(row) for row in read_rows(rows)]
 
     async def answer(self, session_id: str) -> tuple[int, ...] | None:
@@ -142,7 +141,7 @@ class SessionStore:
 
     async def close(self, session_id: str, reward: Reward, task_id: str = "") -> Closing:
         """Give the session its reward. It joins the task that it was leased with, or else `task_id`."""
-        state, value = await self._call(
+        state, value = await self.call(
             "close_session", session_id, reward.encode(), self.ttl_s, int(1000 * RETRY_S), task_id
         )
         if state == b"missing":
@@ -159,12 +158,9 @@ class SessionStore:
         """The group `name` (session:ID or task:ID) of these sessions is in the queue. Returns its prompt ids, which are
         those of whoever finished it first."""
         ids = json.dumps(list(prompt_ids))
-        return tuple(json.loads(await self._call("finish_sessions", name, ids, self.ttl_s, *session_ids)))
+        return tuple(json.loads(await self.call("finish_sessions", name, ids, self.ttl_s, *session_ids)))
 
     async def due(self, max_names: int = 16) -> list[str]:
         """Closed sessions and complete tasks (session:ID, task:ID) that another gateway should have finished."""
-        names = await self._call("due_groups", int(1000 * RETRY_S), max_names)
+        names = await self.call("due_groups", int(1000 * RETRY_S), max_names)
         return [name.decode() for name in names]
-
-    async def _call(self, name: str, *arguments: Any) -> Any:
-        return await SESSIONS.call(self.client, self.keys.prefix, name, *arguments)

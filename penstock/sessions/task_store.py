@@ -27,9 +27,8 @@ from typing import Any
 from penstock.config.service import SessionLimits
 from penstock.errors import NotFound, QueueFull
 from penstock.sessions.session_store import RETRY_S
-from penstock.store.keys import RunKeys
 from penstock.store.redis_client import guarded
-from penstock.store.scripts import SESSIONS, read_record, read_rows
+from penstock.store.scripts import SESSIONS, RunRecords, read_record, read_rows
 from penstock.v1 import tasks_pb2
 
 IDEMPOTENCY_TTL_S = 7 * 24 * 3600
@@ -57,32 +56,24 @@ class TaskStat:
         return self.submitted - self.pending - self.leased - self.rewarded - self.failed - self.dropped
 
 
-class TaskStore:
+class TaskStore(RunRecords):
     """The tasks of one run."""
 
+    scripts = SESSIONS
+
     def __init__(self, client: Any, run: str, ttl_s: float, limits: SessionLimits) -> None:
-        self.client = client
-        self.keys = RunKeys(run)
+        super().__init__(client, run)
         self.limits = limits
         self._ends = (limits.task_max_failures, max(1, int(ttl_s)), int(1000 * RETRY_S))
 
     async def submit(self, tasks: Sequence[tasks_pb2.NewTask], idempotency_key: str = "") -> tuple[list[str], bool]:
-        """Accept all tasks or none. Returns their ids, and whether the key was used before. A task whose id exists
-        stays as it is."""
-        rows = [
-            value
-            for task in tasks
-            for value in (
-                task.task_id,
-                task.num_sessions,
-                int(1000 * task.deadline_s),
-                task.data_source,
-                task.payload_json,
-            )
-        ]
-        answer = await self._call(
-            "submit_tasks", idempotency_key, IDEMPOTENCY_TTL_S, self.limits.max_task_places, *rows
-        )
+        """Accept all tasks or none. Returns their ids, and whether the key was used before. Known ids are kept."""
+        rows: list[Any] = []
+        for task in tasks:
+            deadline_ms = int(1000 * task.deadline_s)
+            rows += (task.task_id, task.num_sessions, deadline_ms, task.data_source, task.payload_json)
+        max_places = self.limits.max_task_places
+        answer = await self.call("submit_tasks", idempotency_key, IDEMPOTENCY_TTL_S, max_places, *rows)
         if answer == b"full":
             raise QueueFull("as many tasks wait as gateway.sessions.max_task_places allows; submit again later")
         replayed, *ids = answer
@@ -91,30 +82,30 @@ class TaskStore:
     async def lease(self, worker: str, max_places: int, max_open: int) -> list[tasks_pb2.LeasedTask]:
         """Lease places in the order of submission. New tasks are begun while fewer than `max_open` are open."""
         lease_s = self.limits.task_lease_s
-        answer = await self._call("lease_tasks", worker, max_places, int(1000 * lease_s), max_open, *self._ends)
+        answer = await self.call("lease_tasks", worker, max_places, int(1000 * lease_s), max_open, *self._ends)
         return [
             tasks_pb2.LeasedTask(
-                task_id=row["task_id"].decode(),
-                session_id=row["session_id"].decode(),
+                task_id=row["task_id"],
+                session_id=row["session_id"],
                 attempt=row["attempt"],
-                payload_json=row["payload"].decode(),
+                payload_json=row["payload"],
                 lease_s=lease_s,
-            )
+            )  # fmt: skip
             for row in read_rows(answer)
         ]
 
     async def heartbeat(self, session_ids: Sequence[str]) -> list[str]:
         """Renew leases. Returns the sessions whose lease is lost."""
-        lost = await self._call("heartbeat_tasks", int(1000 * self.limits.task_lease_s), *session_ids)
+        lost = await self.call("heartbeat_tasks", int(1000 * self.limits.task_lease_s), *session_ids)
         return [session_id.decode() for session_id in lost]
 
     async def give_back(self, session_id: str, failure: str = "") -> bool:
         """Give a place back and abandon its session. Returns whether the session held the lease."""
-        return bool(await self._call("return_task", session_id, failure, *self._ends))
+        return bool(await self.call("return_task", session_id, failure, *self._ends))
 
     async def sweep(self) -> tuple[int, int]:
         """Return the places of dead workers, and complete tasks whose deadline has passed. Returns both numbers."""
-        num_reclaimed, num_due = await self._call("sweep_tasks", *self._ends)
+        num_reclaimed, num_due = await self.call("sweep_tasks", *self._ends)
         return num_reclaimed, num_due
 
     async def get(self, task_id: str) -> tasks_pb2.Task:
@@ -136,7 +127,4 @@ class TaskStore:
         )
 
     async def stat(self) -> TaskStat:
-        return TaskStat(**read_record(await self._call("task_stat")))
-
-    async def _call(self, name: str, *arguments: Any) -> Any:
-        return await SESSIONS.call(self.client, self.keys.prefix, name, *arguments)
+        return TaskStat(**read_record(await self.call("task_stat")))

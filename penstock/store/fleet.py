@@ -23,21 +23,18 @@ from penstock.codec import read_known_fields
 from penstock.store.redis_client import guarded
 from penstock.store.scripts import RunRecords, read_record, read_rows
 
-# ──
-# Servers in quarantine: their log-probs disagree with the learner's, so nothing that they sampled is trained. The
-# server itself notices nothing: it leases less, and is sent a version that it seems to have.
-#
-#     serving ──(log-probs disagree)──► draining ──(weights loaded wholly)──► probed ──(probes agree)──► serving
-#                                          ▲                                    │
-#                                          └──────(probes disagree)─────────────┘
-#
-# While it drains, it leases nothing. While it is probed, it leases a few prompts, whose groups are compared. A group
-# that it sampled in quarantine and that is not a probe is expired: its prompt is leased again and loses no attempt.
-
 
 @dataclass(frozen=True)
 class Quarantine:
-    """Why a server is in quarantine, and how far it is on its way back."""
+    """Why a server is in quarantine, and how far it is on its way back. Its log-probs disagree with the learner's, so
+    nothing that it sampled is trained. It notices nothing: it leases less, and is sent a version that it seems to have.
+
+        serving ──(log-probs disagree)──► draining ──(weights loaded wholly)──► probed ──(probes agree)──► serving
+                                             ▲                                    │
+                                             └──────(probes disagree)─────────────┘
+
+    While it drains, it leases nothing. While it is probed, it leases a few prompts, whose groups are compared. A group
+    that it sampled in quarantine and that is not a probe expires: its prompt is leased again and loses no attempt."""
 
     server_id: str
     mismatch_nats: float
@@ -195,9 +192,6 @@ def _read(fields: dict[str, Any], state: bytes | None, now_ms: int) -> ServerRec
     return read_known_fields(ServerRecord, fields)
 
 
-# ── The fleet as it was read a moment ago, for callers that look at a large fleet many times a second ──
-
-
 @dataclass(frozen=True, eq=False)
 class FleetReading:
     """All servers at one moment."""
@@ -213,8 +207,7 @@ class FleetReading:
         return time.monotonic() - self.read_at
 
     def first_silence_s(self, max_silence_s: float) -> float:
-        """In how many seconds a serving server may have been silent for `max_silence_s`, at the earliest. Not positive
-        if one may be silent now."""
+        """Seconds until a serving server may have been silent for `max_silence_s`. Not positive if one may be now."""
         ages_ms = (server.heartbeat_age_ms for server in self.servers if server.state in SERVING_STATES)
         return max_silence_s - max(ages_ms, default=0) / 1000 - self.age_s
 

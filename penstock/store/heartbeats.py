@@ -57,8 +57,7 @@ class Heartbeats(RunRecords):
 
     @contextlib.asynccontextmanager
     async def beating(self, component: str) -> AsyncIterator[float | None]:
-        """Beat once a second inside the block, and call `end` if the block ends without an error. Yields what the first
-        beat returned."""
+        """Beat once a second inside the block, and `end` unless it raises an error. Yields what the first beat gave."""
         await self.count_start(component)
         silence_s = await self.beat(component)
         task = asyncio.create_task(self._beat_loop(component))
@@ -99,15 +98,14 @@ class Heartbeats(RunRecords):
                 logger.warning("cannot send the heartbeat of the %s: %s", component, error)
 
 
-# ── Phases of the start of a process, such as `loading the model`. `penstock up` prints them, and the API shows them ──
-
-
 MAX_PHASES = 16
 """The newest phases of a part that are kept."""
 
 
 @dataclass(frozen=True)
 class Phase:
+    """A phase of the start of a process, such as `loading the model`. `penstock up` prints it, and the API shows it."""
+
     name: str
     entered_at_ms: int
 
@@ -137,12 +135,6 @@ class Phases(RunRecords):
         """The newest phases of each part, oldest first."""
         records = await self.hash_of(self.keys.phases)
         return {part: [Phase(name, int(at_ms)) for name, at_ms in json.loads(text)] for part, text in records.items()}
-
-
-# ── Processes that are stopping and still need Redis ──
-
-
-SIGN_S = 1.0
 
 
 class Leaving(RunRecords):
@@ -175,4 +167,4 @@ class Leaving(RunRecords):
                 await guarded(self.client.zadd(self.keys.leaving, {self.name: await self.now_ms()}))
             except PenstockError as error:
                 logger.warning("cannot tell Redis that this process is stopping: %s", error)
-            await asyncio.sleep(SIGN_S)
+            await asyncio.sleep(BEAT_S)

@@ -157,8 +157,7 @@ def key_names() -> Iterator[tuple[str, bool]]:
 
 
 def lua_names(script: str) -> str:
-    """Lua constants for the keys that a script uses: `local COUNTERS = PREFIX .. 'counters'`. A family's name ends in a
-    colon."""
+    """Lua constants for the keys that a script uses: `local COUNTERS = PREFIX .. 'counters'`. A family ends in `:`."""
     used = set(re.findall(r"\b[A-Z_]+\b", script))
     lines = [
         f"local {name.upper()} = PREFIX .. '{name}{':' * is_family}'"

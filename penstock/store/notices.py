@@ -36,8 +36,7 @@ MAX_OF_KIND = 10
 """Largest number of notices of each kind, so that no kind hides another. Further ones are only in the logs."""
 MAX_TEXT_CHARS = 500
 SHOWN_S = 600.0
-"""How long the end of a process is shown, if it does not end again. After that time, `penstock up` and Kubernetes take
-the process for healthy, too."""
+"""How long the end of a process is shown, if it does not end again. After it, Kubernetes takes it for healthy, too."""
 PASSING_KINDS = ("process_restarted", "server_failed")
 
 NoticeKind = Literal[
@@ -129,8 +128,7 @@ class NoticeBoard:
                 logger.warning("cannot write the run's notices yet: %s", error)
 
     async def write(self) -> None:
-        """Write what waits. While Redis does not answer or is full, events wait for the next time. An event that Redis
-        refuses is only logged."""
+        """Write what waits. While Redis is away or full, events wait. An event that Redis refuses is only logged."""
         while self._events:
             key, event = next(iter(self._events.items()))
             count = self._counts[key]

@@ -55,8 +55,6 @@ class PolicyRegistry(RunRecords):
             await guarded(self.client.zrem(self.keys.policy_versions, *forgotten))
             await guarded(self.client.hdel(self.keys.policies, *forgotten))
 
-    # ── marks ──
-
     async def add_marks(self, policies: Iterable[policies_pb2.Policy]) -> None:
         """Fill in the state, the pins, whether servers are held at the version, and whether its snapshot exists."""
         promoted, held = await guarded(self.client.hmget(self.keys.counters, ("promoted_version", "held_version")))

@@ -17,7 +17,6 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import redis
@@ -42,12 +41,9 @@ from penstock.config.service import RedisConfig
 from penstock.errors import ConfigError, Fenced, PenstockError, QueueFull, Unavailable
 from penstock.store.keys import RunKeys
 
-# ── Translates errors of Redis to those of penstock.errors ──
-
 
 class RedisCannotWrite(RedisConnectionError):
-    """Redis answers MISCONF: it accepts no writes until it can write to its disk again. Like a Redis that does not
-    answer, it may recover."""
+    """Redis answers MISCONF: it accepts no writes until it can write to its disk again. It may recover."""
 
 
 def cannot_write(message: str) -> RedisCannotWrite | None:
@@ -62,8 +58,7 @@ def cannot_write(message: str) -> RedisCannotWrite | None:
 
 @contextmanager
 def redis_errors() -> Iterator[None]:
-    """Translate every RedisError that is raised inside, except NoScriptError: callers handle it by sending the
-    script."""
+    """Translate every RedisError that is raised inside, except NoScriptError: callers then send the script."""
     try:
         yield
     except NoScriptError:
@@ -106,15 +101,11 @@ def _translate_response(message: str) -> PenstockError:
     return PenstockError(f"Redis refused a command: {message}")
 
 
-# ──
-# The address at which Redis was last reached, for the time when its name no longer resolves.
-#
-# `helm uninstall` deletes the Service of Redis at once, while Redis itself waits for the processes that are stopping.
-# The name then resolves to nothing, but the address is still good: new connections go to the last one.
-
-
 class LastAddress:
-    """Address of the last connection that was made. It belongs to one client."""
+    """Address of the last connection of one client, for the time when the name of Redis no longer resolves.
+
+    `helm uninstall` deletes the Service of Redis at once, while Redis itself waits for the processes that are stopping.
+    The name then resolves to nothing, but the address is still good: new connections go to the last one."""
 
     host = ""
 
@@ -159,15 +150,9 @@ class LastAddress:
         return type(connection.__name__, (connection,), {"_connect": _connect})
 
 
-# ──
-# Sending large payloads to Redis without copying them.
-#
-# redis-py joins the parts of a command before it sends them, or sends each with its own system call. Here one
-# system call takes many parts from where they are. An append of 64 groups of 16 KB takes a fifth less CPU time.
-
-
 MAX_PARTS = 512
-"""Parts of one system call. Linux allows 1,024."""
+"""Parts of one system call. Linux allows 1,024. redis-py joins the parts of a command before it sends them, or sends
+each with its own call. To send them together from where they are takes a fifth less CPU time for 64 groups of 16 KB."""
 
 
 def packed_mset(pairs: Sequence[str | bytes]) -> list[bytes]:
@@ -183,8 +168,7 @@ def packed_mset(pairs: Sequence[str | bytes]) -> list[bytes]:
 
 
 def gathering(connection: type[Any]) -> type[Any]:
-    """The blocking connection class, but it sends the parts of a command together. Not for TLS, which has no such
-    call."""
+    """The blocking connection class, but it sends the parts of a command together. TLS has no such call."""
 
     def send_packed_command(self: Any, command: Any, check_health: bool = True) -> None:
         if not self._sock or not isinstance(command, list) or len(command) < 2:
@@ -218,11 +202,10 @@ def send_all(sock: socket.socket, parts: Sequence[bytes]) -> None:
             left[first] = memoryview(left[first])[sent:]
 
 
-# ── Memory that Redis uses, and how much it may use ──
-
-
 @dataclass(frozen=True)
 class RedisMemory:
+    """Memory that Redis uses, and how much it may use."""
+
     used_bytes: int
     limit_bytes: int
     """`maxmemory`, or the memory of its machine if there is no such limit."""
@@ -371,9 +354,14 @@ class RedisClusterClient(_PatientClient, RedisCluster):  # type: ignore[misc]
 def connect(config: RedisConfig, *, patient: bool = False, max_connections: int = MAX_CONNECTIONS) -> RedisClient:
     """A client with a deadline on every command; a patient one repeats commands for up to `redis.retry_s`. It connects
     when it is first used. A command waits, up to its deadline, while all connections are in use."""
+    try:
+        password = config.password_file and config.password_file.read_text().strip()
+    except OSError as error:
+        text = f"redis.password_file: cannot read {config.password_file} ({error.strerror})"
+        raise ConfigError(text) from error
     given = {
         "username": config.username,
-        "password": config.password_file and _read_password(config.password_file),
+        "password": password,
         "ssl_ca_certs": config.tls_ca_file and str(config.tls_ca_file),
         "ssl_certfile": config.tls_cert_file and str(config.tls_cert_file),
         "ssl_keyfile": config.tls_key_file and str(config.tls_key_file),
@@ -440,10 +428,3 @@ def _packed_in_c(name: str, *arguments: Any) -> list[bytes]:
     """A command as redis-py's HiredisRespSerializer packs it, but without a look at each argument in Python: all are
     texts, bytes or numbers."""
     return [pack_command((*name.split(), *arguments))]
-
-
-def _read_password(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError as error:
-        raise ConfigError(f"redis.password_file: cannot read {path} ({error.strerror})") from error

@@ -20,12 +20,10 @@ from penstock.store.fleet import Quarantine, Quarantines
 from penstock.store.redis_client import guarded
 from penstock.store.scripts import RunRecords
 
-# ── Open breakers, as operators see them. replay/lua/prelude_breaker.lua describes when a breaker opens and closes ──
-
 
 @dataclass(frozen=True)
 class OpenBreaker:
-    """An open breaker, as operators see it."""
+    """An open breaker, as operators see it. replay/lua/prelude_breaker.lua describes when it opens and closes."""
 
     server_id: str
     reason: str
@@ -102,8 +100,7 @@ class RunControl(RunRecords):
         return await Quarantines(self.client, self.run).read()
 
     async def stop(self) -> None:
-        """Pause the run and end the learner of the current term. A learner that starts later takes a new term and
-        runs."""
+        """Pause the run and end the learner of the current term. One that starts later takes a new term and runs."""
         await self._set(paused=1, stop_term=(await self.orders()).term)
 
     async def hold(self, policy_version: int) -> None:

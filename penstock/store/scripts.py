@@ -85,17 +85,13 @@ class RunRecords:
 
 @cache
 def _load(package: str, name: str) -> Script:
-    preludes = dict.fromkeys((STORE.package, package))
-    prelude = "".join(text for folder in preludes for text in _prelude_texts(folder))
+    folders = [resources.files(folder) / "lua" for folder in dict.fromkeys((STORE.package, package))]
+    entries = [entry for lua in folders for entry in sorted(lua.iterdir(), key=lambda entry: entry.name)]
+    prelude = "".join(entry.read_text() for entry in entries if entry.name.startswith("prelude"))
     own = (resources.files(package) / "lua" / f"{name}.lua").read_text()
     body = _without_unused(_without_comments(prelude), _without_comments(own))
     text = lua_names(body) + body
     return Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
-
-
-def _prelude_texts(package: str) -> list[str]:
-    entries = [entry for entry in (resources.files(package) / "lua").iterdir() if entry.name.startswith("prelude")]
-    return [entry.read_text() for entry in sorted(entries, key=lambda entry: entry.name)]
 
 
 _FUNCTION = re.compile(r"^local function (\w+)\(.*?^end\n", re.MULTILINE | re.DOTALL)

@@ -322,7 +322,7 @@ def test_top_fits_80_columns_with_a_line_for_each_server() -> None:
     series = {"penstock_heartbeat_age_seconds": {"learner": 1.0, "rollout-9": 2.0}}
     screen = io.StringIO()
     console = Console(file=screen, width=80)
-    console.print(observe._draw(observe.RunReading(RUN, series, [0.1, 0.9])))
+    console.print(observe._draw(RUN, series, [0.1, 0.9]))
     lines = screen.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     [header] = [line for line in lines if line.startswith("server")]

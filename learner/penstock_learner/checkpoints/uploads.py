@@ -22,7 +22,7 @@ from pathlib import Path
 
 from penstock.config.run import RunConfig
 from penstock.errors import CheckpointDamaged, Unavailable
-from penstock.fetching import CHUNK_BYTES, ObjectFolder
+from penstock.fetching import ObjectFolder
 from penstock_learner.checkpoint_files import MANIFEST_FILE, find_damage, flush, read_manifest
 from penstock_learner.crash_points import crash_point
 
@@ -101,7 +101,7 @@ class CheckpointUploads:
             sizes = {file: record.num_bytes for file, record in records.items()}
             self._compare_sizes(name, sizes)
             with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="fetch") as pool:
-                list(pool.map(lambda file: self._get(f"{name}/{file}", partial / file, sizes[file]), sizes))
+                list(pool.map(lambda file: self.store.download(f"{name}/{file}", partial / file, sizes[file]), sizes))
             if damages := find_damage(partial, records):
                 raise CheckpointDamaged(damages[0])
             for path in (*partial.rglob("*"), partial):
@@ -125,12 +125,6 @@ class CheckpointUploads:
             if found is None or found.num_bytes != num_bytes:
                 size = "no object" if found is None else f"{found.num_bytes} bytes"
                 raise CheckpointDamaged(f"{name}/{file} is damaged: expected {num_bytes} bytes, found {size}")
-
-    def _get(self, name: str, path: Path, num_bytes: int) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("wb") as file:
-            while (start := file.tell()) < num_bytes:
-                file.write(self.store.read_part(name, start, min(start + CHUNK_BYTES, num_bytes)))
 
     def _remove_old(self, newest: str, is_usable: Callable[[str], bool]) -> None:
         """Remove complete checkpoints that are not kept, and incomplete ones that a crash has left."""

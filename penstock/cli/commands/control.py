@@ -1,5 +1,4 @@
-"""`penstock runs`, `servers` and `policies`: tables of actions, each a call of the client and what prints its
-answer."""
+"""`penstock runs`, `servers` and `policies`: tables of actions, each a call of the client and a printer."""
 
 from __future__ import annotations
 
@@ -72,9 +71,6 @@ def _version(client: SyncPenstockClient, word: str) -> int:
     return int(word)
 
 
-# ── runs ──
-
-
 def runs(argv: Sequence[str]) -> int:
     actions: dict[str, Action] = {
         "show": ("show one run: its state, step and version", lambda c, *_: c.get_run(), _print_run),
@@ -100,9 +96,6 @@ def _print_metrics(steps: Sequence[StepMetrics]) -> None:
     print_table(("step", "version", *_STEP_METRICS.values()), rows, empty="no step yet")
 
 
-# ── servers ──
-
-
 def servers(argv: Sequence[str]) -> int:
     actions: dict[str, Action] = {
         "list": ("list the servers", lambda c, *_: c.servers(), _print_servers),
@@ -121,9 +114,6 @@ def _print_servers(found: Sequence[Server]) -> None:
         print("no rollout server has joined; see `penstock status`")
         return
     Console().print(server_table(found, ADDRESS_COLUMNS), *server_alarms(found), sep="\n")
-
-
-# ── policies ──
 
 
 def policies(argv: Sequence[str]) -> int:

@@ -6,7 +6,6 @@ import argparse
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.connection import add_gateway_arguments, open_client
@@ -41,9 +40,6 @@ def status(argv: Sequence[str]) -> int:
     return 0
 
 
-# ── watch ──
-
-
 def watch(argv: Sequence[str]) -> int:
     """Print a line for each prompt that finishes. `--cursor` continues after an earlier line."""
     parser = Parser(
@@ -72,9 +68,6 @@ def _result_line(result: Result) -> str:
     return "  ".join(word for word in words if word)
 
 
-# ── top ──
-
-
 def top(argv: Sequence[str]) -> int:
     """Watch a run. The numbers come from the gateway's API and its /metrics."""
     parser = Parser(
@@ -95,15 +88,15 @@ def top(argv: Sequence[str]) -> int:
     with open_client(args, DEADLINE_S) as client:
         console = Console()
         if args.once:
-            console.print(_draw(_read(client)))
+            console.print(_draw(*_read(client)))
             return 0
         screen = Live(console=console, screen=True, auto_refresh=False) if console.is_terminal else nullcontext()
         with interruptible("after it watched the run"), screen as live:
             while True:
                 if live is None:  # a file or a pipe, which has no screen to draw on
-                    console.print(_draw(_read(client)))
+                    console.print(_draw(*_read(client)))
                 else:
-                    live.update(_draw(_read(client)), refresh=True)
+                    live.update(_draw(*_read(client)), refresh=True)
                 time.sleep(max(args.interval, 0.1))
 
 
@@ -117,19 +110,8 @@ def _check_own_run(args: argparse.Namespace) -> None:
             raise InvalidInput("--run", f"this gateway's /metrics are of run {own}; use `penstock status --run {name}`")
 
 
-@dataclass(frozen=True)
-class RunReading:
-    """What `top` shows of a run at one moment."""
-
-    run: Run
-    """The run as the gateway's API describes it."""
-    series: dict[str, dict[str, float]]
-    """The gateway's metrics with at most one label, by name and then by the label's value ("" without a label)."""
-    rewards: list[float]
-    """Mean reward of the newest steps, oldest first."""
-
-
-def _read(client: SyncPenstockClient) -> RunReading:
+def _read(client: SyncPenstockClient) -> tuple[Run, dict[str, dict[str, float]], list[float]]:
+    """The run, the gateway's metrics as `parse_series` reads them, and the mean reward of the newest steps."""
     import httpx
 
     url = f"{client.address.url}/metrics"
@@ -138,7 +120,7 @@ def _read(client: SyncPenstockClient) -> RunReading:
         text = httpx.get(url, timeout=DEADLINE_S, trust_env=False).raise_for_status().text
     except httpx.HTTPError as error:
         raise Unavailable(f"{url} does not answer ({error}); is it a gateway?") from error
-    return RunReading(run, parse_series(text), rewards_of(client))
+    return run, parse_series(text), rewards_of(client)
 
 
 def rewards_of(client: SyncPenstockClient) -> list[float]:
@@ -148,6 +130,7 @@ def rewards_of(client: SyncPenstockClient) -> list[float]:
 
 
 def parse_series(text: str) -> dict[str, dict[str, float]]:
+    """Metrics with at most one label, by name and then by the label's value ("" without a label)."""
     from prometheus_client.parser import text_string_to_metric_families
 
     series: dict[str, dict[str, float]] = {}
@@ -158,13 +141,12 @@ def parse_series(text: str) -> dict[str, dict[str, float]]:
     return series
 
 
-def _draw(reading: RunReading) -> Any:
+def _draw(run: Run, series: dict[str, dict[str, float]], history: Sequence[float]) -> Any:
     from rich.console import Group
     from rich.text import Text
 
     from penstock.diagnosis.terminal import plain_table, run_parts, sparkline
 
-    series = reading.series
     restarts = series.get("penstock_component_restarts_total", {})
     heartbeats = sorted(series.get("penstock_heartbeat_age_seconds", {}).items())
     rows = [(name, f"{age_s:.1f} s ago", f"{restarts.get(name, 0.0):.0f}") for name, age_s in heartbeats]
@@ -172,5 +154,5 @@ def _draw(reading: RunReading) -> Any:
     ages, scores = series.get("penstock_queue_oldest_age_seconds", {}), series.get("penstock_eval_score", {})
     numbers = [f"oldest of {queue} {age_s:.1f} s" for queue, age_s in ages.items()]
     numbers += [f"score of {name!r} {score:.3f}" for name, score in scores.items()]
-    rewards = [Text(f"reward {sparkline(reading.rewards, HISTORY)}", style="green")] if reading.rewards else []
-    return Group(*run_parts(reading.run), components, Text("  ".join(numbers)), *rewards)
+    rewards = [Text(f"reward {sparkline(history, HISTORY)}", style="green")] if history else []
+    return Group(*run_parts(run), components, Text("  ".join(numbers)), *rewards)

@@ -36,6 +36,7 @@ from penstock.errors import (
     first_error,
 )
 from penstock.logs import bind
+from penstock.replay.joined_submissions import answer_all
 from penstock.replay.queue import GroupProducer
 from penstock.replay.queue_types import AppendOutcome, FinishedGroup, Lease, is_numbered
 from penstock.sample_scores import ACCURACY
@@ -363,13 +364,5 @@ class GroupAppender:
         task there is no await, and a group that arrives later starts a new sender."""
         while self._waiting:
             batch, self._waiting = self._waiting[:MAX_GROUPS], self._waiting[MAX_GROUPS:]
-            try:
-                outcomes = await self.queue.append_many([group for group, _ in batch])
-            except Exception as error:
-                for _, waiting in batch:
-                    if not waiting.done():
-                        waiting.set_exception(error)
-            else:
-                for (_, waiting), outcome in zip(batch, outcomes, strict=True):
-                    if not waiting.done():
-                        waiting.set_result(outcome)
+            groups, waiting = zip(*batch, strict=True)
+            await answer_all(waiting, self.queue.append_many(groups))

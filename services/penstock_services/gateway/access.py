@@ -32,8 +32,7 @@ class Caller:
     """A key can be removed while a stream is open."""
 
     def check(self, scope: Scope, operation: str) -> None:
-        """Raise PermissionDenied unless this caller has `scope` or a higher one, and Unauthenticated if its key was
-        removed."""
+        """Raise PermissionDenied unless the caller has `scope` or a higher one, Unauthenticated if its key is gone."""
         if not self.has_valid_key():
             raise Unauthenticated(f"the key {self.name!r} is no longer valid")
         if SCOPES.index(self.scope) < SCOPES.index(scope):
@@ -51,8 +50,7 @@ class Access:
 
     @classmethod
     def load(cls, config: GatewayConfig, folder: Path) -> Access:
-        """Read the keys. A gateway on loopback that has none configured makes one, in `gateway.key` in the run's
-        folder, unless it is there."""
+        """Read the keys. A gateway on loopback without any makes one, in `gateway.key` in the run's folder."""
         check_keys(config)
         if config.keys_file is None and config.api_key_file is None:
             make_own_key(folder)
@@ -176,11 +174,15 @@ class AllowedHosts:
         if not host or self.takes_any:
             return True
         name = _hostname(f"//{host}")
-        return name in self.names or name.endswith(".localhost") or _is_address(name)
+        if name in self.names or name.endswith(".localhost"):
+            return True
+        try:
+            return bool(ipaddress.ip_address(name))
+        except ValueError:
+            return False
 
     def allow_origin(self, origin: str, host: str) -> bool:
-        """Whether a page of this origin may call: a page of the gateway itself, or of a host that is allowed by
-        name."""
+        """Whether a page of this origin may call: the gateway's own, or one of a host that is allowed by name."""
         scheme, _, place = origin.lower().partition("://")
         if scheme not in ("http", "https") or not place:
             return False
@@ -192,11 +194,3 @@ def _hostname(url: str) -> str:
         return "" if "@" in url else urlsplit(url).hostname or ""
     except ValueError:
         return ""
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True

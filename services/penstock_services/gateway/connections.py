@@ -20,8 +20,7 @@ from penstock_services.gateway import problems
 SWEEP_S = 0.5
 """Pause between two looks for connections that stand still."""
 DISCARD_TIMEOUT_S = 5.0
-"""How long the rest of a body is read after the request was refused: most clients read the answer only after they have
-sent everything."""
+"""How long the rest of a refused body is read: most clients read the answer only after they have sent everything."""
 
 
 class Connections:
@@ -108,11 +107,11 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        if self._bytes_without_progress > self.limits.max_header_bytes and self._header_bytes() > (
-            self.limits.max_header_bytes
-        ):
-            self._refuse_headers()
-            raise httptools.HttpParserError("the headers are too large")
+        if self._bytes_without_progress > self.limits.max_header_bytes:
+            num_bytes = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+            if num_bytes > self.limits.max_header_bytes:
+                self._refuse_headers()
+                raise httptools.HttpParserError("the headers are too large")
         self._reads_headers, self._bytes_without_progress = False, 0
         self._read_due = self.loop.time() + self.limits.body_timeout_s + DISCARD_TIMEOUT_S
         super().on_headers_complete()
@@ -143,8 +142,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._refuse(400, "BAD_REQUEST", msg)
 
     def check(self, now: float) -> None:
-        """Close the connection if the client has been too slow. Reading that the gateway itself has paused counts as
-        progress."""
+        """Close the connection if the client has been too slow. Reading that the gateway paused counts as progress."""
         if now >= self._write_due:
             self.transport.abort()
         elif now >= self._read_due and not self.flow.read_paused:
@@ -153,16 +151,12 @@ class LimitedProtocol(HttpToolsProtocol):
             else:
                 self.transport.close()
 
-    def _header_bytes(self) -> int:
-        return len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
-
     def _refuse_headers(self) -> None:
         detail = f"the headers are larger than {self.limits.max_header_bytes} bytes"
         self._refuse(431, "HEADERS_TOO_LARGE", detail)
 
     def _refuse(self, status: int, reason: str, detail: str) -> None:
-        """Answer without any route and close the connection. An answer that is under way is not interrupted by another
-        one."""
+        """Answer without any route and close the connection. Does not interrupt an answer that is under way."""
         if self._is_refused or self.transport.is_closing():
             return
         self._is_refused = True

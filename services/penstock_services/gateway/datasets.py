@@ -77,7 +77,7 @@ class DatasetHandlers(Handlers):
         validation.check_sampling(request.sampling)
         sampling = sampling_from_proto(request.sampling)
         prompts = await asyncio.to_thread(lambda: list(self._read(path, request.num_samples, sampling)))
-        name, digest = self._feed_name(path), await asyncio.to_thread(_digest, path)
+        name, digest = f"upload-{path.stem}", await asyncio.to_thread(_digest, path)
         feed = await self.queue.feed(name, digest, 0, [], [])
         while feed.fingerprint == digest and feed.position < len(prompts):
             chunk = prompts[feed.position : feed.position + SUBMITTED_AT_ONCE]
@@ -120,7 +120,7 @@ class DatasetHandlers(Handlers):
     async def _describe(self, path: Path) -> datasets_pb2.Dataset:
         num_prompts = await asyncio.to_thread(self._count, path)
         digest = await asyncio.to_thread(_digest, path)
-        feed = await self.queue.feed(self._feed_name(path), digest, 0, [], [])
+        feed = await self.queue.feed(f"upload-{path.stem}", digest, 0, [], [])
         return datasets_pb2.Dataset(
             name=path.stem,
             format=path.suffix.removeprefix("."),
@@ -140,9 +140,6 @@ class DatasetHandlers(Handlers):
         if not num_prompts:
             raise InvalidInput(str(path), "holds no prompts")
         return num_prompts
-
-    def _feed_name(self, path: Path) -> str:
-        return f"upload-{path.stem}"
 
 
 def _digest(path: Path) -> str:

@@ -258,7 +258,8 @@ class GenerateHandlers(Handlers):
                 return
             except grpc.aio.AioRpcError as error:
                 failure = _translated(error, server)
-                if session is not None and session.replaced and _is_of_template(failure):
+                is_of_template = type(failure) is InvalidInput and failure.field == "messages"
+                if session is not None and session.replaced and is_of_template:
                     session.begin_again(request)
                     untried.appendleft(server)
                     continue
@@ -307,11 +308,6 @@ def _extend(whole: generate_pb2.GenerateChunk, chunk: generate_pb2.GenerateChunk
     whole.MergeFrom(chunk)
     for name, value in joined.items():
         setattr(whole, name, value)
-
-
-def _is_of_template(error: PenstockError) -> bool:
-    """Whether the model's chat template cannot render the messages."""
-    return type(error) is InvalidInput and error.field == "messages"
 
 
 def _translated(error: grpc.aio.AioRpcError, server: ServerRecord) -> PenstockError:

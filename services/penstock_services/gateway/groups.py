@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -57,8 +58,7 @@ class GroupReader:
     async def decoded(self, prompt_ids: Sequence[int]) -> list[Group]:
         """The groups of these prompts that are queued and can be decoded."""
         deliveries = await self.queue.fetch(prompt_ids)
-        groups = [await asyncio.to_thread(_decode, delivery) for delivery in deliveries]
-        return [group for group in groups if group is not None]
+        return await asyncio.to_thread(lambda: [group for delivery in deliveries for group in _decode(delivery)])
 
     async def with_details(self, group: Group) -> groups_pb2.Group:
         """The group with the text of its tokens and the learner's log-probs, where they are known."""
@@ -120,12 +120,11 @@ class GroupHandlers(Handlers):
         return SamplePage(select(folder, wanted, page_size, order, GROUPS_LOOKED_AT), None)
 
 
-def _decode(delivery: Delivery) -> Group | None:
-    """None for a group that the learner will dead-letter."""
-    try:
-        return decode_group(delivery.payload)
-    except PoisonGroup:
-        return None
+def _decode(delivery: Delivery) -> list[Group]:
+    """The group; none if the learner will dead-letter it."""
+    with contextlib.suppress(PoisonGroup):
+        return [decode_group(delivery.payload)]
+    return []
 
 
 def _filter(request: groups_pb2.ListSamplesRequest) -> SampleFilter:

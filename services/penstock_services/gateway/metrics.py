@@ -267,10 +267,6 @@ class GatewayMetrics:
         """A context manager that counts and times one request."""
         return Observation(self.requests, protocol)
 
-    def set_keys(self, num_keys: int, num_broken_files: int) -> None:
-        self.keys.set(num_keys)
-        self.broken_key_files.set(num_broken_files)
-
     def render(self, snapshot: RunSnapshot | None) -> bytes:
         """Metrics in the Prometheus text format. Without a snapshot the run's series are absent instead of stale."""
         self.run.snapshot = snapshot

@@ -54,7 +54,7 @@ def api_document(operations: Sequence[Operation]) -> dict[str, Any]:
     """The OpenAPI document of these operations."""
     shown = [operation for operation in operations if operation.path and operation.is_documented]
     uses: list[tuple[type[BaseModel], JsonSchemaMode]] = [(Problem, "serialization")]
-    uses += [(one.takes, "validation") for one in shown if one.takes is not None and _has_body(one)]
+    uses += [(one.takes, "validation") for one in shown if one.takes is not None and one.has_body]
     uses += [(one.answer, "serialization") for one in shown if not isinstance(one.answer, str)]
     schemas, definitions = models_json_schema(list(dict.fromkeys(uses)), ref_template="#/components/schemas/{model}")
     paths: dict[str, dict[str, Any]] = {}
@@ -71,8 +71,9 @@ def api_document(operations: Sequence[Operation]) -> dict[str, Any]:
 
 def _described(operation: Operation, schemas: Any) -> dict[str, Any]:
     problem = {"application/problem+json": {"schema": schemas[Problem, "serialization"]}}
+    resource = re.match(r"/v1/(?:runs/\{run\}/)?([a-z-]+)", operation.path)
     described: dict[str, Any] = {
-        "tags": [_tag(operation.path)],
+        "tags": [resource[1] if resource else "service"],
         "summary": operation.name.replace("_", " ").capitalize(),
         "operationId": operation.name,
         "parameters": _parameters(operation),
@@ -83,7 +84,7 @@ def _described(operation: Operation, schemas: Any) -> dict[str, Any]:
     }
     if operation.method.__doc__:
         described["description"] = " ".join(operation.method.__doc__.split())
-    if operation.takes is not None and _has_body(operation):
+    if operation.takes is not None and operation.has_body:
         content = {"application/json": {"schema": schemas[operation.takes, "validation"]}}
         described["requestBody"] = {"required": True, "content": content}
     if operation.scope is None:
@@ -102,16 +103,11 @@ def _success(operation: Operation, schemas: Any) -> dict[str, Any]:
 
 
 def _parameters(operation: Operation) -> list[dict[str, Any]]:
-    found = [
-        {
-            "name": name,
-            "in": "path",
-            "required": True,
-            "schema": {"type": "integer" if name == "prompt_id" else "string"},
-        }
-        for name in re.findall(r"\{(\w+)\}", operation.path)
+    kinds = {name: "integer" if name == "prompt_id" else "string" for name in re.findall(r"\{(\w+)\}", operation.path)}
+    found: list[dict[str, Any]] = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": kind}} for name, kind in kinds.items()
     ]
-    if operation.takes is not None and not _has_body(operation):
+    if operation.takes is not None and not operation.has_body:
         schema = operation.takes.model_json_schema()
         required = schema.get("required", ())
         for name, field in schema["properties"].items():
@@ -119,16 +115,6 @@ def _parameters(operation: Operation) -> list[dict[str, Any]]:
     if operation.header is not None:
         found.append({"name": operation.header[0].title(), "in": "header", "schema": {"type": "string", "default": ""}})
     return found
-
-
-def _has_body(operation: Operation) -> bool:
-    return operation.verb in ("POST", "PUT")
-
-
-def _tag(path: str) -> str:
-    """The resource that a path is about: the part after `/v1/runs/{run}/` or `/v1/`."""
-    inner = re.match(r"/v1/(?:runs/\{run\}/)?([a-z-]+)", path)
-    return inner[1] if inner else "service"
 
 
 class PageHandlers:

@@ -77,6 +77,10 @@ class Operation:
     def name(self) -> str:
         return self.method.__name__
 
+    @property
+    def has_body(self) -> bool:
+        return self.verb in ("POST", "PUT")
+
     @cached_property
     def request(self) -> type[Message]:
         return GetMessageClass(self.rpcs[0].input_type)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from google.protobuf.message import Message
 
 from penstock.api.records import Int64, Page, Policy, PolicyComparison, PolicyPage, Record, Unpinned
+from penstock.cancellation import end_task
 from penstock.errors import Conflict, InvalidInput, NotFound, PenstockError
 from penstock.store.fleet import SERVING_STATES, Fleet
 from penstock.store.policies import PolicyRegistry
@@ -210,7 +211,9 @@ class CurrentPolicy:
         try:
             while not self.stopping.is_set():
                 woken.clear()
-                self._start_poller()
+                if self._poller is None:
+                    self._policy, self._error = b"", None
+                    self._poller = asyncio.create_task(self._poll(), name="current policy")
                 if self._policy not in (b"", seen):
                     seen = self._policy
                     yield policies_pb2.Policy.FromString(seen)
@@ -222,14 +225,7 @@ class CurrentPolicy:
 
     async def close(self) -> None:
         if self._poller is not None:
-            self._poller.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._poller
-
-    def _start_poller(self) -> None:
-        if self._poller is None:
-            self._policy, self._error = b"", None
-            self._poller = asyncio.create_task(self._poll(), name="current policy")
+            await end_task(self._poller)
 
     async def _poll(self) -> None:
         try:

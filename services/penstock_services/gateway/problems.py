@@ -14,14 +14,7 @@ from pydantic import ValidationError
 from starlette.responses import JSONResponse
 
 from penstock.config.loading import describe
-from penstock.errors import (
-    InvalidInput,
-    PenstockError,
-    QueueFull,
-    RateLimited,
-    Unauthenticated,
-    Unavailable,
-)
+from penstock.errors import InvalidInput, PenstockError, QueueFull, RateLimited, Unauthenticated, Unavailable
 from penstock.protocols.answers import anthropic_fields, openai_fields, retry_advice
 
 ANTHROPIC_PATH = "/v1/messages"

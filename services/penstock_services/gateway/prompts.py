@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -24,6 +24,7 @@ from penstock.api.records import (
     Submission,
     SubmittedPrompt,
 )
+from penstock.cancellation import end_task
 from penstock.errors import InvalidInput, PenstockError
 from penstock.replay.joined_submissions import JoinedSubmissions
 from penstock.replay.queue import RedisReplayQueue
@@ -48,6 +49,7 @@ _STATES: dict[PromptState, Any] = {
 _STATE_NAMES = {number: name for name, number in _STATES.items()}
 BLOCK_S = 1.0
 """Longest blocking read. When the gateway stops, its streams end within this time."""
+ANY_PROMPT = 0
 PACE_S = 0.1
 """Pause after each batch, so that a busy run wakes its watchers ten times a second and not for every result."""
 
@@ -236,8 +238,7 @@ class ResultFeed:
         self.deadline_s = 2 * redis_timeout_s
         self.block_s = min(BLOCK_S, redis_timeout_s / 2)
         self.stopping = stopping
-        self._watchers: set[asyncio.Event] = set()
-        self._prompt_waits: dict[int, set[asyncio.Event]] = {}
+        self._waits: dict[int, set[asyncio.Event]] = {}
         self._reader: asyncio.Task[None] | None = None
         self._position = ""
         """The last entry that the reader has seen."""
@@ -257,34 +258,33 @@ class ResultFeed:
         """An event that is set whenever a result of the prompt is written, and when the gateway stops.
 
         Read the prompt's state within the block: a result that is written after that read sets the event."""
-        event = asyncio.Event()
-        self._prompt_waits.setdefault(prompt_id, set()).add(event)
-        try:
+        with self._event(prompt_id) as event:
             if self._reader is None:
-                newest = await bounded(self.book.newest_entry(), self.deadline_s)
-                self._start_reader(newest)
+                self._start_reader(await bounded(self.book.newest_entry(), self.deadline_s))
             yield event
-        finally:
-            self._prompt_waits[prompt_id].discard(event)
-            if not self._prompt_waits[prompt_id]:
-                del self._prompt_waits[prompt_id]
 
     async def close(self) -> None:
         if self._reader is not None:
-            self._reader.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._reader
+            await end_task(self._reader)
+
+    @contextlib.contextmanager
+    def _event(self, prompt_id: int) -> Iterator[asyncio.Event]:
+        """An event that the reader sets for a result of the prompt, or of ANY_PROMPT."""
+        event = asyncio.Event()
+        self._waits.setdefault(prompt_id, set()).add(event)
+        try:
+            yield event
+        finally:
+            self._waits[prompt_id].discard(event)
+            if not self._waits[prompt_id]:
+                del self._waits[prompt_id]
 
     async def _wait_for_entry_after(self, entry: str) -> None:
         self._start_reader(entry)
         if entry_order(self._position) > entry_order(entry):
             return  # The reader saw it between the watcher's read and this call.
-        event = asyncio.Event()
-        self._watchers.add(event)
-        try:
+        with self._event(ANY_PROMPT) as event:
             await event.wait()
-        finally:
-            self._watchers.discard(event)
 
     def _start_reader(self, entry: str) -> None:
         if self._reader is None:
@@ -297,9 +297,11 @@ class ResultFeed:
                 found = await self.book.wait_for_results(self._position, self.block_s)
                 if found:
                     self._position = entry_of(found[-1].cursor)
-                    self._wake(found)
+                    for prompt_id in {ANY_PROMPT, *(result.prompt_id for result in found)}:
+                        for event in self._waits.get(prompt_id, ()):
+                            event.set()
                     await asyncio.sleep(PACE_S)
-                if not self._watchers and not self._prompt_waits:
+                if not self._waits:
                     return
         except PenstockError as error:
             # The watchers read again after this pause, and each reports the error to its own client.
@@ -307,12 +309,5 @@ class ResultFeed:
             await asyncio.sleep(self.block_s)
         finally:
             self._reader = None
-            for event in self._watchers.union(*self._prompt_waits.values()):
-                event.set()
-
-    def _wake(self, results: list[PromptResult]) -> None:
-        for event in self._watchers:
-            event.set()
-        for result in results:
-            for event in self._prompt_waits.get(result.prompt_id, ()):
+            for event in set().union(*self._waits.values()):
                 event.set()

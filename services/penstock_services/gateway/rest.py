@@ -152,7 +152,9 @@ class RestApp:
             return response
         try:
             if path not in self.open_paths:
-                request.caller = self.access.authenticate(_authorization(request.headers), request.request_id)
+                key = request.headers.get("x-api-key", "")  # as Anthropic's clients send it
+                authorization = request.headers.get("authorization", f"Bearer {key}" if key else "")
+                request.caller = self.access.authenticate(authorization, request.request_id)
             return await self._read_body(request)
         except PenstockError as error:
             return problems.answer_to(path, error)
@@ -191,8 +193,10 @@ class RestApp:
             detail = f"the body did not arrive within {timeout_s:g} s; send it again"
             return problems.problem(408, "REQUEST_TIMEOUT", detail, headers={"Connection": "close"})
         if len(body) > limit:
-            if has_more:
-                await _discard(request.receive)
+            with contextlib.suppress(TimeoutError):  # most clients read the answer only after they have sent everything
+                async with asyncio.timeout(DISCARD_TIMEOUT_S):
+                    while has_more:
+                        has_more = (await request.receive()).get("more_body", False)
             detail = f"the body is larger than {limit} bytes; split the request"
             return problems.problem(413, "BODY_TOO_LARGE", detail, headers={"Connection": "close"})
         if body and not _is_known_type(request.content_type):
@@ -288,8 +292,8 @@ def read_request(operation: Operation, request: HttpRequest) -> ProtoMessage:
         field = message.DESCRIPTOR.fields_by_name[name]
         setattr(message, name, text if field.type == field.TYPE_STRING else _number(name, text))
     if operation.takes is not None:
-        has_body = operation.verb in ("POST", "PUT")
-        fill(message, request.read_body(operation.takes) if has_body else request.read_query(operation.takes))
+        read = request.read_body if operation.has_body else request.read_query
+        fill(message, read(operation.takes))
     if operation.header is not None and (value := request.headers.get(operation.header[0], "")):
         header, name = operation.header
         if header == "idempotency-key" and getattr(message, name) not in ("", value):
@@ -340,20 +344,6 @@ def event_stream(operation: Operation, items: AsyncIterator[Any]) -> Response:
     return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
 
-def _authorization(headers: dict[str, str]) -> str:
-    """The Authorization header. Anthropic's clients send the key as X-Api-Key instead."""
-    key = headers.get("x-api-key", "")
-    return headers.get("authorization", f"Bearer {key}" if key else "")
-
-
 def _is_known_type(kind: str) -> bool:
     """Whether operations take bodies of this type. A page of another site cannot send any of them unasked."""
     return kind == "application/json" or kind in DATASET_TYPES or (kind.startswith("application/") and "+json" in kind)
-
-
-async def _discard(receive: Receive) -> None:
-    """Read the rest of a body for a while: most clients read the answer only after they have sent everything."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(DISCARD_TIMEOUT_S):
-            while (await receive()).get("more_body", False):
-                pass

@@ -32,8 +32,7 @@ logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 30.0
 KEEP_ALIVE_TIMEOUT_S = 20.0
-"""The gateway pings a silent client after the first of these times, and closes the connection if the second one passes
-without an answer."""
+"""The gateway pings a client that is silent for the first time, and closes the connection after the second."""
 FASTEST_PING_S = 10.0
 """A client that pings more often than this is disconnected."""
 REFLECTION = f"/{reflection.SERVICE_NAME}/ServerReflectionInfo"
@@ -117,9 +116,18 @@ class Servicers(grpc.GenericRpcHandler):
 
         if not rpc.server_streaming:
             return grpc.unary_unary_rpc_method_handler(self._unary(route, answer, caller))
+
+        async def opened(caller: Caller, data: bytes) -> AsyncIterator[Message]:
+            async for response in await answer(caller, data):
+                yield response
+
+        async def each(caller: Caller, requests: AsyncIterator[bytes]) -> AsyncIterator[Message]:
+            async for data in requests:
+                yield await answer(caller, data)
+
         if not rpc.client_streaming:
-            return grpc.unary_stream_rpc_method_handler(self._stream(route, _opened(answer), caller))
-        return grpc.stream_stream_rpc_method_handler(self._stream(route, _each(answer), caller))
+            return grpc.unary_stream_rpc_method_handler(self._stream(route, opened, caller))
+        return grpc.stream_stream_rpc_method_handler(self._stream(route, each, caller))
 
     def _refusal(self, route: str, request_id: str, error: PenstockError) -> Any:
         async def behaviour(_: Any, context: Context) -> bytes:
@@ -138,8 +146,11 @@ class Servicers(grpc.GenericRpcHandler):
             bind(request_id=request_id)
             try:
                 yield
-            except Exception as error:
-                failure = _failure(route, error)
+            except PenstockError as error:
+                failure = error
+            except Exception:
+                logger.exception("%s failed", route)
+                failure = PenstockError("the gateway failed to answer; its log says why")
             else:
                 seen.code = "OK"
                 return
@@ -208,29 +219,6 @@ def _options(config: GatewayConfig) -> list[tuple[str, int]]:
 
 def _ms(seconds: float) -> int:
     return int(1000 * seconds)
-
-
-def _opened(answer: Answer) -> Callable[[Caller, Any], AsyncIterator[Message]]:
-    async def stream(caller: Caller, data: bytes) -> AsyncIterator[Message]:
-        async for response in await answer(caller, data):
-            yield response
-
-    return stream
-
-
-def _each(answer: Answer) -> Callable[[Caller, AsyncIterator[Any]], AsyncIterator[Message]]:
-    async def stream(caller: Caller, requests: AsyncIterator[bytes]) -> AsyncIterator[Message]:
-        async for data in requests:
-            yield await answer(caller, data)
-
-    return stream
-
-
-def _failure(route: str, error: Exception) -> PenstockError:
-    if isinstance(error, PenstockError):
-        return error
-    logger.error("%s failed", route, exc_info=error)
-    return PenstockError("the gateway failed to answer; its log says why")
 
 
 async def _abort(context: Context, error: PenstockError) -> None:

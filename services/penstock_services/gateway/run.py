@@ -158,7 +158,8 @@ class ProbeHandlers:
         """Metrics. The gateway's own are there even when Redis does not answer."""
         snapshot = await self._take_snapshot()
         self.access.refresh()
-        self.metrics.set_keys(len(self.access.keys), len(self.access.problems))
+        self.metrics.keys.set(len(self.access.keys))
+        self.metrics.broken_key_files.set(len(self.access.problems))
         return Response(self.metrics.render(snapshot), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _snapshot(self) -> RunSnapshot | None:

@@ -16,7 +16,6 @@ import ssl
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import grpc
@@ -54,7 +53,11 @@ async def serve(config: RunConfig, ready: Ready | None = None, stop: asyncio.Eve
     Once both ports listen, `gateway.json` in the run's folder has their numbers, and `ready` is called with the host,
     the REST port and the gRPC port."""
     check(config)
-    _make_folder(config.folder)
+    try:
+        config.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        text = f"the run's folder {config.folder} cannot be created ({error.strerror}); set run_dir"
+        raise ConfigError(text) from error
     access = Access.load(config.gateway, config.folder)
     stop = stop or asyncio.Event()
     async with contextlib.AsyncExitStack() as stack:
@@ -154,7 +157,9 @@ def _listen(host: str, port: int, setting: str) -> socket.socket:
         listener.listen(2048)
     except OSError as error:
         listener.close()
-        raise _port_error(host, port, setting, error) from error
+        is_used = error.errno == errno.EADDRINUSE
+        why, what = ("is in use", "a free one") if is_used else (f"cannot be opened ({error.strerror})", "another")
+        raise Unavailable(f"port {port} on {host} {why}; set {setting} to {what} or 0") from error
     return listener
 
 
@@ -174,12 +179,6 @@ def _add_port(rpc: grpc.aio.Server, config: GatewayConfig) -> int:
     return bound
 
 
-def _port_error(host: str, port: int, setting: str, error: OSError) -> Unavailable:
-    if error.errno == errno.EADDRINUSE:
-        return Unavailable(f"port {port} on {host} is in use; set {setting} to a free one or 0")
-    return Unavailable(f"port {port} on {host} cannot be opened ({error.strerror}); set {setting} to another or 0")
-
-
 @contextlib.contextmanager
 def _signals(stop: asyncio.Event) -> Iterator[None]:
     """SIGTERM and SIGINT set `stop`. Outside the main thread signals cannot be caught, so nothing is done."""
@@ -194,13 +193,6 @@ def _signals(stop: asyncio.Event) -> Iterator[None]:
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"the run's folder {folder} cannot be created ({error.strerror}); set run_dir") from error
 
 
 @contextlib.contextmanager

@@ -17,7 +17,6 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 from penstock.config.run import RunConfig
 from penstock.errors import Conflict, ModelNotFound, PenstockError, Unavailable
@@ -95,18 +94,6 @@ class ReadyServersView:
         return ReadyServers(ready, reading.read_at + self.max_silence_s - longest_ms / 1000)
 
 
-@dataclass(frozen=True)
-class Unpinned:
-    """Servers that answer calls for no version in particular."""
-
-    servers: Sequence[ServerRecord]
-
-    @cached_property
-    def newest(self) -> int:
-        """The newest version that one of them serves. There must be one."""
-        return max(server.policy_version for server in self.servers)
-
-
 class ServerChoice:
     """Chooses servers of one run. `running` has the number of this gateway's calls to each."""
 
@@ -117,7 +104,7 @@ class ServerChoice:
         self.running: Counter[str] = Counter()
         self._chosen: Counter[str] = Counter()
         """How often each server was the first choice. Servers that are equally busy take turns."""
-        self._last_unpinned: tuple[ReadyServers, Mapping[str, int], Unpinned] | None = None
+        self._last_unpinned: tuple[ReadyServers, Mapping[str, int], list[ServerRecord], int] | None = None
 
     async def choose(
         self, key_name: str, request: generate_pb2.GenerateRequest, known: Sequence[str]
@@ -135,7 +122,7 @@ class ServerChoice:
         compared = fit if len(fit) <= MAX_COMPARED else random.sample(fit, MAX_COMPARED)
         servers = heapq.nsmallest(MAX_TRIES, compared, key=self._busyness)
         if known and self.config.gateway.sessions.sticky:
-            newest = version if version is not None else self._unpinned(ready, pins).newest
+            newest = version if version is not None else self._unpinned(ready, pins)[1]
             mine = [ready.by_id[server_id] for server_id in known if server_id in ready.by_id]
             servers = self._with_known_first(servers, _fitting(mine, version, pins), newest)
         self._chosen[servers[0].server_id] += 1
@@ -148,13 +135,16 @@ class ServerChoice:
 
     def _fit(self, ready: ReadyServers, version: int | None, pins: Mapping[str, int]) -> Sequence[ServerRecord]:
         """All servers that may answer a call for the version."""
-        return self._unpinned(ready, pins).servers if version is None else ready.by_version.get(version, [])
+        return self._unpinned(ready, pins)[0] if version is None else ready.by_version.get(version, [])
 
-    def _unpinned(self, ready: ReadyServers, pins: Mapping[str, int]) -> Unpinned:
-        """The servers that are not pinned. They are found once for each reading of the fleet, not for each call."""
+    def _unpinned(self, ready: ReadyServers, pins: Mapping[str, int]) -> tuple[list[ServerRecord], int]:
+        """The servers that are not pinned, and the newest version that one of them serves. They are found once for
+        each reading of the fleet, not for each call."""
         if self._last_unpinned is None or self._last_unpinned[0] is not ready or self._last_unpinned[1] != pins:
-            self._last_unpinned = ready, pins, Unpinned(_fitting(ready.servers, None, pins))
-        return self._last_unpinned[2]
+            servers = _fitting(ready.servers, None, pins)
+            newest = max((server.policy_version for server in servers), default=-1)
+            self._last_unpinned = ready, pins, servers, newest
+        return self._last_unpinned[2:]
 
     def _busyness(self, server: ServerRecord) -> tuple[int, int, int]:
         server_id = server.server_id
@@ -175,8 +165,7 @@ class ServerChoice:
 
 
 def _fitting(servers: Sequence[ServerRecord], version: int | None, pins: Mapping[str, int]) -> list[ServerRecord]:
-    """Those of the servers that may answer a call for the version. A pinned one answers only calls that name its
-    version."""
+    """The servers that may answer a call for the version. A pinned one answers only calls that name its version."""
     return [
         server
         for server in servers

@@ -43,7 +43,8 @@ def checked_prompts(
         raise InvalidInput("prompts", f"a request may have {max_prompts}, not {len(prompts)}; split it")
     checked = []
     for index, prompt in enumerate(prompts):
-        complete = prompt if _is_complete(prompt) else _with_defaults(prompt)
+        is_complete = prompt.HasField("sampling") and prompt.ground_truth_json and prompt.extra_info_json
+        complete = prompt if is_complete else _with_defaults(prompt)
         try:
             _check_prompt(complete, evaluation_id)
         except InvalidInput as error:
@@ -124,18 +125,13 @@ def check_name(field: str, name: str) -> None:
         raise InvalidInput(field, "must be 1 to 128 letters, digits or . _ : - and start with a letter or digit")
 
 
-def _is_complete(prompt: prompts_pb2.Prompt) -> bool:
-    return bool(prompt.HasField("sampling") and prompt.ground_truth_json and prompt.extra_info_json)
-
-
 def _with_defaults(prompt: prompts_pb2.Prompt) -> prompts_pb2.Prompt:
     complete = prompts_pb2.Prompt()
     complete.CopyFrom(prompt)
-    default = _DEFAULT
     if not complete.HasField("sampling"):
-        complete.sampling.CopyFrom(default.sampling)
-    complete.ground_truth_json = complete.ground_truth_json or default.ground_truth_json
-    complete.extra_info_json = complete.extra_info_json or default.extra_info_json
+        complete.sampling.CopyFrom(_DEFAULT.sampling)
+    complete.ground_truth_json = complete.ground_truth_json or _DEFAULT.ground_truth_json
+    complete.extra_info_json = complete.extra_info_json or _DEFAULT.extra_info_json
     return complete
 
 

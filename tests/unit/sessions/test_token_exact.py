@@ -12,13 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.api.conversion import chat_message
 from penstock.codec import decode_group, encode_group
 from penstock.config.service import ReplayConfig, SessionLimits
 from penstock.trajectory import Group, Sampling, Trajectory, VersionSegment
 from penstock.v1 import generate_pb2, groups_pb2, prompts_pb2
 from penstock_learner.loop.batches import reason_to_discard
 from penstock_services.gateway.sessions.conversation_keys import message_keys
-from penstock_services.gateway.sessions.recorder import SessionCall, SessionRecorder, message_of
+from penstock_services.gateway.sessions.recorder import SessionCall, SessionRecorder
 from penstock_services.gateway.sessions.trajectories import RewardedSession, shared_prompts
 from penstock_services.gateway.sessions.tree import SessionTree
 from support.memory_sessions import MemorySessionStore
@@ -80,7 +81,7 @@ class Engine:
         if request.token_ids:
             return np.frombuffer(request.token_ids, dtype="<i4").tolist()  # type: ignore[no-any-return]
         between = [END] if history and history[-1] != END else []
-        return [*history, *between, *rendered([message_of(m) for m in request.messages]), ASSISTANT]
+        return [*history, *between, *rendered([chat_message(m) for m in request.messages]), ASSISTANT]
 
     def answer(self, request: generate_pb2.GenerateRequest) -> tuple[Sampled, generate_pb2.GenerateChunk]:
         ids = self.draw(st.lists(st.sampled_from([5, 6, 7, 8, SPACE]), min_size=1, max_size=5))

@@ -30,7 +30,7 @@ from penstock_services.gateway import validation
 from penstock_services.gateway.operations import IDEMPOTENCY_KEY, Handlers, bounded, operation
 from penstock_services.gateway.sessions.recorder import SessionRecorder
 from penstock_services.gateway.sessions.rewards import SessionRewards
-from penstock_services.gateway.sessions.tree import Call, SessionTree
+from penstock_services.gateway.sessions.tree import SessionTree
 
 DEFAULT_TOKENS = 20_000
 MAX_TOKENS = 100_000
@@ -160,12 +160,15 @@ class SessionHandlers(Handlers):
     def _add_tokens(self, node: sessions_pb2.SessionNode, tree: SessionTree, number: int, max_tokens: int) -> int:
         """Add the first `max_tokens` tokens of a call. Returns how many it has added."""
         call = tree.calls[number]
-        inserted = _inserted(tree, number)[:max_tokens]
+        inserted = (tree.prompt_ids(number) if tree.parent(number) is None else call.extra)[:max_tokens]
         sampled = call.token_ids[: max_tokens - len(inserted)]
         node.inserted_token_ids = inserted.astype("<i4").tobytes()
         node.token_ids = sampled.astype("<i4").tobytes()
         node.log_probs = call.log_probs[: len(sampled)].astype("<f4").tobytes()
-        node.policy_versions = _versions(call)[: len(sampled)].astype("<i8").tobytes()
+        versions = np.zeros(len(call.token_ids), dtype="<i8")
+        for segment in call.segments:
+            versions[segment.start : segment.end] = segment.policy_version
+        node.policy_versions = versions[: len(sampled)].tobytes()
         if self.texts.is_known:
             node.inserted_tokens[:] = self.texts.tokens(inserted.tolist())
             node.tokens[:] = self.texts.tokens(sampled.tolist())
@@ -187,19 +190,6 @@ def _node(tree: SessionTree, number: int) -> sessions_pb2.SessionNode:
         token_ids=b"",
         log_probs=b"",
     )
-
-
-def _inserted(tree: SessionTree, number: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-    """The part of a call's prompt that comes after its parent's tokens."""
-    return tree.prompt_ids(number) if tree.parent(number) is None else tree.calls[number].extra
-
-
-def _versions(call: Call) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """The policy version of each sampled token."""
-    versions = np.zeros(len(call.token_ids), dtype=np.int64)
-    for segment in call.segments:
-        versions[segment.start : segment.end] = segment.policy_version
-    return versions
 
 
 @dataclass

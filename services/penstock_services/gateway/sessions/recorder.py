@@ -9,16 +9,15 @@ each call asks Redis for the calls that other gateways have recorded meanwhile.
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from penstock.api.conversion import chat_message
 from penstock.protocols.conversation import AnswerMessage
 from penstock.sessions.session_store import SessionStore
 from penstock.v1 import generate_pb2, groups_pb2, prompts_pb2, sessions_pb2
@@ -159,7 +158,8 @@ class SessionRecorder:
             self._num_bytes -= self._trees.popitem(last=False)[1].num_bytes
 
     def _match_messages(self, call: SessionCall, request: generate_pb2.GenerateRequest) -> None:
-        keys = call.keys = message_keys([message_of(message) for message in request.messages], _context(request))
+        others = f"{request.tools_json} {request.template_arguments_json}"
+        keys = call.keys = message_keys([chat_message(message) for message in request.messages], others)
         for place in range(len(request.messages) - 1, 0, -1):
             for key in (keys.by_message[place], keys.by_text[place]):
                 if (number := call.tree.by_key.get(key)) is not None:
@@ -178,26 +178,9 @@ class SessionRecorder:
                 return
 
 
-def message_of(message: prompts_pb2.Message) -> dict[str, Any]:
-    fields = json.loads(message.fields_json) if message.fields_json else {}
-    return {"role": message.role, "content": message.content, **fields}
-
-
-def answer_message(answer: generate_pb2.GenerateChunk) -> dict[str, Any]:
-    """The answer as the message that a client gets, and sends back."""
-    whole = AnswerMessage()
-    whole.add(answer)
-    return message_of(whole.message.to_proto())
-
-
 def _continue(call: SessionCall, request: generate_pb2.GenerateRequest, number: int) -> None:
     call.continued = number
     request.history_token_ids = call.tree.ids(number).astype("<i4").tobytes()
-
-
-def _context(request: generate_pb2.GenerateRequest) -> str:
-    """What shapes the prompt besides the messages."""
-    return f"{request.tools_json} {request.template_arguments_json}"
 
 
 def _keys_after(
@@ -210,7 +193,9 @@ def _keys_after(
     if not answer.token_ids or answer.finish_reason == groups_pb2.Trajectory.ABORTED:
         return (), 0
     if call.keys is not None:
-        return call.keys.then(answer_message(answer)), 0
+        whole = AnswerMessage()
+        whole.add(answer)
+        return call.keys.then(chat_message(whole.message.to_proto())), 0
     if call.text is not None and not has_stop:
         text = call.text + answer.text
         return (text_key(text),), len(text)

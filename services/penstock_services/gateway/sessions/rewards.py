@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from redis.exceptions import RedisError
 
@@ -106,7 +106,9 @@ class SessionRewards:
             sessions.append(RewardedSession(tree, reward.reward, reward.parts))
         prompts = await asyncio.to_thread(shared_prompts, sessions)
         groups = [self._offered(number, prompt, data_source) for number, prompt in enumerate(prompts)]
-        accepted = await self.queue.accept(groups, Origin(ORIGIN, _unique(name, sessions))) if groups else []
+        # A name that is used again, after its session was forgotten, has another first call, so its own prompt ids.
+        first = next((call.call_id for session in sessions for call in session.tree.calls), "")
+        accepted = await self.queue.accept(groups, Origin(ORIGIN, f"{name}:{first}")) if groups else []
         if any(outcome == "full" for _, outcome in accepted):
             raise QueueFull("the queue has no room for the session; it is added later, or send the reward again")
         return await self.store.finish(name, list(rewards), tuple(prompt_id for prompt_id, _ in accepted))
@@ -129,10 +131,3 @@ class SessionRewards:
             finished_at_ms=int(time.time() * 1000),
         )
         return OfferedGroup(number, encode_prompt(prompt), prompt.priority, group)
-
-
-def _unique(name: str, sessions: Sequence[RewardedSession]) -> str:
-    """The name with the id of the first call. A name that is used again, after its session was forgotten, has another
-    first call, so it gets its own prompt ids."""
-    calls = (call for session in sessions for call in session.tree.calls)
-    return f"{name}:{next(calls).call_id}"

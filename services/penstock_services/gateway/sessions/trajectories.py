@@ -88,6 +88,8 @@ def _trajectory(path: _Path, num_shared: int, sampling: Sampling) -> Trajectory:
     samplings: list[tuple[Sampling, int]] = []
     """The sampling of each call, and the number of tokens after it."""
     num_tokens = 0
+    calls = [path.session.tree.calls[number] for number in path.calls]
+    version = next(segment.policy_version for call in calls for segment in call.segments)
 
     def insert(inserted: Ids, version: int) -> None:
         nonlocal num_tokens
@@ -98,9 +100,8 @@ def _trajectory(path: _Path, num_shared: int, sampling: Sampling) -> Trajectory:
             segments.append(VersionSegment(num_tokens, num_tokens + len(inserted), version))
             num_tokens += len(inserted)
 
-    for place, number in enumerate(path.calls):
-        call = path.session.tree.calls[number]
-        version = segments[-1].policy_version if segments else _first_version(path)
+    for place, (number, call) in enumerate(zip(path.calls, calls, strict=True)):
+        version = segments[-1].policy_version if segments else version
         insert(call.extra if place else path.prompt[num_shared:], version)
         ids.append(call.token_ids)
         masks.extend([int(number in path.trained)] * len(call.token_ids))
@@ -115,15 +116,10 @@ def _trajectory(path: _Path, num_shared: int, sampling: Sampling) -> Trajectory:
         segments=_merged(segments),
         reward=path.session.reward,
         reward_parts=dict(path.session.reward_parts),
-        finish_reason=path.session.tree.calls[path.calls[-1]].finish_reason,
+        finish_reason=calls[-1].finish_reason,
         sampling_segments=_sampling_segments(samplings, sampling),
         episode=path.episode,
     )
-
-
-def _first_version(path: _Path) -> int:
-    calls = (path.session.tree.calls[number] for number in path.calls)
-    return next(segment.policy_version for call in calls for segment in call.segments)
 
 
 def _merged(segments: Sequence[VersionSegment]) -> tuple[VersionSegment, ...]:

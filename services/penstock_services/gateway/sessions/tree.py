@@ -136,8 +136,7 @@ class SessionTree:
         return best
 
     def paths(self) -> list[tuple[int, ...]]:
-        """The numbers of the calls of each path, from its first call to its last one. Every call with sampled tokens is
-        on at least one path."""
+        """The numbers of the calls of each path, in order. Every call with sampled tokens is on at least one path."""
         inner: set[int] = set()
         sampled = [number for number, call in enumerate(self.calls) if len(call.token_ids)]
         for number in sampled:

@@ -138,7 +138,6 @@ class LocalRun:
 
     @property
     def client(self) -> PenstockClient:
-        """A client of the run's gateway, within the block."""
         assert self._client is not None, "the gateway is not up"
         return self._client
 

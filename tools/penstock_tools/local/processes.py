@@ -171,7 +171,6 @@ class ProcessGroup:
         self._kill_tree(child.process.pid)
 
     def remove(self, child: Child) -> None:
-        """Forget a child that has ended."""
         self.children.remove(child)
         self._forget(child)
 
@@ -220,7 +219,6 @@ class ProcessGroup:
             _kill(reversed(_tree(psutil.Process(pid))))
 
     def _kill_session(self, leader: int) -> None:
-        """Kill the descendants that are in the session of a child that has ended."""
         left = []
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(ProcessLookupError):
@@ -246,7 +244,6 @@ def _kill(processes: Iterable[psutil.Process]) -> None:
 
 
 def _tree(root: psutil.Process) -> list[psutil.Process]:
-    """A process and its descendants."""
     try:
         return [root, *root.children(recursive=True)]
     except psutil.NoSuchProcess:
@@ -268,10 +265,8 @@ class Restart:
 
     name: str
     text: str
-    """One line that says how it ended."""
     delay_s: float
     number: int
-    """1 for the first restart."""
 
 
 class Restarts:

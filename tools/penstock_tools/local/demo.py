@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rich.console import Console
@@ -240,8 +241,4 @@ def print_summary(config: RunConfig, summary: dict[str, Any], history: History) 
 
 
 def _smooth(values: Sequence[float], window: int) -> list[float]:
-    means = []
-    for index in range(len(values)):
-        recent = values[max(0, index - window + 1) : index + 1]
-        means.append(sum(recent) / len(recent))
-    return means
+    return [fmean(values[max(0, index - window + 1) : index + 1]) for index in range(len(values))]

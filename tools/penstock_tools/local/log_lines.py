@@ -1,5 +1,5 @@
-"""What `penstock up` and `penstock demo` print about a run, each once: the phases of its start, what goes wrong, and why
-it does not learn or is slow, once that has held for a while. Nothing here waits or prints."""
+"""What `penstock up` and `penstock demo` print about a run, each once: the phases of its start, what goes wrong, and
+why it does not learn or is slow, once that has held for a while. Nothing here waits or prints."""
 
 from __future__ import annotations
 

@@ -21,7 +21,6 @@ from typing import IO
 import psutil
 
 from penstock.api.records import Server
-from penstock.config.run import RunConfig
 from penstock.errors import ProcessDied
 from penstock_tools.local.orphan_cleanup import GRACE_S, OrphanCleanup
 
@@ -334,12 +333,6 @@ class HungServers:
         self._silent_s: dict[str, float] = {}
         self.newly_silent: dict[str, float] = {}
         """Servers that the two newest looks have found without a recent heartbeat, and the one before them has not."""
-
-    @classmethod
-    def of(cls, config: RunConfig) -> HungServers:
-        # A server that loads a snapshot sends no heartbeat meanwhile, and has `push_timeout_s` for it.
-        recent_s = config.replay.lease_ttl_s
-        return cls(recent_s, recent_s + config.weights.push_timeout_s)
 
     def look(
         self, servers: Sequence[Server] | None, may_hang: Collection[str], stopped: Collection[str] = ()

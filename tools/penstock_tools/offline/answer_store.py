@@ -1,8 +1,8 @@
 """Keeps the answers of an offline generation on disk, so that an interrupted one can continue.
 
 Finished rows are written to parts in a folder next to the output, `answers.parquet.parts`, with the settings they were
-made with. A part is whole or absent, and no row is in two parts. Once all rows are there, `finish` merges the parts into
-`answers.parquet` in the order of the dataset and removes the folder.
+made with. A part is whole or absent, and no row is in two parts. Once all rows are there, `finish` merges the parts
+into `answers.parquet` in the order of the dataset and removes the folder.
 """
 
 from __future__ import annotations

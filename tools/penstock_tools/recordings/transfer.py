@@ -118,4 +118,4 @@ def _priority(path: Path, row: int, prompt: bytes) -> int:
     try:
         return prompts_pb2.Prompt.FromString(prompt).priority
     except DecodeError as error:
-        raise InvalidInput(f"{path} row {row}: prompt", "is not an encoded prompt; leave the row out") from error
+        raise InvalidInput(f"{path} row {row}: prompt", "is not an encoded prompt; remove the row") from error

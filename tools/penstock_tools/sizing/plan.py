@@ -41,8 +41,7 @@ class RolePlan:
     num_gpus: int
     """0 if it shares the GPUs of another role. For a rollout server, its tensor parallelism."""
     moments: tuple[MemoryUse, ...]
-    """The moments at which its fullest rank needs the most memory. Empty if it needs none of its own, or if this is not
-    known."""
+    """When its fullest rank needs the most memory. Empty if it needs no separate memory, or if this is not known."""
 
     @property
     def terms(self) -> tuple[Term, ...]:

@@ -362,7 +362,7 @@ class Expansion:
                 pieces.append((raw[at + 1 : end - 1], True))
             elif letter == '"' and not in_quotes:
                 inner = self._pieces(raw[at + 1 : end - 1], in_quotes=True)
-                # `"$@"` without arguments is no word at all, and not an empty one.
+                # `"$@"` without arguments is not a word, not even an empty one.
                 is_empty_array = any(piece == [] for piece, _ in inner) and not any(piece for piece, _ in inner)
                 pieces += [] if is_empty_array else [("", True), *inner]
             else:

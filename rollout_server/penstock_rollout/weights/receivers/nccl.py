@@ -15,7 +15,7 @@ import torch
 from penstock.errors import WeightPushFailed, first_line_of
 from penstock.weights.cuda.nccl_group import MAX_ENQUEUED, NUM_SLOTS, NcclGroup, NcclMeeting, Relay
 from penstock.weights.manifest import wire_sizes
-from penstock_rollout.weights.reception import Arrived, Reception
+from penstock_rollout.weights.stage import Arrived, Reception
 
 logger = logging.getLogger(__name__)
 

@@ -16,11 +16,10 @@ from penstock.errors import ConfigError
 from penstock.weights.folder_tensors import tensor_shapes
 from penstock_learner.model.adapter import add_adapter
 from penstock_learner.model.causal_lm import CausalLM, load_model
-from penstock_learner.model.published_layout import fit_to_folder, model_without_weights
+from penstock_learner.model.published_layout import PushedWeights, fit_to_folder, model_without_weights
 from penstock_learner.start_check import _check_structure
-from penstock_learner.weights.gathering import PushedWeights
 from penstock_learner.weights.publisher import WeightPublisher
-from penstock_rollout.weights.model_tensors import check_adapter, merged_weights
+from penstock_rollout.weights.stage import check_adapter, merged_weights
 from support.learner_ranks import with_model
 from support.tiny_architectures import ARCHITECTURES, tiny_model
 

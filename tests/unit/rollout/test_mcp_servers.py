@@ -234,7 +234,7 @@ async def test_a_tool_that_the_server_lacks_is_named(tokenization: Tokenization,
     await loaded.close()
 
 
-def test_the_servers_of_a_tools_file_of_verl_are_refused(tmp_path: Path) -> None:
+async def test_the_servers_of_a_tools_file_of_verl_are_refused(tmp_path: Path) -> None:
     block = {"mcp_servers_config_path": "./servers.json"}
     entry = {"class_name": "verl.tools.mcp_base_tool.MCPBaseTool", "config": {"type": "mcp"}, "mcp": block}
     file = tmp_path / "tools.yaml"

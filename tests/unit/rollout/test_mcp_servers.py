@@ -239,9 +239,7 @@ async def test_the_servers_of_a_tools_file_of_verl_are_refused(tmp_path: Path) -
     entry = {"class_name": "verl.tools.mcp_base_tool.MCPBaseTool", "config": {"type": "mcp"}, "mcp": block}
     file = tmp_path / "tools.yaml"
     file.write_text(json.dumps({"tools": [entry]}))
-    with pytest.raises(
-        ConfigError, match=r"tools\.0: .* into the config, as `rollout\.agents\.mcp_servers: "
-    ):
+    with pytest.raises(ConfigError, match=r"tools\.0: .* into the config, as `rollout\.agents\.mcp_servers: "):
         load_tools(file)
 
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from penstock.cli.main import main as cli
 from penstock_tools.sft import training
-from penstock_tools.sft.rank import StepReport, SupervisedRank
+from penstock_tools.sft.training import StepReport, SupervisedRank
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "arithmetic"
 MODEL = EXAMPLE / "model"

@@ -17,7 +17,7 @@ from penstock.errors import ConfigError, InvalidInput, PenstockError
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("penstock_tools.local.commands:demo", "train a tiny model on this machine, start to finish"),
-    "init": ("penstock_tools.init_command", "write the configuration of a new run"),
+    "init": ("penstock_tools.starter", "write the configuration of a new run"),
     "import-verl": ("penstock_tools.verl_import.command", "write our configuration from a verl script or command line"),
     "up": ("penstock_tools.local.commands:up", "start every process of a run on this machine"),
     "submit": ("penstock.cli.commands.submit", "submit the prompts of a dataset file to a run"),
@@ -33,7 +33,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "keys": ("penstock.cli.commands.prepare:keys", "make and list the API keys of a gateway"),
     "queue": ("penstock_tools.recordings.queue_command", "inspect, record, replay and repair the queue of a run"),
     "plan": ("penstock_tools.sizing.plan_command", "estimate GPUs, memory, throughput and staleness of a run"),
-    "simulate": ("penstock_tools.sizing.simulate_command", "predict idle time and staleness by simulation"),
+    "simulate": ("penstock_tools.sizing.simulation", "predict idle time and staleness by simulation"),
     "fetch-model": (
         "penstock.cli.commands.prepare:fetch_model",
         "fetch a model once into a folder: from the Hub, S3 or a folder",

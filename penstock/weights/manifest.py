@@ -1,22 +1,40 @@
-"""The bucket layout of a weight push.
+"""The bucket layout of a weight push, and the checksums of its buckets.
 
 Tensors are packed into buckets of at most `bucket_bytes`, in the given order. A larger tensor gets its own bucket. Each
 tensor is aligned to 16 bytes and lies inside one bucket. The manifest describes the layout completely.
+
+Checksums detect torn, reordered and corrupted transfers. They do not protect against attackers.
+
+| name        | fast in     | definition                                                                 |
+|-------------|-------------|----------------------------------------------------------------------------|
+| xxh3_pieces | host memory | xxh3_128 over the xxh3_128 digests of the bucket's pieces of 1 MiB         |
+| mix64       | GPU memory  | sum over the words i of splitmix64(word[i] + (i + 1) * 2^64/phi), mod 2^64 |
+
+The publisher uses xxh3_pieces for host memory, because several threads can hash the pieces of a bucket: on many ARM
+processors one thread hashes no faster than another one copies. mix64 is a sum in any order, so a GPU computes it at the
+speed of its memory (cuda/mix64.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
+from penstock.errors import WeightPushFailed
 from penstock.v1 import weights_pb2
-from penstock.weights.checksums import XXH3_PIECES
 
 ALIGNMENT = 16
 ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "I64": 8, "I32": 4, "U8": 1}
+XXH3_PIECES = "xxh3_pieces"
+MIX64 = "mix64"
+CHECKSUM_PIECE_BYTES = 2**20
+"""Size of the pieces of xxh3_pieces."""
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_CHUNK_WORDS = 2**20
 
 
 @dataclass(frozen=True)
@@ -76,3 +94,84 @@ def bucket_offsets(sizes: Iterable[int], alignment: int) -> list[int]:
 def item_bytes(manifest: weights_pb2.WeightManifest) -> int:
     """Return the size of the items that a delta consists of: that of the smallest dtype in the manifest."""
     return min(ITEM_BYTES[dtype] for dtype in {spec.dtype for spec in manifest.tensors})
+
+
+class RunningChecksum:
+    """The checksum of a bucket in host memory, updated piece by piece as the pieces are copied or arrive.
+
+    A piece that has just been written is still in the processor's cache. Hashing it there costs a quarter of what it
+    costs from memory. The size of every piece except the last must be a multiple of 8 bytes."""
+
+    def __init__(self, name: str) -> None:
+        if name not in (XXH3_PIECES, MIX64):
+            raise WeightPushFailed(f"unknown checksum {name!r}; learner and rollout server must have the same version")
+        self._name = name
+        self._xxh3 = xxhash.xxh3_128()
+        self._digests: list[bytes] = []
+        self._num_in_piece = 0
+        self._mix64 = 0
+        self._num_words = 0
+
+    def update(self, piece: NDArray[np.uint8]) -> None:
+        if self._name == XXH3_PIECES:
+            self._update_pieces(piece)
+            return
+        words = piece.view(np.uint64)
+        self._mix64 = (self._mix64 + _mix64(words, self._num_words)) % 2**64
+        self._num_words += len(words)
+
+    def _update_pieces(self, piece: NDArray[np.uint8]) -> None:
+        while len(piece):
+            part = piece[: CHECKSUM_PIECE_BYTES - self._num_in_piece]
+            self._xxh3.update(part.data)
+            self._num_in_piece += len(part)
+            piece = piece[len(part) :]
+            if self._num_in_piece == CHECKSUM_PIECE_BYTES:
+                self._digests.append(self._xxh3.digest())
+                self._xxh3, self._num_in_piece = xxhash.xxh3_128(), 0
+
+    @property
+    def value(self) -> str:
+        if self._name == XXH3_PIECES:
+            return combined_digests([*self._digests, self._xxh3.digest()] if self._num_in_piece else self._digests)
+        return f"{self._mix64:016x}"
+
+
+def piece_digest(piece: NDArray[np.uint8]) -> bytes:
+    """Return the digest of one piece of xxh3_pieces. Other threads run meanwhile."""
+    return xxhash.xxh3_128_digest(piece.data)
+
+
+def combined_digests(digests: Sequence[bytes]) -> str:
+    """Return the value of xxh3_pieces, from the digests of all pieces in order."""
+    return xxhash.xxh3_128_hexdigest(b"".join(digests))
+
+
+def host_checksum(name: str, bucket: NDArray[np.uint8]) -> str:
+    checksum = RunningChecksum(name)
+    checksum.update(bucket)
+    return checksum.value
+
+
+def weights_digest(bucket_checksums: Sequence[str]) -> str:
+    """Combine the bucket checksums of a version into one digest, which is equal only if every byte is equal."""
+    return xxhash.xxh3_128_hexdigest("".join(bucket_checksums).encode())
+
+
+def _mix64(words: NDArray[np.uint64], num_before: int) -> int:
+    """Return the part of the sum that these words contribute. `num_before` words come before them."""
+    total = np.uint64(0)
+    with np.errstate(over="ignore"):
+        for start in range(0, len(words), _CHUNK_WORDS):
+            chunk = words[start : start + _CHUNK_WORDS]
+            first = num_before + start + 1
+            index = np.arange(first, first + len(chunk), dtype=np.uint64)
+            total += _splitmix64(chunk + index * _GOLDEN).sum(dtype=np.uint64)
+    return int(total)
+
+
+def _splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: NDArray[np.uint64] = x ^ (x >> np.uint64(31))
+    return mixed

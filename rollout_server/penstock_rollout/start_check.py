@@ -7,7 +7,7 @@ import shutil
 
 from prometheus_client import CollectorRegistry
 
-from penstock.config.rollout import AgentsConfig, SearchTool
+from penstock.config.rollout import SearchTool
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError
 from penstock.machine import is_loopback
@@ -16,14 +16,12 @@ from penstock.start_checks import (
     check_chat_template,
     check_lengths,
     check_model,
-    check_package,
     check_redis,
     check_rewards,
     check_run_folder,
 )
 from penstock.weights.cluster_key import ClusterKey
-from penstock_rollout.agents.declarations import check_tools_file, load_mcp_servers
-from penstock_rollout.agents.mcp import configured_servers
+from penstock_rollout.agents.declarations import check_tools_file
 from penstock_rollout.engines.factory import (
     check_devices,
     check_reports_experts,
@@ -53,7 +51,9 @@ def check(config: RunConfig) -> str:
     if agents.tools_file is not None:
         check_tools_file(agents.tools_file)
     check_agent_packages(agents)
-    _check_mcp_servers(agents)
+    for name, server in agents.mcp_servers.items():
+        if server.command and shutil.which(server.command[0]) is None:
+            raise ConfigError(f"rollout.agents.mcp_servers.{name}.command: there is no program {server.command[0]}")
     check_lengths(config)
     check_run_folder(config)
     ClusterKey.of(config).check()
@@ -64,18 +64,6 @@ def check(config: RunConfig) -> str:
         check_reports_experts(engine)
     asyncio.run(_check_reward_functions(config))
     return engine
-
-
-def _check_mcp_servers(agents: AgentsConfig) -> None:
-    """Check the servers of the config and of the tools file, without starting a program or calling one."""
-    declared = load_mcp_servers(agents.tools_file) if agents.tools_file else ()
-    for servers in declared:
-        check_package("mcp", servers.place)
-    for servers in (configured_servers(agents.mcp_servers), *declared):
-        for server in servers.connections:
-            command = server.settings.command
-            if command and shutil.which(command[0]) is None:
-                raise ConfigError(f"{server.place}.command: there is no program {command[0]}")
 
 
 async def _check_reward_functions(config: RunConfig) -> None:

@@ -21,7 +21,7 @@ from penstock.replay.queue_types import QueueStat
 from penstock.store.redis_client import connect
 from penstock.trajectory import Group, Prompt, Sampling, Trajectory
 from penstock.v1 import policies_pb2
-from penstock.weights.checksums import weights_digest
+from penstock.weights.manifest import weights_digest
 from penstock.weights.snapshot import write_snapshot
 from support.answers import Answer
 from support.fleet_runs import Part, counters, start_server

@@ -28,9 +28,8 @@ from penstock.weights.deadline import Deadline
 from penstock_learner.batches.sequence_batch import SequenceBatch, batch_of
 from penstock_learner.model.backbone import ModelInputs
 from penstock_learner.model.causal_lm import CausalLM, load_model
-from penstock_learner.model.published_layout import fit_to_folder
+from penstock_learner.model.published_layout import PushedWeights, fit_to_folder
 from penstock_learner.model.routers import watch_routers
-from penstock_learner.weights.gathering import PushedWeights
 from penstock_learner.weights.publisher import WeightPublisher
 from penstock_rollout.engines.engine import Engine, GenerateRequest, TokenChunk
 from penstock_rollout.engines.factory import create_engine

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 
 from penstock.config.loading import dump_config, validate
 from penstock.weights.transports import has_cupy
-from penstock_rollout.weights.model_tensors import merged_weights
+from penstock_rollout.weights.stage import merged_weights
 from support.cuda_stand_ins import NcclBinding
 from support.staging_engine import named_digest
 from support.weight_group import TERM_FILE, MemberOptions, MemberProcess, PublisherProcess, Pushed, Shapes, make_adapter

@@ -126,7 +126,7 @@ def rich_group(index: int) -> Group:
     trajectories = []
     for sample in range(int(random.integers(1, 5))):
         length = int(random.integers(2, 40))
-        calls = (SamplingSegment(0, 1, 0.5, 1.0), SamplingSegment(1, length, 0.25, 0.5))
+        calls = (SamplingSegment(0, 1, 0.5, 1.0), SamplingSegment(1, length, 0.25, 0.5, 8, 0.125))
         trajectories.append(
             Trajectory(
                 token_ids=random.integers(-(2**31), 2**31, length).astype(np.int32),
@@ -138,6 +138,7 @@ def rich_group(index: int) -> Group:
                 reward_parts={f"Teil {part} µ": float(random.normal()) for part in range(sample)},
                 is_baseline=sample == 2,
                 sampling_segments=calls if sample % 2 else (),
+                episode=sample,
             )
         )
     return Group(
@@ -146,7 +147,16 @@ def rich_group(index: int) -> Group:
         attempt=1,
         server_id=f"rollout-{index}",
         data_source="gsm8k" if index % 2 else "",
-        sampling=Sampling(temperature=0.7, top_p=0.9, max_tokens=64, seed=index if index % 2 else None),
+        sampling=Sampling(
+            temperature=0.7,
+            top_p=0.9,
+            top_k=index % 3,
+            min_p=0.1,
+            max_tokens=64,
+            ignore_eos=index % 2 == 0,
+            stop=("Ende µ", "\n\n")[: index % 3],
+            seed=index if index % 2 else None,
+        ),  # fmt: skip
         prompt_token_ids=random.integers(0, 1000, 1 + index % 3).astype(np.int32),
         trajectories=tuple(trajectories),
         agent_name="tool_agent",
@@ -155,14 +165,14 @@ def rich_group(index: int) -> Group:
 
 
 def content(group: Group) -> list[Any]:
-    """Everything but the identity, which an import assigns anew. Comparable with ==, including the types of arrays."""
+    """Everything but the identity, which an import assigns again. Comparable with ==, including the types of arrays."""
     arrays = [
         (array.dtype.str, array.tolist())
         for t in group.trajectories
         for array in (t.token_ids, t.loss_mask, t.log_probs)
     ]
     others = [
-        (t.segments, t.reward, t.finish_reason, t.reward_parts, t.is_baseline, t.sampling_segments)
+        (t.segments, t.reward, t.finish_reason, t.reward_parts, t.is_baseline, t.sampling_segments, t.episode)
         for t in group.trajectories
     ]
     return [

@@ -22,12 +22,11 @@ from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, T
 from penstock.config.rollout import EngineConfig
 from penstock.trajectory import Sampling, VersionSegment
 from penstock.v1 import weights_pb2
-from penstock.weights.checksums import XXH3_PIECES, host_checksum
-from penstock.weights.manifest import TensorShape, allocate_buckets, build_manifest
+from penstock.weights.manifest import XXH3_PIECES, TensorShape, allocate_buckets, build_manifest, host_checksum
 from penstock.weights.transports import group_places
 from penstock_learner.model.architectures import ModelPath
 from penstock_learner.model.causal_lm import CausalLM
-from penstock_learner.weights.gathering import PushedWeights
+from penstock_learner.model.published_layout import PushedWeights
 from penstock_rollout.engines.engine import Engine, GenerateRequest, TokenChunk, segments_of
 from penstock_rollout.engines.factory import create_engine
 from penstock_rollout.engines.sglang.engine import SglangEngine

@@ -31,14 +31,13 @@ import torch
 
 from penstock.errors import WeightPushFailed
 from penstock.v1 import weights_pb2
-from penstock.weights.checksums import XXH3_PIECES, host_checksum, weights_digest
 from penstock.weights.cuda.nccl_group import NcclGroup
 from penstock.weights.deadline import Deadline
+from penstock.weights.manifest import XXH3_PIECES, host_checksum, weights_digest
 from penstock_learner.weights.publisher import MemberCalls
 from penstock_rollout.engines.engine import CommitReport, EngineStats, GenerateRequest, TokenChunk
 from penstock_rollout.weights import stage as stage_module
-from penstock_rollout.weights.reception import Arrived, Receiver, Reception, find_receiver
-from penstock_rollout.weights.stage import WeightStage
+from penstock_rollout.weights.stage import Arrived, Receiver, Reception, WeightStage, find_receiver
 from support.cuda_stand_ins import NcclBinding
 
 SLOW_S = 1.0

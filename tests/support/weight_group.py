@@ -22,11 +22,11 @@ from prometheus_client import CollectorRegistry
 from penstock.config.loading import load_config
 from penstock.config.run import RunConfig
 from penstock.v1 import weights_pb2_grpc
-from penstock.weights.checksums import XXH3_PIECES, host_checksum, weights_digest
 from penstock.weights.cluster_key import ClusterKey
 from penstock.weights.cuda import libraries
 from penstock.weights.cuda.nccl_group import NcclGroup
 from penstock.weights.deadline import Deadline
+from penstock.weights.manifest import XXH3_PIECES, host_checksum, weights_digest
 from penstock.weights.transports import host_id
 from penstock_learner.weights.publisher import WeightPublisher
 from penstock_learner.weights.senders import PushTarget
@@ -34,7 +34,7 @@ from penstock_rollout.fleet.internal_listener import make_listener
 from penstock_rollout.fleet.membership import available_transports
 from penstock_rollout.fleet.weight_member import WeightMember
 from penstock_rollout.metrics import RolloutMetrics
-from penstock_rollout.weights.reception import device_uuid
+from penstock_rollout.weights.stage import device_uuid
 from support.cuda_stand_ins import NcclBinding
 from support.staging_engine import Fault, ForkedWorker, LocalWorker, Say, StagingEngine, Worker, digest_of, inject
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.weights import checksums
-from penstock.weights.checksums import MIX64, XXH3_PIECES, RunningChecksum, host_checksum
+from penstock.weights import manifest
+from penstock.weights.manifest import MIX64, XXH3_PIECES, RunningChecksum, host_checksum
 
 MASK = 2**64 - 1
 PUBLISHED = {
@@ -46,7 +46,7 @@ def test_chunks_of_a_large_bucket_add_up(num_words: int, chunk_words: int) -> No
     words = [int(word) for word in np.random.default_rng(num_words).integers(0, 2**63, num_words)]
     whole = mix64_of(words)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checksums, "_CHUNK_WORDS", chunk_words)
+        patch.setattr(manifest, "_CHUNK_WORDS", chunk_words)
         assert mix64_of(words) == whole
 
 
@@ -57,7 +57,7 @@ def test_pieces_one_after_the_other_give_the_checksum_of_the_whole(
     bucket = np.array(words, dtype=np.uint64).view(np.uint8)
     cut = 8 * data.draw(st.integers(0, len(words)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checksums, "CHECKSUM_PIECE_BYTES", 24)
+        patch.setattr(manifest, "CHECKSUM_PIECE_BYTES", 24)
         checksum = RunningChecksum(name)
         checksum.update(bucket[:cut])
         checksum.update(bucket[cut:])
@@ -65,11 +65,11 @@ def test_pieces_one_after_the_other_give_the_checksum_of_the_whole(
 
 
 def test_pieces_are_hashed_one_by_one_and_their_order_counts() -> None:
-    pieces = [np.full(checksums.CHECKSUM_PIECE_BYTES, number, dtype=np.uint8) for number in (1, 2)]
-    digests = [checksums.piece_digest(piece) for piece in [*pieces, pieces[0][:8]]]
+    pieces = [np.full(manifest.CHECKSUM_PIECE_BYTES, number, dtype=np.uint8) for number in (1, 2)]
+    digests = [manifest.piece_digest(piece) for piece in [*pieces, pieces[0][:8]]]
     bucket = np.concatenate([*pieces, pieces[0][:8]])
-    assert host_checksum(XXH3_PIECES, bucket) == checksums.combined_digests(digests)
-    assert host_checksum(XXH3_PIECES, bucket) != checksums.combined_digests(digests[::-1])
+    assert host_checksum(XXH3_PIECES, bucket) == manifest.combined_digests(digests)
+    assert host_checksum(XXH3_PIECES, bucket) != manifest.combined_digests(digests[::-1])
 
 
 @given(words_of, st.data())

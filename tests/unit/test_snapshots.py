@@ -11,8 +11,14 @@ import pytest
 
 from penstock.errors import WeightPushFailed
 from penstock.v1 import weights_pb2
-from penstock.weights.checksums import XXH3_PIECES, host_checksum, weights_digest
-from penstock.weights.manifest import TensorShape, allocate_buckets, build_manifest
+from penstock.weights.manifest import (
+    XXH3_PIECES,
+    TensorShape,
+    allocate_buckets,
+    build_manifest,
+    host_checksum,
+    weights_digest,
+)
 from penstock.weights.snapshot import (
     FILE_NAME,
     MANIFEST_NAME,

@@ -213,18 +213,10 @@ def test_a_package_of_agents_that_is_not_installed(
     check_before_start(config(*words, "--rollout.num_servers", "0"))
 
 
-def test_the_tools_file_is_checked(config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = {"class_name": "verl.tools.mcp_base_tool.MCPBaseTool", "config": {"type": "mcp"}}
-    servers, file = tmp_path / "servers.json", tmp_path / "tools.yaml"
-    servers.write_text('{"mcpServers": {"a": {"command": "no-such-program"}}}')
-    file.write_text(json.dumps({"tools": [entry | {"mcp": {"mcp_servers_config_path": str(servers)}}]}))
-    words = ("--rollout.agents.tools_file", str(file))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"tools\.0\.mcp.* needs the package mcp; install it with: pip install"):
-        check_rollout(config(*words))
+def test_the_program_of_an_mcp_server_is_checked(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: "there")
-    with pytest.raises(ConfigError, match=r"servers\.json: a\.command: there is no program no-such-program"):
-        check_rollout(config(*words))
+    with pytest.raises(ConfigError, match=r"mcp_servers\.a\.command: there is no program no-such-program"):
+        check_rollout(config("--rollout.agents.mcp_servers", "{a: {command: [no-such-program]}}"))
 
 
 def test_a_tool_of_verl_with_an_unknown_key(config: Any, tmp_path: Path) -> None:

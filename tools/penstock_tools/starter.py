@@ -1,14 +1,19 @@
-"""The YAML file that `penstock init` writes: short, with comments, and ready for `penstock up`."""
+"""`penstock init`: write the configuration of a new run, a short YAML file with comments, ready for `up`."""
 
 from __future__ import annotations
 
+import argparse
 import json
+import re
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
+from penstock.cli.parser import Parser, interruptible, whole_number
 from penstock.config.loading import read_config
 from penstock.errors import ConfigError
 
@@ -39,44 +44,56 @@ class DividedGpus:
     roles: dict[str, RoleGpus]
     gpu_memory_utilization: float | None = None
     """Set if the server and the learner share one GPU."""
+    tensor_parallel: int = 1
+    sequence_parallel: int = 1
 
 
 def divide_gpus(num_gpus: int, placement: str, roles: tuple[str, ...]) -> DividedGpus:
     """Raises ConfigError if the placement needs more GPUs. `roles` starts with the policy."""
     if num_gpus == 0:
         return DividedGpus(1, {role: RoleGpus(1, 0) for role in roles})
-    if num_gpus == 1:
-        return DividedGpus(1, shares_of_gpus(roles, 1), SHARED_UTILIZATION)
-    num_groups = len(roles) if placement == "standalone" else 1
-    num_servers = max(1, min(num_gpus // 2, num_gpus - num_groups))
+    if num_gpus == 1 or placement != "standalone":
+        return collocate(num_gpus, roles)
+    num_servers = max(1, min(num_gpus // 2, num_gpus - len(roles)))
     num_left = num_gpus - num_servers
-    if num_left < num_groups:
+    if num_left < len(roles):
         raise ConfigError(
-            f"placement standalone needs {num_groups + 1} GPUs, one for each of {', '.join(roles)} and one for a "
+            f"placement standalone needs {len(roles) + 1} GPUs, one for each of {', '.join(roles)} and one for a "
             f"rollout server; there are {num_gpus}: use split-collocate"
         )
-    if placement == "standalone":
-        return DividedGpus(num_servers, _own_gpus(roles, num_left))
-    return DividedGpus(num_servers, _collocated(roles, num_left))
-
-
-def _own_gpus(roles: tuple[str, ...], num_gpus: int) -> dict[str, RoleGpus]:
-    """One GPU for the reference; policy and critic share the others evenly."""
+    # One GPU for the reference; policy and critic share the others evenly.
     num_ranks = dict.fromkeys(roles, 1)
     trained = [role for role in roles if role != "reference"]
-    for index in range(num_gpus - len(roles)):
+    for index in range(num_left - len(roles)):
         num_ranks[trained[index % len(trained)]] += 1
-    return {role: RoleGpus(count, 1) for role, count in num_ranks.items()}
+    return DividedGpus(num_servers, {role: RoleGpus(count, 1) for role, count in num_ranks.items()})
 
 
-def _collocated(roles: tuple[str, ...], num_gpus: int) -> dict[str, RoleGpus]:
-    """The reference has a part of each of the policy's GPUs. A critic has its own GPUs, if there are two."""
-    if "critic" in roles and num_gpus == 1:
-        return shares_of_gpus(roles, 1)
-    num_critics = num_gpus // 2 if "critic" in roles else 0
-    with_policy = tuple(role for role in roles if role != "critic")
-    divided = shares_of_gpus(with_policy, num_gpus - num_critics)
-    return divided | ({"critic": RoleGpus(num_critics, 1)} if num_critics else {})
+def collocate(
+    num_gpus: int, roles: tuple[str, ...], tensor_parallel: int = 1, sequence_parallel: int = 1, num_rollout: int = 0
+) -> DividedGpus:
+    """Half of the GPUs, or `num_rollout` of them, for engines. Policy and reference share GPUs, and so do critic and
+    reward model. A tensor or sequence parallelism that leaves no GPU for the other side is made smaller."""
+    if num_gpus <= 1:
+        return DividedGpus(1, shares_of_gpus(roles, 1), SHARED_UTILIZATION)
+    for_engines = num_rollout or num_gpus // 2
+    while tensor_parallel > for_engines:
+        tensor_parallel = max(1, tensor_parallel // 2)
+    num_servers = for_engines // tensor_parallel
+    left = num_gpus - num_servers * tensor_parallel
+    apart = tuple(role for role in roles if role in ("critic", "reward_model"))
+    if apart and left == 1:
+        return DividedGpus(num_servers, shares_of_gpus(roles, 1), None, tensor_parallel)
+    num_apart = left // 2 if apart else 0
+    num_policy = left - num_apart
+    while num_policy % sequence_parallel and num_policy >= 1:
+        if num_policy > sequence_parallel:
+            num_policy -= 1
+        else:
+            sequence_parallel = max(1, sequence_parallel // 2)
+    with_policy = tuple(role for role in roles if role not in apart)
+    divided = shares_of_gpus(with_policy, num_policy) | (shares_of_gpus(apart, num_apart) if apart else {})
+    return DividedGpus(num_servers, divided, None, tensor_parallel, sequence_parallel)
 
 
 def shares_of_gpus(roles: tuple[str, ...], num_ranks: int) -> dict[str, RoleGpus]:
@@ -86,7 +103,6 @@ def shares_of_gpus(roles: tuple[str, ...], num_ranks: int) -> dict[str, RoleGpus
 
 
 BUILT_IN_REWARDS = ("gsm8k", "math", "code", "exact_match")
-"""Kinds of reward that need no settings."""
 Placement = Literal["standalone", "split-collocate"]
 _CONTEXT = 32768
 """Context of a model that does not say its own."""
@@ -106,8 +122,6 @@ _COMMENTS = {
 
 @dataclass(frozen=True)
 class Algorithm:
-    """An algorithm as its preset has it."""
-
     preset: dict[str, Any]
 
     @property
@@ -149,12 +163,10 @@ class Algorithm:
 
 
 def _flow(value: Any) -> str:
-    """A value as YAML on one line."""
     return yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**6).removesuffix("...\n").strip()
 
 
 ALGORITHMS = {path.stem: Algorithm(read_config(path)) for path in sorted(_PRESETS.glob("*.yaml"))}
-"""The algorithms of the presets, by name."""
 
 
 @dataclass(frozen=True)
@@ -293,3 +305,151 @@ def _quoted(text: str) -> str:
     """A path as YAML. JSON's strings are YAML's, and most paths need no quotes."""
     is_plain = all(letter.isalnum() or letter in "/._-" for letter in text) and text[:1] not in "-"
     return text if is_plain else json.dumps(text)
+
+
+# ── the command ──
+
+
+PLACEMENTS = ("standalone", "split-collocate")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the configuration of a new run. Without options it asks, on a terminal."""
+    args = _init_parser().parse_args(argv)
+    file: Path = args.file
+    if file.exists() and not args.force:
+        raise ConfigError(f"{file} exists; choose another name, or overwrite it with --force")
+    given = {name: value for name, value in vars(args).items() if name not in ("file", "force") and value is not None}
+    with interruptible("before it wrote the file"):
+        answers = _from_options(file, given) if given or not sys.stdin.isatty() else _ask(file)
+    text = starter_config(answers, str(file))
+    _check(text, file)
+    try:
+        file.write_text(text)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be written: {error.strerror}") from error
+    print(f"wrote {file}; check it with `penstock up {file} --check`, and start the run with `penstock up {file}`")
+    return 0
+
+
+def _init_parser() -> Parser:
+    parser = Parser(
+        prog="penstock init",
+        description="Write the configuration of a new run: a short YAML file with comments. Without options it asks.",
+        epilog="`penstock plan --config FILE --gpu NAME` says whether the run fits on its GPUs.",
+    )
+    parser.add_argument("file", type=Path, metavar="FILE", help="YAML file to write")
+    for name, (text, options, default, _) in _QUESTIONS.items():
+        shown = f" (default: {default})" if default else ""
+        parser.add_argument(f"--{name.replace('_', '-')}", help=f"{text}{shown}", **options)
+    parser.add_argument("--run", metavar="NAME", help="name of the run (default: the name of the file)")
+    parser.add_argument("--force", action="store_true", help="overwrite the file")
+    return parser
+
+
+def _from_options(file: Path, given: dict[str, Any]) -> Answers:
+    if "model" not in given:
+        raise ConfigError("--model is missing; give the folder or the Hub id of the model to train")
+    return Answers(**{"run": _run_name(file), "gpus": _num_gpus_here(), **given})
+
+
+def _ask(file: Path) -> Answers:
+    """Ask for everything, with a default where there is one. A wrong answer is asked for again."""
+    print("Enter accepts the value in brackets.")
+    answers: dict[str, Any] = {"run": _run_name(file)}
+    for name, (text, _, default, parse) in _QUESTIONS.items():
+        if name == "placement" and (answers["gpus"] < 2 or len(ALGORITHMS[answers["algorithm"]].roles) == 1):
+            continue
+        offered = _derived_default(name, answers) or default
+        answers[name] = _answer(text[0].upper() + text[1:], offered, parse)
+    return Answers(**answers)
+
+
+def _derived_default(name: str, answers: dict[str, Any]) -> str:
+    if name == "gpus":
+        return str(_num_gpus_here())
+    if name not in ("max_tokens", "steps", "lr"):
+        return ""
+    known = Answers(**answers)
+    return f"{ {'max_tokens': known.longest_response, 'steps': known.steps, 'lr': known.learning_rate}[name]:g}"
+
+
+def _answer(question: str, default: str, parse: Callable[[str], Any]) -> Any:
+    while True:
+        try:
+            text = input(f"{question} [{default}]: " if default else f"{question}: ").strip() or default
+        except EOFError as error:
+            raise KeyboardInterrupt from error
+        try:
+            return parse(text)
+        except (argparse.ArgumentTypeError, ValueError) as error:
+            print(f"  {error}")
+
+
+def _check(text: str, file: Path) -> None:
+    """Make the checks of a start that need no other process and no lookup on the Hub, before the file is written."""
+    from penstock.config.dataset import listed_files
+    from penstock.config.loading import parse_config
+    from penstock.hub import is_hub_id
+    from penstock.start_checks import RUN_CHECKS
+
+    config = parse_config(text, str(file))
+    files = [*listed_files(config.dataset.file), *listed_files(config.dataset.validation.file)]
+    skipped = {"template", "rows"} | ({"model"} if is_hub_id(config.model.path) else set())
+    skipped |= {"dataset"} if any(is_hub_id(entry.file) for entry in files) else set()
+    for name, check in RUN_CHECKS.items():
+        if name not in skipped:
+            check(config)
+
+
+def _run_name(file: Path) -> str:
+    """The file's name as that of a run: `My run.yaml` is `my-run`."""
+    return re.sub(r"[^a-z0-9_-]+", "-", file.stem.lower()).strip("-_")[:63] or "run"
+
+
+def _num_gpus_here() -> int:
+    from penstock.machine import visible_gpus
+
+    return len(visible_gpus())
+
+
+def _path(text: str) -> str:
+    """The answer to a question for a path or Hub id. `none` and `auto` are empty, and built-in rewards pass."""
+    from penstock.hub import is_hub_id
+
+    if text in ("none", "auto"):
+        return ""
+    if not text or not (text in BUILT_IN_REWARDS or Path(text).exists() or is_hub_id(Path(text))):
+        raise argparse.ArgumentTypeError(f"{text or 'an empty name'} does not exist")
+    return text
+
+
+def _one_of(names: Sequence[str]) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in names:
+            raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(names)}")
+        return text
+
+    return parse
+
+
+_COUNT, _NUMBER = {"type": whole_number(0), "metavar": "N"}, {"type": whole_number(1), "metavar": "N"}
+_NAMES = tuple(ALGORITHMS)
+_QUESTIONS: dict[str, tuple[str, dict[str, Any], str, Callable[[str], Any]]] = {
+    "model": ("model to train: a folder, or an id of the Hugging Face Hub", {}, "", _path),
+    "data": ("dataset to train on; without one, clients submit prompts", {}, "none", _path),
+    "validation": ("held-out dataset, scored every 25 steps", {"metavar": "DATA"}, "none", _path),
+    "reward": (
+        "reward: a Python file, gsm8k, math, code, exact_match, or auto (by data source)", {}, "auto", _path
+    ),
+    "algorithm": (f"algorithm: {', '.join(_NAMES)}", {"choices": _NAMES, "metavar": "NAME"}, "grpo", _one_of(_NAMES)),
+    "gpus": ("GPUs to use", _COUNT, "all of this machine", whole_number(0)),
+    "placement": (
+        "placement: split-collocate (policy and reference share GPUs), or standalone", {"choices": PLACEMENTS},
+        "split-collocate", _one_of(PLACEMENTS),
+    ),
+    "max_tokens": ("longest response, in tokens", _NUMBER, "at most 1024", whole_number(1)),
+    "steps": ("training steps", _NUMBER, "100", whole_number(1)),
+    "lr": ("learning rate", {"type": float}, "that of the preset", float),
+}  # fmt: skip
+"""The help and question, the option, the default and the parser of an answer."""

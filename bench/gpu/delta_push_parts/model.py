@@ -21,11 +21,10 @@ import torch
 from penstock.config.learner import LearnerConfig
 from penstock.config.run import RunConfig
 from penstock.v1 import weights_pb2
-from penstock.weights.checksums import MIX64, weights_digest
+from penstock.weights.manifest import MIX64, weights_digest
 from penstock_rollout.engines.engine import CommitReport
 from penstock_rollout.fleet.membership import reported_nccl_version
-from penstock_rollout.weights.reception import device_uuid
-from penstock_rollout.weights.stage import StageSlot, bucket_checksum
+from penstock_rollout.weights.stage import StageSlot, bucket_checksum, device_uuid
 from weights_gpu_parts.engine import SHAPES, member
 from weights_gpu_parts.ranks import be_a_host_of_its_own
 

@@ -11,15 +11,13 @@ import torch
 
 from harness import Child, Results, alternate, median_ratio, say
 from penstock.v1 import weights_pb2
-from penstock.weights.checksums import weights_digest
 from penstock.weights.cuda.ipc import IpcOffer, Mappings
 from penstock.weights.deadline import Deadline
-from penstock.weights.manifest import TensorShape, build_manifest
+from penstock.weights.manifest import TensorShape, build_manifest, weights_digest
 from penstock_learner.weights.senders import CudaIpcSender, Shipment
 from penstock_learner.weights.staging import MemoryPool, StagedVersion, checksum_name
 from penstock_rollout.weights.receivers import cuda_ipc
-from penstock_rollout.weights.reception import Reception, find_receiver
-from penstock_rollout.weights.stage import WeightStage, alongside_engine, bucket_checksum
+from penstock_rollout.weights.stage import Reception, WeightStage, alongside_engine, bucket_checksum, find_receiver
 
 DEVICE = torch.device("cuda", 0)
 BUCKET_BYTES = 64 * 2**20

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA): add one to a model, and name its matrices as a weight push does."""
+"""Low-rank adapters (LoRA): add one to a model, and switch it off."""
 
 from __future__ import annotations
 
@@ -14,9 +14,6 @@ from penstock_learner.model.backbone import decoder_layers
 from penstock_learner.model.causal_lm import CausalLM
 from penstock_learner.model.published_layout import published_names
 from penstock_learner.model.routers import find_routers
-
-_LORA_A, _LORA_B = ".lora_A.default.weight", ".lora_B.default.weight"
-"""Endings of the names that peft gives to an adapter's two matrices."""
 
 
 def add_adapter(model: CausalLM, config: LoraConfig) -> None:
@@ -76,20 +73,6 @@ def adapter_off(model: CausalLM) -> Iterator[None]:
     finally:
         for layer in layers:
             layer._disable_adapters = False
-
-
-def is_adapter(name: str) -> bool:
-    return name.endswith((_LORA_A, _LORA_B))
-
-
-def pushed_name(adapted: dict[str, str], name: str) -> str:
-    """The name of an adapter's matrix as rollout servers know it: that of the weight in the folder, with a suffix, as
-    `model.layers.0.mlp.up_proj.weight.lora_A`."""
-    return f"{adapted[_weight_name(name)]}.{'lora_A' if name.endswith(_LORA_A) else 'lora_B'}"
-
-
-def _weight_name(name: str) -> str:
-    return f"{name.partition('.lora_')[0]}.weight"
 
 
 def _linear_weights(lm: Any) -> dict[str, Tensor]:

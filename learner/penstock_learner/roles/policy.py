@@ -42,7 +42,7 @@ from penstock_learner.model.architectures import require_parallel
 from penstock_learner.model.attention.sequence_parallel import SequenceParallel, make_sequence_parallel
 from penstock_learner.model.backbone import ModelInputs, tree_of
 from penstock_learner.model.causal_lm import CausalLM, open_model
-from penstock_learner.model.published_layout import fit_to_folder
+from penstock_learner.model.published_layout import PushedWeights, fit_to_folder
 from penstock_learner.model.routers import Balance, watch_routers
 from penstock_learner.model.self_check import require_right
 from penstock_learner.model.tensors import required_to_device, to_device, to_host
@@ -50,7 +50,6 @@ from penstock_learner.model.torch_settings import DTYPES, compute_dtype_of
 from penstock_learner.optim.optimizer import ScaledAdamW, apply_gradients
 from penstock_learner.roles.dispatch import RouterReport, UpdateReport, dispatched
 from penstock_learner.roles.trainer import TrainerRank
-from penstock_learner.weights.gathering import PushedWeights
 from penstock_learner.weights.publisher import WeightPublisher
 from penstock_learner.weights.senders import PushReport, PushTarget
 

@@ -23,12 +23,18 @@ from numpy.typing import NDArray
 
 from penstock.errors import TrainingDiverged, first_line_of
 from penstock.v1 import weights_pb2
-from penstock.weights.checksums import CHECKSUM_PIECE_BYTES, MIX64, XXH3_PIECES, combined_digests, piece_digest
 from penstock.weights.cuda import libraries
 from penstock.weights.cuda.ipc import BUCKET_ALIGNMENT, HEADER, identity
 from penstock.weights.cuda.stream import DeviceAllocation, DeviceStream
 from penstock.weights.deadline import Deadline
-from penstock.weights.manifest import bucket_offsets
+from penstock.weights.manifest import (
+    CHECKSUM_PIECE_BYTES,
+    MIX64,
+    XXH3_PIECES,
+    bucket_offsets,
+    combined_digests,
+    piece_digest,
+)
 from penstock.weights.transports import SEALS, has_cupy, header_bytes, make_header
 from penstock_learner.model.tensors import first_nonfinite, is_finite
 

@@ -1,4 +1,4 @@
-"""Compute the mix64 checksum (penstock/weights/checksums.py) of bytes in GPU memory, in one pass."""
+"""Compute the mix64 checksum (penstock/weights/manifest.py) of bytes in GPU memory, in one pass."""
 
 from __future__ import annotations
 

@@ -2,34 +2,27 @@
 
 A class may be Penstock's or one written for verl. For the tools that verl ships, built-in tools take their place:
 verl's own classes need Ray, and the one for programs needs a service. A key of their `config` is used, named in the log
-if it has no effect here, or refused. An entry with `config.type: mcp` names a JSON file of MCP servers:
-
-    - class_name: verl.tools.mcp_base_tool.MCPBaseTool
-      config: {type: mcp, rate_limit: 120, timeout: 120}
-      mcp: {mcp_servers_config_path: ./mcp_server.json, tool_selected_list: [search]}
+if it has no effect here, or refused.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError
 
 from penstock.config.base import Config
 from penstock.config.loading import explain
-from penstock.config.rollout import McpServer
 from penstock.config.rollout import PythonTool as PythonSettings
 from penstock.config.rollout import SearchTool as SearchSettings
 from penstock.errors import ConfigError
 from penstock.user_code import load_object
 from penstock_rollout.agents.builtin_tools import PythonTool, SearchTool
 from penstock_rollout.agents.interactions import Interaction
-from penstock_rollout.agents.mcp import McpConnection, McpServers
 from penstock_rollout.agents.tools import Tool, Toolbox
 from penstock_rollout.agents.verl import (
     INTERACTION_METHODS,
@@ -43,16 +36,7 @@ from penstock_rollout.agents.verl import (
 
 logger = logging.getLogger(__name__)
 _TOOLS_FILE = "rollout.agents.tools_file"
-_MCP_CLASSES = ("verl.tools.mcp_base_tool.MCPBaseTool", "verl.tools.mcp_search_tool.MCPSearchTool")
 _M = TypeVar("_M", bound=BaseModel)
-
-
-class McpDeclaration(Config):
-    """MCP servers whose tools are offered, in verl's format."""
-
-    mcp_servers_config_path: Path
-    tool_selected_list: list[str] | None = None
-    """None for all tools of the servers."""
 
 
 class ToolDeclaration(Config):
@@ -60,12 +44,8 @@ class ToolDeclaration(Config):
     config: dict[str, Any] = {}
     tool_schema: OpenAIFunctionToolSchema | None = None
     """None for a tool of verl that has its own schema."""
-    mcp: McpDeclaration | None = None
-
-    @property
-    def is_mcp(self) -> bool:
-        """Whether the entry stands for the tools of MCP servers."""
-        return self.mcp is not None or self.config.get("type") == "mcp"
+    mcp: Any = None
+    """verl's block of MCP servers, which is refused."""
 
     @property
     def openai_schema(self) -> dict[str, Any] | None:
@@ -167,91 +147,6 @@ def _dotted(class_name: str) -> str:
     return class_name.replace(":", ".")
 
 
-class _McpConfig(Config):
-    """`config` of verl's MCP tools."""
-
-    type: Literal["mcp"]
-    timeout: float = Field(default=30.0, gt=0)
-    rate_limit: float | None = None
-
-
-class _Server(BaseModel):
-    """A server in the JSON file, in the format that most MCP clients share. Keys such as `description` are
-    ignored."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-    command: str | None = None
-    args: list[str] = []
-    env: dict[str, str] = {}
-    cwd: Path | None = None
-    url: str | None = Field(default=None, pattern=r"^https?://")
-    transport: str | None = None
-    headers: dict[str, str] = {}
-    auth_token: str | None = None
-
-    @model_validator(mode="after")
-    def _has_one_address(self) -> _Server:
-        if (self.command is None) == (self.url is None):
-            raise ValueError("give either `command` or `url`")
-        return self
-
-    def settings(self, timeout_s: float) -> McpServer:
-        if self.command is not None:
-            command = [self.command, *self.args]
-            return McpServer(command=command, env=self.env, folder=self.cwd, timeout_s=timeout_s)
-        token = {"Authorization": f"Bearer {self.auth_token}"} if self.auth_token else {}
-        return McpServer(
-            url=self.url, transport=self._transport, headers={**self.headers, **token}, timeout_s=timeout_s
-        )
-
-    @property
-    def _transport(self) -> Literal["streamable_http", "sse"]:
-        """As verl chooses it: SSE with a token, else as the file or the address says."""
-        is_sse = self.transport == "sse" or (self.transport is None and "/sse" in str(self.url))
-        return "sse" if self.auth_token or is_sse else "streamable_http"
-
-
-def mcp_servers_of(declared: ToolDeclaration, folder: Path, place: str) -> McpServers:
-    """The servers of one entry. `folder` is that of the tools file. Raises ConfigError."""
-    if _dotted(declared.class_name) not in _MCP_CLASSES:
-        raise ConfigError(
-            f"{place}.class_name: {declared.class_name} cannot be used with MCP servers; take {_MCP_CLASSES[0]}, or "
-            "write a tool that calls the server"
-        )
-    if declared.mcp is None:
-        raise ConfigError(f"{place}.mcp is missing; give mcp_servers_config_path in it")
-    config = _validated(_McpConfig, declared.config, f"{place}.config")
-    if config.rate_limit is not None:
-        logger.warning(
-            "%s.config.rate_limit has no effect: 64 calls of a server may run at once; set max_concurrent in "
-            "rollout.agents.mcp_servers instead", place,
-        )  # fmt: skip
-    # As in verl relative to the working directory, or else to the tools file.
-    path = declared.mcp.mcp_servers_config_path
-    file = path if path.exists() else folder / path
-    where = f"{place}.mcp.mcp_servers_config_path {file}"
-    connections = []
-    for name, data in _read(file, where).items():
-        server = _validated(_Server, data, f"{where}: {name}")
-        connections.append(McpConnection(name, server.settings(config.timeout), f"{where}: {name}"))
-    return McpServers(tuple(connections), declared.mcp.tool_selected_list or None, f"{place}.mcp.tool_selected_list")
-
-
-def _read(file: Path, where: str) -> dict[str, Any]:
-    """The servers of a JSON file, by name."""
-    try:
-        data = json.loads(file.read_text())
-    except OSError as error:
-        raise ConfigError(f"{where} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"{where} is not JSON: {error}") from error
-    servers = data.get("mcpServers") if isinstance(data, dict) else None
-    if not isinstance(servers, dict) or not servers:
-        raise ConfigError(f"{where} has no servers; name them under `mcpServers`")
-    return servers
-
-
 def _validated(kind: type[_M], data: Any, where: str) -> _M:
     try:
         return kind.model_validate(data)
@@ -260,32 +155,30 @@ def _validated(kind: type[_M], data: Any, where: str) -> _M:
 
 
 def load_tools(path: Path) -> Toolbox:
-    """Read the file and create one object per declared class. Entries of MCP servers are skipped."""
+    """Read the file and create one object per declared class."""
     toolbox = Toolbox()
     for place, declared in _declared_tools(path):
-        if not declared.is_mcp:
-            toolbox.add(_tool(declared, place), place)
+        toolbox.add(_tool(declared, place), place)
     return toolbox
 
 
 def check_tools_file(path: Path) -> None:
     """Raise ConfigError if an entry is wrong. Imports no class: those of verl that are built in are checked too."""
     for place, declared in _declared_tools(path):
-        if not declared.is_mcp and _dotted(declared.class_name) in _CONFIGS:
+        if _dotted(declared.class_name) in _CONFIGS:
             _tool(declared, place)
 
 
-def load_mcp_servers(path: Path) -> tuple[McpServers, ...]:
-    """The MCP servers of the file's entries. They are not connected."""
-    return tuple(
-        mcp_servers_of(declared, path.parent, place) for place, declared in _declared_tools(path) if declared.is_mcp
-    )
-
-
-def _declared_tools(path: Path) -> list[tuple[str, ToolDeclaration]]:
+def _declared_tools(path: Path) -> Iterator[tuple[str, ToolDeclaration]]:
     """Each entry with its place, for error messages."""
-    tools = read_declarations(path, ToolsFile, _TOOLS_FILE).tools
-    return [(f"{_TOOLS_FILE} {path}: tools.{index}", declared) for index, declared in enumerate(tools)]
+    for index, declared in enumerate(read_declarations(path, ToolsFile, _TOOLS_FILE).tools):
+        place = f"{_TOOLS_FILE} {path}: tools.{index}"
+        if declared.mcp is not None or declared.config.get("type") == "mcp":
+            raise ConfigError(
+                f"{place}: MCP servers are not declared in this file; write them into the config, as "
+                "`rollout.agents.mcp_servers: {NAME: {command: [PROGRAM, ARGUMENT]}}` or `{NAME: {url: ADDRESS}}`"
+            )
+        yield place, declared
 
 
 def load_interactions(path: Path) -> dict[str, Interaction]:

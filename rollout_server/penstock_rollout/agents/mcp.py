@@ -13,7 +13,6 @@ import os
 import sys
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from typing import Any
 
 from penstock.cancellation import end_task
@@ -213,28 +212,7 @@ class McpTool(Tool):
         return text, 0.0, {"calls": 1.0}
 
 
-@dataclass(frozen=True)
-class McpServers:
-    """Servers that are opened together, and the choice of tools among all that they offer."""
-
-    connections: tuple[McpConnection, ...]
-    selected: list[str] | None = None
-    """Names of the tools to offer. None for all."""
-    place: str = ""
-    """Where `selected` is declared, for error messages."""
-
-    async def open(self) -> list[tuple[McpTool, str]]:
-        """Connect to all. Returns their tools, each with the place of its server. Raises ConfigError."""
-        found = [(tool, server.place) for server in self.connections for tool in await _open_server(server)]
-        if self.selected is None:
-            return found
-        names = [tool.name for tool, _ in found]
-        if missing := sorted(set(self.selected) - set(names)):
-            raise ConfigError(f"{self.place}: no server has a tool {missing[0]!r}; there are: {', '.join(names)}")
-        return [(tool, place) for tool, place in found if tool.name in self.selected]
-
-
-async def _open_server(connection: McpConnection) -> list[McpTool]:
+async def open_tools(connection: McpConnection) -> list[McpTool]:
     """Connect, and return the tools that the settings select. Raises ConfigError."""
     offered = {described.name: described for described in await connection.open()}
     wanted = connection.settings.tools
@@ -247,10 +225,9 @@ async def _open_server(connection: McpConnection) -> list[McpTool]:
     return [McpTool(connection, offered[name]) for name in (offered if wanted is None else wanted)]
 
 
-def configured_servers(servers: Mapping[str, McpServer]) -> McpServers:
-    """The servers of `rollout.agents.mcp_servers`."""
-    where = "rollout.agents.mcp_servers"
-    return McpServers(tuple(McpConnection(name, server, f"{where}.{name}") for name, server in servers.items()))
+def configured_servers(servers: Mapping[str, McpServer]) -> tuple[McpConnection, ...]:
+    """The servers of `rollout.agents.mcp_servers`. They are not connected."""
+    return tuple(McpConnection(name, server, f"rollout.agents.mcp_servers.{name}") for name, server in servers.items())
 
 
 def result_text(result: Any) -> str:

@@ -14,10 +14,10 @@ from penstock.trajectory import SESSION_AGENT, Prompt
 from penstock.user_code import hint_for_name, load_object
 from penstock_rollout.agents.builtin_tools import create_built_in
 from penstock_rollout.agents.context import AgentLoop
-from penstock_rollout.agents.declarations import load_interactions, load_mcp_servers, load_tools
+from penstock_rollout.agents.declarations import load_interactions, load_tools
 from penstock_rollout.agents.interactions import Interaction
 from penstock_rollout.agents.loops import interaction_agent, single_turn_agent, tool_agent
-from penstock_rollout.agents.mcp import McpConnection, McpServers, configured_servers
+from penstock_rollout.agents.mcp import McpConnection, configured_servers, open_tools
 from penstock_rollout.agents.tool_calls import ToolCallParser, find_parser
 from penstock_rollout.agents.tools import Tool, Toolbox
 from penstock_rollout.tokenization import Tokenization
@@ -46,14 +46,13 @@ class Agents:
     interactions: Mapping[str, Interaction]
     parse_calls: ToolCallParser
     tokenization: Tokenization
-    mcp: tuple[McpServers, ...] = ()
+    mcp_servers: tuple[McpConnection, ...] = ()
 
     @classmethod
     def load(cls, config: AgentsConfig, max_model_len: int, tokenization: Tokenization) -> Agents:
         toolbox = load_tools(config.tools_file) if config.tools_file else Toolbox()
         for tool in create_built_in(config.tools):
             toolbox.add(tool, f"rollout.agents.tools.{tool.name}")
-        declared = load_mcp_servers(config.tools_file) if config.tools_file else ()
         agents = cls(
             config=config,
             max_model_len=max_model_len,
@@ -62,7 +61,7 @@ class Agents:
             interactions=load_interactions(config.interactions_file) if config.interactions_file else {},
             parse_calls=find_parser(config.tool_format),
             tokenization=tokenization,
-            mcp=(configured_servers(config.mcp_servers), *declared),
+            mcp_servers=configured_servers(config.mcp_servers),
         )
         try:
             agents.find("")
@@ -75,9 +74,9 @@ class Agents:
         """Prepare the tools, before the first sample. Raises ConfigError if one cannot work here."""
         for tool in self.toolbox.tools.values():
             await tool.open()
-        for servers in self.mcp:
-            for remote, place in await servers.open():
-                self.toolbox.add(remote, place)
+        for server in self.mcp_servers:
+            for remote in await open_tools(server):
+                self.toolbox.add(remote, server.place)
         if self.mcp_servers:
             self._check_template()
 
@@ -90,10 +89,6 @@ class Agents:
                     await opened.close()
             except Exception as error:
                 logger.warning("%s did not close: %r", opened.name, error)
-
-    @property
-    def mcp_servers(self) -> list[McpConnection]:
-        return [server for servers in self.mcp for server in servers.connections]
 
     def find(self, name: str) -> AgentLoop:
         """The agent of a prompt's `agent_name`. An empty name is the default agent's."""

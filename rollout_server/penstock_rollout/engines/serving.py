@@ -10,10 +10,10 @@ from pathlib import Path
 from penstock.config.rollout import EngineConfig
 from penstock.errors import InvalidInput, Unavailable
 from penstock.v1 import weights_pb2
-from penstock.weights.checksums import weights_digest
 from penstock.weights.folder_tensors import stop_token_ids, tensor_shapes
+from penstock.weights.manifest import weights_digest
 from penstock_rollout.engines.engine import GenerateRequest
-from penstock_rollout.weights.model_tensors import check_manifest
+from penstock_rollout.weights.stage import check_manifest
 
 
 class ServingEngine:

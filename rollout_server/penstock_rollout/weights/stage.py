@@ -1,27 +1,49 @@
-"""The stage of a push: a background thread receives and hashes one version while the engine keeps serving."""
+"""The stage of a push: a background thread receives and hashes one version while the engine keeps serving.
+
+From top to bottom: the check of an announced push, the stage, and the receivers. A receiver knows nothing about
+engines. Each of its waits has a deadline and ends early when the stage is aborted. So if a publisher stalls or never
+connects, it costs no more than a waiting thread. The receivers of shm and snapshot are here, the others in receivers/.
+
+Of a low-rank adapter only the adapter itself is sent. The engine loads the merged weights, so it decodes as fast as it
+does without an adapter.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import mmap
+import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Literal
 
 import torch
+from safetensors import safe_open
 
 from penstock.errors import WeightPushFailed
 from penstock.v1 import weights_pb2
-from penstock.weights.checksums import MIX64, RunningChecksum, host_checksum
 from penstock.weights.deadline import Deadline
 from penstock.weights.delta import HEADER, parse_layout
-from penstock.weights.manifest import item_bytes
-from penstock_rollout.weights.model_tensors import merged_weights
-from penstock_rollout.weights.reception import Reception, find_receiver
+from penstock.weights.folder_tensors import TIED_HEAD, tensor_shapes, weight_files
+from penstock.weights.manifest import (
+    ITEM_BYTES,
+    MIX64,
+    RunningChecksum,
+    TensorShape,
+    bucket_offsets,
+    host_checksum,
+    item_bytes,
+    wire_sizes,
+)
+from penstock.weights.snapshot import read_snapshot
+from penstock.weights.transports import SEALS, TRANSPORTS, header_bytes, read_header
 
 TORCH_DTYPES = {
     "F64": torch.float64,
@@ -46,6 +68,105 @@ CHUNK_ITEMS = 2**22
 
 Phase = Literal["receiving", "received", "failed"]
 Tensors = list[tuple[str, torch.Tensor]]
+A_SUFFIX, B_SUFFIX = ".lora_A", ".lora_B"
+
+
+def check_manifest(manifest: weights_pb2.WeightManifest, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Raise WeightPushFailed unless the push has exactly the tensors of the model, whose shapes are given.
+
+    Without this check a push that does not match would fail in the middle of its load. A push may contain a tied head,
+    although `shapes` does not."""
+    _check_layout(manifest)
+    pushed = {spec.name: tuple(spec.shape) for spec in manifest.tensors}
+    if manifest.HasField("adapter"):
+        check_adapter(pushed, shapes)
+        return
+    if missing := sorted(shapes.keys() - pushed.keys()):
+        raise WeightPushFailed(f"the push lacks {len(missing)} tensors of the model, the first is {missing[0]}")
+    if unknown := sorted(pushed.keys() - shapes.keys() - {TIED_HEAD}):
+        raise WeightPushFailed(f"the push has {len(unknown)} tensors the model lacks, the first is {unknown[0]}")
+    for name, shape in pushed.items():
+        if shapes.get(name, shape) != shape:
+            raise WeightPushFailed(f"{name} has shape {shape} in the push and {shapes[name]} in the model")
+
+
+def _check_layout(manifest: weights_pb2.WeightManifest) -> None:
+    """Raise WeightPushFailed unless each tensor has the size of its shape and lies inside its bucket."""
+    for spec in manifest.tensors:
+        shape = tuple(spec.shape)
+        if spec.dtype not in ITEM_BYTES or spec.num_bytes != TensorShape(spec.name, spec.dtype, shape).num_bytes:
+            raise WeightPushFailed(f"{spec.name} is not {spec.num_bytes} bytes of {spec.dtype}")
+        if not 0 <= spec.bucket < len(manifest.buckets):
+            raise WeightPushFailed(f"{spec.name} is in bucket {spec.bucket}, but there are {len(manifest.buckets)}")
+        if spec.offset_bytes < 0 or spec.offset_bytes + spec.num_bytes > manifest.buckets[spec.bucket].num_bytes:
+            raise WeightPushFailed(f"{spec.name} does not lie inside its bucket")
+
+
+def check_adapter(adapter: dict[str, tuple[int, ...]], shapes: dict[str, tuple[int, ...]]) -> None:
+    """Raise WeightPushFailed unless each lora_A and lora_B form a pair that matches a weight of the model."""
+    names = {name.removesuffix(A_SUFFIX).removesuffix(B_SUFFIX) for name in adapter}
+    for name in sorted(names):
+        low, up = adapter.get(name + A_SUFFIX), adapter.get(name + B_SUFFIX)
+        if low is None or up is None:
+            raise WeightPushFailed(f"the adapter has only one of lora_A and lora_B for {name}")
+        if name not in shapes:
+            raise WeightPushFailed(f"the adapter changes {name}, which the model does not have")
+        if len(low) != 2 or len(up) != 2 or (up[0], low[1]) != shapes[name] or up[1] != low[0]:
+            raise WeightPushFailed(f"lora_B {up} @ lora_A {low} does not match {name} of shape {shapes[name]}")
+
+
+@dataclass(frozen=True)
+class Reception:
+    """One transfer, as one worker of a member sees it."""
+
+    announcement: weights_pb2.AnnounceRequest
+    device: torch.device
+    """Where to put the buckets: the engine's GPU if a second set of weights fits there, else host memory."""
+    deadline: Deadline
+    worker: int = 0
+    """Index of this worker within the member."""
+    spare: list[torch.Tensor] = field(default_factory=list)
+    """Buffers of an earlier version. Filling them again is faster than using new memory."""
+    worker_device: torch.device = torch.device("cpu")
+    """Where the engine keeps its weights. The receiving thread uses this device, with a separate stream."""
+
+    @property
+    def manifest(self) -> weights_pb2.WeightManifest:
+        return self.announcement.manifest
+
+    @property
+    def rendezvous(self) -> str:
+        """How to find the publisher. The sender of the same transport documents the format."""
+        return self.announcement.rendezvous
+
+    @property
+    def rank(self) -> int:
+        """Rank of this worker in the transfer; the publisher is rank 0."""
+        return self.announcement.rank + self.worker
+
+    def buffer(self, num_bytes: int, device: torch.device) -> torch.Tensor:
+        """Return an uninitialised bucket. Host memory is pinned if there is a GPU to copy from or to."""
+        for index, tensor in enumerate(self.spare):
+            if tensor.numel() == num_bytes and tensor.device == device:
+                return self.spare.pop(index)
+        pin = device.type == "cpu" and torch.cuda.is_available()
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=pin)
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """The bytes of one bucket, as they were sent."""
+
+    wire: torch.Tensor
+    """Flat uint8 of the size that the manifest gives for the transfer, on `Reception.device` or in host memory."""
+    checksum: str = ""
+    """Checksum of the bytes, if the receiver knows it: it hashed them on arrival, or the publisher's header has it."""
+    is_shared: bool = False
+    """The bytes are the publisher's own sealed pages. They need no second hash, and cannot be reused as a buffer."""
+
+
+Receiver = Callable[[Reception], Iterator[Arrived]]
+"""Yields the buckets in the manifest's order."""
 
 
 class WeightStage:
@@ -325,3 +446,92 @@ def apply(bucket: torch.Tensor, wire: torch.Tensor, item_bytes: int) -> None:
         items[positions] = value
     if bucket.is_cuda:
         torch.cuda.current_stream().synchronize()
+
+
+def merged_weights(folder: Path, adapter: dict[str, torch.Tensor], scale: float) -> list[tuple[str, torch.Tensor]]:
+    """Return the tensors that a push of the whole model would have.
+
+    A weight W that the adapter names becomes W + scale * lora_B @ lora_A, computed in float32."""
+    merged: list[tuple[str, torch.Tensor]] = []
+    names = tensor_shapes(folder).keys() | {TIED_HEAD}
+    for path in weight_files(folder):
+        with safe_open(path, framework="pt") as file:
+            for name in (name for name in file.keys() if name in names):  # noqa: SIM118  (not a dict)
+                weight = file.get_tensor(name)
+                if name + A_SUFFIX in adapter:
+                    low, up = adapter[name + A_SUFFIX], adapter[name + B_SUFFIX]
+                    product = scale * (up.float() @ low.float())
+                    weight = (weight.to(product.device, torch.float32) + product).to(weight.dtype)
+                merged.append((name, weight))
+    return merged
+
+
+def find_receiver(transport: str) -> Receiver:
+    """Return the receiver of a transport. One with dependencies is `receive` of a module, imported here."""
+    if transport not in TRANSPORTS:
+        raise WeightPushFailed(f"unknown transport {transport!r}; this server knows {', '.join(TRANSPORTS)}")
+    if transport in _LIGHT_RECEIVERS:
+        return _LIGHT_RECEIVERS[transport]
+    receiver: Receiver = import_module(f"penstock_rollout.weights.receivers.{transport}").receive
+    return receiver
+
+
+@cache
+def device_uuid(device: torch.device) -> str:
+    """Return the name by which publisher and servers refer to a worker's device: `cpu`, or the UUID of the GPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else device.type
+
+
+def receive_by_shm(reception: Reception) -> Iterator[Arrived]:
+    """shm: map the publisher's buckets. Nothing is copied, and the pages outlive the publisher.
+
+    The rendezvous is a path under /proc."""
+    sizes = wire_sizes(reception.manifest)
+    offsets = bucket_offsets(sizes, mmap.PAGESIZE)
+    path = Path(reception.rendezvous)
+    if not str(path.absolute()).startswith("/proc/"):
+        raise WeightPushFailed(f"{path} is not a path under /proc")
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise WeightPushFailed(
+            f"{path} cannot be opened ({error.strerror}); shm needs the same host, user and pid namespace; or use gloo"
+        ) from error
+    try:
+        _check_sealed(fd)
+        num_bytes = offsets[-1] + header_bytes(len(sizes))
+        if os.fstat(fd).st_size != num_bytes:
+            raise WeightPushFailed(f"{reception.rendezvous} is not {num_bytes} bytes long, as the manifest requires")
+        # Wait until the header says that the memory holds all of the announced version.
+        size = header_bytes(len(sizes))
+        while (checksums := read_header(os.pread(fd, size, offsets[-1]), reception.manifest)) is None:
+            reception.deadline.sleep()
+        # The mapping is private: if this process wrote to it by mistake, only its own copy would change.
+        mapping = mmap.mmap(fd, num_bytes, access=mmap.ACCESS_COPY)
+    finally:
+        os.close(fd)
+    for offset, size, checksum in zip(offsets, sizes, checksums, strict=False):
+        yield Arrived(torch.frombuffer(mapping, dtype=torch.uint8, count=size, offset=offset), checksum, True)
+
+
+def _check_sealed(fd: int) -> None:
+    try:
+        is_sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS == SEALS
+    except OSError:
+        is_sealed = False
+    if not is_sealed:
+        raise WeightPushFailed("the publisher's shared memory is not sealed, so other processes could change it")
+
+
+def receive_by_snapshot(reception: Reception) -> Iterator[Arrived]:
+    """snapshot: read the buckets from a safetensors file on a shared volume. The rendezvous is its folder."""
+    folder = Path(reception.rendezvous)
+    try:
+        for bucket in read_snapshot(folder, reception.manifest):
+            reception.deadline.check()
+            yield Arrived(torch.from_numpy(bucket))
+    except OSError as error:
+        raise WeightPushFailed(f"reading the snapshot in {folder} failed: {error.strerror or error}") from error
+
+
+_LIGHT_RECEIVERS: dict[str, Receiver] = {"shm": receive_by_shm, "snapshot": receive_by_snapshot}

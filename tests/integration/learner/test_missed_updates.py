@@ -25,8 +25,7 @@ from penstock.replay.queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, Quarantines, ServerRecord
 from penstock.trajectory import Group, Sampling, Trajectory
 from penstock.v1 import policies_pb2
-from penstock.weights.checksums import host_checksum, weights_digest
-from penstock.weights.manifest import TensorShape, allocate_buckets, build_manifest
+from penstock.weights.manifest import TensorShape, allocate_buckets, build_manifest, host_checksum, weights_digest
 from penstock.weights.snapshot import write_snapshot
 from penstock_learner.agreement.comparison import MIN_STEPS, LogProbCheck
 from penstock_learner.agreement.servers import ServerAgreement, ServerQuarantine

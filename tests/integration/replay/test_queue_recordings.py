@@ -187,22 +187,23 @@ def test_a_recording_without_its_sampling_is_refused_by_name(tools: Tools, recor
     assert f"column sampling.{field}" in output and "has nulls in rows from 0" in output
 
 
-def test_a_recording_of_version_1_is_imported(tools: Tools, recording: Path) -> None:
+def test_a_recording_from_before_a_field_was_added_is_imported(tools: Tools, recording: Path) -> None:
     import pyarrow as pa
     from pyarrow import parquet
 
-    from penstock_tools.recordings.file import TRAJECTORY_1
+    from penstock_tools.recordings.file import LATER
 
     groups = [make_group(0), make_group(1)]
     tools.fill(groups)
     tools("export", str(recording))
     table = parquet.read_table(recording)
-    rows = table["trajectories"].to_pylist()
-    for trajectory in (trajectory for row in rows for trajectory in row):
-        del trajectory["sampling_segments"]
-    older = pa.array(rows, pa.list_(TRAJECTORY_1))
-    index = table.schema.get_field_index("trajectories")
-    parquet.write_table(table.set_column(index, "trajectories", older), recording)
+    for name in ("sampling", "trajectories"):
+        kind = table.schema.field(name).type
+        fields = [field for field in (kind if name == "sampling" else kind.value_type) if field.name not in LATER]
+        older = pa.struct(fields) if name == "sampling" else pa.list_(pa.struct(fields))
+        column = pa.array(table[name].to_pylist(), older)
+        table = table.set_column(table.schema.get_field_index(name), name, column)
+    parquet.write_table(table, recording)
     run = f"{tools.run}-older"
     tools("import", str(recording), run=run)
     assert [content(group) for group in tools.taken(run, 2)] == [content(group) for group in groups]

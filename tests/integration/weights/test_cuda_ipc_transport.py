@@ -14,11 +14,10 @@ import pytest
 import torch
 
 from penstock.v1 import weights_pb2
-from penstock.weights.checksums import XXH3_PIECES
 from penstock.weights.cuda import libraries
 from penstock.weights.cuda.ipc import IpcOffer
 from penstock.weights.deadline import Deadline
-from penstock.weights.manifest import TensorShape, build_manifest
+from penstock.weights.manifest import XXH3_PIECES, TensorShape, build_manifest
 from penstock_learner.weights import senders as sending
 from penstock_learner.weights import staging as bucket_memory
 from penstock_learner.weights.senders import CudaIpcSender, Shipment

@@ -26,7 +26,7 @@ from penstock_learner.checkpoints.trainer_state import TRAINER_FILE, Ledger, Tra
 from penstock_rollout.agents.tool_calls import TOOL_FORMATS, MalformedCall, ToolCall
 from penstock_rollout.rewards.function import normalise_score
 from penstock_rollout.rewards.rules import exact_match, gsm8k, regex
-from penstock_rollout.weights.model_tensors import check_manifest
+from penstock_rollout.weights.stage import check_manifest
 from support.fuzzing import BUDGETS, damaged, json_values, try_examples
 from support.groups import make_group
 

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from penstock.config.rollout import AgentsConfig, McpServer
 from penstock.errors import ConfigError
-from penstock_rollout.agents.declarations import load_mcp_servers
+from penstock_rollout.agents.declarations import load_tools
 from penstock_rollout.agents.loops import tool_agent
 from penstock_rollout.agents.registry import Agents
 from penstock_rollout.agents.tools import ToolError
@@ -234,68 +234,13 @@ async def test_a_tool_that_the_server_lacks_is_named(tokenization: Tokenization,
     await loaded.close()
 
 
-def tools_file(folder: Path, servers: dict[str, Any], **entry: Any) -> Path:
-    (folder / "servers.json").write_text(json.dumps({"mcpServers": servers}))
-    declared = {
-        "class_name": "verl.tools.mcp_base_tool.MCPBaseTool",
-        "config": {"type": "mcp", "rate_limit": 120, "timeout": 20},
-        "mcp": {"mcp_servers_config_path": "./servers.json", "tool_selected_list": ["add", "fail"]},
-    }
-    file = folder / "tools.yaml"
-    file.write_text(json.dumps({"tools": [declared | entry]}))
-    return file
-
-
-async def test_servers_of_a_tools_file_of_verl(tokenization: Tokenization, program: Path, tmp_path: Path) -> None:
-    servers = {"calculator": {"command": sys.executable, "args": [str(program)], "description": "adds"}}
-    file = tools_file(tmp_path, servers)
-    loaded = Agents.load(AgentsConfig(tools_file=file), 4096, tokenization)
-    await loaded.open()
-    assert list(loaded.toolbox.tools) == ["add", "fail"]
-    assert await call(loaded, "add", a=1, b=2) == "3"
-    [server] = loaded.mcp_servers
-    assert server.settings.timeout_s == 20
-    await loaded.close()
-
-
-async def test_how_verl_talks_to_a_server_by_its_address(tmp_path: Path) -> None:
-    servers = {
-        "token": {"url": "http://a/mcp", "auth_token": "key"},
-        "sse": {"url": "http://a/sse"},
-        "http": {"url": "http://a/mcp", "headers": {"X": "1"}},
-    }
-    [found] = load_mcp_servers(tools_file(tmp_path, servers))
-    token, sse, http = (server.settings for server in found.connections)
-    assert (token.transport, token.headers) == ("sse", {"Authorization": "Bearer key"})
-    assert (sse.transport, http.transport, http.headers) == ("sse", "streamable_http", {"X": "1"})
-
-
-@pytest.mark.parametrize(
-    ("servers", "entry", "why"),
-    [
-        ({"a": {}}, {}, "servers.json: a: give either `command` or `url`"),
-        ({}, {}, "servers.json has no servers"),
-        ({"a": {"url": "http://a"}}, {"mcp": {"mcp_servers_config_path": "none.json"}}, "none.json cannot be read"),
-        ({"a": {"url": "http://a"}}, {"mcp": None}, "tools.0.mcp is missing"),
-        ({"a": {"url": "http://a"}}, {"class_name": "mine.MyTool"}, "mine.MyTool cannot be used with MCP servers"),
-        ({"a": {"url": "http://a"}}, {"config": {"type": "mcp", "wait": 1}}, "unknown key 'wait'"),
-    ],
-)
-async def test_what_is_wrong_with_verls_servers_is_named(
-    servers: dict[str, Any], entry: dict[str, Any], why: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ConfigError) as raised:
-        load_mcp_servers(tools_file(tmp_path, servers, **entry))
-    assert why in str(raised.value) and "\n" not in str(raised.value)
-
-
-async def test_a_selected_tool_that_no_server_has(tokenization: Tokenization, program: Path, tmp_path: Path) -> None:
-    servers = {"calculator": {"command": sys.executable, "args": [str(program)]}}
-    chosen = {"mcp_servers_config_path": "servers.json", "tool_selected_list": ["multiply"]}
-    loaded = Agents.load(AgentsConfig(tools_file=tools_file(tmp_path, servers, mcp=chosen)), 4096, tokenization)
-    with pytest.raises(ConfigError, match=r"tool_selected_list: no server has a tool 'multiply'; there are: add"):
-        await loaded.open()
-    await loaded.close()
+async def test_the_servers_of_a_tools_file_of_verl_are_refused(tmp_path: Path) -> None:
+    block = {"mcp_servers_config_path": "./servers.json"}
+    entry = {"class_name": "verl.tools.mcp_base_tool.MCPBaseTool", "config": {"type": "mcp"}, "mcp": block}
+    file = tmp_path / "tools.yaml"
+    file.write_text(json.dumps({"tools": [entry]}))
+    with pytest.raises(ConfigError, match=r"tools\.0: .* into the config, as `rollout\.agents\.mcp_servers: "):
+        load_tools(file)
 
 
 async def test_a_server_has_one_address() -> None:

@@ -214,7 +214,7 @@ def _add_variants(model: Model) -> None:
 
 REFUSED: dict[str, tuple[Callable[[Model], object], str]] = {
     "values that are kept in another order": (_repack, "vLLM keeps other values of q"),
-    "a part that is not loaded": (_skip_keys, "leaves out a part of qk.weight"),
+    "a part that is not loaded": (_skip_keys, "skips a part of qk.weight"),
     "a part that is loaded twice": (_load_keys_twice, "writes to the same memory twice"),
     "a new parameter": (_also(lambda model: setattr(model.norm, "weight", _parameter(8))), "replaces something"),
     "a new attribute": (_also(lambda model: setattr(model.norm, "note", 1)), "replaces something"),
@@ -234,7 +234,7 @@ REFUSED: dict[str, tuple[Callable[[Model], object], str]] = {
         lambda model: setattr(model.qk, "process_weights_after_loading", lambda dtype: None), "prepares its weights",
     ),
     "a parameter that no tensor has": (
-        lambda model: model.register_parameter("more", torch.nn.Parameter(torch.ones(2))), "leaves out a part of more",
+        lambda model: model.register_parameter("more", torch.nn.Parameter(torch.ones(2))), "skips a part of more",
     ),
 }  # fmt: skip
 

@@ -73,17 +73,24 @@ LOADED = [
 @pytest.fixture
 def flip(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     contents: dict[str, dict[str, Any]] = {
-        "vllm": {}, "vllm.v1": {},
+        "vllm": {}, "vllm.v1": {}, "vllm.v1.executor": {}, "vllm.model_executor": {},
         "vllm.v1.engine": {
             "EngineCoreOutput": Output, "EngineCoreOutputs": Message,
             "EngineCoreRequestType": SimpleNamespace(WAKEUP="wake"),
         },
-        "vllm.v1.engine.core": {"EngineCoreProc": Core},
+        "vllm.config": {"set_current_vllm_config": None},
+        "vllm.model_executor.model_loader": {},
+        "vllm.model_executor.model_loader.reload": {
+            "initialize_layerwise_reload": None, "finalize_layerwise_reload": None,
+        },
+        "vllm.v1.executor.multiproc_executor": {"MultiprocExecutor": object},
+        "vllm.v1.executor.uniproc_executor": {"UniProcExecutor": object},
+        "penstock_rollout.engines.vllm.copies": {
+            "Copies": None, "NamedTensors": None, "NotPlain": Exception, "learn": None,
+        },
     }  # fmt: skip
-    with imported_beside(monkeypatch, "penstock_rollout.engines.vllm.core_flip", contents) as module:
-        module.install()
-        yield lambda core: core.penstock_flip(6, ["sum"], "6.1", False)
-        del Core.penstock_flip  # type: ignore[attr-defined]
+    with imported_beside(monkeypatch, "penstock_rollout.engines.vllm.worker", contents) as module:
+        yield lambda core: module.flip(core, 6, ["sum"], "6.1", False)
 
 
 def test_an_idle_engine_flips_at_once(flip: Any) -> None:

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from penstock.errors import InvalidInput
-from penstock_tools.sft.masks import ConversationMasks
+from penstock_tools.sft.data import ConversationMasks
 
 QWEN = (
     "{% if tools %}<|im_start|>system{{ '\n' }}{% for tool in tools %}{{ tool | tojson }}{{ '\n' }}{% endfor %}"

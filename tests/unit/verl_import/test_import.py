@@ -15,9 +15,8 @@ from penstock.config.loading import load_config
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError
 from penstock_tools.verl_import.command import config_text
-from penstock_tools.verl_import.convert import CONVERTERS
 from penstock_tools.verl_import.imported import Imported, import_words
-from penstock_tools.verl_import.keys import KEYS_BY_PROGRAM, look_up
+from penstock_tools.verl_import.keys import CONVERTERS, KEYS_BY_PROGRAM, look_up
 
 GRPO = (
     "algorithm.adv_estimator=grpo", "data.train_files=/d/train.parquet", "data.val_files=/d/test.parquet",

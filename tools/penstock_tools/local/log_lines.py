@@ -1,9 +1,5 @@
-"""What `penstock up` and `penstock demo` print about a run: the phases of its start, what goes wrong, and why it does
-not learn or is slow, each once.
-
-Nothing here waits or prints. A finding about learning or speed becomes a line once it has held for a while, if it has
-advice, or if the reward rises again.
-"""
+"""What `penstock up` and `penstock demo` print about a run, each once: the phases of its start, what goes wrong, and
+why it does not learn or is slow, once that has held for a while. Nothing here waits or prints."""
 
 from __future__ import annotations
 
@@ -39,13 +35,12 @@ class Announcements:
         """Why the run was paused when it was last looked at; None if it was not."""
         self._held = before.held_version
         self._broken: set[tuple[str, str]] = set()
-        self._learning, self._speed, self._no_prompts = LearningLine(before), SpeedLine(before), NoPromptsLine()
+        self._learning, self._speed = LearningLine(before), SpeedLine(before)
 
     def new_lines(self, run: Run) -> list[str]:
         return [
             *self._state_line(run), *self._held_line(run), *self._phase_lines(run), *self._notice_lines(run),
-            *self._breaker_lines(run), *self._no_prompts.new_lines(run), *self._learning.new_lines(run),
-            *self._speed.new_lines(run),
+            *self._breaker_lines(run), *self._learning.new_lines(run), *self._speed.new_lines(run),
         ]  # fmt: skip
 
     def _state_line(self, run: Run) -> list[str]:
@@ -168,25 +163,6 @@ class LearningLine:
         return [f"learning: {_line(verdict)}"]
 
 
-class NoPromptsLine:
-    """Tells, once, that a learner waits for its first batch because no prompts are submitted, and how to submit
-    some."""
-
-    def __init__(self) -> None:
-        self._text, self._since_s, self._is_said = "", 0.0, False
-
-    def new_lines(self, run: Run) -> list[str]:
-        verdict = run.speed_verdict
-        if verdict is None or not any(lacks_prompts(run, part) for part in run.parts):
-            return []
-        if verdict.text != self._text:
-            self._text, self._since_s, self._is_said = verdict.text, time.monotonic(), False
-        if self._is_said or time.monotonic() - self._since_s < NO_PROMPTS_AFTER_S:
-            return []
-        self._is_said = True
-        return [_line(verdict)]
-
-
 def lacks_prompts(run: Run, part: Part) -> bool:
     """Whether this part is a learner that waits for its first batch only because no prompts are pending."""
     is_waiting = part.phases[-1].name == FIRST_BATCH and run.state == "RUNNING"
@@ -194,30 +170,32 @@ def lacks_prompts(run: Run, part: Part) -> bool:
 
 
 class SpeedLine:
-    """Tells what a slow run waits for, once it has waited for that for SLOW_AFTER_S."""
+    """Tells what a slow run waits for, once it has waited for that for SLOW_AFTER_S. That a learner waits for its first
+    batch because no prompts are submitted is told after NO_PROMPTS_AFTER_S, with how to submit some."""
 
     def __init__(self, before: Run) -> None:
         self._first_step = before.step
-        self._code, self._since_s = "", 0.0
+        self._cause, self._since_s = "", 0.0
         self._said_s: dict[str, float] = {}
 
     def new_lines(self, run: Run) -> list[str]:
         verdict, now_s = run.speed_verdict, time.monotonic()
         if verdict is None:
             return []
-        if verdict.code != self._code:
-            self._code, self._since_s = verdict.code, now_s
-        elif self._is_due(run, verdict, now_s):
-            is_new = now_s - self._said_s.get(verdict.code, -REPEAT_AFTER_S) >= REPEAT_AFTER_S
-            self._said_s[verdict.code] = now_s
-            return [f"speed: {_line(verdict)}"] if is_new else []
-        return []
+        has_none = any(lacks_prompts(run, part) for part in run.parts)
+        cause = verdict.text if has_none else verdict.code
+        if cause != self._cause:
+            self._cause, self._since_s = cause, now_s
+        held_s = now_s - self._since_s
+        if not (held_s >= NO_PROMPTS_AFTER_S if has_none else self._is_due(run, verdict, held_s)):
+            return []
+        is_new = now_s - self._said_s.get(cause, -REPEAT_AFTER_S) >= REPEAT_AFTER_S
+        self._said_s[cause] = now_s
+        return [_line(verdict) if has_none else f"speed: {_line(verdict)}"] if is_new else []
 
-    def _is_due(self, run: Run, verdict: Verdict, now_s: float) -> bool:
-        if run.state != "RUNNING" or not verdict.advice or now_s - self._since_s < SLOW_AFTER_S:
+    def _is_due(self, run: Run, verdict: Verdict, held_s: float) -> bool:
+        if run.state != "RUNNING" or not verdict.advice or held_s < SLOW_AFTER_S:
             return False
-        if any(lacks_prompts(run, part) for part in run.parts):
-            return False  # NoPromptsLine has printed it
         return verdict.level != "OK" or run.step - self._first_step >= SPEED_STEPS
 
 

@@ -1,15 +1,14 @@
 """A Parquet file of recorded groups: `penstock queue export` writes it and `import` reads it.
 
 One row per group, with types that any Parquet reader can show. Arrays are converted as whole columns, never token by
-token. A file from elsewhere is read too if it has these columns and types. Recordings of version 1 have trajectories
-without `sampling_segments`, those of version 2 without `episode`; they are read too. This module imports pyarrow, which
-is slow, at its top: import it only where it is needed.
+token. A file from elsewhere is read too if it has these columns and types; older recordings lack the fields in LATER.
+This module imports pyarrow, which is slow, at its top: import it only where it is needed.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -22,17 +21,24 @@ from pyarrow import parquet
 
 from penstock.codec import check_group
 from penstock.errors import InvalidInput, PoisonGroup
-from penstock.trajectory import Group, Sampling, SamplingSegment, Trajectory, VersionSegment
+from penstock.sampling import DISTRIBUTION_FIELDS, SAMPLING_FIELDS, Sampling
+from penstock.trajectory import Group, SamplingSegment, Trajectory, VersionSegment
 
 # ── groups as Arrow columns, which have the names of their fields ──
 
-SEGMENT = pa.struct([("start", pa.int32()), ("end", pa.int32()), ("policy_version", pa.int64())])
-SAMPLING = pa.struct(
-    [("temperature", pa.float32()), ("top_p", pa.float32()), ("max_tokens", pa.int32()), ("seed", pa.int64())]
-)
-SAMPLING_SEGMENT = pa.struct(
-    [("start", pa.int32()), ("end", pa.int32()), ("temperature", pa.float32()), ("top_p", pa.float32())]
-)
+_SAMPLING_TYPES = {"seed": pa.int64(), "stop": pa.list_(pa.string()), "ignore_eos": pa.bool_()} | {
+    name: pa.float32() for name in ("temperature", "top_p", "min_p")
+}
+"""The types of sampling parameters that are not int32."""
+
+
+def _sampling(names: Iterable[str]) -> list[tuple[str, Any]]:
+    return [(name, _SAMPLING_TYPES.get(name, pa.int32())) for name in names]
+
+
+_RANGE = [("start", pa.int32()), ("end", pa.int32())]
+SEGMENT = pa.struct([*_RANGE, ("policy_version", pa.int64())])
+SAMPLING_SEGMENT = pa.struct([*_RANGE, *_sampling(DISTRIBUTION_FIELDS)])
 TRAJECTORY = pa.struct(
     [
         ("token_ids", pa.list_(pa.int32())),
@@ -47,8 +53,8 @@ TRAJECTORY = pa.struct(
         ("episode", pa.int32()),
     ]
 )
-TRAJECTORY_1, TRAJECTORY_2 = pa.struct(list(TRAJECTORY)[:8]), pa.struct(list(TRAJECTORY)[:9])
-"""A trajectory in recordings of versions 1 and 2."""
+LATER = ("top_k", "min_p", "ignore_eos", "stop", "sampling_segments", "episode")
+"""Fields that older recordings do not have. They have their defaults there."""
 SCHEMA = pa.schema(
     [
         ("run", pa.string()),
@@ -57,13 +63,13 @@ SCHEMA = pa.schema(
         ("server_id", pa.string()),
         ("data_source", pa.string()),
         ("agent_name", pa.string()),
-        ("sampling", SAMPLING),
+        ("sampling", pa.struct(_sampling(SAMPLING_FIELDS))),
         ("prompt_token_ids", pa.list_(pa.int32())),
         ("trajectories", pa.list_(TRAJECTORY)),
         ("finished_at_ms", pa.int64()),
         ("prompt", pa.binary()),
     ],
-    metadata={"penstock.recording": "3"},
+    metadata={"penstock.recording": "4"},
 )
 
 
@@ -101,6 +107,8 @@ def _array(kind: Any, values: Sequence[Any]) -> Any:
         return pa.array(values, kind)
     if pa.types.is_struct(kind.value_type):
         inner = _array(kind.value_type, [each for value in values for each in value])
+    elif pa.types.is_string(kind.value_type):
+        inner = pa.array([each for value in values for each in value], kind.value_type)
     else:
         inner = pa.array(np.concatenate(values) if values else np.empty(0), kind.value_type)
     return pa.ListArray.from_arrays(_offsets(values), inner)
@@ -130,7 +138,8 @@ def _trajectory(segments: Any, sampling_segments: Any = (), **fields: Any) -> Tr
 
 
 def _values(array: Any) -> Sequence[Any]:
-    """The Python values of an Arrow array: mappings for structs and maps, and numpy arrays for lists of numbers."""
+    """The Python values of an Arrow array: mappings for structs and maps, numpy arrays for lists of numbers, and
+    tuples for lists of texts."""
     kind = array.type
     if pa.types.is_struct(kind):
         columns = {field.name: _values(array.field(index)) for index, field in enumerate(kind)}
@@ -139,8 +148,12 @@ def _values(array: Any) -> Sequence[Any]:
         return [dict(pairs) for pairs in array.to_pylist()]
     if not pa.types.is_list(kind):
         return cast(list[Any], array.to_pylist())
-    is_nested = pa.types.is_struct(kind.value_type)
-    values = _values(array.values) if is_nested else array.values.to_numpy(zero_copy_only=False)
+    if pa.types.is_string(kind.value_type):
+        values: Sequence[Any] = tuple(array.values.to_pylist())
+    elif pa.types.is_struct(kind.value_type):
+        values = _values(array.values)
+    else:
+        values = array.values.to_numpy(zero_copy_only=False)
     return [values[start:end] for start, end in pairwise(array.offsets.to_pylist())]
 
 
@@ -154,6 +167,18 @@ def has_nulls(array: Any) -> bool:
     if isinstance(array, pa.StructArray):
         return any(has_nulls(array.field(i)) for i in range(array.type.num_fields))
     return False
+
+
+def _is_readable(found: Any, wanted: Any) -> bool:
+    """Whether a column of this type has all the fields that are wanted, but for those in LATER."""
+    if pa.types.is_list(found) and pa.types.is_list(wanted):
+        return _is_readable(found.value_type, wanted.value_type)
+    if not (pa.types.is_struct(found) and pa.types.is_struct(wanted)):
+        return bool(found == wanted)
+    of_found, of_wanted = ({field.name: field.type for field in kind} for kind in (found, wanted))
+    return of_found.keys() <= of_wanted.keys() and all(
+        _is_readable(of_found[name], kind) if name in of_found else name in LATER for name, kind in of_wanted.items()
+    )
 
 
 # ── the file ──
@@ -258,7 +283,7 @@ class Recording:
             try:
                 check_group(row.group)
             except PoisonGroup as error:
-                raise InvalidInput(f"{self.path} row {number}", f"{error}; leave the row out") from error
+                raise InvalidInput(f"{self.path} row {number}", f"{error}; remove the row") from error
             for trajectory in row.group.trajectories:
                 if trajectory.finish_reason not in _FINISH_REASONS:
                     raise InvalidInput(f"{self.path} row {number}", f"finish_reason is not one of {_FINISH_REASONS}")
@@ -266,10 +291,10 @@ class Recording:
 
     def _check_sampling(self, column: Any, first_row: int) -> None:
         """Refuse a row without the parameters that its tokens were sampled with. Only the seed may be missing."""
-        for name in ("temperature", "top_p", "max_tokens"):
-            if column.null_count or column.field(name).null_count:
+        for index, field in enumerate(column.type):
+            if field.name != "seed" and (column.null_count or has_nulls(column.field(index))):
                 raise InvalidInput(
-                    f"{self.path} column sampling.{name}",
+                    f"{self.path} column sampling.{field.name}",
                     f"has nulls in rows from {first_row}; fill in what the tokens were sampled with: the learner "
                     "computes their log-probs with it",
                 )
@@ -281,8 +306,7 @@ class Recording:
                 raise InvalidInput(
                     str(self.path), f"has no column `{field.name}`; `penstock queue export` writes what this reads"
                 )
-            older = (pa.list_(TRAJECTORY_1), pa.list_(TRAJECTORY_2)) if field.name == "trajectories" else ()
-            if found.field(field.name).type not in (field.type, *older):
+            if not _is_readable(found.field(field.name).type, field.type):
                 raise InvalidInput(
                     f"{self.path} column {field.name}", f"is {found.field(field.name).type}, not {field.type}; cast it"
                 )

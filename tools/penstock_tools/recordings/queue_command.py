@@ -6,7 +6,8 @@ It connects to Redis directly, so it works while the gateway, the learner and al
 from __future__ import annotations
 
 import argparse
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,12 +17,12 @@ from penstock.cli.connection import RUNS_FOLDER, load_started_config, newest_con
 from penstock.cli.output import to_json
 from penstock.cli.parser import Parser, run_interruptible, whole_number
 from penstock.errors import ConfigError, InvalidInput, NotFound, PenstockError
-from penstock_tools.recordings.command import add_commands
 
 if TYPE_CHECKING:
     from penstock.config.service import RedisConfig, ReplayConfig
     from penstock.replay.inspection import QueueInspector
     from penstock.samples import TokenText
+
 
 MAX_LIMIT = 1000
 
@@ -32,7 +33,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def _run(args: argparse.Namespace) -> int:
-    """Connect, run `args.command`, and disconnect."""
     target = args.target = _target(args)
     from penstock.replay.inspection import QueueInspector
     from penstock.store.redis_client import connect
@@ -66,7 +66,21 @@ def _parser() -> Parser:
     peek.add_argument("--prompt-id", type=int, metavar="ID", help="show the prompt and the responses of this group")
     peek.add_argument("--tokens", action="store_true", help="with --prompt-id: a table of tokens instead of text")
 
-    add_commands(partial(_command, commands))
+    export = _command(commands, "export", _export, "write the ready groups to a Parquet file; changes nothing")
+    export.add_argument("file", type=Path)
+    export.add_argument("--all", action="store_true", help="also groups that the learner has taken and not committed")
+    export.add_argument("--force", action="store_true", help="replace the file if it exists")
+
+    imports = _command(commands, "import", _import, "import the groups of a Parquet file into a queue")
+    imports.set_defaults(may_start_queue=True)
+    imports.add_argument("file", type=Path)
+    imports.add_argument(
+        "--epoch", type=int, default=0, help="use another number to import the same file again (default: %(default)s)"
+    )
+    imports.add_argument(
+        "--wait-s", type=float, default=WAIT_S, metavar="S",
+        help="how long to wait for room in a full queue (default: %(default).0f)",
+    )  # fmt: skip
 
     requeue = _command(commands, "requeue", _requeue, "submit dead-lettered prompts again", can_json=True)
     _add_selection(requeue)
@@ -238,3 +252,48 @@ def _show(args: argparse.Namespace, record: Any, show: Callable[[], None]) -> in
     """Print the record as JSON with `--json`, and call `show` otherwise."""
     print(to_json(record)) if args.json else show()
     return 0
+
+
+# ── the groups of a queue to a Parquet file, and back ──
+
+
+WAIT_S = 600.0
+
+
+async def _export(args: argparse.Namespace, inspector: QueueInspector) -> int:
+    from penstock_tools.recordings.transfer import export_groups
+
+    if args.file.exists() and not args.force:
+        raise InvalidInput(str(args.file), "exists; choose another name or add --force")
+    with _progress("exporting") as advance:
+        num_groups, num_committed, unreadable = await export_groups(
+            inspector, args.file, include_delivered=args.all, advance=advance
+        )
+    missed = f"; {num_committed} were committed meanwhile" if num_committed else ""
+    print(f"exported {num_groups} groups of run {inspector.run} to {args.file}{missed}")
+    for line in unreadable:
+        print(f"skipped {line}")
+    return 0
+
+
+async def _import(args: argparse.Namespace, inspector: QueueInspector) -> int:
+    from penstock_tools.recordings.transfer import import_groups
+
+    with _progress("importing") as advance:
+        num_groups, num_before = await import_groups(
+            inspector, args.file, epoch=args.epoch, wait_s=args.wait_s, advance=advance
+        )
+    print(
+        f"imported {num_groups} groups into run {inspector.run}; {num_before} groups of the file were imported before"
+    )
+    return 0
+
+
+@contextmanager
+def _progress(text: str) -> Iterator[Callable[[int, int], None]]:
+    """Yields `advance(done, total)`, which draws a progress bar on a terminal."""
+    from penstock.cli.output import progress_bar
+
+    with progress_bar(text) as progress:
+        task = progress.add_task("")
+        yield lambda done, total: progress.update(task, completed=done, total=total)

@@ -9,29 +9,232 @@ checkpoint takes exactly the steps that it would have taken, and ends with the s
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 import logging
+import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # exported, but not listed
 
-from penstock.config.learner import SftConfig
+from penstock.config.learner import CheckpointConfig, SftConfig
 from penstock.config.run import RunConfig
-from penstock.errors import ConfigError, InvalidInput
+from penstock.errors import CheckpointDamaged, ConfigError, InvalidInput, TrainingDiverged
 from penstock.feed.dataset_feed import EpochOrder, require_drawn
 from penstock.feed.datasets import shown_files
+from penstock_learner.algorithms.aggregation import apply_mask
+from penstock_learner.batches.partition import partition
 from penstock_learner.batches.sequence_batch import SequenceBatch
+from penstock_learner.checkpoint_files import FileRecord
+from penstock_learner.checkpoints.store import CheckpointStore, verify_in_this_process
+from penstock_learner.checkpoints.trainer_state import TrainerState, read_state
 from penstock_learner.loggers.step_loggers import StepLoggers, check_loggers, open_loggers
+from penstock_learner.model.attention.sequence_parallel import make_sequence_parallel
+from penstock_learner.model.backbone import ModelInputs
+from penstock_learner.model.self_check import require_right
+from penstock_learner.model.tensors import to_device
+from penstock_learner.model.torch_settings import compute_dtype_of, set_up_torch
+from penstock_learner.optim.optimizer import apply_gradients
+from penstock_learner.roles.policy import open_policy
+from penstock_learner.roles.trainer import TrainerRank
 from penstock_tools.export import export
-from penstock_tools.sft.checkpoints import SupervisedCheckpoints
 from penstock_tools.sft.data import ExampleReader, Examples, Row, batch_of_examples
-from penstock_tools.sft.rank import SupervisedRank
+
+# ── one process: its part of the model, an optimizer step, and the loss of held-out rows ──
+
+
+class SupervisedRank(TrainerRank):
+    """Minimises the cross-entropy, averaged over the trained tokens of the whole batch."""
+
+    role = "policy"
+
+    def __init__(self, config: RunConfig) -> None:
+        """Join torchrun's process group, or make one with this process alone."""
+        learner = config.learner
+        set_up_torch(learner.threads_per_rank, compiles=learner.compile)
+        torch.manual_seed(config.seed)
+        use_gpu = torch.cuda.is_available()
+        timeout = timedelta(seconds=learner.rank_timeout_s)
+        backend = "cpu:gloo,cuda:nccl" if use_gpu else "gloo"
+        if "WORLD_SIZE" in os.environ:
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+        super().__init__(config, dist.get_rank(), dist.get_world_size())
+        self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if use_gpu else torch.device("cpu")
+        if use_gpu:
+            torch.cuda.set_device(self.device)
+        self.num_sharing = learner.sequence_parallel
+        """Ranks that share each sequence. All of them see its whole loss."""
+        self.num_skipped = 0
+        """Steps in a row that were skipped, because a number was not finite."""
+
+    def load(self) -> None:
+        """Open the model, with an adapter if the config has one, and give it an optimizer. Collective."""
+        self.model = open_policy(self.config)
+        # The optimizer comes before the first forward pass, in which FSDP replaces the parameters for a while.
+        self.prepare(self.model, self.config.learner.lr)
+        require_right(self.model, "model.path", self.device, compute_dtype_of(self.config))
+        self.parallel = make_sequence_parallel(self.num_sharing)
+
+    def step(self, batch: SequenceBatch, num_done: int) -> dict[str, float]:
+        """Take one optimizer step after `num_done` others. Every rank gets the whole batch, trains its part and gives
+        the same numbers. The loss is averaged over the trained tokens of the batch."""
+        learner = self.config.learner
+        self.optimizer.zero_grad(set_to_none=True)
+        num_trained = int(batch.loss_mask.sum())
+        total = torch.zeros((), device=self.device)
+        for micro in self._part(batch):
+            loss = self._loss_sum(micro) / num_trained
+            total += loss.detach()
+            loss = loss + self._balance_loss(micro, num_trained)
+            # FSDP averages gradients over ranks. The count of tokens is global, so the sum is needed.
+            (loss * self.world_size).backward()
+        taken = apply_gradients(self.model, self.optimizer, learner, num_done, lr=learner.lr, losses=total)
+        self.num_skipped = self.num_skipped + 1 if taken.skipped else 0
+        if self.num_skipped and self.num_skipped == learner.max_skipped_steps:
+            raise TrainingDiverged(
+                f"loss or gradient was not finite at step {num_done + 1} ({self.num_skipped} such steps in a row); "
+                "lower learner.lr, or look at the data"
+            )
+        dist.all_reduce(total)
+        return {
+            "train/loss": float(total) / self.num_sharing, "train/lr": taken.lr, "train/grad_norm": taken.grad_norm,
+            "train/trained_tokens": num_trained,
+        }  # fmt: skip
+
+    @torch.no_grad()
+    def mean_loss(self, batches: Iterable[SequenceBatch]) -> float:
+        """The loss of all batches, averaged over their trained tokens. Collective. Nothing is trained."""
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for batch in batches:
+            for micro in self._part(batch):
+                sums += torch.stack([self._loss_sum(micro).double(), sums.new_tensor(micro.loss_mask.sum())])
+        dist.all_reduce(sums)
+        loss, num_trained = sums.tolist()
+        return float(loss / num_trained)
+
+    def agree(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank. Collective."""
+        votes = torch.tensor([int(flag)])
+        dist.all_reduce(votes)
+        return bool(votes.item())
+
+    def _part(self, batch: SequenceBatch) -> list[SequenceBatch]:
+        """The micro-batches of this rank, which are those of all ranks that share its sequences."""
+        budget = self.config.learner.micro_batch_tokens * self.num_sharing
+        shards = partition(batch, self.world_size // self.num_sharing, budget)
+        return shards[self.rank // self.num_sharing].micro_batches
+
+    def _loss_sum(self, micro: SequenceBatch) -> Tensor:
+        log_probs, _ = self.model(ModelInputs.of(micro, self.device, self.parallel))
+        return -apply_mask(log_probs, to_device(micro.loss_mask, self.device).bool()).sum()
+
+    def _balance_loss(self, micro: SequenceBatch, num_trained: int) -> Tensor | float:
+        coefficient = self.config.learner.router.aux_loss_coefficient
+        balance = self.model.watch.balance() if coefficient and self.model.watch is not None else None
+        if balance is None:
+            return 0.0
+        # Ranks that share sequences compute the loss of their own tokens. Its mean over them counts.
+        return coefficient / self.num_sharing * int(micro.loss_mask.sum()) / num_trained * balance.loss
+
+
+# ── checkpoints in the learner's own form, which `penstock export` reads too ──
+
+
+logger = logging.getLogger(__name__)
+DATA_FILE = "sft.json"
+STORE_ID = "sft"
+"""Stands where a learner's checkpoint names its Redis, so that no learner takes it for one of its own."""
+
+
+class SupervisedCheckpoints:
+    """The checkpoints of one output folder. All methods are collective, and training waits for them.
+
+    `sft.json` of a checkpoint holds the fingerprint of the data, so that a training is never continued with other rows
+    or another order. Every rank writes its shards, then rank 0 makes the checkpoint durable."""
+
+    def __init__(self, folder: Path, config: CheckpointConfig, rank: SupervisedRank, fingerprint: str) -> None:
+        self.store = CheckpointStore(folder, config.keep)
+        self.config = config
+        self.rank = rank
+        self.fingerprint = fingerprint
+        self.term = 0
+
+    def restore(self) -> int:
+        """Load the newest intact checkpoint that `learner.checkpoint.resume` allows. Returns its step, or 0."""
+        found: list[tuple[Path | None, int]] = [(None, 0)]
+        if self.rank.rank == 0:
+            found[0] = (self._newest_intact(), self.store.newest_term())
+        dist.broadcast_object_list(found)
+        path, term = found[0]
+        self.term = term if self.config.resume == "auto" else term + 1
+        if path is None:
+            return 0
+        self._require_same_data(path)
+        self.rank.restore(path)
+        step = read_state(path).step
+        logger.info("continuing after step %d, from %s", step, path)
+        return step
+
+    def save(self, step: int) -> Path:
+        """Write a checkpoint. It is durable when this returns. The path is right on every rank."""
+        partial = self.store.partial_path(step, self.term)
+        if self.rank.rank == 0:
+            self.store.partial_folder(step, self.term)
+            (partial / DATA_FILE).write_text(json.dumps({"fingerprint": self.fingerprint}))
+        dist.barrier()
+        with self.store.writing(partial):
+            self.rank.stage(partial)
+            records = self.rank.finish_saving()
+        of_ranks: list[dict[str, FileRecord]] = [{}] * self.rank.world_size
+        dist.all_gather_object(of_ranks, records)
+        if self.rank.rank == 0:
+            shards = {name: record for files in of_ranks for name, record in files.items()}
+            resumed_from = "" if self.config.resume in ("auto", "off") else self.config.resume
+            state = TrainerState(step, step, self.term, store_id=STORE_ID, resumed_from=resumed_from)
+            self.store.finish(partial, state, shards)
+        dist.barrier()
+        return partial.with_suffix("")
+
+    def _newest_intact(self) -> Path | None:
+        candidates = self.store.candidates(self.config.resume)
+        for path in candidates:
+            try:
+                verify_in_this_process(path)
+                return path
+            except CheckpointDamaged as error:
+                logger.warning("checkpoint %s is skipped: %s", path.name, error)
+        if candidates:
+            raise CheckpointDamaged(
+                f"{self.store.folder} has no intact checkpoint; set learner.checkpoint.resume to off to start again"
+            )
+        return None
+
+    def _require_same_data(self, path: Path) -> None:
+        try:
+            stored = json.loads((path / DATA_FILE).read_text())["fingerprint"]
+        except FileNotFoundError as error:
+            raise ConfigError(
+                f"{path} is not a checkpoint of penstock sft; name another --out, or another learner.checkpoint.resume"
+            ) from error
+        if stored != self.fingerprint:
+            raise ConfigError(
+                f"{path} was trained with other rows, masks, order or batch size; give the same data, seed and "
+                "sft settings, or name another --out, or set learner.checkpoint.resume to off"
+            )
+
 
 logger = logging.getLogger(__name__)
 
@@ -147,12 +350,11 @@ class SupervisedTraining:
         """Train to the last step. Returns the last checkpoint. If a signal comes, a checkpoint is written first."""
         self.rank.load()
         done = self.checkpoints.restore()
-        loggers = self._open_loggers(done)
-        try:
-            return self._run(done, stop, loggers)
-        finally:
+        with contextlib.ExitStack() as stack:
+            loggers = self._open_loggers(done)
             if loggers is not None:
-                loggers.close()
+                stack.callback(loggers.close)
+            return self._run(done, stop, loggers)
 
     def _run(self, done: int, stop: StopSignal, loggers: StepLoggers | None) -> Path | Stopped:
         checkpoint, num_steps = None, self.plan.num_steps
@@ -162,15 +364,8 @@ class SupervisedTraining:
             started = time.monotonic()
             report = self.rank.step(self.plan.batch(done), done)
             done += 1
-            numbers = {
-                "step": done,
-                "epoch": done / self.plan.steps_per_epoch,
-                "train/loss": report.loss,
-                "train/lr": report.lr,
-                "train/grad_norm": report.grad_norm,
-                "train/trained_tokens": report.num_trained,
-                "timing_s/step": time.monotonic() - started,
-            }
+            epoch, seconds = done / self.plan.steps_per_epoch, time.monotonic() - started
+            numbers = {"step": done, "epoch": epoch, **report, "timing_s/step": seconds}
             if self._is_due(self.plan.sft.validation.every_steps, done) and self.plan.held_out is not None:
                 numbers["val/loss"] = self._validate()
             self._log(loggers, numbers)
@@ -226,7 +421,6 @@ class StopSignal:
 
 
 def training_folder(out: Path) -> Path:
-    """Where the checkpoints and metrics of a training are that will write `out`."""
     return out.with_name(f"{out.name}.training")
 
 

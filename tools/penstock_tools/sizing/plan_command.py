@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from penstock.cli.parser import Parser
+from penstock.cli.parser import Parser, whole_number
 
 _WORKLOAD = {
     "groups_per_step": "groups per step",
@@ -120,7 +120,7 @@ def _parser() -> Parser:
         help="show the memory of this run's roles, or with --gpus place them; exit with 1 if they do not fit",
     )  # fmt: skip
     parser.add_argument(
-        "--gpus", type=_positive, metavar="N", help="search the deployment with the highest throughput on N GPUs"
+        "--gpus", type=whole_number(1), metavar="N", help="search the deployment with the highest throughput on N GPUs"
     )
     parser.add_argument("--write", type=Path, metavar="FILE", help="with --gpus: write the deployment as a YAML file")
     parser.add_argument("--gpu", default="h100", help="l40s, a100, h100, h200 or b200 (default: %(default)s)")
@@ -129,7 +129,7 @@ def _parser() -> Parser:
         help="plan standalone or split-collocate only (default: both)",
     )  # fmt: skip
     for name, text in (_WORKLOAD | _SETUP).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=_positive, metavar="N", help=text)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=whole_number(1), metavar="N", help=text)
     parser.add_argument(
         "--master-dtype", choices=("float32", "bfloat16"), default="float32", metavar="DTYPE",
         help="learner.master_dtype: float32 (default) or bfloat16",
@@ -142,10 +142,3 @@ def _parser() -> Parser:
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value

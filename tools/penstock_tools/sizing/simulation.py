@@ -1,4 +1,5 @@
-"""Discrete-event simulation of a run: servers lease and finish groups, admission limits them, the learner trains.
+"""`penstock simulate`: predict the idle time and staleness of a run by a discrete-event simulation, in which servers
+lease and finish groups, admission limits them, and the learner trains.
 
 | event     | what happens                                                                                   |
 |-----------|------------------------------------------------------------------------------------------------|
@@ -16,59 +17,169 @@ seconds.
 from __future__ import annotations
 
 import heapq
+import json
 import math
+import re
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, dataclass, field, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
+from penstock.cli.parser import Parser
+from penstock.errors import ConfigError, InvalidInput
 
-from penstock.errors import InvalidInput
-from penstock.replay.queue_types import admission
+if TYPE_CHECKING:
+    import numpy as np
+
+
+def _option(text: str, default: Any = MISSING) -> Any:
+    """A field that is an option of the command too."""
+    return field(default=default, metadata={"help": text})
 
 
 @dataclass(frozen=True)
 class FleetModel:
-    """A run as the simulation sees it: rollout servers, limits of the queue, and durations. All servers are alike."""
+    """A run as the simulation sees it: rollout servers, limits of the queue, and durations. All servers are alike.
 
-    num_servers: int
-    concurrent_groups: int
-    """Number of prompts that a server works on at once (`rollout.max_concurrent_groups`)."""
-    group_s: float
-    """Mean seconds from the lease of a prompt to the append of its group, while a server works on that many."""
-    groups_per_step: int
-    max_staleness: int
-    train_s: float
-    """Seconds of the forward passes and the update of one step."""
-    push_s: float = 0.0
-    """Seconds from the end of an update until the servers serve it."""
-    gather_s: float = 0.0
-    """The part of `push_s` during which training waits."""
-    pause_s: float = 0.0
-    """Seconds that decoding pauses while a version is loaded."""
-    group_variation: float = 0.5
-    """Standard deviation of a group's duration, divided by its mean. Durations are log-normal: a few groups take
-    long."""
-    longest_group: float = 4.0
-    """Longest duration of a group, as a multiple of the mean. `max_tokens` bounds it in a real run."""
+    Durations are log-normal: a few groups take long. `max_tokens` bounds them in a real run, and `longest_group` here.
+    A failure loses the groups that the server works on."""
+
+    num_servers: int = _option("number of rollout servers")
+    concurrent_groups: int = _option("prompts that one server works on at once")
+    group_s: float = _option("mean seconds from the lease of a prompt to its finished group, on a full server")
+    groups_per_step: int = _option("groups per step")
+    max_staleness: int = _option("largest number of versions that a group may be old")
+    train_s: float = _option("seconds of forward passes and update in one step")
+    push_s: float = _option("seconds from an update until the servers serve it", 0.0)
+    gather_s: float = _option("seconds of push_s in which training waits while a version is staged", 0.0)
+    pause_s: float = _option("seconds that decoding pauses while a version is loaded", 0.0)
+    group_variation: float = _option("standard deviation of group_s, divided by its mean", 0.5)
+    longest_group: float = _option("longest group, as a multiple of the mean", 4.0)
     train_variation: float = 0.1
     """Standard deviation of a step's duration, divided by its mean."""
     stale_policy: Literal["wait", "drop", "correct"] = "correct"
-    server_mtbf_s: float = math.inf
-    """Mean seconds between two failures of one server. A failure loses the groups that the server works on."""
-    restart_s: float = 300.0
-    """Seconds until a failed server works again."""
-    lease_ttl_s: float = 15.0
-    """Seconds until the prompts of a failed server are leased again."""
-    num_steps: int = 50
-    seed: int = 1
+    server_mtbf_s: float = _option("mean seconds between two failures of one server", math.inf)
+    restart_s: float = _option("seconds until a failed server works again", 300.0)
+    lease_ttl_s: float = _option("seconds until a failed server's prompts are leased again", 15.0)
+    num_steps: int = _option("steps to simulate", 50)
+    seed: int = _option("seed of the random durations", 1)
 
     @property
     def num_slots(self) -> int:
-        """Number of groups that all servers together can work on."""
         return self.num_servers * self.concurrent_groups
+
+
+_OPTIONS = {each.name: each for each in fields(FleetModel) if each.metadata}
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = Parser(
+        prog="penstock simulate",
+        description="Predict a run's idle time and staleness. --run-dir takes the inputs from a run.",
+    )
+    for name, option in _OPTIONS.items():
+        kind = int if option.type == "int" else float
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N", help=option.metadata["help"])
+    parser.add_argument("--stale-policy", choices=("wait", "drop", "correct"), help="replay.stale_policy of the run")
+    parser.add_argument(
+        "--run-dir", type=Path, metavar="DIR",
+        help="folder of a run: take inputs from its config.yaml and metrics.jsonl, and compare the result with them",
+    )  # fmt: skip
+    parser.add_argument(
+        "--rollout-metrics", type=Path, metavar="FILE", help="saved /metrics of a rollout server, to read group_s from"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    args = parser.parse_args(argv)
+    model: dict[str, Any] = measured_model(args.run_dir) if args.run_dir else {}
+    if args.rollout_metrics:
+        model["group_s"] = episode_seconds(args.rollout_metrics)
+    names = (*_OPTIONS, "stale_policy")
+    model |= {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    required = [name for name, option in _OPTIONS.items() if option.default is MISSING]
+    if missing := [f"--{name.replace('_', '-')}" for name in required if name not in model]:
+        raise ConfigError(f"missing: {', '.join(missing)}; or give --run-dir, and --rollout-metrics for group_s")
+    forecast = simulate(FleetModel(**model))
+    measured = measured_outcome(args.run_dir) if args.run_dir else {}
+    if args.json:
+        print(json.dumps({"model": model, "forecast": forecast.numbers(), "measured": measured}, indent=2))
+    else:
+        _print(forecast, measured)
+    return 0
+
+
+def _print(forecast: Forecast, measured: dict[str, float]) -> None:
+    print(f"{'':<22}{'predicted':>12}{'measured' if measured else '':>12}")
+    for name, value in forecast.numbers().items():
+        compared = f"{measured[name]:>12.3f}" if name in measured else ""
+        print(f"{name:<22}{value:>12.3f}{compared}")
+
+
+# ── what a finished run measured ──
+
+WARM_UP_STEPS = 5
+"""Number of first steps that are ignored: they load kernels and fill the queue."""
+_EPISODE = re.compile(r"^penstock_rollout_episode_duration_seconds_(sum|count) (\S+)$", re.M)
+
+
+def measured_model(folder: Path) -> dict[str, Any]:
+    """Fields of a FleetModel: limits from the run's configuration, and durations that the learner measured."""
+    from penstock.config.loading import load_config
+
+    config = load_config(folder / "config.yaml")
+    rows = _rows(folder)
+    return {
+        "num_servers": config.rollout.num_servers,
+        "concurrent_groups": config.rollout.max_concurrent_groups,
+        "groups_per_step": config.replay.groups_per_step,
+        "max_staleness": config.replay.max_staleness,
+        "stale_policy": config.replay.stale_policy,
+        "lease_ttl_s": config.replay.lease_ttl_s,
+        "train_s": _mean(rows, "forward_s") + _mean(rows, "update_s"),
+        "gather_s": _mean(rows, "gather_s"),
+        "push_s": _mean(rows, "gather_s"),
+        "num_steps": max(100, len(rows)),
+    }
+
+
+def measured_outcome(folder: Path) -> dict[str, float]:
+    rows = _rows(folder)
+    return {
+        "idle_share": sum(row["wait_s"] for row in rows) / sum(row["step_s"] for row in rows),
+        "step_s": _mean(rows, "step_s"),
+        "staleness_mean": _mean(rows, "staleness_mean"),
+        "staleness_max": max(row["staleness_max"] for row in rows),
+        "mixed_version_ratio": _mean(rows, "mixed_version_ratio"),
+    }
+
+
+def episode_seconds(metrics_file: Path) -> float:
+    """Mean seconds per group, from the saved /metrics of a rollout server."""
+    found = {name: float(value) for name, value in _EPISODE.findall(metrics_file.read_text())}
+    if not found.get("count"):
+        raise ConfigError(
+            f"{metrics_file} has no finished groups; save /metrics of a rollout server that has finished some"
+        )
+    return found["sum"] / found["count"]
+
+
+def _rows(folder: Path) -> list[dict[str, float]]:
+    path = folder / "metrics.jsonl"
+    try:
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}; give the folder of a run that has trained") from error
+    if len(rows) <= WARM_UP_STEPS:
+        raise ConfigError(f"{path} has {len(rows)} steps; more than {WARM_UP_STEPS} are needed")
+    return rows[WARM_UP_STEPS:]
+
+
+def _mean(rows: list[dict[str, float]], name: str) -> float:
+    return sum(row[name] for row in rows) / len(rows)
+
+
+# ── the result ──
 
 
 @dataclass(frozen=True)
@@ -93,14 +204,10 @@ class Forecast:
     """Mean number of versions between the policy that sampled a token and the policy that trains on it."""
     staleness_max: float
     mixed_version_ratio: float
-    """Share of groups that were generated by more than one version."""
     busy_share: float
-    """Share of the servers' slots that work on a group."""
     groups_per_s: float
     num_lost: int
-    """Number of groups that were lost when a server failed."""
     num_expired: int
-    """Number of groups that were dropped because they were too old."""
     steps: tuple[StepRecord, ...] = field(repr=False, default=())
 
     def numbers(self) -> dict[str, float]:
@@ -127,6 +234,8 @@ def simulate(model: FleetModel) -> Forecast:
 
 def _durations(random: np.random.Generator, mean_s: float, variation: float, longest: float) -> Iterator[float]:
     """Log-normal durations with this mean and relative standard deviation, at most `longest` times the mean."""
+    import numpy as np
+
     sigma = math.sqrt(math.log(1 + variation**2))
     mu = math.log(mean_s) - sigma**2 / 2
     while True:
@@ -163,6 +272,8 @@ class _Simulation:
     """One simulation of a model. A group is identified by the number of its admission."""
 
     def __init__(self, model: FleetModel) -> None:
+        import numpy as np
+
         random = np.random.default_rng(model.seed)
         self.model = model
         self.now = 0.0
@@ -223,7 +334,8 @@ class _Simulation:
     # ── servers ──
 
     def _admit(self) -> None:
-        """Compute how many prompts may be admitted now."""
+        from penstock.replay.queue_types import admission
+
         model, accepted = self.model, self.num_admitted - self.num_dropped
         self.room = admission(
             step=self.published_step, trained=accepted, queued=0, in_flight=0,

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.cli.parser import Parser
+from penstock.cli.parser import Parser, whole_number
 
 if TYPE_CHECKING:
     from penstock_tools.verl_import.imported import Imported
@@ -50,7 +50,7 @@ def _parser() -> Parser:
     )
     parser.add_argument("-o", "--out", type=Path, metavar="FILE", help="YAML file to write (default: standard output)")
     parser.add_argument(
-        "--max-staleness", type=_count, default=0, metavar="N",
+        "--max-staleness", type=whole_number(0), default=0, metavar="N",
         help="versions that a sample may lag behind; 0 trains on-policy, as verl does (default: 0)",
     )  # fmt: skip
     parser.add_argument("--brief", action="store_true", help="omit the keys that are not needed here")
@@ -60,12 +60,6 @@ def _parser() -> Parser:
         help="a shell script or YAML file and more overrides, or a verl command line, or key=value words",
     )  # fmt: skip
     return parser
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of versions")
-    return int(text)
 
 
 def report_lines(imported: Imported, *, shows_unneeded: bool = True) -> list[str]:
@@ -87,7 +81,7 @@ def report_lines(imported: Imported, *, shows_unneeded: bool = True) -> list[str
 def config_text(imported: Imported, source: str, file: str) -> str:
     """The YAML file: how to use it, the fields, and as comments what the import lost or changed."""
     if imported.command:
-        from penstock_tools.verl_import.programs import command_line
+        from penstock_tools.verl_import.imported import command_line
 
         head = [f"# Imported from {source}. Use it with: {command_line(imported.command, file)}"]
     else:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+import shlex
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,18 +16,15 @@ from penstock.config.loading import validate
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, InvalidInput
 from penstock.hub import is_hub_id
-from penstock.start_checks import check_first_rows, check_lengths, check_model, check_rewards
+from penstock.start_checks import RUN_CHECKS
 from penstock_tools.verl_import.hydra import HydraConfig, read_file, read_overrides
-from penstock_tools.verl_import.keys import Findings, Values
-from penstock_tools.verl_import.programs import set_evaluation, set_generation, set_sft
-from penstock_tools.verl_import.run import set_run
+from penstock_tools.verl_import.keys import Findings, Values, files, listed, local_path
+from penstock_tools.verl_import.run import number, set_lora, set_run, set_warmup, steps_of_files
 from penstock_tools.verl_import.shell import VerlCommand, find_command, read_script
 
 
 @dataclass
 class Imported:
-    """A translated run."""
-
     program: str
     """`ppo`, `dapo`, `generation`, `eval`, `sft` or `fsdp_sft`."""
     fields: dict[str, Any]
@@ -155,20 +153,19 @@ def findings_of(config: RunConfig) -> list[str]:
     """What `penstock up --check` would say about files and lengths: one line each. Nothing is looked up on the Hub."""
     absent = [f"{field}: {path} is not on this machine" for field, path in _paths(config) if not _is_here(path)]
     fields = {line.partition(":")[0] for line in absent}
-    checks: list[Callable[[], None]] = [lambda: check_lengths(config)]
-    if "model.path" not in fields and config.model.path.exists():
-        checks.append(lambda: check_model(config))
-    if "rollout.reward.function_file" not in fields:
-        checks.append(lambda: check_rewards(config.rollout.reward))
     data = [path for field, path in _paths(config) if field.startswith("dataset.")]
-    if all(path.exists() for path in data):
-        checks.append(lambda: check_first_rows(config))
-    return absent + [message for check in checks if (message := _message(check))]
+    can = {
+        "lengths": True,
+        "model": "model.path" not in fields and config.model.path.exists(),
+        "rewards": "rollout.reward.function_file" not in fields,
+        "rows": all(path.exists() for path in data),
+    }
+    return absent + [message for name, is_here in can.items() if is_here and (message := _message(name, config))]
 
 
-def _message(check: Callable[[], None]) -> str:
+def _message(name: str, config: RunConfig) -> str:
     try:
-        check()
+        RUN_CHECKS[name](config)
     except (ConfigError, InvalidInput) as error:
         return str(error)
     return ""
@@ -193,3 +190,79 @@ def _paths(config: RunConfig) -> Iterator[tuple[str, Path]]:
 def _is_here(path: Path) -> bool:
     """A pattern of files counts as here: what it matches is checked at the start of the run."""
     return path.exists() or is_hub_id(path) or "*" in path.name
+
+
+# ── verl's generation, evaluation and supervised training: a config and the command that uses it ──
+
+
+CONFIG = "CONFIG"
+"""The word of a command that stands for the file with the config."""
+
+
+def set_generation(values: Values) -> list[str]:
+    """Set the model and the engine. Returns the words of `penstock generate` without the config."""
+    values.set_direct()
+    values.set("run", "verl-generation")
+    prompt, response = int(values.get("rollout.prompt_length")), int(values.get("rollout.response_length"))
+    values.set("rollout.engine.max_model_len", int(values.get("rollout.max_model_len") or prompt + response))
+    values.set("rollout.reward.compat", "verl")
+    words = [
+        "penstock", "generate", str(files(values.get("data.path"))), "--config", CONFIG,
+        "--output", local_path(values.get("data.output_path")),
+        "--n", str(values.get("data.n_samples")), "--temperature", str(values.get("rollout.temperature")),
+        "--top-p", str(values.get("rollout.top_p")), "--top-k", str(max(0, int(values.get("rollout.top_k")))),
+        "--max-tokens", str(response),
+    ]  # fmt: skip
+    return [*words, *["--ignore-eos"] * bool(values.get("rollout.ignore_eos"))]
+
+
+def set_evaluation(values: Values) -> list[str]:
+    """Set the rewards. Returns the words of `penstock evaluate` without the config."""
+    values.set_direct(*["custom_reward_function."] * (not values.is_given("custom_reward_function.path")))
+    values.set("run", "verl-evaluation")
+    values.set("model.path", "not-used")
+    values.set("rollout.reward.compat", "verl")
+    file = str(files(values.get("data.path")))
+    return ["penstock", "evaluate", file, "--config", CONFIG, "--response-column", str(values.get("data.response_key"))]
+
+
+def command_line(words: list[str], config: str) -> str:
+    return shlex.join([config if word == CONFIG else word for word in words])
+
+
+def set_sft(values: Values) -> list[str]:
+    """Set the model, the files and the learner. Returns the words of `penstock sft` without the config."""
+    is_plain = values.program == "fsdp_sft" and not values.get("data.multiturn.enable")
+    used = {
+        "data.multiturn.": not is_plain,
+        "trainer.test_freq": values.is_given("data.val_files"),
+        "trainer.project_name": "wandb" in listed(values.get("trainer.logger")),
+    }
+    values.set_direct(*(prefix for prefix, is_used in used.items() if not is_used))
+    values.set("model.dtype", "bfloat16")
+    values.set("sft.last_batch", "drop")
+    if is_plain:  # a question as the user's message, and an answer
+        for column in ("prompt", "response"):
+            values.set(f"sft.columns.{column}", _nested(values, column))
+        values.set("sft.text_prompts", "user")
+    set_warmup(values, "optim.", steps_of_files(values), int(values.get("optim.lr_warmup_steps")) < 0)
+    longest, rows = int(values.get("data.max_length")), int(values.get("data.micro_batch_size_per_gpu"))
+    tokens = int(values.get("data.max_token_len_per_gpu")) if values.get("data.use_dynamic_bsz") else rows * longest
+    values.set("learner.micro_batch_tokens", tokens)
+    set_lora(values, "model.")
+    num_sharing = int(values.get("engine.ulysses_sequence_parallel_size") or 1)
+    num_ranks = max(number(values.get("trainer.n_gpus_per_node"), 8), num_sharing)
+    num_ranks -= num_ranks % num_sharing
+    values.set("learner.sequence_parallel", num_sharing)
+    values.set("learner.policy.num_ranks", num_ranks)
+    values.findings.notes.append("the command takes the ranks from the config; torchrun's own number may be another")
+    out = local_path(values.get("trainer.default_local_dir") or "models/sft")
+    torchrun = ["torchrun", "--nproc-per-node", str(num_ranks), "-m", "penstock.cli.main"]
+    return [*torchrun, "sft", "--config", CONFIG, "--out", out]
+
+
+def _nested(values: Values, column: str) -> str:
+    keys = values.get(f"data.{column}_dict_keys") or []
+    if len(keys) > 1:
+        values.lose(f"data.{column}_dict_keys", "a field of a column may not be nested deeper")
+    return ".".join([str(values.get(f"data.{column}_key")), *map(str, keys[:1])])

@@ -32,8 +32,7 @@ import torch
 
 from penstock.errors import WeightPushFailed
 from penstock.v1 import weights_pb2
-from penstock_rollout.weights.reception import device_uuid
-from penstock_rollout.weights.stage import StageSlot, WeightStage
+from penstock_rollout.weights.stage import StageSlot, WeightStage, device_uuid
 
 FOLDER_VARIABLE = "PENSTOCK_SGLANG_FOLDER"
 NAME = "penstock"

@@ -26,8 +26,7 @@ from penstock_rollout.engines.engine import CommitReport, EngineStats, GenerateR
 from penstock_rollout.engines.serving import ServingEngine
 from penstock_rollout.engines.torch.batch import DecodeBatch, ExpertRecorder, Row
 from penstock_rollout.engines.torch.constrained_output import ConstraintCompiler
-from penstock_rollout.weights.reception import device_uuid
-from penstock_rollout.weights.stage import StageSlot, WeightStage
+from penstock_rollout.weights.stage import StageSlot, WeightStage, device_uuid
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 How a version flips: a thread of the worker receives and hashes the new weights while decoding goes on. Then, while no
 step is in flight, the scheduler is paused, the weights are loaded, the version is set, and the scheduler is resumed.
-EngineCore does that in one call (core_flip.py), or the server makes a call for each.
+EngineCore does that in one call (worker.py), or the server makes a call for each.
 
 Prefix-cache entries are salted with the load under which a request was submitted. A request without a token at the
 time of a flip gets the salt of the new load (scheduler.py), or is submitted again where the server makes the calls. So
@@ -227,7 +227,7 @@ class VllmEngine(ServingEngine):
         )
 
     async def _flip_inside(self, staged: weights_pb2.AnnounceRequest, bucket_checksums: list[str]) -> _Timings:
-        """Flip the version by one call to EngineCore (core_flip.py), which also counts the pause."""
+        """Flip the version by one call to EngineCore (worker.py), which also counts the pause."""
         policy_version, clear_cache = staged.manifest.policy_version, not self._config.keep_kv_cache
         salt = self._salt(policy_version, self._num_loads + 1)
         call = self._llm.engine_core.call_utility_async(

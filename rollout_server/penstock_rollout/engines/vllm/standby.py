@@ -43,7 +43,6 @@ READY_S = 180.0
 _MODULES = (
     "vllm.v1.engine.core",
     "penstock_rollout.engines.vllm.worker",
-    "penstock_rollout.engines.vllm.core_flip",
     "penstock_rollout.engines.vllm.scheduler",
 )
 _WORKERS = {

@@ -152,7 +152,7 @@ def create_llm(
 
 
 def flips_in_one_call(arguments: dict[str, Any], llm: Any) -> bool:
-    """Return whether EngineCore has the method that flips a version (core_flip.py), and all that the method needs.
+    """Return whether EngineCore has the method that flips a version (worker.py), and all that the method needs.
 
     `rollout.engine.extra` may replace our executor or scheduler, add a store of KV outside vLLM, or ask for several
     EngineCores, which would have to pause together."""

@@ -3,7 +3,7 @@
 vLLM itself reports versions only since 0.32, and GPU hosts may be bound to 0.26 by their driver and CUDA. So no vLLM is
 asked for them. A test compares these stamps with those of vLLM 0.32.
 
-The stamps are exact. When EngineCore flips a version (core_flip.py), it sends a mark: after the last token of the old
+The stamps are exact. When EngineCore flips a version (worker.py), it sends a mark: after the last token of the old
 version and before the first of the new one, on the same socket. Where the server flips it by several calls, EngineCore
 answers the pause when no step is in flight, and the answer follows the tokens on the same socket. So when the answer is
 here, every token of the old version has arrived, even if vLLM's output handler has not processed it yet. No token of

@@ -1,4 +1,6 @@
-"""Code that runs inside vLLM's own processes: it stages weights in the worker, and ends the processes with the server.
+"""Code that runs inside vLLM's own processes: it stages weights in the workers and flips versions in EngineCore.
+
+The processes end with the server.
 
 vLLM loads it by name (`worker_extension_cls`, `distributed_executor_backend`). collective_rpc calls the methods between
 two decode steps, so no method blocks. Arguments and results are plain values, never weights.
@@ -9,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +25,9 @@ from penstock.errors import WeightPushFailed
 from penstock.v1 import weights_pb2
 from penstock_rollout.engines.child_process import end_with_parent
 from penstock_rollout.engines.vllm.copies import Copies, NamedTensors, NotPlain, learn
-from penstock_rollout.weights.reception import device_uuid
-from penstock_rollout.weights.stage import StageSlot
+from penstock_rollout.engines.vllm.start import CONTROL_TIMEOUT_S, LOAD_TIMEOUT_S
+from penstock_rollout.engines.vllm.version_stamps import begin_version
+from penstock_rollout.weights.stage import StageSlot, device_uuid
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +37,8 @@ RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
 """This logger warns at every reload about layers that have no weights: rotary embeddings and tied heads."""
 SCHEDULER_LOGGER = "vllm.config.scheduler"
 """This logger warns of every scheduler class that is not vLLM's own, ours too."""
+Flipped = tuple[str, float, list[tuple[float, float]]]
+"""Why the stage was refused, or an empty string; seconds of the pause; receive_s and load_s of each worker."""
 
 
 class WeightStaging:
@@ -144,11 +150,63 @@ def _pack_tied_head(model: Any, hf_config: Any) -> None:
         model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
 
 
+def flip(
+    core: Any, policy_version: int, bucket_checksums: list[str], salt: str, clear_cache: bool
+) -> Flipped | Future[Flipped]:
+    """Load the staged version on all workers between two steps.
+
+    Decoding would otherwise wait for a round trip between two busy processes at every stage of the flip: pause, load,
+    set the version, resume. This call does everything at the first moment at which no step is in flight:
+    - It refuses a stage that does not verify, before anything is paused.
+    - Every token of the old version leaves before the scheduler answers the pause (scheduler.py).
+    - The version is set while no step is in flight. A mark among the outputs shows where its tokens begin.
+    - Requests without a token begin under the new version, and share no KV with an earlier load.
+
+    If the load fails, the scheduler stays paused and the call fails. `salt` is that of requests which the server
+    submits under the new version. The pause is counted from here: steps in flight are finished, and no other begins."""
+    from vllm.v1.engine import EngineCoreRequestType
+
+    workers = core.model_executor
+    mismatches = workers.collective_rpc("penstock_mismatch", CONTROL_TIMEOUT_S, (policy_version, bucket_checksums))
+    if found := next(filter(None, mismatches), ""):
+        return found, 0.0, []
+    started = time.monotonic()
+
+    def load() -> Flipped:
+        timings = workers.collective_rpc("penstock_commit", LOAD_TIMEOUT_S)
+        begin_version(core, policy_version)
+        core.scheduler.begin_load(salt)
+        core.resume_scheduler()
+        # EngineCore is about to wait for a message, because nothing could be scheduled until now.
+        core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
+        return "", time.monotonic() - started, timings
+
+    paused = core.pause_scheduler("keep", clear_cache)
+    return load() if paused is None else _then(paused, load)
+
+
+def _then(paused: Future[None], load: Any) -> Future[Flipped]:
+    """Call `load` when the pause is complete, in the thread that completes it."""
+    flipped: Future[Flipped] = Future()
+
+    def run(paused: Future[None]) -> None:
+        try:
+            paused.result()
+            result = load()
+        except Exception as error:  # the server gets it as the failure of its call
+            flipped.set_exception(error)
+        else:
+            flipped.set_result(result)
+
+    paused.add_done_callback(run)
+    return flipped
+
+
 def prepare_process() -> None:
     """Prepare EngineCore's process. vLLM creates the executor first, and then the scheduler."""
-    from penstock_rollout.engines.vllm import core_flip  # here: workers in separate processes need no EngineCore
+    from vllm.v1.engine.core import EngineCoreProc  # here: workers in separate processes need no EngineCore
 
-    core_flip.install()
+    EngineCoreProc.penstock_flip = flip
     logging.getLogger(SCHEDULER_LOGGER).setLevel(logging.ERROR)
     end_with_parent(os.getppid(), lambda: os._exit(1))  # otherwise EngineCore would outlive a killed server
 

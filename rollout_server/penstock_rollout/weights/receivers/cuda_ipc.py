@@ -11,7 +11,7 @@ from penstock.errors import WeightPushFailed, first_line_of
 from penstock.weights.cuda.ipc import BUCKET_ALIGNMENT, HEADER, IpcOffer, Mappings, identity
 from penstock.weights.cuda.stream import DeviceStream
 from penstock.weights.manifest import bucket_offsets, wire_sizes
-from penstock_rollout.weights.reception import Arrived, Reception, device_uuid
+from penstock_rollout.weights.stage import Arrived, Reception, device_uuid
 
 READY_POLL_S = 0.0005
 

@@ -20,9 +20,8 @@ import torch
 from torch._C._distributed_c10d import BroadcastOptions, GatherOptions, PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 from penstock.errors import WeightPushFailed, first_line_of
-from penstock.weights.checksums import RunningChecksum
 from penstock.weights.deadline import POLL_S, Deadline
-from penstock.weights.manifest import wire_sizes
+from penstock.weights.manifest import RunningChecksum, wire_sizes
 from penstock.weights.transports import (
     GLOO_PIECE_BYTES,
     GLOO_PIECES_AT_ONCE,
@@ -31,7 +30,7 @@ from penstock.weights.transports import (
     group_places,
     is_divided,
 )
-from penstock_rollout.weights.reception import Arrived, Reception
+from penstock_rollout.weights.stage import Arrived, Reception
 
 CONNECT_RETRY_S = 0.05
 STORE_POLL_S = 0.01

@@ -16,11 +16,10 @@ from penstock.errors import ConfigError
 from penstock.weights.folder_tensors import tensor_shapes
 from penstock_learner.model.adapter import add_adapter
 from penstock_learner.model.causal_lm import CausalLM, load_model
-from penstock_learner.model.published_layout import fit_to_folder, model_without_weights
+from penstock_learner.model.published_layout import PushedWeights, fit_to_folder, model_without_weights
 from penstock_learner.start_check import _check_structure
-from penstock_learner.weights.gathering import PushedWeights
 from penstock_learner.weights.publisher import WeightPublisher
-from penstock_rollout.weights.model_tensors import check_adapter, merged_weights
+from penstock_rollout.weights.stage import check_adapter, merged_weights
 from support.learner_ranks import with_model
 from support.tiny_architectures import ARCHITECTURES, tiny_model
 
@@ -193,7 +192,7 @@ def test_an_adapter_covers_all_linear_layers_under_the_folders_names(
 
 
 def test_a_target_that_engines_cannot_adapt_is_refused(tmp_path: Path) -> None:
-    for target, reason in (("nothing", "does not fit the model"), ("embed_tokens", "no linear layer of the decoder")):
+    for target, reason in (("nothing", "does not fit the model"), ("embed_tokens", "not a linear layer")):
         with pytest.raises(ConfigError, match=reason) as raised:
             add_adapter(_loaded("llama", tmp_path), LoraConfig(rank=2, alpha=4, target_modules=(target,)))
         assert "\n" not in str(raised.value)

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from penstock.config.loading import validate
-from penstock.weights import checksums
-from penstock.weights.checksums import host_checksum
+from penstock.weights import manifest as manifests
 from penstock.weights.deadline import Deadline
-from penstock.weights.manifest import TensorShape, build_manifest
+from penstock.weights.manifest import TensorShape, build_manifest, host_checksum
 from penstock_learner.weights import staging
 from penstock_learner.weights.publisher import WeightPublisher
 from penstock_learner.weights.staging import HostBuckets, StagedVersion, checksum_name
@@ -26,7 +25,7 @@ SHAPES = [TensorShape(f"t{index}", "BF16", (1000 + 17 * index, 3)) for index in 
 def test_the_checksums_are_those_of_the_staged_bytes(
     dtype: torch.dtype, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (checksums, staging):
+    for module in (manifests, staging):
         monkeypatch.setattr(module, "CHECKSUM_PIECE_BYTES", piece_bytes)
     monkeypatch.setattr(staging, "COPY_BYTES", 640)
     manifest = build_manifest("run", 1, 1, SHAPES, bucket_bytes=20_000)

@@ -6,7 +6,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from penstock_rollout.engines import serving
-from penstock_rollout.engines.serving import GeneratingTime
+from penstock_rollout.engines.engine import GeneratingTime
 from penstock_rollout.metrics import RolloutMetrics
 
 

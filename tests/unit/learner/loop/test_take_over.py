@@ -193,9 +193,7 @@ async def test_nothing_is_trained_while_redis_may_lose_that_the_run_went_back(
     monkeypatch.setattr(queue, "rewind", rewind)
     config = controller.config.learner.checkpoint.model_copy(update={"resume": str(target), "rewind": True})
     chosen = await choose_checkpoint(queue, controller.checkpoints, config)
-    taking = take_over(
-        queue, controller.checkpoints, config, chosen, load, 0.05, controller.config.learner.algorithm.kl
-    )
+    taking = take_over(queue, controller.checkpoints, config, chosen, load, 0.05, KLConfig())
     if is_lost:
         with pytest.raises(Unavailable, match="lost the rewind of the run; start the learner again"):
             await taking

@@ -8,6 +8,7 @@ import ast
 import importlib.util
 import json
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from penstock.config.dataset import listed_files
@@ -188,6 +189,17 @@ def check_first_rows(config: RunConfig) -> None:
             ]
             if not any(prompt is not None for prompt in found):
                 raise InvalidInput(str(entry.file), "has no rows; write some, or name another file")
+
+
+RUN_CHECKS: dict[str, Callable[[RunConfig], None]] = {
+    "model": check_model,
+    "template": check_chat_template,
+    "rewards": lambda config: check_rewards(config.rollout.reward),
+    "dataset": check_datasets,
+    "rows": check_first_rows,
+    "lengths": check_lengths,
+}
+"""What a run needs of its config and files, by name, in the order in which it is checked."""
 
 
 def check_run_folder(config: RunConfig) -> None:

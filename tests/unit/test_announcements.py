@@ -14,7 +14,7 @@ from penstock.diagnosis.facts import NO_LEARNER
 from penstock.errors import Conflict
 from penstock_tools.local import log_lines, processes
 from penstock_tools.local.demo import check_not_paused
-from penstock_tools.local.display import Progress
+from penstock_tools.local.display import Display
 from penstock_tools.local.local_run import LocalRun
 from penstock_tools.local.log_lines import (
     NO_PROMPTS_AFTER_S,
@@ -184,7 +184,7 @@ def test_a_dataset_that_was_buried_as_a_whole_is_noticed(counts: dict[str, int],
 def test_a_paused_run_that_is_stopped_is_not_called_starting() -> None:
     lines: list[str] = []
     news = News(
-        cast(LocalRun, SimpleNamespace(folder=Path("r"))), cast(Progress, SimpleNamespace(say=lines.append)), RUN
+        cast(LocalRun, SimpleNamespace(folder=Path("r"))), cast(Display, SimpleNamespace(say=lines.append)), RUN
     )
     loading = part("learner", (FIRST_BATCH, 1))
     for status in (run_with(parts=(loading,)), run_with(parts=(loading,), state="PAUSED", detail="rewards fail")):

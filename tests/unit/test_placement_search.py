@@ -95,7 +95,7 @@ def _check_proposals(task: Task, num_gpus: int, more: int) -> None:
         assert "does not fit on" in str(error) and "\n" not in str(error)
         return
     assert search(task, num_gpus + more).best.tokens_per_s >= result.best.tokens_per_s
-    for proposal in (result.best, *(other.proposal for other in result.alternatives)):
+    for proposal in (result.best, *result.alternatives.values()):
         learner, server = proposal.learner, proposal.server
         assert proposal.num_gpus <= num_gpus and proposal.num_servers >= 1
         assert result.cost(proposal) >= 0 and proposal.max_staleness <= task.workload.max_staleness
@@ -235,7 +235,7 @@ def test_plan_config_finds_the_memory_that_the_search_found(
     (tmp_path / "config.json").write_text(json.dumps(SIZES))
     task = _task("7b", GPUS["h200"], workload, roles)
     found = search(task, num_gpus)
-    for proposal in found.best, *(other.proposal for other in found.alternatives[::3]):
+    for proposal in found.best, *list(found.alternatives.values())[::3]:
         plan = Plan(task, proposal)
         base: dict[str, Any] = {
             "model": {"path": str(tmp_path), "dtype": "bfloat16"},

@@ -29,7 +29,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check_model(folder: Path, dtype_name: str) -> int:
-    """Print the comparison as a table. Returns the exit code."""
     import torch
 
     from penstock_learner.model.causal_lm import open_model

@@ -199,7 +199,6 @@ def _load(config: RunConfig, checkpoint: Path) -> CausalLM:
 
 
 def _load_plain(config: RunConfig) -> CausalLM:
-    """The model of `model.path`."""
     import torch
 
     from penstock_learner.model.causal_lm import load_model
@@ -211,7 +210,6 @@ def _load_plain(config: RunConfig) -> CausalLM:
 
 
 def _without_adapter(config: RunConfig, model: CausalLM) -> Any:
-    """The Hugging Face model, with its adapter merged in if it has one."""
     if config.learner.lora is None:
         return model.lm
     plain = _load_plain(config).lm

@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.connection import RUNS_FOLDER, folders_up
+from penstock.cli.output import as_text, labelled, shown, versions_text
 from penstock.cli.parser import Parser, RawHelpFormatter, whole_number
 from penstock.errors import ConfigError, InvalidInput
 
 if TYPE_CHECKING:
-    from penstock.samples import Range, Sample, SampleFilter
+    from penstock.samples import Sample, SampleFilter
 
 MAX_LIMIT = 100_000
 SHOWN_CHARACTERS = 600
 _EPILOG = (__doc__ or "").partition("\n\n")[2]
-"""The examples above."""
 _RANGES = {
     "step": "trained in these steps", "reward": "with these rewards", "length": "with this many response tokens",
     "version": "sampled by these policy versions, at least in part",
@@ -95,19 +95,16 @@ def _chosen_folder() -> Path:
 
 
 def _wanted(args: argparse.Namespace) -> SampleFilter:
-    from penstock.samples import SampleFilter
+    from penstock.samples import Range, SampleFilter
 
-    ranges: dict[str, Any] = {f"{name}s": _range(f"--{name}", getattr(args, name)) for name in _RANGES}
+    ranges: dict[str, Any] = {}
+    for name in _RANGES:
+        text = getattr(args, name)
+        try:
+            ranges[f"{name}s"] = Range() if text is None else Range.parse(text)
+        except ValueError:
+            raise InvalidInput(f"--{name}", f"{text!r} is not a range; write 3:7, 3:, :7 or 3") from None
     return SampleFilter(data_source=args.source, prompt_id=args.prompt_id, pattern=args.grep, **ranges)
-
-
-def _range(option: str, text: str | None) -> Range:
-    from penstock.samples import Range
-
-    try:
-        return Range() if text is None else Range.parse(text)
-    except ValueError:
-        raise InvalidInput(option, f"{text!r} is not a range; write 3:7, 3:, :7 or 3") from None
 
 
 # ── output ──
@@ -115,8 +112,6 @@ def _range(option: str, text: str | None) -> Range:
 
 def _print(samples: Sequence[Sample], max_characters: int | None) -> None:
     from rich.console import Console
-
-    from penstock.cli.output import labelled
 
     console = Console()
     for sample in samples:
@@ -126,8 +121,6 @@ def _print(samples: Sequence[Sample], max_characters: int | None) -> None:
 
 def _head(sample: Sample) -> Any:
     from rich.text import Text
-
-    from penstock.cli.output import shown, versions_text
 
     reward = "none" if sample.reward is None else f"{sample.reward:g}"
     parts = "".join(f"  {name} {value:g}" for name, value in sample.reward_parts.items() if value is not None)
@@ -143,8 +136,6 @@ def _head(sample: Sample) -> Any:
 
 
 def _texts(sample: Sample) -> dict[str, str]:
-    from penstock.cli.output import as_text
-
     truth = "" if sample.ground_truth is None else as_text(sample.ground_truth)
     texts = {"prompt": sample.prompt, "truth": truth, "response": sample.response}
     return {name: text for name, text in texts.items() if text or name == "response"}

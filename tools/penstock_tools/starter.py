@@ -103,7 +103,6 @@ def shares_of_gpus(roles: tuple[str, ...], num_ranks: int) -> dict[str, RoleGpus
 
 
 BUILT_IN_REWARDS = ("gsm8k", "math", "code", "exact_match")
-"""Kinds of reward that need no settings."""
 Placement = Literal["standalone", "split-collocate"]
 _CONTEXT = 32768
 """Context of a model that does not say its own."""
@@ -123,8 +122,6 @@ _COMMENTS = {
 
 @dataclass(frozen=True)
 class Algorithm:
-    """An algorithm as its preset has it."""
-
     preset: dict[str, Any]
 
     @property
@@ -166,12 +163,10 @@ class Algorithm:
 
 
 def _flow(value: Any) -> str:
-    """A value as YAML on one line."""
     return yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**6).removesuffix("...\n").strip()
 
 
 ALGORITHMS = {path.stem: Algorithm(read_config(path)) for path in sorted(_PRESETS.glob("*.yaml"))}
-"""The algorithms of the presets, by name."""
 
 
 @dataclass(frozen=True)
@@ -371,7 +366,6 @@ def _ask(file: Path) -> Answers:
 
 
 def _derived_default(name: str, answers: dict[str, Any]) -> str:
-    """The default of a question that depends on this machine or on other answers; empty for the other questions."""
     if name == "gpus":
         return str(_num_gpus_here())
     if name not in ("max_tokens", "steps", "lr"):
@@ -397,16 +391,15 @@ def _check(text: str, file: Path) -> None:
     from penstock.config.dataset import listed_files
     from penstock.config.loading import parse_config
     from penstock.hub import is_hub_id
-    from penstock.start_checks import check_datasets, check_lengths, check_model, check_rewards
+    from penstock.start_checks import RUN_CHECKS
 
     config = parse_config(text, str(file))
-    if not is_hub_id(config.model.path):
-        check_model(config)
-    check_rewards(config.rollout.reward)
     files = [*listed_files(config.dataset.file), *listed_files(config.dataset.validation.file)]
-    if not any(is_hub_id(entry.file) for entry in files):
-        check_datasets(config)
-    check_lengths(config)
+    skipped = {"template", "rows"} | ({"model"} if is_hub_id(config.model.path) else set())
+    skipped |= {"dataset"} if any(is_hub_id(entry.file) for entry in files) else set()
+    for name, check in RUN_CHECKS.items():
+        if name not in skipped:
+            check(config)
 
 
 def _run_name(file: Path) -> str:

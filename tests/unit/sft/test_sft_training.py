@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from penstock.cli.main import main as cli
 from penstock_tools.sft import training
-from penstock_tools.sft.training import StepReport, SupervisedRank
+from penstock_tools.sft.training import SupervisedRank
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "arithmetic"
 MODEL = EXAMPLE / "model"
@@ -116,7 +116,7 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     """Send SIGTERM to this process in the middle of a step."""
     own = SupervisedRank.step
 
-    def signalled(self: SupervisedRank, batch: Any, num_done: int) -> StepReport:
+    def signalled(self: SupervisedRank, batch: Any, num_done: int) -> dict[str, float]:
         if num_done + 1 == step:
             signal.raise_signal(signal.SIGTERM)
         return own(self, batch, num_done)

@@ -19,7 +19,6 @@ _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print one line per check, with advice."""
     parser = Parser(
         prog="penstock doctor",
         description="Check a deployment: Redis, clocks, ports, weights, log-probs, GPUs. Exits with 1 on a failure.",
@@ -53,7 +52,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def print_findings(findings: Sequence[Finding]) -> None:
-    """One line per finding, with its advice."""
     from rich.console import Console
     from rich.markup import escape
 

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -26,7 +26,7 @@ from penstock.diagnosis.facts import RunFacts, RunStores
 from penstock.diagnosis.progress import learning_finding, speed_finding
 from penstock.errors import PenstockError
 from penstock.machine import folder_bytes, gpu_names, measure_disk, nvidia_smi, port_is_free
-from penstock.start_checks import check_datasets, check_first_rows, check_lengths, check_model, check_rewards
+from penstock.start_checks import RUN_CHECKS
 from penstock.store.redis_client import RedisClient, connect
 
 CONNECT_TIMEOUT_S = 2.0
@@ -35,16 +35,6 @@ SANDBOX_TIMEOUT_S = 60.0
 MIN_REDIS = (6, 2)
 EVERYSEC_LOSS_S = 2.0
 CLOCK_WARN_S, CLOCK_FAIL_S = 1.0, 30.0
-_NEXT_START: dict[str, Callable[[RunConfig], None]] = {
-    "model": check_model,
-    "rewards": lambda config: check_rewards(config.rollout.reward),
-    "dataset": check_datasets,
-    "rows": check_first_rows,
-    "lengths": check_lengths,
-}
-"""What the next start of a stopped run needs."""
-
-
 FAILED_RATIO = "reward_failed_ratio"
 
 
@@ -66,7 +56,6 @@ async def examine(config: RunConfig) -> list[Finding]:
 
 
 async def check_run(client: RedisClient, config: RunConfig) -> list[Finding]:
-    """Check the run's queue, servers, components and policies, and that its servers listen."""
     stores = RunStores.of(client, config)
     try:
         facts, dead = await stores.read(config), await stores.queue.dead_letter_reasons()
@@ -92,7 +81,7 @@ def check_stopped(config: RunConfig) -> list[Finding]:
     newest = max(config.folder.glob("checkpoints/term-*-step-*"), default=None)
     where = f"at its newest checkpoint, {newest.name}" if newest else "from the start: it has no checkpoint yet"
     findings = [Finding("run", "ok", f"{config.run} is stopped; `penstock up` with its config continues it {where}")]
-    for name, check in _NEXT_START.items():
+    for name, check in RUN_CHECKS.items():
         try:
             check(config)
         except PenstockError as error:
@@ -284,7 +273,6 @@ async def check_clock(client: RedisClient) -> Finding:
 
 
 def run_findings(facts: RunFacts, dead_letter_reasons: Mapping[str, int]) -> list[Finding]:
-    """Findings about the run's queue, servers, components and policies."""
     return [
         _conservation(facts), *_admission(facts), *_pause(facts), *_breakers(facts), *_rewards(facts),
         learning_finding(facts), speed_finding(facts), *_restarts(facts), _dead_letters(facts, dead_letter_reasons),
@@ -318,7 +306,6 @@ def _pause(facts: RunFacts) -> Iterator[Finding]:
 
 
 def _breakers(facts: RunFacts) -> Iterator[Finding]:
-    """Servers that lease nothing because everything that they tried failed."""
     for breaker in facts.breakers.values():
         text = (
             f"{breaker.server_id} leases nothing: its last {breaker.num_failures} attempts failed, the newest with "
@@ -366,7 +353,6 @@ def _restarts(facts: RunFacts) -> Iterator[Finding]:
 
 
 def _dead_letters(facts: RunFacts, reasons: Mapping[str, int]) -> Finding:
-    """The share of prompts that were dead-lettered, by reason."""
     stat = facts.stat
     if not stat.dead_lettered:
         return Finding("dead letters", "ok", "no prompt was dead-lettered")
@@ -387,7 +373,6 @@ def _heartbeats(facts: RunFacts) -> Iterator[Finding]:
 
 
 def _weights(facts: RunFacts) -> Iterator[Finding]:
-    """Compare the digest of each server's weights with the digest that the learner published."""
     digests = {policy.policy_version: policy.weights_digest for policy in facts.policies}
     for server in facts.serving:
         expected = digests.get(server.policy_version, "")

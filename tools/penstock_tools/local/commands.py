@@ -82,7 +82,6 @@ def demo(argv: Sequence[str] | None = None) -> int:
 
 
 def _clone() -> Path:
-    """The clone of the repository that has the demo's config."""
     for folder in (Path.cwd(), *Path(__file__).resolve().parents):
         if (folder / DEMO_CONFIG).is_file():
             return folder

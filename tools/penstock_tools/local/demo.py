@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rich.console import Console
@@ -23,7 +24,7 @@ from penstock.diagnosis.terminal import sparkline
 from penstock.errors import ConfigError, Conflict, DeadlineExceeded
 from penstock.feed.datasets import read_prompts
 from penstock.trajectory import Prompt, Sampling
-from penstock_tools.local.display import Progress, make_display
+from penstock_tools.local.display import Display, make_display
 from penstock_tools.local.local_run import LocalRun
 from penstock_tools.local.log_lines import PAUSED_STATES
 from penstock_tools.local.supervisor import News
@@ -116,15 +117,13 @@ def check_not_paused(status: Run) -> None:
         raise Conflict(f"the demo ends, because its run {why}")
 
 
-async def _show_fallback(run: LocalRun, display: Progress) -> None:
-    """Tell the user if `auto` did not find vLLM."""
+async def _show_fallback(run: LocalRun, display: Display) -> None:
     engines = {server.engine for server in await run.client.servers()}
     if run.config.rollout.engine.name == "auto" and engines == {"torch"}:
         display.say("vLLM is not installed here: the torch engine generates instead")
 
 
-async def _train(run: LocalRun, prompts: Iterator[Prompt], display: Progress, news: News) -> None:
-    """Submit prompts and show progress until the learner has finished."""
+async def _train(run: LocalRun, prompts: Iterator[Prompt], display: Display, news: News) -> None:
     num_submitted = 0
     while not run.learner_finished:
         await run.check()
@@ -242,9 +241,4 @@ def print_summary(config: RunConfig, summary: dict[str, Any], history: History) 
 
 
 def _smooth(values: Sequence[float], window: int) -> list[float]:
-    """Mean of each value and up to `window - 1` values before it."""
-    means = []
-    for index in range(len(values)):
-        recent = values[max(0, index - window + 1) : index + 1]
-        means.append(sum(recent) / len(recent))
-    return means
+    return [fmean(values[max(0, index - window + 1) : index + 1]) for index in range(len(values))]

@@ -6,8 +6,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Protocol, Self
+from typing import Self
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -24,7 +23,6 @@ from penstock.diagnosis.terminal import sparkline
 History = Sequence[dict[str, float]]
 COLUMNS = ("step", "version", "reward", "staleness", "tokens/s", "queue")
 SHOWN_METRICS = ("reward_mean", "staleness_mean", "tokens_per_second")
-"""Metrics that a step must have to be shown."""
 LINE_EVERY_STEPS = 10
 LINE_EVERY_S = 30.0
 """A line is printed after this many steps, or after this time if there was at least one new step."""
@@ -32,24 +30,7 @@ WAITING_AFTER_S = 60.0
 """After this time without a new step, a line shows the state of the queue and the servers."""
 
 
-class Progress(Protocol):
-    def say(self, message: str) -> None: ...
-
-    def update(self, status: Run, history: History) -> None:
-        """Show the run's state from the gateway, and its history, which has one dict of metrics per step."""
-        ...
-
-
-class Display(Progress, AbstractContextManager["Display"], Protocol): ...
-
-
-def make_display(config: RunConfig) -> Display:
-    return TerminalDisplay(config) if sys.stdout.isatty() else LineDisplay(config)
-
-
 class TerminalDisplay:
-    """A table that is redrawn in place, below the messages."""
-
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self.console = Console()
@@ -66,6 +47,7 @@ class TerminalDisplay:
         self.console.print(message, style="dim", highlight=False, soft_wrap=True)
 
     def update(self, status: Run, history: History) -> None:
+        """Show the run's state from the gateway, and its history, which has one dict of metrics per step."""
         table = Table(title=f"penstock · {self.config.run}", title_style="bold", min_width=72)
         for name in COLUMNS:
             table.add_column(name, justify="right")
@@ -119,6 +101,13 @@ class LineDisplay:
         self._last_step = int(history[-1]["step"])
         cells = _cells(status, history, self.config)
         self.say("  ".join(f"{name} {cell}" for name, cell in zip(COLUMNS, cells, strict=True)))
+
+
+Display = TerminalDisplay | LineDisplay
+
+
+def make_display(config: RunConfig) -> Display:
+    return TerminalDisplay(config) if sys.stdout.isatty() else LineDisplay(config)
 
 
 def _waiting(status: Run) -> str:

@@ -58,7 +58,9 @@ class LocalRun:
         self._server_ids = [f"rollout-{index}" for index in range(config.rollout.num_servers)]
         restarted = (GATEWAY, *self._server_ids, FEED)
         self._restarts = Restarts(self.processes, restarted, config.max_restarts, self._was_ready)
-        self._hung = HungServers.of(config)
+        # A server that loads a snapshot sends no heartbeat meanwhile, and has `push_timeout_s` for it.
+        recent_s = config.replay.lease_ttl_s
+        self._hung = HungServers(recent_s, recent_s + config.weights.push_timeout_s)
         self._lock: IO[str] | None = None
         self._client: PenstockClient | None = None
         self._learner: Child | None = None
@@ -138,7 +140,6 @@ class LocalRun:
 
     @property
     def client(self) -> PenstockClient:
-        """A client of the run's gateway, within the block."""
         assert self._client is not None, "the gateway is not up"
         return self._client
 

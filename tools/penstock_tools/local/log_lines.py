@@ -1,9 +1,5 @@
-"""What `penstock up` and `penstock demo` print about a run: the phases of its start, what goes wrong, and why it does
-not learn or is slow, each once.
-
-Nothing here waits or prints. A finding about learning or speed becomes a line once it has held for a while, if it has
-advice, or if the reward rises again.
-"""
+"""What `penstock up` and `penstock demo` print about a run, each once: the phases of its start, what goes wrong, and
+why it does not learn or is slow, once that has held for a while. Nothing here waits or prints."""
 
 from __future__ import annotations
 

@@ -48,7 +48,6 @@ class OrphanCleanup:
         return self._process.pid
 
     def add(self, pid: int, *, is_last: bool) -> None:
-        """Tell it about a child, which leads its own session."""
         self._known.add(pid)
         self._tell({"add": pid, "is_last": is_last})
 

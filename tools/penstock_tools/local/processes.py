@@ -21,7 +21,6 @@ from typing import IO
 import psutil
 
 from penstock.api.records import Server
-from penstock.config.run import RunConfig
 from penstock.errors import ProcessDied
 from penstock_tools.local.orphan_cleanup import GRACE_S, OrphanCleanup
 
@@ -171,7 +170,6 @@ class ProcessGroup:
         self._kill_tree(child.process.pid)
 
     def remove(self, child: Child) -> None:
-        """Forget a child that has ended."""
         self.children.remove(child)
         self._forget(child)
 
@@ -220,7 +218,6 @@ class ProcessGroup:
             _kill(reversed(_tree(psutil.Process(pid))))
 
     def _kill_session(self, leader: int) -> None:
-        """Kill the descendants that are in the session of a child that has ended."""
         left = []
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(ProcessLookupError):
@@ -246,7 +243,6 @@ def _kill(processes: Iterable[psutil.Process]) -> None:
 
 
 def _tree(root: psutil.Process) -> list[psutil.Process]:
-    """A process and its descendants."""
     try:
         return [root, *root.children(recursive=True)]
     except psutil.NoSuchProcess:
@@ -268,10 +264,8 @@ class Restart:
 
     name: str
     text: str
-    """One line that says how it ended."""
     delay_s: float
     number: int
-    """1 for the first restart."""
 
 
 class Restarts:
@@ -339,12 +333,6 @@ class HungServers:
         self._silent_s: dict[str, float] = {}
         self.newly_silent: dict[str, float] = {}
         """Servers that the two newest looks have found without a recent heartbeat, and the one before them has not."""
-
-    @classmethod
-    def of(cls, config: RunConfig) -> HungServers:
-        # A server that loads a snapshot sends no heartbeat meanwhile, and has `push_timeout_s` for it.
-        recent_s = config.replay.lease_ttl_s
-        return cls(recent_s, recent_s + config.weights.push_timeout_s)
 
     def look(
         self, servers: Sequence[Server] | None, may_hang: Collection[str], stopped: Collection[str] = ()

@@ -12,16 +12,7 @@ from penstock.config.loading import dump_config
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, DeadlineExceeded
 from penstock.machine import port_is_free
-from penstock.start_checks import (
-    check_agent_packages,
-    check_chat_template,
-    check_datasets,
-    check_first_rows,
-    check_lengths,
-    check_model,
-    check_rewards,
-    check_run_folder,
-)
+from penstock.start_checks import RUN_CHECKS, check_agent_packages, check_run_folder
 from penstock_services.gateway.access import check_gateway
 
 CHECK_TIMEOUT_S = 120.0
@@ -32,14 +23,10 @@ PRIVATE_REDIS = "redis://127.0.0.1:6379"
 
 def check_before_start(config: RunConfig) -> None:
     """Make every check that needs no other process. Raises ConfigError or InvalidInput. Takes milliseconds."""
-    check_model(config)
-    check_chat_template(config)
-    check_rewards(config.rollout.reward)
+    for check in RUN_CHECKS.values():
+        check(config)
     if config.rollout.num_servers:
         check_agent_packages(config.rollout.agents)
-    check_datasets(config)
-    check_first_rows(config)
-    check_lengths(config)
     check_run_folder(config)
     check_gateway(config.gateway)
     if config.gateway.keys_file is not None and config.gateway.api_key_file is None:

@@ -14,7 +14,7 @@ from penstock.config.run import RunConfig
 from penstock.errors import DeadlineExceeded, InvalidInput, NotFound, ProcessDied, Unavailable
 from penstock.feed.feed_process import feed_file
 from penstock.feed.validation import evaluation_id, read_results, result_line, validated_steps
-from penstock_tools.local.display import SHOWN_METRICS, History, LineDisplay, Progress
+from penstock_tools.local.display import SHOWN_METRICS, Display, History, LineDisplay
 from penstock_tools.local.local_run import LocalRun
 from penstock_tools.local.log_lines import PAUSED_STATES, Announcements, buried_everything, waiting_for
 
@@ -26,7 +26,6 @@ STATUS_POLLS = 2
 BURIED_LOOKS = 5
 """A dataset counts as dead-lettered as a whole once this many statuses in a row say so."""
 PROGRESS_POLLS = 20
-"""Progress is shown after this many polls."""
 VALIDATIONS = "validation.jsonl"
 
 
@@ -103,7 +102,6 @@ async def check_and_say(run: LocalRun, display: LineDisplay) -> None:
 
 
 def _progress(status: Run) -> tuple[Run, History]:
-    """What the display shows of a status: its newest step."""
     known = {name: value for name, value in status.metrics.items() if value is not None}
     return status, [known | {"step": status.step}] if known.keys() >= set(SHOWN_METRICS) else []
 
@@ -156,7 +154,7 @@ async def _num_validated(run: LocalRun, step: int) -> int:
 class News:
     """Reads the run's status and prints what is new in it. Open it before the workers are started."""
 
-    def __init__(self, run: LocalRun, display: Progress, status: Run) -> None:
+    def __init__(self, run: LocalRun, display: Display, status: Run) -> None:
         self.run = run
         self.display = display
         self.before = self.status = status
@@ -166,12 +164,11 @@ class News:
         self._announcements = Announcements(status, f"penstock runs resume --run-dir {run.folder}")
 
     @classmethod
-    async def open(cls, run: LocalRun, display: Progress) -> News:
+    async def open(cls, run: LocalRun, display: Display) -> News:
         run.processes.on_wait = run.on_restart = display.say
         return cls(run, display, await run.client.get_run())
 
     async def say(self) -> Run:
-        """Say what is new, and return the status."""
         self.is_new = False
         try:
             async with asyncio.timeout(ANSWER_S):

@@ -1,9 +1,8 @@
 """Keeps the answers of an offline generation on disk, so that an interrupted one can continue.
 
-Finished rows are written to a folder next to the output, `answers.parquet.parts`, together with the settings they were
-made with. Each part file holds some rows in the order in which they finished. A part is written under a temporary name,
-flushed and renamed, so it is either whole or absent. No row is in two parts. Once all rows are there, `finish` merges
-the parts into `answers.parquet` in the order of the dataset and removes the folder.
+Finished rows are written to parts in a folder next to the output, `answers.parquet.parts`, with the settings they were
+made with. A part is whole or absent, and no row is in two parts. Once all rows are there, `finish` merges the parts
+into `answers.parquet` in the order of the dataset and removes the folder.
 """
 
 from __future__ import annotations
@@ -48,7 +47,6 @@ class AnswerRow:
     """All samples of one row of the dataset. The lists have one entry per sample and are empty if the row failed."""
 
     row: int
-    """Index of the row in the dataset."""
     responses: list[str] = field(default_factory=list)
     token_ids: list[Any] = field(default_factory=list)
     log_probs: list[Any] = field(default_factory=list)
@@ -56,9 +54,7 @@ class AnswerRow:
     """1 for tokens that the model sampled, 0 for tokens that a tool or an interaction inserted."""
     finish_reasons: list[str] = field(default_factory=list)
     rewards: list[float] | None = None
-    """None if the samples were not scored."""
     error: str | None = None
-    """Why the row has no samples."""
 
 
 def to_table(rows: list[AnswerRow]) -> Any:

@@ -5,11 +5,12 @@ It needs neither Redis nor an engine. The file has verl's columns and `responses
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from penstock.cli.output import print_table, to_json
 from penstock.cli.parser import Parser, interruptible, parse_with_overrides
 
 if TYPE_CHECKING:
@@ -51,37 +52,21 @@ def main(argv: Sequence[str]) -> int:
         asyncio.run(run.run())
     summaries, num_errors = run.summaries(args.pass_score), run.num_errors()
     if args.json:
-        print(json.dumps(_to_json(summaries, num_errors, output), indent=2))
+        sources = {name: asdict(summary) for name, summary in summaries.items()}
+        print(to_json({"data_sources": sources, "reward_errors": num_errors, "output": str(output)}))
     else:
         _print(summaries, num_errors, output)
     return 0
 
 
-def _to_json(summaries: dict[str, ScoreSummary], num_errors: dict[str, int], output: Path) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    return {
-        "data_sources": {name: asdict(summary) for name, summary in summaries.items()},
-        "reward_errors": num_errors,
-        "output": str(output),
-    }
-
-
 def _print(summaries: dict[str, ScoreSummary], num_errors: dict[str, int], output: Path) -> None:
-    from rich.console import Console
-    from rich.table import Column, Table
-
-    console = Console()
-    ks = sorted({k for summary in summaries.values() for k in summary.pass_at if k > 1})
-    source = Column("data source", overflow="fold")
-    table = Table(source, "prompts", "responses", "mean", "pass@1", *(f"pass@{k}" for k in ks))
-    for name, summary in summaries.items():
-        cells = [f"{summary.pass_at[k]:.4f}" if k in summary.pass_at else "" for k in (1, *ks)]
-        table.add_row(
-            name or "(none)", str(summary.num_prompts), str(summary.num_samples), f"{summary.mean:.4f}", *cells
-        )
-    console.print(table)
+    ks = sorted({1}.union(*(summary.pass_at for summary in summaries.values())))
+    rows = [
+        (name or "(none)", summary.num_prompts, summary.num_samples, summary.mean, *map(summary.pass_at.get, ks))
+        for name, summary in summaries.items()
+    ]
+    print_table(("data source", "prompts", "responses", "mean", *(f"pass@{k}" for k in ks)), rows)
     if num_errors:
         counts = ", ".join(f"{count} {kind}" for kind, count in sorted(num_errors.items()))
-        console.print(f"[bold red]{sum(num_errors.values())} rewards failed[/] ({counts}); they got error_value")
-    console.print(f"scores: {output}")
+        print(f"{sum(num_errors.values())} rewards failed ({counts}); they got error_value")
+    print(f"scores: {output}")

@@ -54,16 +54,13 @@ class ScoringRun:
             await self.scorer.close()
 
     def summaries(self, pass_score: float) -> dict[str, ScoreSummary]:
-        """Scores per data source, sorted by name."""
         return {name: summarise(scores, pass_score) for name, scores in sorted(self._scores.items())}
 
     def num_errors(self) -> dict[str, int]:
-        """Number of failed rewards by kind of failure."""
         [metric] = self.metrics.reward_errors.collect()
         return {s.labels["kind"]: int(s.value) for s in metric.samples if s.name.endswith("_total") and s.value}
 
     def _check_output(self, partial: Path) -> None:
-        """Fail before scoring if the output cannot be written."""
         try:
             partial.touch()
         except OSError as error:

@@ -283,7 +283,7 @@ class Recording:
             try:
                 check_group(row.group)
             except PoisonGroup as error:
-                raise InvalidInput(f"{self.path} row {number}", f"{error}; leave the row out") from error
+                raise InvalidInput(f"{self.path} row {number}", f"{error}; remove the row") from error
             for trajectory in row.group.trajectories:
                 if trajectory.finish_reason not in _FINISH_REASONS:
                     raise InvalidInput(f"{self.path} row {number}", f"finish_reason is not one of {_FINISH_REASONS}")

@@ -33,7 +33,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def _run(args: argparse.Namespace) -> int:
-    """Connect, run `args.command`, and disconnect."""
     target = args.target = _target(args)
     from penstock.replay.inspection import QueueInspector
     from penstock.store.redis_client import connect
@@ -67,7 +66,21 @@ def _parser() -> Parser:
     peek.add_argument("--prompt-id", type=int, metavar="ID", help="show the prompt and the responses of this group")
     peek.add_argument("--tokens", action="store_true", help="with --prompt-id: a table of tokens instead of text")
 
-    add_commands(partial(_command, commands))
+    export = _command(commands, "export", _export, "write the ready groups to a Parquet file; changes nothing")
+    export.add_argument("file", type=Path)
+    export.add_argument("--all", action="store_true", help="also groups that the learner has taken and not committed")
+    export.add_argument("--force", action="store_true", help="replace the file if it exists")
+
+    imports = _command(commands, "import", _import, "import the groups of a Parquet file into a queue")
+    imports.set_defaults(may_start_queue=True)
+    imports.add_argument("file", type=Path)
+    imports.add_argument(
+        "--epoch", type=int, default=0, help="use another number to import the same file again (default: %(default)s)"
+    )
+    imports.add_argument(
+        "--wait-s", type=float, default=WAIT_S, metavar="S",
+        help="how long to wait for room in a full queue (default: %(default).0f)",
+    )  # fmt: skip
 
     requeue = _command(commands, "requeue", _requeue, "submit dead-lettered prompts again", can_json=True)
     _add_selection(requeue)
@@ -247,35 +260,18 @@ def _show(args: argparse.Namespace, record: Any, show: Callable[[], None]) -> in
 WAIT_S = 600.0
 
 
-def add_commands(add: Callable[..., Parser]) -> None:
-    """Add both to `penstock queue`. `add` takes a command's name, function and help, and returns its parser."""
-    export = add("export", _export, "write the ready groups to a Parquet file; changes nothing")
-    export.add_argument("file", type=Path)
-    export.add_argument("--all", action="store_true", help="also groups that the learner has taken and not committed")
-    export.add_argument("--force", action="store_true", help="replace the file if it exists")
-
-    imports = add("import", _import, "import the groups of a Parquet file into a queue")
-    imports.set_defaults(may_start_queue=True)
-    imports.add_argument("file", type=Path)
-    imports.add_argument(
-        "--epoch", type=int, default=0, help="use another number to import the same file again (default: %(default)s)"
-    )
-    imports.add_argument(
-        "--wait-s", type=float, default=WAIT_S, metavar="S",
-        help="how long to wait for room in a full queue (default: %(default).0f)",
-    )  # fmt: skip
-
-
 async def _export(args: argparse.Namespace, inspector: QueueInspector) -> int:
     from penstock_tools.recordings.transfer import export_groups
 
     if args.file.exists() and not args.force:
         raise InvalidInput(str(args.file), "exists; choose another name or add --force")
     with _progress("exporting") as advance:
-        exported = await export_groups(inspector, args.file, include_delivered=args.all, advance=advance)
-    missed = f"; {exported.num_committed} were committed meanwhile" if exported.num_committed else ""
-    print(f"exported {exported.num_groups} groups of run {inspector.run} to {args.file}{missed}")
-    for line in exported.unreadable:
+        num_groups, num_committed, unreadable = await export_groups(
+            inspector, args.file, include_delivered=args.all, advance=advance
+        )
+    missed = f"; {num_committed} were committed meanwhile" if num_committed else ""
+    print(f"exported {num_groups} groups of run {inspector.run} to {args.file}{missed}")
+    for line in unreadable:
         print(f"skipped {line}")
     return 0
 
@@ -284,10 +280,11 @@ async def _import(args: argparse.Namespace, inspector: QueueInspector) -> int:
     from penstock_tools.recordings.transfer import import_groups
 
     with _progress("importing") as advance:
-        imported = await import_groups(inspector, args.file, epoch=args.epoch, wait_s=args.wait_s, advance=advance)
+        num_groups, num_before = await import_groups(
+            inspector, args.file, epoch=args.epoch, wait_s=args.wait_s, advance=advance
+        )
     print(
-        f"imported {imported.num_groups} groups into run {inspector.run}; "
-        f"{imported.num_present} groups of the file were imported before"
+        f"imported {num_groups} groups into run {inspector.run}; {num_before} groups of the file were imported before"
     )
     return 0
 

@@ -125,7 +125,6 @@ def dead_letter_record(letter: DeadLetter) -> dict[str, Any]:
 
 
 def print_dead_letters(records: Sequence[dict[str, Any]]) -> None:
-    """`records` are those of `dead_letter_record`."""
     columns = ("id", "time (UTC)", "prompt", "reason")
     rows = [(each["id"], time_text(each["time_ms"]), each["prompt_id"], each["reason"]) for each in records]
     print_table(columns, rows, whole=columns[:2], empty="no dead letters")

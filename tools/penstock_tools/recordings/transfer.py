@@ -1,11 +1,8 @@
 """Exports a queue to a file and imports it, so that a recorded run can be replayed without rollout servers.
 
-Export only reads. It lists the groups first, then fetches them a few at a time, so its memory does not grow with the
-queue. A group that is committed before its turn is skipped.
-
-Import makes each row a new prompt by `queue.accept`. So the counts of the queue stay right and the byte limit holds: an
-import waits for room. The learner takes the groups in the order of the file. A second import of the same file adds
-nothing; an interrupted one goes on where it stopped.
+Export only reads, a few groups at a time; a group that is committed before its turn is skipped. Import makes each row a
+new prompt by `queue.accept`, so the counts of the queue stay right and the byte limit holds: it waits for room. The
+learner takes the groups in the order of the file. A second import of a file adds nothing; an interrupted one goes on.
 """
 
 from __future__ import annotations
@@ -14,7 +11,6 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from google.protobuf.message import DecodeError
@@ -33,26 +29,12 @@ IMPORT_GROUPS = 64
 POLL_S = 0.2
 
 
-@dataclass(frozen=True)
-class Exported:
-    num_groups: int
-    num_committed: int
-    """Groups that were committed while the export ran."""
-    unreadable: tuple[str, ...]
-    """Groups that were skipped because they cannot be decoded, with the reason. The learner will dead-letter them."""
-
-
-@dataclass(frozen=True)
-class Imported:
-    num_groups: int
-    num_present: int
-    """Rows that an earlier import of the same file had imported."""
-
-
 async def export_groups(
     inspector: QueueInspector, path: Path, *, include_delivered: bool, advance: Callable[[int, int], None]
-) -> Exported:
-    """Write the queued groups to `path`. `advance(done, total)` is called as it goes."""
+) -> tuple[int, int, list[str]]:
+    """Write the queued groups to `path`. `advance(done, total)` is called as it goes. Returns the numbers of groups
+    that were written and that were committed meanwhile, and why others cannot be decoded: the learner will dead-letter
+    those."""
     ids = await inspector.queued_ids(include_delivered=include_delivered)
     num_groups, num_seen, unreadable = 0, 0, []
     advance(0, len(ids))
@@ -68,18 +50,14 @@ async def export_groups(
                 await asyncio.to_thread(writer.write, RecordedGroup(queued.group, prompt))
                 num_groups += 1
             advance(min(start + FETCH_GROUPS, len(ids)), len(ids))
-    return Exported(num_groups, len(ids) - num_seen, tuple(unreadable))
+    return num_groups, len(ids) - num_seen, unreadable
 
 
 async def import_groups(
-    inspector: QueueInspector,
-    path: Path,
-    *,
-    epoch: int,
-    wait_s: float,
-    advance: Callable[[int, int], None],
-) -> Imported:
-    """Import every row of `path` into the inspector's run.
+    inspector: QueueInspector, path: Path, *, epoch: int, wait_s: float, advance: Callable[[int, int], None]
+) -> tuple[int, int]:
+    """Import every row of `path` into the inspector's run. Returns how many groups were imported, and how many rows an
+    earlier import of the same file had imported.
 
     Raises QueueFull when the queue has had no room for `wait_s`. Another `epoch` imports the same file again."""
     origin = Origin(ORIGIN, await asyncio.to_thread(_import_key, path, epoch))
@@ -95,7 +73,7 @@ async def import_groups(
             num_groups += await _accept(inspector.queue, groups, origin, wait_s)
             row += len(batch)
             advance(row, recording.num_rows)
-    return Imported(num_groups, row - num_groups)
+    return num_groups, row - num_groups
 
 
 async def _accept(queue: RedisReplayQueue, groups: Sequence[OfferedGroup], origin: Origin, wait_s: float) -> int:
@@ -140,4 +118,4 @@ def _priority(path: Path, row: int, prompt: bytes) -> int:
     try:
         return prompts_pb2.Prompt.FromString(prompt).priority
     except DecodeError as error:
-        raise InvalidInput(f"{path} row {row}: prompt", "is not an encoded prompt; leave the row out") from error
+        raise InvalidInput(f"{path} row {row}: prompt", "is not an encoded prompt; remove the row") from error

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -43,7 +42,6 @@ class Example:
 
     @property
     def prompt_length(self) -> int:
-        """Number of tokens before the first trained one."""
         return self.loss_mask.index(1)
 
     @property
@@ -163,8 +161,6 @@ Row = tuple[Example, ...]
 
 @dataclass(frozen=True)
 class Examples:
-    """The rows of a set of files."""
-
     rows: list[Row]
     parts: list[tuple[int, float]]
     """Number of rows and weight of each entry of the list of files."""
@@ -190,8 +186,6 @@ class Examples:
 
 
 class ExampleReader:
-    """Reads files with the tokenizer of the run's model."""
-
     def __init__(self, config: RunConfig, tokenizer: Any, context_length: int | None) -> None:
         self.sft: SftConfig = config.sft
         self.tokenizer = tokenizer
@@ -210,7 +204,8 @@ class ExampleReader:
         for entry in listed_files(files):
             first = len(rows)
             for path in matching_files(entry.file):
-                for where, record in self._records(path):
+                names = (*self.sft.columns.names, *MEDIA_COLUMNS)
+                for where, record in read_rows(path, names, check=lambda names: None):
                     row = self._row(where, record)
                     limited = self._limit(where, row)
                     num_cut += bool(limited) and limited != row
@@ -223,9 +218,6 @@ class ExampleReader:
             why = f" that fits into {self.max_tokens} tokens" if num_dropped else ""
             raise InvalidInput(shown_files(files), f"has no row{why}; nothing can be learned from it")
         return Examples(rows, parts, num_dropped, num_cut)
-
-    def _records(self, path: Path) -> Iterator[tuple[str, Any]]:
-        return read_rows(path, (*self.sft.columns.names, *MEDIA_COLUMNS), check=lambda names: None)
 
     def _row(self, where: str, row: Any) -> Row:
         if not isinstance(row, dict):
@@ -324,7 +316,6 @@ def _field(row: dict[str, Any], column: str) -> Any:
 
 
 def _chat(where: str, value: Any) -> list[dict[str, Any]]:
-    """The messages with all their fields."""
     messages, further = read_messages(where, value)
     return [
         {"role": role, "content": content, **further.get(index, {})} for index, (role, content) in enumerate(messages)

@@ -9,6 +9,7 @@ checkpoint takes exactly the steps that it would have taken, and ends with the s
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -53,17 +54,6 @@ from penstock_tools.sft.data import ExampleReader, Examples, Row, batch_of_examp
 # ── one process: its part of the model, an optimizer step, and the loss of held-out rows ──
 
 
-@dataclass(frozen=True)
-class StepReport:
-    """The numbers of one optimizer step. They are the same on every rank."""
-
-    loss: float
-    """Cross-entropy, averaged over the trained tokens of the batch."""
-    grad_norm: float
-    lr: float
-    num_trained: int
-
-
 class SupervisedRank(TrainerRank):
     """Minimises the cross-entropy, averaged over the trained tokens of the whole batch."""
 
@@ -98,8 +88,9 @@ class SupervisedRank(TrainerRank):
         require_right(self.model, "model.path", self.device, compute_dtype_of(self.config))
         self.parallel = make_sequence_parallel(self.num_sharing)
 
-    def step(self, batch: SequenceBatch, num_done: int) -> StepReport:
-        """Take one optimizer step after `num_done` others. Every rank gets the whole batch and trains its part."""
+    def step(self, batch: SequenceBatch, num_done: int) -> dict[str, float]:
+        """Take one optimizer step after `num_done` others. Every rank gets the whole batch, trains its part and gives
+        the same numbers. The loss is averaged over the trained tokens of the batch."""
         learner = self.config.learner
         self.optimizer.zero_grad(set_to_none=True)
         num_trained = int(batch.loss_mask.sum())
@@ -118,7 +109,10 @@ class SupervisedRank(TrainerRank):
                 "lower learner.lr, or look at the data"
             )
         dist.all_reduce(total)
-        return StepReport(float(total) / self.num_sharing, taken.grad_norm, taken.lr, num_trained)
+        return {
+            "train/loss": float(total) / self.num_sharing, "train/lr": taken.lr, "train/grad_norm": taken.grad_norm,
+            "train/trained_tokens": num_trained,
+        }  # fmt: skip
 
     @torch.no_grad()
     def mean_loss(self, batches: Iterable[SequenceBatch]) -> float:
@@ -148,7 +142,6 @@ class SupervisedRank(TrainerRank):
         return -apply_mask(log_probs, to_device(micro.loss_mask, self.device).bool()).sum()
 
     def _balance_loss(self, micro: SequenceBatch, num_trained: int) -> Tensor | float:
-        """The auxiliary loss of a mixture of experts, weighted by the trained tokens of the micro-batch."""
         coefficient = self.config.learner.router.aux_loss_coefficient
         balance = self.model.watch.balance() if coefficient and self.model.watch is not None else None
         if balance is None:
@@ -357,12 +350,11 @@ class SupervisedTraining:
         """Train to the last step. Returns the last checkpoint. If a signal comes, a checkpoint is written first."""
         self.rank.load()
         done = self.checkpoints.restore()
-        loggers = self._open_loggers(done)
-        try:
-            return self._run(done, stop, loggers)
-        finally:
+        with contextlib.ExitStack() as stack:
+            loggers = self._open_loggers(done)
             if loggers is not None:
-                loggers.close()
+                stack.callback(loggers.close)
+            return self._run(done, stop, loggers)
 
     def _run(self, done: int, stop: StopSignal, loggers: StepLoggers | None) -> Path | Stopped:
         checkpoint, num_steps = None, self.plan.num_steps
@@ -372,15 +364,8 @@ class SupervisedTraining:
             started = time.monotonic()
             report = self.rank.step(self.plan.batch(done), done)
             done += 1
-            numbers = {
-                "step": done,
-                "epoch": done / self.plan.steps_per_epoch,
-                "train/loss": report.loss,
-                "train/lr": report.lr,
-                "train/grad_norm": report.grad_norm,
-                "train/trained_tokens": report.num_trained,
-                "timing_s/step": time.monotonic() - started,
-            }
+            epoch, seconds = done / self.plan.steps_per_epoch, time.monotonic() - started
+            numbers = {"step": done, "epoch": epoch, **report, "timing_s/step": seconds}
             if self._is_due(self.plan.sft.validation.every_steps, done) and self.plan.held_out is not None:
                 numbers["val/loss"] = self._validate()
             self._log(loggers, numbers)
@@ -436,7 +421,6 @@ class StopSignal:
 
 
 def training_folder(out: Path) -> Path:
-    """Where the checkpoints and metrics of a training are that will write `out`."""
     return out.with_name(f"{out.name}.training")
 
 

@@ -33,7 +33,6 @@ operations on it, and a mask of 1 byte. Without a gradient there is no mask."""
 COMPILED_LOGIT_BYTES = 4
 """The same if the log-probs are compiled: the logit and its gradient in 16 bits."""
 REDUCED_BYTES = 4
-"""Gradients are reduced in float32."""
 CHECKED_TOKENS = 158
 """Tokens that the self-check of a model without windows runs at once."""
 READ_BYTES = 2**26
@@ -114,7 +113,6 @@ class Setup:
 
     @classmethod
     def of(cls, config: RunConfig, role: str = "policy") -> Setup:
-        """The settings of a role of a run's configuration, on GPUs."""
         learner = config.learner
         pushed_bytes = _BYTES[config.model.dtype]
         wanted = learner.compute_dtype
@@ -204,7 +202,6 @@ class _Counts:
 
 
 _READING = Term("pieces of the files", "", READ_BYTES)
-"""What a rank has of the files in host memory while it reads its weights."""
 
 
 def _trained_moments(role: Role, model: ModelShape, num_ranks: int, setup: Setup) -> list[MemoryUse]:

@@ -23,13 +23,10 @@ from penstock.weights.folder_tensors import tensor_shapes, weight_files
 
 @dataclass(frozen=True)
 class Experts:
-    """The experts of a mixture-of-experts model."""
-
     num_experts: int
     """Experts of one layer, of which the router chooses `per_token` for each token."""
     per_token: int
     size: int
-    """Intermediate size of one expert."""
     shared_size: int = 0
     """Intermediate size of the experts that every token uses, together."""
     num_dense_layers: int = 0
@@ -38,8 +35,6 @@ class Experts:
 
 @dataclass(frozen=True)
 class Counted:
-    """Numbers of weights."""
-
     largest_layer: int
     root: int
     """Weights that belong to no layer: the embedding, the head and the last norm."""
@@ -161,7 +156,6 @@ HUB_IDS = {name: f"Qwen/Qwen2.5-{name.upper()}-Instruct" for name in _QWEN} | {
     "30b-a3b": "Qwen/Qwen3-30B-A3B",
     "70b": "meta-llama/Llama-3.3-70B-Instruct",
 }
-"""A model of the Hub with each of these shapes."""
 _QWEN_ID = re.compile(r"Qwen/Qwen2\.5-(?:Math-|Coder-)?(?P<size>[\d.]+B)(?:-Instruct)?(?:@[\w.-]+)?")
 
 

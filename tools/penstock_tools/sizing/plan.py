@@ -37,14 +37,11 @@ MAX_SERVERS = 4096
 
 @dataclass(frozen=True)
 class RolePlan:
-    """GPUs and memory of one role."""
-
     role: str
     num_gpus: int
     """0 if it shares the GPUs of another role. For a rollout server, its tensor parallelism."""
     moments: tuple[MemoryUse, ...]
-    """The moments at which its fullest rank needs the most memory. Empty if it needs none of its own, or if this is not
-    known."""
+    """When its fullest rank needs the most memory. Empty if it needs no separate memory, or if this is not known."""
 
     @property
     def terms(self) -> tuple[Term, ...]:
@@ -57,7 +54,6 @@ class RolePlan:
 
     @property
     def host_bytes(self) -> float:
-        """Host memory of its fullest rank, when that needs the most."""
         return max((total(moment.host) for moment in self.moments), default=0.0)
 
 
@@ -118,20 +114,13 @@ class Plan:
         )  # fmt: skip
 
     @property
-    def shares(self) -> dict[str, RoleGpus]:
-        """Ranks of each role of the learner, and the share of a GPU that each rank gets."""
-        ranks = dict(self.proposal.learner.ranks)
-        found: dict[str, RoleGpus] = {}
-        for group in self.task.groups_of(self.proposal.learner):
-            found |= shares_of_gpus(tuple(group), ranks[group[0]])
-        return found
-
-    @property
     def fields(self) -> dict[str, Any]:
-        """The fields of the run's configuration that a plan sets."""
         setup, server = self.proposal.learner.setup, self.proposal.server
         learner: dict[str, Any] = {"placement": self.proposal.learner.placement}
-        for name, role in self.shares.items():
+        ranks, shares = dict(self.proposal.learner.ranks), dict[str, RoleGpus]()
+        for group in self.task.groups_of(self.proposal.learner):
+            shares |= shares_of_gpus(tuple(group), ranks[group[0]])
+        for name, role in shares.items():
             path = {"path": "/models/reward-model"} if name == "reward_model" else {}
             share = int(role.gpus_per_rank) if float(role.gpus_per_rank).is_integer() else role.gpus_per_rank
             learner[name] = {**path, "num_ranks": role.num_ranks, "gpus_per_rank": share}
@@ -181,7 +170,6 @@ def merged(base: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 
 def server_plan(model: ModelShape, gpu: Gpu, num_gpus: int, utilization: float) -> RolePlan:
-    """A rollout server with this tensor parallelism."""
     staged = Term("a version that is being received", "P x 2 B", 2.0 * model.num_parameters)
     terms = tuple(server_terms(model, num_gpus, gpu, utilization))
     return RolePlan("rollout", num_gpus, (MemoryUse("step", "decoding", terms, (staged,)),))
@@ -269,7 +257,6 @@ def new_run(model: str, task: Task) -> dict[str, Any]:
 
 
 def _model_of(config: RunConfig, role: RoleConfig) -> str:
-    """The model of a role: its own, or the policy's."""
     own: Path | None = getattr(role, "path", None)
     return str(own or config.model.path)
 
@@ -294,7 +281,6 @@ class GroupMemory:
 
 
 def memory_of(config: RunConfig, gpu: Gpu) -> list[GroupMemory]:
-    """The memory of the learner's roles, by the groups in which they share GPUs."""
     groups = active_resource_groups(config.learner.placement, config.learner.needed_roles)
     return [
         GroupMemory(group, tuple(_role_memory(config, name, role) for name, role in group.items()), gpu)

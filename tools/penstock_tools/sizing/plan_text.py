@@ -80,13 +80,11 @@ def _role_lines(role: RolePlan, plan: Plan) -> list[str]:
 
 
 def phases_text(role: RolePlan) -> str:
-    """The peaks of all phases in one line."""
     peaks = [f"{moment.phase} {total(moment.device) / 1e9:.1f}" for moment in _fullest(role.moments)]
     return f"{', '.join(peaks)} GB; {role.host_bytes / 1e9:.1f} GB on the host"
 
 
 def _fullest(moments: Sequence[MemoryUse]) -> list[MemoryUse]:
-    """The fullest moment of each phase that a role has."""
     present = {moment.phase for moment in moments}
     return [peak(moments, phase) for phase in PHASES if phase in present]
 
@@ -109,7 +107,7 @@ def search_text(result: Result) -> str:
     """A table of the best deployment and its alternatives, and what does not fit."""
     workload = result.task.workload
     rows = [_row("best", result.best, result)]
-    rows += [_row(other.change, other.proposal, result) for other in result.alternatives]
+    rows += [_row(change, proposal, result) for change, proposal in result.alternatives.items()]
     lines = [
         f"{result.task.policy.name} on at most {result.num_gpus} {result.task.gpu.name}: {workload.groups_per_step} "
         f"groups of {workload.num_samples} samples a step, prompts of {workload.prompt_tokens} and responses of "
@@ -127,7 +125,7 @@ def search_text(result: Result) -> str:
 
 
 def result_json(result: Result, plan: Plan) -> dict[str, Any]:
-    others = [{"change": other.change} | _fields(other.proposal, result) for other in result.alternatives]
+    others = [{"change": change} | _fields(other, result) for change, other in result.alternatives.items()]
     refusals = [vars(refusal) for refusal in result.refusals]
     return {"best": _fields(result.best, result), "alternatives": others, "refusals": refusals, "plan": as_json(plan)}
 

@@ -53,7 +53,6 @@ class Workload:
 
     @property
     def longest_sequence(self) -> int:
-        """Tokens of the longest sample with its prompt."""
         return self.longest_tokens or self.prompt_tokens + round(self.longest_sample * self.response_tokens)
 
 
@@ -179,10 +178,8 @@ class Pace:
 
     @property
     def limit(self) -> Limit:
-        limits: dict[Limit, float] = {
-            "learner": self.learner_s, "servers": self.servers_s, "staleness": self.staleness_s,
-        }  # fmt: skip
-        return max(limits, key=lambda name: limits[name])
+        names: tuple[Limit, ...] = ("learner", "servers", "staleness")
+        return max(names, key=lambda name: float(getattr(self, f"{name}_s")))
 
     @property
     def learner_idle(self) -> float:

@@ -78,19 +78,14 @@ class Task:
         return [group for group in groups if group]
 
     def groups_of(self, learner: LearnerChoice) -> list[list[Role]]:
-        """The roles that share GPUs in a learner that was chosen."""
         return [[role for role, _ in learner.ranks]] if learner.is_packed else self.groups(learner.placement)
 
 
 @dataclass(frozen=True)
 class LearnerChoice:
-    """A learner that fits."""
-
     placement: Placement
     ranks: tuple[tuple[Role, int], ...]
-    """Ranks of each role that has its own memory."""
     setup: Setup
-    """Settings of the policy."""
     micro_batch_tokens: int
     sequence_parallel: int
     num_gpus: int
@@ -116,8 +111,6 @@ class ServerChoice:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Something that does not fit."""
-
     what: str
     needed_bytes: float
     available_bytes: float
@@ -167,7 +160,8 @@ class Learners:
                 if num_ranks + sum(counts) <= self.num_gpus:
                     groups = zip([first, *others], (num_ranks, *counts), strict=True)
                     yield self._choice(placement, list(groups), setup, micro, parallel)
-        needed = self._smallest_need(first, num_ranks)
+        smallest = replace(self.task.workload.setup, micro_batch_tokens=self._micro_batches(1)[-1], staging="host")
+        needed = self._need(first, num_ranks, smallest, 1)
         if parallel == 1 and not offloads and needed > self.task.usable_bytes:
             what = f"{' and '.join(first)} on {num_ranks} GPU{'s' * (num_ranks > 1)}"
             self.refusals[placement, num_ranks] = Refusal(what, needed, self.task.usable_bytes)
@@ -204,7 +198,6 @@ class Learners:
         return LearnerChoice(placement, ranks, setup, micro, parallel, num_gpus, seconds)
 
     def _micro_batches(self, parallel: int) -> list[int]:
-        """Sizes to try, the largest first."""
         wanted, longest = self.task.workload.setup.micro_batch_tokens, self.task.workload.longest_sequence
         sizes = {max(16, wanted // divisor) for divisor in MICRO_BATCH_DIVISORS}
         sizes.add(max(16, min(wanted, -(-longest // parallel))))
@@ -253,12 +246,7 @@ class Learners:
             self._useful[key] = [ranks for ranks, _, _ in found]
         return self._useful[key]
 
-    def _smallest_need(self, roles: Iterable[Role], num_ranks: int) -> float:
-        smallest = replace(self.task.workload.setup, micro_batch_tokens=self._micro_batches(1)[-1], staging="host")
-        return self._need(roles, num_ranks, smallest, 1)
-
     def _need(self, roles: Iterable[Role], num_ranks: int, setup: Setup, parallel: int) -> float:
-        """Bytes of these roles together on a GPU."""
         needed = 0.0
         for role in roles:
             given = replace(setup, micro_batch_tokens=self._tokens(role, setup.micro_batch_tokens, parallel))
@@ -352,22 +340,12 @@ def pace_of(task: Task, learner: LearnerChoice, server: ServerChoice, num_server
 
 
 @dataclass(frozen=True)
-class Alternative:
-    """The best deployment with one decision made differently."""
-
-    change: str
-    proposal: Proposal
-
-
-@dataclass(frozen=True)
 class Result:
-    """What the search found."""
-
     task: Task
     num_gpus: int
     best: Proposal
-    alternatives: tuple[Alternative, ...]
-    """The fastest first."""
+    alternatives: dict[str, Proposal]
+    """The best deployments with one decision made differently, by that decision, the fastest first."""
     refusals: tuple[Refusal, ...]
     """What does not fit, next to what was chosen."""
 
@@ -384,11 +362,12 @@ def search(task: Task, num_gpus: int) -> Result:
     best = found.best.get("best")
     if best is None:
         raise InvalidInput("gpus", found.why_nothing_fits())
-    by_proposal: dict[Proposal, Alternative] = {}
-    for alternative in found.alternatives(best):
-        by_proposal.setdefault(alternative.proposal, alternative)
-    ordered = sorted(by_proposal.values(), key=lambda other: other.proposal.pace.step_s)
-    return Result(task, num_gpus, best, tuple(ordered), tuple(found.refused()))
+    changes: dict[Proposal, str] = {}
+    for change, proposal in found.changes(best):
+        if proposal is not None and proposal != best:
+            changes.setdefault(proposal, change)
+    ordered = sorted(changes, key=lambda proposal: proposal.pace.step_s)
+    return Result(task, num_gpus, best, {changes[each]: each for each in ordered}, tuple(found.refused()))
 
 
 @dataclass
@@ -470,13 +449,8 @@ class _Search:
 
     # ── alternatives ──
 
-    def alternatives(self, best: Proposal) -> Iterator[Alternative]:
-        """The best deployments that differ in one decision, where there are any."""
-        for change, found in self._changes(best):
-            if found is not None and found != best:
-                yield Alternative(change, found)
-
-    def _changes(self, best: Proposal) -> Iterator[tuple[str, Proposal | None]]:
+    def changes(self, best: Proposal) -> Iterator[tuple[str, Proposal | None]]:
+        """The best deployments that differ in one decision. The first name of a deployment is the best."""
         learner, by = best.learner, self.best.get
         for placement in self.task.placements:
             yield placement, by(("placement", placement))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from penstock.config.loading import validate
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, InvalidInput
 from penstock.hub import is_hub_id
-from penstock.start_checks import check_first_rows, check_lengths, check_model, check_rewards
+from penstock.start_checks import RUN_CHECKS
 from penstock_tools.verl_import.hydra import HydraConfig, read_file, read_overrides
 from penstock_tools.verl_import.keys import Findings, Values, files, listed, local_path
 from penstock_tools.verl_import.run import number, set_lora, set_run, set_warmup, steps_of_files
@@ -25,8 +25,6 @@ from penstock_tools.verl_import.shell import VerlCommand, find_command, read_scr
 
 @dataclass
 class Imported:
-    """A translated run."""
-
     program: str
     """`ppo`, `dapo`, `generation`, `eval`, `sft` or `fsdp_sft`."""
     fields: dict[str, Any]
@@ -155,20 +153,19 @@ def findings_of(config: RunConfig) -> list[str]:
     """What `penstock up --check` would say about files and lengths: one line each. Nothing is looked up on the Hub."""
     absent = [f"{field}: {path} is not on this machine" for field, path in _paths(config) if not _is_here(path)]
     fields = {line.partition(":")[0] for line in absent}
-    checks: list[Callable[[], None]] = [lambda: check_lengths(config)]
-    if "model.path" not in fields and config.model.path.exists():
-        checks.append(lambda: check_model(config))
-    if "rollout.reward.function_file" not in fields:
-        checks.append(lambda: check_rewards(config.rollout.reward))
     data = [path for field, path in _paths(config) if field.startswith("dataset.")]
-    if all(path.exists() for path in data):
-        checks.append(lambda: check_first_rows(config))
-    return absent + [message for check in checks if (message := _message(check))]
+    can = {
+        "lengths": True,
+        "model": "model.path" not in fields and config.model.path.exists(),
+        "rewards": "rollout.reward.function_file" not in fields,
+        "rows": all(path.exists() for path in data),
+    }
+    return absent + [message for name, is_here in can.items() if is_here and (message := _message(name, config))]
 
 
-def _message(check: Callable[[], None]) -> str:
+def _message(name: str, config: RunConfig) -> str:
     try:
-        check()
+        RUN_CHECKS[name](config)
     except (ConfigError, InvalidInput) as error:
         return str(error)
     return ""

@@ -52,7 +52,6 @@ def listed(value: Any) -> list[Any]:
 
 
 def local_path(value: Any) -> str:
-    """A path, with `~` replaced by the home folder."""
     text = str(value)
     return str(Path(text).expanduser()) if text.startswith("~") else text
 
@@ -151,8 +150,6 @@ CONVERTERS: dict[str, Callable[[Any], Any]] = {
 
 @dataclass(frozen=True)
 class Key:
-    """A row of the table."""
-
     section: str
     verl: str
     kind: str

@@ -30,19 +30,11 @@ class VerlCommand:
     words: list[str]
 
 
-@dataclass
-class ReadScript:
-    commands: list[VerlCommand]
-    unknown: list[str]
-    """Variables and commands that the script uses and that are not known here. They count as empty."""
-    skipped: list[str]
-    """Parts of the script that are not followed."""
-
-
-def read_script(text: str, path: str, arguments: Sequence[str], environment: Mapping[str, str]) -> ReadScript:
-    reader = _Reader(Expansion(environment, arguments, path))
+def read_script(text: str, path: str, arguments: Sequence[str], environment: Mapping[str, str]) -> ScriptReader:
+    """Follow a script. `commands` of the result are what it starts."""
+    reader = ScriptReader(Expansion(environment, arguments, path))
     reader.follow(split_statements(text))
-    return ReadScript(reader.commands, list(reader.expansion.unknown), reader.skipped)
+    return reader
 
 
 def find_command(words: Sequence[str]) -> VerlCommand | None:
@@ -149,7 +141,6 @@ def span(text: str, start: int) -> int:
 
 
 def bracket_end(text: str, start: int) -> int:
-    """The end of the bracket that opens at `start`."""
     opening, closing, depth, end = text[start], _CLOSING[text[start]], 0, start
     while end < len(text):
         depth += (text[end] == opening) - (text[end] == closing)
@@ -167,13 +158,19 @@ def _after(text: str, letter: str, start: int) -> int:
 # ── following ──
 
 
-class _Reader:
+class ScriptReader:
     def __init__(self, expansion: Expansion) -> None:
         self.expansion = expansion
         self.commands: list[VerlCommand] = []
         self.skipped: list[str] = []
+        """Parts of the script that are not followed."""
         self.status = True
         self.num_calls = 0
+
+    @property
+    def unknown(self) -> list[str]:
+        """Variables and commands that the script uses and that are not known here. They count as empty."""
+        return list(self.expansion.unknown)
 
     def follow(self, statements: list[Statement]) -> None:
         at = 0
@@ -281,7 +278,6 @@ def _holds(values: list[str]) -> bool:
 
 
 def _block_end(statements: list[Statement], start: int) -> int:
-    """The index of the statement that closes the block at `start`."""
     opening, depth = statements[start].words[0], 0
     for index in range(start, len(statements)):
         word = statements[index].words[0]
@@ -366,7 +362,7 @@ class Expansion:
                 pieces.append((raw[at + 1 : end - 1], True))
             elif letter == '"' and not in_quotes:
                 inner = self._pieces(raw[at + 1 : end - 1], in_quotes=True)
-                # `"$@"` without arguments is no word at all, and not an empty one.
+                # `"$@"` without arguments is not a word, not even an empty one.
                 is_empty_array = any(piece == [] for piece, _ in inner) and not any(piece for piece, _ in inner)
                 pieces += [] if is_empty_array else [("", True), *inner]
             else:

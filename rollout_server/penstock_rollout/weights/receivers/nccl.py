@@ -42,7 +42,7 @@ def _broadcasts(joined: _Joined, reception: Reception) -> Iterator[Arrived]:
     """Enqueue the broadcasts ahead, and yield each bucket when it has arrived."""
     group, deadline = joined.group, reception.deadline
     relay = None
-    if reception.device.type != "cuda":
+    if not is_gpu(reception.device):
         relay = joined.relay_for(max(bucket.num_bytes for bucket in reception.manifest.buckets))
     enqueued: deque[tuple[torch.Tensor, tuple[int, ...]]] = deque()
 
@@ -133,3 +133,8 @@ class _JoinedGroups:
 
 _groups = _JoinedGroups()
 atexit.register(_groups.drop_all)
+
+
+def is_gpu(device: torch.device) -> bool:
+    """Whether buckets arrive in the device's own memory."""
+    return device.type == "cuda"

@@ -66,10 +66,7 @@ def _parser() -> Parser:
     add_sampling_flags(parser)
     parser.add_argument("--seed", type=int, help="make every sample reproducible, whatever the order of work")
     parser.add_argument(
-        "--concurrency",
-        type=int,
-        metavar="N",
-        help="prompts to answer at once (default: enough to fill the engine)",
+        "--concurrency", type=int, metavar="N", help="prompts to answer at once (default: enough to fill the engine)"
     )
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N prompts")
     parser.add_argument("--score", action="store_true", help="score each answer with rollout.reward")

@@ -149,11 +149,11 @@ def root_process(part: Part) -> psutil.Process | None:
 
 _ACTIVE_S = 1.0
 _ACTIVE_SHARE = 0.1
-"""A rank that trains uses at least this share of a core, a spare almost nothing."""
+"""A rank that trains uses at least this share of a core."""
 
 
 def rank_process(cluster: Part, dice: random.Random) -> psutil.Process | None:
-    """One of the policy's ranks, which are workers of Ray. A spare, which has computed nothing lately, is not drawn."""
+    """One of the policy's ranks, which are workers of Ray. One that has computed nothing lately is not drawn."""
     before = _rank_seconds(cluster)
     time.sleep(_ACTIVE_S)
     after = _rank_seconds(cluster)
@@ -167,7 +167,7 @@ def rank_process(cluster: Part, dice: random.Random) -> psutil.Process | None:
 
 
 def _rank_seconds(cluster: Part) -> dict[psutil.Process, float]:
-    """Seconds of CPU time of each rank and each spare."""
+    """Seconds of CPU time of each rank."""
     seconds = {}
     for process in cluster.tree():
         with suppress(psutil.Error):

@@ -294,8 +294,6 @@ class LearnerConfig(Config):
     means the reward model's scores and the reference's log-probs."""
     max_role_restarts: int = Field(default=3, ge=0)
     """How often a role is restarted after one of its ranks died or hung. A checkpoint resets the count."""
-    spare_ranks: bool = False
-    """Keep a started process without a model (0.5 GB) for each rank, so that a role whose rank dies restarts sooner."""
     ray_address: str = ""
     """Ray cluster to join; its ranks outlive the controller, and a restarted controller adopts them. Empty starts a
     private one on this machine, which ends with the controller."""

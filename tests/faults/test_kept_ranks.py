@@ -68,9 +68,8 @@ def test_a_killed_controllers_ranks_are_adopted_and_train_nothing_twice(
     assert run_learner(whole)[0] == 0
 
     config = make_config(
-        tmp_path, tiny_models["policy"], redis_process.url, f"kept-{place}",
-        ray_address=address, spare_ranks=True, **settings,
-    )  # fmt: skip
+        tmp_path, tiny_models["policy"], redis_process.url, f"kept-{place}", ray_address=address, **settings
+    )
     asyncio.run(fill_queue(config))
     code, output = run_learner(config, crash_at)
     assert code == KILLED, output[-3000:]

@@ -30,6 +30,9 @@ MAX_WAITING = 4
 CLOSE_S = 10.0
 MAX_GROUND_TRUTH = 4096
 """Longer ground truths, such as the tests of a program, are cut to this many characters of JSON."""
+_OF_GROUP = ("prompt_id", "data_source", "server_id", "agent_name", "attempt", "finished_at_ms")
+_OF_SAMPLE = ("min_version", "max_version", "finish_reason", "is_baseline", "reward_failed")
+"""Fields of a group and of a trajectory that a sample has under the same names."""
 
 
 @dataclass(frozen=True)
@@ -150,27 +153,18 @@ def _sample(
     trained: TrainedStep, group: Group, number: int, prompt: str, truth: object, reward: float, texts: TokenText
 ) -> Sample:
     trajectory = group.trajectories[number]
+    own = {name: getattr(group, name) for name in _OF_GROUP} | {name: getattr(trajectory, name) for name in _OF_SAMPLE}
     return Sample(
         step=trained.step,
         policy_version=trained.policy_version,
-        prompt_id=group.prompt_id,
         sample=number,
-        data_source=group.data_source,
         prompt=prompt,
         ground_truth=truth,
         response=texts.text(trajectory.token_ids.tolist()),
         reward=_finite(reward),
         reward_parts={name: _finite(value) for name, value in trajectory.reward_parts.items()},
         num_tokens=len(trajectory.token_ids),
-        min_version=trajectory.min_version,
-        max_version=trajectory.max_version,
-        finish_reason=trajectory.finish_reason,
-        is_baseline=trajectory.is_baseline,
-        server_id=group.server_id,
-        agent_name=group.agent_name,
-        attempt=group.attempt,
-        finished_at_ms=group.finished_at_ms,
-        reward_failed=trajectory.reward_failed,
+        **own,
     )
 
 

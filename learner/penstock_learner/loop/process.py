@@ -45,7 +45,7 @@ from penstock_learner.loop.batches import BatchReader, DataEnd, FailedRewards
 from penstock_learner.loop.publication import PolicyPublication
 from penstock_learner.loop.step_loop import OperatorOrders, StepLoop, StepRecords
 from penstock_learner.loop.take_over import ChosenCheckpoint, choose_checkpoint, take_over
-from penstock_learner.loop.term import Term, begin_term
+from penstock_learner.loop.term import Term
 from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.model.architectures import prefix_sharing_roles
 from penstock_learner.roles.role_group import LANES, RoleGroup, RoleRecovery, gather_all
@@ -131,7 +131,6 @@ class LearnerController:
         """Set it to stop after the running step, with a checkpoint."""
         self.resuming = config.learner.checkpoint
         """Which checkpoint to continue from. `off` becomes `auto` when this process has written a checkpoint."""
-        self._has_term = False
         self._is_training = False
 
     async def run(self) -> None:
@@ -163,7 +162,7 @@ class LearnerController:
 
     async def _raise_if_fenced(self) -> None:
         """Raise Fenced if another learner took over: one that was suspended must not take the run back."""
-        if self._has_term:
+        if self.queue.term:
             await self.queue.commit(0, [])
 
     async def _start_roles(self, died: RoleDied | None, chosen: ChosenCheckpoint) -> None:
@@ -198,9 +197,8 @@ class LearnerController:
         """Train from the checkpoint on. Concurrent tasks handle publication and the operator's orders."""
         await self.phases.enter(LEARNER, "taking over the run and restoring its newest checkpoint")
         load = partial(load_checkpoint, trained=self.trained)
-        taken = await take_over(self.queue, self.checkpoints, self.resuming, chosen, load, self.config.replay.settle_s)
-        self._has_term = True
-        term = await begin_term(self.config, self.queue, taken)
+        settle_s, kl = self.config.replay.settle_s, self.config.learner.algorithm.kl
+        term = await take_over(self.queue, self.checkpoints, self.resuming, chosen, load, settle_s, kl)
         self._is_training = True
         logger.info("training from step %d under term %d", term.step, term.number)
         orders = OperatorOrders(self.control, term, self.stopping)

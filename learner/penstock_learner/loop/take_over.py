@@ -24,31 +24,23 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from penstock.config.algorithms import KLConfig
 from penstock.config.learner import CheckpointConfig
 from penstock.errors import CheckpointDamaged, ConfigError, NotFound, Unavailable, WeightPushFailed
 from penstock.replay.queue import GroupConsumer
 from penstock.replay.queue_types import Committed, RunRewind
 from penstock.store.policies import PolicyRegistry
+from penstock_learner.algorithms.kl import make_kl_controller
 from penstock_learner.checkpoints.saving import load_checkpoint
 from penstock_learner.checkpoints.store import CheckpointStore, record_rewind
-from penstock_learner.checkpoints.trainer_state import Ledger, TrainerState, read_state
+from penstock_learner.checkpoints.trainer_state import Ledger, Lineage, TrainerState, read_state
 from penstock_learner.crash_points import crash_point
+from penstock_learner.loop.term import Term
 from penstock_learner.roles.role_group import RoleGroup
 
 logger = logging.getLogger(__name__)
 Load = Callable[[Path], Awaitable[None]]
 """Loads the weights of a checkpoint. Raises CheckpointDamaged if a file is damaged."""
-
-
-@dataclass(frozen=True)
-class TakeOver:
-    """A term that was taken, and the state in which it starts."""
-
-    term: int
-    store_id: str
-    state: TrainerState
-    is_rewound: bool
-    """Whether the state is a checkpoint that the run was rewound to, and no later checkpoint exists yet."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +61,11 @@ class ChosenCheckpoint:
 
 async def take_over(
     queue: GroupConsumer, checkpoints: CheckpointStore, config: CheckpointConfig, chosen: ChosenCheckpoint, load: Load,
-    settle_s: float,
-) -> TakeOver:  # fmt: skip
+    settle_s: float, kl: KLConfig,
+) -> Term:  # fmt: skip
     """Fence every earlier learner, then load the chosen checkpoint or a newer one that the learner before has finished
-    meanwhile, and rewind to it if the config asks for that. A checkpoint that no longer covers all committed groups is
-    refused before the term is taken: such a learner fences no one."""
+    meanwhile, rewind to it if the config asks for that, and restore the queue to its state. A checkpoint that no longer
+    covers all committed groups is refused before the term is taken: such a learner fences no one."""
     store_id = await queue.store_id()
     if await queue.committed() != chosen.committed:
         await choose_checkpoint(queue, checkpoints, config)
@@ -103,7 +95,19 @@ async def take_over(
         # Rewinds that were ordered before belong to the steps that were abandoned.
         state = replace(state, num_orders=rewind.num_orders, resumed_from=rewind.checkpoint)
         is_rewound = True
-    return TakeOver(term, store_id, state, is_rewound)
+    return Term(
+        number=term,
+        store_id=store_id,
+        step=state.step,
+        policy_version=state.policy_version,
+        ledger=Ledger(state.ledger),
+        kl=make_kl_controller(kl, state.kl_coefficient),
+        resumed_from=state.resumed_from,
+        num_orders=state.num_orders,
+        lineage=Lineage(state.lineage),
+        is_rewound=is_rewound,
+        manifests=await _restore_batches(queue, state),
+    )
 
 
 async def choose_checkpoint(
@@ -178,7 +182,7 @@ def _asks_for(config: CheckpointConfig, choice: ChosenCheckpoint) -> bool:
     return config.rewind and choice.checkpoint == Path(config.resume)
 
 
-async def restore_batches(queue: GroupConsumer, state: TrainerState) -> dict[int, list[int]]:
+async def _restore_batches(queue: GroupConsumer, state: TrainerState) -> dict[int, list[int]]:
     """Acknowledge the groups that the checkpoint covers. Returns the batches taken for later steps, by step."""
     ledger = Ledger(state.ledger)
     manifests = await queue.rewind_step(state.step)

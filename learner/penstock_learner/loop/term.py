@@ -8,11 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from penstock.config.algorithms import KLConfig
-from penstock.config.run import RunConfig
-from penstock.replay.queue import GroupConsumer
-from penstock_learner.algorithms.kl import KLController, make_kl_controller
+from penstock_learner.algorithms.kl import KLController
 from penstock_learner.checkpoints.trainer_state import Ledger, Lineage, Rewind, RewindCause, TrainerState
-from penstock_learner.loop.take_over import TakeOver, restore_batches
 
 
 @dataclass
@@ -86,21 +83,3 @@ class Term:
             num_orders=self.num_orders,
             lineage=self.lineage.rewinds,
         )
-
-
-async def begin_term(config: RunConfig, queue: GroupConsumer, taken: TakeOver) -> Term:
-    """Restore the queue to the state that was taken over. The roles hold the weights of its checkpoint."""
-    state = taken.state
-    return Term(
-        number=taken.term,
-        store_id=taken.store_id,
-        step=state.step,
-        policy_version=state.policy_version,
-        ledger=Ledger(state.ledger),
-        kl=make_kl_controller(config.learner.algorithm.kl, state.kl_coefficient),
-        resumed_from=state.resumed_from,
-        num_orders=state.num_orders,
-        lineage=Lineage(state.lineage),
-        is_rewound=taken.is_rewound,
-        manifests=await restore_batches(queue, state),
-    )

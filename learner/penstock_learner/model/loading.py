@@ -30,7 +30,7 @@ from penstock.errors import ConfigError
 from penstock.weights.folder_tensors import safetensors_of
 
 logger = logging.getLogger(__name__)
-_LORA_A, _LORA_B = ".lora_A.", ".lora_B."
+LORA_A, LORA_B = ".lora_A.", ".lora_B."
 """Parts of the names that peft gives to an adapter's two matrices."""
 
 
@@ -113,9 +113,9 @@ class UnreadWeights:
     def read_into(self, lm: Any) -> None:
         """Fill the parameters, of which this rank may have a part. Raises ConfigError if one is not in the files."""
         named = dict(lm.named_parameters(remove_duplicate=False))
-        _make_adapter({name: parameter for name, parameter in named.items() if _is_of_adapter(name)})
+        _make_adapter({name: parameter for name, parameter in named.items() if is_adapter(name)})
         parameters = {name.replace(".base_layer", ""): parameter for name, parameter in named.items()}
-        filled = {id(parameter) for name, parameter in named.items() if _is_of_adapter(name)}
+        filled = {id(parameter) for name, parameter in named.items() if is_adapter(name)}
         for recipe in self._recipes:
             filled |= {id(parameters[name]) for name in self._fill(recipe, parameters)}
         self._files.close()
@@ -230,14 +230,14 @@ def _tied_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
     return [each for each in places.values() if len(each) > 1]
 
 
-def _is_of_adapter(name: str) -> bool:
-    return _LORA_A in name or _LORA_B in name
+def is_adapter(name: str) -> bool:
+    return LORA_A in name or LORA_B in name
 
 
 def _make_adapter(parameters: dict[str, nn.Parameter]) -> None:
     """First numbers of an adapter, as peft chooses them. Ranks with the same seed make parts of the same matrices."""
     for name, parameter in parameters.items():
-        if _LORA_A in name:
+        if LORA_A in name:
             whole = torch.empty(parameter.shape)
             nn.init.kaiming_uniform_(whole, a=math.sqrt(5))
             _OwnPart.of(parameter).take(whole)
@@ -335,11 +335,10 @@ def recipes_of(lm: Any, names: list[str]) -> list[Recipe]:
     """The recipes for a Hugging Face model, from files with tensors of these names. Tensors that fit nothing are left
     out, as `from_pretrained` leaves them out."""
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+    from transformers.core_model_loading import dot_natural_key, rename_source_key
 
     mapping = get_model_conversion_mapping(lm)
-    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
-    converters = [each for each in mapping if isinstance(each, WeightConverter)]
+    renamings, converters = split_conversions(mapping)
     converter_of = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     state, prefix = lm.state_dict(), lm.base_model_prefix
     found: dict[str, Recipe] = {}
@@ -357,6 +356,14 @@ def recipes_of(lm: Any, names: list[str]) -> list[Recipe]:
     # Saving the model reverts the conversions that were used. Older versions of transformers revert all of them.
     lm._weight_conversions = [each for each in mapping if getattr(each, "was_used", lambda: True)()]
     return list(found.values())
+
+
+def split_conversions(conversions: list[Any]) -> tuple[list[Any], list[Any]]:
+    """The renamings and the converters among the conversions of transformers."""
+    from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+    renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
+    return renamings, [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
 
 
 def _read(files: TensorFiles, name: str, dtype: torch.dtype) -> Tensor:

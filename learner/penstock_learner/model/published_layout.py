@@ -22,13 +22,13 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from penstock.errors import ConfigError
 from penstock.weights.folder_tensors import TIED_HEAD, read_json, tensor_shapes
+from penstock.weights.manifest import A_SUFFIX, B_SUFFIX
 from penstock_learner.model.backbone import decoder_layers
 from penstock_learner.model.causal_lm import CausalLM
+from penstock_learner.model.loading import LORA_A, is_adapter, split_conversions
 from penstock_learner.model.sharding import full_weight
 
 Shapes = dict[str, tuple[int, ...]]
-_LORA_A, _LORA_B = ".lora_A.default.weight", ".lora_B.default.weight"
-"""Endings of the names that peft gives to an adapter's two matrices."""
 
 
 @dataclass(frozen=True)
@@ -147,18 +147,11 @@ def _whole(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return full_weight(tensor.to(device=tensor.device_mesh.device_type, dtype=dtype))
 
 
-def is_adapter(name: str) -> bool:
-    return name.endswith((_LORA_A, _LORA_B))
-
-
 def pushed_name(adapted: dict[str, str], name: str) -> str:
     """The name of an adapter's matrix as rollout servers know it: that of the weight in the folder, with a suffix, as
     `model.layers.0.mlp.up_proj.weight.lora_A`."""
-    return f"{adapted[_weight_name(name)]}.{'lora_A' if name.endswith(_LORA_A) else 'lora_B'}"
-
-
-def _weight_name(name: str) -> str:
-    return f"{name.partition('.lora_')[0]}.weight"
+    weight = f"{name.partition('.lora_')[0]}.weight"
+    return adapted[weight] + (A_SUFFIX if LORA_A in name else B_SUFFIX)
 
 
 def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -192,7 +185,7 @@ def from_published(lm: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Convert tensors of the folder to the model's names and shapes: the inverse of `to_published`."""
     from transformers.core_model_loading import WeightRenaming, dot_natural_key, rename_source_key
 
-    renamings, converters = _split(_conversions(lm))
+    renamings, converters = split_conversions(_conversions(lm))
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     collected: dict[str, Any] = {}
     for name in sorted(tensors, key=dot_natural_key):
@@ -271,7 +264,7 @@ def _used_by(lm: Any, names: Iterable[str]) -> list[Any]:
 
     conversions = get_model_conversion_mapping(lm)
     for name in names:
-        rename_source_key(name, *_split(conversions))
+        rename_source_key(name, *split_conversions(conversions))
     return [conversion for conversion in conversions if conversion.was_used()]
 
 
@@ -285,13 +278,6 @@ def _conversions(lm: Any) -> list[Any]:
         return chosen
     default = get_model_conversion_mapping(lm, add_legacy=False)
     return [conversion for conversion in default if not isinstance(conversion, PrefixChange)]
-
-
-def _split(conversions: list[Any]) -> tuple[list[Any], list[Any]]:
-    from transformers.core_model_loading import WeightConverter, WeightRenaming
-
-    renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
-    return renamings, [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
 
 
 def _difference(published: Shapes, wanted: Shapes) -> str:

@@ -94,22 +94,15 @@ class _Routing:
     weight: float
 
 
+@dataclass(frozen=True, eq=False)
 class PolicyUpdate:
     """Updates the policy's model with its optimizer."""
 
-    def __init__(
-        self,
-        model: CausalLM,
-        optimizer: ScaledAdamW,
-        learner: LearnerConfig,
-        device: torch.device,
-        parallel: SequenceParallel | None = None,
-    ) -> None:
-        self.model = model
-        self.optimizer = optimizer
-        self.learner = learner
-        self.device = device
-        self.parallel = parallel
+    model: CausalLM
+    optimizer: ScaledAdamW
+    learner: LearnerConfig
+    device: torch.device
+    parallel: SequenceParallel | None = None
 
     def run(
         self, part: RankShard, denominators: Denominators, step: int, version: int, kl_coefficient: float

@@ -33,8 +33,6 @@ SUCCESSOR_S = 20.0
 """The same after theirs was told to stop. Its pod may be replaced, but more often the run ends."""
 COMPUTES = ("log_probs", "reference_log_probs", "values", "update")
 """Calls that run forward passes, backward passes and the optimizer. Each returns when the device has finished."""
-STARTS = ("rendezvous", "join", "load")
-"""Calls by which a controller makes a rank a member of its role. Each can be made once."""
 
 
 @dataclass
@@ -96,8 +94,6 @@ class Rank:
         self.computed_s = 0.0
         """Seconds that this rank has spent in the calls of COMPUTES."""
         self.is_up = False
-        self.has_begun = False
-        """Whether a controller has made one of the calls in STARTS."""
         self.beat_at = time.monotonic()
         self.profiler = RankProfiler(self.role, rank)
         if config.learner.ray_address:  # a Ray that was started elsewhere has its own mask and environment
@@ -109,7 +105,6 @@ class Rank:
         """Make a call of the controller. Raises Fenced if another controller has adopted this rank since."""
         if owner != self.owner:
             raise Fenced(f"another learner has adopted {self.role} rank {self.rank}; stop this one")
-        self.has_begun |= method in STARTS
         started = time.monotonic()
         try:
             return getattr(self, method)(*arguments)
@@ -125,14 +120,14 @@ class Rank:
     def declarations(self) -> dict[str, Dispatch]:
         return declarations(type(self))
 
-    def adopt(self, owner: str, config: RunConfig) -> str:
-        """Accept the calls of another controller, and of no earlier one. Returns `up`, `spare` (no model is loaded), or
-        `unfit` if this rank has another config, or if its controller died while it was being started."""
-        if config != self.config or (self.has_begun and not self.is_up):
-            return "unfit"
+    def adopt(self, owner: str, config: RunConfig) -> bool:
+        """Accept the calls of another controller, and of no earlier one. False, changing nothing, if this rank has
+        another config, or has not loaded its model."""
+        if config != self.config or not self.is_up:
+            return False
         self.owner = owner
         self.beat()
-        return "up" if self.is_up else "spare"
+        return True
 
     def beat(self) -> None:
         self.beat_at = time.monotonic()

@@ -29,7 +29,7 @@ from penstock.config.run import RunConfig
 from penstock.errors import Fenced, PenstockError, ProcessDied, RoleDied
 from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.roles.dispatch import Dispatch
-from penstock_learner.roles.workers import own_workers, worker_of
+from penstock_learner.roles.workers import worker_of
 
 logger = logging.getLogger(__name__)
 SAVE_LANE = "save"
@@ -58,32 +58,23 @@ class RoleActors:
         return bool(self.config.learner.ray_address)
 
     @property
-    def has_spares(self) -> bool:
-        return self.config.learner.spare_ranks
-
-    @property
     def can_be_adopted(self) -> bool:
         """Whether ranks that outlive their controller fit the next one. Those of a user's class may be of another
         version of its file."""
         own = self.config.learner.roles.get(self.name)
         return own is None or not own.is_own_class
 
-    def prepare(self) -> None:
-        """Import the models, which `make` needs and a controller that adopts its ranks does not. Blocks for seconds."""
-        own_workers()
-
     def make(self, number: int, owner: str) -> list[Any]:
         """Make one actor per rank. `number` makes the names differ from those of the other sets."""
         worker = worker_of(self.config.learner, self.name)
         remote: Any = ray.remote(concurrency_groups=dict.fromkeys((*LANES, BEAT_LANE), 1))(worker)
-        share = 0.5 if self.has_spares else 1.0  # a rank and its spare have the same bundle
         try:
             return [
                 remote.options(
                     name=f"{self.name}-{rank}-{number}",
                     lifetime="detached" if self.outlive_controller else None,
-                    num_cpus=self.role.cpus_per_rank * share,
-                    num_gpus=self.role.gpus_per_rank * share,
+                    num_cpus=self.role.cpus_per_rank,
+                    num_gpus=self.role.gpus_per_rank,
                     scheduling_strategy=PlacementGroupSchedulingStrategy(
                         self.reserved, placement_group_bundle_index=rank
                     ),
@@ -135,25 +126,16 @@ async def send_beats(roles: Iterable[RoleGroup]) -> None:
         await asyncio.sleep(BEAT_S)
 
 
-async def keep_spares(roles: Iterable[RoleGroup]) -> None:
-    """Replace the spares that were used or have died, again and again."""
-    while True:
-        for role in roles:
-            await role.refill_spares()
-        await asyncio.sleep(BEAT_S)
-
-
 async def run_with_ranks(work: Awaitable[None], roles: Collection[RoleGroup], stopping: asyncio.Event) -> None:
-    """Do the controller's work, with concurrent beats and spares. Then end the ranks, or let them wait for a successor
+    """Do the controller's work, with concurrent beats. Then end the ranks, or let them wait for a successor
     if the controller is to stop. If a rank fails that is still alive, for example with a broken CUDA context, the ranks
     end too: they would fail every controller that adopts them. After any other error they wait for the next one."""
-    tasks = [asyncio.create_task(task) for task in (send_beats(roles), keep_spares(roles))]
+    beats = asyncio.create_task(send_beats(roles))
     try:
         try:
             await work
         finally:
-            for task in tasks:
-                await end_task(task)
+            await end_task(beats)
     except ProcessDied:
         await gather_all(*(role.end() for role in roles))
         raise
@@ -161,8 +143,7 @@ async def run_with_ranks(work: Awaitable[None], roles: Collection[RoleGroup], st
 
 
 class RoleGroup:
-    """The actors of one role, rank by rank. With `learner.spare_ranks` there is a second set, whose processes are
-    started but have loaded no model: it replaces the first when one of its ranks dies."""
+    """The actors of one role, rank by rank."""
 
     def __init__(self, source: RoleActors, timeout_s: float) -> None:
         self.source = source
@@ -172,7 +153,6 @@ class RoleGroup:
         self.owner = secrets.token_hex(8)
         """Identifies this controller to the ranks, which refuse the calls of every other one."""
         self.actors: list[Any] = []
-        self.spares: list[Any] = []
         self.num_sets = 0
         self.is_up = False
         """Whether the newest set was started completely. Its ranks may have died since."""
@@ -192,7 +172,7 @@ class RoleGroup:
                 self.actors += actors
         for actor in self.actors:
             ray.kill(actor)
-        self.actors, self.spares = self.spares or self._make_set(), []
+        self.actors = self._make_set()
         rendezvous = await self.call_rank(0, "rendezvous")
         await self.call_all("join", rendezvous)
         await self.call_all("load")
@@ -208,11 +188,8 @@ class RoleGroup:
             return False  # `start` kills them
         for number, actors in self.source.find().items():
             self.num_sets = number
-            states = await self._adopt_set(actors)
-            if states == {"up"} and not self.is_up:
+            if not self.is_up and await self._adopt_set(actors):
                 self.actors, self.is_up = actors, True
-            elif states == {"spare"} and not self.spares:
-                self.spares = actors
             else:
                 for actor in actors:
                     ray.kill(actor)
@@ -220,43 +197,25 @@ class RoleGroup:
             self.declarations = await self.call_rank(0, "declarations")
         return self.is_up
 
-    async def refill_spares(self) -> None:
-        """Make the spares if there are none, or if one of them has died. Called during training."""
-        spares = self.spares
-        if spares:
-            try:
-                await self._gather(
-                    "beat", [self._call(actor, "beat", lane=BEAT_LANE) for actor in spares], self.timeout_s
-                )
-            except ProcessDied:
-                if self.spares is spares:  # the role has not needed them meanwhile
-                    self.spares = []
-                    for actor in spares:
-                        ray.kill(actor)
-        elif self.source.has_spares:
-            await asyncio.to_thread(self.source.prepare)
-        if self.is_up and self.source.has_spares and not self.spares:
-            self.spares = self._make_set()
-
-    async def _adopt_set(self, actors: list[Any]) -> set[str]:
-        """The states of the ranks after they were adopted; empty if one of them cannot be used."""
+    async def _adopt_set(self, actors: list[Any]) -> bool:
+        """Adopt the ranks. Returns whether all of them are up and can be used."""
         if len(actors) != self.source.role.num_ranks:
-            return set()
+            return False
         calls = [actor.adopt.remote(self.owner, self.source.config) for actor in actors]
         try:
-            states = set(await self._gather("adopt", calls, ADOPT_S))
-            if states == {"up"}:
-                # A push or a checkpoint of the controller before may still run.
-                idle = [self._call(actor, "wait_idle", lane=lane) for lane in LANES for actor in actors]
-                await self._gather("wait_idle", idle, ADOPT_S)
+            if not all(await self._gather("adopt", calls, ADOPT_S)):
+                return False
+            # A push or a checkpoint of the controller before may still run.
+            idle = [self._call(actor, "wait_idle", lane=lane) for lane in LANES for actor in actors]
+            await self._gather("wait_idle", idle, ADOPT_S)
         except PenstockError as error:
             logger.warning("%s; the ranks of the %s role are started again", error, self.name)
-            return set()
-        return states
+            return False
+        return True
 
     def beat(self) -> None:
         """Tell the ranks that their controller is alive. Does not wait for them."""
-        for actor in (*self.actors, *self.spares):
+        for actor in self.actors:
             self._call(actor, "beat", lane=BEAT_LANE)
 
     async def end(self, *, await_successor: bool = False) -> None:
@@ -266,7 +225,7 @@ class RoleGroup:
             return  # this controller has adopted none of them
         waits = await_successor and self.source.outlive_controller
         method = "await_successor" if waits else "beat"
-        calls = [self._call(actor, method, lane=BEAT_LANE) for actor in (*self.actors, *self.spares)]
+        calls = [self._call(actor, method, lane=BEAT_LANE) for actor in self.actors]
         try:
             if calls:
                 await self._gather(method, calls, END_S)

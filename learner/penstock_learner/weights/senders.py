@@ -414,7 +414,8 @@ def _options(host: str, timeout_s: float) -> Any:
 
 @dataclass(frozen=True)
 class PushTarget:
-    """A rollout server that takes part in a push."""
+    """A rollout server that takes part in a push. Equal in every push to the same server, whatever its state and load:
+    a sender keeps its connections while the members are equal."""
 
     server_id: str
     address: str

@@ -60,20 +60,20 @@ async def test_requests_without_a_token_use_nothing_of_the_old_weights(tmp_path:
                 await asyncio.sleep(0.001)
         await hold_decoding(engine)
         assert not begun.done()
-        salt = (engine._policy_version, engine._num_loads)
+        salt = (engine.policy_version, engine._num_loads)
         version = await served.update(served.next_model())
         answer = await begun
         assert set(answer.versions) == {version}
         assert_log_probs(served.model, answer)
 
         await served.answer(PROMPT[::-1], FEW)
-        old = engine._policy_version, engine._num_loads
+        old = engine.policy_version, engine._num_loads
         version = await served.update(served.next_model())
-        new, (engine._policy_version, engine._num_loads) = (engine._policy_version, engine._num_loads), old
+        new, (engine.policy_version, engine._num_loads) = (engine.policy_version, engine._num_loads), old
         assert salt < old < new
         late = asyncio.ensure_future(served.answer(PROMPT[::-1], FEW))
         await asyncio.sleep(0)
-        engine._policy_version, engine._num_loads = new
+        engine.policy_version, engine._num_loads = new
         assert set((await late).versions) == {version}
         assert_log_probs(served.model, await late)
 

@@ -17,17 +17,17 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+from penstock.config.algorithms import KLConfig
 from penstock.config.learner import CheckpointConfig, LearnerConfig
 from penstock.config.service import RedisConfig
 from penstock.errors import DeadlineExceeded, Fenced, Unavailable
 from penstock.replay.queue import RedisReplayQueue
 from penstock.store.redis_client import connect
 from penstock_learner.checkpoints.store import CheckpointStore
-from penstock_learner.checkpoints.trainer_state import Ledger, TrainerState
+from penstock_learner.checkpoints.trainer_state import TrainerState
 from penstock_learner.crash_points import crash_point
 from penstock_learner.loop.batches import Batch, BatchReader
-from penstock_learner.loop.take_over import choose_checkpoint, restore_batches, take_over
-from penstock_learner.loop.term import Term
+from penstock_learner.loop.take_over import choose_checkpoint, take_over
 from support.chaos.workload import (
     FENCED,
     RUN,
@@ -83,22 +83,18 @@ class ChaosLearner:
         resuming = CheckpointConfig(resume=self.settings.rewind_to or "auto", rewind=bool(self.settings.rewind_to))
         settle_s = self.settings.replay_config.settle_s
         chosen = await choose_checkpoint(self.queue, self.checkpoints, resuming)
-        taken = await take_over(self.queue, self.checkpoints, resuming, chosen, self._load, settle_s)
-        state = taken.state
-        self.resumed_from = state.resumed_from
-        self.term, self.store_id = taken.term, taken.store_id
-        logger.warning("%s: term %d from step %d", TOOK_OVER, self.term, state.step)
-        self.ledger = Ledger(state.ledger)
+        term = await take_over(self.queue, self.checkpoints, resuming, chosen, self._load, settle_s, KLConfig())
+        self.resumed_from = term.resumed_from
+        self.term, self.store_id = term.number, term.store_id
+        logger.warning("%s: term %d from step %d", TOOK_OVER, self.term, term.step)
+        self.ledger = term.ledger
         self.uncommitted: list[int] = []
-        manifests = await restore_batches(self.queue, state)
         learner = LearnerConfig(batch_timeout_s=self.settings.batch_timeout_s)
-        reader = BatchReader(
-            self.queue, self.settings.replay_config, learner, Term(ledger=self.ledger, manifests=manifests)
-        )
-        is_new = state.step == 0 and (await self.queue.stat()).policy_version == 0
-        version = 0 if is_new else await self.queue.allocate_version(state.policy_version + 1)
-        await self.queue.publish(version, state.step, b"policy")
-        await self._train(reader, state.step, version)
+        reader = BatchReader(self.queue, self.settings.replay_config, learner, term)
+        is_new = term.step == 0 and (await self.queue.stat()).policy_version == 0
+        version = 0 if is_new else await self.queue.allocate_version(term.policy_version + 1)
+        await self.queue.publish(version, term.step, b"policy")
+        await self._train(reader, term.step, version)
 
     async def _load(self, checkpoint: Path) -> None:
         self.folded = Folded.load(checkpoint)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from prometheus_client import CollectorRegistry
 
-from penstock_rollout.engines import serving
-from penstock_rollout.engines.serving import GeneratingTime
+from penstock_rollout.engines import engine
+from penstock_rollout.engines.engine import GeneratingTime
 from penstock_rollout.metrics import RolloutMetrics
 
 
@@ -20,7 +20,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(serving, "time", clock)
+    monkeypatch.setattr(engine, "time", clock)
     return clock
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.cli.parser import Parser, interruptible, parse_with_overrides, whole_number
+from penstock.cli.parser import Parser, interruptible, parse_with_overrides
 from penstock.errors import ConfigError, InvalidInput
 from penstock.sampling import add_sampling_flags, sampling_from_flags
 
@@ -62,16 +62,13 @@ def _parser() -> Parser:
         help="Hugging Face folder, such as an exported checkpoint; replaces the config's",
     )  # fmt: skip
     parser.add_argument("--engine", metavar="NAME", help="engine to use (default: vllm where it is installed)")
-    parser.add_argument("--n", type=whole_number(1), default=1, help="samples per prompt (default: %(default)s)")
+    parser.add_argument("--n", type=int, default=1, help="samples per prompt (default: %(default)s)")
     add_sampling_flags(parser)
     parser.add_argument("--seed", type=int, help="make every sample reproducible, whatever the order of work")
     parser.add_argument(
-        "--concurrency",
-        type=whole_number(1),
-        metavar="N",
-        help="prompts to answer at once (default: enough to fill the engine)",
+        "--concurrency", type=int, metavar="N", help="prompts to answer at once (default: enough to fill the engine)"
     )
-    parser.add_argument("--limit", type=whole_number(1), metavar="N", help="only the first N prompts")
+    parser.add_argument("--limit", type=int, metavar="N", help="only the first N prompts")
     parser.add_argument("--score", action="store_true", help="score each answer with rollout.reward")
     return parser
 
@@ -96,6 +93,10 @@ def _read(args: argparse.Namespace) -> list[Prompt]:
 
     from penstock.feed.datasets import read_prompts
 
+    for name in ("n", "concurrency", "limit"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise InvalidInput(f"--{name}", "must be at least 1")
     sampling = sampling_from_flags(args)
     prompts = list(islice(read_prompts(args.file, num_samples=args.n, sampling=sampling), args.limit))
     if not prompts:

@@ -31,8 +31,7 @@ from penstock.errors import ConfigError, InvalidInput, Unavailable, WeightPushFa
 from penstock.machine import free_port
 from penstock.trajectory import FinishReason
 from penstock.v1 import weights_pb2
-from penstock_rollout.engines.engine import CommitReport, EngineStats, GenerateRequest, TokenChunk
-from penstock_rollout.engines.serving import ServingEngine
+from penstock_rollout.engines.engine import CommitReport, Engine, EngineStats, GenerateRequest, TokenChunk
 from penstock_rollout.engines.sglang.calls import FIRST_TOKEN_ONLY, Response, SglangCalls, generate_body
 from penstock_rollout.engines.sglang.plugin import StageCalls, announce_plugin
 from penstock_rollout.engines.sglang.server import HOST, LAUNCH_MODULE, SglangServer, honours_seeds, server_arguments
@@ -62,8 +61,8 @@ class _Running:
     """It was aborted before its first token and will be submitted again under a newer version."""
 
 
-class SglangEngine(ServingEngine):
-    """Implements Engine. It can be started once and stopped once."""
+class SglangEngine(Engine):
+    """It can be started once and stopped once."""
 
     name = "sglang"
 
@@ -100,7 +99,7 @@ class SglangEngine(ServingEngine):
         await self._server.start()
         if not self._schedulers.are_served:
             raise ConfigError("SGLang did not load Penstock's plugin; its output says why")
-        self._devices = await self._schedulers.devices()
+        self.devices = await self._schedulers.devices()
         self._opened(policy_version)
         self._open.set()
 
@@ -117,7 +116,7 @@ class SglangEngine(ServingEngine):
                         yield _aborted()
                         return
                     await self.check_health()
-                    running.version, running.is_submitted, running.superseded = self._policy_version, True, False
+                    running.version, running.is_submitted, running.superseded = self.policy_version, True, False
                     async with aclosing(self._submit(request, running)) as chunks:
                         async for chunk in chunks:
                             yield chunk

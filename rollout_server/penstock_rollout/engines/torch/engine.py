@@ -22,8 +22,7 @@ import torch
 from penstock.config.rollout import EngineConfig
 from penstock.errors import Unavailable
 from penstock.v1 import weights_pb2
-from penstock_rollout.engines.engine import CommitReport, EngineStats, GenerateRequest, TokenChunk
-from penstock_rollout.engines.serving import ServingEngine
+from penstock_rollout.engines.engine import CommitReport, Engine, EngineStats, GenerateRequest, TokenChunk
 from penstock_rollout.engines.torch.batch import DecodeBatch, ExpertRecorder, Row
 from penstock_rollout.engines.torch.constrained_output import ConstraintCompiler
 from penstock_rollout.weights.stage import StageSlot, WeightStage, device_uuid
@@ -37,8 +36,8 @@ STOP_TIMEOUT_S = 10.0
 _T = TypeVar("_T")
 
 
-class TorchEngine(ServingEngine):
-    """Implements Engine. It can be started once and stopped once."""
+class TorchEngine(Engine):
+    """It can be started once and stopped once."""
 
     name = "torch"
 
@@ -64,7 +63,7 @@ class TorchEngine(ServingEngine):
         self._read_folder()
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self._model = await asyncio.to_thread(load_model, self._model_path, self._dtype, device)
-        self._devices = (device_uuid(self._model.device),)
+        self.devices = (device_uuid(self._model.device),)
         self._slot = StageSlot(self._model_path, self._model.device)
         recorder = ExpertRecorder(self._model) if self._report_experts else None
         self._batch = DecodeBatch(
@@ -200,10 +199,10 @@ class TorchEngine(ServingEngine):
         self._batch.drop_cancelled()
         stepping = list(self._batch.rows)
         if stepping:
-            self._batch.step(self._policy_version)
+            self._batch.step(self.policy_version)
         joining = self._take_waiting()
         if joining:
-            self._batch.join(joining, self._policy_version)
+            self._batch.join(joining, self.policy_version)
         self._deliver(stepping + joining)
 
     def _take_waiting(self) -> list[Row]:

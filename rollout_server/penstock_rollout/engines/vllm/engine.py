@@ -27,12 +27,12 @@ from penstock.trajectory import FinishReason
 from penstock.v1 import weights_pb2
 from penstock_rollout.engines.engine import (
     CommitReport,
+    Engine,
     EngineStats,
     GenerateRequest,
     OutputConstraint,
     TokenChunk,
 )
-from penstock_rollout.engines.serving import ServingEngine
 from penstock_rollout.engines.vllm.standby import Standby
 from penstock_rollout.engines.vllm.start import (
     CHUNK_TOKENS,
@@ -65,8 +65,8 @@ _Timings = tuple[float, list[tuple[float, float]]]
 _T = TypeVar("_T")
 
 
-class VllmEngine(ServingEngine):
-    """Implements Engine. It can be started once and stopped once."""
+class VllmEngine(Engine):
+    """It can be started once and stopped once."""
 
     name = "vllm"
 
@@ -101,7 +101,7 @@ class VllmEngine(ServingEngine):
         self._flips_in_one_call = flips_in_one_call(self._arguments, self._llm)
         await answer_of(self._llm.get_supported_tasks())
         await answer_of(self._stamps.set_version(policy_version))
-        self._devices = tuple(await self._rpc("penstock_device"))
+        self.devices = tuple(await self._rpc("penstock_device"))
         self._opened(policy_version)
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
@@ -128,7 +128,7 @@ class VllmEngine(ServingEngine):
         from vllm.inputs.engine import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-        salt = self._salt(self._policy_version, self._num_loads)
+        salt = self._salt(self.policy_version, self._num_loads)
         prompt = tokens_input(list(request.prompt_token_ids), cache_salt=salt)
         params = sampling_params(request, self._stop_ids)
         num_tokens = 0

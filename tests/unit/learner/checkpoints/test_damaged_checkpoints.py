@@ -15,6 +15,7 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
+from penstock.config.algorithms import KLConfig
 from penstock.config.learner import CheckpointConfig
 from penstock.config.loading import validate
 from penstock.config.service import ReplayConfig
@@ -24,7 +25,8 @@ from penstock_learner.checkpoint_files import MANIFEST_FILE
 from penstock_learner.checkpoints.saving import CheckpointWriter, load_checkpoint
 from penstock_learner.checkpoints.store import CheckpointStore
 from penstock_learner.checkpoints.trainer_state import TRAINER_FILE, TrainerState
-from penstock_learner.loop.take_over import TakeOver, choose_checkpoint, take_over
+from penstock_learner.loop.take_over import choose_checkpoint, take_over
+from penstock_learner.loop.term import Term
 from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.roles.critic import CriticWorker
 from penstock_learner.roles.policy import PolicyWorker
@@ -154,15 +156,15 @@ def test_the_one_before_a_damaged_checkpoint_is_taken(
     flip(newest / "critic" / "__0_0.distcp", 0.5)
     store = CheckpointStore(tmp_path, keep=5)
 
-    async def taken_over(queue: MemoryReplayQueue) -> TakeOver:
+    async def taken_over(queue: MemoryReplayQueue) -> Term:
         async def load(path: Path) -> None:
             await load_checkpoint(path, roles)
 
         chosen = await choose_checkpoint(queue, store, CheckpointConfig())
-        return await take_over(queue, store, CheckpointConfig(), chosen, load, settle_s=0)
+        return await take_over(queue, store, CheckpointConfig(), chosen, load, 0, KLConfig())
 
     queue = MemoryReplayQueue(MemoryStore(), ReplayConfig())
-    assert asyncio.run(taken_over(queue)).state.step == 4 and same(weights(roles), saved)
+    assert asyncio.run(taken_over(queue)).step == 4 and same(weights(roles), saved)
     (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
     assert f"{newest.name} cannot be used: {newest / 'critic' / '__0_0.distcp'} is damaged: expected checksum" in line
     asyncio.run(queue.commit(5, [5]))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
+from penstock.config.algorithms import KLConfig
 from penstock.config.loading import validate
 from penstock.errors import ConfigError, Fenced, RoleDied, Unavailable
 from penstock_learner.checkpoint_files import FileRecord, find_damage
@@ -127,11 +128,12 @@ async def test_a_learner_that_finds_a_rank_dead_after_it_was_replaced_does_not_t
     """A suspended learner wakes up past the deadline of a call to its ranks, and takes them for dead."""
     successor = MemoryReplayQueue(contended(controller).store, controller.config.replay)
 
-    async def wake_up(*_: object) -> None:
+    async def wake_up(queue: MemoryReplayQueue, *_: object) -> None:
+        await queue.take_term(0)
         await successor.take_term(0)
         raise RoleDied("policy", "policy.update did not finish in 15 s")
 
-    monkeypatch.setattr(controller_module, "begin_term", wake_up)
+    monkeypatch.setattr(controller_module, "take_over", wake_up)
     with pytest.raises(Fenced, match="another learner has taken over"):
         await controller.run()
     assert (await successor.stat()).term == successor.term
@@ -191,7 +193,7 @@ async def test_nothing_is_trained_while_redis_may_lose_that_the_run_went_back(
     monkeypatch.setattr(queue, "rewind", rewind)
     config = controller.config.learner.checkpoint.model_copy(update={"resume": str(target), "rewind": True})
     chosen = await choose_checkpoint(queue, controller.checkpoints, config)
-    taking = take_over(queue, controller.checkpoints, config, chosen, load, settle_s=0.05)
+    taking = take_over(queue, controller.checkpoints, config, chosen, load, 0.05, KLConfig())
     if is_lost:
         with pytest.raises(Unavailable, match="lost the rewind of the run; start the learner again"):
             await taking

@@ -1,4 +1,4 @@
-"""A role's ranks outlive their controller: who may adopt them, who may call them, and when a spare takes over."""
+"""A role's ranks outlive their controller: who may adopt them, and who may call them."""
 
 from __future__ import annotations
 
@@ -71,9 +71,8 @@ class FakeCluster:
     name = "policy"
     role = SimpleNamespace(num_ranks=NUM_RANKS)
 
-    def __init__(self, *, has_spares: bool = False) -> None:
+    def __init__(self) -> None:
         self.config = make_config()
-        self.has_spares = has_spares
         self.sets: dict[int, list[FakeActor]] = {}
         self.outlive_controller = True
         self.can_be_adopted = True
@@ -83,8 +82,6 @@ class FakeCluster:
         assert number not in self.sets, "the name is taken"
         self.sets[number] = [FakeActor(RecordingRank(self.config, rank, owner)) for rank in range(NUM_RANKS)]
         return self.sets[number]
-
-    def prepare(self) -> None: ...
 
     def find(self) -> dict[int, list[FakeActor]]:
         alive = {number: [actor for actor in actors if not actor.is_dead] for number, actors in self.sets.items()}
@@ -149,13 +146,13 @@ async def test_ranks_of_another_config_are_not_adopted() -> None:
     assert not cluster.find()
 
 
-async def test_ranks_that_have_not_loaded_are_not_adopted_as_running_ones() -> None:
+async def test_ranks_that_have_not_loaded_are_not_adopted() -> None:
     cluster = FakeCluster()
     cluster.make(1, "dead-controller")
     successor = controller_of(cluster)
     assert not await successor.adopt()
     await successor.start()
-    assert successor.actors == cluster.sets[1], "their processes are of use"
+    assert successor.actors == cluster.sets[2]
 
 
 async def test_ranks_whose_controller_died_while_it_started_them_are_not_used() -> None:
@@ -177,57 +174,6 @@ async def test_a_first_start_ends_the_ranks_that_an_earlier_controller_left() ->
     await successor.start()
     assert all(actor.is_dead for actor in cluster.sets[1])
     assert successor.actors == cluster.sets[2]
-
-
-async def test_a_spare_set_replaces_one_that_died() -> None:
-    cluster = FakeCluster(has_spares=True)
-    role = controller_of(cluster)
-    await role.start()
-    await role.refill_spares()
-    spares = cluster.sets[2]
-    assert [actor.rank.calls for actor in spares] == [[], []], "a spare loads no model"
-    cluster.sets[1][1].is_dead = True
-    with pytest.raises(RoleDied):
-        await role.call_all("update")
-    await role.start()
-    assert role.actors == spares
-    await role.refill_spares()
-    assert role.spares == cluster.sets[3]
-
-
-async def test_a_spare_that_fails_is_replaced_too() -> None:
-    cluster = FakeCluster(has_spares=True)
-    role = controller_of(cluster)
-    await role.start()
-    await role.refill_spares()
-    cluster.sets[2][0].rank.beat = fail_to_beat  # type: ignore[method-assign]
-    await role.refill_spares()
-    assert role.spares == cluster.sets[3]
-
-
-def fail_to_beat() -> None:
-    raise MemoryError
-
-
-async def test_a_spare_that_died_is_replaced_before_it_is_needed() -> None:
-    cluster = FakeCluster(has_spares=True)
-    role = controller_of(cluster)
-    await role.start()
-    await role.refill_spares()
-    cluster.sets[2][0].is_dead = True
-    await role.refill_spares()
-    assert role.spares == cluster.sets[3]
-    assert cluster.sets[2][1].is_dead, "its sibling still holds its resources"
-
-
-async def test_a_new_controller_adopts_the_spares_too() -> None:
-    cluster = FakeCluster(has_spares=True)
-    dead = controller_of(cluster)
-    await dead.start()
-    await dead.refill_spares()
-    successor = controller_of(cluster)
-    assert await successor.adopt()
-    assert (successor.actors, successor.spares) == (cluster.sets[1], cluster.sets[2])
 
 
 async def test_the_ranks_of_a_controller_that_was_told_to_stop_wait_for_the_next_one() -> None:

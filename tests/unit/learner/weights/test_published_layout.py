@@ -14,12 +14,13 @@ from penstock.config.learner import LoraConfig
 from penstock.config.loading import validate
 from penstock.errors import ConfigError
 from penstock.weights.folder_tensors import tensor_shapes
+from penstock.weights.manifest import check_adapter
 from penstock_learner.model.adapter import add_adapter
 from penstock_learner.model.causal_lm import CausalLM, load_model
 from penstock_learner.model.published_layout import PushedWeights, fit_to_folder, model_without_weights
 from penstock_learner.start_check import _check_structure
 from penstock_learner.weights.publisher import WeightPublisher
-from penstock_rollout.weights.stage import check_adapter, merged_weights
+from penstock_rollout.weights.stage import merged_weights
 from support.learner_ranks import with_model
 from support.tiny_architectures import ARCHITECTURES, tiny_model
 

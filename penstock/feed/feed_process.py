@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from functools import partial
 
-import redis.asyncio as redis
 from prometheus_client import REGISTRY
 
 from penstock.cancellation import end_task, to_the_end
@@ -66,7 +65,11 @@ async def feed_run(config: RunConfig, *, watch: bool = False) -> None:
         stack.callback(_say_plan(config, epoch_prompts, await earlier_work(queue, config), endpoint.port))
         validator = None
         if dataset.validation.file is not None:
-            hold = _version_hold(config, client) if dataset.validation.pinned else None
+            hold = VersionHold(
+                PolicyRegistry(client, config.run), Fleet(client, config.run), config.folder / "validation.pinned",
+                max_silence_s=config.replay.lease_ttl_s, num_servers=config.rollout.num_servers,
+                join_timeout_s=config.rollout.start_timeout_s,
+            ) if dataset.validation.pinned else None  # fmt: skip
             validator = await asyncio.to_thread(Validator.read, config, queue, hold)
         control = RunControl(client, config.run)
         tasks = []
@@ -110,17 +113,6 @@ def _only_feed(config: RunConfig) -> Iterator[None]:
         file.write(str(os.getpid()))
         file.flush()
         yield
-
-
-def _version_hold(config: RunConfig, client: redis.Redis) -> VersionHold:
-    return VersionHold(
-        PolicyRegistry(client, config.run),
-        Fleet(client, config.run),
-        config.folder / "validation.pinned",
-        max_silence_s=config.replay.lease_ttl_s,
-        num_servers=config.rollout.num_servers,
-        join_timeout_s=config.rollout.start_timeout_s,
-    )
 
 
 def _say_plan(config: RunConfig, epoch_prompts: int, earlier: EarlierWork, port: int) -> Callable[[], None]:

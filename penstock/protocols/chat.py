@@ -283,16 +283,12 @@ def _usage(choices: list[Choice]) -> Json:
 
 def token_log_probs(choice: Choice, start: int, end: int, texts: TokenTexts) -> list[Json]:
     """Log-probs of tokens [start, end). Only the sampled token's is known, so there are no alternatives."""
-    tokens = texts(choice.token_ids[start:end])
-    return [
-        {"token": token, "logprob": log_prob, "bytes": _bytes_of(token), "top_logprobs": []}
-        for token, log_prob in zip(tokens, choice.log_probs[start:end], strict=True)
-    ]
-
-
-def _bytes_of(token: str) -> list[int] | None:
-    """The bytes of a token's text. Those of a token with a part of a character are not known here."""
-    return None if "\N{REPLACEMENT CHARACTER}" in token else list(token.encode())
+    rows: list[Json] = []
+    for token, log_prob in zip(texts(choice.token_ids[start:end]), choice.log_probs[start:end], strict=True):
+        # The bytes of a token with a part of a character are not known here.
+        known = None if "\N{REPLACEMENT CHARACTER}" in token else list(token.encode())
+        rows.append({"token": token, "logprob": log_prob, "bytes": known, "top_logprobs": []})
+    return rows
 
 
 def _part_of_call(part: generate_pb2.ToolCallPart) -> Json:

@@ -78,10 +78,6 @@ class ResponsesBody(OpenAIFields):
     access_programs: Annotated[Any, Refused("there are none")] = None
     image: Annotated[Any, Refused("models here read and write text only")] = None
 
-    @property
-    def includes_log_probs(self) -> bool:
-        return LOG_PROBS in (self.include or ())
-
     def requests(self, session_id: str) -> list[generate_pb2.GenerateRequest]:
         request = self.base_request(session_id, max_tokens=self.max_output_tokens or UNLIMITED)
         for number, name in enumerate(self.include or ()):
@@ -158,7 +154,8 @@ class ResponsesExchange(ItemExchange):
         return sse(content, kind)
 
     def _log_probs(self, choice: Choice, start: int) -> list[Json]:
-        return token_log_probs(choice, start, len(choice.token_ids), self.texts) if self.body.includes_log_probs else []
+        is_wanted = LOG_PROBS in (self.body.include or ())
+        return token_log_probs(choice, start, len(choice.token_ids), self.texts) if is_wanted else []
 
     def _response(self, choice: Choice, items: list[Item]) -> Json:
         body = self.body

@@ -43,21 +43,15 @@ def _run(path: Path, overrides: Sequence[str], check_only: bool) -> int:
         print(f"{path}: ok")
         return 0
     setup_logging("gateway", config.run)
-    _spare_collector()
+    # Reference counts free the thousands of objects of a request. With its defaults the collector would scan all of
+    # them, and what is imported, every few requests and find nothing.
+    freeze_loaded_objects()
+    gc.set_threshold(COLLECTED_OBJECTS, 20, 20)
     raise_file_limit()
     keep_files_private()
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(serve(config))
     return 0
-
-
-def _spare_collector() -> None:
-    """Make the garbage collector run less often, and skip what is imported.
-
-    Reference counts free the thousands of objects of a request. With its defaults the collector would scan all of them
-    every few requests and find nothing."""
-    freeze_loaded_objects()
-    gc.set_threshold(COLLECTED_OBJECTS, 20, 20)
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

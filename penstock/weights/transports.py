@@ -75,8 +75,9 @@ class Rendezvous:
     @classmethod
     def from_json(cls, text: str) -> Self:
         """Raises WeightPushFailed if the text is not one of `to_json`."""
+        kind: Any = cls
         try:
-            found: Self = _adapter(cls).validate_json(text)
+            found: Self = _adapter(kind).validate_json(text)
             return found
         except ValidationError as error:
             raise WeightPushFailed(f"{cls.__name__} cannot be read: {error.errors()[0]['msg']}") from error

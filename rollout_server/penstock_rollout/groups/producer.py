@@ -95,6 +95,8 @@ class Producer:
         self.appender = GroupAppender(self.queue)
         self.concurrency = ConcurrencyLimit(self.rollout.adaptive_concurrency, self.rollout.max_concurrent_groups)
         self._leases: dict[int, Lease] = {}
+        self._leasing: asyncio.Task[list[Lease]] | None = None
+        """The call of the queue whose answer was not read yet."""
         self._occupied: dict[int, float] = {}
         """The part of a place that each leased prompt takes; 1 if it is not in here."""
         self._workers: dict[int, asyncio.Task[None]] = {}
@@ -132,7 +134,9 @@ class Producer:
 
     async def _lease(self, free: int) -> None:
         """Lease up to `free` prompts and start their work. Without prompts, wait until there may be some."""
-        leases = await self.queue.lease(self.server_id, free)
+        self._leasing = asyncio.create_task(self.queue.lease(self.server_id, free))
+        leases = await asyncio.shield(self._leasing)  # if the server ends now, `drain` reads the answer
+        self._leasing = None
         for lease in leases:
             self._leases[lease.prompt_id] = lease
             task = asyncio.create_task(self._work(lease), name=f"prompt-{lease.prompt_id}")
@@ -198,6 +202,10 @@ class Producer:
         if self.saver is not None:
             await self.saver.flush()
         await asyncio.gather(*(end_task(worker) for worker in list(self._workers.values())))
+        if self._leasing is not None:
+            with contextlib.suppress(QueueFull, Unavailable, TimeoutError):
+                for lease in await asyncio.wait_for(self._leasing, LAST_APPEND_S):
+                    self._leases[lease.prompt_id] = lease
         for lease in list(self._leases.values()):
             try:
                 await self.queue.give_back(self.server_id, lease)

@@ -110,6 +110,39 @@ async def test_a_server_that_ends_appends_its_finished_groups_first(
     assert (await queue.stat()).conservation_error == 0
 
 
+class LateLeases(MemoryReplayQueue):
+    """Leases at once, but returns once `answer` is set. Sets `leased` in between."""
+
+    def __init__(self, config: ReplayConfig) -> None:
+        super().__init__(MemoryStore(), config)
+        self.leased, self.answer = asyncio.Event(), asyncio.Event()
+
+    async def lease(self, server_id: str, max_prompts: int) -> list[Lease]:
+        leases = await super().lease(server_id, max_prompts)
+        self.leased.set()
+        await self.answer.wait()
+        return leases
+
+
+async def test_a_server_that_ends_gives_back_prompts_whose_lease_was_on_its_way() -> None:
+    replay = ReplayConfig()
+    queue = LateLeases(replay)
+    prompt = Prompt(messages=(("user", "1+1"),), sampling=Sampling(), num_samples=1)
+    await queue.submit([encode_prompt(prompt)], [0], "")
+    maker: Any = Maker()
+    metrics = RolloutMetrics(CollectorRegistry())
+    producer = Producer(queue, "server", maker, RolloutConfig(), replay, metrics, may_lease=lambda: True)
+    leasing = asyncio.create_task(producer.lease_loop())
+    async with asyncio.timeout(20):
+        await queue.leased.wait()
+        await end_task(leasing)
+        asyncio.get_running_loop().call_later(0.05, queue.answer.set)
+        await producer.drain()
+    assert len(await queue.lease("other", 1)) == 1
+    stat = await queue.stat()
+    assert (stat.reclaimed, stat.conservation_error) == (0, 0)
+
+
 async def test_a_freed_place_is_taken_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The lease loop must wait for the freed place, since the periodic check never comes here."""
     monkeypatch.setattr("penstock_rollout.groups.producer.FULL_POLL_S", 3600.0)

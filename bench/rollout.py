@@ -32,7 +32,7 @@ from rollout_parts.paths import REPLAY, Load, ModelShape, Paths, engine_config, 
 
 START_TIMEOUT_S = 150.0
 DEADLINE_S = 420.0
-"""Of the program on a GPU, which is rented by time."""
+"""When the program ends on a GPU, which is rented by time."""
 
 
 @dataclass(frozen=True)

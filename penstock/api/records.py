@@ -61,7 +61,7 @@ class PageAnswer(Record):
     """One page of a list."""
 
     next_page_token: str
-    """Of the next page. Empty if this is the last one."""
+    """Asks for the next page. It is empty if this page is the last one."""
 
 
 class Message(Record):

@@ -28,8 +28,8 @@ from penstock.v1 import generate_pb2
 MAX_TRIES = 3
 """How many servers are tried until one answers."""
 MAX_COMPARED = 16
-"""Of more servers, as many are drawn, and the least busy of these is chosen. So a call costs the same in a fleet of
-1,000, and the load stays even: two would be enough for that."""
+"""A larger fleet is sampled: this many servers are drawn, and the least busy of them is chosen. So a call costs the
+same in a fleet of 1,000, and the load stays even: two would be enough for that."""
 MAX_VIEW_AGE_S = 2.0
 """How old the loads may be by which a server is chosen. Servers report them twice a second."""
 RARELY_USED_AGE_S = 10.0

@@ -133,8 +133,8 @@ class Learners:
         self._useful: dict[Hashable, list[tuple[int, ...]]] = {}
 
     def choices(self) -> Iterator[LearnerChoice]:
-        """Of learners that differ only in the GPUs of the other roles or in the micro-batch, those that are faster
-        than every smaller one."""
+        """Yield a learner only if it is faster than every smaller one that differs from it only in the GPUs of the
+        other roles or in the micro-batch."""
         for placement in self.task.placements:
             for num_ranks in self.ranks:
                 for parallel, offloads in itertools.product(self._parallel(num_ranks), self._offloads()):

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 os.environ.setdefault("VLLM_CACHE_ROOT", str(Path.home() / ".cache" / "vllm"))
 # Processes that tests start import tests/support as tests do.
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+# The built-in sandbox forks, in the product from a process without gRPC. Where gRPC has threads, its fork handlers
+# would end the child.
+os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 # A busy machine must not fail a property test. `make test` draws the same examples each time, so that it judges the
 # change and not the luck of a draw; `make test-long` draws new ones.
 settings.register_profile("same", deadline=None, derandomize=True)

@@ -62,7 +62,7 @@ def compare_all() -> list[tuple[str, bool, float, str]]:
     import torch
     import transformers
 
-    from penstock_learner.model.backbone import ModelInputs
+    from penstock_learner.model.attention.packed_layout import ModelInputs
     from penstock_learner.model.causal_lm import load_model
     from support.tiny_architectures import ARCHITECTURES, plain_log_probs, random_batch, tiny_model
 

@@ -36,9 +36,8 @@ from penstock.v1 import generate_pb2, generate_pb2_grpc, groups_pb2, weights_pb2
 from penstock.weights.cluster_key import ClusterKey
 from penstock_rollout.engines.engine import CommitReport, EngineStats
 from penstock_rollout.fleet import membership
-from penstock_rollout.fleet.internal_listener import make_listener
 from penstock_rollout.fleet.membership import FleetMembership
-from penstock_rollout.fleet.weight_member import WeightMember
+from penstock_rollout.fleet.weight_member import WeightMember, make_listener
 from penstock_rollout.groups import producer
 from penstock_rollout.groups.producer import Producer
 from penstock_rollout.metrics import RolloutMetrics

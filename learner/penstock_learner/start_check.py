@@ -51,7 +51,7 @@ def check_step(learner: LearnerConfig) -> None:
         load_program(learner)
     for name, role in learner.roles.items():
         if role.is_own_class:
-            from penstock_learner.roles.workers import worker_of
+            from penstock_learner.roles.role_group import worker_of
 
             worker_of(learner, name)
 

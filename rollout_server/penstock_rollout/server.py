@@ -51,9 +51,8 @@ from penstock_rollout.agents.registry import Agents
 from penstock_rollout.agents.saved_samples import TokenSaver
 from penstock_rollout.engines.engine import Engine
 from penstock_rollout.engines.factory import check_serves_model, create_engine, resolve_engine_name, start_engine
-from penstock_rollout.fleet.internal_listener import make_listener
 from penstock_rollout.fleet.membership import FleetMembership
-from penstock_rollout.fleet.weight_member import WeightMember
+from penstock_rollout.fleet.weight_member import WeightMember, make_listener
 from penstock_rollout.groups.group_maker import GroupMaker
 from penstock_rollout.groups.producer import Producer
 from penstock_rollout.metrics import RolloutMetrics

@@ -144,9 +144,8 @@ async def _push_to_torch_engine(config: dict[str, Any], model: Path, call: Calla
     from penstock.weights.transports import host_id
     from penstock_rollout.engines.engine import GenerateRequest
     from penstock_rollout.engines.torch.engine import TorchEngine
-    from penstock_rollout.fleet.internal_listener import make_listener
     from penstock_rollout.fleet.membership import available_transports
-    from penstock_rollout.fleet.weight_member import WeightMember
+    from penstock_rollout.fleet.weight_member import WeightMember, make_listener
     from penstock_rollout.metrics import RolloutMetrics
 
     engine = TorchEngine(EngineConfig(name="torch", max_model_len=64), model, "float32", 0)

@@ -31,9 +31,8 @@ from penstock_learner.weights.publisher import WeightPublisher
 from penstock_learner.weights.senders import PushTarget
 from penstock_rollout.engines.engine import Engine, GenerateRequest
 from penstock_rollout.engines.factory import create_engine
-from penstock_rollout.fleet.internal_listener import make_listener
 from penstock_rollout.fleet.membership import available_transports, reported_nccl_version
-from penstock_rollout.fleet.weight_member import WeightMember
+from penstock_rollout.fleet.weight_member import WeightMember, make_listener
 from penstock_rollout.metrics import RolloutMetrics
 from support.answers import Answer
 

@@ -26,7 +26,7 @@ from penstock.trajectory import Group, Sampling, Trajectory
 from penstock.v1 import weights_pb2
 from penstock.weights.deadline import Deadline
 from penstock_learner.batches.sequence_batch import SequenceBatch, batch_of
-from penstock_learner.model.backbone import ModelInputs
+from penstock_learner.model.attention.packed_layout import ModelInputs
 from penstock_learner.model.causal_lm import CausalLM, load_model
 from penstock_learner.model.published_layout import PushedWeights, fit_to_folder
 from penstock_learner.model.routers import watch_routers

@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
 
 from penstock_learner.batches.prefix_tree import PrefixTree
 from penstock_learner.batches.sequence_batch import SequenceBatch
-from penstock_learner.model.backbone import ModelInputs
+from penstock_learner.model.attention.packed_layout import ModelInputs
 from penstock_learner.model.causal_lm import CausalLM, load_model
 from support.groups import equal_batch, forked_batch
 from support.tiny_architectures import tiny_model

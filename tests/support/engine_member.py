@@ -18,9 +18,8 @@ from penstock.weights.transports import host_id
 from penstock_learner.weights.senders import PushTarget
 from penstock_rollout.engines.engine import Engine, GenerateRequest
 from penstock_rollout.engines.factory import create_engine
-from penstock_rollout.fleet.internal_listener import make_listener
 from penstock_rollout.fleet.membership import available_transports
-from penstock_rollout.fleet.weight_member import WeightMember
+from penstock_rollout.fleet.weight_member import WeightMember, make_listener
 from penstock_rollout.metrics import RolloutMetrics
 from support.learner_runs import make_config
 

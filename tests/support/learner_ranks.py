@@ -17,8 +17,7 @@ from penstock.config.run import RunConfig
 from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.roles.dispatch import declarations
 from penstock_learner.roles.rank import Rank
-from penstock_learner.roles.role_group import RoleRecovery
-from penstock_learner.roles.workers import trained_roles, worker_of
+from penstock_learner.roles.role_group import RoleRecovery, trained_roles, worker_of
 from penstock_learner.steps.program import TrainingStep
 from penstock_learner.steps.step_result import SkippedSteps
 

@@ -18,7 +18,7 @@ from penstock.store.fleet import Fleet, ServerRecord
 from penstock.v1 import generate_pb2_grpc
 from penstock.weights.cluster_key import ClusterKey
 from penstock_rollout.engines.torch.engine import TorchEngine
-from penstock_rollout.fleet.internal_listener import make_listener
+from penstock_rollout.fleet.weight_member import make_listener
 from penstock_rollout.serving.generate_service import GenerateService
 from penstock_rollout.tokenization import Tokenization
 from support.gateways import Gateway, run_config, running

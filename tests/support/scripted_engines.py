@@ -25,7 +25,7 @@ from penstock_rollout.agents.interactions import Interaction
 from penstock_rollout.agents.tool_calls import ToolCallParser, parse_hermes
 from penstock_rollout.agents.tools import Tool, Toolbox
 from penstock_rollout.engines.engine import EngineStats, GenerateRequest, TokenChunk
-from penstock_rollout.fleet.internal_listener import make_listener
+from penstock_rollout.fleet.weight_member import make_listener
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.serving.generate_service import GenerateService
 from penstock_rollout.tokenization import Tokenization

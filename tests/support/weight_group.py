@@ -30,9 +30,8 @@ from penstock.weights.manifest import XXH3_PIECES, host_checksum, weights_digest
 from penstock.weights.transports import host_id
 from penstock_learner.weights.publisher import WeightPublisher
 from penstock_learner.weights.senders import PushTarget
-from penstock_rollout.fleet.internal_listener import make_listener
 from penstock_rollout.fleet.membership import available_transports
-from penstock_rollout.fleet.weight_member import WeightMember
+from penstock_rollout.fleet.weight_member import WeightMember, make_listener
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.weights.stage import device_uuid
 from support.cuda_stand_ins import NcclBinding

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from penstock.cli.parser import Parser
 from penstock.errors import ConfigError
-from penstock_rollout.agents.search_index import build_index, read_passages
+from penstock_rollout.agents.builtin_tools import build_index, read_passages
 
 
 def main(argv: Sequence[str]) -> int:

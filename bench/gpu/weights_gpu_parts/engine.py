@@ -161,9 +161,8 @@ async def member(config: RunConfig, engine: Any) -> AsyncIterator[dict[str, Any]
     from penstock.v1 import weights_pb2_grpc
     from penstock.weights.cluster_key import ClusterKey
     from penstock.weights.transports import host_id
-    from penstock_rollout.fleet.internal_listener import make_listener
     from penstock_rollout.fleet.membership import available_transports
-    from penstock_rollout.fleet.weight_member import WeightMember
+    from penstock_rollout.fleet.weight_member import WeightMember, make_listener
     from penstock_rollout.metrics import RolloutMetrics
 
     key = ClusterKey.of(config)

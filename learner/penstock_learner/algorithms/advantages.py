@@ -17,6 +17,7 @@ from torch import Tensor
 
 from penstock.config.algorithms import AdvantageConfig, OverlongConfig
 from penstock.errors import ConfigError
+from penstock_learner.algorithms import find_function
 from penstock_learner.algorithms.aggregation import (
     apply_mask,
     reverse_scan_masked,
@@ -25,7 +26,6 @@ from penstock_learner.algorithms.aggregation import (
     shift_left,
     whiten,
 )
-from penstock_learner.algorithms.registry import Registry
 
 _STD_EPSILON = 1e-6
 
@@ -263,13 +263,13 @@ def remax(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
 _ESTIMATORS: tuple[AdvantageFunction, ...] = (
     gae, grpo, reinforce_plus_plus, reinforce_plus_plus_baseline, rloo, remax, opo, grpo_passk, gpg, gdpo
 )  # fmt: skip
-ADVANTAGES: Registry[AdvantageFunction] = Registry("advantage", {each.__name__: each for each in _ESTIMATORS})
+ADVANTAGES = {each.__name__: each for each in _ESTIMATORS}
 
 
 def compute_advantages(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOutputs:
     """Apply the estimator `config.name`, without gradients. Raises ConfigError for an unusable result of a user's."""
     with torch.no_grad():
-        outputs = ADVANTAGES.get(config.name)(inputs, config)
+        outputs = find_function("advantage", config.name, ADVANTAGES)(inputs, config)
         if isinstance(outputs, Tensor) and outputs.shape == inputs.mask.shape:
             outputs = _outputs(inputs, apply_mask(outputs, inputs.mask))
     if not isinstance(outputs, AdvantageOutputs) or outputs.advantages.shape != inputs.mask.shape:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from penstock.config.algorithms import Aggregation
-from penstock_learner.algorithms.registry import Registry
 
 _WHITEN_EPSILON = 1e-8
 
@@ -146,16 +145,13 @@ def seq_mean_token_sum_norm(
     return seq_mean_token_sum(per_token, mask, sequence_ids, denominators) / denominators.constant_length
 
 
-AGGREGATIONS: Registry[AggregationFunction] = Registry(
-    "aggregation",
-    {
-        "token-mean": token_mean,
-        "token-sum": token_sum,
-        "seq-mean-token-sum": seq_mean_token_sum,
-        "seq-mean-token-mean": seq_mean_token_mean,
-        "seq-mean-token-sum-norm": seq_mean_token_sum_norm,
-    },
-)
+AGGREGATIONS: dict[Aggregation, AggregationFunction] = {
+    "token-mean": token_mean,
+    "token-sum": token_sum,
+    "seq-mean-token-sum": seq_mean_token_sum,
+    "seq-mean-token-mean": seq_mean_token_mean,
+    "seq-mean-token-sum-norm": seq_mean_token_sum_norm,
+}
 
 
 def aggregate(
@@ -163,4 +159,4 @@ def aggregate(
 ) -> Tensor:
     """This micro-batch's share of the batch's loss, a 0-d tensor. `mask` is the one that the denominators counted.
     Rejected tokens stay in it with a loss of 0, so rejecting tokens never increases the weight of the others."""
-    return AGGREGATIONS.get(mode)(per_token, mask, sequence_ids, denominators)
+    return AGGREGATIONS[mode](per_token, mask, sequence_ids, denominators)

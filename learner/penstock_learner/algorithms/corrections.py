@@ -15,7 +15,6 @@ from torch import Tensor
 
 from penstock.config.algorithms import CorrectionConfig
 from penstock_learner.algorithms.aggregation import apply_mask, count_segments, segment_sum
-from penstock_learner.algorithms.registry import Registry
 
 _MAX_LOG_RATIO = 20.0
 RATIO_EDGES = (0.1, 0.25, 0.5, 0.8, 0.9, 0.95, 0.99, 1.0, 1.01, 1.05, 1.1, 1.25, 2.0, 4.0, 10.0)
@@ -147,13 +146,12 @@ def sequence_rejection(log_ratio: Tensor, sequence_ids: Tensor, config: Correcti
     return (ratio >= config.rejection_low) & (ratio <= config.rejection_high)
 
 
-WEIGHTS: Registry[WeightFunction] = Registry(
-    "correction weight",
-    {"none": no_weight, "token_truncation": token_truncation, "sequence_truncation": sequence_truncation, "band": band},
-)
-REJECTIONS: Registry[RejectionFunction] = Registry(
-    "rejection", {"none": no_rejection, "token": token_rejection, "sequence": sequence_rejection}
-)
+WEIGHTS: dict[str, WeightFunction] = {
+    "none": no_weight, "token_truncation": token_truncation, "sequence_truncation": sequence_truncation, "band": band
+}  # fmt: skip
+REJECTIONS: dict[str, RejectionFunction] = {
+    "none": no_rejection, "token": token_rejection, "sequence": sequence_rejection
+}  # fmt: skip
 
 
 def correct(
@@ -164,8 +162,8 @@ def correct(
     config: CorrectionConfig,
 ) -> Correction:
     log_ratio = apply_mask((numerator_log_probs - behaviour_log_probs).detach(), mask)
-    weights, truncated = WEIGHTS.get(config.weight_name)(log_ratio, sequence_ids, config)
-    kept = mask.bool() & REJECTIONS.get(config.rejection)(log_ratio, sequence_ids, config)
+    weights, truncated = WEIGHTS[config.weight_name](log_ratio, sequence_ids, config)
+    kept = mask.bool() & REJECTIONS[config.rejection](log_ratio, sequence_ids, config)
     weights = apply_mask(weights, kept)
     zero = log_ratio.new_zeros(1)
     ratio = apply_mask(_ratio(log_ratio), mask)

@@ -1,8 +1,8 @@
-"""Policy losses, per token and before aggregation.
+"""Policy losses, the value loss and KL penalties towards the reference policy, per token and before aggregation.
 
-Each is a pure function (LossInputs, LossConfig) -> LossOutputs. A function of a user may return [T], the losses alone.
-`ratio = exp(clamp(lp - old, -20, 20))`, `sg` stops the gradient, A is the advantage. Importance weights and rejection
-are applied afterwards (`corrections.Correction.apply`).
+Each policy loss is a pure function (LossInputs, LossConfig) -> LossOutputs. A function of a user may return [T], the
+losses alone. `ratio = exp(clamp(lp - old, -20, 20))`, `sg` stops the gradient, A is the advantage. Importance weights
+and rejection are applied afterwards (`corrections.Correction.apply`).
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from penstock.config.algorithms import LossConfig, ValueLossConfig
+from penstock.config.algorithms import LossConfig, PenaltyName, ValueLossConfig
 from penstock.errors import ConfigError
+from penstock_learner.algorithms import find_function
 from penstock_learner.algorithms.aggregation import apply_mask, count_segments, segment_mean
-from penstock_learner.algorithms.registry import Registry
 
 _MAX_LOG_RATIO = 20.0
 _MAX_LOG_SEQUENCE_RATIO = 10.0
+_MAX_K3 = 10.0
 _LEFT = 1e-8
 """Added to the probability of all other tokens, which may be 0."""
 _DRAW_FACTOR = 98765.4321
@@ -289,12 +290,12 @@ def _largest(scores: Tensor, mask: Tensor, share: float) -> Tensor:
 _LOSSES: tuple[LossFunction, ...] = (
     ppo, gspo, cispo, reinforce, gpg, geo_mean, sapo, clip_cov, kl_cov, dppo_tv, dppo_kl, dro
 )  # fmt: skip
-LOSSES: Registry[LossFunction] = Registry("loss", {each.__name__: each for each in _LOSSES})
+LOSSES = {each.__name__: each for each in _LOSSES}
 
 
 def policy_loss(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     """Apply the loss that `config.name` names. Raises ConfigError if a user's function returns something else."""
-    outputs = LOSSES.get(config.name)(inputs, config)
+    outputs = find_function("loss", config.name, LOSSES)(inputs, config)
     if isinstance(outputs, Tensor) and outputs.shape == inputs.mask.shape:
         log_ratio = _log_ratio(inputs.log_probs, inputs.old_log_probs, inputs.mask)
         outputs = _outputs(outputs, inputs, log_ratio)
@@ -320,3 +321,43 @@ def value_loss(
     error, clipped_error = (values - returns).square(), (clipped - returns).square()
     num_clipped = (mask.bool() & (clipped_error > error)).sum()
     return ValueLossOutputs(0.5 * torch.maximum(error, clipped_error), num_clipped)
+
+
+PenaltyFunction = Callable[[Tensor], Tensor]
+"""Computes the penalty of each token from `lp - ref`."""
+
+
+def k1(difference: Tensor) -> Tensor:
+    """`lp - ref`: unbiased, of either sign. As a loss its expected gradient is 0, so use it in the reward."""
+    return difference
+
+
+def absolute(difference: Tensor) -> Tensor:
+    """`|lp - ref|`."""
+    return difference.abs()
+
+
+def k2(difference: Tensor) -> Tensor:
+    """`(lp - ref)^2 / 2`."""
+    return 0.5 * difference.square()
+
+
+def k3(difference: Tensor) -> Tensor:
+    """`exp(d) - d - 1` with `d = clamp(ref - lp, -20, 20)`, clamped to [-10, 10]. Never negative."""
+    d = (-difference).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    return (d.exp() - d - 1).clamp(-_MAX_K3, _MAX_K3)
+
+
+PENALTIES: dict[PenaltyName, PenaltyFunction] = {"k1": k1, "abs": absolute, "k2": k2, "k3": k3}
+
+
+def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, name: PenaltyName) -> Tensor:
+    """[T] the penalty of each token, 0 where masked out. The gradient flows through `log_probs`. `ref_log_probs` come
+    from a forward pass of the reference policy, never from the rollout engine."""
+    difference = apply_mask(log_probs - ref_log_probs.detach(), mask)
+    return apply_mask(PENALTIES[name](difference), mask)
+
+
+def penalize_rewards(token_rewards: Tensor, kl: Tensor, coefficient: float) -> Tensor:
+    """`r_t - coefficient * kl_t` without gradient, for `placement: reward`. Applied before advantages."""
+    return token_rewards - coefficient * kl.detach()

@@ -48,8 +48,7 @@ from penstock_learner.loop.take_over import ChosenCheckpoint, choose_checkpoint,
 from penstock_learner.loop.term import Term
 from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.model.architectures import prefix_sharing_roles
-from penstock_learner.roles.role_group import LANES, RoleGroup, RoleRecovery, gather_all
-from penstock_learner.roles.workers import trained_roles
+from penstock_learner.roles.role_group import LANES, RoleGroup, RoleRecovery, gather_all, trained_roles
 from penstock_learner.steps.program import TrainingStep
 from penstock_learner.steps.step_result import SkippedSteps
 

@@ -60,7 +60,7 @@ from penstock_learner.loop.publication import PolicyPublication
 from penstock_learner.loop.take_over import load_version
 from penstock_learner.loop.term import Term
 from penstock_learner.metrics import LearnerMetrics
-from penstock_learner.model.utilisation import RankUsage, mfu, peak_flops
+from penstock_learner.roles.dispatch import RankUsage
 from penstock_learner.roles.ray_cluster import profiles_folder
 from penstock_learner.roles.role_group import RoleGroup, gather_all
 from penstock_learner.steps.program import TrainingStep, rehearse
@@ -108,6 +108,31 @@ class OperatorOrders:
         await asyncio.wait({task, *events}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         for event in events:
             event.cancel()
+
+
+PEAK_FLOPS = {
+    "A100": 312e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "B200": 2250e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+}
+"""Dense bfloat16 FLOPs per second, by a part of the device's name. The first match counts."""
+
+
+def peak_flops(device_name: str, configured: float) -> float:
+    """Peak FLOPs per second of one rank: as configured, else by the device's name, else 0."""
+    if configured:
+        return configured
+    return next((flops for part, flops in PEAK_FLOPS.items() if part in device_name), 0.0)
+
+
+def mfu(num_parameters: int, num_tokens: float, seconds: float, peak: float) -> float:
+    """Model FLOPs utilisation of an update, with 6 FLOPs per parameter and token. 0 if the `peak` of all ranks is not
+    known."""
+    return 6 * num_parameters * num_tokens / (seconds * peak) if peak and seconds else 0.0
 
 
 USAGE_EVERY_S = 5.0

@@ -30,12 +30,11 @@ from penstock.errors import CheckpointDamaged, ConfigError, NotFound, Unavailabl
 from penstock.replay.queue import GroupConsumer
 from penstock.replay.queue_types import Committed, RunRewind
 from penstock.store.policies import PolicyRegistry
-from penstock_learner.algorithms.kl import make_kl_controller
 from penstock_learner.checkpoints.saving import load_checkpoint
 from penstock_learner.checkpoints.store import CheckpointStore, record_rewind
 from penstock_learner.checkpoints.trainer_state import Ledger, Lineage, TrainerState, read_state
 from penstock_learner.crash_points import crash_point
-from penstock_learner.loop.term import Term
+from penstock_learner.loop.term import Term, make_kl_controller
 from penstock_learner.roles.role_group import RoleGroup
 
 logger = logging.getLogger(__name__)

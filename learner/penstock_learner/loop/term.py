@@ -4,12 +4,37 @@ ledger, the manifests and the lineage, and is the only one that changes them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from penstock.config.algorithms import KLConfig
-from penstock_learner.algorithms.kl import KLController
 from penstock_learner.checkpoints.trainer_state import Ledger, Lineage, Rewind, RewindCause, TrainerState
+
+_MAX_CORRECTION = 0.2
+
+
+@dataclass(frozen=True)
+class KLController:
+    """The KL coefficient, which a checkpoint stores, and how it changes. An adaptive one follows `coefficient *= 1 +
+    clip(KL / target - 1, -0.2, 0.2) * num_sequences / horizon`."""
+
+    config: KLConfig
+    coefficient: float
+
+    def updated(self, measured_kl: float, num_sequences: int) -> KLController:
+        """The controller after a step over `num_sequences` sequences whose mean KL per token was `measured_kl`. A KL
+        that is not finite is ignored: its step was skipped."""
+        if self.config.controller == "fixed" or not math.isfinite(measured_kl):
+            return self
+        error = min(max(measured_kl / self.config.target - 1, -_MAX_CORRECTION), _MAX_CORRECTION)
+        return replace(self, coefficient=self.coefficient * (1 + error * num_sequences / self.config.horizon))
+
+
+def make_kl_controller(config: KLConfig, coefficient: float | None = None) -> KLController:
+    """The controller of a run. `coefficient` is the value from which an adaptive one resumes."""
+    resumes = config.controller != "fixed" and coefficient is not None
+    return KLController(config, coefficient if resumes and coefficient is not None else config.coefficient)
 
 
 @dataclass

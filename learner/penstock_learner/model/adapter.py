@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from penstock.config.learner import ALL_LINEAR, LoraConfig
 from penstock.errors import ConfigError
-from penstock_learner.model.backbone import decoder_layers
 from penstock_learner.model.causal_lm import CausalLM
+from penstock_learner.model.loading import decoder_layers
 from penstock_learner.model.published_layout import published_names
 from penstock_learner.model.routers import find_routers
 

@@ -19,13 +19,34 @@ from penstock_learner.model.architectures import (
     require_text_decoder,
 )
 from penstock_learner.model.attention import packed_attention
+from penstock_learner.model.attention.packed_attention import prepare_masks
+from penstock_learner.model.attention.packed_layout import ModelInputs, Packing
 from penstock_learner.model.attention.sequence_parallel import SequenceParallel
-from penstock_learner.model.backbone import ModelInputs, hidden_states, padded_inputs
 from penstock_learner.model.loading import FolderModel, UnreadWeights, open_lm, read_weights
 from penstock_learner.model.log_prob_head import log_probs_and_entropy, log_probs_of_logits
 from penstock_learner.model.routers import RouterWatch
 
 logger = logging.getLogger(__name__)
+
+
+def hidden_states(lm: Any, token_ids: Tensor, positions: Tensor, packing: Packing) -> Tensor:
+    """[tokens, hidden] after the last layer, on the packed path. The backbone of `lm` is called `model`."""
+    prepare_masks(lm, packing)
+    states: Tensor = lm.model(
+        input_ids=token_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), packing=packing, use_cache=False
+    ).last_hidden_state[0]
+    return states
+
+
+def padded_inputs(inputs: ModelInputs) -> dict[str, Any]:
+    """Arguments for Hugging Face's own forward: right-padded rows [S, L] and their mask. No token looks right, so
+    padding changes nothing, whatever the layers are."""
+    packing = inputs.packing
+    return {
+        "input_ids": inputs.token_ids[packing.gather],
+        "attention_mask": packing.is_token.long(),
+        "use_cache": False,
+    }
 
 
 class CausalLM(FolderModel):

@@ -42,6 +42,22 @@ class FolderModel(nn.Module):
     """Where the weights are, if the model is still on the meta device."""
 
 
+def decoder_layers(lm: Any) -> tuple[str, nn.ModuleList]:
+    """The decoder layers of a Hugging Face model, and the name under which it has them, such as `model.layers`."""
+    config = lm.config.get_text_config()
+    found = [
+        (name, module)
+        for name, module in lm.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == config.num_hidden_layers
+    ]
+    if not found:
+        raise ConfigError(
+            f"model type {lm.config.model_type} has no list of {config.num_hidden_layers} layers, so it cannot be "
+            "sharded; use another model"
+        )
+    return found[0]
+
+
 @torch.no_grad()
 def read_weights(model: FolderModel, device: torch.device, *, offload: bool = False) -> None:
     """Give the model its memory and its weights. With `offload` the parameters stay in host memory. Each rank reads its

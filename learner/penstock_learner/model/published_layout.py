@@ -23,9 +23,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from penstock.errors import ConfigError
 from penstock.weights.folder_tensors import TIED_HEAD, read_json, tensor_shapes
 from penstock.weights.manifest import A_SUFFIX, B_SUFFIX
-from penstock_learner.model.backbone import decoder_layers
 from penstock_learner.model.causal_lm import CausalLM
-from penstock_learner.model.loading import LORA_A, is_adapter, split_conversions
+from penstock_learner.model.loading import LORA_A, decoder_layers, is_adapter, split_conversions
 from penstock_learner.model.sharding import full_weight
 
 Shapes = dict[str, tuple[int, ...]]

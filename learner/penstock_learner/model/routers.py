@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from penstock.config.learner import LearnerConfig, RouterConfig
 from penstock.errors import ConfigError
-from penstock_learner.model.backbone import ModelInputs
+from penstock_learner.model.attention.packed_layout import ModelInputs
 
 _TOP_K = (torch.topk, Tensor.topk)
 _KINDS = re.compile(r"Router|Gate$|Gating")

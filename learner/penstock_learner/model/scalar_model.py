@@ -13,9 +13,9 @@ from penstock.config.learner import JudgeConfig
 from penstock.errors import ConfigError
 from penstock_learner.model.architectures import ModelPath, logit_form_of
 from penstock_learner.model.attention.packed_attention import mark_layers
-from penstock_learner.model.backbone import ModelInputs, decoder_layers, hidden_states, padded_inputs
-from penstock_learner.model.causal_lm import open_model, open_on_path
-from penstock_learner.model.loading import FolderModel, read_weights
+from penstock_learner.model.attention.packed_layout import ModelInputs
+from penstock_learner.model.causal_lm import hidden_states, open_model, open_on_path, padded_inputs
+from penstock_learner.model.loading import FolderModel, decoder_layers, read_weights
 
 _HEAD = "score."
 """Beginning of the names of a classifier's head."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from penstock.errors import ConfigError, first_line_of
 from penstock_learner.batches.sequence_batch import SequenceBatch
 from penstock_learner.model.architectures import depends_on_length
-from penstock_learner.model.backbone import ModelInputs
+from penstock_learner.model.attention.packed_layout import ModelInputs
 from penstock_learner.model.causal_lm import CausalLM
 from penstock_learner.model.scalar_model import JudgeModel, ScalarModel
 

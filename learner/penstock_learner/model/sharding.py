@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock.config.learner import LearnerConfig
 from penstock.errors import ConfigError
-from penstock_learner.model.backbone import decoder_layers
+from penstock_learner.model.loading import decoder_layers
 from penstock_learner.model.torch_settings import compiler_keeping
 
 

@@ -125,3 +125,14 @@ class CriticReport:
     """The step of the whole model, the same on every rank."""
     nonfinite: tuple[int, ...] = ()
     """Indices of the micro-batches whose loss was not finite."""
+
+
+@dataclass(frozen=True)
+class RankUsage:
+    """Memory and device of one rank at one moment."""
+
+    memory_peak_bytes: int
+    """Peak of the device's allocator, or on a CPU, peak of the process."""
+    device_name: str
+    num_parameters: int
+    """Parameters of the whole model. Of a mixture of experts, those that one token passes through."""

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from penstock.errors import ConfigError
 from penstock_learner.batches.partition import RankShard
 from penstock_learner.batches.sequence_batch import SequenceBatch
-from penstock_learner.model.backbone import ModelInputs
+from penstock_learner.model.attention.packed_layout import ModelInputs
 from penstock_learner.model.causal_lm import CausalLM, open_model
 from penstock_learner.model.loading import read_weights
 from penstock_learner.model.scalar_model import ScalarModel, check_tokenizer, open_judge, open_scalar_model

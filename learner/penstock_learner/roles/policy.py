@@ -33,14 +33,13 @@ from penstock_learner.algorithms.corrections import (
     interpolate_log_probs,
     measure_mismatch,
 )
-from penstock_learner.algorithms.kl import kl_penalty
-from penstock_learner.algorithms.losses import LossInputs, LossStatistics, policy_loss
+from penstock_learner.algorithms.losses import LossInputs, LossStatistics, kl_penalty, policy_loss
 from penstock_learner.batches.partition import RankShard
 from penstock_learner.batches.sequence_batch import SequenceBatch
 from penstock_learner.model.adapter import adapter_off, add_adapter
 from penstock_learner.model.architectures import require_parallel
+from penstock_learner.model.attention.packed_layout import ModelInputs, tree_of
 from penstock_learner.model.attention.sequence_parallel import SequenceParallel, make_sequence_parallel
-from penstock_learner.model.backbone import ModelInputs, tree_of
 from penstock_learner.model.causal_lm import CausalLM, open_model
 from penstock_learner.model.published_layout import PushedWeights, fit_to_folder
 from penstock_learner.model.routers import Balance, watch_routers

@@ -1,4 +1,5 @@
-"""A role as the controller sees it: the Ray actors of its ranks, calls to them, and their restarts.
+"""A role as the controller sees it: the class of its workers, the Ray actors of its ranks, calls to them, and their
+restarts.
 
 On a cluster that the learner joined (`learner.ray_address`), ranks outlive the controller: the next controller finds
 them by name and adopts them, which saves it the start of the processes and the loading of the models. Ranks that no
@@ -12,24 +13,88 @@ import contextlib
 import logging
 import re
 import secrets
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
+from ray import cloudpickle
 from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError, RayTaskError
 from ray.util import list_named_actors, remove_placement_group
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from penstock.cancellation import end_task
-from penstock.config.learner import RoleConfig
+from penstock.config.learner import LearnerConfig, RoleConfig
 from penstock.config.run import RunConfig
-from penstock.errors import Fenced, PenstockError, ProcessDied, RoleDied
+from penstock.errors import ConfigError, Fenced, PenstockError, ProcessDied, RoleDied
+from penstock.user_code import load_object
 from penstock_learner.metrics import LearnerMetrics
-from penstock_learner.roles.dispatch import Dispatch
-from penstock_learner.roles.workers import worker_of
+from penstock_learner.roles.dispatch import Dispatch, declarations
+
+if TYPE_CHECKING:
+    from penstock_learner.roles.rank import Rank
+
+
+def own_workers() -> dict[str, type[Rank]]:
+    """Our own worker classes, by role. Imports the models, which takes seconds the first time."""
+    from penstock_learner.roles.critic import CriticWorker
+    from penstock_learner.roles.frozen import ReferenceWorker, RewardModelWorker
+    from penstock_learner.roles.policy import PolicyWorker
+
+    return {worker.role: worker for worker in (PolicyWorker, ReferenceWorker, CriticWorker, RewardModelWorker)}
+
+
+def worker_of(config: LearnerConfig, name: str) -> type[Rank]:
+    """The class of a role's ranks. Raises ConfigError if a user's class cannot be loaded or is not a worker."""
+    from penstock_learner.roles.rank import Rank
+
+    own = config.roles.get(name)
+    if own is None:
+        return own_workers()[name]
+    if not own.is_own_class:
+        return own_workers()[own.worker]
+    key = f"learner.roles.{name}.worker"
+    worker = load_object(own.worker, key)
+    if not isinstance(worker, type) or not issubclass(worker, Rank):
+        raise ConfigError(
+            f"{key}: {own.worker} is not a worker; derive the class from Rank, TrainerRank or another worker"
+        )
+    if not declarations(worker):
+        raise ConfigError(f"{key}: {own.worker} has no method for steps; mark one with @dispatched")
+    if ".py:" in own.worker:
+        # Ranks get the class itself: on other machines there may be no such file.
+        cloudpickle.register_pickle_by_value(sys.modules[worker.__module__])
+    return worker
+
+
+def trained_roles(config: LearnerConfig) -> list[str]:
+    """Names of the trained roles, the policy first. The models are imported only for a worker class of the user's."""
+    return [name for name in config.needed_roles if _is_trained(config, name)]
+
+
+def trains_as_policy(config: LearnerConfig, name: str) -> bool:
+    """Whether the role is the policy, or has a worker class of the user's that is derived from the policy's."""
+    own = config.roles.get(name)
+    if own is None or not own.is_own_class:
+        return name == "policy"
+    from penstock_learner.roles.policy import PolicyWorker
+
+    return issubclass(worker_of(config, name), PolicyWorker)
+
+
+def _is_trained(config: LearnerConfig, name: str) -> bool:
+    own = config.roles.get(name)
+    if own is None:
+        return name in ("policy", "critic")
+    if not own.is_own_class:
+        return own.worker == "critic"
+    from penstock_learner.roles.trainer import TrainerRank
+
+    return issubclass(worker_of(config, name), TrainerRank)
+
 
 logger = logging.getLogger(__name__)
 SAVE_LANE = "save"

@@ -5,6 +5,8 @@ The checksums of its files are computed while they are written."""
 from __future__ import annotations
 
 import io
+import resource
+import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -30,8 +32,8 @@ from penstock_learner.model.scalar_model import ScalarModel
 from penstock_learner.model.sharding import prepare_for_training
 from penstock_learner.model.tensors import first_nonfinite
 from penstock_learner.model.torch_settings import compute_dtype_of
-from penstock_learner.model.utilisation import RankUsage, measure_usage
 from penstock_learner.optim.optimizer import local_shard, make_optimizer
+from penstock_learner.roles.dispatch import RankUsage
 from penstock_learner.roles.rank import Rank
 from penstock_learner.shards import load_shards
 
@@ -196,3 +198,22 @@ def _tensors(path: str, state: Mapping[str, Any]) -> Iterator[tuple[str, torch.T
             yield from _tensors(f"{path}{name}.", value)
         elif isinstance(value, torch.Tensor):
             yield f"{path}{name}", local_shard(value)
+
+
+def measure_usage(model: torch.nn.Module, device: torch.device) -> RankUsage:
+    if device.type == "cuda":
+        peak, name = torch.cuda.max_memory_allocated(device), torch.cuda.get_device_name(device)
+    else:
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak, name = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "cpu"
+    return RankUsage(peak, name, num_used_parameters(model))
+
+
+def num_used_parameters(model: torch.nn.Module) -> int:
+    """Parameters that one token passes through. Fused experts have one more dimension than other weights."""
+    lm: Any = getattr(model, "lm", None)
+    per_token = None if lm is None else getattr(lm.config.get_text_config(), "num_experts_per_tok", None)
+    return sum(
+        parameter.numel() * per_token // parameter.shape[0] if per_token and parameter.dim() == 3 else parameter.numel()
+        for parameter in model.parameters()
+    )

@@ -23,8 +23,7 @@ from penstock.errors import ConfigError, RoleDied
 from penstock.trajectory import Group
 from penstock_learner.batches.partition import RankShard, partition, unpermute
 from penstock_learner.batches.sequence_batch import SequenceBatch
-from penstock_learner.roles.role_group import RoleGroup, RoleRecovery, gather_all
-from penstock_learner.roles.workers import trains_as_policy
+from penstock_learner.roles.role_group import RoleGroup, RoleRecovery, gather_all, trains_as_policy
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from penstock_learner.algorithms.advantages import (
     place_on_last_token,
 )
 from penstock_learner.algorithms.aggregation import Denominators, apply_mask, segment_sum
-from penstock_learner.algorithms.kl import kl_penalty, penalize_rewards
+from penstock_learner.algorithms.losses import kl_penalty, penalize_rewards
 from penstock_learner.batches.partition import unpermute
 from penstock_learner.batches.sequence_batch import REWARD_PART, SequenceBatch, token_ranges
 from penstock_learner.steps.roles import BatchContext, Role, Roles, StepContext, Update, gather_fields

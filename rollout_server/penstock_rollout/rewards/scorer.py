@@ -18,8 +18,7 @@ from penstock.config.rollout import FunctionReward, RemoteReward, Reward, Reward
 from penstock.errors import ConfigError
 from penstock.store.notices import Event, PostEvent, ignore_event
 from penstock_rollout.metrics import RolloutMetrics
-from penstock_rollout.rewards.function import PlacedScore, SampleScore
-from penstock_rollout.rewards.kinds import DATA_SOURCES, VERL_DATA_SOURCES, Settings
+from penstock_rollout.rewards.function import DATA_SOURCES, VERL_DATA_SOURCES, PlacedScore, SampleScore, Settings
 from penstock_rollout.rewards.pool import Json, RewardFailed, RewardPool
 from penstock_rollout.rewards.remote import RemoteScorer
 

@@ -31,8 +31,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from penstock_rollout.rewards.function import RewardFunction, SampleScore, WrongScore, read_score
-from penstock_rollout.rewards.kinds import build
+from penstock_rollout.rewards.function import RewardFunction, SampleScore, WrongScore, build, read_score
 
 NICENESS = 5
 """Gives generation priority over rewards."""

@@ -16,7 +16,7 @@ from penstock.config.rollout import EngineConfig
 from penstock.errors import ConfigError
 from penstock.trajectory import Group, Sampling, Trajectory, VersionSegment
 from penstock_learner.batches.sequence_batch import SequenceBatch, batch_of
-from penstock_learner.model.backbone import ModelInputs
+from penstock_learner.model.attention.packed_layout import ModelInputs
 from penstock_learner.model.causal_lm import load_model
 from penstock_learner.model.routers import find_routers, watch_routers
 from penstock_rollout.engines.engine import TokenChunk

@@ -23,7 +23,7 @@ from penstock.store.policies import PolicyRegistry
 from penstock.trajectory import SESSION_AGENT
 from penstock.v1 import generate_pb2, generate_pb2_grpc, prompts_pb2
 from penstock.weights.cluster_key import ClusterKey
-from penstock_rollout.fleet.internal_listener import make_listener
+from penstock_rollout.fleet.weight_member import make_listener
 from penstock_rollout.serving.generate_service import GenerateService
 from penstock_rollout.tokenization import Tokenization
 from support.gateways import RUN, Gateway, publish, run_config, running

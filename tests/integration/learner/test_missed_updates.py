@@ -32,7 +32,7 @@ from penstock_learner.agreement.servers import ServerAgreement, ServerQuarantine
 from penstock_learner.batches.sequence_batch import batch_of
 from penstock_learner.checkpoints.trainer_state import Lineage
 from penstock_learner.metrics import LearnerMetrics
-from penstock_learner.model.backbone import ModelInputs
+from penstock_learner.model.attention.packed_layout import ModelInputs
 from penstock_learner.model.causal_lm import load_model
 from penstock_rollout.engines.engine import GenerateRequest
 from penstock_rollout.engines.torch.engine import TorchEngine

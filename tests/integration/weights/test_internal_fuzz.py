@@ -16,8 +16,7 @@ from penstock.v1 import generate_pb2, generate_pb2_grpc, prompts_pb2, weights_pb
 from penstock.weights.cluster_key import HEADER, ClusterKey
 from penstock.weights.manifest import TensorShape, build_manifest
 from penstock_rollout.engines.factory import create_engine
-from penstock_rollout.fleet.internal_listener import make_listener
-from penstock_rollout.fleet.weight_member import WeightMember
+from penstock_rollout.fleet.weight_member import WeightMember, make_listener
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.serving.generate_service import GenerateService
 from penstock_rollout.tokenization import Tokenization

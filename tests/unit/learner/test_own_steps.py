@@ -14,7 +14,7 @@ from penstock.config.loading import load_config
 from penstock.errors import ConfigError, ProcessDied, RoleDied
 from penstock_learner import dataflow
 from penstock_learner.roles.dispatch import dispatched
-from penstock_learner.roles.workers import trained_roles
+from penstock_learner.roles.role_group import trained_roles
 from penstock_learner.start_check import check_step
 from penstock_learner.steps.program import TrainingStep, load_program
 from support.groups import make_group

@@ -10,7 +10,7 @@ import pytest
 from penstock.config.rollout import CodeReward, RewardConfig
 from penstock.errors import ConfigError
 from penstock_rollout.rewards.code import extract_program, read_cases, same_text, same_value
-from penstock_rollout.rewards.kinds import build
+from penstock_rollout.rewards.function import build
 from penstock_rollout.rewards.sandbox import run as sandbox_run
 from penstock_rollout.rewards.sandbox.builtin import Builtin, Layers
 from penstock_rollout.rewards.sandbox.run import Sandbox

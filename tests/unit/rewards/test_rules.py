@@ -11,8 +11,7 @@ import torch
 
 from penstock.config.rollout import Gsm8kReward, MathReward, RegexReward, Reward, RewardConfig
 from penstock.errors import ConfigError
-from penstock_rollout.rewards.function import WrongScore, normalise_score
-from penstock_rollout.rewards.kinds import build
+from penstock_rollout.rewards.function import WrongScore, build, normalise_score
 from penstock_rollout.rewards.scorer import RewardChoice
 
 

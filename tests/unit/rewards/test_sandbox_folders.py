@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock_rollout.rewards.sandbox.folders import BaseFolder, remove_leftovers, remove_tree
+from penstock_rollout.rewards.sandbox.builtin import BaseFolder, remove_leftovers, remove_tree
 from penstock_rollout.rewards.sandbox.limits import MAX_FILES, ControlGroup, files_are_exceeded
 from support.sandbox_attacks import ORDINARY_USER, Server, ordinary_python
 
@@ -23,7 +23,7 @@ NUM_NESTED = 2500
 REMOVE = """
 import json, os, sys
 from pathlib import Path
-from penstock_rollout.rewards.sandbox.folders import remove_tree
+from penstock_rollout.rewards.sandbox.builtin import remove_tree
 top = Path(sys.argv[1]) / "tree"
 (top / "a/b").mkdir(parents=True)
 (top / "a/b/file").write_text("x")
@@ -103,7 +103,7 @@ def test_what_cannot_be_removed_is_logged_and_not_raised(
 def test_leftovers_of_a_killed_process_are_removed_with_its_programs(temporary: Path) -> None:
     code = """
 import os, signal, subprocess, tempfile
-from penstock_rollout.rewards.sandbox.folders import BaseFolder
+from penstock_rollout.rewards.sandbox.builtin import BaseFolder
 base = BaseFolder.create()
 with base.private_folder() as folder:
     (folder / "file").write_text("x")

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.config.rollout import RewardConfig
-from penstock_rollout.rewards.function import normalise_score, read_score
-from penstock_rollout.rewards.kinds import build
+from penstock_rollout.rewards.function import build, normalise_score, read_score
 from penstock_rollout.rewards.scorer import RewardChoice
 from support.confinements import needs_sandbox
 

@@ -1,4 +1,5 @@
-"""The layout of packed sequences: which token belongs where, and copies into a padded block and back."""
+"""A micro-batch on the device, and the layout of its packed sequences: which token belongs where, and copies into a
+padded block and back."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock_learner.batches.partition import RankShard
 from penstock_learner.batches.prefix_tree import PrefixTree
+from penstock_learner.batches.sequence_batch import SequenceBatch
 from penstock_learner.model.attention.prefix_kernels import DensePart
 from penstock_learner.model.attention.sequence_parallel import SequenceParallel
 from penstock_learner.model.tensors import to_device
@@ -327,3 +330,60 @@ class _FromBlock(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         gather, is_token = ctx.saved_tensors
         return gradient[gather] * is_token[:, :, None, None], None, None, None, None
+
+
+# ── the inputs of a model ──
+
+
+@dataclass(frozen=True)
+class ModelInputs:
+    """A micro-batch on the device: N packed tokens, of which T are response tokens. A token that several sequences
+    share may be stored once. N counts the stored tokens then, and T may exceed the response tokens among them."""
+
+    token_ids: Tensor
+    """[N] prompt and response of each sequence."""
+    packing: Packing
+    predicting: Tensor
+    """[T] index of the token before each response token. Its hidden state predicts the response token."""
+    targets: Tensor
+    """[T] the response tokens."""
+    temperatures: Tensor
+    """[T] sampling temperature of each response token."""
+    routed_experts: Tensor | None = None
+    """[N, layers, top_k] the experts that the engine chose, -1 where it reported none."""
+
+    @classmethod
+    def of(
+        cls,
+        batch: SequenceBatch,
+        device: torch.device,
+        parallel: SequenceParallel | None = None,
+        *,
+        tree: PrefixTree | None = None,
+    ) -> ModelInputs:
+        """The inputs of a batch. With its `tree`, tokens that several sequences of a group begin with are stored once.
+        The padded path does not take these."""
+        index = batch.response_index
+        predicting, targets = index - 1, batch.token_ids[index]
+        token_ids, experts = batch.token_ids, batch.routed_experts
+        if tree is not None:
+            packing = Packing.of_tree(tree, device, parallel)
+            token_ids, predicting = token_ids[tree.stored], tree.places[predicting]
+            experts = None if experts is None else experts[tree.stored]
+        else:
+            packing = Packing.of(batch.lengths, device, parallel)
+        return cls(
+            to_device(token_ids, device),
+            packing,
+            to_device(predicting, device),
+            to_device(targets, device),
+            to_device(batch.temperatures, device),
+            None if experts is None else to_device(experts, device),
+        )
+
+
+def tree_of(micro: SequenceBatch, part: RankShard, model: Any) -> PrefixTree | None:
+    """The tree of a micro-batch of this part, if the model computes shared tokens once. The padded path cannot."""
+    if not (part.shares_prefixes and model.path.is_packed):
+        return None
+    return part.tree or PrefixTree.of(micro)

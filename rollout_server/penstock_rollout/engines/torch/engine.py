@@ -23,8 +23,7 @@ from penstock.config.rollout import EngineConfig
 from penstock.errors import Unavailable
 from penstock.v1 import weights_pb2
 from penstock_rollout.engines.engine import CommitReport, Engine, EngineStats, GenerateRequest, TokenChunk
-from penstock_rollout.engines.torch.batch import DecodeBatch, ExpertRecorder, Row
-from penstock_rollout.engines.torch.constrained_output import ConstraintCompiler
+from penstock_rollout.engines.torch.batch import ConstraintCompiler, DecodeBatch, ExpertRecorder, Row
 from penstock_rollout.weights.stage import StageSlot, WeightStage, device_uuid
 
 logger = logging.getLogger(__name__)

@@ -22,8 +22,7 @@ from typing import Literal, cast
 
 from penstock.errors import ConfigError
 from penstock_rollout.rewards.sandbox.bubblewrap import Bubblewrap
-from penstock_rollout.rewards.sandbox.builtin import Builtin
-from penstock_rollout.rewards.sandbox.folders import remove_leftovers
+from penstock_rollout.rewards.sandbox.builtin import Builtin, remove_leftovers
 from penstock_rollout.rewards.sandbox.limits import ControlGroup, Limits
 from penstock_rollout.rewards.sandbox.program import READ_BYTES, Outcome, ProgramIO
 from penstock_rollout.rewards.sandbox.seccomp import check, load_libc

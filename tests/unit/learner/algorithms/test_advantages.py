@@ -290,7 +290,7 @@ def test_group_estimators_agree_with_their_definitions(seed: int, name: str) -> 
 
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 2**31))
-@pytest.mark.parametrize("name", ADVANTAGES.names)
+@pytest.mark.parametrize("name", ADVANTAGES)
 def test_masked_tokens_do_not_matter(name: str, seed: int) -> None:
     inputs = random_batch(seed)
     assert inputs.values is not None
@@ -312,7 +312,7 @@ def test_masked_tokens_do_not_matter(name: str, seed: int) -> None:
 
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 2**31))
-@pytest.mark.parametrize("name", ADVANTAGES.names)
+@pytest.mark.parametrize("name", ADVANTAGES)
 def test_the_order_of_sequences_does_not_matter(name: str, seed: int) -> None:
     inputs = random_batch(seed)
     assert inputs.values is not None

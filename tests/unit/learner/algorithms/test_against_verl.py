@@ -13,8 +13,7 @@ from torch import Tensor
 from penstock.config.algorithms import AdvantageConfig, Aggregation, LossConfig, ValueLossConfig
 from penstock_learner.algorithms.advantages import AdvantageInputs, compute_advantages
 from penstock_learner.algorithms.aggregation import Denominators, aggregate
-from penstock_learner.algorithms.kl import kl_penalty
-from penstock_learner.algorithms.losses import LossInputs, policy_loss, value_loss
+from penstock_learner.algorithms.losses import LossInputs, kl_penalty, policy_loss, value_loss
 
 core: Any = pytest.importorskip("verl.trainer.ppo.core_algos", exc_type=ImportError)
 SEEDS = range(4)

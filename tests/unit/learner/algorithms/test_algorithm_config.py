@@ -27,6 +27,7 @@ from penstock.config.algorithms import (
 from penstock.config.learner import LearnerConfig
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError
+from penstock_learner.algorithms import find_function
 from penstock_learner.algorithms.advantages import ADVANTAGES, AdvantageInputs, compute_advantages
 from penstock_learner.algorithms.corrections import REJECTIONS, WEIGHTS
 from penstock_learner.algorithms.losses import LOSSES, LossInputs, policy_loss
@@ -56,10 +57,10 @@ def test_configs_are_frozen() -> None:
 
 
 def test_names_of_config_and_registry_are_the_same() -> None:
-    assert ADVANTAGES.names == ADVANTAGE_NAMES
-    assert LOSSES.names == LOSS_NAMES
-    assert WEIGHTS.names == get_args(WeightName)
-    assert REJECTIONS.names == get_args(RejectionName)
+    assert tuple(ADVANTAGES) == ADVANTAGE_NAMES
+    assert tuple(LOSSES) == LOSS_NAMES
+    assert tuple(WEIGHTS) == get_args(WeightName)
+    assert tuple(REJECTIONS) == get_args(RejectionName)
 
 
 def test_settings_that_an_estimator_or_a_loss_needs_or_does_not_use_are_said() -> None:
@@ -85,7 +86,7 @@ def test_an_unknown_name_is_refused_with_the_nearest_one() -> None:
         ValueError,
         match="known names: ppo, .*, geo_mean, sapo, clip_cov, kl_cov, dppo_tv, dppo_kl, dro; give your own as",
     ):
-        LOSSES.get("zzz")
+        find_function("loss", "zzz", LOSSES)
 
 
 def test_defaults_are_those_of_the_papers() -> None:
@@ -155,7 +156,7 @@ def test_a_custom_function_is_reached_by_its_import_path(tmp_path: Path, monkeyp
     monkeypatch.syspath_prepend(tmp_path)
     for module in ("custom_advantages_for_test", tmp_path / "custom_advantages_for_test.py"):
         name = AdvantageConfig(name=f"{module}:flat").name
-        function: Any = ADVANTAGES.get(name)
+        function: Any = find_function("advantage", name, ADVANTAGES)
         assert function(None, None) == "flat"
         for wrong, message in (
             ("round", "has no 'round'"),
@@ -163,11 +164,11 @@ def test_a_custom_function_is_reached_by_its_import_path(tmp_path: Path, monkeyp
             ("alone", "alone must take the inputs and the config: too many positional arguments"),
         ):
             with pytest.raises(ConfigError, match=rf"learner.algorithm.advantage.name: .*{message}"):
-                ADVANTAGES.get(f"{module}:{wrong}")
+                find_function("advantage", f"{module}:{wrong}", ADVANTAGES)
     with pytest.raises(ConfigError, match="there is no module no_such_module_for_test"):
-        ADVANTAGES.get("no_such_module_for_test:flat")
+        find_function("advantage", "no_such_module_for_test:flat", ADVANTAGES)
     with pytest.raises(ConfigError, match="there is no file nowhere.py"):
-        ADVANTAGES.get("nowhere.py:flat")
+        find_function("advantage", "nowhere.py:flat", ADVANTAGES)
 
 
 ADVANTAGE = "advantage"

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from penstock.config.algorithms import KLConfig, PenaltyName
-from penstock_learner.algorithms.kl import PENALTIES, kl_penalty, make_kl_controller, penalize_rewards
+from penstock_learner.algorithms.losses import PENALTIES, kl_penalty, penalize_rewards
+from penstock_learner.loop.term import make_kl_controller
 
 
 def tensor(values: list[float]) -> Tensor:
@@ -36,7 +37,7 @@ def test_penalties_and_gradients_by_hand(name: PenaltyName, expected: list[float
 
 
 def test_every_penalty_of_the_config_is_known() -> None:
-    assert PENALTIES.names == get_args(PenaltyName)
+    assert tuple(PENALTIES) == get_args(PenaltyName)
 
 
 def test_k3_is_bounded() -> None:

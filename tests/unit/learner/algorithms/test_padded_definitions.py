@@ -26,8 +26,7 @@ from penstock.config.algorithms import (
 from penstock_learner.algorithms.advantages import ADVANTAGES, AdvantageInputs, compute_advantages
 from penstock_learner.algorithms.aggregation import Denominators, aggregate
 from penstock_learner.algorithms.corrections import correct
-from penstock_learner.algorithms.kl import PENALTIES, kl_penalty
-from penstock_learner.algorithms.losses import LOSSES, LossInputs, policy_loss, value_loss
+from penstock_learner.algorithms.losses import LOSSES, PENALTIES, LossInputs, kl_penalty, policy_loss, value_loss
 
 NUM_SEQUENCES, WIDTH = 8, 9
 GROUPS = torch.tensor([3, 3, 3, 5, 5, 9, 9, 1])
@@ -112,7 +111,7 @@ def advantage_by_formula(name: str, of: Block, rewards: Tensor, values: Tensor, 
     return (centered / (stds + 1e-6))[:, None] * mask
 
 
-@pytest.mark.parametrize("name", ADVANTAGES.names)
+@pytest.mark.parametrize("name", ADVANTAGES)
 @settings(max_examples=15, deadline=None)
 @given(seed=SEEDS)
 def test_advantages(name: str, seed: int) -> None:
@@ -175,7 +174,7 @@ def loss_by_formula(name: str, of: Block, lp: Tensor, old: Tensor, behaviour: Te
     return -(lp - behaviour).clamp(-20, 20).exp().detach().clamp(max=2) * advantages * lp
 
 
-@pytest.mark.parametrize("name", LOSSES.names)
+@pytest.mark.parametrize("name", LOSSES)
 @settings(max_examples=15, deadline=None)
 @given(seed=SEEDS, distance=st.sampled_from([0.2, 2.0]))
 def test_losses_and_their_gradients(name: str, seed: int, distance: float) -> None:
@@ -218,7 +217,7 @@ def test_aggregations_penalties_and_values(seed: int) -> None:
     lp, ref = block.normal(), block.normal(2.0)
     d = lp - ref
     penalties: dict[Any, Tensor] = {"k1": d, "abs": d.abs(), "k2": d**2 / 2, "k3": ((-d).exp() + d - 1).clamp(max=10)}
-    assert set(penalties) == set(PENALTIES.names)
+    assert set(penalties) == set(PENALTIES)
     for name, penalty in penalties.items():
         close(kl_penalty(block.flat(lp), block.flat(ref), block.flat(mask), name), penalty * mask, block)
 

@@ -118,7 +118,7 @@ def test_reinforce_weighs_by_behaviour_and_not_by_the_proximal_policy() -> None:
         policy_loss(without, LossConfig(name="reinforce"))
 
 
-@pytest.mark.parametrize("name", LOSSES.names)
+@pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e30])
 def test_masked_tokens_reach_neither_loss_nor_gradient(name: str, garbage: float) -> None:
     def run(filler: float) -> tuple[list[float], list[float], float]:

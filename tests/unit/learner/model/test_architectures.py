@@ -18,7 +18,7 @@ from penstock_learner.model.architectures import (
     require_text_decoder,
 )
 from penstock_learner.model.attention import packed_attention as kernels
-from penstock_learner.model.backbone import ModelInputs
+from penstock_learner.model.attention.packed_layout import ModelInputs
 from penstock_learner.model.causal_lm import load_model
 from penstock_learner.model.scalar_model import load_scalar_model
 from penstock_learner.model.self_check import compare_with_plain, require_right

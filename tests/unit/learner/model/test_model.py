@@ -17,7 +17,7 @@ from penstock.errors import ConfigError
 from penstock_learner.batches.sequence_batch import SequenceBatch, batch_of
 from penstock_learner.model.architectures import path_of
 from penstock_learner.model.attention import packed_attention
-from penstock_learner.model.backbone import ModelInputs
+from penstock_learner.model.attention.packed_layout import ModelInputs
 from penstock_learner.model.causal_lm import CausalLM, load_model
 from support.groups import make_group
 from support.tiny_models import make_tiny_qwen2

@@ -17,8 +17,8 @@ from penstock.config.loading import validate
 from penstock.errors import ConfigError
 from penstock_learner.batches.partition import RankShard, partition
 from penstock_learner.batches.sequence_batch import SequenceBatch, batch_of
+from penstock_learner.model.attention.packed_layout import ModelInputs
 from penstock_learner.model.attention.sequence_parallel import SequenceParallel
-from penstock_learner.model.backbone import ModelInputs
 from penstock_learner.model.causal_lm import CausalLM, load_model
 from penstock_learner.model.routers import _laid_out, find_routers, watch_routers
 from penstock_learner.roles.dispatch import UpdateReport

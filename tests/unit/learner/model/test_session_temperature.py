@@ -14,7 +14,7 @@ from penstock.codec import decode_group, encode_group
 from penstock.trajectory import Group
 from penstock.v1 import groups_pb2, prompts_pb2, sessions_pb2
 from penstock_learner.batches.sequence_batch import batch_of
-from penstock_learner.model.backbone import ModelInputs
+from penstock_learner.model.attention.packed_layout import ModelInputs
 from penstock_learner.model.causal_lm import load_model
 from penstock_services.gateway.sessions.trajectories import RewardedSession, shared_prompts
 from penstock_services.gateway.sessions.tree import SessionTree

@@ -16,7 +16,7 @@ from penstock_learner.batches.prefix_tree import PrefixTree
 from penstock_learner.batches.sequence_batch import SequenceBatch
 from penstock_learner.model.adapter import add_adapter
 from penstock_learner.model.architectures import depends_on_length, path_of, prefix_sharing_roles
-from penstock_learner.model.backbone import ModelInputs
+from penstock_learner.model.attention.packed_layout import ModelInputs
 from penstock_learner.model.causal_lm import CausalLM, load_model
 from penstock_learner.model.routers import watch_routers
 from penstock_learner.model.scalar_model import load_scalar_model

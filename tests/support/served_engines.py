@@ -202,12 +202,7 @@ class ComparedStamps(VersionStamps):
 
     def __init__(self, llm: Any) -> None:
         super().__init__(llm)
-        self._core = llm.engine_core
         self._processor = llm.output_processor
-
-    async def set_version(self, policy_version: int) -> None:
-        await super().set_version(policy_version)
-        await self._core.set_weight_version_async(str(policy_version))
 
     def segments(self, request_id: str, completion: Any, start: int) -> tuple[VersionSegment, ...]:
         own = super().segments(request_id, completion, start)
@@ -248,8 +243,7 @@ async def start_engine(
     """Start an engine of the given kind on the model that `write_model` writes to the folder.
 
     `vllm-compared-stamps` also checks vLLM's own version stamps, which releases before 0.32 do not have.
-    `vllm-by-calls` flips versions by several calls, `vllm-compared-stamps-by-calls` does both. `vllm-parallel` has two
-    workers."""
+    `vllm-parallel` has two workers."""
     if kind != "torch" and importlib.util.find_spec("vllm") is None:
         pytest.skip("vllm is not installed")
     if "-stamps" in kind and not _reports_versions():
@@ -262,9 +256,10 @@ async def start_engine(
     )  # fmt: skip
     engine = make_engine(config, folder, report_experts=report_experts)
     with pytest.MonkeyPatch.context() as patch:
-        if kind.startswith("vllm-compared-stamps"):
+        if kind == "vllm-compared-stamps":
             patch.setattr(vllm_engine, "VersionStamps", ComparedStamps)
-        if kind.endswith("-by-calls"):
-            patch.setattr(vllm_engine, "flips_in_one_call", lambda arguments, llm: False)
         await engine.start(policy_version=5)
+    if kind == "vllm-compared-stamps":
+        assert isinstance(engine, vllm_engine.VllmEngine)
+        await engine.llm.engine_core.set_weight_version_async("5")
     return Served(engine, load_model(folder))

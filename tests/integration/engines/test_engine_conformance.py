@@ -42,8 +42,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning"),
 ]
 
-LONG_KINDS = ("vllm-by-calls", "sglang")
-KINDS = ["torch", "vllm", *(pytest.param(kind, marks=pytest.mark.long) for kind in LONG_KINDS)]
+KINDS = ["torch", "vllm", pytest.param("sglang", marks=pytest.mark.long)]
 
 
 @pytest_asyncio.fixture(
@@ -401,12 +400,11 @@ async def test_recomputed_kv_makes_running_requests_exact(kind: str, tmp_path: P
 
 @pytest.mark.long
 @pytest.mark.parametrize("keep_kv_cache", [True, False])
-@pytest.mark.parametrize("kind", ["vllm-compared-stamps", "vllm-compared-stamps-by-calls"])
 async def test_own_stamps_are_those_of_vllm(
-    kind: str, keep_kv_cache: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    keep_kv_cache: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM's output handler is delayed during each flip, so that tokens of both versions wait for it."""
-    served = await start_engine(kind, tmp_path, keep_kv_cache)
+    served = await start_engine("vllm-compared-stamps", tmp_path, keep_kv_cache)
     from vllm.v1.engine.core_client import AsyncMPClient
 
     take_output, may_take = AsyncMPClient.get_output_async, asyncio.Event()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from penstock.config.rollout import EngineConfig
-from penstock.errors import Unavailable, WeightPushFailed
+from penstock.errors import ConfigError, Unavailable, WeightPushFailed
 from penstock.trajectory import Sampling
 from penstock_rollout.engines.vllm.engine import VllmEngine
 from support.served_engines import (
@@ -53,7 +53,6 @@ async def serving(folder: Path, **extra: Any) -> AsyncIterator[tuple[Served, Vll
 async def test_requests_without_a_token_use_nothing_of_the_old_weights(tmp_path: Path) -> None:
     """Neither the part of their prompt that was computed, nor cached prefixes if they arrive late with the old salt."""
     async with serving(tmp_path, enable_chunked_prefill=True, max_num_batched_tokens=8) as (served, engine):
-        assert engine._flips_in_one_call
         begun = asyncio.ensure_future(served.answer(PROMPT, FEW))
         async with asyncio.timeout(20):
             while engine.stats().kv_cache_usage == 0:
@@ -140,8 +139,14 @@ async def test_versions_after_the_first_are_copied(tmp_path: Path, monkeypatch: 
             assert (copied.read_text() if copied.exists() else "") == num_copied * "1"
 
 
-async def test_an_engine_with_another_executor_is_flipped_by_calls(tmp_path: Path) -> None:
-    executor = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-    async with serving(tmp_path, distributed_executor_backend=executor) as (served, engine):
-        assert not engine._flips_in_one_call
-        await served.check_serves(await served.update(served.next_model()))
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor"},
+        {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"},
+    ],
+)
+async def test_what_a_flip_needs_cannot_be_replaced(tmp_path: Path, extra: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=rf"rollout.engine.extra sets {next(iter(extra))}, .*; remove it"):
+        async with serving(tmp_path, **extra):
+            pass

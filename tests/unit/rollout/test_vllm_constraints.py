@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def _refused_by(error: Exception, request: GenerateRequest, folder: Path) -> Inv
     engine._llm, engine._broken = _Refusing(error), ""
 
     class Stamps:
-        begin = end = staticmethod(lambda request_id: None)
+        of = staticmethod(nullcontext)
 
     engine._stamps = Stamps()  # type: ignore[assignment]
 

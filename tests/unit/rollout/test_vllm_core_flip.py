@@ -141,18 +141,18 @@ def test_a_pause_that_fails_fails_the_call_and_loads_nothing(flip: Any) -> None:
     assert core.done == [PAUSE]
 
 
-async def test_own_stamps_change_at_the_mark_even_if_nobody_has_read_the_answer() -> None:
+def test_own_stamps_change_at_the_mark_even_if_nobody_has_read_the_answer() -> None:
     """Tokens of both versions arrive before the server gets to run."""
     resources = SimpleNamespace(output_queue_task=None)
     processor = SimpleNamespace(request_states={"internal": SimpleNamespace(external_req_id="a")})
     llm: Any = SimpleNamespace(engine_core=SimpleNamespace(resources=resources), output_processor=processor)
     stamps = VersionStamps(llm)
-    await stamps.set_version(5)
-    stamps.begin("a")
-    for output in (
-        Output("internal", [1, 2]), Output("penstock-version-6", []), Output("internal", [3]),
-        Output("of an aborted request", [4]),
-    ):  # fmt: skip
-        llm.engine_core.outputs_queue.put_nowait(Message([output]))
-    segments = stamps.segments("a", SimpleNamespace(token_ids=[0, 0, 0]), 0)
+    stamps.policy_version = 5
+    with stamps.of("a"):
+        for output in (
+            Output("internal", [1, 2]), Output("penstock-version-6", []), Output("internal", [3]),
+            Output("of an aborted request", [4]),
+        ):  # fmt: skip
+            llm.engine_core.outputs_queue.put_nowait(Message([output]))
+        segments = stamps.segments("a", SimpleNamespace(token_ids=[0, 0, 0]), 0)
     assert [(each.start, each.end, each.policy_version) for each in segments] == [(0, 2, 5), (2, 3, 6)]

@@ -2,11 +2,11 @@
 
 How a version flips: a thread of the worker receives and hashes the new weights while decoding goes on. Then, while no
 step is in flight, the scheduler is paused, the weights are loaded, the version is set, and the scheduler is resumed.
-EngineCore does that in one call (worker.py), or the server makes a call for each.
+EngineCore does that in one call (worker.py).
 
 Prefix-cache entries are salted with the load under which a request was submitted. A request without a token at the
-time of a flip gets the salt of the new load (scheduler.py), or is submitted again where the server makes the calls. So
-a request that starts under one load never finds KV of another.
+time of a flip gets the salt of the new load (scheduler.py). So a request that starts under one load never finds KV of
+another.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Collection
+from collections.abc import AsyncIterator, Awaitable, Collection
 from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,7 +41,6 @@ from penstock_rollout.engines.vllm.start import (
     SchedulerLoad,
     create_llm,
     engine_arguments,
-    flips_in_one_call,
 )
 from penstock_rollout.engines.vllm.version_stamps import VersionStamps
 
@@ -59,9 +58,6 @@ MAX_CHUNK_TOKENS = 16
 """Most tokens that EngineCore keeps before it sends them. An interrupt loses those that it keeps."""
 
 _FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
-
-_Timings = tuple[float, list[tuple[float, float]]]
-"""Seconds of the pause; receive_s and load_s of each worker."""
 _T = TypeVar("_T")
 
 
@@ -81,11 +77,8 @@ class VllmEngine(Engine):
         self._standby = standby
         self.load = SchedulerLoad()
         """The latest figures of vLLM's scheduler."""
-        self._superseded: set[str] = set()
-        """Requests that were aborted before their first token and will be submitted again under a newer version."""
         self._control = asyncio.Lock()
         self._llm: Any = None
-        self._flips_in_one_call = False
         self._stamps: VersionStamps
 
     @property
@@ -98,58 +91,37 @@ class VllmEngine(Engine):
         core_process = [self._standby.when_ready] if self._standby is not None else []
         self._llm = await asyncio.to_thread(create_llm, self._arguments, self.load, *core_process)
         self._stamps = VersionStamps(self._llm)
-        self._flips_in_one_call = flips_in_one_call(self._arguments, self._llm)
         await answer_of(self._llm.get_supported_tasks())
-        await answer_of(self._stamps.set_version(policy_version))
+        self._stamps.policy_version = policy_version
         self.devices = tuple(await self._rpc("penstock_device"))
         self._opened(policy_version)
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
-        await self.check_health()
-        with self._serving(request.request_id):
-            try:
-                while True:
-                    async with aclosing(self._submit(request)) as chunks:
-                        async for chunk in chunks:
-                            yield chunk
-                    if request.request_id not in self._superseded:
-                        return
-                    self._superseded.discard(request.request_id)
-            finally:
-                self._superseded.discard(request.request_id)
-                self._stamps.end(request.request_id)
-
-    async def _submit(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk]:
-        """Submit the request to vLLM once. Yields nothing if the request is superseded.
-
-        vLLM's front end knows the request before the first await, so a flip by several calls finds every request that
-        it must supersede."""
         from vllm.exceptions import VLLMValidationError
         from vllm.inputs.engine import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+        await self.check_health()
         salt = self._salt(self.policy_version, self._num_loads)
         prompt = tokens_input(list(request.prompt_token_ids), cache_salt=salt)
         params = sampling_params(request, self._stop_ids)
         num_tokens = 0
-        self._stamps.begin(request.request_id)
-        try:
-            async with aclosing(self._llm.generate(prompt, params, request.request_id)) as outputs:
-                async for output in outputs:
-                    if request.request_id in self._superseded:
-                        return
-                    chunk = self._chunk(request.request_id, output.outputs[0], num_tokens)
-                    num_tokens += len(chunk.token_ids)
-                    yield chunk
-        except (VLLMValidationError, ValueError) as error:
-            # vLLM checks the constraint before the prompt, and its errors do not say which it refuses.
-            fits = len(request.prompt_token_ids) < self._config.max_model_len
-            field = "response_format" if request.constraint is not None and fits else "prompt_token_ids"
-            raise InvalidInput(field, str(error).splitlines()[0]) from error
-        except (EngineDeadError, EngineGenerateError) as error:
-            if isinstance(error.__cause__, ImportError) and request.constraint is not None:
-                raise InvalidInput("response_format", f"vLLM needs a package for it: {error.__cause__}") from error
-            raise Unavailable(f"vLLM could not finish request {request.request_id}: {error!r}") from error
+        with self._serving(request.request_id), self._stamps.of(request.request_id):
+            try:
+                async with aclosing(self._llm.generate(prompt, params, request.request_id)) as outputs:
+                    async for output in outputs:
+                        chunk = self._chunk(request.request_id, output.outputs[0], num_tokens)
+                        num_tokens += len(chunk.token_ids)
+                        yield chunk
+            except (VLLMValidationError, ValueError) as error:
+                # vLLM checks the constraint before the prompt, and its errors do not say which it refuses.
+                fits = len(request.prompt_token_ids) < self._config.max_model_len
+                field = "response_format" if request.constraint is not None and fits else "prompt_token_ids"
+                raise InvalidInput(field, str(error).splitlines()[0]) from error
+            except (EngineDeadError, EngineGenerateError) as error:
+                if isinstance(error.__cause__, ImportError) and request.constraint is not None:
+                    raise InvalidInput("response_format", f"vLLM needs a package for it: {error.__cause__}") from error
+                raise Unavailable(f"vLLM could not finish request {request.request_id}: {error!r}") from error
 
     def _chunk(self, request_id: str, completion: Any, start: int) -> TokenChunk:
         token_ids = tuple(completion.token_ids)
@@ -203,64 +175,32 @@ class VllmEngine(Engine):
             await asyncio.sleep(min(max(wait_s, STAGE_POLL_S), LONGEST_STAGE_POLL_S))
 
     async def _flip(self, staged: weights_pb2.AnnounceRequest, bucket_checksums: list[str]) -> CommitReport:
-        """Verify the stage and load it. No other stage can replace it meanwhile.
+        """Verify the stage and load it, by one call to EngineCore (worker.py). No other stage can replace it meanwhile.
 
         This runs to its end even if the caller is cancelled. If the load fails, the state of the weights is unknown, so
         the engine stops serving for good."""
-        policy_version = staged.manifest.policy_version
-        flip = self._flip_inside if self._flips_in_one_call else self._flip_by_calls
+        policy_version, clear_cache = staged.manifest.policy_version, not self._config.keep_kv_cache
         async with self._control:
             in_flight = len(self._request_ids)
+            salt = self._salt(policy_version, self._num_loads + 1)
+            flip = self._llm.engine_core.call_utility_async(
+                "penstock_flip", policy_version, bucket_checksums, salt, clear_cache
+            )
             try:
-                paused_s, timings = await flip(staged, bucket_checksums)
-            except WeightPushFailed:  # the stage does not verify, and nothing was paused
-                raise
+                mismatch, paused_s, timings = await answer_of(flip, FLIP_TIMEOUT_S)
             except Exception as error:
                 self._staged = None
                 await self._break(f"loading version {policy_version} failed: {error}")
                 raise WeightPushFailed(f"{self._broken}; restart the rollout server") from error
+            if mismatch:  # nothing was paused
+                raise WeightPushFailed(mismatch)
+            self._loaded(staged, bucket_checksums)
         return CommitReport(
             receive_s=max(receive_s for receive_s, _ in timings),
             load_s=max(load_s for _, load_s in timings),
             paused_s=paused_s,
             running_requests=in_flight,
         )
-
-    async def _flip_inside(self, staged: weights_pb2.AnnounceRequest, bucket_checksums: list[str]) -> _Timings:
-        """Flip the version by one call to EngineCore (worker.py), which also counts the pause."""
-        policy_version, clear_cache = staged.manifest.policy_version, not self._config.keep_kv_cache
-        salt = self._salt(policy_version, self._num_loads + 1)
-        call = self._llm.engine_core.call_utility_async(
-            "penstock_flip", policy_version, bucket_checksums, salt, clear_cache
-        )
-        mismatch, paused_s, timings = await answer_of(call, FLIP_TIMEOUT_S)
-        if mismatch:
-            raise WeightPushFailed(mismatch)
-        self._loaded(staged, bucket_checksums)
-        return paused_s, timings
-
-    async def _flip_by_calls(self, staged: weights_pb2.AnnounceRequest, bucket_checksums: list[str]) -> _Timings:
-        """Flip the version by a call for each stage, where `rollout.engine.extra` has replaced what the one call needs.
-        Decoding stops while they go back and forth."""
-        policy_version, core = staged.manifest.policy_version, self._llm.engine_core
-        mismatches = await self._rpc("penstock_mismatch", policy_version, bucket_checksums)
-        if found := next(filter(None, mismatches), ""):
-            raise WeightPushFailed(found)
-        started = time.monotonic()
-        await answer_of(core.pause_scheduler_async(mode="keep", clear_cache=not self._config.keep_kv_cache))
-        timings = await self._rpc("penstock_commit", timeout_s=LOAD_TIMEOUT_S)
-        await answer_of(self._stamps.set_version(policy_version))
-        self._loaded(staged, bucket_checksums)
-        await self._supersede_unstarted()
-        await answer_of(core.resume_scheduler_async())
-        return time.monotonic() - started, timings
-
-    async def _supersede_unstarted(self) -> None:
-        """Abort the requests without a token; `generate` submits them again under the new version."""
-        unstarted = [request_id for request_id in self._request_ids if not self._stamps.has_token(request_id)]
-        self._superseded.update(unstarted)
-        if unstarted:
-            await answer_of(self._llm.abort(unstarted))
 
     async def _break(self, why: str) -> None:
         logger.error("the vLLM engine stops serving: %s", why)

@@ -136,12 +136,12 @@ def create_llm(
         vllm_config = AsyncEngineArgs(**arguments).create_engine_config()
     except (ValueError, TypeError) as error:
         raise ConfigError(f"vLLM refuses rollout.engine: {_first_sentence(error)}; correct it") from error
+    _check_flips(arguments, vllm_config)
     if is_cpu_build():
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = start_method
     scheduler = vllm_config.scheduler_config
-    if scheduler.scheduler_cls is None:
-        name = "ChunkedAsyncScheduler" if scheduler.async_scheduling else "ChunkedScheduler"
-        scheduler.scheduler_cls = f"{_SCHEDULER}.{name}"
+    name = "ChunkedAsyncScheduler" if scheduler.async_scheduling else "ChunkedScheduler"
+    scheduler.scheduler_cls = f"{_SCHEDULER}.{name}"
     try:
         with starting:
             return AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[load])
@@ -151,18 +151,20 @@ def create_llm(
         ) from error
 
 
-def flips_in_one_call(arguments: dict[str, Any], llm: Any) -> bool:
-    """Return whether EngineCore has the method that flips a version (worker.py), and all that the method needs.
-
-    `rollout.engine.extra` may replace our executor or scheduler, add a store of KV outside vLLM, or ask for several
-    EngineCores, which would have to pause together."""
-    config = llm.vllm_config
-    return bool(
-        str(arguments["distributed_executor_backend"]).startswith(_WORKER)
-        and str(config.scheduler_config.scheduler_cls).startswith(_SCHEDULER)
-        and config.kv_transfer_config is None
-        and config.parallel_config.data_parallel_size == 1
-    )
+def _check_flips(arguments: dict[str, Any], config: Any) -> None:
+    """Raise ConfigError if `rollout.engine.extra` takes away what a flip inside EngineCore needs (worker.py): our
+    executor and scheduler, all KV inside vLLM, and one EngineCore, because several would have to pause together."""
+    needed = {
+        "distributed_executor_backend": str(arguments["distributed_executor_backend"]).startswith(_WORKER),
+        "scheduler_cls": config.scheduler_config.scheduler_cls is None,
+        "kv_transfer_config": config.kv_transfer_config is None,
+        "data_parallel_size": config.parallel_config.data_parallel_size == 1,
+    }
+    if replaced := [name for name, is_ours in needed.items() if not is_ours]:
+        raise ConfigError(
+            f"rollout.engine.extra sets {', '.join(replaced)}, with which new weights cannot be loaded between two "
+            "steps; remove it"
+        )
 
 
 def _first_sentence(error: Exception) -> str:

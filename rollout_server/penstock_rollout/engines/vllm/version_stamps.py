@@ -4,16 +4,14 @@ vLLM itself reports versions only since 0.32, and GPU hosts may be bound to 0.26
 asked for them. A test compares these stamps with those of vLLM 0.32.
 
 The stamps are exact. When EngineCore flips a version (worker.py), it sends a mark: after the last token of the old
-version and before the first of the new one, on the same socket. Where the server flips it by several calls, EngineCore
-answers the pause when no step is in flight, and the answer follows the tokens on the same socket. So when the answer is
-here, every token of the old version has arrived, even if vLLM's output handler has not processed it yet. No token of
-the new version exists before the scheduler is resumed.
+version and before the first of the new one, on the same socket.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,31 +50,25 @@ class _Stamped:
 
 class VersionStamps:
     """Which version produced which token of a request. Create it before the first call to EngineCore: it replaces the
-    output queue, and the task that reads EngineCore's socket uses the queue that exists when it starts.
-
-    Requests have the id under which they were submitted. `begin` comes before each submission, `end` after the last."""
+    output queue, and the task that reads EngineCore's socket uses the queue that exists when it starts. Requests have
+    the id under which they were submitted."""
 
     def __init__(self, llm: Any) -> None:
         assert llm.engine_core.resources.output_queue_task is None
         self._states = llm.output_processor.request_states
-        self._policy_version = -1
+        self.policy_version = -1
+        """The version of the tokens that arrive now. Set it before the first request; then EngineCore's marks do."""
         self._requests: dict[str, _Stamped] = {}
         llm.engine_core.outputs_queue = _ArrivalQueue(self._stamp)
 
-    async def set_version(self, policy_version: int) -> None:
-        """Set the version of all tokens from now on. Call it before the first request, or while nothing decodes.
-
-        A flip inside EngineCore sets it without this call."""
-        self._policy_version = policy_version
-
-    def begin(self, request_id: str) -> None:
+    @contextmanager
+    def of(self, request_id: str) -> Iterator[None]:
+        """Within the block, the tokens of the request are stamped."""
         self._requests[request_id] = _Stamped()
-
-    def end(self, request_id: str) -> None:
-        self._requests.pop(request_id, None)
-
-    def has_token(self, request_id: str) -> bool:
-        return self._requests[request_id].num_tokens > 0
+        try:
+            yield
+        finally:
+            del self._requests[request_id]
 
     def segments(self, request_id: str, completion: Any, start: int) -> tuple[VersionSegment, ...]:
         """Return the versions of the tokens that came with `completion`, of which `start` is the first."""
@@ -86,12 +78,12 @@ class VersionStamps:
         if isinstance(arrived, Exception):
             return
         for output in arrived.outputs:
-            state = self._states.get(output.request_id)  # None if the request was aborted or submitted again
+            state = self._states.get(output.request_id)  # None if the request was aborted
             if state is None and output.request_id.startswith(VERSION_MARK):
-                self._policy_version = int(output.request_id.removeprefix(VERSION_MARK))
+                self.policy_version = int(output.request_id.removeprefix(VERSION_MARK))
             stamped = self._requests.get(state.external_req_id) if state is not None else None
             if stamped is not None and output.new_token_ids:
-                stamped.add(len(output.new_token_ids), self._policy_version)
+                stamped.add(len(output.new_token_ids), self.policy_version)
 
 
 class _ArrivalQueue(asyncio.Queue[Any]):

@@ -8,8 +8,9 @@ from penstock_learner.batches.partition import RankShard
 from penstock_learner.batches.sequence_batch import SequenceBatch, concat
 from penstock_learner.roles.dispatch import dispatched
 from penstock_learner.roles.role_group import gather_all
+from penstock_learner.steps.program import denominators_of, update_critic, update_policy, with_advantages
+from penstock_learner.steps.program import own_ahead as ahead
 from penstock_learner.steps.roles import BatchContext, Role, Roles, StepContext, Update, gather_fields
-from penstock_learner.steps.stages import ahead, denominators_of, update_critic, update_policy, with_advantages
 
 __all__ = [
     "BatchContext",

@@ -12,9 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from penstock.config.learner import LearnerConfig
 from penstock_learner.model.causal_lm import open_model
-from penstock_learner.model.loading import read_weights
+from penstock_learner.model.loading import full_weight, prepare_for_training, read_weights
 from penstock_learner.model.self_check import require_right
-from penstock_learner.model.sharding import full_weight, prepare_for_training
 from support.tiny_architectures import tiny_model
 
 if not torch.cuda.is_available():

@@ -73,7 +73,7 @@ class Push:
     @classmethod
     def of(cls, model: Any, version: int) -> Push:
         """Pack the model's weights, as the learner gathers them, into small buckets, so that there are several."""
-        gathered = PushedWeights(CausalLM(model, 16, ModelPath(is_packed=True, reason=""))).gathered()
+        gathered = PushedWeights(CausalLM(model, 16, ModelPath(""))).gathered()
         weights = {name: tensor.contiguous().numpy() for name, tensor in gathered}
         shapes = [TensorShape(name, "F32", array.shape) for name, array in weights.items()]
         manifest = build_manifest("run", version, 1, shapes, bucket_bytes=64 << 10)

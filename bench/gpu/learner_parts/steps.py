@@ -19,11 +19,11 @@ from penstock_learner.batches.sequence_batch import SequenceBatch
 from penstock_learner.model.architectures import path_of
 from penstock_learner.model.attention import packed_attention
 from penstock_learner.model.causal_lm import CausalLM
-from penstock_learner.model.sharding import prepare_for_training
+from penstock_learner.model.loading import prepare_for_training
 from penstock_learner.model.torch_settings import DTYPES
 from penstock_learner.optim.optimizer import make_optimizer
 from penstock_learner.roles.policy import PolicyUpdate
-from penstock_learner.steps.stages import denominators_of
+from penstock_learner.steps.program import denominators_of
 
 GIB = 2**30
 LR = 1e-6

@@ -32,7 +32,7 @@ from penstock.store.heartbeats import VALIDATOR, Heartbeats
 from penstock.trajectory import Group
 from penstock_learner.batches.sequence_batch import check_tokens
 from penstock_learner.loggers.step_loggers import VALIDATION, StepLoggers
-from penstock_learner.steps.stages import combined
+from penstock_learner.steps.program import combined
 
 logger = logging.getLogger(__name__)
 POLL_S, END_S = 5.0, 2.0

@@ -59,11 +59,14 @@ class LogitForm:
 
 @dataclass(frozen=True)
 class ModelPath:
-    """The path of a model, and why it was chosen."""
+    """The path of a model."""
 
-    is_packed: bool
     reason: str
     """Why the path is not packed, or empty."""
+
+    @property
+    def is_packed(self) -> bool:
+        return not self.reason
 
 
 def require_causal(folder: Path, key: str) -> Any:
@@ -85,7 +88,7 @@ def require_text_decoder(config: Any, folder: Path, key: str) -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     reason = ""
-    if parts := _other_parts(config):
+    if parts := [name for name in config.sub_configs if any(part in name for part in _OTHER_MODALITIES)]:
         reason = (
             f"which has other parts besides its language model ({', '.join(parts)}), and rollout servers know the "
             "language model's weights by other names"
@@ -100,11 +103,6 @@ def require_text_decoder(config: Any, folder: Path, key: str) -> None:
         raise ConfigError(f"{key} {folder} is of type {config.model_type}, {reason}; use a text-only decoder")
 
 
-def _other_parts(config: Any) -> list[str]:
-    """Names of the nested configurations of a model that does not consist of a language model alone."""
-    return [name for name in config.sub_configs if any(part in name for part in _OTHER_MODALITIES)]
-
-
 def require_parallel(config: Any, path: ModelPath, num_sharing: int) -> None:
     """Raise ConfigError if `num_sharing` ranks cannot share the tokens of a sequence of this model."""
     reason = path.reason
@@ -115,19 +113,14 @@ def require_parallel(config: Any, path: ModelPath, num_sharing: int) -> None:
 
 
 def path_of(config: Any) -> ModelPath:
-    reason = _why_not_packed(config)
-    return ModelPath(is_packed=not reason, reason=reason)
-
-
-def _why_not_packed(config: Any) -> str:
+    reason = ""
     if config.model_type not in PACKED_TYPES:
-        return f"type {config.model_type} is not known to be right on the packed path"
-    others = set(getattr(config, "layer_types", None) or ()) - _PACKED_LAYERS
-    if others:
-        return f"layers of type {', '.join(sorted(others))} carry state from one sequence to the next"
-    if config.model_type == "llama4_text" and config.attn_temperature_tuning:
-        return "its attention temperature depends on the place in the row"
-    return ""
+        reason = f"type {config.model_type} is not known to be right on the packed path"
+    elif others := set(getattr(config, "layer_types", None) or ()) - _PACKED_LAYERS:
+        reason = f"layers of type {', '.join(sorted(others))} carry state from one sequence to the next"
+    elif config.model_type == "llama4_text" and config.attn_temperature_tuning:
+        reason = "its attention temperature depends on the place in the row"
+    return ModelPath(reason)
 
 
 def logit_form_of(config: Any) -> LogitForm:
@@ -192,12 +185,9 @@ class _EachSequence:
 
 def _kinds(module: Any) -> set[str]:
     """The kinds of a rotary embedding. A model may have one for each type of layer."""
-    kind = getattr(module, "rope_type", None) if hasattr(module, "original_inv_freq") or _is_rotary(module) else None
+    is_rotary = hasattr(module, "original_inv_freq") or type(module).__name__.endswith("RotaryEmbedding")
+    kind = getattr(module, "rope_type", None) if is_rotary else None
     return set(kind.values()) if isinstance(kind, dict) else {kind} if isinstance(kind, str) else set()
-
-
-def _is_rotary(module: Any) -> bool:
-    return type(module).__name__.endswith("RotaryEmbedding")
 
 
 # ── computing what the sequences of a group have in common once ──

@@ -167,7 +167,7 @@ def open_on_path(
         first_line = first_line_of(error)
         raise ConfigError(f"{key} {folder} cannot be loaded: {first_line}; use another model") from error
     if path.is_packed and not _fits_packed(lm):
-        path = ModelPath(is_packed=False, reason="its backbone or head has parts that the packed path does not know")
+        path = ModelPath("its backbone or head has parts that the packed path does not know")
         lm.set_attn_implementation("sdpa")
     if path.is_packed:
         embed_each_sequence(lm)

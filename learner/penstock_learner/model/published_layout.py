@@ -24,8 +24,7 @@ from penstock.errors import ConfigError
 from penstock.weights.folder_tensors import TIED_HEAD, read_json, tensor_shapes
 from penstock.weights.manifest import A_SUFFIX, B_SUFFIX
 from penstock_learner.model.causal_lm import CausalLM
-from penstock_learner.model.loading import LORA_A, decoder_layers, is_adapter, split_conversions
-from penstock_learner.model.sharding import full_weight
+from penstock_learner.model.loading import LORA_A, decoder_layers, full_weight, is_adapter, split_conversions
 
 Shapes = dict[str, tuple[int, ...]]
 

@@ -88,10 +88,15 @@ def compare_with_plain(model: CausalLM | ScalarModel, key: str, device: torch.de
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             own = run(batch, False)
             changed = run(_with_other_last_tokens(batch, vocabulary), False)
-            plain = [_one_at_a_time(model, run, batch, name) for name in _implementations(model.lm)]
+            plain = []
+            for name in ("eager", *(["sdpa"] if model.lm._supports_sdpa else [])):
+                with _attention(model.lm, name):
+                    each = (run(batch.select([index]), True) for index in range(batch.num_sequences))
+                    plain.append(torch.cat(list(each)))
     except (TypeError, ValueError, AttributeError, KeyError, IndexError, NotImplementedError, RuntimeError) as error:
         first_line = first_line_of(error)
-        if _is_out_of_memory(error):
+        # torch has no type of its own for host memory.
+        if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
             raise ConfigError(
                 f"{key}: {device} is out of memory in the first forward pass ({first_line}); use more ranks or "
                 "larger devices, or set learner.cpu_offload"
@@ -112,11 +117,6 @@ def compare_with_plain(model: CausalLM | ScalarModel, key: str, device: torch.de
     return SelfCheck(model.path.is_packed, difference / spread, limit, int(batch.lengths.max()), leak / spread)
 
 
-def _is_out_of_memory(error: Exception) -> bool:
-    # torch has no type of its own for host memory.
-    return isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
-
-
 Runner = Callable[[SequenceBatch, bool], Tensor]
 """Runs a batch on the model's own path, or, if the second argument is true, through Hugging Face's forward."""
 
@@ -134,15 +134,6 @@ def _runner(model: CausalLM | ScalarModel, device: torch.device) -> Runner:
         return values.float()
 
     return run
-
-
-def _one_at_a_time(model: CausalLM | ScalarModel, run: Runner, batch: SequenceBatch, implementation: str) -> Tensor:
-    with _attention(model.lm, implementation):
-        return torch.cat([run(batch.select([index]), True) for index in range(batch.num_sequences)])
-
-
-def _implementations(lm: Any) -> list[str]:
-    return ["eager", *(["sdpa"] if lm._supports_sdpa else [])]
 
 
 @contextmanager

@@ -56,7 +56,7 @@ class CriticWorker(TrainerRank):
         sums = on_device.tolist()
         nonfinite = tuple(index for index, (loss, _) in enumerate(sums) if not math.isfinite(loss))
         loss, num_clipped = (sum(column) for column in zip(*sums, strict=True))
-        return CriticReport(loss, int(num_clipped), taken, nonfinite)
+        return CriticReport(loss, taken, nonfinite, int(num_clipped))
 
     def run_passes(self, part: RankShard, denominators: Denominators) -> None:
         self.values(part)

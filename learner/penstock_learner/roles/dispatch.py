@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,23 +67,23 @@ def declarations(worker: type) -> dict[str, Dispatch]:
     return found
 
 
-class TrainedReport(Protocol):
-    """What every trained role reports about one rank's part of an update."""
+@dataclass(frozen=True)
+class TrainedReport:
+    """What every trained role reports about one rank's part of an update. Of sums over it, the controller adds those of
+    all ranks and then divides once."""
 
-    @property
-    def loss(self) -> float: ...
-    @property
-    def step(self) -> OptimizerStep: ...
-    @property
-    def nonfinite(self) -> tuple[int, ...]: ...
+    loss: float
+    """This rank's share of the loss."""
+    step: OptimizerStep
+    """The step of the whole model, the same on every rank."""
+    nonfinite: tuple[int, ...]
+    """Indices of the micro-batches whose loss was not finite."""
 
 
 @dataclass(frozen=True)
-class UpdateReport:
-    """Sums over one rank's part of an update. The controller adds the sums of all ranks and then divides once."""
+class UpdateReport(TrainedReport):
+    """An update of the policy."""
 
-    loss: float
-    """This rank's share of the policy loss."""
     kl: float
     """Sum of the KL penalty over trained tokens."""
     entropy: float
@@ -91,10 +91,6 @@ class UpdateReport:
     statistics: LossStatistics
     correction: CorrectionStatistics
     mismatch: Mismatch
-    step: OptimizerStep
-    """The step of the whole model, the same on every rank."""
-    nonfinite: tuple[int, ...]
-    """Indices of the micro-batches whose loss was not finite."""
     routers: RouterReport | None = None
     """What the routers of a mixture of experts did. None if they are not watched."""
     proximal: NDArray[np.float32] | None = None
@@ -114,17 +110,11 @@ class RouterReport:
 
 
 @dataclass(frozen=True)
-class CriticReport:
-    """Sums over one rank's part of an update. The controller adds the sums of all ranks and then divides once."""
+class CriticReport(TrainedReport):
+    """An update of the critic."""
 
-    loss: float
-    """This rank's share of the value loss."""
     num_clipped: int
     """Trained tokens for which the clipped value gave the larger error."""
-    step: OptimizerStep
-    """The step of the whole model, the same on every rank."""
-    nonfinite: tuple[int, ...] = ()
-    """Indices of the micro-batches whose loss was not finite."""
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ nothing of Ray, the queue or publication. It needs a process group and a model f
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import reduce
 from operator import add
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,9 +66,6 @@ def open_policy(config: RunConfig) -> CausalLM:
         add_adapter(model, learner.lora)
     model.watch = watch_routers(model.lm, learner)
     return model
-
-
-T = TypeVar("T", LossStatistics, CorrectionStatistics, Mismatch)
 
 
 @dataclass(frozen=True)
@@ -131,21 +128,13 @@ class PolicyUpdate:
         )
         nonfinite = tuple(index for index, (loss, kl, _) in enumerate(sums) if not math.isfinite(loss + kl))
         loss, kl, entropy = (sum(column) for column in zip(*sums, strict=True))
-        return UpdateReport(
-            loss,
-            kl,
-            entropy,
-            statistics,
-            correction,
-            mismatch,
-            taken,
-            nonfinite,
-            _router_report([report.routing for report in reports if report.routing is not None]),
-            self._own_proximal(part, reports),
-        )
+        proximal = None
+        if self.learner.algorithm.correction.recomputes and part.micro_batches[0].old_log_probs is None:
+            proximal = torch.cat([report.log_probs for report in reports]).cpu().numpy()  # the controller gave none
+        routers = _router_report([report.routing for report in reports if report.routing is not None])
+        return UpdateReport(loss, taken, nonfinite, kl, entropy, statistics, correction, mismatch, routers, proximal)
 
     def log_probs(self, part: RankShard) -> NDArray[np.float32]:
-        """[T] log-probs of this rank's micro-batches under the current weights, without gradient."""
         return forward_log_probs(self.model, part, self.device, self.parallel)
 
     def run_passes(self, part: RankShard, denominators: Denominators) -> None:
@@ -224,11 +213,6 @@ class PolicyUpdate:
             return interpolate_log_probs(behaviour, log_probs, config.interpolation)
         return log_probs.detach() if micro.old_log_probs is None else to_device(micro.old_log_probs, self.device)
 
-    def _own_proximal(self, part: RankShard, reports: Sequence[_MicroReport]) -> NDArray[np.float32] | None:
-        """The proximal policy's log-probs, if the controller did not give them and they were computed here."""
-        is_own = self.learner.algorithm.correction.recomputes and part.micro_batches[0].old_log_probs is None
-        return torch.cat([report.log_probs for report in reports]).cpu().numpy() if is_own else None
-
 
 def _router_report(parts: Sequence[_Routing]) -> RouterReport | None:
     """Counts omit micro-batches that only fill up a rank."""
@@ -242,17 +226,10 @@ def _router_report(parts: Sequence[_Routing]) -> RouterReport | None:
     )
 
 
-def _on_host(
-    statistics: LossStatistics, correction: CorrectionStatistics, mismatch: Mismatch
-) -> tuple[LossStatistics, CorrectionStatistics, Mismatch]:
+def _on_host(*parts: Any) -> list[Any]:
     """The sums of an update on the host: the controller may have no GPU."""
-    parts = (statistics, correction, mismatch)
-    copies = iter(to_host([getattr(part, field.name) for part in parts for field in fields(part)]))
-    return _filled(statistics, copies), _filled(correction, copies), _filled(mismatch, copies)
-
-
-def _filled(part: T, tensors: Iterator[Tensor]) -> T:
-    return replace(part, **{field.name: next(tensors) for field in fields(part)})
+    copies = iter(to_host([getattr(part, each.name) for part in parts for each in fields(part)]))
+    return [replace(part, **{each.name: next(copies) for each in fields(part)}) for part in parts]
 
 
 def forward_log_probs(

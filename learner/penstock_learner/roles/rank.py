@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -35,45 +34,6 @@ COMPUTES = ("log_probs", "reference_log_probs", "values", "update")
 """Calls that run forward passes, backward passes and the optimizer. Each returns when the device has finished."""
 
 
-@dataclass
-class RankProfiler:
-    """Records one rank with torch's profiler. The recording covers the thread in which `start` is called."""
-
-    role: str
-    rank: int
-    running: profile | None = None
-
-    def start(self, device: torch.device) -> None:
-        """Begin to record. A recording that an earlier step did not finish is dropped."""
-        self._end()
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
-        try:
-            self.running = profile(activities=activities)
-            self.running.start()
-        except RuntimeError as error:
-            self.running = None
-            logger.error("profile was not started: %s", error)
-
-    def write(self, folder: Path, step: int) -> None:
-        """End the recording and write the trace. Does nothing if the rank was restarted since `start`."""
-        ended = self._end()
-        if ended is None:
-            return
-        path = folder / f"step-{step}-{self.role}-{self.rank}.json.gz"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            ended.export_chrome_trace(str(path))
-            logger.info("wrote %s", path)
-        except (OSError, RuntimeError) as error:
-            logger.error("profile %s was not written: %s", path, error)
-
-    def _end(self) -> profile | None:
-        ended, self.running = self.running, None
-        if ended is not None:
-            ended.stop()
-        return ended
-
-
 class Rank:
     """Base of the role workers. Ranks never read the queue: the controller sends each rank its part of a batch."""
 
@@ -95,7 +55,7 @@ class Rank:
         """Seconds that this rank has spent in the calls of COMPUTES."""
         self.is_up = False
         self.beat_at = time.monotonic()
-        self.profiler = RankProfiler(self.role, rank)
+        self.profile: profile | None = None
         if config.learner.ray_address:  # a Ray that was started elsewhere has its own mask and environment
             keep_files_private()
             keep_compiled_code(config.cache_folder)
@@ -172,10 +132,34 @@ class Rank:
         )
 
     def start_profile(self) -> None:
-        self.profiler.start(self.device)
+        """Begin to record this thread with torch's profiler. A recording that an earlier step did not finish is
+        dropped."""
+        self._end_profile()
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.device.type == "cuda" else [])]
+        try:
+            self.profile = profile(activities=activities)
+            self.profile.start()
+        except RuntimeError as error:
+            self.profile = None
+            logger.error("profile was not started: %s", error)
 
     def write_profile(self, folder: Path, step: int) -> None:
-        self.profiler.write(folder, step)
+        """End the recording and write the trace. Does nothing if the rank was restarted since `start_profile`."""
+        if (ended := self._end_profile()) is None:
+            return
+        path = folder / f"step-{step}-{self.role}-{self.rank}.json.gz"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            ended.export_chrome_trace(str(path))
+            logger.info("wrote %s", path)
+        except (OSError, RuntimeError) as error:
+            logger.error("profile %s was not written: %s", path, error)
+
+    def _end_profile(self) -> profile | None:
+        ended, self.profile = self.profile, None
+        if ended is not None:
+            ended.stop()
+        return ended
 
     def crash_point(self) -> None:
         crash_point(f"{self.role}.{self.rank}")

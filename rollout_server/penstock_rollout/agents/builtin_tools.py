@@ -22,7 +22,7 @@ from penstock.config.rollout import SearchTool as SearchSettings
 from penstock.errors import ConfigError
 from penstock_rollout.agents.tools import Tool, ToolAnswer
 from penstock_rollout.rewards.pool import RewardFailed, RewardPool
-from penstock_rollout.rewards.remote import post_until_answered
+from penstock_rollout.rewards.scorer import post_until_answered
 
 _LANGUAGE = "en"
 

@@ -19,7 +19,7 @@ from penstock.cancellation import end_task
 from penstock.config.rollout import McpServer
 from penstock.errors import ConfigError
 from penstock_rollout.agents.tools import Tool, ToolAnswer, ToolError
-from penstock_rollout.rewards.remote import bearer_headers
+from penstock_rollout.rewards.scorer import bearer_headers
 
 logger = logging.getLogger(__name__)
 CLOSE_S = 10.0

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from penstock.config.learner import LoraConfig
 from penstock_learner.model.adapter import add_adapter
 from penstock_learner.model.causal_lm import CausalLM, load_model
+from penstock_learner.model.loading import shard
 from penstock_learner.model.published_layout import PushedWeights
-from penstock_learner.model.sharding import shard
 from penstock_learner.weights.publisher import WeightPublisher
 from support.engine_member import HOST, config_of, greedy_log_probs, member
 from support.learner_runs import GROUPS_PER_STEP, NUM_STEPS, fill_queue, make_config, outcome, run_learner

@@ -13,7 +13,7 @@ from penstock.config.algorithms import AdvantageConfig, AlgorithmConfig
 from penstock.errors import ConfigError
 from penstock_learner.batches.partition import partition, unpermute
 from penstock_learner.batches.sequence_batch import SequenceBatch, batch_of, concat
-from penstock_learner.steps.stages import with_advantages
+from penstock_learner.steps.program import with_advantages
 from support.groups import make_group
 
 

@@ -19,8 +19,7 @@ from penstock.errors import ConfigError
 from penstock.store.notices import Event, PostEvent, ignore_event
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.rewards.pool import RewardFailed
-from penstock_rollout.rewards.remote import RemoteScorer
-from penstock_rollout.rewards.scorer import Scorer
+from penstock_rollout.rewards.scorer import RemoteScorer, Scorer
 from support.confinements import needs_sandbox
 
 FUNCTIONS = '''

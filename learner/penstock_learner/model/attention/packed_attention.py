@@ -212,8 +212,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, packing: Packing, form: ScoreForm) -
     """Attention of each token to the earlier tokens of its own sequence. Inputs and output are [N, heads, dim]."""
     if not form.is_plain:
         return (flexible if q.is_cuda else _explicit)(q, k, v, packing, form)
-    is_varlen = has_varlen(q, v, form) and (form.window is not None or not packing.is_full)
-    return (_varlen if is_varlen else _padded)(q, k, v, packing, form)
+    if has_varlen(q, v, form) and (form.window is not None or not packing.is_full):
+        return varlen(q, k, v, packing.offsets, packing.offsets, packing.longest, form)
+    return _padded(q, k, v, packing, form)
 
 
 def has_varlen(q: Tensor, v: Tensor, form: ScoreForm) -> bool:
@@ -262,10 +263,6 @@ def varlen(
         v = functional.pad(v, (0, q.shape[2] - value_dim))
     attended: Tensor = function(q, k, v, query_offsets, key_offsets, longest, longest, **options)
     return attended[:, :, :value_dim]
-
-
-def _varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, form: ScoreForm) -> Tensor:
-    return varlen(q, k, v, packing.offsets, packing.offsets, packing.longest, form)
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, form: ScoreForm) -> Tensor:

@@ -14,10 +14,10 @@ from penstock.config.loading import load_config, validate
 from penstock.config.run import RunConfig
 from penstock_learner.batches.partition import partition, unpermute
 from penstock_learner.batches.sequence_batch import SequenceBatch, batch_of
-from penstock_learner.model.sharding import full_weight
+from penstock_learner.model.loading import full_weight
 from penstock_learner.roles.critic import CriticWorker
 from penstock_learner.roles.policy import PolicyWorker
-from penstock_learner.steps.stages import denominators_of, with_advantages
+from penstock_learner.steps.program import denominators_of, with_advantages
 from support.groups import make_group
 from support.learner_ranks import make_rank, with_model
 

@@ -32,7 +32,7 @@ def reports(*, skipped: bool, nonfinite: tuple[int, ...] = ()) -> list[UpdateRep
         CorrectionStatistics(*[ZERO] * len(fields(CorrectionStatistics))),
         Mismatch(ZERO, ZERO),
     )
-    return [UpdateReport(0.0, 0.0, 0.0, *sums, step, own) for own in ((), nonfinite)]
+    return [UpdateReport(0.0, step, own, 0.0, 0.0, *sums) for own in ((), nonfinite)]
 
 
 def test_the_error_names_the_last_skipped_step_and_keeps_its_batch(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ import torch
 from penstock.config.learner import LearnerConfig
 from penstock_learner.batches.partition import partition
 from penstock_learner.batches.sequence_batch import SequenceBatch, batch_of
+from penstock_learner.steps.program import denominators_of, with_advantages
 from penstock_learner.steps.roles import AheadBatch, StepContext
-from penstock_learner.steps.stages import denominators_of, with_advantages
 from support.groups import groups_of
 from support.learner_ranks import make_step
 

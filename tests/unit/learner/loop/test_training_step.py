@@ -20,7 +20,7 @@ from penstock.errors import ConfigError, TrainingDiverged
 from penstock_learner.batches.sequence_batch import batch_of
 from penstock_learner.checkpoints.trainer_state import Lineage, Rewind
 from penstock_learner.metrics import MAX_REWARD_PARTS, LearnerMetrics
-from penstock_learner.steps.stages import with_advantages
+from penstock_learner.steps.program import with_advantages
 from penstock_learner.steps.step_result import SkippedSteps, StepTimes, mean_rewards, reward_part_means
 from support.groups import groups_of, made_by, make_group
 from support.learner_ranks import make_step

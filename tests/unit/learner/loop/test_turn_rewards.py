@@ -11,7 +11,7 @@ import pytest
 from penstock.config.algorithms import AdvantageConfig, AlgorithmConfig
 from penstock.trajectory import Group, TokenReward, VersionSegment
 from penstock_learner.batches.sequence_batch import batch_of
-from penstock_learner.steps.stages import with_advantages
+from penstock_learner.steps.program import with_advantages
 from support.groups import make_group
 from support.learner_ranks import make_step
 

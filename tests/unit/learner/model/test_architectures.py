@@ -101,7 +101,7 @@ def test_the_self_check_refuses_a_head_without_its_scale_or_cap(name: str, tmp_p
 
 def test_the_self_check_refuses_packed_recurrent_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny_model("qwen3_next").save_pretrained(tmp_path)
-    monkeypatch.setattr(causal_lm, "path_of", lambda config: causal_lm.ModelPath(is_packed=True, reason=""))
+    monkeypatch.setattr(causal_lm, "path_of", lambda config: causal_lm.ModelPath(""))
     with pytest.raises(ConfigError, match="qwen3_next on the packed path differs"):
         require_right(load_model(tmp_path, torch.float32, 16), "model.path", CPU, torch.float32)
 

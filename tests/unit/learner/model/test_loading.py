@@ -15,9 +15,8 @@ from penstock.config.learner import LearnerConfig, LoraConfig
 from penstock.errors import ConfigError
 from penstock_learner.model.adapter import add_adapter
 from penstock_learner.model.causal_lm import load_model, open_model
-from penstock_learner.model.loading import read_weights
+from penstock_learner.model.loading import prepare_for_training, read_weights, shard
 from penstock_learner.model.scalar_model import load_scalar_model
-from penstock_learner.model.sharding import prepare_for_training, shard
 from support.tiny_architectures import ARCHITECTURES, tiny_model
 from support.tiny_models import make_tiny_classifier, make_tiny_qwen2
 

@@ -24,7 +24,7 @@ from penstock_learner.model.routers import _laid_out, find_routers, watch_router
 from penstock_learner.roles.dispatch import UpdateReport
 from penstock_learner.roles.policy import PolicyWorker
 from penstock_learner.start_check import _check_structure
-from penstock_learner.steps.stages import denominators_of, with_advantages
+from penstock_learner.steps.program import denominators_of, with_advantages
 from penstock_learner.steps.step_result import router_metrics
 from support.groups import make_group
 from support.learner_ranks import make_rank, with_model

@@ -118,7 +118,8 @@ class RolloutServer:
         """Start the engine and join the fleet."""
         rollout = self.config.rollout
         self.metrics.info.labels(self.server_id, self.engine.name).set(1)
-        self.metrics.generating.seconds = self._generating_s
+        stats = self.engine.stats  # called from another thread
+        self.metrics.generating.seconds = lambda: stats().generating_s if self.engine.policy_version >= 0 else 0.0
         self.endpoint.readiness = self.readiness
         self.endpoint.listen(rollout.host, rollout.metrics_port)
         await self.phases.enter(self.server_id, "checking the rewards", is_first=True)
@@ -172,10 +173,6 @@ class RolloutServer:
         while True:
             await asyncio.sleep(HEALTH_S)
             await self.engine.check_health()
-
-    def _generating_s(self) -> float:
-        """Seconds in which the engine had something to generate. It is called from another thread."""
-        return self.engine.stats().generating_s if self.engine.policy_version >= 0 else 0.0
 
     def readiness(self) -> Readiness:
         """What `/readyz` says. It is called from another thread."""

@@ -21,7 +21,7 @@ import math
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,7 +43,7 @@ UNBOUNDED_NATS = 20.0
 
 
 @dataclass(frozen=True)
-class Sample:
+class ComparedSample:
     """One trajectory to compare."""
 
     group: Group
@@ -51,16 +51,12 @@ class Sample:
 
     @property
     def server_id(self) -> str:
-        """The server that sampled it."""
         return self.trajectory.server_ids[0] if self.trajectory.server_ids else self.group.server_id
 
     @property
     def num_tokens(self) -> int:
         """Tokens of prompt and response."""
         return len(self.group.prompt_token_ids) + len(self.trajectory.token_ids)
-
-    def as_group(self) -> Group:
-        return replace(self.group, trajectories=(self.trajectory,))
 
 
 @dataclass(frozen=True)
@@ -78,16 +74,16 @@ class Comparison:
     top-k and min-p the nucleus may hold anything, so UNBOUNDED_NATS."""
 
 
-def choose(groups: Sequence[Group], step: int, first: Collection[str] = ()) -> list[Sample]:
+def choose(groups: Sequence[Group], step: int, first: Collection[str] = ()) -> list[ComparedSample]:
     """A few trajectories of each version of every server, as far as the budget of tokens reaches. The servers in
     `first` always have their turn. The order of the others depends on the step."""
-    by_server: dict[str, list[tuple[int, Sample]]] = {}
+    by_server: dict[str, list[tuple[int, ComparedSample]]] = {}
     for group in groups:
         for place, sample in enumerate(_comparable(group)):
             by_server.setdefault(sample.server_id, []).append((place, sample))
     total = sum(sample.num_tokens for placed in by_server.values() for _, sample in placed)
     budget = max(MIN_BUDGET_TOKENS, SHARE * total)
-    chosen: list[Sample] = []
+    chosen: list[ComparedSample] = []
     for name in sorted(by_server, key=lambda name: (name not in first, zlib.crc32(f"{step} {name}".encode()))):
         if name not in first and sum(sample.num_tokens for sample in chosen) >= budget:
             break
@@ -95,7 +91,7 @@ def choose(groups: Sequence[Group], step: int, first: Collection[str] = ()) -> l
     return chosen
 
 
-def enough(samples: Sequence[Sample], num_tokens: int) -> list[Sample]:
+def enough(samples: Sequence[ComparedSample], num_tokens: int) -> list[ComparedSample]:
     """The first samples, until they have this many trained tokens."""
     found, so_far = [], 0
     for sample in samples:
@@ -106,15 +102,15 @@ def enough(samples: Sequence[Sample], num_tokens: int) -> list[Sample]:
     return found
 
 
-def _comparable(group: Group) -> list[Sample]:
+def _comparable(group: Group) -> list[ComparedSample]:
     return [
-        Sample(group, trajectory)
+        ComparedSample(group, trajectory)
         for trajectory in group.trajectories
         if not trajectory.is_baseline and trajectory.has_trained_token and len(trajectory.server_ids) <= 1
     ]
 
 
-def _in_order(placed: Sequence[tuple[int, Sample]]) -> list[Sample]:
+def _in_order(placed: Sequence[tuple[int, ComparedSample]]) -> list[ComparedSample]:
     """The samples of one server: one of each version in turn, the newest first, and from different groups first."""
     ranked = sorted(placed, key=lambda entry: entry[0])
     turns: Counter[int] = Counter()
@@ -126,7 +122,9 @@ def _in_order(placed: Sequence[tuple[int, Sample]]) -> list[Sample]:
     return [sample for *_, sample in sorted(ordered, key=lambda entry: entry[:2])]
 
 
-def compare(samples: Sequence[Sample], staleness: Sequence[int], log_probs: NDArray[np.float32]) -> list[Comparison]:
+def compare(
+    samples: Sequence[ComparedSample], staleness: Sequence[int], log_probs: NDArray[np.float32]
+) -> list[Comparison]:
     """Compare the samples with the learner's log-probs [T] of all their tokens. `staleness` is that of each sample."""
     comparisons, start = [], 0
     for sample, steps in zip(samples, staleness, strict=True):
@@ -157,7 +155,7 @@ MAX_STALENESS = 64
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ServerVerdict:
     """What the comparisons of one step say about a server."""
 
     server_id: str
@@ -191,7 +189,6 @@ class LogProbCheck:
         return self.max_mismatch_nats > 0
 
     def remember(self, metrics: Mapping[str, float]) -> None:
-        """Keep the step's figure, if it has one."""
         if METRIC in metrics:
             self.last = {METRIC: metrics[METRIC]}
 
@@ -204,12 +201,13 @@ class LogProbCheck:
         self._drifts.clear()
 
     def forget_usual(self) -> None:
-        """Learn again what is usual."""
         self._history.clear()
         self._strikes.clear()
         self._num_steps = 0
 
-    def judge(self, comparisons: Sequence[Comparison], probed: frozenset[str] = frozenset()) -> dict[str, Verdict]:
+    def judge(
+        self, comparisons: Sequence[Comparison], probed: frozenset[str] = frozenset()
+    ) -> dict[str, ServerVerdict]:
         """A verdict for each server that can be judged. For servers that are `probed`, one strike is enough."""
         by_server: dict[str, list[Comparison]] = {}
         for comparison in comparisons:
@@ -224,7 +222,7 @@ class LogProbCheck:
         self._num_steps += bool(verdicts)
         return verdicts
 
-    def _verdict(self, name: str, found: Sequence[Comparison], usual: float | None, is_probed: bool) -> Verdict:
+    def _verdict(self, name: str, found: Sequence[Comparison], usual: float | None, is_probed: bool) -> ServerVerdict:
         mismatch = _mean(found, lambda one: one.mean_nats)
         allowance = _mean(found, lambda one: one.nucleus_nats) + DRIFT_FACTOR * self._drift_of(found)
         configured = self.max_mismatch_nats + allowance
@@ -235,7 +233,7 @@ class LogProbCheck:
         is_clear = is_beyond and is_exact and (name not in self.agreed or not mismatch <= 2 * configured)
         is_enough = is_probed or is_clear or self._strikes[name] >= STRIKES
         disagrees = not agrees and is_enough
-        return Verdict(name, mismatch, limit, agrees, disagrees, is_beyond)
+        return ServerVerdict(name, mismatch, limit, agrees, disagrees, is_beyond)
 
     def _drift_of(self, found: Sequence[Comparison]) -> float:
         """Mean drift of the learner between the versions that sampled the tokens and now."""
@@ -257,7 +255,7 @@ def _mean(comparisons: Sequence[Comparison], value: Callable[[Comparison], float
     return sum(one.num_tokens * value(one) for one in comparisons) / num_tokens
 
 
-def disagreement(verdicts: Sequence[Verdict]) -> ConfigError:
+def disagreement(verdicts: Sequence[ServerVerdict]) -> ConfigError:
     worst = max(verdicts, key=lambda verdict: verdict.mismatch_nats - verdict.limit_nats)
     others = ", ".join(f"{verdict.server_id} by {verdict.mismatch_nats:.3g}" for verdict in verdicts[:8])
     return ConfigError(

@@ -22,7 +22,15 @@ from numpy.typing import NDArray
 
 from penstock.store.fleet import Fleet, Quarantine, Quarantines, ServerRecord
 from penstock.trajectory import Group
-from penstock_learner.agreement.comparison import LogProbCheck, Sample, Verdict, choose, compare, disagreement, enough
+from penstock_learner.agreement.comparison import (
+    ComparedSample,
+    LogProbCheck,
+    ServerVerdict,
+    choose,
+    compare,
+    disagreement,
+    enough,
+)
 from penstock_learner.checkpoints.trainer_state import Lineage
 from penstock_learner.metrics import LearnerMetrics
 
@@ -62,12 +70,6 @@ class ServerQuarantine:
             for left in times.keys() - self.records.keys():
                 del times[left]
 
-    async def end_all(self) -> None:
-        """Let all servers serve again, because nothing compares them any more."""
-        await self.read()
-        for server_id in list(self.records):
-            await self.end(server_id)
-
     def holds(self, server_id: str) -> bool:
         return server_id in self.records
 
@@ -83,7 +85,7 @@ class ServerQuarantine:
         held = [record for name in servers if (record := self.records.get(name)) is not None]
         return any(group.prompt_id not in record.probe_ids for record in held)
 
-    async def begin(self, verdict: Verdict, policy_version: int) -> None:
+    async def begin(self, verdict: ServerVerdict, policy_version: int) -> None:
         """Put a server into quarantine, or note that its probes disagreed too."""
         before = self.records.get(verdict.server_id)
         record = Quarantine(
@@ -171,7 +173,7 @@ class _Compared:
     """The samples of a step, and the learner's log-probs of them before its update."""
 
     step: int
-    samples: list[Sample]
+    samples: list[ComparedSample]
     log_probs: NDArray[np.float32]
     num_rewinds: int
 
@@ -191,7 +193,7 @@ class ServerAgreement:
     """Servers that were in the fleet during this term. Groups of others (imports, sessions) cannot be sampled again, so
     they are compared and never refused."""
     _alive: set[str] = field(default_factory=set)
-    _beyond: dict[str, Verdict] = field(default_factory=dict)
+    _beyond: dict[str, ServerVerdict] = field(default_factory=dict)
     """Servers beyond the configured limit that are not helped by loading their weights again."""
     _step: int = 0
     _judged: set[str] = field(default_factory=set)
@@ -201,10 +203,10 @@ class ServerAgreement:
     async def begin(self) -> None:
         """Call it before the term's first batch is read."""
         self.check.forget_drift()
-        if self.check.is_on:
-            await self.quarantine.read()
-        else:
-            await self.quarantine.end_all()
+        await self.quarantine.read()
+        if not self.check.is_on:  # nothing compares the servers any more
+            for server_id in list(self.quarantine.records):
+                await self.quarantine.end(server_id)
 
     async def refused(self, step: int, groups: Sequence[Group], version: int, lineage: Lineage) -> list[int]:
         """Prompts of a step's batch whose groups must not be trained by weights of `version`. Call it again for the
@@ -213,7 +215,9 @@ class ServerAgreement:
             return []
         if step != self._step:
             self._step, self._judged = step, set()
-        await self._look_at_fleet()
+        servers = await self.fleet.servers()
+        self._known.update(server.server_id for server in servers)
+        self._alive = {server.server_id for server in servers if server.heartbeat_age_ms < 1000 * self.silence_s}
         refused = [group.prompt_id for group in groups if await self.quarantine.refuses(group)]
         others = [group for group in groups if group.prompt_id not in refused]
         new = [group for group in others if group.server_id not in self._judged]
@@ -228,12 +232,7 @@ class ServerAgreement:
             await self.quarantine.probe_again(server_id)
         return [*refused, *(group.prompt_id for group in held)]
 
-    async def _look_at_fleet(self) -> None:
-        servers = await self.fleet.servers()
-        self._known.update(server.server_id for server in servers)
-        self._alive = {server.server_id for server in servers if server.heartbeat_age_ms < 1000 * self.silence_s}
-
-    async def _judge(self, groups: Sequence[Group], version: int, lineage: Lineage) -> dict[str, Verdict]:
+    async def _judge(self, groups: Sequence[Group], version: int, lineage: Lineage) -> dict[str, ServerVerdict]:
         """Compare some trajectories. The samples of the step before are computed again, to see how they moved."""
         samples, before = choose(groups, self._step, self.quarantine.records), self._last
         if not samples:
@@ -244,7 +243,8 @@ class ServerAgreement:
             self.check.forget_drift()
             before = None
         old = before.samples if before else []
-        computed = await self.log_probs([sample.as_group() for sample in (*old, *samples)])
+        groups = [replace(sample.group, trajectories=(sample.trajectory,)) for sample in (*old, *samples)]
+        computed = await self.log_probs(groups)
         if not np.isfinite(computed).all():
             return {}  # the update of this batch is skipped and counted
         log_probs = computed
@@ -261,7 +261,7 @@ class ServerAgreement:
             staleness[(each.target < oldest) & (oldest < each.new_version)] = -1
         return self.check.judge(compare(samples, staleness.tolist(), log_probs), frozenset(self.quarantine.records))
 
-    def _raise_if_all_disagree(self, verdicts: Mapping[str, Verdict]) -> None:
+    def _raise_if_all_disagree(self, verdicts: Mapping[str, ServerVerdict]) -> None:
         """Raise ConfigError if no server is left whose samples can be trained."""
         for name, verdict in verdicts.items():
             record = self.quarantine.records.get(name)
@@ -274,7 +274,7 @@ class ServerAgreement:
         if self._beyond and expected <= set(self._beyond):
             raise disagreement([self._beyond[name] for name in sorted(expected)])
 
-    async def _follow(self, verdicts: Mapping[str, Verdict], version: int) -> None:
+    async def _follow(self, verdicts: Mapping[str, ServerVerdict], version: int) -> None:
         known = [verdict for name, verdict in verdicts.items() if name in self._known]
         probed = [verdict for verdict in known if self.quarantine.holds(verdict.server_id)]
         others = [verdict for verdict in known if verdict not in probed]
@@ -292,7 +292,7 @@ class ServerAgreement:
                 self.metrics.quarantines.inc()
                 await self.quarantine.begin(verdict, version)
 
-    def _is_accepted(self, verdict: Verdict) -> bool:
+    def _is_accepted(self, verdict: ServerVerdict) -> bool:
         """Whether a server that differs more than usual serves all the same: its weights were loaded again, it is
         within the configured limit, and no other server is left."""
         record = self.quarantine.records[verdict.server_id]

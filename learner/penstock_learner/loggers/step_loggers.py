@@ -195,13 +195,13 @@ _NOT_LOGGED = ("time",)
 def under_verl_names(metrics: Metrics) -> dict[str, float]:
     """Every number once, under verl's name or `penstock/…`, and the numbers that verl derives from several. Names with
     a slash, as those of supervised fine-tuning (`train/loss`), are verl's already."""
-    named = {_verl_name(name): value for name, value in metrics.items() if name not in _NOT_LOGGED}
+    named = {
+        name if "/" in name else VERL_NAMES.get(name, OWN_PREFIX + name): value
+        for name, value in metrics.items()
+        if name not in _NOT_LOGGED
+    }
     is_supervised = any("/" in name for name in metrics)
     return named | ({} if is_supervised else {name: derive(metrics) for name, derive in _DERIVED.items()})
-
-
-def _verl_name(name: str) -> str:
-    return name if "/" in name else VERL_NAMES.get(name, OWN_PREFIX + name)
 
 
 COLUMNS = (
@@ -230,12 +230,10 @@ def _section(sample: Sample) -> str:
     reward = "none" if sample.reward is None else f"{sample.reward:g}"
     head = f"**reward {reward}**{parts} · prompt {sample.prompt_id}.{sample.sample} · {sample.num_tokens} tokens"
     texts = {"prompt": sample.prompt, "ground truth": sample.ground_truth, "response": sample.response}
-    blocks = [f"{name}:\n\n{_indented(_text(value))}" for name, value in texts.items()]
+    blocks = [
+        f"{name}:\n\n" + "\n".join(f"    {line}" for line in _text(value).splitlines()) for name, value in texts.items()
+    ]
     return "\n\n".join([head, *blocks])
-
-
-def _indented(text: str) -> str:
-    return "\n".join(f"    {line}" for line in text.splitlines())
 
 
 def _cell(value: Any) -> Any:

@@ -85,7 +85,10 @@ class ValidationLog:
         while not stopping.is_set():
             try:
                 silence_s = (await heartbeats.ages_s()).get(VALIDATOR)
-                if any(_is_score_of(name, step) for name in await self.queue.evaluation_history()):
+                scores = [name_and_step(name) for name in await self.queue.evaluation_history()]
+                if any(
+                    of_step == step and "/reward/" in name for name, of_step in scores
+                ):  # the feed records them last
                     return
             except PenstockError as error:
                 logger.warning("cannot see whether the last policy is validated: %s; trying again", error)
@@ -121,12 +124,6 @@ def is_named_score(name: str) -> bool:
     """Whether this is a score of a data source, and not of a whole evaluation. The feed and the learner name them as
     verl does: openai/gsm8k/reward/mean@8."""
     return any(kind in name for kind in ("/reward/", "/combined_reward/", "/reward_model/"))
-
-
-def _is_score_of(name: str, step: int) -> bool:
-    """Whether the feed has recorded this score after its validation of the step. It does so last."""
-    benchmark, of_step = name_and_step(name)
-    return of_step == step and "/reward/" in benchmark
 
 
 Score = Callable[[Sequence[Group]], Awaitable[NDArray[np.float32]]]

@@ -301,7 +301,10 @@ class BatchReader:
                 if group.prompt_id != delivery.prompt_id:
                     detail = f"it is stored as prompt {delivery.prompt_id} and says {group.prompt_id}"
                     raise PoisonGroup("identity", detail)
-                if self.learner.algorithm.advantage.has_baseline and not _has_baseline(group):
+                if (
+                    self.learner.algorithm.advantage.has_baseline
+                    and sum(sample.is_baseline for sample in group.trajectories) != 1
+                ):
                     detail = "it has no greedy sample to compare with; is the servers' config the same?"
                     raise PoisonGroup("shape", detail)
                 if self.vocabulary_size is not None:
@@ -345,10 +348,6 @@ class BatchReader:
         staleness = policy_version - self.term.lineage.oldest_version(group)
         is_stale = self.replay.stale_policy == "drop" and staleness > self.replay.max_staleness
         return is_stale or self.term.lineage.abandons(group)
-
-
-def _has_baseline(group: Group) -> bool:
-    return sum(trajectory.is_baseline for trajectory in group.trajectories) == 1
 
 
 @dataclass(frozen=True, eq=False)

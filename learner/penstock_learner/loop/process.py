@@ -255,33 +255,23 @@ class LearnerController:
         self, term: Term, orders: OperatorOrders, publication: PolicyPublication, quarantine: ServerQuarantine
     ) -> StepLoop:
         loggers = open_loggers(self.config, term.step)
+        failed_rewards = FailedRewards(
+            self.config.rollout.reward.max_failed_share, self.config.replay.groups_per_step, self.control.pause
+        )
         return StepLoop(
             config=self.config,
             term=term,
             queue=self.queue,
             orders=orders,
             reader=BatchReader(
-                self.queue,
-                self.config.replay,
-                self.config.learner,
-                term,
-                vocabulary_size(self.config.model.path),
-                quarantine,
-                FailedRewards(
-                    self.config.rollout.reward.max_failed_share, self.config.replay.groups_per_step, self.control.pause
-                ),
-                self._is_paused,
-                DataEnd(self.queue, self.config.dataset),
-            ),  # fmt: skip
+                self.queue, self.config.replay, self.config.learner, term, vocabulary_size(self.config.model.path),
+                quarantine, failed_rewards, self._is_paused, DataEnd(self.queue, self.config.dataset),
+            ),
             training=self.training,
             agreement=ServerAgreement(
-                self.log_prob_check,
-                quarantine,
-                self.training.policy_log_probs,
-                self.fleet,
-                self.metrics,
+                self.log_prob_check, quarantine, self.training.policy_log_probs, self.fleet, self.metrics,
                 self.config.replay.lease_ttl_s,
-            ),  # fmt: skip
+            ),
             recomputed=RecomputedLogProbs(self.fleet.client, self.config.run),
             publication=publication,
             records=self.records,
@@ -291,7 +281,7 @@ class LearnerController:
                 self.checkpoints, self.queue, self.trained, self.metrics, partial(self._on_durable_checkpoint, term)
             ),
             phases=self.phases,
-        )
+        )  # fmt: skip
 
     async def _is_paused(self) -> bool:
         return (await self.control.orders()).is_paused

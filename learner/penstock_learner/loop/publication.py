@@ -168,7 +168,7 @@ POLL_S = 0.5
 
 
 @dataclass(frozen=True)
-class StagedVersion:
+class GatheredVersion:
     """A version whose weights rank 0 holds, or is still gathering."""
 
     policy_version: int
@@ -202,7 +202,7 @@ class PolicyPublication:
         self.computed_s = 0.0
         """Seconds of computing between the last two gatherings, on the slowest rank of the policy."""
         self._computed_before_s = 0.0
-        self._staged: StagedVersion | None = None
+        self._staged: GatheredVersion | None = None
         """The newest version, until its push begins."""
         self._steps: dict[int, tuple[int, Mapping[str, float]]] = {}
         """By version the step that made it, and the step's numbers. Its record in the policy registry holds them."""
@@ -219,13 +219,13 @@ class PolicyPublication:
 
     async def stage(
         self, policy_version: int, trace_parents: tuple[str, ...] = (), parent_version: int | None = None
-    ) -> StagedVersion:
+    ) -> GatheredVersion:
         """Stage the policy's weights as a version, whose push begins at once. Returns when training may change the
         weights again. Call `publish` then."""
         promoted = await self.policies.promoted_version()
         if self._staged is not None:
             trace_parents += self._staged.trace_parents
-        staged = StagedVersion(policy_version, trace_parents, parent_version)
+        staged = GatheredVersion(policy_version, trace_parents, parent_version)
         async with self._changed:
             in_use = {self._pushing, self.current, self._promoting, *self._catching_up.values()}
             if promoted in self._held - self.snapshots.written:
@@ -241,7 +241,7 @@ class PolicyPublication:
         self._computed_before_s = max(totals)
         return staged
 
-    async def publish(self, staged: StagedVersion, step: int, numbers: Mapping[str, float]) -> None:
+    async def publish(self, staged: GatheredVersion, step: int, numbers: Mapping[str, float]) -> None:
         """Let the version become the run's current one once it is pushed, unless a newer one supersedes it. `numbers`
         are those of the step that made it."""
         async with self._changed:
@@ -342,13 +342,14 @@ class PolicyPublication:
         logger.info("version %d is skipped: version %d is newer", policy_version, newer_version)
         self.metrics.syncs.labels("superseded").inc()
 
-    async def _push_and_register(self, staged: StagedVersion) -> bool:
+    async def _push_and_register(self, staged: GatheredVersion) -> bool:
         """Push and register the version. Returns False if a newer one superseded it; then no server has it."""
         version, started_s = staged.policy_version, time.time()
         followers = await self.followers.in_states(("READY", "LOADING", "STALE"))
         servers = [server for server in followers if not self._catches_up_alone(server)]
         self._members = frozenset(server.server_id for server in servers)
-        report = await self._push(version, servers, base_version=self._common_base(servers))
+        has_base = all(server.policy_version == self.current for server in servers)  # for a delta
+        report = await self._push(version, servers, base_version=self.current if has_base else None)
         self._members = frozenset()
         if report.superseded and self._staged is not None and not report.nonfinite:
             return False
@@ -442,11 +443,6 @@ class PolicyPublication:
     def _newest(self) -> int | None:
         """The version that a READY member has: the one being pushed, else the current one."""
         return self.current if self._pushing is None else self._pushing
-
-    def _common_base(self, servers: Sequence[ServerRecord]) -> int | None:
-        """The version that a delta may be sent on: the current one, if every member serves it."""
-        is_common = all(server.policy_version == self.current for server in servers)
-        return self.current if is_common else None
 
     async def _keep_promoted(self) -> None:
         """Write a snapshot of the version that was promoted, if it has none. Its buckets stay until then."""

@@ -123,7 +123,6 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device_name: str, configured: float) -> float:
-    """Peak FLOPs per second of one rank: as configured, else by the device's name, else 0."""
     if configured:
         return configured
     return next((flops for part, flops in PEAK_FLOPS.items() if part in device_name), 0.0)

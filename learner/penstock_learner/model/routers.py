@@ -42,7 +42,7 @@ class Router:
 
 
 @dataclass(frozen=True)
-class Usage:
+class RouterUsage:
     """How one router used its experts in a forward pass. Padding does not count."""
 
     counts: Tensor
@@ -118,7 +118,7 @@ class RouterWatch:
     def __init__(self, routers: list[Router], settings: RouterConfig) -> None:
         self.routers = routers
         self.settings = settings
-        self._used: list[Usage] = []
+        self._used: list[RouterUsage] = []
         self._counted: Tensor | None = None
         """[rows] how many tokens a row of a router's input stands for. None: one each."""
         self._experts: Tensor | None = None
@@ -169,7 +169,7 @@ class RouterWatch:
                 self._used.append(usage)
         return output
 
-    def _usage(self, logits: Tensor, choosing: _Choosing) -> Usage:
+    def _usage(self, logits: Tensor, choosing: _Choosing) -> RouterUsage:
         """Computed inside the layer, so that a layer whose activations are recomputed keeps nothing for it."""
         assert choosing.chosen is not None
         counted = self._counted
@@ -178,7 +178,7 @@ class RouterWatch:
             probabilities = (logits.float().softmax(dim=-1) * counted[:, None]).sum(dim=0)
         counts = torch.zeros(logits.shape[-1], device=logits.device)
         counts.scatter_add_(0, choosing.chosen.flatten(), counted.repeat_interleave(choosing.chosen.shape[-1]))
-        return Usage(counts, probabilities, (choosing.is_replayed * counted).sum())
+        return RouterUsage(counts, probabilities, (choosing.is_replayed * counted).sum())
 
 
 class _Choosing(TorchFunctionMode):

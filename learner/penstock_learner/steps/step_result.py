@@ -90,6 +90,7 @@ def batch_metrics(batch: SequenceBatch, policy_version: int, lineage: Lineage | 
     Reward spread within groups includes their baseline samples, and omits samples without a trained token, as
     advantages do. All other numbers are about the samples that train."""
     trained = batch.without_baselines()
+    ends = np.cumsum(trained.response_lengths)
     versions = trained.token_versions if lineage is None else lineage.in_steps(trained.token_versions)
     staleness = np.maximum(0, policy_version - versions)
     _, first = np.unique(batch.group_ids, return_index=True)
@@ -109,7 +110,7 @@ def batch_metrics(batch: SequenceBatch, policy_version: int, lineage: Lineage | 
         "prompt_tokens": float(trained.prompt_lengths.sum()),
         "response_tokens": float(len(trained.loss_mask)),
         "response_length_mean": float(trained.response_lengths.mean()),
-        "mixed_version_ratio": _mixed_version_ratio(trained),
+        "mixed_version_ratio": float((trained.unmixed_versions[ends - 1] == -1).mean()),
         "zero_advantage_group_ratio": float(((highest == lowest) & (sizes > 1)).mean()),
         "singleton_group_ratio": float((sizes == 1).mean()),
     }
@@ -159,12 +160,6 @@ def reward_part_means(groups: Sequence[Group]) -> dict[str, float]:
 def _label(name: str) -> str:
     """A name that any logger can show: letters, digits and a few signs, at most 40 of them."""
     return re.sub(r"[^A-Za-z0-9_.@-]", "_", name)[:40] or "_"
-
-
-def _mixed_version_ratio(batch: SequenceBatch) -> float:
-    """Share of trajectories with tokens of more than one version, because weights changed while they were sampled."""
-    starts = np.cumsum(batch.response_lengths) - batch.response_lengths
-    return float((batch.unmixed_versions[starts] == -1).mean())
 
 
 _RATES = {"policy": "learner.lr", "critic": "learner.critic.lr"}

@@ -134,7 +134,7 @@ def delta_shipment(staged: StagedVersion, base: StagedVersion, deadline: Deadlin
     """Send each bucket as a delta on `base`, or whole if the delta is not smaller. Buckets are encoded as soon as they
     are staged, where they are. Whatever hinders that, such as a lack of memory, is logged, and the buckets are sent
     whole."""
-    if base is staged or not base.is_sealed or not _has_same_layout(base.manifest, staged.manifest):
+    if base is staged or not base.is_sealed or list(base.manifest.tensors) != list(staged.manifest.tensors):
         return Shipment(staged.manifest, staged)
     manifest = weights_pb2.WeightManifest()
     manifest.CopyFrom(staged.manifest)
@@ -168,10 +168,6 @@ def _encoded(old: torch.Tensor, new: torch.Tensor, item_bytes: int) -> torch.Ten
         if new.is_cuda:
             torch.cuda.current_stream().synchronize()
     return encoded
-
-
-def _has_same_layout(base: weights_pb2.WeightManifest, manifest: weights_pb2.WeightManifest) -> bool:
-    return list(base.tensors) == list(manifest.tensors)
 
 
 DELTA_TRANSPORTS = ("nccl", "gloo")

@@ -190,7 +190,6 @@ class WeightPublisher:
         self.kept_snapshots[policy_version] = folder
 
     def _sends_delta(self, transport: str, members: Sequence[str], choice: DeltaChoice) -> bool:
-        """Return whether to try a delta: as configured, or with `auto` if deltas were faster so far."""
         if self.config.weights.delta == "auto":
             return choice.takes_delta(transport, members)
         return bool(self.config.weights.delta) and transport not in NO_DELTA_TRANSPORTS

@@ -70,15 +70,12 @@ class Sender(Protocol):
     def open(self, shipment: Shipment, members: Sequence[PushTarget], deadline: Deadline) -> str:
         """Prepare to connect to the members' workers, whose ranks are 1, 2, … in order. Returns the rendezvous. It must
         not enter a collective, because members learn the rendezvous only afterwards."""
-        ...
 
     def send(self, shipment: Shipment, members: Sequence[PushTarget], deadline: Deadline) -> None:
         """Send every bucket to every worker. Raises WeightPushFailed if the transfer breaks."""
-        ...
 
     def close(self, *, failed: bool) -> None:
         """End the push. If it failed, drop everything that a dead or late member could still block."""
-        ...
 
 
 class ShmSender:
@@ -188,7 +185,6 @@ def why_unable(transport: str, member: PushTarget) -> str:
 
 
 def make_sender(transport: str, host: str, device: torch.device, gloo_group_size: int) -> Sender:
-    """Create the sender of a transport, for a publisher with this address and device."""
     if transport == "nccl":
         return NcclSender(device)
     if transport == "cuda_ipc":

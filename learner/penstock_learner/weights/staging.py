@@ -107,7 +107,6 @@ class StagedVersion:
             self._finish_bucket(spec.bucket)
 
     def bucket(self, index: int, deadline: Deadline) -> torch.Tensor:
-        """Wait until the bucket is filled, and return it."""
         deadline.wait_for(self._progress, lambda: self._num_filled > index)
         return self.memory.buckets[index]
 

@@ -16,9 +16,7 @@ from typing import Any
 
 import httpx
 
-from penstock.config.rollout import BuiltInTool
-from penstock.config.rollout import PythonTool as PythonSettings
-from penstock.config.rollout import SearchTool as SearchSettings
+from penstock.config.rollout import PythonTool, SearchTool
 from penstock.errors import ConfigError
 from penstock_rollout.agents.tools import Tool, ToolAnswer
 from penstock_rollout.rewards.pool import RewardFailed, RewardPool
@@ -149,10 +147,10 @@ def _schema(name: str, description: str, parameters: Mapping[str, str]) -> dict[
     }
 
 
-class PythonTool(Tool):
+class ProgramTool(Tool):
     """Runs programs in its own processes, each of which runs one program at a time."""
 
-    def __init__(self, name: str, settings: PythonSettings) -> None:
+    def __init__(self, name: str, settings: PythonTool) -> None:
         schema = _schema(name, settings.description or PYTHON_DESCRIPTION, {"code": "The Python program."})
         super().__init__(settings.model_dump(mode="json"), schema)
         self.timeout_s = settings.max_wait_s + settings.timeout_s + _SPARE_S
@@ -226,10 +224,10 @@ def _read(response: httpx.Response, num_queries: int, top_k: int) -> list[list[s
     return found
 
 
-class SearchTool(Tool):
+class RetrievalTool(Tool):
     """Takes `query`, or several at once as `query_list`, which is the argument of verl's search tool."""
 
-    def __init__(self, name: str, settings: SearchSettings) -> None:
+    def __init__(self, name: str, settings: SearchTool) -> None:
         schema = _schema(name, settings.description or SEARCH_DESCRIPTION, {"query": "What to search for."})
         super().__init__(settings.model_dump(mode="json"), schema)
         where = f"rollout.agents.tools.{name}"
@@ -278,11 +276,3 @@ def _listed(passages: Sequence[str]) -> str:
         title, _, text = contents.partition("\n")
         lines.append(f"Doc {number} (Title: {title}) {text}" if text else f"Doc {number} {title}")
     return "\n".join(lines)
-
-
-def create_built_in(settings: Mapping[str, BuiltInTool]) -> list[Tool]:
-    """One tool per entry. They do not work before `open`."""
-    return [
-        PythonTool(name, chosen) if isinstance(chosen, PythonSettings) else SearchTool(name, chosen)
-        for name, chosen in settings.items()
-    ]

@@ -17,11 +17,10 @@ from pydantic import BaseModel, Field, ValidationError
 
 from penstock.config.base import Config
 from penstock.config.loading import explain
-from penstock.config.rollout import PythonTool as PythonSettings
-from penstock.config.rollout import SearchTool as SearchSettings
+from penstock.config.rollout import PythonTool, SearchTool
 from penstock.errors import ConfigError
 from penstock.user_code import load_object
-from penstock_rollout.agents.builtin_tools import PythonTool, SearchTool
+from penstock_rollout.agents.builtin_tools import ProgramTool, RetrievalTool
 from penstock_rollout.agents.interactions import Interaction
 from penstock_rollout.agents.tools import Tool, Toolbox
 from penstock_rollout.agents.verl import (
@@ -98,7 +97,7 @@ class _Limits(Config):
         return min(self.num_workers, self.rate_limit) if self.enable_global_rate_limit else self.num_workers
 
 
-class _Search(_Limits):
+class _SearchConfig(_Limits):
     """`config` of verl's SearchTool, with verl's defaults."""
 
     retrieval_service_url: str = Field(pattern=r"^https?://")
@@ -108,14 +107,14 @@ class _Search(_Limits):
     rate_limit: int = Field(default=120, ge=1)
 
     def tool(self, name: str, place: str) -> Tool:
-        settings = SearchSettings(
+        settings = SearchTool(
             kind="search", url=self.retrieval_service_url, top_k=self.topk, timeout_s=self.timeout,
             max_concurrent=self.num_concurrent,
         )  # fmt: skip
-        return SearchTool(name, settings)
+        return RetrievalTool(name, settings)
 
 
-class _Sandbox(_Limits):
+class _SandboxConfig(_Limits):
     """`config` of verl's SandboxFusionTool, with verl's defaults."""
 
     sandbox_fusion_url: str = ""
@@ -130,16 +129,16 @@ class _Sandbox(_Limits):
             logger.warning(
                 "%s.config.sandbox_fusion_url is not called: programs run in the rollout server's own sandbox", place
             )
-        settings = PythonSettings(
+        settings = PythonTool(
             kind="python", timeout_s=self.default_timeout, memory_bytes=self.memory_limit_mb * 2**20,
             num_processes=self.num_concurrent,
         )  # fmt: skip
-        return PythonTool(name, settings)
+        return ProgramTool(name, settings)
 
 
-_CONFIGS: dict[str, type[_Search] | type[_Sandbox]] = {
-    "verl.tools.search_tool.SearchTool": _Search,
-    "verl.tools.sandbox_fusion_tools.SandboxFusionTool": _Sandbox,
+_CONFIGS: dict[str, type[_SearchConfig] | type[_SandboxConfig]] = {
+    "verl.tools.search_tool.SearchTool": _SearchConfig,
+    "verl.tools.sandbox_fusion_tools.SandboxFusionTool": _SandboxConfig,
 }
 
 
@@ -155,7 +154,6 @@ def _validated(kind: type[_M], data: Any, where: str) -> _M:
 
 
 def load_tools(path: Path) -> Toolbox:
-    """Read the file and create one object per declared class."""
     toolbox = Toolbox()
     for place, declared in _declared_tools(path):
         toolbox.add(_tool(declared, place), place)
@@ -170,7 +168,6 @@ def check_tools_file(path: Path) -> None:
 
 
 def _declared_tools(path: Path) -> Iterator[tuple[str, ToolDeclaration]]:
-    """Each entry with its place, for error messages."""
     for index, declared in enumerate(read_declarations(path, ToolsFile, _TOOLS_FILE).tools):
         place = f"{_TOOLS_FILE} {path}: tools.{index}"
         if declared.mcp is not None or declared.config.get("type") == "mcp":
@@ -182,7 +179,6 @@ def _declared_tools(path: Path) -> Iterator[tuple[str, ToolDeclaration]]:
 
 
 def load_interactions(path: Path) -> dict[str, Interaction]:
-    """Read the file and create one object per declared class."""
     where = "rollout.agents.interactions_file"
     interactions: dict[str, Interaction] = {}
     for index, declared in enumerate(read_declarations(path, InteractionsFile, where).interaction):
@@ -201,7 +197,7 @@ def _tool(declared: ToolDeclaration, place: str) -> Tool:
     if schema is None and not is_verl:
         raise ConfigError(f"{place}.tool_schema is missing; describe the function that the model calls")
     if built_in is not None and schema is not None:
-        given: _Search | _Sandbox = _validated(built_in, declared.config, f"{place}.config")
+        given: _SearchConfig | _SandboxConfig = _validated(built_in, declared.config, f"{place}.config")
         tool = given.tool(schema["function"]["name"], place)
         tool.tool_schema = schema
         return tool

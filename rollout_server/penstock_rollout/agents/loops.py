@@ -329,7 +329,6 @@ class _Conversation:
         return sum(rewards) if rewards else None
 
     def _record(self, numbers: dict[str, float]) -> None:
-        """Sum the numbers of each name over the turns."""
         for name, value in numbers.items():
             self.numbers[name] = self.numbers.get(name, 0.0) + value
 

@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -223,11 +222,6 @@ async def open_tools(connection: McpConnection) -> list[McpTool]:
     if not offered:
         raise ConfigError(f"{where}: the server offers no tools; remove it")
     return [McpTool(connection, offered[name]) for name in (offered if wanted is None else wanted)]
-
-
-def configured_servers(servers: Mapping[str, McpServer]) -> tuple[McpConnection, ...]:
-    """The servers of `rollout.agents.mcp_servers`. They are not connected."""
-    return tuple(McpConnection(name, server, f"rollout.agents.mcp_servers.{name}") for name, server in servers.items())
 
 
 def result_text(result: Any) -> str:

@@ -8,16 +8,16 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from penstock.config.rollout import AgentsConfig
+from penstock.config.rollout import AgentsConfig, PythonTool
 from penstock.errors import ConfigError, InvalidInput, PoisonGroup
 from penstock.trajectory import SESSION_AGENT, Prompt
 from penstock.user_code import hint_for_name, load_object
-from penstock_rollout.agents.builtin_tools import create_built_in
+from penstock_rollout.agents.builtin_tools import ProgramTool, RetrievalTool
 from penstock_rollout.agents.context import AgentLoop
 from penstock_rollout.agents.declarations import load_interactions, load_tools
 from penstock_rollout.agents.interactions import Interaction
 from penstock_rollout.agents.loops import interaction_agent, single_turn_agent, tool_agent
-from penstock_rollout.agents.mcp import McpConnection, configured_servers, open_tools
+from penstock_rollout.agents.mcp import McpConnection, open_tools
 from penstock_rollout.agents.tool_calls import ToolCallParser, find_parser
 from penstock_rollout.agents.tools import Tool, Toolbox
 from penstock_rollout.tokenization import Tokenization
@@ -51,8 +51,9 @@ class Agents:
     @classmethod
     def load(cls, config: AgentsConfig, max_model_len: int, tokenization: Tokenization) -> Agents:
         toolbox = load_tools(config.tools_file) if config.tools_file else Toolbox()
-        for tool in create_built_in(config.tools):
-            toolbox.add(tool, f"rollout.agents.tools.{tool.name}")
+        for name, chosen in config.tools.items():
+            tool = ProgramTool(name, chosen) if isinstance(chosen, PythonTool) else RetrievalTool(name, chosen)
+            toolbox.add(tool, f"rollout.agents.tools.{name}")
         agents = cls(
             config=config,
             max_model_len=max_model_len,
@@ -61,7 +62,10 @@ class Agents:
             interactions=load_interactions(config.interactions_file) if config.interactions_file else {},
             parse_calls=find_parser(config.tool_format),
             tokenization=tokenization,
-            mcp_servers=configured_servers(config.mcp_servers),
+            mcp_servers=tuple(
+                McpConnection(name, server, f"rollout.agents.mcp_servers.{name}")
+                for name, server in config.mcp_servers.items()
+            ),
         )
         try:
             agents.find("")

@@ -220,7 +220,6 @@ class TokenSaver:
         self.metrics.regenerated_tokens.labels("lost").inc(num_cut * self.every_tokens / 2)
 
     def add(self, piece: _Piece) -> None:
-        """Save a piece soon."""
         if (piece.lease.prompt_id, piece.lease.attempt) not in self._refused:
             self._pieces.append(piece)
             self._added.set()
@@ -276,7 +275,6 @@ class TokenSaver:
 
 
 def _encode(pieces: Sequence[_Piece]) -> list[tuple[Lease, SavedTokens]]:
-    """Encode the first pieces, until they have MAX_BYTES."""
     saved, num_bytes = [], 0
     for piece in pieces:
         payload = piece.encode()

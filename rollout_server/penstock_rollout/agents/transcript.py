@@ -171,13 +171,14 @@ class Transcript:
         end = len(self._token_ids)
         while end and not self._loss_mask[end - 1]:
             end -= 1
+        num_routed, experts = len(self.context.prompt_token_ids) + end - 1, self._experts
         return Episode(
             token_ids=np.array(self._token_ids[:end], dtype=np.int32),
             loss_mask=np.array(self._loss_mask[:end], dtype=np.uint8),
             log_probs=np.array(self._log_probs[:end], dtype=np.float32),
             segments=tuple(replace(segment, end=min(segment.end, end)) for segment in self._segments),
             finish_reason=finish_reason,
-            routed_experts=self._experts_until(end),
+            routed_experts=None if experts is None or len(experts) < num_routed else experts[:num_routed],
             num_turns=self.num_turns,
             last_turn_start=self._last_turn_start,
             turn_rewards=tuple(turn_rewards),
@@ -204,13 +205,6 @@ class Transcript:
     def _turn_room(self, num_sampled: int) -> int:
         limit = self.context.config.max_turn_tokens
         return self.room if limit is None else min(self.room, limit - num_sampled)
-
-    def _experts_until(self, end: int) -> ExpertIds | None:
-        """The experts of the prompt and of `end` tokens of the response, but the last. None unless all are known."""
-        num_tokens = len(self.context.prompt_token_ids) + end - 1
-        if self._experts is None or len(self._experts) < num_tokens:
-            return None
-        return self._experts[:num_tokens]
 
     def _append_segment(self, start: int, end: int, policy_version: int) -> None:
         """Add a segment, or extend the last one if it has the same version. Does nothing for an empty range."""

@@ -194,12 +194,10 @@ class Engine(ABC):
             self._generating.end()
 
     def _read_folder(self) -> None:
-        """Read what the engine has to know of its model folder."""
         self._stop_ids = list(stop_token_ids(self._model_path))
         self._shapes = tensor_shapes(self._model_path)
 
     def _opened(self, policy_version: int) -> None:
-        """The model folder serves as this version."""
         self.policy_version = policy_version
         self._broken = ""
 
@@ -242,13 +240,11 @@ class GeneratingTime:
         self._ended_s = 0.0
 
     def begin(self) -> None:
-        """A request has arrived."""
         if self._num_requests == 0:
             self._since = time.monotonic()
         self._num_requests += 1
 
     def end(self) -> None:
-        """A request has ended, in whatever way."""
         self._num_requests -= 1
         if self._num_requests == 0:
             self._ended_s += time.monotonic() - self._since

@@ -101,7 +101,6 @@ class WeightMember(weights_pb2_grpc.WeightMemberServiceServicer):
         return time.monotonic() < self._receiving_until
 
     async def wait_for_push(self, timeout_s: float) -> None:
-        """Wait until no push is in progress here, but not longer than `timeout_s`."""
         give_up_at = time.monotonic() + timeout_s
         while self.is_receiving and time.monotonic() < give_up_at:
             # The deadline is read again after each wait: a commit gives the push a new one.

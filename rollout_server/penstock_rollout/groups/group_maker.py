@@ -34,7 +34,6 @@ class Scoring(Protocol):
         sample_infos: Sequence[Mapping[str, Any]] = (),
     ) -> list[SampleScore]:  # fmt: skip
         """Return the score of each response of one prompt. `sample_infos` adds to the `extra_info` of each."""
-        ...
 
 
 class SampleAborted(PenstockError):
@@ -164,7 +163,6 @@ class GroupMaker:
         ]
 
     def _scored_start(self, episode: Episode) -> int:
-        """Index of the first token whose text is scored."""
         return episode.last_turn_start if self.agents.config.scored_text == "last_turn" else 0
 
     def _placed(self, episode: Episode, score: SampleScore) -> dict[int, float]:

@@ -222,7 +222,14 @@ class Producer:
                 "lease", prompt.trace_parent, prompt_id=lease.prompt_id, attempt=lease.attempt, server_id=self.server_id
             )
             with span as trace_parent:
-                await self._finish(lease, replace(prompt, trace_parent=trace_parent))
+                prompt = replace(prompt, trace_parent=trace_parent)
+                async with asyncio.timeout(self.rollout.prompt_timeout_s):
+                    group = await self.maker.make(lease, prompt, partial(self._note_running, lease))
+                if prompt.evaluation_id:
+                    await self._record_evaluation(lease, prompt, group)
+                else:
+                    self._appending.add(lease.prompt_id)
+                    await self._append(lease, group)
             self.metrics.episode_seconds.observe(time.monotonic() - started)
             self._drop(lease)
         except Exception as error:
@@ -235,16 +242,6 @@ class Producer:
                 self.saver.end(lease)
             if asyncio.current_task() is self._workers.get(lease.prompt_id):
                 del self._workers[lease.prompt_id]
-
-    async def _finish(self, lease: Lease, prompt: Prompt) -> None:
-        """Make the prompt's group, then append it or record its evaluation."""
-        async with asyncio.timeout(self.rollout.prompt_timeout_s):
-            group = await self.maker.make(lease, prompt, partial(self._note_running, lease))
-        if prompt.evaluation_id:
-            await self._record_evaluation(lease, prompt, group)
-        else:
-            self._appending.add(lease.prompt_id)
-            await self._append(lease, group)
 
     def _drop(self, lease: Lease) -> None:
         """Forget a lease, unless this server has leased the prompt again in the meantime."""
@@ -304,9 +301,12 @@ class Producer:
             logger.info("leasing goes on: a prompt has succeeded")
 
     async def _give_back(self, lease: Lease, error: BaseException) -> None:
-        """Return the prompt to the queue, with the kind of error as the reason. Unexpected errors log a traceback."""
+        """Return the prompt to the queue. The reason that it counts is the kind of a group that cannot be trained, else
+        the kind of error. Unexpected errors log a traceback."""
         error = first_error(error)
-        reason = _failure_reason(error)
+        reason = error.reason.lower() if isinstance(error, PenstockError) else type(error).__name__
+        if isinstance(error, PoisonGroup):
+            reason = error.kind
         expected = isinstance(error, PenstockError | TimeoutError)
         logger.warning("prompt %d is given back: %s: %s", lease.prompt_id, reason, error, exc_info=not expected)
         self.metrics.failures.labels(reason).inc()
@@ -332,13 +332,6 @@ class Producer:
                 )  # fmt: skip
         except (QueueFull, Unavailable) as refused:
             logger.warning("cannot give back prompt %d (%s); its lease will expire", lease.prompt_id, refused)
-
-
-def _failure_reason(error: BaseException) -> str:
-    """The reason that the queue counts: the kind of a group that cannot be trained, else the kind of error."""
-    if isinstance(error, PoisonGroup):
-        return error.kind
-    return error.reason.lower() if isinstance(error, PenstockError) else type(error).__name__
 
 
 MAX_GROUPS = 64

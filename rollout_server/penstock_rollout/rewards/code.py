@@ -225,7 +225,7 @@ _RESERVED_S = 2.0
 
 
 @dataclass(frozen=True)
-class CodeReward:
+class ProgramReward:
     """A reward function with verl's signature."""
 
     sandbox: Sandbox
@@ -240,7 +240,7 @@ class CodeReward:
     """Whether programs are found and outputs are compared as verl does."""
 
     @classmethod
-    def from_settings(cls, settings: dict[str, Any]) -> CodeReward:
+    def from_settings(cls, settings: dict[str, Any]) -> ProgramReward:
         test_timeout_s, timeout_s = settings["test_timeout_s"], settings["timeout_s"]
         return cls(
             sandbox=Sandbox.open(settings["confinement"], allow_unisolated=settings["allow_unisolated"]),

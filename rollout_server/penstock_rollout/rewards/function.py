@@ -244,9 +244,9 @@ def build(settings: Settings) -> RewardFunction:
 
             return RULES[settings["rule"]]
         case "code" | "python" as kind:
-            from penstock_rollout.rewards.code import CodeReward, Interpreter
+            from penstock_rollout.rewards.code import Interpreter, ProgramReward
 
-            return (CodeReward if kind == "code" else Interpreter).from_settings(settings)
+            return (ProgramReward if kind == "code" else Interpreter).from_settings(settings)
         case "function":
             file, is_batch = Path(settings["file"]), settings["batch"]
             return load_function(file, settings["name"], settings["kwargs"], is_batch=is_batch)

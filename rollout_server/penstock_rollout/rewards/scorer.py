@@ -27,7 +27,6 @@ from penstock_rollout.rewards.function import (
     VERL_DATA_SOURCES,
     PlacedScore,
     SampleScore,
-    Settings,
     read_score,
 )
 from penstock_rollout.rewards.pool import Json, RewardFailed, RewardPool
@@ -136,14 +135,12 @@ class RewardChoice:
     def timeout_s(self, reward: Reward) -> float:
         return reward.timeout_s or self.config.timeout_s
 
-    def settings(self, reward: Reward) -> Settings:
-        """The settings as plain data, for reward processes, which do not import the config models."""
-        return reward.model_dump(mode="json") | {"timeout_s": self.timeout_s(reward)}
-
     def settings_json(self, reward: Reward) -> str:
-        """The settings as JSON text. Reward processes use this text as the key of a reward."""
+        """The settings as JSON text, for reward processes, which do not import the config models. They use this text as
+        the key of a reward."""
         if reward not in self._settings_json:
-            self._settings_json[reward] = json.dumps(self.settings(reward), sort_keys=True)
+            settings = reward.model_dump(mode="json") | {"timeout_s": self.timeout_s(reward)}
+            self._settings_json[reward] = json.dumps(settings, sort_keys=True)
         return self._settings_json[reward]
 
     def is_known(self, data_source: str) -> bool:
@@ -325,5 +322,4 @@ def _sample_score(fields: Sequence[Any]) -> SampleScore:
 
 
 def _needs_process(reward: Reward) -> bool:
-    """Whether a process of the pool computes the reward."""
     return not isinstance(reward, RemoteReward | RewardModelReward)

@@ -58,7 +58,12 @@ def gsm8k(data_source: str, solution_str: str, ground_truth: Any, extra_info: di
 def math(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
     """Return 1 if the last box equals the ground truth as normalised text; otherwise 0."""
     answer = _boxed_text(solution_str)
-    return 0.0 if answer is None else float(_is_same_text(answer, ground_truth))
+    if answer is None:
+        return 0.0
+    try:
+        return float(_plain_math(answer) == _plain_math(ground_truth))
+    except ValueError:  # one of them cannot be normalised
+        return float(answer == ground_truth)
 
 
 def math_dapo(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> dict[str, Any]:
@@ -116,14 +121,6 @@ def _boxed_text(text: str) -> str | None:
     start = text.rfind("\\boxed")
     is_braced = start >= 0 and text.startswith("\\boxed{", start)
     return in_braces(text, start + len("\\boxed")) if is_braced else None
-
-
-def _is_same_text(answer: str, wanted: str) -> bool:
-    """Compare the normalised texts, or the texts themselves if one of them cannot be normalised."""
-    try:
-        return _plain_math(answer) == _plain_math(wanted)
-    except ValueError:
-        return answer == wanted
 
 
 def _plain_math(text: str) -> str:

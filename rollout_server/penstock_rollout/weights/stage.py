@@ -208,7 +208,10 @@ class WeightStage:
         try:
             with alongside_engine(self._device):
                 self._receive()
-                self._tensors = self._loadable()
+                self._tensors = list(named_tensors(self.manifest, self.buckets))
+                if self.manifest.HasField("adapter"):
+                    adapter, scale = dict(self._tensors), self.manifest.adapter.scale
+                    self._tensors = merged_weights(self._model_folder, adapter, scale)
             self.receive_s = time.monotonic() - started
             self.phase = "received"
         except Exception as error:
@@ -249,12 +252,6 @@ class WeightStage:
                     self._buffers.append(self.buckets[-1])
                 sums.append(hashing.submit(bucket_checksum, self.manifest.checksum, self.buckets[-1], arrived.checksum))
             self._checksums = [future.result() for future in sums]
-
-    def _loadable(self) -> Tensors:
-        named = list(named_tensors(self.manifest, self.buckets))
-        if not self.manifest.HasField("adapter"):
-            return named
-        return merged_weights(self._model_folder, dict(named), self.manifest.adapter.scale)
 
     def _bucket_device(self) -> torch.device:
         """Return the engine's device if a second set of weights fits into its free memory, else the host."""
@@ -333,7 +330,6 @@ class StageSlot:
     _stage: WeightStage | None = None
 
     def begin(self, announcement: weights_pb2.AnnounceRequest) -> None:
-        """Start to receive the announced version."""
         self.abort()
         self._stage = WeightStage(
             announcement, self.model_folder, worker=self.worker, device=self.device, last=self.loaded

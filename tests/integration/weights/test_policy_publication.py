@@ -18,7 +18,7 @@ from penstock.replay.queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, Quarantines, ServerRecord
 from penstock.store.policies import PolicyRegistry
 from penstock.store.redis_client import connect
-from penstock_learner.agreement.comparison import Verdict
+from penstock_learner.agreement.comparison import ServerVerdict
 from penstock_learner.agreement.servers import ServerQuarantine
 from penstock_learner.loop.publication import PolicyPublication
 from penstock_learner.metrics import LearnerMetrics
@@ -269,7 +269,7 @@ async def test_a_server_in_quarantine_gets_the_whole_current_version_again(
     await setting.offer(1)
     await publication.wait_until_published()
     await setting.fleet.report(ServerRecord("b", "127.0.0.1:1", "torch", policy_version=1, running_groups=1))
-    await quarantine.begin(Verdict("b", 0.4, 0.1, agrees=False, disagrees=True, is_beyond=True), policy_version=1)
+    await quarantine.begin(ServerVerdict("b", 0.4, 0.1, agrees=False, disagrees=True, is_beyond=True), policy_version=1)
     await setting.offer(2)
     await publication.wait_until_published()
     assert policy.pushed[-1] == ("push", 2, ["a"]), "it takes part in no other push, and still has a running group"
@@ -299,7 +299,7 @@ async def test_the_only_servers_left_sample_enough_for_a_batch_to_be_compared(
     await setting.join("a", "READY", 0)
     await setting.offer(1)
     await publication.wait_until_published()
-    await quarantine.begin(Verdict("a", 0.4, 0.1, agrees=False, disagrees=True, is_beyond=True), policy_version=1)
+    await quarantine.begin(ServerVerdict("a", 0.4, 0.1, agrees=False, disagrees=True, is_beyond=True), policy_version=1)
     await eventually(lambda: "a" in quarantine.records and quarantine.records["a"].num_reloads == 1)
     assert quarantine.records["a"].probes_left >= publication.config.replay.groups_per_step
 
@@ -315,7 +315,7 @@ async def test_a_server_that_was_started_again_is_not_put_back_into_quarantine(
     await setting.offer(1)
     await publication.wait_until_published()
     await setting.fleet.report(ServerRecord("b", "127.0.0.1:1", "torch", policy_version=1, running_groups=1))
-    await quarantine.begin(Verdict("b", 0.4, 0.1, agrees=False, disagrees=True, is_beyond=True), policy_version=1)
+    await quarantine.begin(ServerVerdict("b", 0.4, 0.1, agrees=False, disagrees=True, is_beyond=True), policy_version=1)
     await setting.fleet.leave("b")
     await setting.join("b", "READY", 1)
     await eventually(lambda: "b" not in quarantine.records)

@@ -66,7 +66,7 @@ class FlashPaths:
     """The length of all segments, if it is the same and the keys are their own tokens. Else 0."""
 
     @classmethod
-    def of(cls, tree: PrefixTree, pieces: Sequence[_Piece], device: torch.device) -> FlashPaths | None:
+    def of(cls, tree: PrefixTree, pieces: Sequence[_PathPiece], device: torch.device) -> FlashPaths | None:
         is_dense = np.zeros(tree.num_stored, dtype=bool)
         parts: list[DensePart] = []
         for begin, own_end, end in zip(tree.offsets[:-1].tolist(), tree.offsets[1:].tolist(), tree.ends.tolist(),
@@ -119,7 +119,7 @@ class Paths:
     def of(cls, tree: PrefixTree, device: torch.device, chunk: int | None = None) -> Paths:
         """The paths of a tree. With `chunk`, tokens see only those of their own chunk of so many positions."""
         pieces = list(_pieces(tree, chunk))
-        by_depth: dict[int, list[_Piece]] = {}
+        by_depth: dict[int, list[_PathPiece]] = {}
         for piece in pieces:
             by_depth.setdefault(piece.depth, []).append(piece)
         blocks: list[PathBlock] = []
@@ -143,7 +143,7 @@ class Paths:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _PathPiece:
     """Neighbouring tokens of one segment, and all tokens that the last of them sees."""
 
     queries: NDArray[np.int64]
@@ -151,7 +151,7 @@ class _Piece:
     depth: int
 
 
-def _pieces(tree: PrefixTree, chunk: int | None) -> Iterator[_Piece]:
+def _pieces(tree: PrefixTree, chunk: int | None) -> Iterator[_PathPiece]:
     """The segments, or parts of them that lie in one chunk, in the order of the stored tokens."""
     paths: list[NDArray[np.int64]] = []
     depths: list[int] = []
@@ -162,11 +162,11 @@ def _pieces(tree: PrefixTree, chunk: int | None) -> Iterator[_Piece]:
         depths.append(0 if parent < 0 else depths[parent] + 1)
         begin, end = len(path) - len(own), len(path)
         if chunk is None:
-            yield _Piece(own, path, depths[index])
+            yield _PathPiece(own, path, depths[index])
             continue
         for first in range(begin // chunk * chunk, end, chunk):
             last = min(first + chunk, end)
-            yield _Piece(path[max(first, begin) : last], path[first:last], depths[index])
+            yield _PathPiece(path[max(first, begin) : last], path[first:last], depths[index])
 
 
 def _block(

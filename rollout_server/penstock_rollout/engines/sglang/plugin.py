@@ -159,7 +159,6 @@ class StageCalls:
 
     @property
     def are_served(self) -> bool:
-        """Whether every scheduler has its receiver."""
         return all(path.exists() for path in self._paths)
 
     async def devices(self) -> tuple[str, ...]:

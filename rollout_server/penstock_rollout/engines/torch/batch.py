@@ -113,7 +113,6 @@ class Row:
 
     @property
     def has_chunk(self) -> bool:
-        """Whether the row has ended, or streams and has enough tokens that were not delivered."""
         num_new = len(self.log_probs) - self.num_delivered
         return self.finish_reason is not None or (self.request.stream and num_new >= self.request.min_chunk_tokens)
 
@@ -169,7 +168,6 @@ class DecodeBatch:
 
     @torch.inference_mode()
     def step(self, version: int) -> None:
-        """Draw one token for every row."""
         longest = max(len(row.tokens) for row in self.rows)
         lengths = torch.tensor([len(row.tokens) for row in self.rows], device=self._device)
         columns = torch.arange(longest, device=self._device)

@@ -205,7 +205,6 @@ class TorchEngine(Engine):
         self._deliver(stepping + joining)
 
     def _take_waiting(self) -> list[Row]:
-        """Return the waiting rows that the batch has room for."""
         taken: list[Row] = []
         with self._changed:
             while self._waiting and len(self._batch.rows) + len(taken) < self._config.max_num_seqs:

@@ -174,7 +174,6 @@ class WrappedProgram(RunningProgram):
             os.close(self.init)
 
     def _complaint(self) -> str:
-        """What bubblewrap printed before it ended."""
         self.process.kill()
         assert self.process.stderr is not None
         os.set_blocking(self.process.stderr.fileno(), False)

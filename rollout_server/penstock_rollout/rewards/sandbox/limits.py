@@ -83,7 +83,6 @@ def read_processes() -> dict[int, ProcessEntry]:
 
 
 def descendants(ancestor: int, processes: Mapping[int, ProcessEntry]) -> list[int]:
-    """A process and all its descendants."""
     children: dict[int, list[int]] = {}
     for pid, entry in processes.items():
         children.setdefault(entry.parent, []).append(pid)
@@ -207,7 +206,6 @@ class ControlGroup:
             (folder / "cgroup.procs").write_text(str(pid))
 
     def kill(self) -> None:
-        """Kill every process of the group."""
         for folder in self.folders:
             _kill(folder)
 
@@ -273,7 +271,6 @@ def _remove_leftovers(parent: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Kill the processes of a group and remove it."""
     deadline = time.monotonic() + _EMPTY_S
     while folder.exists() and time.monotonic() < deadline:
         _kill(folder)

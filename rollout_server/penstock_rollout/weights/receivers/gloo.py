@@ -89,7 +89,6 @@ class InterruptibleStore(Store):
 
 
 def parse_rendezvous(rendezvous: str) -> tuple[str, int, str, int]:
-    """Split `host:port/prefix/group_size` into its parts."""
     parts = re.fullmatch(r"([^/]+):(\d+)/(.+)/(0*[1-9]\d*)", rendezvous)
     if parts is None:
         raise WeightPushFailed(

@@ -6,7 +6,14 @@ import math
 
 import pytest
 
-from penstock_learner.agreement.comparison import MIN_STEPS, STRIKES, Comparison, LogProbCheck, Verdict, disagreement
+from penstock_learner.agreement.comparison import (
+    MIN_STEPS,
+    STRIKES,
+    Comparison,
+    LogProbCheck,
+    ServerVerdict,
+    disagreement,
+)
 
 NOISE = 1e-6
 
@@ -26,7 +33,7 @@ def settled(limit: float = 0.1) -> LogProbCheck:
 def test_a_server_beyond_the_configured_limit_disagrees_at_once_and_the_others_do_not() -> None:
     verdicts = LogProbCheck(0.1).judge([found("a", NOISE), found("b", 0.2)])
     assert verdicts["a"].agrees and not verdicts["a"].disagrees
-    assert verdicts["b"] == Verdict("b", 0.2, 0.1, agrees=False, disagrees=True, is_beyond=True)
+    assert verdicts["b"] == ServerVerdict("b", 0.2, 0.1, agrees=False, disagrees=True, is_beyond=True)
 
 
 def test_a_few_tokens_are_not_enough_to_disagree_at_once() -> None:

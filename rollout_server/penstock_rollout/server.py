@@ -181,9 +181,8 @@ class RolloutServer:
         return self.membership.readiness() or Readiness("loading", self.phases.newest)
 
     async def _leave(self) -> None:
-        """Give back unfinished prompts and leave the fleet, so that no further push counts on this server.
-
-        Then wait for a push in progress: if one member disappears, all members have to start it again."""
+        """Give back unfinished prompts and leave the fleet, so that no further push counts on this server. Then wait
+        for a push in progress: if one member disappears, all members have to start it again."""
         try:
             await self.producer.drain()
             await self.membership.leave()

@@ -33,9 +33,8 @@ from penstock_rollout.rewards.scorer import Scorer
 
 
 def check(config: RunConfig) -> str:
-    """Raise ConfigError if the config cannot work. Returns the name of the engine, without importing it.
-
-    Reward functions are loaded in a separate process, as the server does. Nothing is written."""
+    """Raise ConfigError if the config cannot work. Returns the name of the engine, without importing it. Reward
+    functions are loaded in a separate process, as the server does. Nothing is written."""
     check_address(config)
     check_redis(config.redis)
     check_model(config)
@@ -75,9 +74,8 @@ async def _check_reward_functions(config: RunConfig) -> None:
 
 
 def check_address(config: RunConfig) -> None:
-    """Raise ConfigError if the internal port is open to other machines without a cluster key that the operator made.
-
-    A key that this process makes is in its own run folder, where the processes of other machines may not find it."""
+    """Raise ConfigError if the internal port is open to other machines without a cluster key that the operator made. A
+    key that this process makes is in its own run folder, where the processes of other machines may not find it."""
     if not is_loopback(config.rollout.host) and config.weights.cluster_key_file is None:
         raise ConfigError(
             f"rollout.host {config.rollout.host} is reachable by others; set weights.cluster_key_file, or use 127.0.0.1"

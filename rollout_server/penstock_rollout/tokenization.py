@@ -137,10 +137,9 @@ class Tokenization:
         return self._fit((*history, *self.next_ids(history[-1], messages, tools, template_arguments)))
 
     def continued_text_ids(self, history: tuple[int, ...], text: str) -> tuple[int, ...]:
-        """The ids of a sampled conversation and of the plain text after it. The history is not encoded again.
-
-        The stop token that ended the answer is not part of the text that a client has seen. It stays if the text goes
-        on with it, as a rendered chat does, and is omitted otherwise."""
+        """The ids of a sampled conversation and of the plain text after it. The history is not encoded again. The stop
+        token that ended the answer is not part of the text that a client has seen. It stays if the text goes on with
+        it, as a rendered chat does, and is omitted otherwise."""
         if history[-1] in self.stop_ids:
             stop = self.tokenizer.decode([history[-1]], skip_special_tokens=False)
             history, text = (history, text[len(stop) :]) if text.startswith(stop) else (history[:-1], text)

@@ -1,2 +1,1 @@
-"""Do the rollout servers and the learner compute the same log-probs from the same weights? Servers that do not are put
-into quarantine."""
+"""Compares the log-probs of rollout servers and learner, and puts servers that disagree into quarantine."""

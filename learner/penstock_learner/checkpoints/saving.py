@@ -49,8 +49,7 @@ class CheckpointWriter:
         self._writing = asyncio.create_task(self._write(state, list(prompt_ids), started))
 
     async def wait_until_written(self) -> None:
-        """Wait until the checkpoint that is being written, if any, is durable and acknowledged. Raises its error if it
-        failed."""
+        """Wait until the checkpoint that is being written, if any, is durable and acknowledged. Raises its error."""
         if self._writing is not None:
             await self._writing
             self._writing = None

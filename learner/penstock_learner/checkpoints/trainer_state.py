@@ -164,8 +164,7 @@ class TrainerState:
 
 
 def read_state(path: Path) -> TrainerState:
-    """The trainer state of a finished checkpoint. Raises CheckpointDamaged if `trainer.json` or the manifest is missing
-    or damaged."""
+    """The trainer state of a finished checkpoint. Raises CheckpointDamaged if its file or the manifest is."""
     file = path / TRAINER_FILE
     try:
         content = file.read_bytes()

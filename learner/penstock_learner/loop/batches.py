@@ -12,9 +12,8 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from penstock.cancellation import end_task
 from penstock.codec import decode_group
@@ -198,8 +197,7 @@ class BatchReader:
         return await self._complete(step, groups, policy_version, wanted)
 
     async def replace_outdated(self, batch: Batch, policy_version: int, wanted: asyncio.Event | None = None) -> Batch:
-        """The batch after a rewind, with other groups in place of those that may no longer be trained. See
-        `replace`."""
+        """The batch after a rewind: `replace` for the groups that may no longer be trained."""
         outdated = [group.prompt_id for group in batch.groups if self._is_outdated(group, policy_version)]
         return await self.replace(batch, outdated, "stale", policy_version, wanted)
 
@@ -372,28 +370,13 @@ class BatchAhead:
 
         return cls(reading, asyncio.create_task(forwards()), wanted)
 
-    def after_rewind(self, reader: BatchReader, training: TrainingStep, version: int) -> BatchAhead:
-        """The same batch for weights that were rewound, now called `version`. Groups that may no longer be trained are
-        replaced. If there are none, the computed forwards are kept."""
+    def replaced_by(self, training: TrainingStep, replace: Callable[[Batch], Awaitable[Batch]]) -> BatchAhead:
+        """The batch that `replace` makes of this one. The computed forwards are kept if it has the same groups."""
 
-        async def replace_outdated() -> Batch:
-            return await reader.replace_outdated(await self.reading, version, self.wanted)
+        async def read() -> Batch:
+            return await replace(await self.reading)
 
-        return self._replaced_by(training, replace_outdated())
-
-    def without(
-        self, reader: BatchReader, training: TrainingStep, prompt_ids: Collection[int], version: int
-    ) -> BatchAhead:
-        """The same batch with other groups in place of these, which come from servers in quarantine."""
-
-        async def replace() -> Batch:
-            return await reader.replace(await self.reading, prompt_ids, "quarantined", version, self.wanted)
-
-        return self._replaced_by(training, replace())
-
-    def _replaced_by(self, training: TrainingStep, read: Coroutine[Any, Any, Batch]) -> BatchAhead:
-        """A batch that is made from this one. The computed forwards are kept if it has the same groups."""
-        reading = asyncio.create_task(read)
+        reading = asyncio.create_task(read())
 
         async def forwards() -> SequenceBatch:
             batch = await reading

@@ -33,8 +33,10 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,11 +98,6 @@ class OperatorOrders:
         self.rewind_ordered.clear()
         orders = await self.control.orders()
         return orders if orders.roll_backs > self.term.num_orders else None
-
-    @property
-    def interrupts(self) -> bool:
-        """Whether an order asks training to stop waiting for a batch."""
-        return self.stopping.is_set() or self.rewind_ordered.is_set()
 
     async def wait_for_either(self, task: asyncio.Task[object], timeout_s: float | None) -> None:
         """Wait until the task has ended, an order has come, or `timeout_s` have passed."""
@@ -256,9 +253,7 @@ class StepLoop:
             while not self.orders.stopping.is_set() and not self._is_last(self.term.step):
                 if (orders := await self.orders.new_rewind()) is not None:
                     await self._rewind(orders)
-                    following = following and following.after_rewind(
-                        self.reader, self.training, self.term.policy_version
-                    )
+                    following = following and self._replaced(following, self.reader.replace_outdated)
                 started = time.monotonic()
                 current = following = following or self._read_ahead(self.term.step + 1, self.term.policy_version)
                 batch = await self._batch_unless_interrupted(current)
@@ -272,7 +267,7 @@ class StepLoop:
                 wait_s = time.monotonic() - started
                 version = self.term.policy_version
                 if refused := await self.agreement.refused(batch.step, batch.groups, version, self.term.lineage):
-                    following = current.without(self.reader, self.training, refused, version)
+                    following = self._replaced(current, self.reader.replace, prompt_ids=refused, reason="quarantined")
                     continue
                 crash_point("after_read")
                 if not has_trained:
@@ -322,6 +317,11 @@ class StepLoop:
     def _read_ahead(self, step: int, policy_version: int) -> BatchAhead:
         return BatchAhead.begin(self.reader, self.training, step, policy_version)
 
+    def _replaced(self, batch: BatchAhead, replace: Callable[..., Awaitable[Batch]], **which: Any) -> BatchAhead:
+        """The same batch with other groups in place of those that may no longer be trained by the policy's weights."""
+        now = partial(replace, **which, policy_version=self.term.policy_version, wanted=batch.wanted)
+        return batch.replaced_by(self.training, now)
+
     async def _publish_start(self) -> None:
         """Publish the weights that the term starts from. Version 0 is the model folder, which servers load themselves.
         The weights of a checkpoint get a new version, which is not a step and does not count as staleness. If the run
@@ -356,7 +356,8 @@ class StepLoop:
         made early."""
         ahead.wanted.set()
         await self.orders.wait_for_either(ahead.reading, self.config.learner.batch_timeout_s * STARVED_SHARE)
-        if not ahead.reading.done() and not self.orders.interrupts:
+        is_interrupted = self.orders.stopping.is_set() or self.orders.rewind_ordered.is_set()
+        if not ahead.reading.done() and not is_interrupted:
             await self._checkpoint()
             await self.writer.wait_until_written()
             await self.orders.wait_for_either(ahead.reading, None)  # the reader has a deadline

@@ -144,8 +144,7 @@ _BY_LENGTH = frozenset({"dynamic", "longrope"})
 
 
 def embed_each_sequence(lm: nn.Module) -> None:
-    """Make rotary embeddings that depend on the length treat each packed sequence, which begins at position 0, by
-    itself."""
+    """Make rotary embeddings that depend on the length treat each packed sequence by itself, from position 0."""
     for module in lm.modules():
         if _kinds(module) & _BY_LENGTH:
             module.forward = _EachSequence(module)

@@ -126,8 +126,7 @@ def open_judge(path: Path, dtype: torch.dtype, config: JudgeConfig, key: str) ->
 
 
 def check_tokenizer(path: Path, policy_path: Path, key: str) -> None:
-    """Raise ConfigError if the folder's vocabulary, if it has one, differs from the policy's: ids would mean other
-    text."""
+    """Raise ConfigError if the folder has a vocabulary that differs from the policy's: ids would mean other text."""
     own, wanted = (_vocabulary(folder) for folder in (path, policy_path))
     if own is not None and wanted is not None and own != wanted:
         raise ConfigError(

@@ -204,8 +204,7 @@ class PolicyUpdate:
         return _Routing(balance, int(micro.loss_mask.sum()) / max(denominators.num_tokens, 1))
 
     def _proximal(self, micro: SequenceBatch, log_probs: Tensor, behaviour: Tensor) -> Tensor:
-        """Log-probs of the proximal policy. A step's first update may lack them: its weights are those of that
-        policy."""
+        """Log-probs of the proximal policy. A step's first update may lack them: its weights are that policy."""
         config = self.learner.algorithm.correction
         if config.mode == "bypass":
             return behaviour

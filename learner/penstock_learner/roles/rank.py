@@ -132,8 +132,7 @@ class Rank:
         )
 
     def start_profile(self) -> None:
-        """Begin to record this thread with torch's profiler. A recording that an earlier step did not finish is
-        dropped."""
+        """Begin to record this thread with torch's profiler. A recording that was not finished is dropped."""
         self._end_profile()
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.device.type == "cuda" else [])]
         try:

@@ -238,8 +238,7 @@ def metrics_of_updates(
 
 
 def update_metrics(updates: Sequence[Sequence[UpdateReport]], num_tokens: int) -> dict[str, float]:
-    """Numbers about the policy's updates of a step, which trained `num_tokens` tokens, from all ranks' reports of
-    each."""
+    """Numbers about a step's updates of the policy, over `num_tokens` tokens, from all ranks' reports of each."""
     reports = [report for ranks in updates for report in ranks]
     num_tokens = max(num_tokens, 1)
     statistics = reduce(add, [report.statistics for report in reports])

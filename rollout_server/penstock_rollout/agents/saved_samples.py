@@ -185,10 +185,9 @@ class TokenSaver:
     _added: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def read(self, lease: Lease, prompt: Prompt, policy_version: int) -> dict[int, SavedSample]:
-        """What earlier leases saved of the prompt's samples and this one may use, by the number of the sample.
-
-        Samples that are too old for the staleness bound are skipped, and so are samples of a held-out prompt with
-        tokens of another version: its score would be that of a mixture."""
+        """What earlier leases saved of the prompt's samples and this one may use, by the number of the sample. Samples
+        that are too old for the staleness bound are skipped, and so are samples of a held-out prompt with tokens of
+        another version: its score would be that of a mixture."""
         if not self.every_tokens or lease.attempt == 1:
             return {}
         try:
@@ -230,8 +229,7 @@ class TokenSaver:
         self._pieces = [piece for piece in self._pieces if piece.lease is not lease]
 
     async def interrupt(self) -> bool:
-        """End the samples that another server can continue: each hands over what it has. Returns whether there were
-        some."""
+        """End the samples that another server can continue: each hands over what it has. Returns whether any were."""
         if not self.running:
             return False
         self.is_draining = True
@@ -309,7 +307,6 @@ class SampleProgress:
         *, is_last: bool = False,
     ) -> None:  # fmt: skip
         """Save the tokens that are new, if they are enough or no more follow. The arguments are the whole response.
-
         Raises PoisonGroup if a new log-prob is not finite: the group cannot be trained, and must not be continued."""
         start = self._num_saved
         num_new = len(token_ids) - start

@@ -59,9 +59,8 @@ def parse_llama3_json(text: str) -> list[ToolCall | MalformedCall]:
 
 
 def parse_openai(text: str) -> list[ToolCall | MalformedCall]:
-    """`{"tool_calls": [{"type": "function", "function": {"name": ..., "arguments": "{...}"}}]}`, after any text.
-
-    This is the message object of OpenAI's API. `arguments` may be JSON text, as in that API, or an object."""
+    """`{"tool_calls": [{"type": "function", "function": {"name": ..., "arguments": "{...}"}}]}`, after any text. This
+    is the message object of OpenAI's API. `arguments` may be JSON text, as in that API, or an object."""
     found = _OPENAI.search(text)
     if not found:
         return []

@@ -68,10 +68,8 @@ class Transcript:
 
     def continue_saved(self) -> None:
         """Begin with the tokens that another server sampled of this response, if there are some, and save those of the
-        first turn while it is sampled. An agent calls it before its first turn, or never.
-
-        Only the first turn is saved this way. An agent that has a conversation starts again, because the state of its
-        tools is not saved."""
+        first turn while it is sampled. An agent calls it before its first turn, or never. Only the first turn is saved
+        this way. An agent that has a conversation starts again, because the state of its tools is not saved."""
         self._progress = self.context.progress
         if self._progress is None or (saved := self._progress.saved) is None:
             return
@@ -132,9 +130,8 @@ class Transcript:
         return chunk.finish_reason
 
     def _cut_at_stop(self, start: int, num_new: int) -> bool:
-        """Remove what follows a stop text in the turn that began at `start`. Returns whether there is one.
-
-        The turn ends with the token, among the newest `num_new`, that completes the text."""
+        """Remove what follows a stop text in the turn that began at `start`. Returns whether there is one. The turn
+        ends with the token, among the newest `num_new`, that completes the text."""
         text, stop = self.context.tokenization.text, self.context.sampling.stop
         if not any(one in text(self._token_ids[start:]) for one in stop):
             return False
@@ -146,9 +143,8 @@ class Transcript:
         return True
 
     def insert(self, messages: Sequence[Message]) -> bool:
-        """Append the messages as the chat template renders them, up to the start of the next turn.
-
-        Returns False and appends nothing if no room would be left for a sampled token."""
+        """Append the messages as the chat template renders them, up to the start of the next turn. Returns False and
+        appends nothing if no room would be left for a sampled token."""
         if not self._loss_mask or not self._loss_mask[-1]:
             raise PenstockError("an agent inserted messages without a turn before; call insert once after each turn")
         ids = self.context.tokenization.next_ids(self._token_ids[-1], messages, self.context.toolbox.schemas)
@@ -193,9 +189,8 @@ class Transcript:
 
     def _turn_sampling(self, num_sampled: int) -> Sampling:
         """Sampling parameters of the next turn, of which so many tokens were sampled. The first turn keeps the sample's
-        seed, unless it is continued: its first random numbers have been used.
-
-        A prompt that is too long still asks for one token, and the engine refuses it."""
+        seed, unless it is continued: its first random numbers have been used. A prompt that is too long still asks for
+        one token, and the engine refuses it."""
         sampling, max_tokens = self.context.sampling, max(1, self._turn_room(num_sampled))
         seed = sampling.seed
         if seed is not None and (self.num_turns or num_sampled):

@@ -138,10 +138,9 @@ _SCHEMAS: dict[str, type[BaseModel]] = {
 
 @contextlib.contextmanager
 def verl_names() -> Iterator[None]:
-    """Inside the block, `verl.tools.base_tool` and the other modules of `_modules` can be imported.
-
-    Does nothing if verl is installed, or if another import already has its names. What a file imports later, inside a
-    function, is not found."""
+    """Inside the block, `verl.tools.base_tool` and the other modules of `_modules` can be imported. Does nothing if
+    verl is installed, or if another import already has its names. What a file imports later, inside a function, is not
+    found."""
     if "verl" in sys.modules or importlib.util.find_spec("verl") is not None:
         yield
         return

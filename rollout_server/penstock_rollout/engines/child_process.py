@@ -11,10 +11,8 @@ PARENT_POLL_S = 0.5
 
 
 def end_with_parent(parent_pid: int, end: Callable[[], None]) -> None:
-    """Call `end` soon after the parent process has ended, even if it was killed.
-
-    PR_SET_PDEATHSIG does not work here: it signals this process only, and fires when the thread that forked ends, which
-    may be much earlier."""
+    """Call `end` soon after the parent process has ended, even if it was killed. PR_SET_PDEATHSIG does not work here:
+    it signals this process only, and fires when the thread that forked ends, which may be much earlier."""
 
     def watch() -> None:
         while os.getppid() == parent_pid:

@@ -154,15 +154,13 @@ class Engine(ABC):
 
     @abstractmethod
     async def stage_weights(self, announcement: weights_pb2.AnnounceRequest) -> None:
-        """Start to receive the announced version in the background and return at once. Replaces an earlier stage.
-
-        The engine's first worker has the announcement's rank, and the others follow."""
+        """Start to receive the announced version in the background and return at once. Replaces an earlier stage. The
+        engine's first worker has the announcement's rank, and the others follow."""
 
     @abstractmethod
     async def commit_weights(self, policy_version: int, bucket_checksums: list[str], timeout_s: float) -> CommitReport:
-        """Wait for the staged buckets, verify their checksums, load them and flip the version.
-
-        Raises WeightPushFailed and changes nothing if the stage failed or a checksum differs."""
+        """Wait for the staged buckets, verify their checksums, load them and flip the version. Raises WeightPushFailed
+        and changes nothing if the stage failed or a checksum differs."""
 
     @abstractmethod
     async def abort_weights(self) -> None:
@@ -202,9 +200,8 @@ class Engine(ABC):
         self._broken = ""
 
     def _stages(self, announcement: weights_pb2.AnnounceRequest) -> None:
-        """A version begins to be received. Call it before the workers are told.
-
-        Raises WeightPushFailed, and changes nothing, unless the push has exactly the tensors of the model."""
+        """A version begins to be received. Call it before the workers are told. Raises WeightPushFailed, and changes
+        nothing, unless the push has exactly the tensors of the model."""
         check_manifest(announcement.manifest, self._shapes)
         self._staged, self.retained_version = announcement, None
 

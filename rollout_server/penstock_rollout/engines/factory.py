@@ -48,12 +48,11 @@ def check_devices(name: str, config: EngineConfig) -> None:
 
 
 def check_serves_model(name: str, model_path: Path) -> None:
-    """Raise ConfigError if the engine would serve this model with wrong weights or other experts, and say nothing.
-
-    vLLM reloads layer by layer, through each parameter's loader. Its gpt_oss writes experts and sinks past the loaders,
-    into parameters that have no memory during a reload: nothing fails, and they keep their values. Its deepseek_v3
-    scores experts by a softmax unless config.json says `sigmoid`, which is what the model always uses; transformers
-    leaves that out of folders that it writes."""
+    """Raise ConfigError if the engine would serve this model with wrong weights or other experts, and say nothing. vLLM
+    reloads layer by layer, through each parameter's loader. Its gpt_oss writes experts and sinks past the loaders, into
+    parameters that have no memory during a reload: nothing fails, and they keep their values. Its deepseek_v3 scores
+    experts by a softmax unless config.json says `sigmoid`, which is what the model always uses; transformers leaves
+    that out of folders that it writes."""
     config = read_json(model_path / "config.json")
     model_type = config.get("model_type")
     if name == "vllm" and model_type in _NOT_UPDATED_BY_VLLM:
@@ -71,9 +70,8 @@ def check_serves_model(name: str, model_path: Path) -> None:
 def create_engine(
     config: EngineConfig, model_path: Path, dtype: str, seed: int, *, report_experts: bool = False
 ) -> Engine:
-    """Create the engine without starting it. Imports only the engine that was chosen.
-
-    `report_experts` asks for the experts that a mixture of experts chooses (`learner.router.replay`)."""
+    """Create the engine without starting it. Imports only the engine that was chosen. `report_experts` asks for the
+    experts that a mixture of experts chooses (`learner.router.replay`)."""
     name = resolve_engine_name(config)
     if report_experts:
         check_reports_experts(name)

@@ -107,9 +107,8 @@ class FleetMembership:
             await asyncio.sleep(REPORT_S)
 
     def _enter(self, state: ServerState) -> None:
-        """Set the state, measure how long the server was not serving, and show the version.
-
-        A push may load a version after its publisher has abandoned this server, so the version is the engine's."""
+        """Set the state, measure how long the server was not serving, and show the version. A push may load a version
+        after its publisher has abandoned this server, so the version is the engine's."""
         self.metrics.version.labels("rollout").set(self.engine.policy_version)
         self.metrics.pinned.set(self.held_version is not None)
         if state in SERVING_STATES and self._stopped_serving_at is not None:
@@ -149,9 +148,8 @@ class FleetMembership:
         return self.engine.policy_version < reported.current_version
 
     async def _load_wanted_snapshot(self, wanted: policies_pb2.Policy, is_held: bool) -> None:
-        """Load the wanted version from its snapshot, if the config allows it or the server is held.
-
-        The learner does not push held versions, so a held server can get them only from a snapshot."""
+        """Load the wanted version from its snapshot, if the config allows it or the server is held. The learner does
+        not push held versions, so a held server can get them only from a snapshot."""
         weights = self.config.weights
         is_behind = self.engine.policy_version != wanted.policy_version
         may_load = is_held or weights.catch_up == "snapshot"
@@ -191,9 +189,8 @@ class FleetMembership:
 
 
 async def load_snapshot(engine: Engine, policy: policies_pb2.Policy, timeout_s: float) -> None:
-    """Load a published version into the engine.
-
-    Raises WeightPushFailed and changes nothing if the snapshot is missing or is not the one that was published."""
+    """Load a published version into the engine. Raises WeightPushFailed and changes nothing if the snapshot is missing
+    or is not the one that was published."""
     folder = Path(policy.snapshot_path)
     snapshot = read_published_manifest(folder, policy.weights_digest)
     checksums = list(snapshot.bucket_checksums)

@@ -58,10 +58,9 @@ class GroupMaker:
     """Saves the tokens of unfinished groups. None if they are not saved."""
 
     async def make(self, lease: Lease, prompt: Prompt, note_running: NoteRunning = lambda running, all: None) -> Group:
-        """Generate and score all samples of the prompt. Cancelling this aborts the samples that still run.
-
-        Samples that an earlier lease has finished or begun are taken over. `note_running` is called whenever a sample
-        ends, with the number of samples that still run and the number of all samples."""
+        """Generate and score all samples of the prompt. Cancelling this aborts the samples that still run. Samples that
+        an earlier lease has finished or begun are taken over. `note_running` is called whenever a sample ends, with the
+        number of samples that still run and the number of all samples."""
         bind(policy_version=self.engine.policy_version)
         agent_name = self.agents.name_of(prompt.agent_name)
         agent = self.agents.find(prompt.agent_name)
@@ -113,8 +112,7 @@ class GroupMaker:
     async def _episodes(
         self, agent: AgentLoop, agent_name: str, contexts: Sequence[AgentContext], note_running: NoteRunning
     ) -> list[Episode]:
-        """Run the agent once per context. A finished sample is saved at once: its siblings or the reward may be
-        slow."""
+        """Run the agent once per context. A finished sample is saved at once: its siblings may be slow."""
         num_running = len(contexts)
 
         async def sample(context: AgentContext) -> Episode:

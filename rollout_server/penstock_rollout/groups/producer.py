@@ -24,7 +24,7 @@ from functools import partial
 from penstock.cancellation import end_task
 from penstock.codec import decode_prompt, encode_group
 from penstock.config.learner import RewardModelConfig
-from penstock.config.rollout import RolloutConfig
+from penstock.config.rollout import AdaptiveConcurrencyConfig, RolloutConfig
 from penstock.config.service import ReplayConfig
 from penstock.errors import (
     DeadlineExceeded,
@@ -46,11 +46,68 @@ from penstock.tracing import Tracing
 from penstock.trajectory import Group, Prompt
 from penstock_rollout.agents.saved_samples import TokenSaver
 from penstock_rollout.engines.engine import EngineStats
-from penstock_rollout.groups.concurrency import ConcurrencyLimit
 from penstock_rollout.groups.group_maker import GroupMaker, SampleAborted
 from penstock_rollout.metrics import RolloutMetrics
 
 logger = logging.getLogger(__name__)
+OBSERVE_S = 1.0
+RISE = 1 / 16
+RISE_FROM_IDLE = 1 / 4
+LEAST_SHARE = 0.5
+"""The limit falls at most to this share of the running groups at once."""
+RESERVE = 0.5
+"""Number of waiting requests, per running request, that keeps the engine full."""
+
+
+class ConcurrencyLimit:
+    """Limits how many groups a server works on at once, according to the load of its engine. `limit` is between 1 and
+    `maximum` and starts at `maximum`. It is a pure state machine; times are seconds of any monotonic clock.
+
+    A request that waits inside the engine only ages its lease. But the samples of a group end one by one, and a new
+    group starts only when as many samples of others have ended as it has, so an engine without waiting requests soon
+    has idle rows. The limit therefore lets RESERVE requests wait for each request that runs. Beyond that it follows the
+    load:
+
+    - It falls by the share of waiting requests if some wait and the KV cache is full: running ones are then preempted.
+    - It falls by the share of excess requests if more than the reserve wait for `max_queue_s` without a break.
+    - It rises if at most half the reserve waits, the cache has room, and as many groups run as the limit allows: by a
+      sixteenth per second, or by a quarter while nothing waits. After a burst, groups that started together have twice
+      as many samples in the engine as later, and the limit that fell for it is too low once they have spread out.
+
+    The limit falls by half at most, and not again until the engine has had `max_queue_s` to show the effect."""
+
+    def __init__(self, config: AdaptiveConcurrencyConfig, maximum: int) -> None:
+        self.config = config
+        self.maximum = maximum
+        self.limit = maximum
+        self._observed_at = -math.inf
+        self._waiting_since = math.inf
+        self._fell_at = -math.inf
+
+    def observe(self, now_s: float, stats: EngineStats, running_groups: int) -> int:
+        """Adapt the limit to the engine's load, at most once per OBSERVE_S, and return it."""
+        if not self.config.enabled or now_s - self._observed_at < OBSERVE_S:
+            return self.limit
+        self._observed_at = now_s
+        is_full = stats.waiting_requests > 0 and stats.kv_cache_usage >= self.config.max_kv_usage
+        reserve = 0.0 if is_full else RESERVE * stats.running_requests
+        if stats.waiting_requests <= reserve:
+            self._waiting_since = math.inf
+            has_room = stats.kv_cache_usage < self.config.max_kv_usage
+            if stats.waiting_requests <= reserve / 2 and running_groups >= self.limit and has_room:
+                rise = RISE if stats.waiting_requests else RISE_FROM_IDLE
+                self.limit = min(self.maximum, self.limit + max(1, int(self.limit * rise)))
+            return self.limit
+        self._waiting_since = min(self._waiting_since, now_s)
+        has_queued = now_s - self._waiting_since >= self.config.max_queue_s
+        if (has_queued or is_full) and now_s - self._fell_at >= self.config.max_queue_s:
+            share = (stats.running_requests + reserve) / (stats.running_requests + stats.waiting_requests)
+            groups = min(self.limit, max(1, running_groups))
+            self.limit = max(1, math.ceil(groups * max(share, LEAST_SHARE)))
+            self._fell_at = now_s
+        return self.limit
+
+
 WAIT_S = 0.5
 """Longest wait for a signal that there are prompts. A lost signal costs no more than this."""
 GATHER_S = 0.02
@@ -65,8 +122,7 @@ LAST_APPEND_S = 5.0
 """How long a server that ends waits for finished groups to be appended, and for samples to be handed over. Short,
 because a spot machine has 30 s."""
 CONTINUABLE = (TimeoutError, DeadlineExceeded, Unavailable, SampleAborted)
-"""Failures after which the samples are continued. After any other, such as a broken sample or reward, the prompt starts
-again."""
+"""Failures after which the samples are continued. After any other, such as a broken reward, the prompt starts again."""
 
 
 @dataclass(eq=False)
@@ -157,9 +213,8 @@ class Producer:
             self._place_freed.set()
 
     async def heartbeat_loop(self) -> None:
-        """Renew the leases, and stop working on prompts whose lease was lost.
-
-        A group that is being appended is left alone: its lease may be gone because the group was just accepted."""
+        """Renew the leases, and stop working on prompts whose lease was lost. A group that is being appended is left
+        alone: its lease may be gone because the group was just accepted."""
         while True:
             await asyncio.sleep(self.replay.lease_ttl_s / 3)
             try:
@@ -189,10 +244,9 @@ class Producer:
                 logger.warning("cannot reconcile the outbox yet: %s", error)
 
     async def drain(self) -> None:
-        """Stop all work and give back every unfinished prompt. This does not count as a failed attempt.
-
-        A finished group that is on its way to the queue gets a few seconds to arrive, and the samples that another
-        server can continue deliver the tokens that they have: none are lost."""
+        """Stop all work and give back every unfinished prompt. This does not count as a failed attempt. A finished
+        group that is on its way to the queue gets a few seconds to arrive, and the samples that another server can
+        continue deliver the tokens that they have: none are lost."""
         interrupted = self.saver is not None and await self.saver.interrupt()
         finished = [
             worker for prompt_id, worker in self._workers.items() if interrupted or prompt_id in self._appending
@@ -350,9 +404,8 @@ class GroupAppender:
         self._senders: list[asyncio.Task[None]] = []
 
     async def append(self, group: FinishedGroup) -> AppendOutcome:
-        """Append one group and return the queue's outcome, as `GroupProducer.append` does.
-
-        Cancelling the caller does not take the group back: it may still be appended."""
+        """Append one group and return the queue's outcome, as `GroupProducer.append` does. Cancelling the caller does
+        not take the group back: it may still be appended."""
         outcome: asyncio.Future[AppendOutcome] = asyncio.get_running_loop().create_future()
         self._waiting.append((group, outcome))
         self._senders = [sender for sender in self._senders if not sender.done()]

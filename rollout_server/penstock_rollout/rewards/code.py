@@ -24,8 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock_rollout.rewards.sandbox.limits import Limits
-from penstock_rollout.rewards.sandbox.program import Outcome
+from penstock_rollout.rewards.sandbox.program import Limits, Outcome
 from penstock_rollout.rewards.sandbox.run import Sandbox
 
 _RELATIVE_TOLERANCE, _ABSOLUTE_TOLERANCE = 1e-6, 1e-9

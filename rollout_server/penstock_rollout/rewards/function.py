@@ -55,11 +55,9 @@ def read_placed(result: Any) -> list[PlacedScore]:
 def place_scores(
     scores: Iterable[PlacedScore], loss_mask: Sequence[int], start: int, text_length: Callable[[int], int]
 ) -> dict[int, float]:
-    """The scores by the index of their token in a sample.
-
-    The scored text begins with token `start`; `text_length(n)` is the number of characters of its first n tokens. A
-    place in what the model did not write counts for the token that it wrote last before. Places after the end, and
-    turns after the last one, count for the last token."""
+    """The scores by the index of their token in a sample. The scored text begins with token `start`; `text_length(n)`
+    is the number of characters of its first n tokens. A place in what the model did not write counts for the token that
+    it wrote last before. Places after the end, and turns after the last one, count for the last token."""
     trained = [index for index, is_trained in enumerate(loss_mask) if is_trained]
     ends = [index for index, after in pairwise([*trained, len(loss_mask) + 1]) if after != index + 1]
     rewards: dict[int, float] = {}
@@ -126,9 +124,8 @@ class WrongScore(ValueError):
 
 
 def load_function(path: Path, name: str, kwargs: Mapping[str, Any], *, is_batch: bool = False) -> RewardFunction:
-    """Import `name` from the user's Python file: a function, or a class whose object is called.
-
-    Raises ConfigError if it does not accept the arguments and `kwargs`."""
+    """Import `name` from the user's Python file: a function, or a class whose object is called. Raises ConfigError if
+    it does not accept the arguments and `kwargs`."""
     function: Any = load_callable(f"{path}:{name}", "reward function")
     if inspect.isclass(function):
         _check_call(function, (), kwargs, f"{path}: {name}")
@@ -148,9 +145,8 @@ def _check_call(function: RewardFunction, names: Sequence[str], kwargs: Mapping[
 
 
 def read_score(result: Any) -> SampleScore:
-    """The score of one response in what a reward function or a reward service returned. Raises ValueError.
-
-    Its answer is `pred` of a mapping, if that is a text. Validations take the majority of these answers."""
+    """The score of one response in what a reward function or a reward service returned. Raises ValueError. Its answer
+    is `pred` of a mapping, if that is a text. Validations take the majority of these answers."""
     reward, parts = normalise_score(result)
     found = result.get("pred") if isinstance(result, Mapping) else None
     answer = found if isinstance(found, str) else None
@@ -163,11 +159,10 @@ def _plain(value: Any) -> Any:
 
 
 def normalise_score(score: Any) -> tuple[float, dict[str, float]]:
-    """Convert the return value of a reward function to a finite score and its parts.
-
-    Accepts the same as verl: a number, a mapping with `score`, or a sequence that starts with the number. The scores of
-    turns, tokens and places of the text in a mapping are added. Other values that are not finite numbers are skipped,
-    for example a predicted text. Raises WrongScore if the score itself is not a number that can be trained on."""
+    """Convert the return value of a reward function to a finite score and its parts. Accepts the same as verl: a
+    number, a mapping with `score`, or a sequence that starts with the number. The scores of turns, tokens and places of
+    the text in a mapping are added. Other values that are not finite numbers are skipped, for example a predicted text.
+    Raises WrongScore if the score itself is not a number that can be trained on."""
     parts: dict[str, float] = {}
     placed = sum(one.score for one in read_placed(score))
     if isinstance(score, Mapping):
@@ -234,10 +229,9 @@ _RULES: dict[str, tuple[RewardFunction, tuple[str, ...]]] = {
 
 
 def build(settings: Settings) -> RewardFunction:
-    """Build a reward with verl's signature. Raises ConfigError if it cannot work on this machine.
-
-    There is no `remote`, because it only waits for a service, and no `reward_model`, because the learner computes it.
-    `python` is not a reward but the built-in tool, which is called with its own arguments."""
+    """Build a reward with verl's signature. Raises ConfigError if it cannot work on this machine. There is no `remote`,
+    because it only waits for a service, and no `reward_model`, because the learner computes it. `python` is not a
+    reward but the built-in tool, which is called with its own arguments."""
     match settings["kind"]:
         case "verl":
             from penstock_rollout.rewards.verl_rules import RULES

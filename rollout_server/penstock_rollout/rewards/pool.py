@@ -91,7 +91,6 @@ class RewardProcess:
 
     async def prepare(self, settings: str) -> str:
         """Build a reward in the process, unless it was built there before. The process stays usable if this fails.
-
         Returns what the reward says about itself, for the log."""
         if settings in self._prepared:
             return ""
@@ -143,8 +142,7 @@ def _failure(answer: Json) -> RewardFailed:
 
 
 class RewardPool:
-    """Up to `num_processes` processes, started by `fill` or on demand, and reused. Ending one does not affect calls to
-    the others."""
+    """Up to `num_processes` processes, started by `fill` or on demand, and reused. Ending one affects no other."""
 
     def __init__(self, num_processes: int) -> None:
         self._most = num_processes
@@ -195,10 +193,8 @@ class RewardPool:
         self, settings: str, calls: Sequence[Json], timeout_s: float, read: str
     ) -> list[Any | RewardFailed]:
         """The results or failures of one message. Its deadline starts when a process is free and the reward is built
-        there. Cancelling the caller ends the process.
-
-        If a process dies from a single call, another one tries once more. If several calls fail together, each is made
-        again alone, so that no sample fails because of another."""
+        there. Cancelling the caller ends the process. If a process dies from a single call, another one tries once
+        more. If several calls fail together, each is made again alone, so that no sample fails because of another."""
         is_alone = len(calls) == 1
         request = {"settings": settings, "calls": list(calls), "read": read}
         limit_s = timeout_s if is_alone else min(timeout_s, TOGETHER_TIMEOUT_S)

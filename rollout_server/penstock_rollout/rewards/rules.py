@@ -44,9 +44,8 @@ def gsm8k(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any], *, method: str,
     correct_score: float, format_score: float,
 ) -> float:  # fmt: skip
-    """Return `correct_score` for the right answer, `format_score` for a wrong one, and 0 for no answer.
-
-    The ground truth is a number, or a solution of the dataset, whose number comes after `####`."""
+    """Return `correct_score` for the right answer, `format_score` for a wrong one, and 0 for no answer. The ground
+    truth is a number, or a solution of the dataset, whose number comes after `####`."""
     answer = gsm8k_answer(solution_str, method)
     if answer is None:
         return 0.0
@@ -65,10 +64,9 @@ def _plain_number(text: str) -> str:
 
 
 def search_qa(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
-    """Return 1 if the last answer equals one of the wanted answers, ignoring case, punctuation and articles.
-
-    The ground truth is an answer, a list of answers, or a mapping whose `target` is one of these. A right answer among
-    more than MAX_TAGS tags gets a quarter."""
+    """Return 1 if the last answer equals one of the wanted answers, ignoring case, punctuation and articles. The ground
+    truth is an answer, a list of answers, or a mapping whose `target` is one of these. A right answer among more than
+    MAX_TAGS tags gets a quarter."""
     found = _ANSWER.findall(solution_str)
     if not found:
         return 0.0
@@ -85,9 +83,8 @@ def plain_answer(text: str) -> str:
 
 
 def last_box(text: str) -> str | None:
-    """The content of the last complete `\\boxed{…}` or `\\fbox{…}`, or of `\\boxed 5`; None if there is none.
-
-    A box whose braces are not closed, as at the end of a truncated response, does not count."""
+    """The content of the last complete `\\boxed{…}` or `\\fbox{…}`, or of `\\boxed 5`; None if there is none. A box
+    whose braces are not closed, as at the end of a truncated response, does not count."""
     for start in reversed(list(_BOX.finditer(text))):
         content = in_braces(text, start.end()) if text[start.end() : start.end() + 1] == "{" else _word(text, start)
         if content is not None:
@@ -117,10 +114,9 @@ def math(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any], *, correct_score: float,
     wrong_score: float,
 ) -> float:  # fmt: skip
-    """Return `correct_score` if the answer equals the ground truth, else `wrong_score`.
-
-    Equal expressions match, however they are written. The answer is in the last `\\boxed{}` or `\\fbox{}`. Without
-    one, math-verify looks for it in the whole text."""
+    """Return `correct_score` if the answer equals the ground truth, else `wrong_score`. Equal expressions match,
+    however they are written. The answer is in the last `\\boxed{}` or `\\fbox{}`. Without one, math-verify looks for it
+    in the whole text."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     # math-verify warns that its own timeout is off. The deadline of the reward process takes its place.

@@ -67,10 +67,9 @@ class RemoteScorer:
 async def post_until_answered(
     http: httpx.AsyncClient, url: str, body: Json, note_failure: Callable[[str], None] = lambda failure: None
 ) -> httpx.Response:
-    """POST until the service answers with a status other than 429 and 5xx. The caller sets a deadline.
-
-    `note_failure` is called with the reason of each attempt that failed: the service may be starting, or the network
-    may be down for a moment."""
+    """POST until the service answers with a status other than 429 and 5xx. The caller sets a deadline. `note_failure`
+    is called with the reason of each attempt that failed: the service may be starting, or the network may be down for a
+    moment."""
     pause_s = FIRST_PAUSE_S
     while True:
         try:
@@ -224,10 +223,9 @@ class Scorer:
         self, prompt: str, data_source: str, responses: list[str], ground_truth: Any, extra_info: dict[str, Any],
         sample_infos: Sequence[Mapping[str, Any]] = (),
     ) -> list[SampleScore]:  # fmt: skip
-        """Return the score of each response of one prompt. A failed reward is `error_value`.
-
-        `prompt` says which prompt it is, for example `prompt 17`. The log line of a failed reward names it.
-        `sample_infos` adds to the `extra_info` of each response."""
+        """Return the score of each response of one prompt. A failed reward is `error_value`. `prompt` says which prompt
+        it is, for example `prompt 17`. The log line of a failed reward names it. `sample_infos` adds to the
+        `extra_info` of each response."""
         reward = self.choice.reward_for(data_source)
         extra_infos = [{**extra_info, **info} for info in sample_infos or [{}] * len(responses)]
         started = time.monotonic()

@@ -161,8 +161,7 @@ class WeightStage:
 
     @property
     def kept_version(self) -> int | None:
-        """The version that a delta can be sent on: this one, while all its buckets are kept and are not the
-        publisher's."""
+        """This version if a delta can be sent on it: all its buckets are kept, and none is the publisher's."""
         is_kept = self.phase == "received" and self.manifest.retain and 0 < len(self.buckets) == len(self._buffers)
         return self.manifest.policy_version if is_kept else None
 
@@ -267,9 +266,8 @@ class WeightStage:
 
 @contextmanager
 def alongside_engine(device: torch.device) -> Iterator[None]:
-    """Make `device` current in this thread, with a stream that is independent of the engine's streams.
-
-    On exit everything enqueued on the stream is done, so the engine's streams may read the results."""
+    """Make `device` current in this thread, with a stream that is independent of the engine's streams. On exit
+    everything enqueued on the stream is done, so the engine's streams may read the results."""
     if device.type != "cuda":
         yield
         return
@@ -319,8 +317,7 @@ def named_tensors(
 
 @dataclass(eq=False)
 class StageSlot:
-    """The stages of one worker: at most one new stage, and the one loaded last. Beginning another stage aborts the new
-    one."""
+    """The stages of one worker: at most one new one, and the one loaded last. Beginning another aborts the new one."""
 
     model_folder: Path
     device: torch.device | None = None
@@ -345,10 +342,9 @@ class StageSlot:
         return stage
 
     def verified(self, policy_version: int, bucket_checksums: list[str], timeout_s: float) -> WeightStage:
-        """Wait for the stage of that version, compare its checksums and return it. Blocks meanwhile.
-
-        Raises WeightPushFailed if the version is not staged, fails, does not arrive in time or has other checksums. The
-        stage then leaves the slot, whether it is returned or not."""
+        """Wait for the stage of that version, compare its checksums and return it. Blocks meanwhile. Raises
+        WeightPushFailed if the version is not staged, fails, does not arrive in time or has other checksums. The stage
+        then leaves the slot, whether it is returned or not."""
         stage = self.staged(policy_version)
         wait([stage.done], timeout_s)
         has_arrived = stage.done.done()
@@ -377,12 +373,9 @@ class StageSlot:
 
 
 def apply(bucket: torch.Tensor, wire: torch.Tensor, item_bytes: int) -> None:
-    """Apply a delta (penstock/weights/delta.py) to a bucket in place.
-
-    On a GPU the kernels run on the current stream, and are done at the return.
-
-    Raises WeightPushFailed if `wire` is not a valid delta. It then never writes outside the bucket, but a part of the
-    delta may have been applied."""
+    """Apply a delta (penstock/weights/delta.py) to a bucket in place. On a GPU the kernels run on the current stream,
+    and are done at the return. Raises WeightPushFailed if `wire` is not a valid delta. It then never writes outside the
+    bucket, but a part of the delta may have been applied."""
     layout = parse_layout(bytes(wire[: HEADER.size].tolist()), wire.numel(), item_bytes)
     wire = wire.to(bucket.device)
     items = bucket.view(ITEMS[item_bytes])
@@ -400,9 +393,8 @@ def apply(bucket: torch.Tensor, wire: torch.Tensor, item_bytes: int) -> None:
 
 
 def merged_weights(folder: Path, adapter: dict[str, torch.Tensor], scale: float) -> list[tuple[str, torch.Tensor]]:
-    """Return the tensors that a push of the whole model would have.
-
-    A weight W that the adapter names becomes W + scale * lora_B @ lora_A, computed in float32."""
+    """Return the tensors that a push of the whole model would have. A weight W that the adapter names becomes W + scale
+    * lora_B @ lora_A, computed in float32."""
     merged: list[tuple[str, torch.Tensor]] = []
     names = tensor_shapes(folder).keys() | {TIED_HEAD}
     for path in weight_files(folder):
@@ -434,9 +426,8 @@ def device_uuid(device: torch.device) -> str:
 
 
 def receive_by_shm(reception: Reception) -> Iterator[Arrived]:
-    """shm: map the publisher's buckets. Nothing is copied, and the pages outlive the publisher.
-
-    The rendezvous is a path under /proc."""
+    """shm: map the publisher's buckets. Nothing is copied, and the pages outlive the publisher. The rendezvous is a
+    path under /proc."""
     sizes = wire_sizes(reception.manifest)
     offsets = bucket_offsets(sizes, mmap.PAGESIZE)
     path = Path(reception.rendezvous)

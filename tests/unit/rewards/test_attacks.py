@@ -35,7 +35,7 @@ RUNNER = """
 import json, sys
 from penstock.errors import ConfigError
 from penstock_rollout.rewards.sandbox.builtin import Builtin, Layers
-from penstock_rollout.rewards.sandbox.limits import Limits
+from penstock_rollout.rewards.sandbox.program import Limits
 from penstock_rollout.rewards.sandbox.run import Sandbox
 settings = json.loads(sys.stdin.buffer.readline())
 try:

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from penstock_rollout.rewards.sandbox.builtin import PREFIX
-from penstock_rollout.rewards.sandbox.limits import Limits
-from penstock_rollout.rewards.sandbox.program import ERROR_TAIL_BYTES, Outcome
+from penstock_rollout.rewards.sandbox.program import ERROR_TAIL_BYTES, Limits, Outcome
 from penstock_rollout.rewards.sandbox.run import Choice, Sandbox
 from support.confinements import WORKING
 from support.processes import until

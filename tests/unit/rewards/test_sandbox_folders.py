@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from penstock_rollout.rewards.sandbox.builtin import BaseFolder, remove_leftovers, remove_tree
-from penstock_rollout.rewards.sandbox.limits import MAX_FILES, ControlGroup, files_are_exceeded
+from penstock_rollout.rewards.sandbox.program import MAX_FILES, ControlGroup, files_are_exceeded
 from support.sandbox_attacks import ORDINARY_USER, Server, ordinary_python
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is for Linux")

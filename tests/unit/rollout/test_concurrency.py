@@ -9,7 +9,7 @@ import pytest
 
 from penstock.config.rollout import AdaptiveConcurrencyConfig
 from penstock_rollout.engines.engine import EngineStats
-from penstock_rollout.groups.concurrency import ConcurrencyLimit
+from penstock_rollout.groups.producer import ConcurrencyLimit
 
 CONFIG = AdaptiveConcurrencyConfig(max_kv_usage=0.9, max_queue_s=5)
 IDLE = EngineStats(running_requests=10, waiting_requests=0, kv_cache_usage=0.5)

@@ -56,10 +56,8 @@ class SglangCalls:
         return sum(load["num_waiting_reqs"] for load in loads), usage
 
     async def generate(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any]]:
-        """Yield the messages of one stream.
-
-        There is no timeout between two messages, because decoding may be paused. If the server dies, the connection
-        breaks."""
+        """Yield the messages of one stream. There is no timeout between two messages, because decoding may be paused.
+        If the server dies, the connection breaks."""
         timeout = httpx.Timeout(CONTROL_TIMEOUT_S, read=None)
         try:
             async with self._client.stream("POST", "/generate", json=body, timeout=timeout) as response:
@@ -94,10 +92,8 @@ class SglangCalls:
         await self._post("/continue_generation", {"torch_empty_cache": False})
 
     async def load_weights(self, folder: Path, policy_version: int, *, flush_cache: bool) -> None:
-        """Load the weights that `folder` stands for and set the version, between two steps.
-
-        Raises WeightPushFailed if the load failed. The state of SGLang's weights is unknown then, because it does not
-        restore the old ones."""
+        """Load the weights that `folder` stands for and set the version, between two steps. Raises WeightPushFailed if
+        the load failed. The state of SGLang's weights is unknown then, because it does not restore the old ones."""
         body = {
             "model_path": str(folder),
             "weight_version": str(policy_version),
@@ -150,9 +146,8 @@ def generate_body(
     rid: str, prompt_token_ids: tuple[int, ...], sampling: Sampling, *,
     max_tokens: int, stop_ids: list[int], seed: int, salt: str, chunk_tokens: int,
 ) -> dict[str, Any]:  # fmt: skip
-    """Build the body. It always asks for a stream, because the first message shows that the request has started.
-
-    A message follows after each `chunk_tokens` tokens. With FIRST_TOKEN_ONLY, the second message is the last one."""
+    """Build the body. It always asks for a stream, because the first message shows that the request has started. A
+    message follows after each `chunk_tokens` tokens. With FIRST_TOKEN_ONLY, the second message is the last one."""
     params: dict[str, Any] = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,

@@ -241,7 +241,6 @@ class SglangEngine(Engine):
 
     def _supersede_unstarted(self) -> None:
         """Abort the requests without a token, and mark those that continue under the new version. Nothing decodes now.
-
         `generate` submits the aborted requests again. The aborts are not awaited, because there may be hundreds. A
         superseded request that an abort misses is dropped at its first token."""
         for running in self._running.values():

@@ -107,9 +107,8 @@ class StageWorker:
         self._slot.begin(weights_pb2.AnnounceRequest.FromString(base64.b64decode(announcement)))
 
     def verify(self, policy_version: int, bucket_checksums: list[str], timeout_s: float) -> float:
-        """Wait for the version and compare its checksums. Returns how long it took to receive it.
-
-        Raises WeightPushFailed if the version cannot be loaded."""
+        """Wait for the version and compare its checksums. Returns how long it took to receive it. Raises
+        WeightPushFailed if the version cannot be loaded."""
         self._verified = stage = self._slot.verified(policy_version, bucket_checksums, timeout_s)
         return stage.receive_s
 

@@ -64,10 +64,8 @@ class SglangServer:
         return self._process is not None and self._process.returncode is None and not self._is_lost
 
     async def start(self) -> None:
-        """Start the server and wait until it can generate. The caller sets the deadline; large models take minutes.
-
-        It inherits stdout and stderr. It and its child processes are one process group, which ends with this
-        process."""
+        """Start the server and wait until it can generate. The caller sets the deadline; large models take minutes. It
+        inherits stdout and stderr. It and its child processes are one process group, which ends with this process."""
         self._process = process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "penstock_rollout.engines.sglang.child", str(os.getpid()), self._module,
             *self._arguments,
@@ -231,7 +229,6 @@ def _words(name: str, value: Any) -> list[str]:
 
 def _environment(api_key: str) -> dict[str, str]:
     """Return our environment plus SGLang's settings. This process's own environment stays unchanged.
-
     SGLANG_RETURN_ORIGINAL_LOGPROB=0 selects the log-probs of the sampled distribution, which the engine promises."""
     return {
         "HF_HUB_OFFLINE": "1",

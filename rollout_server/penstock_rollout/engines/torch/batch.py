@@ -238,10 +238,9 @@ class DecodeBatch:
                 row.finish_reason = "length"
 
     def _draw(self, rows: list[Row], logits: torch.Tensor) -> tuple[list[int], list[float]]:
-        """Draw one token for each row. Returns the tokens and their log-probs.
-
-        Sampling is an exponential race, argmax(p / e) with e ~ Exp(1), so each row can have its own generator.
-        Temperature 0 takes the most likely token and reports its log-prob at temperature 1."""
+        """Draw one token for each row. Returns the tokens and their log-probs. Sampling is an exponential race,
+        argmax(p / e) with e ~ Exp(1), so each row can have its own generator. Temperature 0 takes the most likely token
+        and reports its log-prob at temperature 1."""
         for index, row in enumerate(rows):
             if row.constraint is not None:
                 row.constraint.apply(logits[index])

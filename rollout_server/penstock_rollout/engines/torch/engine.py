@@ -237,10 +237,9 @@ def load_model(folder: Path, dtype: str, device: str) -> Any:
 
 @torch.no_grad()
 def load_into(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Copy the tensors, named as in the model's folder, into the model.
-
-    Where the model holds them in another form, such as fused experts, Hugging Face converts them as it does when it
-    loads the folder. This takes the memory of a second model for a moment."""
+    """Copy the tensors, named as in the model's folder, into the model. Where the model holds them in another form,
+    such as fused experts, Hugging Face converts them as it does when it loads the folder. This takes the memory of a
+    second model for a moment."""
     state = model.state_dict()
     if not tensors.keys() <= state.keys():
         config = deepcopy(model.config)

@@ -94,7 +94,6 @@ def kinds_of(tensors: NamedTensors) -> list[Kind]:
 
 def learn(model: Any, tensors: NamedTensors) -> Copies:
     """Find the copies that load these tensors. Call it when vLLM's own reload has loaded them, and nothing decodes.
-
     Raises NotPlain if there is more to do, and changes nothing of the model in any case."""
     refuse_other_weights(model)
     with torch.no_grad(), _unchanged(model), _Recorder() as recorder:

@@ -176,7 +176,6 @@ class VllmEngine(Engine):
 
     async def _flip(self, staged: weights_pb2.AnnounceRequest, bucket_checksums: list[str]) -> CommitReport:
         """Verify the stage and load it, by one call to EngineCore (worker.py). No other stage can replace it meanwhile.
-
         This runs to its end even if the caller is cancelled. If the load fails, the state of the weights is unknown, so
         the engine stops serving for good."""
         policy_version, clear_cache = staged.manifest.policy_version, not self._config.keep_kv_cache
@@ -246,12 +245,9 @@ class VllmEngine(Engine):
 
 
 def sampling_params(request: GenerateRequest, stop_ids: list[int]) -> Any:
-    """Return the sampling parameters of a request, as vLLM takes them.
-
-    `stop_ids` end a response, unless the request ignores them.
-
-    A constrained request also ends at the tokenizer's own end token. It is the only one that vLLM 0.26 lets a
-    constrained text end with, and what follows the end is not constrained."""
+    """Return the sampling parameters of a request, as vLLM takes them. `stop_ids` end a response, unless the request
+    ignores them. A constrained request also ends at the tokenizer's own end token. It is the only one that vLLM 0.26
+    lets a constrained text end with, and what follows the end is not constrained."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     sampling = request.sampling

@@ -172,9 +172,8 @@ class SaltedRequests:
         self._salt: str | None = None
 
     def begin_load(self, salt: str) -> None:
-        """Let the requests without a token start under the weights that were just loaded, whose salt this is.
-
-        Call it while the scheduler is paused and no step is in flight."""
+        """Let the requests without a token start under the weights that were just loaded, whose salt this is. Call it
+        while the scheduler is paused and no step is in flight."""
         self._salt = salt
         unstarted = [request for request in self.requests.values() if request.num_output_tokens == 0]
         for request in reversed(unstarted):  # vLLM puts each one at the front of its queue

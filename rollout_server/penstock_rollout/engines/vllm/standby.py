@@ -140,10 +140,9 @@ class StandbyContext(SpawnContext):
 
 
 def start_standby(config: EngineConfig, model_path: Path) -> Standby | None:
-    """Start a process that will become EngineCore. Returns None where it would gain nothing, or must not be used.
-
-    On CPU, EngineCore is forked from a process that has imported vLLM. VLLM_WORKER_MULTIPROC_METHOD=fork asks for the
-    same on CUDA. A process that `rollout.engine.extra` binds to a NUMA node is started by a program of vLLM's."""
+    """Start a process that will become EngineCore. Returns None where it would gain nothing, or must not be used. On
+    CPU, EngineCore is forked from a process that has imported vLLM. VLLM_WORKER_MULTIPROC_METHOD=fork asks for the same
+    on CUDA. A process that `rollout.engine.extra` binds to a NUMA node is started by a program of vLLM's."""
     is_wanted = os.environ.get(SWITCH, "0" if is_cpu_build() else "1") == "1"
     is_forked = not is_cpu_build() and os.environ.get("VLLM_WORKER_MULTIPROC_METHOD", "spawn") != "spawn"
     if not is_wanted or is_forked or config.extra.get("numa_bind"):
@@ -183,10 +182,9 @@ def preload(architectures: Sequence[str]) -> str:
 
 
 def _note_model_class(architectures: Sequence[str]) -> None:
-    """Import the model's class and note what it is in vLLM's cache, where the server's vLLM looks first.
-
-    vLLM would start a process for this, so that the server does not use CUDA. This is such a process. If it fails, the
-    server's vLLM does it in its own way, and says what is wrong with the model."""
+    """Import the model's class and note what it is in vLLM's cache, where the server's vLLM looks first. vLLM would
+    start a process for this, so that the server does not use CUDA. This is such a process. If it fails, the server's
+    vLLM does it in its own way, and says what is wrong with the model."""
     try:
         from vllm.model_executor.models import registry
 

@@ -63,9 +63,8 @@ def is_cpu_build() -> bool:
 
 
 def prepare_environment() -> None:
-    """Set the environment variables that vLLM reads at import. Variables that the user has set stay as they are.
-
-    Child processes inherit them. Besides the start method in `create_llm`, nothing else of this engine changes the
+    """Set the environment variables that vLLM reads at import. Variables that the user has set stay as they are. Child
+    processes inherit them. Besides the start method in `create_llm`, nothing else of this engine changes the
     environment."""
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -116,12 +115,11 @@ def create_llm(
     load: SchedulerLoad,
     core_process: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Any:
-    """Create the AsyncLLM. Blocks until EngineCore has loaded the model.
-
-    `core_process` is called when vLLM is imported. Within its block, vLLM starts EngineCore's process (standby.py). By
-    default, the process is forked on CPU, so it need not import vLLM again. Call this before the process computes with
-    several OpenMP threads, which do not survive a fork. VLLM_WORKER_MULTIPROC_METHOD=spawn avoids the fork, but is
-    slower. vLLM overwrites that variable while it creates its config, so it is set again afterwards."""
+    """Create the AsyncLLM. Blocks until EngineCore has loaded the model. `core_process` is called when vLLM is
+    imported. Within its block, vLLM starts EngineCore's process (standby.py). By default, the process is forked on CPU,
+    so it need not import vLLM again. Call this before the process computes with several OpenMP threads, which do not
+    survive a fork. VLLM_WORKER_MULTIPROC_METHOD=spawn avoids the fork, but is slower. vLLM overwrites that variable
+    while it creates its config, so it is set again afterwards."""
     prepare_environment()
     start_method = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD", "fork")
     from vllm.config import StructuredOutputsConfig

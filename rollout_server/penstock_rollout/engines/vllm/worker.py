@@ -131,10 +131,8 @@ def reload(model: Any, model_config: Any, tensors: NamedTensors) -> None:
 
 
 def _forget_expert_kernels(model: Any) -> None:
-    """Let vLLM set up the kernels of experts again.
-
-    On CPU they multiply with packed weights, which vLLM packs only when it sets up the kernel. A reload that keeps the
-    kernel would fill the packed weights with plain ones."""
+    """Let vLLM set up the kernels of experts again. On CPU they multiply with packed weights, which vLLM packs only
+    when it sets up the kernel. A reload that keeps the kernel would fill the packed weights with plain ones."""
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
@@ -142,10 +140,8 @@ def _forget_expert_kernels(model: Any) -> None:
 
 
 def _pack_tied_head(model: Any, hf_config: Any) -> None:
-    """Pack a tied head again.
-
-    On CPU vLLM multiplies with packed copies of the weights, and a reload packs only the layers that it loads. A tied
-    head is loaded through the embedding, so its copy would keep the old weights."""
+    """Pack a tied head again. On CPU vLLM multiplies with packed copies of the weights, and a reload packs only the
+    layers that it loads. A tied head is loaded through the embedding, so its copy would keep the old weights."""
     if getattr(hf_config, "tie_word_embeddings", False):
         model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
 

@@ -31,8 +31,16 @@ from pathlib import Path
 from typing import Literal
 
 from penstock_rollout.rewards.sandbox import seccomp
-from penstock_rollout.rewards.sandbox.limits import ControlGroup, Limits, ProcessEntry, descendants
-from penstock_rollout.rewards.sandbox.program import READABLE, RunningProgram, own_user, start_process
+from penstock_rollout.rewards.sandbox.program import (
+    READABLE,
+    ControlGroup,
+    Limits,
+    ProcessEntry,
+    RunningProgram,
+    descendants,
+    own_user,
+    start_process,
+)
 
 _FOLDER = "/tmp"  # noqa: S108  (the program's own file system)
 _DEVICES = ("/dev/null", "/dev/random", "/dev/urandom")

@@ -35,8 +35,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock_rollout.rewards.sandbox import seccomp
-from penstock_rollout.rewards.sandbox.limits import ControlGroup, Limits, ProcessEntry
-from penstock_rollout.rewards.sandbox.program import READABLE, RunningProgram, own_user, start_process
+from penstock_rollout.rewards.sandbox.program import (
+    READABLE,
+    ControlGroup,
+    Limits,
+    ProcessEntry,
+    RunningProgram,
+    own_user,
+    start_process,
+)
 from penstock_rollout.rewards.sandbox.seccomp import check, load_libc
 
 logger = logging.getLogger(__name__)
@@ -118,7 +125,6 @@ def _end_programs(base: Path) -> None:
 
 def remove_tree(path: Path) -> bool:
     """Remove a folder with everything in it. Never raises; logs and returns False if something could not be removed.
-
     Links are removed and never followed. Closed folders, and those nested deeper than Python removes, are left to `rm`,
     which opens one folder at a time."""
     failure: Exception | None = None
@@ -299,9 +305,8 @@ class Restrictions:
 
 
 def _become(libc: ctypes.CDLL, user: int) -> None:
-    """Switch to another user, but keep the right to read files of root, such as an interpreter under /root.
-
-    Landlock still limits which files can be read."""
+    """Switch to another user, but keep the right to read files of root, such as an interpreter under /root. Landlock
+    still limits which files can be read."""
     check(libc.prctl(_PR_SET_KEEPCAPS, 1, 0, 0, 0), "prctl")
     os.setgroups([])
     os.setresgid(user, user, user)
@@ -325,9 +330,8 @@ def _num_threads_of(uid: int) -> int:
 
 
 def make_ruleset(abi: int, folder: Path) -> int:
-    """Create a ruleset that allows reading `READABLE` and using `folder`, except for devices and sockets in it.
-
-    Every other kind of access that the kernel can restrict is denied."""
+    """Create a ruleset that allows reading `READABLE` and using `folder`, except for devices and sockets in it. Every
+    other kind of access that the kernel can restrict is denied."""
     libc = load_libc()
     num_bits = {1: 13, 2: 14, 3: 15, 4: 15}.get(abi, 16)
     handled = (1 << num_bits) - 1

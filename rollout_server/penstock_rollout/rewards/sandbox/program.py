@@ -1,25 +1,297 @@
-"""A program that runs under a confinement: its input, output and end."""
+"""A program that runs under a confinement: its limits, how much of them its processes and files use, its input, output
+and end.
+
+The kernel holds the limits of each process. The memory of all processes together, with temporary file systems and
+buffers of the kernel, is held by a control group where there is one; otherwise the sandbox measures it while the
+program runs, and so it does with files.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import selectors
+import signal
+import stat
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from penstock_rollout.rewards.sandbox.limits import (
-    ControlGroup,
-    Limits,
-    ProcessEntry,
-    files_are_exceeded,
-    memory_is_exceeded,
-    read_processes,
-)
+MAX_FILES = 10_000
+"""Maximum number of files in a program's folder."""
+MAX_DEPTH = 100
+"""How deep folders may be nested in a program's folder."""
+_ROOT = Path("/sys/fs/cgroup")
+_CONTROLLERS = ("memory", "pids")
+_EMPTY_S = 5.0
+"""How long the kernel may take to remove a killed process from its group."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The limits of one program."""
+
+    cpu_s: int
+    """CPU time that each process may use."""
+    memory_bytes: int
+    """Size of each process's address space, and memory that all processes may hold together."""
+    file_bytes: int
+    """Size that each file may have."""
+    folder_bytes: int
+    """Size that all files of the folder may have together."""
+    max_processes: int
+
+    def of_a_process(self, num_others: int = 0) -> list[tuple[str, int, int]]:
+        """Resource limits as (name, soft, hard). `num_others` processes of the same user do not belong to the program.
+        RLIMIT_AS comes last: the fork of a large process already exceeds it and cannot allocate any more."""
+        max_processes = self.max_processes + num_others
+        return [
+            ("CPU", self.cpu_s, self.cpu_s + 1),
+            ("FSIZE", self.file_bytes, self.file_bytes),
+            ("NPROC", max_processes, max_processes),
+            ("NOFILE", 256, 256),
+            ("CORE", 0, 0),
+            ("MEMLOCK", 0, 0),
+            ("AS", self.memory_bytes, self.memory_bytes),
+        ]
+
+
+@dataclass(frozen=True)
+class ProcessEntry:
+    """One line of /proc."""
+
+    parent: int
+    session: int
+    resident_bytes: int
+
+
+def read_processes() -> dict[int, ProcessEntry]:
+    """All processes that this process can see, by id."""
+    found = {}
+    page_bytes = resource.getpagesize()
+    for name in os.listdir("/proc"):  # noqa: PTH208  (a Path for each process would double the cost)
+        if not name.isdecimal():
+            continue
+        try:
+            # The command's name is in brackets, and may itself hold brackets and spaces.
+            fields = Path(f"/proc/{name}/stat").read_bytes().rpartition(b")")[2].split()
+        except OSError:
+            continue  # it has ended
+        found[int(name)] = ProcessEntry(int(fields[1]), int(fields[3]), int(fields[21]) * page_bytes)
+    return found
+
+
+def descendants(ancestor: int, processes: Mapping[int, ProcessEntry]) -> list[int]:
+    children: dict[int, list[int]] = {}
+    for pid, entry in processes.items():
+        children.setdefault(entry.parent, []).append(pid)
+    found = [ancestor] if ancestor in processes else []
+    for pid in found:
+        found += children.get(pid, [])
+    return found
+
+
+def memory_is_exceeded(pids: Iterable[int], processes: Mapping[int, ProcessEntry], limit_bytes: int) -> bool:
+    """Whether processes together use more memory than the limit. Shared pages count once."""
+    resident = {pid: processes[pid].resident_bytes for pid in pids}
+    if sum(resident.values()) <= limit_bytes:
+        return False
+    return sum(_proportional_bytes(pid, num_bytes) for pid, num_bytes in resident.items()) > limit_bytes
+
+
+def _proportional_bytes(pid: int, resident_bytes: int) -> int:
+    """Memory of a process in which each page is divided by the number of processes that share it."""
+    try:
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return resident_bytes
+
+
+def files_are_exceeded(folder: Path, limit_bytes: int, pids: Iterable[int] = ()) -> bool:
+    """Whether the files below a folder, and those that processes have removed but still use, are too many, too large
+    together or too deep, or cannot be counted."""
+    removed = _removed_files(folder, pids)
+    if removed is None:
+        return True
+    num_bytes, num_files = sum(removed.values()), len(removed)
+    folders = [(str(folder), 0)]
+    while folders:
+        path, depth = folders.pop()
+        if depth > MAX_DEPTH:
+            return True
+        try:
+            with os.scandir(path) as entries:
+                for entry in entries:
+                    status = entry.stat(follow_symlinks=False)
+                    num_bytes += status.st_blocks * 512
+                    num_files += 1
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append((entry.path, depth + 1))
+                    if num_bytes > limit_bytes or num_files > MAX_FILES:
+                        return True
+        except FileNotFoundError:
+            continue  # the program removed it
+        except OSError:
+            return True  # closed, which would hide what is in it
+    return num_bytes > limit_bytes
+
+
+def _removed_files(folder: Path, pids: Iterable[int]) -> dict[int, int] | None:
+    """Sizes of the files without a name that processes have open, by inode. None if a process maps one that it has
+    closed, because its size is unknown then."""
+    device = folder.stat().st_dev
+    sizes: dict[int, int] = {}
+    mapped: set[int] = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it has ended, or this process may not look into it
+            for name in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208  (a Path for each would double the cost)
+                with contextlib.suppress(OSError):
+                    status = os.stat(f"/proc/{pid}/fd/{name}")  # noqa: PTH116
+                    if status.st_nlink == 0 and stat.S_ISREG(status.st_mode) and status.st_dev == device:
+                        sizes[status.st_ino] = status.st_blocks * 512
+            lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
+            start = f"{folder}/"
+            mapped.update(int(line.split()[4]) for line in lines if start in line and line.endswith(" (deleted)"))
+    return sizes if mapped <= sizes.keys() else None
+
+
+def _prefix() -> str:
+    """Start of the names of groups whose process ids mean the same as ours: other containers may share the folder."""
+    return f"penstock-code-{Path('/proc/self/ns/pid').stat().st_ino}-"
+
+
+class ControlGroup:
+    """Limits the memory and the number of all processes of a program together.
+
+    A reward process makes one group for its programs, where the machine lets it: as root on a host, or in a subtree
+    that systemd has delegated. Containers usually do not allow it. Version 2 of the kernel's interface has one folder,
+    version 1 a folder for each controller."""
+
+    def __init__(self, folders: list[Path]) -> None:
+        self.folders = folders
+
+    @classmethod
+    def create(cls, root: Path = _ROOT, memberships: str | None = None) -> ControlGroup | None:
+        """Make a group, or return None where that is not possible. Removes the groups of processes that have died."""
+        try:
+            text = Path("/proc/self/cgroup").read_text() if memberships is None else memberships
+        except OSError:
+            return None
+        parents = _parents(root, text)
+        if not parents:
+            return None
+        group = cls([])
+        try:
+            for choices in parents:
+                group.folders.append(_make_folder(choices))
+            group.limit(2**40, 2**15)
+        except OSError:
+            group.close()
+            return None
+        return group
+
+    def limit(self, memory_bytes: int, max_processes: int) -> None:
+        """Set the limits. Raises OSError if the group does not have both controllers."""
+        self._write(("memory.max", "memory.limit_in_bytes"), memory_bytes)
+        self._write(("pids.max",), max_processes)
+        with contextlib.suppress(OSError):
+            self._write(("memory.swap.max",), 0)
+
+    def add(self, pid: int) -> None:
+        for folder in self.folders:
+            (folder / "cgroup.procs").write_text(str(pid))
+
+    def kill(self) -> None:
+        for folder in self.folders:
+            _kill(folder)
+
+    def close(self) -> None:
+        for folder in self.folders:
+            _remove(folder)
+
+    def _write(self, names: tuple[str, ...], value: int) -> None:
+        for folder in self.folders:
+            for name in names:
+                if (folder / name).exists():
+                    (folder / name).write_text(str(value))
+                    return
+        raise FileNotFoundError(f"no {' or '.join(names)} in {self.folders}")
+
+
+def _parents(root: Path, memberships: str) -> list[list[Path]]:
+    """For each folder to make, the folders in which it may be made, the nearest first."""
+    mounted = {}
+    for line in memberships.splitlines():
+        _, controllers, path = line.split(":", 2)
+        for controller in controllers.split(","):
+            mounted[controller] = path
+    if set(_CONTROLLERS) <= mounted.keys():
+        return [_with_ancestors(root / controller, mounted[controller]) for controller in _CONTROLLERS]
+    if "" in mounted and (root / "cgroup.controllers").exists():
+        return [_with_ancestors(root, mounted[""])]
+    return []
+
+
+def _with_ancestors(mount: Path, path: str) -> list[Path]:
+    """The group of this process and the groups above it, as far as this process can see them."""
+    own = mount / path.strip("/")
+    found = [own, *own.parents]
+    return [folder for folder in found[: found.index(mount) + 1] if folder.is_dir()] if ".." not in path else []
+
+
+def _make_folder(choices: list[Path]) -> Path:
+    """Make a folder in the first parent that provides the controllers and accepts it. A group of version 2 that has
+    processes cannot give controllers to its children, so the group above is tried."""
+    error: OSError = FileNotFoundError("this process is in no control group")
+    for parent in choices:
+        try:
+            _remove_leftovers(parent)
+            folder = parent / f"{_prefix()}{os.getpid()}"
+            if (parent / "cgroup.subtree_control").exists():
+                (parent / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in _CONTROLLERS))
+            folder.mkdir()
+        except OSError as caught:
+            error = caught
+            continue
+        return folder
+    raise error
+
+
+def _remove_leftovers(parent: Path) -> None:
+    """Remove the groups of reward processes that were killed, with the programs that still run in them."""
+    for folder in parent.glob(f"{_prefix()}*"):
+        pid = folder.name.removeprefix(_prefix())
+        if pid == str(os.getpid()) or not Path(f"/proc/{pid}").exists():
+            _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    deadline = time.monotonic() + _EMPTY_S
+    while folder.exists() and time.monotonic() < deadline:
+        _kill(folder)
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+            return
+        time.sleep(0.01)
+
+
+def _kill(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        (folder / "cgroup.kill").write_text("1")
+        return
+    with contextlib.suppress(OSError):
+        for pid in (folder / "cgroup.procs").read_text().split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+
 
 FIRST_USER, NUM_USERS = 60000, 5000
 """Range of user ids without an account."""

@@ -141,11 +141,9 @@ def is_supported() -> bool:
 
 
 def filter_program(machine: str, *, own_pid: int | None, shares_files: bool) -> list[Instruction]:
-    """BPF program over the number and arguments of a call: (code, jump if true, jump if false, operand).
-
-    `own_pid` is the only process that the program may signal. None if it has its own process ids, and may signal all.
-    `shares_files` denies changes of a file's mode, times and attributes, because the program owns files of the server.
-    """
+    """BPF program over the number and arguments of a call: (code, jump if true, jump if false, operand). `own_pid` is
+    the only process that the program may signal. None if it has its own process ids, and may signal all. `shares_files`
+    denies changes of a file's mode, times and attributes, because the program owns files of the server."""
     column, architecture = _ARCHITECTURES[machine]
     program: list[Instruction] = [
         (_LOAD, 0, 0, _AT_ARCHITECTURE), (_JUMP_EQUAL, 1, 0, architecture), (_RETURN, 0, 0, _KILL),

@@ -43,10 +43,9 @@ def receive(reception: Reception) -> Iterator[Arrived]:
 def _copies(
     pointer: int, num_ready: int, offsets: list[int], sizes: list[int], reception: Reception, stream: DeviceStream
 ) -> Iterator[Arrived]:
-    """Copy all buckets that should be ready at once, right after reading the header on the same stream.
-
-    `num_ready` is the number that the offer or the last header claimed to be ready. The header just read confirms the
-    claim or not; if it does not, the buckets are copied again. Our memory has the same layout as the publisher's."""
+    """Copy all buckets that should be ready at once, right after reading the header on the same stream. `num_ready` is
+    the number that the offer or the last header claimed to be ready. The header just read confirms the claim or not; if
+    it does not, the buckets are copied again. Our memory has the same layout as the publisher's."""
     header = torch.empty(HEADER.size, dtype=torch.uint8, pin_memory=reception.worker_device.type == "cuda")
     reception.spare.clear()  # freed memory stays in torch's cache, from which `buffer` takes it
     memory = reception.buffer(offsets[-1], reception.device)

@@ -142,10 +142,8 @@ def _pieces(reception: Reception) -> Iterator[_BucketPiece]:
 
 def _broadcasts(groups: Sequence[Any], reception: Reception, *, ends_together: bool) -> Iterator[Arrived]:
     """Yield the buckets in order. Several pieces are in flight at once. A relay has a second group, to which it hands
-    each piece on.
-
-    With `ends_together` the last bucket is followed by a barrier of each group. A relay enters that of its own group
-    first, so the publisher's barrier ends when all workers have all bytes."""
+    each piece on. With `ends_together` the last bucket is followed by a barrier of each group. A relay enters that of
+    its own group first, so the publisher's barrier ends when all workers have all bytes."""
     source, deadline = groups[0], reception.deadline
     in_flight: deque[tuple[Any, _BucketPiece]] = deque()
     handed_on = _HandedOn(groups[1], deadline) if len(groups) > 1 else None
@@ -208,11 +206,10 @@ def _wait(work: Any, deadline: Deadline) -> None:
 
 
 def break_connections(group: Any, works: list[Any]) -> None:
-    """Make pending broadcasts fail at once; otherwise the group's destructor would wait for them.
-
-    Gloo has no abort, but an operation that times out closes every connection of its group. The group needs one idle
-    thread for this operation. It is a gather to this rank, because no one sends for it: gloo ends a process that gets
-    more bytes than it expects, so a broadcast could meet the next piece of a sender that goes on."""
+    """Make pending broadcasts fail at once; otherwise the group's destructor would wait for them. Gloo has no abort,
+    but an operation that times out closes every connection of its group. The group needs one idle thread for this
+    operation. It is a gather to this rank, because no one sends for it: gloo ends a process that gets more bytes than
+    it expects, so a broadcast could meet the next piece of a sender that goes on."""
     options = GatherOptions()
     options.rootRank = group.rank()
     options.timeout = timedelta(milliseconds=1)

@@ -21,9 +21,8 @@ logger = logging.getLogger(__name__)
 
 
 def receive(reception: Reception) -> Iterator[Arrived]:
-    """Yield buckets on the engine's GPU, or in pinned host memory through two buffers on the GPU.
-
-    The rendezvous is an NcclMeeting. The communicator is kept for the group's next push, unless this one fails."""
+    """Yield buckets on the engine's GPU, or in pinned host memory through two buffers on the GPU. The rendezvous is an
+    NcclMeeting. The communicator is kept for the group's next push, unless this one fails."""
     meeting = NcclMeeting.from_json(reception.rendezvous)
     joined = _groups.join(meeting, reception)
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,8 @@ class Setting:
 
     def rewind(self, ahead: BatchAhead, rewind: Rewind) -> BatchAhead:
         self.reader.term.lineage.add(rewind)
-        return ahead.after_rewind(self.reader, self.training, rewind.new_version)
+        replace = partial(self.reader.replace_outdated, policy_version=rewind.new_version, wanted=ahead.wanted)
+        return ahead.replaced_by(self.training, replace)
 
     async def answer_anew(self, *versions: int) -> None:
         """Answer every pending prompt, each with one of these versions, in order."""

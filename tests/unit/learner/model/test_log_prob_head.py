@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from penstock_learner.model.architectures import LogitForm
-from penstock_learner.model.log_prob_head import log_probs_and_entropy
+from penstock_learner.model.causal_lm import log_probs_and_entropy
 
 
 def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -164,7 +164,7 @@ class TrainerState:
 
 
 def read_state(path: Path) -> TrainerState:
-    """The trainer state of a finished checkpoint. Raises CheckpointDamaged if its file or the manifest is."""
+    """The trainer state of a finished checkpoint. Raises CheckpointDamaged if its file or manifest is damaged."""
     file = path / TRAINER_FILE
     try:
         content = file.read_bytes()

@@ -172,7 +172,7 @@ class Member(Rank):
         """Abort the stage, and drop its group as a worker does after a failure."""
         assert self._stage is not None
         self._stage.abort()
-        self._stage.join(TIMEOUT_S)
+        self._stage.done.result(TIMEOUT_S)
         return self._stage.failure
 
     def forget(self) -> None:

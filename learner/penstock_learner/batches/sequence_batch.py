@@ -194,11 +194,17 @@ class SequenceBatch:
         return replace(self, **(changed | {kind: {**getattr(self, kind), **own}}))
 
 
-def no_sequences() -> SequenceBatch:
-    integers, floats = np.zeros(0, np.int64), np.zeros(0, np.float32)
+def unsampled_batch(
+    token_ids: NDArray[np.int64], lengths: NDArray[np.int64], prompt_lengths: NDArray[np.int64],
+    group_ids: NDArray[np.int64],
+) -> SequenceBatch:  # fmt: skip
+    """Sequences that no engine has sampled: all responses are trained, and rewards, log-probs and versions are 0."""
+    num_tokens = int((lengths - prompt_lengths).sum())
     return SequenceBatch(
-        integers, integers, integers, floats, integers, np.zeros(0, np.uint8), floats, integers, temperatures=floats
-    )
+        token_ids, lengths, prompt_lengths, np.zeros(len(lengths), np.float32), group_ids,
+        loss_mask=np.ones(num_tokens, np.uint8), behaviour_log_probs=np.zeros(num_tokens, np.float32),
+        token_versions=np.zeros(num_tokens, np.int64), temperatures=np.ones(num_tokens, np.float32),
+    )  # fmt: skip
 
 
 def concat(batches: Sequence[SequenceBatch]) -> SequenceBatch:

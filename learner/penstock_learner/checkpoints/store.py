@@ -159,10 +159,6 @@ class CheckpointStore:
         """The lowest step of a finished checkpoint: the run cannot be rewound further. 0 without one."""
         return min((int(path.name.split("-")[3]) for path in self.newest_first()), default=0)
 
-    def newest(self) -> tuple[Path, TrainerState] | None:
-        finished = self.newest_first()
-        return (finished[0], read_state(finished[0])) if finished else None
-
     def newest_term(self) -> int:
         """The highest term that has finished a checkpoint; 0 without one."""
         uploaded = [] if self.uploads is None else [Path(name) for name in self.uploads.newest_first()]

@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from penstock.cancellation import end_task
 from penstock.codec import decode_group
 from penstock.config.dataset import DatasetConfig
@@ -27,7 +29,7 @@ from penstock.replay.queue_types import Delivery
 from penstock.samples import is_sampled
 from penstock.trajectory import SESSION_AGENT, Group
 from penstock_learner.agreement.servers import ServerQuarantine
-from penstock_learner.batches.sequence_batch import SequenceBatch, check_tokens, no_sequences
+from penstock_learner.batches.sequence_batch import SequenceBatch, check_tokens, unsampled_batch
 from penstock_learner.loop.term import Term
 from penstock_learner.steps.program import TrainingStep
 
@@ -396,4 +398,4 @@ class BatchAhead:
 
 async def _ahead(training: TrainingStep, batch: Batch) -> SequenceBatch:
     """What is computed ahead. A batch without groups is never trained: the data has ended."""
-    return await training.ahead(batch.groups) if batch.groups else no_sequences()
+    return await training.ahead(batch.groups) if batch.groups else unsampled_batch(*[np.zeros(0, np.int64)] * 4)

@@ -30,26 +30,14 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where a module holds a tensor. FSDP puts another tensor there when it gathers the layer."""
-
-    owner: nn.Module
-    attribute: str
-
-    @property
-    def tensor(self) -> Tensor:
-        held: Tensor = getattr(self.owner, self.attribute)
-        return held.detach()
-
-
-@dataclass(frozen=True)
 class _Unit:
     """A layer, or all that belongs to no layer. Units are sharded and gathered separately."""
 
     sharded: nn.Module
     is_root: bool
-    places: dict[str, _Place]
-    """The tensors that a push sends, by their names in the model."""
+    places: dict[str, tuple[nn.Module, str]]
+    """For each tensor that a push sends, by its name in the model, the module and the attribute that hold it. FSDP puts
+    another tensor there when it gathers the layer."""
     shapes: Shapes
     """Names and shapes as they are pushed, in the order in which they are gathered."""
     own_names: dict[str, str] | None
@@ -57,7 +45,7 @@ class _Unit:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        return {name: place.tensor for name, place in self.places.items()}
+        return {name: getattr(owner, attribute).detach() for name, (owner, attribute) in self.places.items()}
 
 
 class PushedWeights:
@@ -85,7 +73,8 @@ class PushedWeights:
                 if unit.own_names is None:
                     yield from self._published(unit, {n: _whole(t, dtype) for n, t in unit.tensors.items()})
                 else:
-                    yield from ((new, _whole(unit.places[own].tensor, dtype)) for new, own in unit.own_names.items())
+                    tensors = unit.tensors
+                    yield from ((new, _whole(tensors[own], dtype)) for new, own in unit.own_names.items())
             else:
                 unit.sharded.unshard()
                 yield from self._published(unit, unit.tensors)
@@ -120,7 +109,7 @@ def _unit(model: CausalLM, module: nn.Module, own: Iterable[tuple[str, Tensor]])
     places = {}
     for name in tensors:
         owner, _, attribute = name.rpartition(".")
-        places[name] = _Place(model.lm.get_submodule(owner), attribute)
+        places[name] = (model.lm.get_submodule(owner), attribute)
     if model.adapted is None:
         shapes, new_names = published_shapes(model.lm, tensors.items()), published_names(model.lm, tensors)
     else:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ConfigError, first_line_of
-from penstock_learner.batches.sequence_batch import SequenceBatch
+from penstock_learner.batches.sequence_batch import SequenceBatch, unsampled_batch
 from penstock_learner.model.architectures import depends_on_length
 from penstock_learner.model.attention.packed_layout import ModelInputs
 from penstock_learner.model.causal_lm import CausalLM
@@ -82,7 +82,9 @@ def compare_with_plain(model: CausalLM | ScalarModel, key: str, device: torch.de
     """Compare the model's path with the plain forward. Collective where the model is sharded. Raises ConfigError if the
     model cannot run at all, or runs out of memory."""
     vocabulary: int = model.lm.config.get_text_config().vocab_size
-    batch = _random_batch(_lengths(model.lm.config), vocabulary)
+    lengths = np.array(_lengths(model.lm.config), dtype=np.int64)
+    token_ids = np.random.default_rng(0).integers(0, vocabulary, lengths.sum())
+    batch = unsampled_batch(token_ids, lengths, np.ones_like(lengths), np.arange(len(lengths)))  # prompts of one token
     run = _runner(model, device)
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
@@ -164,19 +166,3 @@ def _with_other_last_tokens(batch: SequenceBatch, vocabulary: int) -> SequenceBa
     last = np.cumsum(batch.lengths) - 1
     token_ids[last] = (token_ids[last] + 1) % vocabulary
     return replace(batch, token_ids=token_ids)
-
-
-def _random_batch(lengths: list[int], vocabulary: int) -> SequenceBatch:
-    """Sequences of random tokens, all of which but the first are responses."""
-    num_tokens, num_responses = sum(lengths), sum(lengths) - len(lengths)
-    return SequenceBatch(
-        token_ids=np.random.default_rng(0).integers(0, vocabulary, num_tokens),
-        lengths=np.array(lengths, dtype=np.int64),
-        prompt_lengths=np.ones(len(lengths), dtype=np.int64),
-        rewards=np.zeros(len(lengths), dtype=np.float32),
-        group_ids=np.arange(len(lengths)),
-        loss_mask=np.ones(num_responses, dtype=np.uint8),
-        behaviour_log_probs=np.zeros(num_responses, dtype=np.float32),
-        token_versions=np.zeros(num_responses, dtype=np.int64),
-        temperatures=np.ones(num_responses, dtype=np.float32),
-    )

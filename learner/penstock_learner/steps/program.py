@@ -30,7 +30,7 @@ from penstock_learner.algorithms.advantages import (
 from penstock_learner.algorithms.aggregation import Denominators, apply_mask, segment_sum
 from penstock_learner.algorithms.losses import kl_penalty, penalize_rewards
 from penstock_learner.batches.partition import unpermute
-from penstock_learner.batches.sequence_batch import REWARD_PART, SequenceBatch, batch_of, token_ranges
+from penstock_learner.batches.sequence_batch import REWARD_PART, SequenceBatch, batch_of, token_ranges, unsampled_batch
 from penstock_learner.checkpoints.trainer_state import Lineage
 from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.roles.role_group import RoleGroup, RoleRecovery, gather_all
@@ -485,20 +485,8 @@ def rehearsal_batch(form: str, second: int, num_groups: int, num_samples: int, v
         np.concatenate([prompts[index // num_samples], random.integers(0, vocabulary, size)])
         for index, size in enumerate(responses.tolist())
     ]
-    num_tokens = int(responses.sum())
-    zeros = np.zeros(num_tokens, dtype=np.float32)
-    return SequenceBatch(
-        token_ids=np.concatenate(tokens),
-        lengths=responses + prompt,
-        prompt_lengths=np.full(num_sequences, prompt, dtype=np.int64),
-        rewards=np.zeros(num_sequences, dtype=np.float32),
-        group_ids=np.repeat(np.arange(num_groups), num_samples),
-        loss_mask=np.ones(num_tokens, dtype=np.uint8),
-        behaviour_log_probs=zeros,
-        token_versions=np.zeros(num_tokens, dtype=np.int64),
-        temperatures=np.ones(num_tokens, dtype=np.float32),
-        advantages=zeros,
-        old_log_probs=zeros,
-        values=zeros,
-        returns=zeros,
-    )
+    zeros = np.zeros(int(responses.sum()), dtype=np.float32)
+    prompt_lengths = np.full(num_sequences, prompt, dtype=np.int64)
+    groups = np.repeat(np.arange(num_groups), num_samples)
+    batch = unsampled_batch(np.concatenate(tokens), responses + prompt, prompt_lengths, groups)
+    return replace(batch, advantages=zeros, old_log_probs=zeros, values=zeros, returns=zeros)

@@ -135,7 +135,8 @@ class Engine(ABC):
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._request_ids: set[str] = set()
         """Requests between their submission and their end."""
-        self._generating = GeneratingTime()
+        self._busy_since = self._busy_s = 0.0
+        """When the first of the running requests came, and the seconds before it in which there was one."""
         self._broken = "it was not started"
         """Why the engine cannot generate, or an empty text."""
 
@@ -183,13 +184,21 @@ class Engine(ABC):
         """Surrounds one request. Raises InvalidInput if another one with this id runs."""
         if request_id in self._request_ids:
             raise InvalidInput("request_id", f"{request_id!r} is running already")
+        if not self._request_ids:
+            self._busy_since = time.monotonic()
         self._request_ids.add(request_id)
-        self._generating.begin()
         try:
             yield
         finally:
             self._request_ids.discard(request_id)
-            self._generating.end()
+            if not self._request_ids:
+                self._busy_s += time.monotonic() - self._busy_since
+
+    @property
+    def _generating_s(self) -> float:
+        """The seconds in which at least one request was in the engine. A pause for new weights counts too, if a request
+        waits for its end."""
+        return self._busy_s + (time.monotonic() - self._busy_since if self._request_ids else 0.0)
 
     def _read_folder(self) -> None:
         self._stop_ids = list(stop_token_ids(self._model_path))
@@ -225,27 +234,3 @@ class Engine(ABC):
         num_tokens = len(request.prompt_token_ids)
         if not 0 < num_tokens < max_model_len:
             raise InvalidInput("prompt_token_ids", f"{num_tokens} tokens are not between 1 and {max_model_len - 1}")
-
-
-class GeneratingTime:
-    """Counts the seconds in which at least one request was in the engine. A pause for new weights counts too, if a
-    request waits for its end."""
-
-    def __init__(self) -> None:
-        self._num_requests = 0
-        self._since = 0.0
-        self._ended_s = 0.0
-
-    def begin(self) -> None:
-        if self._num_requests == 0:
-            self._since = time.monotonic()
-        self._num_requests += 1
-
-    def end(self) -> None:
-        self._num_requests -= 1
-        if self._num_requests == 0:
-            self._ended_s += time.monotonic() - self._since
-
-    @property
-    def seconds(self) -> float:
-        return self._ended_s + (time.monotonic() - self._since if self._num_requests else 0.0)

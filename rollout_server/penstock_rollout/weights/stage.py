@@ -177,11 +177,6 @@ class WeightStage:
         """Tell the thread to end. Does not wait for it."""
         self._aborted.set()
 
-    def join(self, timeout_s: float) -> bool:
-        """Wait for the thread. Returns whether it has ended."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
     def mismatch(self, expected: Sequence[str]) -> str:
         """Return why the buckets differ from the expected checksums, or an empty string if they do not."""
         if len(expected) != len(self._checksums):

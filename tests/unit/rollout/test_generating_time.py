@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from prometheus_client import CollectorRegistry
 
+from penstock.config.rollout import EngineConfig
 from penstock_rollout.engines import engine
-from penstock_rollout.engines.engine import GeneratingTime
+from penstock_rollout.engines.torch.engine import TorchEngine
 from penstock_rollout.metrics import RolloutMetrics
 
 
@@ -24,24 +27,24 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_requests_that_overlap_count_once_and_gaps_do_not_count(clock: Clock) -> None:
-    generating = GeneratingTime()
+def test_requests_that_overlap_count_once_and_gaps_do_not_count(clock: Clock, tmp_path: Path) -> None:
+    engine = TorchEngine(EngineConfig(), tmp_path, "float32", 0)
+    first, second, third = (engine._serving(name) for name in "abc")
     clock.now += 5
-    assert generating.seconds == 0, "nothing has been asked for"
-    generating.begin()
+    assert engine._generating_s == 0, "nothing has been asked for"
+    first.__enter__()
     clock.now += 2
-    generating.begin()
+    second.__enter__()
     clock.now += 3
-    assert generating.seconds == 5, "a request that runs counts at once"
-    generating.end()
+    assert engine._generating_s == 5, "a request that runs counts at once"
+    first.__exit__(None, None, None)
     clock.now += 1
-    generating.end()
+    second.__exit__(None, None, None)
     clock.now += 10
-    assert generating.seconds == 6
-    generating.begin()
-    clock.now += 4
-    generating.end()
-    assert generating.seconds == 10
+    assert engine._generating_s == 6
+    with third:
+        clock.now += 4
+    assert engine._generating_s == 10
 
 
 def test_the_metric_asks_the_engine_when_it_is_scraped() -> None:

@@ -267,7 +267,7 @@ class SglangEngine(Engine):
         held = sum(not running.is_submitted for running in self._running.values())
         without_token = sum(not running.has_begun for running in self._running.values())
         waiting = min(num_waiting + held, without_token)
-        return EngineStats(len(self._running) - waiting, waiting, kv_cache_usage, self._generating.seconds)
+        return EngineStats(len(self._running) - waiting, waiting, kv_cache_usage, self._generating_s)
 
     async def check_health(self) -> None:
         await super().check_health()

@@ -129,7 +129,7 @@ class TorchEngine(Engine):
             running_requests=len(self._queues) - waiting,
             waiting_requests=waiting,
             kv_cache_usage=self._batch.num_cached_tokens / capacity,
-            generating_s=self._generating.seconds,
+            generating_s=self._generating_s,
         )
 
     async def stop(self) -> None:

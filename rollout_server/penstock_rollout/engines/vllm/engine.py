@@ -221,7 +221,7 @@ class VllmEngine(Engine):
             running_requests=len(self._request_ids) - waiting,
             waiting_requests=waiting,
             kv_cache_usage=self.load.kv_cache_usage,
-            generating_s=self._generating.seconds,
+            generating_s=self._generating_s,
         )
 
     async def check_health(self) -> None:

@@ -6,6 +6,7 @@ import base64
 import binascii
 import re
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -172,7 +173,13 @@ def check_token_ids(token_ids: bytes) -> None:
 
 
 def check_sampling(sampling: prompts_pb2.Sampling) -> None:
-    check_bounds(sampling_from_proto(sampling))
+    _check_encoded_sampling(sampling.SerializeToString())
+
+
+@lru_cache(maxsize=256)
+def _check_encoded_sampling(encoded: bytes) -> None:
+    """Most prompts of a run have the same parameters."""
+    check_bounds(sampling_from_proto(prompts_pb2.Sampling.FromString(encoded)))
 
 
 def check_json(text: str, path: str) -> Any:

@@ -15,7 +15,7 @@ import pytest
 from pyarrow import parquet
 
 from penstock.api import records
-from penstock.api.conversion import fill
+from penstock.api.conversion import request_of
 from penstock.replay.queue import RedisReplayQueue
 from penstock.v1 import (
     datasets_pb2,
@@ -27,8 +27,7 @@ from support.gateways import PROMPT, RUN, Gateway, as_json, assert_problem, both
 
 async def test_a_stream_of_submissions_is_answered_one_by_one(gateway: Gateway) -> None:
     prompts, *_ = stubs(gateway)
-    body = prompts_pb2.Prompt()
-    fill(body, records.SubmittedPrompt.model_validate(PROMPT))
+    body = request_of(prompts_pb2.Prompt, records.SubmittedPrompt.model_validate(PROMPT))
 
     async def requests() -> AsyncIterator[prompts_pb2.SubmitPromptsRequest]:
         for key, count in (("a", 1), ("b", 2), ("a", 1), ("c", 0)):

@@ -28,7 +28,6 @@ DEFAULT_PAGE_SIZE = 50
 MAX_PAGE_SIZE = 1000
 _DEFAULT = prompt_to_proto(Prompt())
 T = TypeVar("T")
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 
 
 def checked_prompts(
@@ -119,11 +118,6 @@ def checked_prompt_ids(prompt_ids: Sequence[int], max_ids: int, field: str = "pr
 def check_prompt_id(prompt_id: int) -> None:
     if not 1 <= prompt_id <= MAX_PROMPT_ID:
         raise NotFound(f"prompt {prompt_id} does not exist")
-
-
-def check_name(field: str, name: str) -> None:
-    if not _NAME.fullmatch(name):
-        raise InvalidInput(field, "must be 1 to 128 letters, digits or . _ : - and start with a letter or digit")
 
 
 def _with_defaults(prompt: prompts_pb2.Prompt) -> prompts_pb2.Prompt:

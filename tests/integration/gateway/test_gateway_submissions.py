@@ -117,8 +117,7 @@ async def test_a_key_for_each_prompt_submits_it_once_whatever_it_comes_with(gate
     assert await submitted("a", "b", "c") == {"prompt_ids": [1, 2, 3], "replayed": False, "num_replayed": 0}
     assert await submitted("b") == {"prompt_ids": [2], "replayed": True, "num_replayed": 1}
     assert await submitted("c", "d") == {"prompt_ids": [3, 4], "replayed": False, "num_replayed": 1}
-    message = prompts_pb2.Prompt()
-    fill(message, records.SubmittedPrompt.model_validate(PROMPT))
+    message = request_of(prompts_pb2.Prompt, records.SubmittedPrompt.model_validate(PROMPT))
     answer = await prompts.SubmitPrompts(prompts_pb2.SubmitPromptsRequest(prompts=[message], prompt_keys=["d"]))
     assert (list(answer.prompt_ids), answer.num_replayed) == ([4], 1)
     for wrong, field in (

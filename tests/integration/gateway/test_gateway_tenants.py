@@ -17,7 +17,7 @@ import pytest
 import redis.asyncio as redis
 
 from penstock.api import records
-from penstock.api.conversion import fill
+from penstock.api.conversion import request_of
 from penstock.api_keys import make_key
 from penstock.config.run import WeightsConfig
 from penstock.config.service import SessionLimits
@@ -112,8 +112,7 @@ async def tenants(redis_process: Any, redis_client: redis.Redis, tmp_path: Path)
 
 
 def message(**changes: Any) -> prompts_pb2.Prompt:
-    made = prompts_pb2.Prompt()
-    fill(made, records.SubmittedPrompt.model_validate(PROMPT | changes))
+    made = request_of(prompts_pb2.Prompt, records.SubmittedPrompt.model_validate(PROMPT | changes))
     return made
 
 

@@ -112,8 +112,7 @@ async def tenants(redis_process: Any, redis_client: redis.Redis, tmp_path: Path)
 
 
 def message(**changes: Any) -> prompts_pb2.Prompt:
-    made = request_of(prompts_pb2.Prompt, records.SubmittedPrompt.model_validate(PROMPT | changes))
-    return made
+    return request_of(prompts_pb2.Prompt, records.SubmittedPrompt.model_validate(PROMPT | changes))
 
 
 # ── idempotency keys ──

@@ -120,7 +120,7 @@ def denominators_of(batch: SequenceBatch, loss: LossConfig | ValueLossConfig) ->
 
 
 async def own_ahead(batch: SequenceBatch, roles: Roles, context: BatchContext) -> SequenceBatch:
-    """Both run at the same time. A role that the run does not have is skipped."""
+    """The reward model's scores and the reference's log-probs, at the same time, of the roles that the run has."""
     scored_by = context.config.reward_model
     computed = await gather_fields(
         rewards=combined_rewards(batch, roles.reward_model, context, scored_by) if scored_by is not None else None,

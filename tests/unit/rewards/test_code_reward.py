@@ -22,7 +22,8 @@ DOUBLE = {"inputs": ["1\n", "5\n", "7\n"], "outputs": ["2\n", "10\n", "14\n"]}
 
 def score(program: str, ground_truth: Any, **changes: Any) -> dict[str, float]:
     reward = CodeReward(**({"test_timeout_s": 10.0, "timeout_s": 60.0} | changes))
-    result: dict[str, float] = build(RewardChoice(RewardConfig()).settings(reward))("code", program, ground_truth, {})
+    settings = json.loads(RewardChoice(RewardConfig()).settings_json(reward))
+    result: dict[str, float] = build(settings)("code", program, ground_truth, {})
     return result
 
 

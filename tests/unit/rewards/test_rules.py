@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -16,7 +17,7 @@ from penstock_rollout.rewards.scorer import RewardChoice
 
 
 def score(reward: Reward, solution: str, ground_truth: Any) -> float:
-    settings = RewardChoice(RewardConfig()).settings(reward)
+    settings = json.loads(RewardChoice(RewardConfig()).settings_json(reward))
     return normalise_score(build(settings)("source", solution, ground_truth, {}))[0]
 
 

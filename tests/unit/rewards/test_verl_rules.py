@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -101,7 +102,8 @@ CODE_CASES = [
 
 def result(data_source: str, solution: str, ground_truth: Any) -> Any:
     choice = RewardChoice(RewardConfig(compat="verl"))
-    return build(choice.settings(choice.reward_for(data_source)))(data_source, solution, ground_truth, {})
+    settings = json.loads(choice.settings_json(choice.reward_for(data_source)))
+    return build(settings)(data_source, solution, ground_truth, {})
 
 
 @pytest.mark.parametrize(("data_source", "solution", "ground_truth", "expected"), CASES)

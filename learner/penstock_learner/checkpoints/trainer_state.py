@@ -41,6 +41,9 @@ class Ledger:
         index = bisect_right(self._ranges, (prompt_id, float("inf"))) - 1
         return index >= 0 and prompt_id <= self._ranges[index][1]
 
+    def __len__(self) -> int:
+        return sum(last - first + 1 for first, last in self._ranges)
+
     def missing(self, bitmap: bytes) -> list[int]:
         """The prompts of a bitmap that the ledger does not hold. The first byte's highest bit stands for prompt 0."""
         bits = np.unpackbits(np.frombuffer(bitmap, np.uint8))

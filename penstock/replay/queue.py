@@ -70,6 +70,7 @@ from penstock.replay.queue_types import (
     OfferedGroup,
     Origin,
     Outbox,
+    PromptRequest,
     PromptStatus,
     QueueStat,
     RunRewind,
@@ -159,19 +160,16 @@ class PromptIntake(QueueCalls):
 
     async def submit(self, payloads: Sequence[bytes], priorities: Sequence[int], idempotency_key: str) -> Submission:
         """Accept all prompts or none. They are as durable as Redis is when the call returns."""
-        return (await self.submit_many([(payloads, priorities, idempotency_key)]))[0]
+        return (await self.submit_many([PromptRequest(payloads, priorities, idempotency_key)]))[0]
 
-    async def submit_many(
-        self, requests: Sequence[tuple[Sequence[bytes], Sequence[int], str]], *, all_or_none: bool = False
-    ) -> list[Submission]:
-        """`submit` for many requests in one exchange. A request is its payloads, priorities and idempotency key.
-
-        With `all_or_none`, nothing is submitted if a key was used for another number of prompts. The answers then have
-        the ids of the keys that were used before."""
+    async def submit_many(self, requests: Sequence[PromptRequest], *, all_or_none: bool = False) -> list[Submission]:
+        """`submit` for many requests in one exchange. The answer to a request whose key its owner has used for other
+        prompts is replayed and has no ids. With `all_or_none`, nothing is submitted if there is such a request; then
+        new ones have no ids either."""
         flat: list[Any] = []
-        for payloads, priorities, idempotency_key in requests:
-            flat += (idempotency_key, len(payloads))
-            flat += [item for pair in zip(payloads, priorities, strict=True) for item in pair]
+        for request in requests:
+            flat += (request.idempotency_key, request.owner, request.digest, len(request.payloads))
+            flat += [item for pair in zip(request.payloads, request.priorities, strict=True) for item in pair]
         return [
             Submission(tuple(range(row["first_id"], row["first_id"] + row["count"])), bool(row["replayed"]))
             for row in read_rows(await self.call("submit", IDEMPOTENCY_TTL_S, int(all_or_none), *flat))

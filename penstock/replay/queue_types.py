@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -9,6 +10,18 @@ from penstock.trajectory import Group
 
 PromptState = Literal["pending", "leased", "queued", "trained", "dead_lettered", "cancelled"]
 AppendOutcome = Literal["accepted", "duplicate", "full", "unknown"]
+
+
+@dataclass(frozen=True)
+class PromptRequest:
+    """Prompts that are accepted as a whole. Once `owner` has used a key, it stands for these prompts for a week."""
+
+    payloads: Sequence[bytes]
+    priorities: Sequence[int]
+    idempotency_key: str = ""
+    owner: str = ""
+    digest: str = ""
+    """Digest of what the client asked for. The payloads may differ, because each try is traced by itself."""
 
 
 @dataclass(frozen=True)

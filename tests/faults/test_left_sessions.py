@@ -116,7 +116,7 @@ async def test_ten_thousand_sessions_are_left_to_expire(redis_client: redis.Redi
     left = (await tasks.stat()).sessions
     assert left == NUM_SESSIONS
     # Their hour is over in TTL_S seconds, however long the recording has taken.
-    ending = redis_client.pipeline(transaction=False)
+    ending, end_s = redis_client.pipeline(transaction=False), time.monotonic() + TTL_S
     for name in names:
         for part in ("calls", "state"):
             ending.expire(keys.session(name, part), TTL_S)
@@ -124,7 +124,7 @@ async def test_ten_thousand_sessions_are_left_to_expire(redis_client: redis.Redi
     await ending.execute()
 
     queue, longest_s = RedisReplayQueue(redis_client, "test", run_config("", Path()).replay), 0.0
-    most_at_once, started_s = 0, time.monotonic()
+    most_at_once = 0
     async with asyncio.timeout(120):
         while left:
             call_started = time.monotonic()
@@ -147,4 +147,4 @@ async def test_ten_thousand_sessions_are_left_to_expire(redis_client: redis.Redi
     await until(is_returned)
     stat = await queue.stat()
     assert stat.conservation_error == 0 and stat.in_flight + stat.pending_prompts > 0
-    record_property("fault", {"recovery_s": time.monotonic() - started_s - TTL_S})
+    record_property("fault", {"recovery_s": time.monotonic() - end_s})

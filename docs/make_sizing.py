@@ -166,13 +166,14 @@ leaves too little memory on the policy's GPUs, it needs more GPUs. These plans h
 ## The forecast of a run
 `penstock simulate` has the same three limits, with durations that you give or that a run measured. A server that fails
 loses half the work on each of its groups, and is away for five minutes. Staleness follows from admission: the groups of
-a step start `max_staleness` versions before it, and later if the learner waits for servers. Idle time is too low by up
-to 0.15 where two limits are about equal, and a step by a quarter: chance then makes each side wait for the other. An
-event simulation, which models each sample (`make bench-simulate`, [benchmarks.md](benchmarks.md)), agrees with it
-(`tests/unit/test_token_simulation.py`), and so do runs on two CPU cores with the tiny model of the examples, predicted
-/ measured:
+a step start `max_staleness` versions before it, and later if the learner waits for servers. Where two limits are about
+equal, chance makes each side wait for the other: the idle share is then too low by up to 0.15, and a step by up to a
+quarter. It does not model that an engine decodes faster with fewer requests, the limits of Redis, or a network that
+many pushes share.
 
-MEASURED
+The event simulation of `make bench-simulate` ([benchmarks.md](benchmarks.md)), which draws the length of each sample,
+agrees with it within these bounds (`tests/unit/test_token_simulation.py`), and so do runs on two CPU cores with the
+tiny model of the examples (`tests/integration/runs/test_simulation_against_a_run.py`).
 """
 
 

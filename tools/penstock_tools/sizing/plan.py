@@ -148,13 +148,9 @@ def _role_lines(role: str, moments: Sequence[MemoryUse], found: Deployment) -> l
 
 
 def _phases(moments: Sequence[MemoryUse]) -> str:
-    peaks = [f"{moment.phase} {total(moment.device) / 1e9:.1f}" for moment in _fullest(moments)]
-    return f"{', '.join(peaks)} GB; {max(total(moment.host) for moment in moments) / 1e9:.1f} GB on the host"
-
-
-def _fullest(moments: Sequence[MemoryUse]) -> list[MemoryUse]:
     present = {moment.phase for moment in moments}
-    return [peak(moments, phase) for phase in PHASES if phase in present]
+    peaks = [f"{phase} {total(peak(moments, phase).device) / 1e9:.1f}" for phase in PHASES if phase in present]
+    return f"{', '.join(peaks)} GB; {max(total(moment.host) for moment in moments) / 1e9:.1f} GB on the host"
 
 
 def _why(pace: Pace) -> str:

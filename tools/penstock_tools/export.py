@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.parser import Parser, parse_with_overrides
-from penstock.errors import CheckpointDamaged, ConfigError, NotFound, TrainingDiverged
+from penstock.errors import ConfigError, NotFound, TrainingDiverged
 
 if TYPE_CHECKING:
     import torch
@@ -162,14 +162,11 @@ def _intact(checkpoint: Path) -> Path:
 
 def _newest_intact(config: RunConfig) -> Path:
     """The run's newest checkpoint without damage. A line on stderr names each damaged one before it."""
-    from penstock_learner.checkpoints.store import CheckpointStore, verify_in_this_process
+    from penstock_learner.checkpoints.store import CheckpointStore, first_intact
 
-    for path in CheckpointStore(config.folder / "checkpoints", keep=1).of_the_run():
-        try:
-            verify_in_this_process(path)
-            return path
-        except CheckpointDamaged as error:
-            print(f"checkpoint {path.name} is skipped: {error}", file=sys.stderr)
+    candidates = CheckpointStore(config.folder / "checkpoints", keep=1).of_the_run()
+    if found := first_intact(candidates, lambda line: print(line, file=sys.stderr)):
+        return found
     raise NotFound(f"run {config.run} has no intact checkpoint in {config.folder}; train first, or give --checkpoint")
 
 

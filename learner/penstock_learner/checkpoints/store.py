@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -231,6 +231,17 @@ def read_rewind(folder: Path) -> tuple[RunRewind | None, bool]:
 def verify_in_this_process(path: Path) -> None:
     """Compare every file with the manifest, without ranks. Raises CheckpointDamaged. Blocks."""
     raise_if_damaged(find_damage(path, read_manifest(path)))
+
+
+def first_intact(checkpoints: Iterable[Path], report: Callable[[str], None]) -> Path | None:
+    """The first checkpoint without damage, or None. `report` gets a line about each damaged one before it. Blocks."""
+    for path in checkpoints:
+        try:
+            verify_in_this_process(path)
+            return path
+        except CheckpointDamaged as error:
+            report(f"checkpoint {path.name} is skipped: {error}")
+    return None
 
 
 def raise_if_damaged(damages: list[str]) -> None:

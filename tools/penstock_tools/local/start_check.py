@@ -60,8 +60,9 @@ async def check_processes(config: RunConfig) -> list[str]:
         file = Path(folder) / "config.yaml"
         file.touch(mode=0o600)
         file.write_text(dump_config(config))
-        looking = asyncio.to_thread(_look_at_dataset, config)
-        (failure, doubts), *failures = await asyncio.gather(looking, *(_failure_of(each, file) for each in modules))
+        looking = asyncio.create_task(asyncio.to_thread(_look_at_dataset, config))
+        failures = await asyncio.gather(*(_failure_of(module, file) for module in modules))
+        failure, doubts = await looking
     if found := [each for each in (*failures, failure) if each]:
         raise ConfigError("; ".join(found))
     return doubts

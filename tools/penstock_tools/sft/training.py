@@ -387,7 +387,7 @@ def noted_signals() -> Iterator[list[int]]:
         signal.signal(number, before[number])
         logger.warning("signal %d: a checkpoint is written after this step, and the training ends", number)
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {int(number): signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield received
     finally:

@@ -326,9 +326,11 @@ class SupervisedTraining:
         """Load the newest intact checkpoint that `learner.checkpoint.resume` allows. Returns its step, or 0."""
         found: list[tuple[Path | None, int]] = [(None, 0)]
         if self.rank.rank == 0:
-            candidates = self.store.candidates(self.resume)
-            found[0] = (first_intact(candidates, logger.warning), self.store.newest_term())
-            if candidates and found[0][0] is None:
+            newest, damaged = first_intact(self.store.candidates(self.resume))
+            found[0] = (newest, self.store.newest_term())
+            for damage in damaged:
+                logger.warning("checkpoint %s is skipped", damage)
+            if damaged and newest is None:
                 raise CheckpointDamaged(
                     f"{self.store.folder} has no intact checkpoint; set learner.checkpoint.resume to off to start again"
                 )

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.parser import Parser, parse_with_overrides
-from penstock.errors import ConfigError, NotFound, TrainingDiverged
+from penstock.errors import CheckpointDamaged, ConfigError, NotFound, TrainingDiverged
 
 if TYPE_CHECKING:
     import torch

@@ -4,6 +4,8 @@ VENV ?= $(or $(PENSTOCK_VENV),.venv)
 PYTHON_SOURCES := penstock rollout_server learner services tools tests bench examples docs helm deploy
 BENCHES := codec replay weights checkpoints rollout gateway agents scale simulate
 export PENSTOCK_VENV := $(VENV)
+# A test run starts hundreds of processes. Without compiled modules each would compile what it imports again.
+unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 
 .PHONY: help demo test test-forking test-ordinary lint lint-types lint-style unit integration bench bench-async chaos soak test-long setup setup-dev proto images chart clean

@@ -23,7 +23,7 @@ from typing import Any
 import grpc
 
 from harness import Bar, Measurement, alternate, gateway_process, listening, median_ratio, redis_process, report, sized
-from penstock.api.conversion import fill
+from penstock.api.conversion import request_of
 from penstock.api.records import SubmittedPrompt
 from penstock.config.run import ModelConfig, RunConfig
 from penstock.config.service import GatewayConfig, RedisConfig
@@ -152,7 +152,7 @@ def p99(load: Load, name: str) -> Measurement:
 def measure(ports: dict[str, int]) -> tuple[list[Measurement], list[Bar]]:
     load = Load()
     body = json.dumps({"prompts": [PROMPT]}).encode()
-    request, amount = request_of(1), (NUM_REQUESTS, CONNECTIONS)
+    request, amount = submission_of(1), (NUM_REQUESTS, CONNECTIONS)
     one = alternate(
         {
             "REST: FastAPI echo": lambda: load.rest("FastAPI echo", ports["echo_rest"], body, *amount),
@@ -163,7 +163,7 @@ def measure(ports: dict[str, int]) -> tuple[list[Measurement], list[Bar]]:
         NUM_ROUNDS,
         "requests/s",
     )
-    batch_body, batch_request = json.dumps({"prompts": [PROMPT] * BATCH}).encode(), request_of(BATCH)
+    batch_body, batch_request = json.dumps({"prompts": [PROMPT] * BATCH}).encode(), submission_of(BATCH)
     count, connections = NUM_BATCHES, BATCH_CONNECTIONS
     many = alternate(
         {
@@ -185,11 +185,9 @@ def measure(ports: dict[str, int]) -> tuple[list[Measurement], list[Bar]]:
     return [*one.values(), *many.values(), *tails.values()], bars
 
 
-def request_of(count: int) -> prompts_pb2.SubmitPromptsRequest:
-    request = prompts_pb2.SubmitPromptsRequest()
-    for _ in range(count):
-        fill(request.prompts.add(), SubmittedPrompt.model_validate(PROMPT))
-    return request
+def submission_of(count: int) -> prompts_pb2.SubmitPromptsRequest:
+    prompt = request_of(prompts_pb2.Prompt, SubmittedPrompt.model_validate(PROMPT))
+    return prompts_pb2.SubmitPromptsRequest(prompts=[prompt] * count)
 
 
 def main() -> int:

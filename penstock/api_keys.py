@@ -21,6 +21,8 @@ from typing import Literal, get_args
 
 from penstock.config.service import GatewayConfig
 from penstock.errors import ConfigError, InvalidInput
+from penstock.store.keys import check_name
+from penstock.store.ownership import Owner
 
 Scope = Literal["read", "submit", "admin"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
@@ -28,7 +30,6 @@ SCOPES: tuple[Scope, ...] = get_args(Scope)
 `admin` also changes the run."""
 OWN_KEY_FILE = "gateway.key"
 """File in a run's folder with the key of a gateway that has no other. Commands and clients on this machine read it."""
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
 @dataclass(frozen=True)
@@ -41,11 +42,15 @@ class ApiKey:
     def line(self) -> str:
         return f"{self.name} {self.scope} sha256:{self.digest}"
 
+    @property
+    def owner(self) -> Owner:
+        """Owner of what the key makes. A key `alice@vision` is of the team `vision`; one without a team is its own."""
+        return Owner(self.name.rpartition("@")[2], self.scope == "admin")
+
 
 def make_key(name: str, scope: Scope) -> tuple[str, ApiKey]:
     """Create a key. Return the secret, which is stored nowhere, and the entry for the keys file."""
-    if not _NAME.fullmatch(name):
-        raise InvalidInput("--name", "must be 1 to 63 letters, digits or . _ - and start with a letter or digit")
+    check_name("--name", name)
     secret = f"psk_{secrets.token_urlsafe(32)}"
     return secret, ApiKey(name, scope, digest_of(secret))
 
@@ -120,6 +125,10 @@ def parse_keys(text: str, path: Path) -> tuple[ApiKey, ...]:
         words = line.split()
         if len(words) != 3 or words[1] not in SCOPES or not re.fullmatch(r"sha256:[0-9a-f]{64}", words[2]):
             raise ConfigError(f"{path}:{number} is not `NAME SCOPE sha256:HEX`; make keys with `penstock keys make`")
+        try:
+            check_name("the name of a key", words[0])
+        except InvalidInput as error:
+            raise ConfigError(f"{path}:{number}: {error}") from error
         if any(key.name == words[0] for key in keys):
             raise ConfigError(f"{path}:{number} names a second key {words[0]!r}; remove one of them")
         keys.append(ApiKey(words[0], words[1], words[2].removeprefix("sha256:")))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass, fields
-from functools import cache, lru_cache
+from functools import cache
 from typing import Annotated, Any, get_args, get_type_hints
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
@@ -88,7 +88,6 @@ DISTRIBUTION_FIELDS = tuple(field.name for field in fields(Distribution))
 SAMPLING_FIELDS = tuple(field.name for field in fields(Sampling))
 
 
-@lru_cache(maxsize=256)
 def check_sampling(sampling: Sampling) -> None:
     """Raise InvalidInput if a parameter is out of its bounds."""
     from pydantic import ValidationError

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, TypeVar, get_args
 
@@ -26,7 +26,6 @@ from penstock.v1 import groups_pb2
 
 Json = dict[str, Any]
 Get = Callable[[Any], Any]
-Put = Callable[[Any, Any], None]
 M = TypeVar("M", bound=Message)
 ARRAYS = {
     "token_ids": "<i4", "prompt_token_ids": "<i4", "inserted_token_ids": "<i4", "loss_mask": "u1", "log_probs": "<f4",
@@ -152,84 +151,86 @@ _COMPUTED: dict[tuple[type[BaseModel], str], Get] = {
 """Fields of records that a message has in another form."""
 
 
-def fill(message: Message, request: BaseModel) -> None:
-    """Set the message's fields to those of a request. Raises InvalidInput with the path of a field that does not fit.
+def request_of(kind: type[M], request: BaseModel, **given: Any) -> M:
+    """A message with the fields of a request and those that are `given`. Raises InvalidInput with the path of a field
+    that does not fit.
 
-    Fields are set in place: to build parts of a large request first and to copy them costs twice as much."""
-    if isinstance(request, records.Message):
-        _put_chat_message(message, request)
-        return
-    for name, put in _putters(type(request), message.DESCRIPTOR):
-        put(message, getattr(request, name))
+    The constructor builds all parts in place: to set fields one by one takes twice as long."""
+    return kind(**_writer(type(request), kind.DESCRIPTOR)(request) | given)
 
 
 @cache
-def _putters(request: type[BaseModel], kind: Any) -> tuple[tuple[str, Put], ...]:
-    fields = kind.fields_by_name
-    return tuple((name, _putter(name, fields.get(name))) for name in request.model_fields)
+def _writer(record: type[BaseModel], kind: Any) -> Get:
+    """What gives the fields of a record as the constructor of `kind` takes them. It leaves out protobuf's defaults."""
+    if record is records.Message:
+        return _chat_values
+    plain: list[str] = []
+    changed: list[tuple[str, str, Get]] = []
+    for name, info in record.model_fields.items():
+        field = kind.fields_by_name.get(name)
+        convert = _field_writer(name, field, info.annotation)
+        if convert is None and not field.has_presence:
+            plain.append(name)
+        else:
+            changed.append((name, name if field else f"{name}_json", convert or _same))
+
+    def write(request: BaseModel) -> Json:
+        found = request.__dict__
+        values = {name: value for name in plain if (value := found[name])}
+        for name, field_name, convert in changed:
+            values[field_name] = convert(found[name])
+        return values
+
+    return write
 
 
-def _putter(name: str, field: Any) -> Put:
+def _same(value: Any) -> Any:
+    return value
+
+
+def _field_writer(name: str, field: Any, annotation: Any) -> Get | None:
+    """How a value becomes the field's; None if it is the same."""
     if field is None:
-        return lambda message, value: setattr(message, f"{name}_json", json_text(value, name))
-    if field.message_type is not None and field.message_type.GetOptions().map_entry:
-        return lambda message, value: getattr(message, name).update(value)
-    if field.message_type is not None:
-        return _put_parts(name) if field.is_repeated else _put_part(name)
-    if field.is_repeated:
-        return lambda message, value: getattr(message, name).extend(value)
+        return lambda value: json_text(value, name)
+    kind = field.message_type
+    if kind is not None and not kind.GetOptions().map_entry:
+        write = _writer(_record_in(annotation), kind)
+        return _writer_of_parts(name, write) if field.is_repeated else write
     if field.type == FieldDescriptor.TYPE_BYTES:
-        return _put_array(name, ARRAYS[name])
-    if field.enum_type is not None:
-        return _put_enum(name, field.enum_type)
-    if field.has_presence:
-        return lambda message, value: None if value is None else setattr(message, name, value)
-    return lambda message, value: setattr(message, name, value) if value else None
+        dtype = ARRAYS[name]
+        return lambda value: np.asarray(value, dtype=dtype).tobytes() if value else b""
+    return None if field.enum_type is None else _writer_of_enum(name, field.enum_type)
 
 
-def _put_part(name: str) -> Put:
-    def put(message: Any, value: BaseModel) -> None:
-        part = getattr(message, name)
-        part.SetInParent()
-        fill(part, value)
+def _writer_of_parts(name: str, write_part: Get) -> Get:
+    def write(values: Sequence[BaseModel]) -> list[Json]:
+        written: list[Json] = []
+        try:
+            for value in values:
+                written.append(write_part(value))  # noqa: PERF401  (its length is the index of the wrong one)
+        except InvalidInput as error:
+            raise error.under(f"{name}[{len(written)}]") from error
+        return written
 
-    return put
-
-
-def _put_parts(name: str) -> Put:
-    def put(message: Any, values: list[BaseModel]) -> None:
-        add = getattr(message, name).add
-        for index, value in enumerate(values):
-            try:
-                fill(add(), value)
-            except InvalidInput as error:
-                raise error.under(f"{name}[{index}]") from error
-
-    return put
+    return write
 
 
-def _put_array(name: str, dtype: str) -> Put:
-    def put(message: Any, value: list[int]) -> None:
-        if value:
-            setattr(message, name, np.asarray(value, dtype=dtype).tobytes())
+def _writer_of_enum(name: str, kind: Any) -> Get:
+    numbers: dict[str, int] = {value.name: value.number for value in kind.values if value.number}
 
-    return put
-
-
-def _put_enum(name: str, kind: Any) -> Put:
-    numbers = {value.name: value.number for value in kind.values if value.number}
-
-    def put(message: Any, value: str) -> None:
+    def write(value: str) -> int:
         if value and value not in numbers:
             raise InvalidInput(name, f"must be one of {', '.join(numbers)}")
-        setattr(message, name, numbers.get(value, 0))
+        return numbers.get(value, 0)
 
-    return put
+    return write
 
 
-def _put_chat_message(message: Any, given: records.Message) -> None:
-    if given.content is None and not given.tool_calls:
+def _chat_values(given: records.Message) -> Json:
+    found = given.__dict__
+    values = {"role": found["role"], "content": found["content"] or ""}
+    if found["content"] is None and not found["tool_calls"]:
         raise InvalidInput("content", "must be text, unless the message has tool_calls")
-    message.role, message.content = given.role, given.content or ""
-    if further := {name: value for name in MESSAGE_FIELDS if (value := getattr(given, name)) not in (None, ())}:
-        message.fields_json = json_text(further, "tool_calls")
+    if further := {name: value for name in MESSAGE_FIELDS if (value := found[name]) not in (None, ())}:
+        values["fields_json"] = json_text(further, "tool_calls")
+    return values

@@ -46,7 +46,7 @@ class Problem(Record):
     """Machine-readable and stable."""
     field: str
     """Path of the wrong field, or empty."""
-    error: dict[str, Any] = {}
+    error: dict[str, Any] = Field(default_factory=dict)
     """The same in the form of OpenAI's API: message, type, param and code."""
 
 
@@ -95,7 +95,7 @@ class SubmittedPrompt(Record):
     agent_name: str = ""
     data_source: str = ""
     ground_truth: Any = None
-    extra_info: dict[str, Any] = {}
+    extra_info: dict[str, Any] = Field(default_factory=dict)  # pydantic would copy a dict as slowly as the rest
     priority: Int32 = 0
     evaluation_id: str = ""
     """Set by the gateway for the prompts of an evaluation."""
@@ -207,7 +207,7 @@ class Result(Record):
 class Evaluation(Record, queue_types.EvaluationProgress):  # type: ignore[misc]  # mypy does not know that it is frozen
     """Progress and scores of an evaluation."""
 
-    pass_at: dict[int, float] = {}
+    pass_at: dict[int, float] = Field(default_factory=dict)
 
 
 class Dataset(Record):

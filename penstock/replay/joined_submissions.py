@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from penstock.errors import DeadlineExceeded
 from penstock.replay.queue import RedisReplayQueue
-from penstock.replay.queue_types import Submission
+from penstock.replay.queue_types import PromptRequest, Submission
 
 T = TypeVar("T")
 MAX_PROMPTS = 2_048
@@ -41,10 +41,8 @@ async def answer_all(waiting: Sequence[asyncio.Future[T]], exchange: Awaitable[S
 
 
 @dataclass(slots=True)
-class _Request:
-    payloads: Sequence[bytes]
-    priorities: Sequence[int]
-    idempotency_key: str
+class _Waiting:
+    request: PromptRequest
     answer: asyncio.Future[Submission]
     deadline: float
 
@@ -57,8 +55,8 @@ class JoinedSubmissions:
     def __init__(self, queue: RedisReplayQueue, deadline_s: float) -> None:
         self.queue = queue
         self.deadline_s = deadline_s
-        self._waiting: list[_Request] = []
-        self._sent: list[_Request] = []
+        self._waiting: list[_Waiting] = []
+        self._sent: list[_Waiting] = []
         self._sender: asyncio.Task[None] | None = None
         self._alarm: asyncio.TimerHandle | None = None
         """One timer for all requests, because their deadlines are in the order of their arrival."""
@@ -66,16 +64,16 @@ class JoinedSubmissions:
         self._usual_count = 1.0
         """Number of requests in the last exchange (`_count`) and in the fullest recent one."""
 
-    async def submit(self, payloads: Sequence[bytes], priorities: Sequence[int], idempotency_key: str) -> Submission:
-        """`PromptIntake.submit`, joined with others. Cancelling the caller does not withdraw the request."""
+    async def submit(self, request: PromptRequest) -> Submission:
+        """`PromptIntake.submit_many`, joined with others. Cancelling the caller does not withdraw the request."""
         loop = asyncio.get_running_loop()
-        request = _Request(payloads, priorities, idempotency_key, loop.create_future(), loop.time() + self.deadline_s)
-        self._waiting.append(request)
+        waiting = _Waiting(request, loop.create_future(), loop.time() + self.deadline_s)
+        self._waiting.append(waiting)
         if self._alarm is None:
-            self._alarm = loop.call_at(request.deadline, self._expire)
+            self._alarm = loop.call_at(waiting.deadline, self._expire)
         if self._sender is None or self._sender.done():
             self._sender = asyncio.create_task(self._send())
-        return await request.answer
+        return await waiting.answer
 
     async def _send(self) -> None:
         while self._waiting:
@@ -83,8 +81,8 @@ class JoinedSubmissions:
             self._sent = self._next()
             self._count = len(self._sent)
             self._usual_count = max(self._count, self._usual_count * FADE)
-            requests = [(request.payloads, request.priorities, request.idempotency_key) for request in self._sent]
-            await answer_all([request.answer for request in self._sent], self.queue.submit_many(requests))
+            requests = [sent.request for sent in self._sent]
+            await answer_all([sent.answer for sent in self._sent], self.queue.submit_many(requests))
             self._sent = []
 
     async def _linger(self) -> None:
@@ -100,26 +98,26 @@ class JoinedSubmissions:
                 return
 
     def _num_prompts(self) -> int:
-        return sum(len(request.payloads) for request in self._waiting)
+        return sum(len(waiting.request.payloads) for waiting in self._waiting)
 
-    def _next(self) -> list[_Request]:
+    def _next(self) -> list[_Waiting]:
         """The first waiting request, and those after it that fit into the same exchange."""
-        count, num_prompts = 1, len(self._waiting[0].payloads)
-        for request in self._waiting[1:MAX_REQUESTS]:
-            num_prompts += len(request.payloads)
+        count, num_prompts = 1, len(self._waiting[0].request.payloads)
+        for waiting in self._waiting[1:MAX_REQUESTS]:
+            num_prompts += len(waiting.request.payloads)
             if num_prompts > MAX_PROMPTS:
                 break
             count += 1
-        requests, self._waiting = self._waiting[:count], self._waiting[count:]
-        return requests
+        chosen, self._waiting = self._waiting[:count], self._waiting[count:]
+        return chosen
 
     def _expire(self) -> None:
         """Fail the requests whose deadline has passed, and set the timer for the next one."""
         loop, self._alarm = asyncio.get_running_loop(), None
-        for request in (*self._sent, *self._waiting):
-            if request.answer.done():
+        for waiting in (*self._sent, *self._waiting):
+            if waiting.answer.done():
                 continue
-            if request.deadline > loop.time():
-                self._alarm = loop.call_at(request.deadline, self._expire)
+            if waiting.deadline > loop.time():
+                self._alarm = loop.call_at(waiting.deadline, self._expire)
                 return
-            request.answer.set_exception(DeadlineExceeded(f"Redis took longer than {self.deadline_s:g} s; try again"))
+            waiting.answer.set_exception(DeadlineExceeded(f"Redis took longer than {self.deadline_s:g} s; try again"))

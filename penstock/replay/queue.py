@@ -70,6 +70,7 @@ from penstock.replay.queue_types import (
     OfferedGroup,
     Origin,
     Outbox,
+    PromptRequest,
     PromptStatus,
     QueueStat,
     RunRewind,
@@ -147,6 +148,7 @@ class QueueCalls(RunRecords):
         state = admission(
             step=numbers["step"], trained=numbers["trained"], queued=numbers["queued"], in_flight=numbers["in_flight"],
             max_staleness=self.config.max_staleness, groups_per_step=self.config.groups_per_step,
+            base=numbers.pop("admission_base"),
         )  # fmt: skip
         return QueueStat(**numbers, admission_limit=state.limit, admission_room=state.room)
 
@@ -159,19 +161,16 @@ class PromptIntake(QueueCalls):
 
     async def submit(self, payloads: Sequence[bytes], priorities: Sequence[int], idempotency_key: str) -> Submission:
         """Accept all prompts or none. They are as durable as Redis is when the call returns."""
-        return (await self.submit_many([(payloads, priorities, idempotency_key)]))[0]
+        return (await self.submit_many([PromptRequest(payloads, priorities, idempotency_key)]))[0]
 
-    async def submit_many(
-        self, requests: Sequence[tuple[Sequence[bytes], Sequence[int], str]], *, all_or_none: bool = False
-    ) -> list[Submission]:
-        """`submit` for many requests in one exchange. A request is its payloads, priorities and idempotency key.
-
-        With `all_or_none`, nothing is submitted if a key was used for another number of prompts. The answers then have
-        the ids of the keys that were used before."""
+    async def submit_many(self, requests: Sequence[PromptRequest], *, all_or_none: bool = False) -> list[Submission]:
+        """`submit` for many requests in one exchange. The answer to a request whose key its owner has used for other
+        prompts is replayed and has no ids. With `all_or_none`, nothing is submitted if there is such a request; then
+        new ones have no ids either."""
         flat: list[Any] = []
-        for payloads, priorities, idempotency_key in requests:
-            flat += (idempotency_key, len(payloads))
-            flat += [item for pair in zip(payloads, priorities, strict=True) for item in pair]
+        for request in requests:
+            flat += (request.idempotency_key, request.owner, request.digest, len(request.payloads))
+            flat += [item for pair in zip(request.payloads, request.priorities, strict=True) for item in pair]
         return [
             Submission(tuple(range(row["first_id"], row["first_id"] + row["count"])), bool(row["replayed"]))
             for row in read_rows(await self.call("submit", IDEMPOTENCY_TTL_S, int(all_or_none), *flat))
@@ -255,7 +254,7 @@ class GroupProducer(QueueCalls):
     async def lease(self, server_id: str, max_prompts: int) -> list[Lease]:
         """Lease up to `max_prompts`, as far as admission and the byte limit allow, in one atomic call.
 
-        Training prompts are leased while `trained + queued + in_flight < (max_staleness + step + 1) · groups_per_step`
+        Training prompts are leased while `trained + queued + in_flight` is below the limit of `queue_types.admission`
         and while ready groups have fewer than `capacity_bytes`. Prompts whose lease ran out are leased again before new
         ones. They are admitted already, so neither bound applies to them."""
         config = self.config
@@ -423,11 +422,11 @@ class GroupConsumer(QueueCalls):
         self.term = await self.call("take_term", at_least)
         return self.term
 
-    async def rewind_step(self, step: int) -> dict[int, list[int]]:
-        """Start from a checkpoint of `step`. Returns the manifests that the queue holds, by step.
-
-        The groups of later steps are delivered again, in the same batches."""
-        flat = await self.call("rewind_step", self.term, step)
+    async def rewind_step(self, step: int, num_trained: int) -> dict[int, list[int]]:
+        """Start from a checkpoint of `step`, at which `num_trained` groups were trained. Admission counts from there,
+        so it keeps the bound on staleness if `groups_per_step` has changed. Returns the manifests that the queue holds,
+        by step. The groups of later steps are delivered again, in the same batches."""
+        flat = await self.call("rewind_step", self.term, step, num_trained, self.config.groups_per_step)
         manifests = {int(flat[i]): [int(word) for word in flat[i + 1].split()] for i in range(0, len(flat), 2)}
         self._manifests = {of_step: list(ids) for of_step, ids in manifests.items()}
         return manifests

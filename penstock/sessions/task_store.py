@@ -25,8 +25,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.config.service import SessionLimits
-from penstock.errors import NotFound, QueueFull
+from penstock.errors import Conflict, NotFound, QueueFull
 from penstock.sessions.session_store import RETRY_S
+from penstock.store.ownership import RUN_ITSELF, Owner
 from penstock.store.redis_client import guarded
 from penstock.store.scripts import SESSIONS, RunRecords, read_record, read_rows
 from penstock.v1 import tasks_pb2
@@ -66,14 +67,20 @@ class TaskStore(RunRecords):
         self.limits = limits
         self._ends = (limits.task_max_failures, max(1, int(ttl_s)), int(1000 * RETRY_S))
 
-    async def submit(self, tasks: Sequence[tasks_pb2.NewTask], idempotency_key: str = "") -> tuple[list[str], bool]:
-        """Accept all tasks or none. Returns their ids, and whether the key was used before. Known ids are kept."""
+    async def submit(
+        self, tasks: Sequence[tasks_pb2.NewTask], idempotency_key: str = "", digest: str = "", owner: Owner = RUN_ITSELF
+    ) -> tuple[list[str], bool]:
+        """Accept all tasks or none. Returns their ids, and whether the owner has used the key before, which is bound to
+        the digest. Known ids are kept."""
         rows: list[Any] = []
         for task in tasks:
             deadline_ms = int(1000 * task.deadline_s)
             rows += (task.task_id, task.num_sessions, deadline_ms, task.data_source, task.payload_json)
         max_places = self.limits.max_task_places
-        answer = await self.call("submit_tasks", idempotency_key, IDEMPOTENCY_TTL_S, max_places, *rows)
+        key = (idempotency_key, owner.name, digest, IDEMPOTENCY_TTL_S)
+        answer = await self.call("submit_tasks", *key, max_places, *rows)
+        if answer == b"other":
+            raise Conflict("idempotency_key was used for other tasks before; choose a new key")
         if answer == b"full":
             raise QueueFull("as many tasks wait as gateway.sessions.max_task_places allows; submit again later")
         replayed, *ids = answer

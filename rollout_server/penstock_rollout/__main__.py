@@ -28,8 +28,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     from penstock.hub import with_local_model
     from penstock.machine import keep_compiled_code, keep_files_private
     from penstock.start_checks import make_run_folder
+    from penstock.store.keys import check_name
 
     try:
+        check_name("--server-id", arguments.server_id)
         config = load_config(arguments.config, overrides)
         setup_logging(arguments.server_id, config.run)
         config = with_local_model(config)

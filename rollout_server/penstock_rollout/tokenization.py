@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from penstock.api.conversion import parse_json
 from penstock.config.rollout import PromptConfig
 from penstock.errors import ConfigError, InvalidInput, PromptTooLong
 from penstock.trajectory import Prompt
@@ -38,7 +39,7 @@ _NEXT = "PENSTOCK_NEXT"
 _BASE: tuple[Message, ...] = ({"role": "user", "content": "0"}, {"role": "assistant", "content": _SPOKEN})
 
 
-def _with_argument_objects(message: Message) -> dict[str, Any]:
+def with_argument_objects(message: Message) -> dict[str, Any]:
     """The message with the arguments of its tool calls as objects. OpenAI's API has them as JSON text, and templates
     would quote that once more."""
     plain = dict(message)
@@ -49,7 +50,7 @@ def _with_argument_objects(message: Message) -> dict[str, Any]:
         function = call.get("function") if isinstance(call, dict) else None
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
             with contextlib.suppress(ValueError, RecursionError):
-                call = {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}  # noqa: PLW2901
+                call = {**call, "function": {**function, "arguments": parse_json(function["arguments"])}}  # noqa: PLW2901
         calls.append(call)
     return {**plain, "tool_calls": calls}
 
@@ -192,7 +193,7 @@ class Tokenization:
     ) -> str:
         try:
             text: str = self.tokenizer.apply_chat_template(
-                [_with_argument_objects(message) for message in messages],
+                [with_argument_objects(message) for message in messages],
                 tools=[dict(tool) for tool in tools] or None,
                 add_generation_prompt=True,
                 tokenize=False,

@@ -12,7 +12,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
 from penstock.api import conversion, records
-from penstock.api.conversion import fill, to_json
+from penstock.api.conversion import request_of, to_json
 from penstock.errors import InvalidInput
 from penstock.v1 import groups_pb2, prompts_pb2, tasks_pb2
 from penstock_services.gateway.operations import Operation
@@ -104,11 +104,9 @@ def test_a_prompt_comes_back_as_it_was_submitted() -> None:
         "sampling": {"temperature": 0.7, "top_p": 0.9, "max_tokens": 16, "seed": 0, "top_k": 5, "min_p": 0.1,
                      "ignore_eos": True, "stop": ["x"]},
     }  # fmt: skip
-    message = prompts_pb2.Prompt()
-    fill(message, records.SubmittedPrompt.model_validate(body, extra="forbid"))
+    message = request_of(prompts_pb2.Prompt, records.SubmittedPrompt.model_validate(body, extra="forbid"))
     assert to_json(message, records.SubmittedPrompt) == body
-    tokens = prompts_pb2.Prompt()
-    fill(tokens, records.SubmittedPrompt(token_ids=(1, 2)))
+    tokens = request_of(prompts_pb2.Prompt, records.SubmittedPrompt(token_ids=(1, 2)))
     assert to_json(tokens, records.SubmittedPrompt)["token_ids"] == [1, 2]
     assert tokens.HasField("sampling") and not tokens.sampling.HasField("seed")
 
@@ -118,7 +116,7 @@ def test_what_json_cannot_hold_is_refused_by_its_path(value: Any) -> None:
     task = NewTaskRequest.model_construct(payload=value)
     request = SubmitTasks.model_construct(tasks=(task,))
     with pytest.raises(InvalidInput) as caught:
-        fill(tasks_pb2.SubmitTasksRequest(), request)
+        request_of(tasks_pb2.SubmitTasksRequest, request)
     assert caught.value.field == "tasks[0].payload"
 
 

@@ -68,8 +68,7 @@ def test_codec_keeps_every_parameter():
 def test_rest_has_every_parameter():
     assert set(records.Sampling.model_fields) == set(SAMPLING_FIELDS)
     assert set(records.SamplingSegment.model_fields) == {"start", "end", *DISTRIBUTION_FIELDS}
-    message = prompts_pb2.Sampling()
-    conversion.fill(message, records.Sampling(**vars(all_changed())))
+    message = conversion.request_of(prompts_pb2.Sampling, records.Sampling(**vars(all_changed())))
     assert sampling_from_proto(message) == all_changed()
     assert records.Sampling(**conversion.to_json(message, records.Sampling)) == records.Sampling(**vars(all_changed()))
 

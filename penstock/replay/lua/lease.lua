@@ -89,7 +89,7 @@ local function admit(ids)
   call_many('ZADD', OPEN, numbers)
 end
 
-local limit = (tonumber(ARGV[5]) + counter('step') + 1) * tonumber(ARGV[4])
+local limit = counter('admission_base') + (tonumber(ARGV[5]) + counter('step') + 1) * tonumber(ARGV[4])
 local function lease_prompts()
   if wanted <= 0 or is_pinned then return end
   local room = limit - (counter('trained') + queued() + in_flight())

@@ -19,9 +19,9 @@ local function forget_calls(session)
   end
 end
 
--- Forgets some of the sessions whose time has passed. Their lists have expired by themselves.
-local function forget_expired(now)
-  for _, session in ipairs(redis.call('ZRANGE', SESSIONS, '-inf', now, 'BYSCORE', 'LIMIT', 0, 16)) do forget_calls(session) end
+-- Forgets at most so many of the sessions whose time has passed. Their lists have expired by themselves.
+local function forget_expired(now, most)
+  for _, session in ipairs(redis.call('ZRANGE', SESSIONS, '-inf', now, 'BYSCORE', 'LIMIT', 0, most)) do forget_calls(session) end
 end
 
 -- A session that has its reward is kept until its group is in the queue, however long that takes.

@@ -3,7 +3,7 @@
 -- session. Returns recorded, closed, expired (the calls that it refers to are gone), long (the session has too many
 -- calls), large (it has too many bytes) or full (all sessions together have).
 local session, now, num_bytes, calls, state = ARGV[1], now_ms(), #ARGV[2], calls_key(ARGV[1]), state_key(ARGV[1])
-forget_expired(now)
+forget_expired(now, 16)
 if redis.call('HEXISTS', state, 'reward') == 1 then return 'closed' end
 local num_calls = redis.call('LLEN', calls)
 if ARGV[4] ~= '' and (num_calls == 0 or redis.call('HGET', state, 'list') ~= ARGV[4]) then return 'expired' end

@@ -1,18 +1,23 @@
--- ARGV: idempotency key (empty: none), its seconds to live, largest number of places that wait, then id, number of
--- sessions, deadline in ms (0: none), data source and payload of each task. Accepts all tasks or none. A task whose id
--- exists stays as it is. Returns full, or whether the key was known (0 or 1) and the ids.
-local key = TASK_IDEMPOTENCY .. ARGV[1]
+-- ARGV: idempotency key (empty: none), its owner, the digest that it is bound to, its seconds to live, largest number of
+-- places that wait, then id, number of sessions, deadline in ms (0: none), data source and payload of each task. Accepts
+-- all tasks or none. A task whose id exists stays as it is. Returns full, other (the key stands for another digest), or
+-- whether the key was known (0 or 1) and the ids.
+local key, digest = TASK_IDEMPOTENCY .. ARGV[2] .. ':' .. ARGV[1], ARGV[3]
 if ARGV[1] ~= '' then
   local known = redis.call('GET', key)
-  if known then return {1, unpack(cjson.decode(known))} end
+  if known then
+    known = cjson.decode(known)
+    if known.digest ~= digest then return 'other' end
+    return {1, unpack(known.ids)}
+  end
 end
 local ids, num_places = {}, redis.call('ZCARD', TASK_PENDING)
-for i = 4, #ARGV, 5 do
+for i = 6, #ARGV, 5 do
   ids[#ids + 1] = ARGV[i]
   if redis.call('EXISTS', task_key(ARGV[i])) == 0 then num_places = num_places + ARGV[i + 1] end
 end
-if num_places > tonumber(ARGV[3]) then return 'full' end
-for i = 4, #ARGV, 5 do
+if num_places > tonumber(ARGV[5]) then return 'full' end
+for i = 6, #ARGV, 5 do
   local task = task_key(ARGV[i])
   if redis.call('EXISTS', task) == 0 then
     local order = redis.call('HINCRBY', COUNTERS, 'tasks_submitted', 1) * 4096
@@ -22,5 +27,5 @@ for i = 4, #ARGV, 5 do
     count('task_places_submitted', ARGV[i + 1])
   end
 end
-if ARGV[1] ~= '' then redis.call('SET', key, cjson.encode(ids), 'EX', ARGV[2]) end
+if ARGV[1] ~= '' then redis.call('SET', key, cjson.encode({digest = digest, ids = ids}), 'EX', ARGV[4]) end
 return {0, unpack(ids)}

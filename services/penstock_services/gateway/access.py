@@ -18,6 +18,7 @@ from penstock.api_keys import OWN_KEY_FILE, SCOPES, ApiKey, KeyFile, Scope, find
 from penstock.config.service import GatewayConfig
 from penstock.errors import ConfigError, PermissionDenied, RateLimited, Unauthenticated
 from penstock.machine import is_loopback
+from penstock.store.ownership import Owner
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class Caller:
     """Name of the API key."""
     scope: Scope
     request_id: str
+    owner: Owner
+    """Decides which sessions, tasks, datasets, evaluations and prompts the caller may use."""
     has_valid_key: Callable[[], bool]
     """A key can be removed while a stream is open."""
 
@@ -89,7 +92,7 @@ class Access:
                 "this gateway needs an API key: give --api-key-file, or send `Authorization: Bearer <key>`; a gateway "
                 f"without configured keys writes one to {OWN_KEY_FILE} in its run's folder"
             )
-        return Caller(key.name, key.scope, request_id, partial(self._still_has, key))
+        return Caller(key.name, key.scope, request_id, key.owner, partial(self._still_has, key))
 
     def _still_has(self, key: ApiKey) -> bool:
         self.refresh()

@@ -22,6 +22,7 @@ from penstock.errors import Conflict, InvalidInput, NotFound, Unavailable
 from penstock.feed.datasets import read_prompts
 from penstock.feed.parquet_rows import ReadLimits
 from penstock.replay.queue import RedisReplayQueue
+from penstock.store.keys import check_name
 from penstock.trajectory import Prompt, Sampling
 from penstock.v1 import datasets_pb2
 from penstock_services.gateway import validation
@@ -57,7 +58,7 @@ class DatasetHandlers(Handlers):
     @operation("PUT", "datasets/{name}", "submit", Dataset, read=read_upload, timeout_s=READ_TIMEOUT_S)
     async def upload_dataset(self, request: datasets_pb2.UploadDatasetRequest) -> datasets_pb2.Dataset:
         """Store a file of prompts. Its Content-Type is application/x-ndjson or application/vnd.apache.parquet."""
-        validation.check_name("name", request.name)
+        check_name("name", request.name)
         if request.format not in FORMATS:
             raise InvalidInput("format", f"must be one of {', '.join(FORMATS)}")
         path = self.folder / f"{request.name}.{request.format}"
@@ -88,7 +89,7 @@ class DatasetHandlers(Handlers):
         return await self._describe(path)
 
     def _find(self, name: str) -> Path:
-        validation.check_name("name", name)
+        check_name("name", name)
         for kind in FORMATS:
             path = self.folder / f"{name}.{kind}"
             if path.is_file():

@@ -36,6 +36,7 @@ from penstock.protocols.conversation import Conversation, Json
 from penstock.protocols.responses import ResponsesBody, ResponsesExchange
 from penstock.samples import TokenText
 from penstock.store.fleet import ServerRecord
+from penstock.store.keys import check_name
 from penstock.v1 import generate_pb2, generate_pb2_grpc
 from penstock.weights.cluster_key import ClusterKey
 from penstock_services.gateway import validation
@@ -135,7 +136,7 @@ class GenerateHandlers(Handlers):
         for channel in self._channels.values():
             await channel.close()
 
-    @operation("", "", "submit", Completion, takes_caller=True)
+    @operation("", "", "submit", Completion)
     async def generate(
         self, caller: Caller, request: generate_pb2.GenerateRequest
     ) -> AsyncIterator[generate_pb2.GenerateChunk]:
@@ -296,7 +297,7 @@ def _check(request: generate_pb2.GenerateRequest) -> None:
     if request.HasField("policy_version") and request.policy_version < 0:
         raise InvalidInput("policy_version", "must not be negative")
     if request.session_id:
-        validation.check_name("session_id", request.session_id)
+        check_name("session_id", request.session_id)
     if Conversation.from_request(request).tools and not request.messages:
         raise InvalidInput("tools_json", "needs messages")
     validation.check_sampling(request.sampling)

@@ -19,6 +19,8 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from hashlib import blake2b
+from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -70,7 +72,6 @@ class Operation:
     """The method is cancelled after this time; by default after that of its handlers."""
     keeps_deadline: bool = False
     """The method has a deadline itself, and raises only PenstockErrors."""
-    takes_caller: bool = False
     is_documented: bool = True
 
     @property
@@ -82,6 +83,10 @@ class Operation:
         return self.verb in ("POST", "PUT")
 
     @cached_property
+    def takes_caller(self) -> bool:
+        return "caller" in signature(self.method).parameters
+
+    @cached_property
     def request(self) -> type[Message]:
         return GetMessageClass(self.rpcs[0].input_type)
 
@@ -89,7 +94,8 @@ class Operation:
 def operation(
     verb: str, path: str, scope: Scope, answer: type[BaseModel], further_rpc: str = "", **further: Any
 ) -> Callable[[F], F]:
-    """Declare the method `(self, request)` as the operation that answers `verb path` and its gRPC method.
+    """Declare the method `(self, request)` or `(self, caller, request)` as the operation that answers
+    `verb path` and its gRPC method.
 
     A path without a slash at its beginning is below the run's. `further_rpc` is a second gRPC method of the service,
     and `further` are fields of Operation."""
@@ -223,6 +229,15 @@ async def while_valid(items: AsyncIterator[T], caller: Caller | None, operation:
     finally:
         if isinstance(items, AsyncGenerator):
             await items.aclose()
+
+
+def body_digest(messages: Iterable[Message]) -> str:
+    """Digest of what a request asks for, to which its idempotency key is bound."""
+    digest = blake2b(digest_size=16)
+    for message in messages:
+        data = message.SerializeToString(deterministic=True)
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()
 
 
 async def bounded(call: Awaitable[T], deadline_s: float) -> T:

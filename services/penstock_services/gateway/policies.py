@@ -13,6 +13,7 @@ from penstock.api.records import Int64, Page, Policy, PolicyComparison, PolicyPa
 from penstock.cancellation import end_task
 from penstock.errors import Conflict, InvalidInput, NotFound, PenstockError
 from penstock.store.fleet import SERVING_STATES, Fleet
+from penstock.store.keys import check_name
 from penstock.store.policies import PolicyRegistry
 from penstock.store.run_control import RunControl
 from penstock.v1 import policies_pb2
@@ -120,7 +121,7 @@ class PolicyHandlers(Handlers):
     @operation("PUT", "pins/{pin}", "admin", Policy, takes=PinPolicy)
     async def pin_policy(self, request: policies_pb2.PinPolicyRequest) -> policies_pb2.Policy:
         """Pin a key, a session or an evaluation of this name to the version. A server of this name stays at it."""
-        validation.check_name("pin", request.pin)
+        check_name("pin", request.pin)
         is_server = any(server.server_id == request.pin for server in await self.fleet.servers())
         await (self._loadable if is_server else self._usable)(request.policy_version)
         await self.policies.pin(request.pin, request.policy_version)
@@ -128,7 +129,7 @@ class PolicyHandlers(Handlers):
 
     @operation("DELETE", "pins/{pin}", "admin", Unpinned)
     async def unpin_policy(self, request: policies_pb2.UnpinPolicyRequest) -> policies_pb2.UnpinPolicyResponse:
-        validation.check_name("pin", request.pin)
+        check_name("pin", request.pin)
         return policies_pb2.UnpinPolicyResponse(was_pinned=await self.policies.unpin(request.pin))
 
     @operation("POST", "policies/{policy_version}:retire", "admin", Policy, read=resolve_versions)

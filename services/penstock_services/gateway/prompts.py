@@ -25,17 +25,18 @@ from penstock.api.records import (
     SubmittedPrompt,
 )
 from penstock.cancellation import end_task
-from penstock.errors import InvalidInput, PenstockError
+from penstock.errors import Conflict, InvalidInput, PenstockError
 from penstock.replay.joined_submissions import JoinedSubmissions
 from penstock.replay.queue import RedisReplayQueue
-from penstock.replay.queue_types import PromptState, PromptStatus
+from penstock.replay.queue_types import PromptRequest, PromptState, PromptStatus
 from penstock.replay.queue_types import Submission as QueueSubmission
 from penstock.replay.results import PromptBook, PromptResult, entry_of, entry_order
 from penstock.tracing import Tracing
 from penstock.v1 import prompts_pb2
 from penstock_services.gateway import validation
+from penstock_services.gateway.access import Caller
 from penstock_services.gateway.groups import GroupReader
-from penstock_services.gateway.operations import IDEMPOTENCY_KEY, Handlers, bounded, operation
+from penstock_services.gateway.operations import IDEMPOTENCY_KEY, Handlers, body_digest, bounded, operation
 
 logger = logging.getLogger(__name__)
 LONGEST_WAIT_S = 60.0
@@ -99,50 +100,43 @@ class PromptHandlers(Handlers):
         "POST", "prompts", "submit", Submission, "StreamPrompts", takes=SubmitPrompts, header=IDEMPOTENCY_KEY,
         keeps_deadline=True,
     )  # fmt: skip
-    async def submit_prompts(self, request: prompts_pb2.SubmitPromptsRequest) -> prompts_pb2.SubmitPromptsResponse:
+    async def submit_prompts(
+        self, caller: Caller, request: prompts_pb2.SubmitPromptsRequest
+    ) -> prompts_pb2.SubmitPromptsResponse:
         """Submit prompts: all are accepted, or none."""
         prompts = validation.checked_prompts(request.prompts, self.config.gateway.max_prompts_per_request)
         validation.check_keys(request.idempotency_key, request.prompt_keys, len(prompts))
         submit = self._submit_traced if self.tracing.is_on else self._submit
-        submission = await submit(prompts, request)
-        if len(submission.prompt_ids) != len(prompts):
-            raise InvalidInput(
-                "idempotency_key",
-                f"was used for another request, of {len(submission.prompt_ids)} prompts; choose a new key",
-            )
-        num_replayed = len(prompts) if submission.replayed else submission.num_replayed
+        each = await submit(prompts, request, _digests(prompts, request), caller.owner.name)
+        for number, submission in enumerate(each):
+            if submission.replayed and not submission.prompt_ids:
+                key = f"prompt_keys[{number}]" if request.prompt_keys else "idempotency_key"
+                raise Conflict(f"{key} was used for another request before; choose a new key")
+        ids = [prompt_id for submission in each for prompt_id in submission.prompt_ids]
+        num_replayed = sum(len(submission.prompt_ids) for submission in each if submission.replayed)
         return prompts_pb2.SubmitPromptsResponse(
-            prompt_ids=submission.prompt_ids, replayed=submission.replayed, num_replayed=num_replayed
+            prompt_ids=ids, replayed=num_replayed == len(ids), num_replayed=num_replayed
         )
 
-    async def _submit_traced(
-        self, prompts: Sequence[prompts_pb2.Prompt], request: prompts_pb2.SubmitPromptsRequest
-    ) -> QueueSubmission:
+    async def _submit_traced(self, prompts: Sequence[prompts_pb2.Prompt], *others: Any) -> list[QueueSubmission]:
         with contextlib.ExitStack() as spans:
             for prompt in prompts:
                 span = self.tracing.start("submit", prompt.trace_parent, data_source=prompt.data_source)
                 prompt.trace_parent = spans.enter_context(span)
-            return await self._submit(prompts, request)
+            return await self._submit(prompts, *others)
 
     async def _submit(
-        self, prompts: Sequence[prompts_pb2.Prompt], request: prompts_pb2.SubmitPromptsRequest
-    ) -> QueueSubmission:
+        self, prompts: Sequence[prompts_pb2.Prompt], request: prompts_pb2.SubmitPromptsRequest, digests: list[str],
+        owner: str,
+    ) -> list[QueueSubmission]:  # fmt: skip
         payloads = [prompt.SerializeToString() for prompt in prompts]
         priorities = [prompt.priority for prompt in prompts]
         if not request.prompt_keys:
-            return await self.submissions.submit(payloads, priorities, request.idempotency_key)
-        rows = zip(payloads, priorities, request.prompt_keys, strict=True)
-        requests = [([payload], [priority], key) for payload, priority, key in rows]
-        each = await self.queue.submit_many(requests, all_or_none=True)
-        for index, submission in enumerate(each):
-            if submission.replayed and len(submission.prompt_ids) != 1:
-                raise InvalidInput(
-                    f"prompt_keys[{index}]",
-                    f"was used for a request of {len(submission.prompt_ids)} prompts; choose a new key",
-                )
-        num_replayed = sum(submission.replayed for submission in each)
-        ids = tuple(submission.prompt_ids[0] for submission in each)
-        return QueueSubmission(ids, num_replayed == len(ids), num_replayed)
+            whole = PromptRequest(payloads, priorities, request.idempotency_key, owner, *digests)
+            return [await self.submissions.submit(whole)]
+        rows = zip(payloads, priorities, request.prompt_keys, digests, strict=True)
+        each = [PromptRequest([payload], [priority], key, owner, digest) for payload, priority, key, digest in rows]
+        return await self.queue.submit_many(each, all_or_none=True)
 
     @operation("GET", "prompts/{prompt_id}", "read", PromptRecord)
     async def get_prompt(self, request: prompts_pb2.GetPromptRequest) -> prompts_pb2.PromptRecord:
@@ -218,6 +212,20 @@ class PromptHandlers(Handlers):
     async def _groups(self, results: list[PromptResult]) -> dict[int, bytes]:
         groups = await self.watched.decoded([result.prompt_id for result in results if result.state == "queued"])
         return {group.prompt_id: (await self.watched.with_details(group)).SerializeToString() for group in groups}
+
+
+def _digests(prompts: Sequence[prompts_pb2.Prompt], request: prompts_pb2.SubmitPromptsRequest) -> list[str]:
+    """Digests of what the request asks for: one for each of its keys. How a try is traced does not count."""
+    if not request.prompt_keys and not request.idempotency_key:
+        return []
+    bodies = []
+    for prompt in prompts:
+        bodies.append(prompt)
+        if prompt.trace_parent:
+            bodies[-1] = prompts_pb2.Prompt()
+            bodies[-1].CopyFrom(prompt)
+            bodies[-1].ClearField("trace_parent")
+    return [body_digest([body]) for body in bodies] if request.prompt_keys else [body_digest(bodies)]
 
 
 def _to_proto(status: PromptStatus) -> prompts_pb2.PromptRecord:

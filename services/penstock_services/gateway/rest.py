@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from fastapi import FastAPI
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message as ProtoMessage
 from pydantic import BaseModel, ValidationError
 from pydantic_core import to_json as encode_json
@@ -26,7 +27,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from penstock.api.conversion import fill, parse_json, to_json
+from penstock.api.conversion import parse_json, request_of, to_json
 from penstock.config.service import GatewayConfig
 from penstock.errors import InvalidInput, PenstockError
 from penstock.logs import bind
@@ -287,13 +288,16 @@ async def call_operation(served: ServedOperation, request: HttpRequest) -> Respo
 
 def read_request(operation: Operation, request: HttpRequest) -> ProtoMessage:
     """The protobuf request of an HTTP request. Its fields come from the path, then from the query or the body."""
-    message = operation.request()
-    for name, text in request.params.items():
-        field = message.DESCRIPTOR.fields_by_name[name]
-        setattr(message, name, text if field.type == field.TYPE_STRING else _number(name, text))
-    if operation.takes is not None:
+    fields = operation.request.DESCRIPTOR.fields_by_name
+    path = {
+        name: text if fields[name].type == FieldDescriptor.TYPE_STRING else _number(name, text)
+        for name, text in request.params.items()
+    }
+    if operation.takes is None:
+        message = operation.request(**path)
+    else:
         read = request.read_body if operation.has_body else request.read_query
-        fill(message, read(operation.takes))
+        message = request_of(operation.request, read(operation.takes), **path)
     if operation.header is not None and (value := request.headers.get(operation.header[0], "")):
         header, name = operation.header
         if header == "idempotency-key" and getattr(message, name) not in ("", value):

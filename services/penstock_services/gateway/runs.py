@@ -17,6 +17,7 @@ from penstock.errors import NotFound
 from penstock.replay.inspection import DeadLetter, QueueInspector
 from penstock.replay.results import entry_order
 from penstock.store.fleet import Quarantine, ServerRecord
+from penstock.store.keys import check_name
 from penstock.store.run_control import OpenBreaker
 from penstock.v1 import runs_pb2
 from penstock_services.gateway import validation
@@ -134,7 +135,7 @@ class RunHandlers(Handlers):
 
     @operation("POST", "evaluations", "submit", records.Evaluation, takes=CreateEvaluation)
     async def create_evaluation(self, request: runs_pb2.CreateEvaluationRequest) -> runs_pb2.Evaluation:
-        validation.check_name("evaluation_id", request.evaluation_id)
+        check_name("evaluation_id", request.evaluation_id)
         prompts = validation.checked_prompts(
             request.prompts, self.config.gateway.max_prompts_per_request, request.evaluation_id
         )
@@ -144,7 +145,7 @@ class RunHandlers(Handlers):
 
     @operation("GET", "evaluations/{evaluation_id}", "read", records.Evaluation)
     async def get_evaluation(self, request: runs_pb2.GetEvaluationRequest) -> runs_pb2.Evaluation:
-        validation.check_name("evaluation_id", request.evaluation_id)
+        check_name("evaluation_id", request.evaluation_id)
         return message_of(runs_pb2.Evaluation, await self.stores.queue.get_evaluation(request.evaluation_id))
 
     @property

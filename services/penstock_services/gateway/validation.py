@@ -6,6 +6,7 @@ import base64
 import binascii
 import re
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -27,7 +28,6 @@ DEFAULT_PAGE_SIZE = 50
 MAX_PAGE_SIZE = 1000
 _DEFAULT = prompt_to_proto(Prompt())
 T = TypeVar("T")
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 
 
 def checked_prompts(
@@ -120,11 +120,6 @@ def check_prompt_id(prompt_id: int) -> None:
         raise NotFound(f"prompt {prompt_id} does not exist")
 
 
-def check_name(field: str, name: str) -> None:
-    if not _NAME.fullmatch(name):
-        raise InvalidInput(field, "must be 1 to 128 letters, digits or . _ : - and start with a letter or digit")
-
-
 def _with_defaults(prompt: prompts_pb2.Prompt) -> prompts_pb2.Prompt:
     complete = prompts_pb2.Prompt()
     complete.CopyFrom(prompt)
@@ -172,7 +167,13 @@ def check_token_ids(token_ids: bytes) -> None:
 
 
 def check_sampling(sampling: prompts_pb2.Sampling) -> None:
-    check_bounds(sampling_from_proto(sampling))
+    _check_encoded_sampling(sampling.SerializeToString())
+
+
+@lru_cache(maxsize=256)
+def _check_encoded_sampling(encoded: bytes) -> None:
+    """Most prompts of a run have the same parameters."""
+    check_bounds(sampling_from_proto(prompts_pb2.Sampling.FromString(encoded)))
 
 
 def check_json(text: str, path: str) -> Any:

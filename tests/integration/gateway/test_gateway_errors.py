@@ -11,7 +11,7 @@ import grpc
 import pytest
 import redis.asyncio as redis
 
-from penstock.api.conversion import fill
+from penstock.api.conversion import request_of
 from penstock.config.run import RunConfig
 from penstock.replay.queue import RedisReplayQueue
 from penstock.v1 import (
@@ -128,8 +128,7 @@ async def test_a_failure_that_nobody_expected_is_not_shown(gateway: Gateway, mon
     assert_problem(response, 500, "INTERNAL")
     assert "secret" not in response.text
     stub = prompts_pb2_grpc.PromptServiceStub(gateway.channel)
-    request = prompts_pb2.SubmitPromptsRequest()
-    fill(request, SubmitPrompts.model_validate({"prompts": [PROMPT]}))
+    request = request_of(prompts_pb2.SubmitPromptsRequest, SubmitPrompts.model_validate({"prompts": [PROMPT]}))
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await stub.SubmitPrompts(request)
     assert raised.value.code() == grpc.StatusCode.INTERNAL

@@ -14,7 +14,7 @@ import pytest
 import redis.asyncio as redis
 
 from penstock.api import records
-from penstock.api.conversion import fill, to_json
+from penstock.api.conversion import request_of, to_json
 from penstock.client import PenstockClient
 from penstock.client.client import prompt_body
 from penstock.codec import decode_prompt, encode_group, encode_prompt
@@ -241,8 +241,7 @@ async def test_rest_and_grpc_give_the_same_answers(gateway_without_tokenizer: Ga
     submitted = (await post_prompts(gateway, PROMPT, PROMPT, idempotency_key="a")).json()
     assert submitted == {"prompt_ids": [1, 2], "replayed": False, "num_replayed": 0}
     prompt_service = prompts_pb2_grpc.PromptServiceStub(gateway.channel)
-    body = prompts_pb2.Prompt()
-    fill(body, records.SubmittedPrompt.model_validate(PROMPT))
+    body = request_of(prompts_pb2.Prompt, records.SubmittedPrompt.model_validate(PROMPT))
     again = await prompt_service.SubmitPrompts(
         prompts_pb2.SubmitPromptsRequest(run="test", idempotency_key="a", prompts=[body] * 2)
     )

@@ -15,7 +15,7 @@ import pytest
 from pyarrow import parquet
 
 from penstock.api import records
-from penstock.api.conversion import fill
+from penstock.api.conversion import request_of
 from penstock.replay.queue import RedisReplayQueue
 from penstock.v1 import (
     datasets_pb2,
@@ -27,8 +27,7 @@ from support.gateways import PROMPT, RUN, Gateway, as_json, assert_problem, both
 
 async def test_a_stream_of_submissions_is_answered_one_by_one(gateway: Gateway) -> None:
     prompts, *_ = stubs(gateway)
-    body = prompts_pb2.Prompt()
-    fill(body, records.SubmittedPrompt.model_validate(PROMPT))
+    body = request_of(prompts_pb2.Prompt, records.SubmittedPrompt.model_validate(PROMPT))
 
     async def requests() -> AsyncIterator[prompts_pb2.SubmitPromptsRequest]:
         for key, count in (("a", 1), ("b", 2), ("a", 1), ("c", 0)):
@@ -102,9 +101,7 @@ async def test_repeating_a_submission_changes_nothing(gateway: Gateway, queue: R
     again = await gateway.rest.post(f"{RUN}/prompts", json=body, headers={"Idempotency-Key": "k"})
     assert again.json() == first | {"replayed": True, "num_replayed": 1}
     assert (await queue.stat()).pending_prompts == 1
-    assert_problem(
-        await post_prompts(gateway, PROMPT, PROMPT, idempotency_key="k"), 400, "INVALID_INPUT", "idempotency_key"
-    )
+    assert_problem(await post_prompts(gateway, PROMPT, PROMPT, idempotency_key="k"), 409, "CONFLICT")
     body |= {"idempotency_key": "other"}
     differing = await gateway.rest.post(f"{RUN}/prompts", json=body, headers={"Idempotency-Key": "k"})
     assert_problem(differing, 400, "INVALID_INPUT", "idempotency_key")
@@ -120,7 +117,7 @@ async def test_a_key_for_each_prompt_submits_it_once_whatever_it_comes_with(gate
     assert await submitted("a", "b", "c") == {"prompt_ids": [1, 2, 3], "replayed": False, "num_replayed": 0}
     assert await submitted("b") == {"prompt_ids": [2], "replayed": True, "num_replayed": 1}
     assert await submitted("c", "d") == {"prompt_ids": [3, 4], "replayed": False, "num_replayed": 1}
-    message = prompts_pb2.Prompt(token_ids=b"\1\0\0\0", num_samples=1)
+    message = request_of(prompts_pb2.Prompt, records.SubmittedPrompt.model_validate(PROMPT))
     answer = await prompts.SubmitPrompts(prompts_pb2.SubmitPromptsRequest(prompts=[message], prompt_keys=["d"]))
     assert (list(answer.prompt_ids), answer.num_replayed) == ([4], 1)
     for wrong, field in (
@@ -139,8 +136,7 @@ async def test_a_prompt_key_that_was_the_key_of_a_request_of_several_prompts_is_
     await rest(gateway, "POST", f"{RUN}/prompts", json={"prompts": [PROMPT] * 2, "idempotency_key": "pair"})
     body = {"prompts": [PROMPT] * 2, "prompt_keys": ["new", "pair"]}
     refused = await gateway.rest.post(f"{RUN}/prompts", json=body)
-    assert_problem(refused, 400, "INVALID_INPUT", "prompt_keys[1]")
-    assert "a request of 2 prompts" in refused.text
+    assert "prompt_keys[1] was used for another request" in assert_problem(refused, 409, "CONFLICT")
     assert (await queue.stat()).pending_prompts == 2, "all prompts of a request are accepted, or none"
     body = {"prompts": [PROMPT] * 2, "prompt_keys": ["new", "other"]}
     answer = await rest(gateway, "POST", f"{RUN}/prompts", json=body)

@@ -10,7 +10,7 @@ import pytest
 from penstock.errors import DeadlineExceeded, PenstockError
 from penstock.replay.joined_submissions import MAX_REQUESTS, JoinedSubmissions
 from penstock.replay.queue import RedisReplayQueue
-from penstock.replay.queue_types import Submission
+from penstock.replay.queue_types import PromptRequest, Submission
 
 
 async def test_requests_that_are_joined_get_their_own_ids_and_keep_their_keys(queue: RedisReplayQueue) -> None:
@@ -18,14 +18,17 @@ async def test_requests_that_are_joined_get_their_own_ids_and_keep_their_keys(qu
     joined = JoinedSubmissions(queue, deadline_s=10)
     asked = [(f"{n}", 1 + n % 3, f"key {n % 7}" if n % 2 else "") for n in range(2 * MAX_REQUESTS)]
     asked.insert(5, ("again", 2, "old"))
-    answers = await asyncio.gather(*(joined.submit([name.encode()] * n, [0] * n, key) for name, n, key in asked))
+    answers = await asyncio.gather(
+        *(joined.submit(PromptRequest([name.encode()] * n, [0] * n, key)) for name, n, key in asked)
+    )
 
     known: dict[str, Submission] = {"old": Submission((1, 2), replayed=False)}
     expected: dict[int, bytes] = {1: b"first", 2: b"second"}
     for (name, count, key), answer in zip(asked, answers, strict=True):
         assert answer.replayed == (key in known)
         if answer.replayed:
-            assert answer.prompt_ids == known[key].prompt_ids
+            ids = known[key].prompt_ids
+            assert answer.prompt_ids == (ids if len(ids) == count else ()), "the key stands for another request"
             continue
         assert answer.prompt_ids == tuple(range(len(expected) + 1, len(expected) + 1 + count)), "in order of arrival"
         expected |= dict.fromkeys(answer.prompt_ids, name.encode())
@@ -39,9 +42,10 @@ async def test_requests_that_are_joined_get_their_own_ids_and_keep_their_keys(qu
 async def test_prompts_of_joined_requests_are_leased_by_priority(queue: RedisReplayQueue) -> None:
     joined = JoinedSubmissions(queue, deadline_s=10)
     await asyncio.gather(
-        joined.submit([b"late"], [-1], ""), joined.submit([b"normal", b"early"], [0, 5], ""),
-        joined.submit([b"first"], [7], ""),
-    )  # fmt: skip
+        joined.submit(PromptRequest([b"late"], [-1])),
+        joined.submit(PromptRequest([b"normal", b"early"], [0, 5])),
+        joined.submit(PromptRequest([b"first"], [7])),
+    )
     leases = await queue.lease("s", 4)
     assert [lease.payload for lease in leases] == [b"first", b"early", b"normal", b"late"]
 
@@ -50,18 +54,18 @@ async def test_every_request_has_its_deadline_and_those_after_it_are_served(
     queue: RedisReplayQueue, redis_client: Any
 ) -> None:
     joined = JoinedSubmissions(queue, deadline_s=0.2)
-    assert (await joined.submit([b"a"], [0], "")).prompt_ids == (1,)
+    assert (await joined.submit(PromptRequest([b"a"], [0], ""))).prompt_ids == (1,)
     await redis_client.client_pause(600)
-    sent = asyncio.create_task(joined.submit([b"b"], [0], "b"))
+    sent = asyncio.create_task(joined.submit(PromptRequest([b"b"], [0], "b")))
     await asyncio.sleep(0.1)
-    waiting = asyncio.create_task(joined.submit([b"c"], [0], ""))
+    waiting = asyncio.create_task(joined.submit(PromptRequest([b"c"], [0], "")))
     with pytest.raises(DeadlineExceeded, match="longer than 0.2 s"):
         await sent
     assert not waiting.done(), "it came later"
     with pytest.raises(DeadlineExceeded):
         await waiting
     await redis_client.client_unpause()
-    again = await joined.submit([b"b"], [0], "b")
+    again = await joined.submit(PromptRequest([b"b"], [0], "b"))
     assert (again.prompt_ids, again.replayed) == ((2,), True), "submissions in progress were accepted, once"
 
 
@@ -73,10 +77,12 @@ async def test_a_script_that_fails_has_stored_neither_prompts_nor_keys(queue: Re
     await queue.client.set(name, "of another type")
     before = set(await queue.client.keys("*"))
     with pytest.raises(PenstockError):
-        await queue.submit_many([([b"first"], [1], "good"), ([b"second"], [0], "bad")])
+        await queue.submit_many([PromptRequest([b"first"], [1], "good"), PromptRequest([b"second"], [0], "bad")])
     assert set(await queue.client.keys("*")) == before
     await queue.client.delete(name)
-    good, bad = await queue.submit_many([([b"first"], [1], "good"), ([b"second"], [0], "bad")])
+    good, bad = await queue.submit_many(
+        [PromptRequest([b"first"], [1], "good"), PromptRequest([b"second"], [0], "bad")]
+    )
     assert (good.replayed, bad.replayed) == (False, False)
     assert [(await queue.get_prompt(found)).payload for found in (*good.prompt_ids, *bad.prompt_ids)] == [
         b"first",
@@ -85,6 +91,33 @@ async def test_a_script_that_fails_has_stored_neither_prompts_nor_keys(queue: Re
 
 
 async def test_a_key_repeated_within_one_exchange_is_one_submission(queue: RedisReplayQueue) -> None:
-    first, again = await queue.submit_many([([b"a"], [0], "key"), ([b"a"], [0], "key")])
+    first, again = await queue.submit_many([PromptRequest([b"a"], [0], "key"), PromptRequest([b"a"], [0], "key")])
     assert (first.prompt_ids, first.replayed, again.prompt_ids, again.replayed) == ((1,), False, (1,), True)
     assert (await queue.stat()).pending_prompts == 1
+
+
+async def test_a_key_stands_for_one_body_of_one_owner(queue: RedisReplayQueue) -> None:
+    def asked(owner: str, digest: str, count: int = 1) -> PromptRequest:
+        return PromptRequest([b"a"] * count, [0] * count, "key", owner, digest)
+
+    both = await queue.submit_many([asked("alice", "1"), asked("bob", "1")])
+    assert [answer.prompt_ids for answer in both] == [(1,), (2,)]
+    for owner, own_id in (("alice", 1), ("bob", 2)):
+        assert await queue.submit_many([asked(owner, "1")]) == [Submission((own_id,), replayed=True)]
+        refused = Submission((), replayed=True)
+        assert await queue.submit_many([asked(owner, "2"), asked(owner, "1", 2)]) == [refused, refused]
+    other = PromptRequest([b"b"], [0], "new", "alice", "3")
+    assert await queue.submit_many([other, asked("alice", "2")], all_or_none=True) == [
+        Submission((), replayed=False), refused
+    ]  # fmt: skip
+    assert (await queue.stat()).pending_prompts == 2
+
+
+async def test_a_key_that_an_older_gateway_has_stored_is_still_known(queue: RedisReplayQueue) -> None:
+    """It stands for its prompts until it expires, whoever repeats the request."""
+    await queue.submit([b"a"], [0], "")
+    await queue.client.hset(queue.keys.idempotency("key"), mapping={"first": 1, "count": 1})
+    again, other = await queue.submit_many(
+        [PromptRequest([b"a"], [0], "key", "alice", "1"), PromptRequest([b"a", b"b"], [0, 0], "key", "alice", "2")]
+    )
+    assert (again, other) == (Submission((1,), replayed=True), Submission((), replayed=True))

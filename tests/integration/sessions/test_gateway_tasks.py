@@ -84,7 +84,7 @@ async def test_a_task_becomes_one_group_of_its_sessions(
     client, asked = clients(gateway)
     async with client, asked:
         [task_id] = await client.submit_tasks([{"issue": 17}], 2, data_source="bugs", idempotency_key="one")
-        assert await client.submit_tasks([{"issue": 17}], 2, idempotency_key="one") == [task_id]
+        assert await client.submit_tasks([{"issue": 17}], 2, data_source="bugs", idempotency_key="one") == [task_id]
         leased = await client.lease_tasks("w", 9)
         assert [task.payload for task in leased] == [{"issue": 17}] * 2
         assert await client.lease_tasks("w", 9) == []

@@ -24,10 +24,12 @@ from penstock.replay.queue import RedisReplayQueue
 from penstock.reward_bounds import RANGE, is_reward
 from penstock.samples import TokenText
 from penstock.sessions.task_store import TaskStore
+from penstock.store.keys import check_name
 from penstock.store.run_control import RunControl
 from penstock.v1 import generate_pb2, sessions_pb2, tasks_pb2
 from penstock_services.gateway import validation
-from penstock_services.gateway.operations import IDEMPOTENCY_KEY, Handlers, bounded, operation
+from penstock_services.gateway.access import Caller
+from penstock_services.gateway.operations import IDEMPOTENCY_KEY, Handlers, body_digest, bounded, operation
 from penstock_services.gateway.sessions.recorder import SessionRecorder
 from penstock_services.gateway.sessions.rewards import SessionRewards
 from penstock_services.gateway.sessions.tree import SessionTree
@@ -102,12 +104,12 @@ class SessionHandlers(Handlers):
     @operation("POST", "/v1/sessions/{session_id}/reward", "submit", records.RewardedSession, takes=RewardSession)
     async def reward_session(self, request: generate_pb2.RewardSessionRequest) -> generate_pb2.RewardSessionResponse:
         """Turn the session's recorded calls into training data with this reward."""
-        validation.check_name("session_id", request.session_id)
+        check_name("session_id", request.session_id)
         for name, value in {"reward": request.reward, **request.reward_parts}.items():
             if not is_reward(value):
                 raise InvalidInput(name, f"must be a number {RANGE}")
         if request.task_id:
-            validation.check_name("task_id", request.task_id)
+            check_name("task_id", request.task_id)
         closing, ids = await self.rewards.give(
             request.session_id, request.reward, request.reward_parts, request.task_id
         )
@@ -119,7 +121,7 @@ class SessionHandlers(Handlers):
     @operation("GET", "/v1/sessions/{session_id}", "read", records.Session, takes=GetSession)
     async def get_session(self, request: sessions_pb2.GetSessionRequest) -> sessions_pb2.Session:
         """A session as a tree of its calls. All calls are described; their tokens end at `max_tokens`."""
-        validation.check_name("session_id", request.session_id)
+        check_name("session_id", request.session_id)
         if request.from_call < 0:
             raise InvalidInput("from_call", "must not be negative")
         if not 0 <= request.max_tokens <= MAX_TOKENS:
@@ -199,28 +201,30 @@ class TaskHandlers(Handlers):
     control: RunControl
 
     @operation("POST", "/v1/tasks", "submit", records.SubmittedTasks, takes=SubmitTasks, header=IDEMPOTENCY_KEY)
-    async def submit_tasks(self, request: tasks_pb2.SubmitTasksRequest) -> tasks_pb2.SubmitTasksResponse:
+    async def submit_tasks(
+        self, caller: Caller, request: tasks_pb2.SubmitTasksRequest
+    ) -> tasks_pb2.SubmitTasksResponse:
         """Submit tasks for workers: all are accepted, or none. Each wants `num_sessions` rewarded sessions."""
         limit = self.config.gateway.max_prompts_per_request
         if not 1 <= len(request.tasks) <= limit:
             raise InvalidInput("tasks", f"must be 1 to {limit} tasks")
-        if request.idempotency_key:
-            validation.check_name("idempotency_key", request.idempotency_key)
+        validation.check_keys(request.idempotency_key, (), len(request.tasks))
         tasks = [self._checked(task, f"tasks[{number}].") for number, task in enumerate(request.tasks)]
         if len({task.task_id for task in tasks}) < len(tasks):
             raise InvalidInput("tasks", "must have different ids")
-        task_ids, replayed = await self.tasks.submit(tasks, request.idempotency_key)
+        digest = body_digest(request.tasks)
+        task_ids, replayed = await self.tasks.submit(tasks, request.idempotency_key, digest, caller.owner)
         return tasks_pb2.SubmitTasksResponse(task_ids=task_ids, replayed=replayed)
 
     @operation("GET", "/v1/tasks/{task_id}", "read", records.Task, takes=OfRun)
     async def get_task(self, request: tasks_pb2.GetTaskRequest) -> tasks_pb2.Task:
-        validation.check_name("task_id", request.task_id)
+        check_name("task_id", request.task_id)
         return await self.tasks.get(request.task_id)
 
     @operation("POST", "/v1/tasks:lease", "submit", records.LeasedTasks, takes=LeaseTasks, keeps_deadline=True)
     async def lease_tasks(self, request: tasks_pb2.LeaseTasksRequest) -> tasks_pb2.LeaseTasksResponse:
         """Hand places of tasks to a worker, each with the id of the session to use for it."""
-        validation.check_name("worker", request.worker)
+        check_name("worker", request.worker)
         if not 0 <= request.max_tasks <= MAX_SESSIONS:
             raise InvalidInput("max_tasks", f"must be 0 to {MAX_SESSIONS}")
         if not 0 <= request.wait_s <= MAX_WAIT_S:
@@ -237,14 +241,14 @@ class TaskHandlers(Handlers):
     async def heartbeat_tasks(self, request: tasks_pb2.HeartbeatTasksRequest) -> tasks_pb2.HeartbeatTasksResponse:
         """Renew the leases of sessions. Their generate calls do so too."""
         for number, session_id in enumerate(request.session_ids):
-            validation.check_name(f"session_ids[{number}]", session_id)
+            check_name(f"session_ids[{number}]", session_id)
         lost = await self.tasks.heartbeat(list(request.session_ids))
         return tasks_pb2.HeartbeatTasksResponse(lost_session_ids=lost)
 
     @operation("POST", "/v1/tasks:return", "submit", records.ReturnedTask, takes=ReturnTask)
     async def return_task(self, request: tasks_pb2.ReturnTaskRequest) -> tasks_pb2.ReturnTaskResponse:
         """Give the place of a session back, for another worker."""
-        validation.check_name("session_id", request.session_id)
+        check_name("session_id", request.session_id)
         returned = await self.tasks.give_back(request.session_id, request.failure[:500])
         return tasks_pb2.ReturnTaskResponse(returned=returned)
 
@@ -259,11 +263,11 @@ class TaskHandlers(Handlers):
     def _checked(self, task: tasks_pb2.NewTask, path: str) -> tasks_pb2.NewTask:
         """The task with absent fields filled in."""
         if task.task_id:
-            validation.check_name(f"{path}task_id", task.task_id)
+            check_name(f"{path}task_id", task.task_id)
             if len(task.task_id) > MAX_TASK_ID:
                 raise InvalidInput(f"{path}task_id", f"must have at most {MAX_TASK_ID} characters")
         if task.data_source:
-            validation.check_name(f"{path}data_source", task.data_source)
+            check_name(f"{path}data_source", task.data_source)
         if not 0 <= task.num_sessions <= MAX_SESSIONS:
             raise InvalidInput(f"{path}num_sessions", f"must be 0 to {MAX_SESSIONS}")
         longest_s = self.config.gateway.session_ttl_s / 2

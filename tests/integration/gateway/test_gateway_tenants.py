@@ -1,0 +1,258 @@
+"""A hostile key next to an innocent one: what a key has made, no other key reads, changes, ends or stands in for.
+
+Alice is innocent. Bob has a key of the scope submit and knows every name and number of Alice's. Ann and Ben share a
+team, and an operator has the scope admin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+import redis.asyncio as redis
+
+from penstock.api import records
+from penstock.api.conversion import request_of
+from penstock.api_keys import make_key
+from penstock.config.run import WeightsConfig
+from penstock.config.service import SessionLimits
+from penstock.v1 import (
+    datasets_pb2,
+    datasets_pb2_grpc,
+    generate_pb2,
+    generate_pb2_grpc,
+    groups_pb2_grpc,
+    policies_pb2,
+    policies_pb2_grpc,
+    prompts_pb2,
+    prompts_pb2_grpc,
+    runs_pb2,
+    runs_pb2_grpc,
+    sessions_pb2,
+    tasks_pb2,
+    tasks_pb2_grpc,
+)
+from penstock_services.gateway.run import OPERATIONS
+from support.gateways import PROMPT, RUN, Gateway, run_config, running
+from support.scripted_engines import TalkingEngine, make_tokenizer_folder, serving
+
+NAMES = {"alice": "alice", "bob": "bob", "ann": "ann@vision", "ben": "ben@vision", "operator": "operator"}
+SERVICES = {
+    "PromptService": prompts_pb2_grpc, "TaskService": tasks_pb2_grpc, "SessionService": generate_pb2_grpc,
+    "DatasetService": datasets_pb2_grpc, "RunService": runs_pb2_grpc, "GroupService": groups_pb2_grpc,
+    "GenerateService": generate_pb2_grpc, "PolicyService": policies_pb2_grpc,
+}  # fmt: skip
+
+
+@dataclass
+class Tenant:
+    gateway: Gateway
+    secret: str
+
+    async def send(
+        self, method: str, path: str, headers: dict[str, str] | None = None, **options: Any
+    ) -> httpx.Response:
+        wanted = {"Authorization": f"Bearer {self.secret}"} | (headers or {})
+        return await self.gateway.rest.request(method, path, headers=wanted, **options)
+
+    async def rest(self, method: str, path: str, **options: Any) -> Any:
+        answer = await self.send(method, path, **options)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    async def status(self, method: str, path: str, **options: Any) -> int:
+        return (await self.send(method, path, **options)).status_code
+
+    def call(self, service: str, method: str, request: Any) -> Any:
+        stub = getattr(SERVICES[service], f"{service}Stub")(self.gateway.channel)
+        return getattr(stub, method)(request, metadata=(("authorization", f"Bearer {self.secret}"),))
+
+    async def code(self, service: str, method: str, request: Any) -> str:
+        """The code of a call that fails; OK if it does not."""
+        try:
+            answer = self.call(service, method, request)
+            if hasattr(answer, "__aiter__"):
+                return "OK" if [chunk async for chunk in answer] else "EMPTY"
+            await answer
+        except grpc.aio.AioRpcError as error:
+            return error.code().name
+        return "OK"
+
+    async def talk(self, session_id: str) -> int:
+        body = {"model": "test", "messages": [{"role": "user", "content": "abc"}]}
+        return await self.status("POST", "/v1/chat/completions", json=body, headers={"X-Penstock-Session": session_id})
+
+
+@dataclass
+class Tenants:
+    alice: Tenant
+    bob: Tenant
+    ann: Tenant
+    ben: Tenant
+    operator: Tenant
+
+
+@pytest.fixture
+async def tenants(redis_process: Any, redis_client: redis.Redis, tmp_path: Path) -> AsyncIterator[Tenants]:
+    make_tokenizer_folder(tmp_path)
+    (tmp_path / "cluster-key").write_text("secret")
+    made = {who: make_key(name, "admin" if who == "operator" else "submit") for who, name in NAMES.items()}
+    (tmp_path / "keys").write_text("\n".join(key.line for _, key in made.values()))
+    config = run_config(
+        redis_process.url, tmp_path, keys_file=tmp_path / "keys", sessions=SessionLimits(task_lease_s=30)
+    ).model_copy(update={"weights": WeightsConfig(cluster_key_file=tmp_path / "cluster-key")})
+    engines = {"r0": TalkingEngine()}
+    async with serving(config, redis_client, tmp_path, engines, heartbeats=True), running(config) as gateway:
+        yield Tenants(**{who: Tenant(gateway, secret) for who, (secret, _) in made.items()})
+
+
+def message(**changes: Any) -> prompts_pb2.Prompt:
+    return request_of(prompts_pb2.Prompt, records.SubmittedPrompt.model_validate(PROMPT | changes))
+
+
+# ── idempotency keys ──
+
+
+@pytest.mark.parametrize("keys", [{"idempotency_key": "k"}, {"prompt_keys": ["k"]}], ids=["request", "each prompt"])
+async def test_a_key_of_prompts_stands_for_one_body_of_one_tenant(tenants: Tenants, keys: dict[str, Any]) -> None:
+    async def by_rest(tenant: Tenant, prompt: dict[str, Any]) -> httpx.Response:
+        return await tenant.send("POST", f"{RUN}/prompts", json={"prompts": [prompt], **keys})
+
+    async def by_grpc(tenant: Tenant, prompt: prompts_pb2.Prompt) -> list[int]:
+        request = prompts_pb2.SubmitPromptsRequest(prompts=[prompt], **keys)
+        return list((await tenant.call("PromptService", "SubmitPrompts", request)).prompt_ids)
+
+    other = PROMPT | {"messages": [{"role": "user", "content": "another question"}]}
+    [of_alice] = (await by_rest(tenants.alice, PROMPT)).json()["prompt_ids"]
+    answer = (await by_rest(tenants.bob, other)).json()
+    assert answer["replayed"] is False and answer["prompt_ids"] != [of_alice]
+    [of_bob] = answer["prompt_ids"]
+    stored = await tenants.operator.rest("GET", f"{RUN}/prompts/{of_bob}")
+    assert stored["prompt"]["messages"] == other["messages"], "the stranger's own prompt is stored"
+    assert await by_grpc(tenants.alice, message()) == [of_alice], "both protocols mean the same body"
+    refused = await by_rest(tenants.alice, other)
+    assert (refused.status_code, refused.json()["reason"]) == (409, "CONFLICT")
+    request = prompts_pb2.SubmitPromptsRequest(prompts=[message(num_samples=3)], **keys)
+    for method, sent in (("SubmitPrompts", request), ("StreamPrompts", iter([request]))):
+        assert await tenants.alice.code("PromptService", method, sent) == "FAILED_PRECONDITION"
+    assert await by_grpc(tenants.ann, message()) == await by_grpc(tenants.ben, message()), "one team has one key"
+    traced = message()
+    traced.trace_parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    assert await by_grpc(tenants.alice, traced) == [of_alice], "another try of the same request has another trace"
+
+
+async def test_a_key_of_tasks_stands_for_one_body_of_one_tenant(tenants: Tenants) -> None:
+    def body(payload: str) -> dict[str, Any]:
+        return {"json": {"tasks": [{"payload": payload}], "idempotency_key": "k"}}
+
+    request = tasks_pb2.SubmitTasksRequest(tasks=[tasks_pb2.NewTask(payload_json='"b"')], idempotency_key="k")
+    first = await tenants.alice.rest("POST", "/v1/tasks", **body("a"))
+    assert (await tenants.alice.rest("POST", "/v1/tasks", **body("a"))) == first | {"replayed": True}
+    answer = await tenants.bob.call("TaskService", "SubmitTasks", request)
+    assert not answer.replayed and list(answer.task_ids) != first["task_ids"]
+    [task_id] = answer.task_ids
+    assert (await tenants.operator.rest("GET", f"/v1/tasks/{task_id}"))["payload"] == "b"
+    assert await tenants.alice.status("POST", "/v1/tasks", **body("b")) == 409
+    assert await tenants.alice.code("TaskService", "SubmitTasks", request) == "FAILED_PRECONDITION"
+
+
+# ── names ──
+
+NAME_FIELDS = {"name", "evaluation_id", "session_id", "session_ids", "task_id", "worker", "pin"}
+"""Fields of requests that name what Redis stores under that name."""
+OTHER_TEXTS = {
+    "run", "server_id", "letter_id", "format", "kind", "page_token", "cursor", "idempotency_key", "prompt_keys",
+    "failure", "names", "text", "stop", "tools_json", "tool_name", "template_arguments_json", "json_schema",
+    "data_source",
+}  # fmt: skip
+"""Compared with what there is, last parts of keys, or values. The data source of a task is checked all the same."""
+BAD_NAMES = ["a:b", "x:fingerprint", "a b", "", "-a", "a" * 129, "a/b", "é", "a{b}", "a\n"]
+
+
+@pytest.mark.parametrize("name", BAD_NAMES, ids=repr)
+async def test_every_name_that_becomes_part_of_a_key_is_checked_by_the_same_rule(tenants: Tenants, name: str) -> None:
+    """Each field of a request that names something which Redis stores under that name."""
+    bob, prompt = tenants.bob, message()
+    text = "must be 1 to 128 letters, digits or . _ @ - and start with a letter or digit"
+    asked: list[tuple[Tenant, str, str, Any]] = [
+        (bob, "DatasetService", "UploadDataset", datasets_pb2.UploadDatasetRequest(name=name, format="jsonl")),
+        (bob, "DatasetService", "GetDataset", datasets_pb2.GetDatasetRequest(name=name)),
+        (bob, "DatasetService", "SubmitDataset", datasets_pb2.SubmitDatasetRequest(name=name)),
+        (bob, "RunService", "CreateEvaluation", runs_pb2.CreateEvaluationRequest(evaluation_id=name, prompts=[prompt])),
+        (bob, "RunService", "GetEvaluation", runs_pb2.GetEvaluationRequest(evaluation_id=name)),
+        (bob, "SessionService", "RewardSession", generate_pb2.RewardSessionRequest(session_id=name, reward=1)),
+        (bob, "SessionService", "GetSession", sessions_pb2.GetSessionRequest(session_id=name)),
+        (bob, "TaskService", "GetTask", tasks_pb2.GetTaskRequest(task_id=name)),
+        (bob, "TaskService", "LeaseTasks", tasks_pb2.LeaseTasksRequest(worker=name)),
+        (bob, "TaskService", "HeartbeatTasks", tasks_pb2.HeartbeatTasksRequest(session_ids=[name])),
+        (bob, "TaskService", "ReturnTask", tasks_pb2.ReturnTaskRequest(session_id=name)),
+        (tenants.operator, "PolicyService", "PinPolicy", policies_pb2.PinPolicyRequest(pin=name)),
+        (tenants.operator, "PolicyService", "UnpinPolicy", policies_pb2.UnpinPolicyRequest(pin=name)),
+    ]
+    if name:  # An empty one means none.
+        task = tasks_pb2.NewTask(task_id=name, data_source="d")
+        source = tasks_pb2.NewTask(task_id="t", data_source=name)
+        rewarded = generate_pb2.RewardSessionRequest(session_id="s", reward=1, task_id=name)
+        generated = generate_pb2.GenerateRequest(session_id=name, text="a", sampling=prompt.sampling)
+        asked += [
+            (bob, "TaskService", "SubmitTasks", tasks_pb2.SubmitTasksRequest(tasks=[task])),
+            (bob, "TaskService", "SubmitTasks", tasks_pb2.SubmitTasksRequest(tasks=[source])),
+            (bob, "SessionService", "RewardSession", rewarded),
+            (bob, "GenerateService", "Generate", generated),
+        ]
+        if name.isascii() and name.isprintable():
+            assert await bob.talk(name) == 400
+    tried = {(service, method) for _, service, method, _ in asked}
+    assert not name or tried == {(service, method) for service, method, fields in texts() if fields & NAME_FIELDS}
+    for tenant, service, method, request in asked:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            answer = tenant.call(service, method, request)
+            await (anext(aiter(answer)) if hasattr(answer, "__aiter__") else answer)
+        assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT, method
+        assert text in (caught.value.details() or ""), method
+
+
+def texts() -> Iterator[tuple[str, str, set[str]]]:
+    """Service and method of each operation, and the texts in its request and in the tasks that it submits."""
+    for operation in OPERATIONS:
+        for rpc in operation.rpcs:
+            inner = [field.message_type for field in rpc.input_type.fields if field.name == "tasks"]
+            fields = [field for kind in (rpc.input_type, *inner) for field in kind.fields]
+            found = {field.name for field in fields if field.type == field.TYPE_STRING}
+            yield rpc.containing_service.name, rpc.name, found
+
+
+def test_every_text_of_a_request_is_known_as_a_name_or_as_no_name() -> None:
+    assert set().union(*(fields for _, _, fields in texts())) == NAME_FIELDS | OTHER_TEXTS | {"payload_json"}
+
+
+async def test_a_dataset_cannot_take_the_place_of_what_is_stored_of_another(tenants: Tenants) -> None:
+    lines, headers = b'{"prompt": "a"}\n', {"Content-Type": "application/x-ndjson"}
+
+    async def upload(tenant: Tenant, name: str) -> int:
+        return await tenant.status("PUT", f"{RUN}/datasets/{name}", content=lines, headers=headers)
+
+    for suffix in ("fingerprint", "prompts", "owner"):
+        assert await upload(tenants.bob, f"x:{suffix}") == 400
+    assert await upload(tenants.alice, "x") == 200
+    assert (await tenants.alice.rest("POST", f"{RUN}/datasets/x:submit", json={}))["num_submitted"] == 1
+
+
+def test_the_names_of_keys_and_servers_are_checked_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from penstock.api_keys import parse_keys
+    from penstock.errors import ConfigError, InvalidInput
+    from penstock_rollout.__main__ import main
+
+    with pytest.raises(InvalidInput, match="must be 1 to 128 letters"):
+        make_key("a:b", "read")
+    with pytest.raises(ConfigError, match="keys:1: the name of a key: must be 1 to 128 letters"):
+        parse_keys(make_key("ab", "read")[1].line.replace("ab ", "a:b ", 1), tmp_path / "keys")
+    assert main(["--config", str(tmp_path / "none.yaml"), "--server-id", "a:b"]) == 1
+    assert "--server-id: must be 1 to 128 letters" in capsys.readouterr().err

@@ -164,7 +164,7 @@ def test_a_core_whose_server_has_imported_torch_compiles_nothing_on_a_cpu(
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", str(int(is_disabled)))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(worker, "prepare_process", lambda: None)
-    with torch._dynamo.config.patch(disable=False):  # type: ignore[attr-defined]
+    with torch._dynamo.config.patch(disable=False):
         worker.InProcessExecutor()._init_executor()
         assert torch._dynamo.config.disable is is_disabled
 

@@ -33,7 +33,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "keys": ("penstock.cli.commands.prepare:keys", "make and list the API keys of a gateway"),
     "queue": ("penstock_tools.recordings.queue_command", "inspect, record, replay and repair the queue of a run"),
     "plan": ("penstock_tools.sizing.plan_command", "estimate GPUs, memory, throughput and staleness of a run"),
-    "simulate": ("penstock_tools.sizing.simulation", "predict idle time and staleness by simulation"),
+    "simulate": ("penstock_tools.sizing.simulate_command", "predict step time, idle time and staleness of a run"),
     "fetch-model": (
         "penstock.cli.commands.prepare:fetch_model",
         "fetch a model once into a folder: from the Hub, S3 or a folder",

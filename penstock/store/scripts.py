@@ -104,13 +104,19 @@ def _without_comments(text: str) -> str:
 
 def _without_unused(prelude: str, own: str) -> str:
     """Both texts, without the functions of the prelude that nothing after them names. Lua's local functions are used
-    only after they were defined, so one pass from the end finds them all."""
-    body, end = own, len(prelude)
+    only after they were defined, so one pass from the end finds them all. A function that only one other function of
+    the prelude names moves into it, so that it is made only when that one is called."""
+    parts, end = [own], len(prelude)
     for function in reversed(list(_FUNCTION.finditer(prelude))):
-        body, end = prelude[function.end() : end] + body, function.start()
-        if re.search(rf"\b{function[1]}\b", body):
-            body = function[0] + body
-    return prelude[:end] + body
+        parts.insert(0, prelude[function.end() : end])
+        users = [i for i, part in enumerate(parts) if re.search(rf"\b{function[1]}\b", part)]
+        if len(users) == 1 and parts[users[0]] is not own and _FUNCTION.fullmatch(parts[users[0]]):
+            start = parts[users[0]].index("\n") + 1
+            parts[users[0]] = parts[users[0]][:start] + function[0] + parts[users[0]][start:]
+        elif users:
+            parts.insert(0, function[0])
+        end = function.start()
+    return prelude[:end] + "".join(parts)
 
 
 def read_record(answer: Sequence[Any]) -> dict[str, Any]:

@@ -56,6 +56,7 @@ SLOW_FILES = (
     "test_gateway_fuzz.py",
     "test_generate.py",
     "test_replay_chaos.py",
+    "test_script_faults.py",
     "test_learner_rewinds.py",
     "test_sglang_engine.py",
     "test_sft_training.py",

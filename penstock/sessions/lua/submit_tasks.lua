@@ -14,9 +14,10 @@ end
 local ids, num_places = {}, redis.call('ZCARD', TASK_PENDING)
 for i = 6, #ARGV, 5 do
   ids[#ids + 1] = ARGV[i]
-  if redis.call('EXISTS', task_key(ARGV[i])) == 0 then num_places = num_places + ARGV[i + 1] end
+  if redis.call('HLEN', task_key(ARGV[i])) == 0 then num_places = num_places + ARGV[i + 1] end
 end
 if num_places > tonumber(ARGV[5]) then return 'full' end
+numbers(COUNTERS, 'tasks_submitted', 'task_places_submitted')
 for i = 6, #ARGV, 5 do
   local task = task_key(ARGV[i])
   if redis.call('EXISTS', task) == 0 then

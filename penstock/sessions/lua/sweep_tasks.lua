@@ -2,7 +2,11 @@
 -- queue, and completes tasks whose deadline has passed with the sessions that they have. Returns both numbers.
 run_when_full()
 local now = now_ms()
-local num_reclaimed = reclaim_places(now, ARGV[1], ARGV[2], ARGV[3])
-local due = redis.call('ZRANGE', TASK_DUE, '-inf', now, 'BYSCORE', 'LIMIT', 0, 100)
+local function due_tasks()
+  return redis.call('ZRANGE', TASK_DUE, '-inf', now, 'BYSCORE', 'LIMIT', 0, 100)
+end
+local expired = expired_places(now)
+for _, task in ipairs(due_tasks()) do check_task(task) end
+local num_reclaimed, due = reclaim_places(expired, now, ARGV[1], ARGV[2], ARGV[3]), due_tasks()
 for _, task in ipairs(due) do complete(task, now, ARGV[2], 0) end
 return {num_reclaimed, #due}

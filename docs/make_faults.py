@@ -23,7 +23,7 @@ again when they end. Faults come from outside: signals, a proxy on a link (`test
 files, full disks.
 
 A row passes if what must happen did happen, nothing was ever unaccounted for (conservation), and these hold at the end:
-- **lost** is 0: every prompt up to the last step is in the ledger;
+- **lost** is 0, unless a row names what may be lost: every prompt up to the last step is in the ledger;
 - **doubled** is 0: no prompt was trained, or accepted, twice;
 - where a run trains, its weights, optimizer and random numbers equal, bit for bit, those of a run without faults after
   the same step. Samples of these runs depend on the prompt alone, and prompts are trained in the order of admission.

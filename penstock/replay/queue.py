@@ -148,6 +148,7 @@ class QueueCalls(RunRecords):
         state = admission(
             step=numbers["step"], trained=numbers["trained"], queued=numbers["queued"], in_flight=numbers["in_flight"],
             max_staleness=self.config.max_staleness, groups_per_step=self.config.groups_per_step,
+            base=numbers.pop("admission_base"),
         )  # fmt: skip
         return QueueStat(**numbers, admission_limit=state.limit, admission_room=state.room)
 
@@ -253,7 +254,7 @@ class GroupProducer(QueueCalls):
     async def lease(self, server_id: str, max_prompts: int) -> list[Lease]:
         """Lease up to `max_prompts`, as far as admission and the byte limit allow, in one atomic call.
 
-        Training prompts are leased while `trained + queued + in_flight < (max_staleness + step + 1) · groups_per_step`
+        Training prompts are leased while `trained + queued + in_flight` is below the limit of `queue_types.admission`
         and while ready groups have fewer than `capacity_bytes`. Prompts whose lease ran out are leased again before new
         ones. They are admitted already, so neither bound applies to them."""
         config = self.config
@@ -421,11 +422,11 @@ class GroupConsumer(QueueCalls):
         self.term = await self.call("take_term", at_least)
         return self.term
 
-    async def rewind_step(self, step: int) -> dict[int, list[int]]:
-        """Start from a checkpoint of `step`. Returns the manifests that the queue holds, by step.
-
-        The groups of later steps are delivered again, in the same batches."""
-        flat = await self.call("rewind_step", self.term, step)
+    async def rewind_step(self, step: int, num_trained: int) -> dict[int, list[int]]:
+        """Start from a checkpoint of `step`, at which `num_trained` groups were trained. Admission counts from there,
+        so it keeps the bound on staleness if `groups_per_step` has changed. Returns the manifests that the queue holds,
+        by step. The groups of later steps are delivered again, in the same batches."""
+        flat = await self.call("rewind_step", self.term, step, num_trained, self.config.groups_per_step)
         manifests = {int(flat[i]): [int(word) for word in flat[i + 1].split()] for i in range(0, len(flat), 2)}
         self._manifests = {of_step: list(ids) for of_step, ids in manifests.items()}
         return manifests

@@ -234,19 +234,20 @@ class Admission:
 
 
 def admission(
-    *, step: int, trained: int, queued: int, in_flight: int, max_staleness: int, groups_per_step: int
+    *, step: int, trained: int, queued: int, in_flight: int, max_staleness: int, groups_per_step: int, base: int = 0
 ) -> Admission:
-    """A prompt is admitted only while `trained + queued + in_flight < (max_staleness + step + 1) · groups_per_step`.
-    Groups beyond that could only be trained more than `max_staleness` steps after the policy they start with. Expired,
-    discarded and dead-lettered groups are in none of the three terms, so each makes room for another. lease.lua applies
-    the same formula; tests compare the two.
+    """A prompt is admitted only while `trained + queued + in_flight < base + (max_staleness + step + 1) ·
+    groups_per_step`. `base` is how many groups more were trained than `step` steps of this size have: 0, unless the run
+    was continued with another `groups_per_step`. Groups beyond the limit could only be trained more than
+    `max_staleness` steps after the policy they start with. Expired, discarded and dead-lettered groups are in none of
+    the three terms, so each makes room for another. lease.lua applies the same formula; tests compare the two.
 
     Example: with two groups a step, staleness 1, nothing trained and one prompt in flight, three more may be admitted.
 
     >>> admission(step=0, trained=0, queued=0, in_flight=1, max_staleness=1, groups_per_step=2)
     Admission(limit=4, room=3)
     """
-    limit = (max_staleness + step + 1) * groups_per_step
+    limit = base + (max_staleness + step + 1) * groups_per_step
     return Admission(limit, max(0, limit - trained - queued - in_flight))
 
 

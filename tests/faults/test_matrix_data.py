@@ -6,10 +6,10 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import socket
-import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -17,6 +17,7 @@ import pytest
 import redis
 
 from support.faults.matrix_run import FaultFree, MatrixRun
+from support.faults.small_disk import fill, small_disk
 from support.faults.steady_server import BROKEN_FILE
 from support.fixtures import MakeRun
 
@@ -42,41 +43,62 @@ def truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
+def largest_shard(checkpoint: Path) -> Path:
+    return max(checkpoint.glob("*.distcp"), key=lambda path: path.stat().st_size)
+
+
+def ledger_file(checkpoint: Path) -> Path:
+    return checkpoint / "trainer.json"
+
+
+def forget_a_prompt(path: Path) -> None:
+    """Change one number, so that the ledger is well-formed and no longer holds the first prompt."""
+    text = path.read_text()
+    changed = re.sub(r'("ledger": *\[\s*\[\s*)1\b', r"\g<1>2", text, count=1)
+    assert changed != text
+    path.write_text(changed)
+
+
 @pytest.mark.parametrize(
-    "damage",
+    ("file_of", "damage"),
     [
         pytest.param(
+            file_of,
             damage,
             marks=pytest.mark.fault_row(
                 CHECKPOINTS, name, how=f"the learner is killed, {how}; later a backup is copied back",
                 must="one line names the file; nothing is loaded, trained or published from it; then the run goes on",
             ),
         )
-        for damage, name, how in (
-            (flip, "bit rot in the newest", f"{NUM_FLIPPED} bytes of its largest shard are flipped"),
-            (truncate, "the newest is truncated", "its largest shard is cut in half"),
+        for file_of, damage, name, how in (
+            (largest_shard, flip, "bit rot in the newest", f"{NUM_FLIPPED} bytes of its largest shard are flipped"),
+            (largest_shard, truncate, "the newest is truncated", "its largest shard is cut in half"),
+            (ledger_file, truncate, "the newest ledger is truncated", "its trainer.json is cut in half"),
+            (ledger_file, forget_a_prompt, "the newest ledger lacks a prompt", "one number of its ledger is changed"),
         )
     ],
 )  # fmt: skip
-def test_the_newest_checkpoint_is_damaged(make_run: MakeRun, fault_free: FaultFree, damage: object) -> None:
+def test_the_newest_checkpoint_is_damaged(
+    make_run: MakeRun, fault_free: FaultFree, file_of: Callable[[Path], Path], damage: Callable[[Path], None]
+) -> None:
     run = make_run()
     run.start_all()
     run.until(lambda: run.committed_step() >= 3, "a checkpoint")
     stop_for_good(run, "learner")
     step, newest = run.newest_checkpoint()
     is_committed = run.committed_step() == step
-    shard = max(newest.glob("*.distcp"), key=lambda path: path.stat().st_size)
-    backup = shutil.copy2(shard, run.config.run_dir / "backup")
-    damage(shard)  # type: ignore[operator]
+    damaged = file_of(newest)
+    backup = shutil.copy2(damaged, run.config.run_dir / "backup")
+    damage(damaged)
     before = run.stat()
     run.start("learner")
-    run.until(lambda: shard.name in run.log("learner"), "the learner to name the file", timeout_s=240)
+    run.until(lambda: damaged.name in run.log("learner"), "the learner to name the file", timeout_s=240)
     run.pause(5)
     after = run.stat()
     assert before is not None and after is not None
     if is_committed:  # Otherwise its groups are still in the queue, and the checkpoint before it is taken.
         assert (after.policy_version, after.step, after.trained) == (before.policy_version, before.step, before.trained)
-    shutil.copy2(backup, shard)
+    shutil.copy2(backup, damaged)
     run.fault()
     run.until_step(step + 2)
     run.recovered()
@@ -178,28 +200,6 @@ def send_garbage(port: int, dice: random.Random) -> None:
 
 
 # ── disks ──
-
-
-@contextlib.contextmanager
-def small_disk(folder: Path, num_bytes: int) -> Iterator[Path]:
-    """A tmpfs of this size, which only root can mount."""
-    folder.mkdir(parents=True, exist_ok=True)
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(folder)]
-    if os.geteuid() != 0 or subprocess.run(mount, check=False, capture_output=True, timeout=20).returncode != 0:
-        pytest.skip("cannot mount a tmpfs here; run as root")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=False, timeout=20)
-
-
-def fill(folder: Path) -> Path:
-    """Use up the disk, and return the file that did."""
-    filler = folder / "filler"
-    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
-        while True:
-            file.write(b"\0" * 65536)
-    return filler
 
 
 @pytest.mark.fault_row(

@@ -491,9 +491,14 @@ class MemoryConsumer:
         self.term = self.store.counters["term"] = max(self.store.counters["term"], at_least) + 1
         return self.term
 
-    async def rewind_step(self, step: int) -> dict[int, list[int]]:
+    async def rewind_step(self, step: int, num_trained: int) -> dict[int, list[int]]:
         self._check_term()
+        per_step = self.config.groups_per_step
+        later = [len(ids) for of_step, ids in self.store.manifests.items() if of_step > step]
         self.store.counters["step"] = step
+        self.store.counters["admission_base"] = (
+            num_trained - step * per_step + sum(max(0, num_groups - per_step) for num_groups in later)
+        )
         self.store.lease_signal.send()
         for of_step, ids in self.store.manifests.items():
             if of_step > step:

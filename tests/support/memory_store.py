@@ -275,6 +275,7 @@ class MemoryStore:
         return admission(
             step=self.counters["step"], trained=self.counters["trained"], queued=self.queued, in_flight=self.in_flight,
             max_staleness=config.max_staleness, groups_per_step=config.groups_per_step,
+            base=self.counters["admission_base"],
         )  # fmt: skip
 
     def count(self, name: str, by: int = 1) -> int:

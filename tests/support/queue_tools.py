@@ -103,7 +103,7 @@ class Tools:
 
         async def take(queue: RedisReplayQueue) -> list[Group]:
             await queue.take_term(0)
-            await queue.rewind_step(0)
+            await queue.rewind_step(0, 0)
             ids = await queue.take(1, num_groups)
             return [decode_group(delivery.payload) for delivery in await queue.fetch(ids)]
 

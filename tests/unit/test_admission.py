@@ -61,14 +61,41 @@ async def test_leases_run_out_by_the_clock_of_the_store() -> None:
 async def test_wait_holds_the_staleness_bound_whatever_straggles(
     max_staleness: int, groups_per_step: int, seed: int
 ) -> None:
-    """Versions are steps. Prompts start with the current version and finish in any order, some after a loss."""
-    config = ReplayConfig(groups_per_step=groups_per_step, max_staleness=max_staleness, stale_policy="wait")
-    queue = MemoryReplayQueue(MemoryStore(), config)
+    queue = MemoryReplayQueue(MemoryStore(), config_of(groups_per_step, max_staleness))
     await queue.submit([b""] * 60, [0] * 60, "")
     await queue.take_term(0)
-    random, running = Random(seed), list[tuple[Lease, int]]()
-    step, batch, started = 0, list[int](), dict[int, int]()
-    while step < 6:
+    assert await train(queue, Random(seed), range(6), {}) == 0, "no group was too old"
+
+
+@given(st.integers(0, 3), st.integers(1, 5), st.integers(1, 5), st.integers(0, 2**32))
+async def test_another_number_of_groups_per_step_neither_stalls_a_run_nor_lets_groups_age(
+    max_staleness: int, before: int, after: int, seed: int
+) -> None:
+    """Groups that were admitted for larger steps are dropped when they are too old. No others are."""
+    store, random, started = MemoryStore(), Random(seed), dict[int, int]()
+    first = MemoryReplayQueue(store, config_of(before, max_staleness))
+    await first.submit([b""] * 150, [0] * 150, "")
+    await first.take_term(0)
+    await train(first, random, range(4), started)
+    second = MemoryReplayQueue(store, config_of(after, max_staleness))
+    await second.take_term(0)
+    await second.rewind_step(4, 4 * before)
+    num_dropped = await train(second, random, range(4, 10), started)
+    assert num_dropped <= max(0, before - after) * (max_staleness + 1)
+
+
+def config_of(groups_per_step: int, max_staleness: int) -> ReplayConfig:
+    return ReplayConfig(groups_per_step=groups_per_step, max_staleness=max_staleness, stale_policy="wait")
+
+
+async def train(queue: MemoryReplayQueue, random: Random, steps: range, started: dict[int, int]) -> int:
+    """Train these steps. Returns how many groups were too old, and were dropped. Versions are steps. Prompts start with
+    the current version and finish in any order, some after a loss."""
+    config, running = queue.config, list[tuple[Lease, int]]()
+    step, batch, num_dropped, num_rounds = steps[0], list[int](), 0, 0
+    while step < steps.stop:
+        num_rounds += 1
+        assert num_rounds < 1000, "the run stalls"
         running += [(lease, step) for lease in await queue.lease("s", random.randint(1, 4))]
         random.shuffle(running)
         if running:
@@ -78,14 +105,20 @@ async def test_wait_holds_the_staleness_bound_whatever_straggles(
             else:
                 await queue.append(lease, b"g", version)
                 started[lease.prompt_id] = version
-        for prompt_id in await queue.take(step + 1, groups_per_step - len(batch)):
-            assert step - started[prompt_id] <= max_staleness
-            if random.random() < 0.1:
+        for prompt_id in await queue.take(step + 1, config.groups_per_step - len(batch)):
+            if step - started[prompt_id] > config.max_staleness:
+                num_dropped += 1
+                await queue.expire(prompt_id)
+            elif random.random() < 0.1:
                 await queue.discard(prompt_id, "no_spread")
             else:
                 batch.append(prompt_id)
-        if len(batch) == groups_per_step:
+        if len(batch) == config.groups_per_step:
             step += 1
             await queue.commit(step, batch)
             await queue.publish(step, step, b"")
             batch = []
+    for lease, version in running:
+        await queue.append(lease, b"g", version)
+        started[lease.prompt_id] = version
+    return num_dropped

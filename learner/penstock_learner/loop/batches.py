@@ -341,9 +341,11 @@ class BatchReader:
         return decoded
 
     def _is_outdated(self, group: Group, policy_version: int) -> bool:
-        """Whether the group is too old (if `stale_policy` is drop), or has tokens of an abandoned version."""
+        """Whether the group is too old, or has tokens of an abandoned version. With `stale_policy` wait, none is too
+        old unless more were admitted than this config would have admitted."""
         staleness = policy_version - self.term.lineage.oldest_version(group)
-        is_stale = self.replay.stale_policy == "drop" and staleness > self.replay.max_staleness
+        drops = self.replay.stale_policy == "drop" or (self.replay.stale_policy == "wait" and self.term.num_overdue)
+        is_stale = drops and staleness > self.replay.max_staleness
         return is_stale or self.term.lineage.abandons(group)
 
 

@@ -95,6 +95,7 @@ async def take_over(
         # Rewinds that were ordered before belong to the steps that were abandoned.
         state = replace(state, num_orders=rewind.num_orders, resumed_from=rewind.checkpoint)
         is_rewound = True
+    manifests = await _restore_batches(queue, state)
     return Term(
         number=term,
         store_id=store_id,
@@ -106,7 +107,8 @@ async def take_over(
         num_orders=state.num_orders,
         lineage=Lineage(state.lineage),
         is_rewound=is_rewound,
-        manifests=await _restore_batches(queue, state),
+        manifests=manifests,
+        num_overdue=await _count_overdue(queue, manifests),
     )
 
 
@@ -185,11 +187,27 @@ def _asks_for(config: CheckpointConfig, choice: ChosenCheckpoint) -> bool:
 async def _restore_batches(queue: GroupConsumer, state: TrainerState) -> dict[int, list[int]]:
     """Acknowledge the groups that the checkpoint covers. Returns the batches taken for later steps, by step."""
     ledger = Ledger(state.ledger)
-    manifests = await queue.rewind_step(state.step)
+    manifests = await queue.rewind_step(state.step, len(ledger))
     covered = [p for step, ids in manifests.items() if step <= state.step for p in ids if p in ledger]
     if covered:
         await queue.commit(state.step, covered)
     return {step: ids for step, ids in manifests.items() if step > state.step}
+
+
+async def _count_overdue(queue: GroupConsumer, manifests: Mapping[int, list[int]]) -> int:
+    """How many groups cannot be trained within `replay.max_staleness`, because they were admitted for larger steps."""
+    replay, stat = queue.config, await queue.stat()
+    num_waiting = stat.queued + stat.in_flight - sum(map(len, manifests.values()))
+    num_overdue = num_waiting - (replay.max_staleness + 1) * replay.groups_per_step
+    if num_overdue <= 0:
+        return 0
+    outcome = "trained with off-policy correction" if replay.stale_policy == "correct" else "dropped and made again"
+    logger.warning(
+        "%d groups wait, %d more than replay.groups_per_step %d can train within replay.max_staleness %d; "
+        "those that are too old by then are %s",
+        num_waiting, num_overdue, replay.groups_per_step, replay.max_staleness, outcome,
+    )  # fmt: skip
+    return num_overdue
 
 
 async def load_version(

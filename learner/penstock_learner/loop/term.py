@@ -34,6 +34,8 @@ class Term:
     """Whether the term starts from a checkpoint that the run was rewound to. Newer versions are abandoned then."""
     manifests: dict[int, list[int]] = field(default_factory=dict)
     """Prompt ids that an earlier learner had taken for steps that no checkpoint covers, by step."""
+    num_overdue: int = 0
+    """Groups that waited when the term began and cannot all be trained within `replay.max_staleness`."""
     uncommitted: list[int] = field(default_factory=list)
     """Prompts that were trained since the last checkpoint."""
 

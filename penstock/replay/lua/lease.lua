@@ -8,8 +8,9 @@ run_when_full()
 
 local expired = redis.call('ZRANGEBYSCORE', LEASES, '-inf', now, 'LIMIT', 0, 256)
 local expired_evaluations = redis.call('ZRANGEBYSCORE', EVAL_LEASES, '-inf', now, 'LIMIT', 0, 256)
-local paused, queued_bytes, step, trained, num_admitted, admission = numbers(
-  COUNTERS, 'paused', 'queued_bytes', 'step', 'trained', 'admitted', 'admission', 'reclaimed', 'policy_version')
+local paused, queued_bytes, step, trained, num_admitted, admission, admission_base = numbers(
+  COUNTERS, 'paused', 'queued_bytes', 'step', 'trained', 'admitted', 'admission', 'admission_base', 'reclaimed',
+  'policy_version')
 local durable_id, newest, changed = newest_durable_id(now, tonumber(ARGV[8]))
 local is_barred = paused == 1 or redis.call('SISMEMBER', DRAINED, server) == 1
 
@@ -74,7 +75,8 @@ local function choose_evaluations(most)
 end
 
 local num_leased, num_returned = redis.call('ZCARD', LEASES), redis.call('SCARD', RETURNED)
-local room = (tonumber(ARGV[5]) + step + 1) * tonumber(ARGV[4]) - (trained + queued() + num_leased + num_returned)
+local limit = admission_base + (tonumber(ARGV[5]) + step + 1) * tonumber(ARGV[4])
+local room = limit - (trained + queued() + num_leased + num_returned)
 if queued_bytes >= tonumber(ARGV[6]) then room = 0 end
 local function choose_prompts()
   if wanted <= 0 or is_pinned then return end

@@ -34,6 +34,7 @@ return {
   'inserted', counter('inserted'),
   'saved_bytes', counter('saved_bytes'),
   'step', counter('step'),
+  'admission_base', counter('admission_base'),
   'committed_step', counter('committed_step'),
   'policy_version', counter('policy_version'),
   'term', counter('term'),

@@ -9,9 +9,10 @@ local function state_key(session)
 end
 
 -- Functions named check_... fail if what they are named after would fail. Scripts call them before their first write.
-local function check_forget_calls(session)
+local function check_forget_calls(sessions)
+  if #sessions == 0 then return end
   check('ZCARD', SESSIONS)
-  numbers(SESSION_SIZES, session)
+  numbers(SESSION_SIZES, unpack(sessions))
   numbers(COUNTERS, 'session_bytes')
 end
 
@@ -26,9 +27,11 @@ local function forget_calls(session)
   end
 end
 
--- Some of the sessions whose time has passed. Their lists have expired by themselves.
-local function expired_sessions(now)
-  return redis.call('ZRANGE', SESSIONS, '-inf', now, 'BYSCORE', 'LIMIT', 0, 16)
+-- At most so many of the sessions whose time has passed. Their lists have expired by themselves.
+local function expired_sessions(now, most)
+  local expired = redis.call('ZRANGE', SESSIONS, '-inf', now, 'BYSCORE', 'LIMIT', 0, most)
+  check_forget_calls(expired)
+  return expired
 end
 
 -- A session that has its reward is kept until its group is in the queue, however long that takes.
@@ -60,7 +63,7 @@ end
 
 local function check_abandon(session)
   check('HLEN', state_key(session))
-  check_forget_calls(session)
+  check_forget_calls({session})
 end
 
 -- Ends a session that will not be part of a group: its calls are forgotten, and no further call is recorded.

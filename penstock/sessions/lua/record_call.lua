@@ -3,12 +3,11 @@
 -- session. Returns recorded, closed, expired (the calls that it refers to are gone), long (the session has too many
 -- calls), large (it has too many bytes) or full (all sessions together have).
 local session, now, num_bytes, calls, state = ARGV[1], now_ms(), #ARGV[2], calls_key(ARGV[1]), state_key(ARGV[1])
-local expired = expired_sessions(now)
+local expired = expired_sessions(now, 16)
 if #expired > 0 then
   check('HLEN', state)
   check('LLEN', calls)
-  check_forget_calls(session)
-  for _, other in ipairs(expired) do check_forget_calls(other) end
+  check_forget_calls({session})
   for _, other in ipairs(expired) do forget_calls(other) end
 end
 if redis.call('HEXISTS', state, 'reward') == 1 then return 'closed' end

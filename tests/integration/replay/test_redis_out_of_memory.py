@@ -77,7 +77,7 @@ async def test_what_frees_memory_runs_when_redis_is_full(client: Redis, queue: R
     await fleet.set_state("s", "READY")
     assert [server.state for server in await fleet.servers()] == ["READY"]
     await queue.take_term(0)
-    assert await queue.rewind_step(0) == {1: [1, 2, 3, 4]}
+    assert await queue.rewind_step(0, 0) == {1: [1, 2, 3, 4]}
     assert await queue.take(2, 3) == [5, 6, 7]
     await queue.publish(await queue.allocate_version(1), 1, b"policy")
     await queue.expire(5)

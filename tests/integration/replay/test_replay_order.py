@@ -48,7 +48,7 @@ async def test_a_manifest_with_discarded_groups_is_delivered_again_without_them(
     await queue.take(1, 2)
     await queue.discard(ids[0], "no_spread")
     await successor.take_term(0)
-    assert await successor.rewind_step(0) == {1: ids[1:2]}
+    assert await successor.rewind_step(0, 0) == {1: ids[1:2]}
     assert [delivery.prompt_id for delivery in await successor.fetch(ids[:2])] == [ids[1]]
     assert await successor.take(1, 1) == [ids[2]]
     assert await successor.commit(1, ids[1:3]) == 2

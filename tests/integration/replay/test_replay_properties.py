@@ -296,7 +296,7 @@ class ReplayMachine(RuleBasedStateMachine):
     @rule()
     def restart_the_learner(self) -> None:
         self.do(self.queue.take_term(0))
-        manifests = self.do(self.queue.rewind_step(self.step))
+        manifests = self.do(self.queue.rewind_step(self.step, len(self.committed)))
         assert {i for ids in manifests.values() for i in ids} >= set(self.taken)
 
     @rule(num_steps=st.integers(0, NUM_KEPT + 1))

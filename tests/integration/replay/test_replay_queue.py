@@ -47,6 +47,37 @@ async def test_admission_holds_the_staleness_bound(queue: ReplayQueue) -> None:
     await assert_conserved(queue)
 
 
+@pytest.mark.parametrize(("per_step", "num_leased"), [(1, [0, 1]), (2, [1, 2]), (4, [5, 4])])
+async def test_admission_counts_trained_groups_when_a_run_goes_on_with_other_steps(
+    make_queue: MakeQueue, per_step: int, num_leased: list[int]
+) -> None:
+    """The checkpoint is of step 3, with 2 groups a step. The batch of step 4 was taken; the successor trains it.
+    Once it is published, two steps of `per_step` groups wait, as max_staleness 1 allows."""
+    queue, successor = make_queue(), make_queue(groups_per_step=per_step)
+    await submit(queue, 40)
+    await queue.take_term(0)
+    for step in range(1, 4):
+        await finish(queue, await queue.lease("s", 2))
+        await queue.commit(step, await queue.take(step, 2))
+        await queue.publish(step, step, b"")
+    await finish(queue, await queue.lease("s", 3))
+    batch = await queue.take(4, 2)
+
+    await successor.take_term(0)
+    assert await successor.rewind_step(3, 6) == {4: batch}
+    leases = await successor.lease("s", 20)
+    assert len(leases) == num_leased[0]
+    await finish(successor, leases)
+    if per_step > len(batch):
+        batch += await successor.take(4, per_step - len(batch))
+    await successor.commit(4, batch)
+    await successor.publish(4, 4, b"")
+    assert (await successor.stat()).admission_room == len(await successor.lease("s", 20)) == num_leased[1]
+    stat = await successor.stat()
+    assert stat.queued + stat.in_flight == 2 * per_step
+    await assert_conserved(queue)
+
+
 async def test_staleness_zero_is_synchronous(make_queue: MakeQueue) -> None:
     queue = make_queue(max_staleness=0)
     await submit(queue, 10)
@@ -179,7 +210,7 @@ async def test_an_older_term_is_fenced_from_every_learner_call(make_queue: MakeQ
     await queue.take_term(0)
     for call in (
         zombie.take(1, 1), zombie.commit(1, [1]), zombie.expire(1), zombie.discard(1, "x"),
-        zombie.dead_letter(1, "x"), zombie.publish(1, 1, b""), zombie.allocate_version(0), zombie.rewind_step(0),
+        zombie.dead_letter(1, "x"), zombie.publish(1, 1, b""), zombie.allocate_version(0), zombie.rewind_step(0, 0),
     ):  # fmt: skip
         with pytest.raises(Fenced):
             await call
@@ -196,7 +227,7 @@ async def test_a_new_learner_gets_the_same_batches_again(make_queue: MakeQueue) 
     await queue.commit(1, ids[:2])
 
     assert await successor.take_term(0) == queue.term + 1
-    assert await successor.rewind_step(1) == {2: ids[2:]}
+    assert await successor.rewind_step(1, 2) == {2: ids[2:]}
     assert (await successor.stat()).redelivered == 2
     assert await successor.commit(2, ids[2:]) == 2
     await assert_conserved(queue)
@@ -227,7 +258,7 @@ async def test_a_group_that_is_dropped_leaves_the_manifest_of_its_step(make_queu
     await queue.take(1, 2)
     await getattr(queue, how)(dropped, "reason")
     await successor.take_term(0)
-    assert await successor.rewind_step(0) == {1: [kept]}
+    assert await successor.rewind_step(0, 0) == {1: [kept]}
 
 
 async def test_an_expired_prompt_that_was_taken_for_a_later_step_stays_with_that_step(make_queue: MakeQueue) -> None:
@@ -243,7 +274,7 @@ async def test_an_expired_prompt_that_was_taken_for_a_later_step_stays_with_that
     await queue.commit(1, [trained])
     assert await queue.take(3, 1) == [], "no other step takes it"
     await successor.take_term(0)
-    assert await successor.rewind_step(1) == {2: [expired]}
+    assert await successor.rewind_step(1, 2) == {2: [expired]}
     assert await successor.commit(2, [expired]) == 1
     await assert_conserved(queue)
 

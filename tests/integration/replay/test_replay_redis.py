@@ -186,7 +186,7 @@ async def test_a_commit_takes_its_groups_out_of_later_manifests(queue: RedisRepl
     assert await queue.commit(1, [ids[0], ids[2]]) == 2
     stat = await queue.stat()
     assert (stat.trained, stat.queued, stat.delivered, stat.conservation_error) == (2, 2, 1, 0)
-    assert await queue.rewind_step(1) == {2: [ids[3]]}
+    assert await queue.rewind_step(1, 2) == {2: [ids[3]]}
 
 
 async def test_a_redis_that_forgot_its_scripts_keeps_no_payload_without_a_group(queue: RedisReplayQueue) -> None:

@@ -33,7 +33,7 @@ async def test_prompts_of_the_abandoned_steps_are_leased_and_trained_again(queue
     await queue.rewind("/checkpoints/1", 1, ids[2:6])
     after = await queue.stat()
     assert (after.step, after.trained, after.expired, after.delivered, after.queued) == (1, 2, 4, 0, 4)
-    assert await queue.rewind_step(1) == {}
+    assert await queue.rewind_step(1, 2) == {}
     await assert_conserved(queue)
     assert [(await queue.get_prompt(i)).state for i in ids[1:4]] == ["trained", "pending", "pending"]
     committed = await queue.committed()

@@ -84,7 +84,7 @@ async def train(client: RedisClient, **settings: object) -> None:
     queue._manifests.clear()
     assert await queue.take(1, 3) == taken, "as if the answer had been lost"
     await queue.fetch_located(taken)
-    await queue.rewind_step(0)
+    await queue.rewind_step(0, 0)
     inspection = QueueInspector(client, "test", queue.config)
     for selection in ("fifo", "freshest"):
         await inspection.queued_ids(selection, include_delivered=True)
@@ -257,7 +257,9 @@ async def serve_sessions(client: RedisClient) -> None:
     await asyncio.sleep(0.01)
     await hasty.sweep()
     await client.zadd(sessions.keys.finishing, {"session:own": 1})
-    await client.zadd(sessions.keys.sessions, {"t.1.1": 1})
+    await client.zadd(sessions.keys.sessions, {"t.1.1": 1, "another": 1})
+    await hasty.sweep()
+    await client.zadd(sessions.keys.sessions, {"t.0.1": 1})
     await sessions.due()
     await sessions.record("another", b"call", "one")
     await sessions.finish("session:own", ["own"], [1])

@@ -163,7 +163,7 @@ async def test_each_role_can_do_its_work(clients: Clients, queues: Callable[[str
     submitted = (await gateway.submit([b"p"] * 6, [0, 0, 0, 0, 0, 1], "key")).prompt_ids
     assert (await gateway.feed("train", "f", 0, [], [])).position == 0
     await learner.take_term(0)
-    assert await learner.rewind_step(0) == {}
+    assert await learner.rewind_step(0, 0) == {}
     assert await learner.feeds() == {}
     await learner.publish(0, 0, policies_pb2.Policy(policy_version=0).SerializeToString())
 

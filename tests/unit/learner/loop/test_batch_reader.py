@@ -62,6 +62,16 @@ async def test_a_stale_session_is_dropped_for_good() -> None:
     assert await queue.expired_reasons() == {"stale": 2}
 
 
+@pytest.mark.parametrize(("num_overdue", "trained"), [(0, [1, 2]), (1, [2, 3])])
+async def test_wait_drops_old_groups_only_if_more_were_admitted_than_the_config_allows(
+    num_overdue: int, trained: list[int]
+) -> None:
+    replay = ReplayConfig(groups_per_step=2, max_staleness=1, stale_policy="wait")
+    reader = reader_of(await queue_with(replay, [made_by(1, 2), made_by(2, 3), made_by(3, 3)]), replay)
+    reader.term.num_overdue = num_overdue
+    assert (await reader.read(1, 4)).prompt_ids == trained
+
+
 def failing(prompt_id: int, num_failed: int) -> Group:
     """A group whose first samples have no reward, because the function failed."""
     group = make_group(prompt_id)

@@ -11,9 +11,12 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from penstock.config.algorithms import KLConfig
+from penstock.config.learner import CheckpointConfig
 from penstock.config.loading import validate
+from penstock.config.service import ReplayConfig
 from penstock.errors import ConfigError, Fenced, RoleDied, Unavailable
 from penstock_learner.checkpoint_files import FileRecord, find_damage
+from penstock_learner.checkpoints.store import CheckpointStore
 from penstock_learner.checkpoints.trainer_state import TrainerState
 from penstock_learner.loop import process as controller_module
 from penstock_learner.loop.process import LearnerController
@@ -205,3 +208,26 @@ async def test_nothing_is_trained_while_redis_may_lose_that_the_run_went_back(
 def test_a_rewind_needs_the_name_of_a_checkpoint() -> None:
     with pytest.raises(ConfigError, match="rewind needs resume to be the path"):
         validate({"run": "test", "model": {"path": "m"}, "learner": {"checkpoint": {"rewind": True}}}, "test")
+
+
+@pytest.mark.parametrize(("policy", "outcome"), [("wait", "dropped and made again"), ("correct", "trained with off-")])
+async def test_a_learner_says_that_groups_wait_which_were_admitted_for_larger_steps(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, policy: str, outcome: str
+) -> None:
+    store = MemoryStore()
+    first, second = (
+        MemoryReplayQueue(store, ReplayConfig(groups_per_step=size, max_staleness=1, stale_policy=policy))  # type: ignore[arg-type]
+        for size in (8, 4)
+    )
+    await first.submit([b"p"] * 40, [0] * 40, "")
+    assert len(await first.lease("s", 40)) == 16
+    checkpoints, config = CheckpointStore(tmp_path, 1), CheckpointConfig()
+    for queue, num_overdue in ((first, 0), (second, 8)):
+        chosen = await choose_checkpoint(queue, checkpoints, config)
+        term = await take_over(queue, checkpoints, config, chosen, no_load, 0, KLConfig())
+        assert term.num_overdue == num_overdue
+    [line] = [record.getMessage() for record in caplog.records if "groups wait" in record.getMessage()]
+    assert line.startswith("16 groups wait, 8 more than replay.groups_per_step 4 can train within") and outcome in line
+
+
+async def no_load(_: Path) -> None: ...

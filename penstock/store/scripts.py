@@ -2,8 +2,8 @@
 
 A script's text is, in this order: the key names of penstock.store.keys, `store/lua/prelude.lua`, the preludes
 (`prelude*.lua`) of its own folder if that is another one, and the script itself. KEYS[1] is the prefix of the keys.
-Functions of the preludes that the script does not use, and comments, are omitted: Redis makes every function again in
-each call, and reads the whole text whenever it is sent.
+Functions of the preludes that the script does not use, comments and indents are omitted: Redis makes every function
+again in each call, and reads the whole text whenever it is sent.
 
 Scripts answer with names, not positions: a record as `{name, value, ...}`, which `read_record` reads, and a table as
 `{columns, values}`, which `read_rows` and `read_columns` read.
@@ -90,7 +90,7 @@ def _load(package: str, name: str) -> Script:
     prelude = "".join(entry.read_text() for entry in entries if entry.name.startswith("prelude"))
     own = (resources.files(package) / "lua" / f"{name}.lua").read_text()
     body = _without_unused(_without_comments(prelude), _without_comments(own))
-    text = lua_names(body) + body
+    text = lua_names(body) + re.sub(r"^ +", "", body, flags=re.MULTILINE)
     return Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
 
 

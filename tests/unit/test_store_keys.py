@@ -59,7 +59,7 @@ def test_a_script_has_the_functions_that_it_uses(folder: ScriptFolder, name: str
 
 def test_a_script_has_no_functions_that_it_does_not_use() -> None:
     functions = re.findall(r"^local function (\w+)", QUEUE.load("heartbeat").text, re.MULTILINE)
-    assert functions == ["check", "now_ms", "run_when_full"]
+    assert functions == ["now_ms", "run_when_full"]
 
 
 def test_a_function_that_one_other_function_uses_is_made_when_that_one_is_called() -> None:

@@ -3,7 +3,7 @@
 -- groups, as a list of names, each followed by how many groups in a row have it. Every path that writes begins with a
 -- delete, so it runs when Redis is out of memory: see run_when_full.
 local capacity, order = tonumber(ARGV[1]), ARGV[2]
-local in_queue, num_inserted = numbers(COUNTERS, 'queued_bytes', 'inserted')
+local in_queue, num_inserted, saved_bytes = numbers(COUNTERS, 'queued_bytes', 'inserted', 'saved_bytes')
 local ids, attempts, sizes, versions = unpack(cjson.decode(ARGV[3]))
 
 -- The admission of each prompt that is in flight. Such a prompt exists and has no queued group, so nothing else is asked
@@ -21,15 +21,15 @@ local function look_up()
   for i, id in ipairs(others) do metas[id], has_attempts[id] = found[i], leased[i] end
 end
 look_up()
-local has_breakers, has_saved = redis.call('HLEN', BREAKERS) > 0, check_saved(ids)
+local has_breakers, has_saved = redis.call('HLEN', BREAKERS) > 0, saved_bytes ~= 0 and check_saved(ids)
 if has_breakers then breakers_of(ask_many('HMGET', OWNERS, ids)) end
 if order == 'freshest' then check('ZCARD', FRESH) end
 check('ZCARD', LEASES, READY)
 check('HLEN', META)
 check_stream(RESULTS)
 
--- Accepted groups are stored together at the end. Until then these hold their ids and their positions.
-local accepted, places, accepted_attempt, num_stored_bytes = {}, {}, {}, in_queue
+-- Accepted groups are stored together at the end. Until then these hold their ids, their positions and their results.
+local accepted, places, results, accepted_attempt, num_stored_bytes = {}, {}, {}, {}, in_queue
 
 -- An accepted group whose prompt is pending without an admission: Redis lost its tail, and with it that the prompt was
 -- leased. The prompts before it in line had been leased before it, so they are admitted first, and keep their order.
@@ -69,7 +69,7 @@ end
 local function store_accepted()
   if #accepted == 0 then return end
   local breakers = has_breakers and breakers_of(ask_many('HMGET', OWNERS, accepted)) or {}
-  local found, entries, ready, fresh, appended, sum = accepted_admissions(), {}, {}, {}, {}, 0
+  local found, entries, ready, fresh, sum = accepted_admissions(), {}, {}, {}, 0
 
   -- release_admission for all accepted groups.
   call_many('HDEL', OWNERS, accepted)
@@ -83,8 +83,7 @@ local function store_accepted()
 
   close_breakers(breakers)
   if has_saved then drop_all_saved(accepted) end
-  for i, id in ipairs(accepted) do appended[i] = id .. ':' .. attempts[places[i]] end
-  local now = string.match(record_result('queued', table.concat(appended, ' '), ''), '^%d+')
+  local now = string.match(record_result('queued', table.concat(results, ' '), ''), '^%d+')
   for i, id in ipairs(accepted) do
     local place, number = places[i], found[i] or next_admission()
     entries[2 * i - 1] = id
@@ -98,7 +97,7 @@ local function store_accepted()
   call_many('ZADD', FRESH, fresh)
   num_stored_bytes, num_inserted = num_stored_bytes + sum, num_inserted + #accepted
   redis.call('HSET', COUNTERS, 'queued_bytes', num_stored_bytes, 'inserted', num_inserted)
-  accepted, places = {}, {}
+  accepted, places, results = {}, {}, {}
 end
 
 -- In the order of admission, a group that all ready groups wait for is accepted even if the queue is full. Otherwise
@@ -131,7 +130,7 @@ local function append(i)
   end
   if in_queue > 0 and in_queue + bytes > capacity and not is_waited_for(id) then return refuse(i, 'full') end
   local last = #accepted + 1
-  accepted[last], places[last], accepted_attempt[id] = id, i, attempt
+  accepted[last], places[last], results[last], accepted_attempt[id] = id, i, id .. ':' .. attempt, attempt
   in_queue = in_queue + bytes
   return 'accepted'
 end

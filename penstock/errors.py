@@ -31,6 +31,9 @@ from __future__ import annotations
 import re
 from typing import Self
 
+MAX_FIELD = 500
+"""Longest path of a field in an error, in characters."""
+
 
 class PenstockError(Exception):
     """Base of all errors. `reason` is for programs and never changes; the message is for people.
@@ -50,11 +53,12 @@ class ConfigError(PenstockError, grpc_code="INVALID_ARGUMENT", http_status=400, 
 
 
 class InvalidInput(PenstockError, grpc_code="INVALID_ARGUMENT", http_status=400):
-    """A request field is wrong. `field` is its path, for example `prompts[3].num_samples`."""
+    """A request field is wrong. `field` is its path, for example `prompts[3].num_samples`. A name that the client chose
+    may be part of it, so it is cut and its line breaks are escaped."""
 
     def __init__(self, field: str, message: str) -> None:
-        super().__init__(f"{field}: {message}")
-        self.field = field
+        self.field = field[:MAX_FIELD] if field.isprintable() else repr(field[:MAX_FIELD])[1:-1]
+        super().__init__(f"{self.field}: {message}")
         self.message = message
 
     def under(self, path: str) -> Self:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from penstock.api.conversion import parse_json
 from penstock.config.dataset import ColumnsConfig, DatasetConfig, Files, listed_files
 from penstock.errors import ConfigError, InvalidInput
 from penstock.feed.parquet_rows import ReadLimits, all_rows, column_names, limited_rows
@@ -267,7 +268,7 @@ def row_field(where: str, row: dict[str, Any], name: str, kind: type, absent: An
 
 def _check_json(where: str, value: Any) -> None:
     try:
-        json.dumps(value, allow_nan=False)
+        parse_json(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidInput(
             where, f"cannot be written as JSON ({error}); use text, numbers, lists and objects"

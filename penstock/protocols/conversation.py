@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.api.conversion import parse_json
 from penstock.errors import InvalidInput
 from penstock.v1 import generate_pb2, prompts_pb2
 
@@ -162,9 +163,9 @@ def _message(number: int, message: prompts_pb2.Message) -> Message:
 
 def _tools(text: str) -> tuple[Json, ...]:
     try:
-        tools = tuple(json.loads(text or "[]"))
+        tools = tuple(parse_json(text or "[]"))
         names = tool_names(tools)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise InvalidInput("tools_json", "must be a JSON list of tools in OpenAI's function format") from error
     for number, name in enumerate(names):
         if not isinstance(name, str) or name in names[:number]:
@@ -181,8 +182,8 @@ def _check_choice(request: generate_pb2.GenerateRequest, names: list[str]) -> No
 
 def _template_arguments(text: str) -> Json:
     try:
-        arguments = json.loads(text or "{}")
-    except (ValueError, RecursionError) as error:
+        arguments = parse_json(text or "{}")
+    except ValueError as error:
         raise InvalidInput("template_arguments_json", f"is not valid JSON: {error}") from error
     if not isinstance(arguments, dict) or arguments.keys() & RESERVED_ARGUMENTS:
         raise InvalidInput(

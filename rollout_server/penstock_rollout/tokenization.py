@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from penstock.api.conversion import parse_json
 from penstock.config.rollout import PromptConfig
 from penstock.errors import ConfigError, InvalidInput, PromptTooLong
 from penstock.trajectory import Prompt
@@ -49,7 +50,7 @@ def _with_argument_objects(message: Message) -> dict[str, Any]:
         function = call.get("function") if isinstance(call, dict) else None
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
             with contextlib.suppress(ValueError, RecursionError):
-                call = {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}  # noqa: PLW2901
+                call = {**call, "function": {**function, "arguments": parse_json(function["arguments"])}}  # noqa: PLW2901
         calls.append(call)
     return {**plain, "tool_calls": calls}
 

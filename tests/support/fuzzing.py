@@ -1,9 +1,11 @@
-"""Damaged data and damaged gRPC requests, and the number of examples that each command tries."""
+"""Damaged data, damaged requests, requests with hostile values, and the number of examples that each command tries."""
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import grpc
 import pytest
@@ -12,6 +14,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
 FEW, MANY = 40, 5_000
 BUDGETS = pytest.mark.parametrize(
@@ -46,12 +49,14 @@ def json_values() -> st.SearchStrategy[Any]:
     )
 
 
-def try_examples(num_examples: int, strategy: st.SearchStrategy[Any], check: Callable[[Any], None]) -> None:
-    """Call `check` with examples of the strategy."""
+def try_examples(
+    num_examples: int, strategy: st.SearchStrategy[Any], check: Callable[[Any], None], *, shrinks: bool = True
+) -> None:
+    """Call `check` with examples of the strategy. The first one that fails is made smaller if it `shrinks`."""
 
     @settings(
-        max_examples=num_examples, deadline=None, database=None, derandomize=num_examples == FEW,
-        suppress_health_check=list(HealthCheck), phases=[Phase.generate, Phase.shrink],
+        max_examples=num_examples, deadline=None, database=None, derandomize=num_examples <= FEW,
+        suppress_health_check=list(HealthCheck), phases=[Phase.generate, Phase.shrink] if shrinks else [Phase.generate],
     )  # fmt: skip
     @given(example=strategy)
     def one(example: Any) -> None:
@@ -134,3 +139,158 @@ async def answer_of(
     except grpc.aio.AioRpcError as error:
         return error.code(), error.details() or ""
     return grpc.StatusCode.OK, ""
+
+
+Place = tuple[str | int, ...]
+"""Where a value is in a request: names of fields and numbers of entries. KEY stands for a name of a dictionary."""
+KEY = "<key>"
+TEXTS = (
+    "\ud83d", "a\udc00b", "\0", "a\0b", "", " ", "a\nb", "a\r\nX-Evil: 1", "a:b", "x:fingerprint", "../../x", "é",
+    "\N{GRINNING FACE}", '{"a": "\\ud83d", "b": NaN}', "\ufeff", "\u2028", "%s{0}$(x)", "-", "latest", "0", "-1",
+    "x" * 300, "x" * 100_000, "\ud83d" * 300,
+)  # fmt: skip
+NUMBERS = (
+    "NaN", "Infinity", "-Infinity", "1e999", "-1e999", "1e308", "-1e308", "5e-324", "-0.0", "0", "-1", "1", "0.5",
+    "2147483648", "-2147483649", "9223372036854775807", "9223372036854775808", "-9223372036854775809", "1" * 400,
+    "1" * 5000, "1e400",
+)  # fmt: skip
+NESTED = (
+    "null", "true", "[]", "{}", '["\\ud83d"]', '{"a": {"b": [null, "\\ud83d"]}}', '{"\\ud800": 1}', '{"a": NaN}',
+    '{"a": [1e999]}', '{"a\\u0000": "\\u0000"}', '{"a": 1, "a": 2}', '{"": ""}', "[" * 150 + "]" * 150,
+    "[" * 250 + "]" * 250, "[" * 5000 + "]" * 5000, '{"a":' * 150 + "1" + "}" * 150, "{", '"a', "",
+)  # fmt: skip
+FRAGMENTS = (*map(json.dumps, TEXTS), *NUMBERS, *NESTED)
+"""Pieces of JSON that a careless service stores and cannot show, or cannot even read."""
+
+
+def json_fragments() -> st.SearchStrategy[str]:
+    """Pieces of JSON, some of them not valid."""
+    return st.sampled_from(FRAGMENTS) | json_values().map(json.dumps) | st.text(max_size=30).map(json.dumps)
+
+
+def with_fragment(seed: Any, place: Place, fragment: str) -> bytes:
+    """The JSON of `seed` with a piece of JSON at this place."""
+    mark = "\ue000mark\ue000"
+    text = json.dumps(_replaced(seed, place, mark))
+    return text.replace(json.dumps(mark), fragment).encode()
+
+
+def _replaced(value: Any, place: Place, mark: str) -> Any:
+    if not place:
+        return mark
+    first, *rest = place
+    if isinstance(first, int):
+        parts = value if isinstance(value, list) and value else [None]
+        return [_replaced(parts[0], tuple(rest), mark), *parts[1:]]
+    fields = value if isinstance(value, dict) else {}
+    if first == KEY:
+        return {mark: next(iter(fields.values()), 1)}
+    return fields | {first: _replaced(fields.get(first), tuple(rest), mark)}
+
+
+def json_places(kind: type[BaseModel] | None, seed: Any) -> list[Place]:
+    """Every field of a model, if there is one, and of the models in it, and every value of the seed."""
+    found = dict.fromkeys(_model_places(kind) if kind else ())
+    found |= dict.fromkeys(_value_places(seed))
+    return [place for place in found if place]
+
+
+def _model_places(kind: type[BaseModel]) -> Iterator[Place]:
+    for name, field in kind.model_fields.items():
+        key, text = field.alias or name, str(field.annotation)
+        yield (key,)
+        start: Place = (key, 0) if text.startswith(("tuple[", "list[")) or "list[" in text else (key,)
+        parts = [part for part in _types_in(field.annotation) if isinstance(part, type) and issubclass(part, BaseModel)]
+        for part in parts:
+            yield from ((*start, *rest) for rest in _model_places(part))
+        if start != (key,):
+            yield start
+        if "dict[" in text:
+            yield from ((*start, KEY), (*start, "a"))
+
+
+def _types_in(annotation: Any) -> Iterator[Any]:
+    yield annotation
+    for part in get_args(annotation):
+        yield from _types_in(part)
+
+
+def _value_places(value: Any) -> Iterator[Place]:
+    yield ()
+    pairs = value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, list) else ()
+    for key, part in pairs:
+        yield from ((key, *rest) for rest in _value_places(part))
+
+
+def minimal(kind: type[BaseModel]) -> Any:
+    """A value for every field that a model requires."""
+    return {
+        field.alias or name: _some(field.annotation) for name, field in kind.model_fields.items() if field.is_required()
+    }
+
+
+def _some(annotation: Any) -> Any:
+    found = [*_types_in(annotation)]
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return minimal(annotation)
+    if get_origin(annotation) is Literal:
+        return get_args(annotation)[0]
+    if get_origin(annotation) in (tuple, list):
+        return [_some(get_args(annotation)[0])]
+    return "a" if str in found else 1
+
+
+INVALID_UTF8 = "\x1aQ\x1a"
+"""Becomes the bytes of half of a surrogate pair, which Python's protobuf would not write."""
+_INTEGERS = (-(2**63), -(2**31), -1, 0, 1, 7, 2**31 - 1, 2**63 - 1)
+_FLOATS = (math.nan, math.inf, -math.inf, 1e308, -1e308, 5e-324, -0.0, -1.0, 0.5)
+
+
+def message_places(kind: Any, depth: int = 4) -> Iterator[tuple[Place, FieldDescriptor]]:
+    """Every field of a message, and of the messages in it."""
+    for field in kind.fields:
+        if field.message_type is None:
+            yield (field.name,), field
+        elif field.message_type.GetOptions().map_entry:
+            yield from (((field.name, name), field.message_type.fields_by_name[name]) for name in ("key", "value"))
+        elif depth:
+            yield from (((field.name, *rest), leaf) for rest, leaf in message_places(field.message_type, depth - 1))
+
+
+def field_values(field: FieldDescriptor) -> st.SearchStrategy[Any]:
+    """Values that fit the type of the field, and that no careful service takes unseen."""
+    if field.type == FieldDescriptor.TYPE_STRING:
+        if field.name.endswith("_json") or field.name == "json_schema":
+            return json_fragments().map(lambda text: text.encode("utf-8", "replace").decode())
+        texts = [text for text in TEXTS if "\ud83d" not in text and "\udc00" not in text]
+        return st.sampled_from([INVALID_UTF8, *texts]) | st.text(st.characters(codec="utf-8"), max_size=30)
+    if field.type == FieldDescriptor.TYPE_BYTES:
+        return st.sampled_from([b"", b"\0", b"\xff" * 4, b"\1\0\0\0" * 3, b"x" * 100_001]) | st.binary(max_size=40)
+    if field.cpp_type in (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT):
+        return st.sampled_from(_FLOATS) | st.floats()
+    if field.cpp_type == FieldDescriptor.CPPTYPE_BOOL:
+        return st.booleans()
+    bits = 31 if field.cpp_type in (FieldDescriptor.CPPTYPE_INT32, FieldDescriptor.CPPTYPE_ENUM) else 63
+    integers = [number for number in _INTEGERS if -(2**bits) <= number < 2**bits]
+    return st.sampled_from(integers) | st.integers(-(2**bits), 2**bits - 1)
+
+
+def set_field(message: Message, place: Place, value: Any) -> bytes:
+    """The bytes of the message with a value at this place. The message is changed."""
+    target: Any = message
+    *parents, name = place
+    for number, parent in enumerate(parents):
+        kind = target.DESCRIPTOR.fields_by_name[parent]
+        if kind.message_type.GetOptions().map_entry:
+            entries = getattr(target, parent)
+            entries.clear()
+            entries.update({value: 1.0} if place[number + 1] == "key" else {"a": value})
+            return message.SerializeToString().replace(INVALID_UTF8.encode(), b"\xed\xa0\xbd")
+        target = getattr(target, parent)
+        if kind.is_repeated:
+            target = target[0] if len(target) else target.add()
+    if target.DESCRIPTOR.fields_by_name[name].is_repeated:
+        getattr(target, str(name))[:] = [value]
+    else:
+        setattr(target, str(name), value)
+    return message.SerializeToString().replace(INVALID_UTF8.encode(), b"\xed\xa0\xbd")

@@ -7,7 +7,6 @@ One process reads the shards, however many ranks wrote them. An adapter is merge
 from __future__ import annotations
 
 import shutil
-import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -46,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from penstock.config.loading import load_config
 
     config = load_config(arguments.config, overrides)
-    checkpoint = _newest_intact(config) if arguments.checkpoint in LATEST else _intact(arguments.checkpoint)
+    checkpoint = _newest(config) if arguments.checkpoint in LATEST else _intact(arguments.checkpoint)
     export(config, checkpoint, arguments.out, arguments.dtype or config.model.dtype, adapter=arguments.adapter)
     print(f"exported {checkpoint} to {arguments.out}")
     return 0
@@ -160,17 +159,23 @@ def _intact(checkpoint: Path) -> Path:
     return checkpoint
 
 
-def _newest_intact(config: RunConfig) -> Path:
-    """The run's newest checkpoint without damage. A line on stderr names each damaged one before it."""
+def _newest(config: RunConfig) -> Path:
+    """The run's newest checkpoint. Raises CheckpointDamaged if it is damaged: an older one is only exported by name."""
     from penstock_learner.checkpoints.store import CheckpointStore, verify_in_this_process
 
+    damage: list[str] = []
     for path in CheckpointStore(config.folder / "checkpoints", keep=1).of_the_run():
         try:
             verify_in_this_process(path)
-            return path
         except CheckpointDamaged as error:
-            print(f"checkpoint {path.name} is skipped: {error}", file=sys.stderr)
-    raise NotFound(f"run {config.run} has no intact checkpoint in {config.folder}; train first, or give --checkpoint")
+            damage.append(f"{path.name} ({error})")
+            continue
+        if damage:
+            raise CheckpointDamaged(f"{'; '.join(damage)}; to export the newest intact one, give --checkpoint {path}")
+        return path
+    if damage:
+        raise CheckpointDamaged(f"no checkpoint is intact: {'; '.join(damage)}; restore the files from a backup")
+    raise NotFound(f"run {config.run} has no checkpoint in {config.folder}; train first, or give --checkpoint")
 
 
 def _load(config: RunConfig, checkpoint: Path) -> CausalLM:

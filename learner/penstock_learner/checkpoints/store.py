@@ -12,7 +12,7 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -41,6 +41,8 @@ class CheckpointStore:
     """Where checkpoints are also kept, if the config names an object store."""
     rewind: RunRewind | None = None
     """The run's last rewind to a checkpoint, once a take-over has read it."""
+    tokenizer: str = ""
+    """`tokenizer_digest` of the run's model folder, which its checkpoints record."""
 
     def partial_folder(self, step: int, term: int) -> Path:
         """Make an empty folder for the ranks to write to. Removes files that a crashed learner left. Blocks."""
@@ -76,7 +78,7 @@ class CheckpointStore:
         `shards` describes the files that the ranks have written; other files are read."""
         final = partial.with_suffix("")
         with self.writing(partial):
-            trainer = json.dumps(asdict(state)).encode()
+            trainer = json.dumps(asdict(replace(state, tokenizer=self.tokenizer))).encode()
             (partial / TRAINER_FILE).write_bytes(trainer)
             write_manifest(partial, {**shards, TRAINER_FILE: FileRecord.of(trainer)})
             for path in partial.rglob("*"):

@@ -4,6 +4,7 @@ prompts that the weights were trained on) and the lineage (each rewind to an old
 
 from __future__ import annotations
 
+import hashlib
 import json
 from bisect import bisect_right
 from collections.abc import Iterable
@@ -20,6 +21,7 @@ from penstock.trajectory import Group
 from penstock_learner.checkpoint_files import FileRecord, read_manifest
 
 TRAINER_FILE = "trainer.json"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.*", "merges.txt", "added_tokens.json", "*.tiktoken")
 MAX_REWINDS = 64
 """Rewinds that a term remembers and its checkpoints store. Groups from before them count as older than they are."""
 
@@ -153,6 +155,8 @@ class TrainerState:
     num_orders: int = 0
     """How many of the operator's orders to rewind were handled."""
     lineage: list[Rewind] = field(default_factory=list)
+    tokenizer: str = ""
+    """`tokenizer_digest` of the model folder. Empty in checkpoints of older releases."""
 
     def check_store(self, store_id: str) -> None:
         """Raise ConfigError for a queue other than the ledger's: its new prompts would have the ids of trained ones."""
@@ -161,6 +165,22 @@ class TrainerState:
                 "this Redis is not the one that the checkpoint was written with, or it has lost its data; correct "
                 "redis.url or restore the data, or start a new run, or set learner.checkpoint.resume to off"
             )
+
+    def check_tokenizer(self, digest: str) -> None:
+        """Raise ConfigError for another tokenizer than the weights were trained with: ids would mean other text."""
+        if self.tokenizer and self.tokenizer != digest:
+            raise ConfigError(
+                "the tokenizer in model.path is not the one that the checkpoint was trained with; restore its files, "
+                "or start a new run"
+            )
+
+
+def tokenizer_digest(model_path: Path) -> str:
+    """A digest of the files that say which text a token id means. Chat templates are not among them. Blocks."""
+    digest = hashlib.sha256()
+    for file in sorted(found for pattern in TOKENIZER_FILES for found in model_path.glob(pattern)):
+        digest.update(file.name.encode() + hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
 
 
 def read_state(path: Path) -> TrainerState:

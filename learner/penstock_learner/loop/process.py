@@ -37,6 +37,7 @@ from penstock_learner.agreement.comparison import LogProbCheck
 from penstock_learner.agreement.servers import ServerAgreement, ServerQuarantine
 from penstock_learner.checkpoints.saving import CheckpointWriter, load_checkpoint
 from penstock_learner.checkpoints.store import CheckpointStore
+from penstock_learner.checkpoints.trainer_state import tokenizer_digest
 from penstock_learner.checkpoints.uploads import CheckpointUploads
 from penstock_learner.loggers.samples import SampleLog
 from penstock_learner.loggers.step_loggers import open_loggers
@@ -140,6 +141,7 @@ class LearnerController:
         fences no one. Nor does a learner whose term has passed: it raises Fenced."""
         died: RoleDied | None = None
         self._watch_disk()
+        self.checkpoints.tokenizer = await asyncio.to_thread(tokenizer_digest, self.config.model.path)
         while not self.stopping.is_set():
             try:
                 await self.phases.enter(LEARNER, f"loading the model into the ranks of {', '.join(self.roles)}")

@@ -116,8 +116,8 @@ async def choose_checkpoint(
     queue: GroupConsumer, checkpoints: CheckpointStore, config: CheckpointConfig
 ) -> ChosenCheckpoint:
     """The checkpoint to continue from: the newest one that is intact and may be used, fetched if it was uploaded.
-    Fences no one. Raises ConfigError if it does not cover all committed groups or belongs to another store, and
-    CheckpointDamaged if none is intact."""
+    Fences no one. Raises ConfigError if it does not cover all committed groups or belongs to another store or another
+    tokenizer, and CheckpointDamaged if none is intact."""
     return await _choose(queue, checkpoints, config, await queue.store_id())
 
 
@@ -135,6 +135,7 @@ async def _choose(
     for path in await asyncio.to_thread(checkpoints.candidates, config.resume, committed.rewind):
         try:
             state = await asyncio.to_thread(read_state, path)
+            state.check_tokenizer(checkpoints.tokenizer)
             choice = _checked(path, state, committed, config, store_id, damaged)
             if load is not None:
                 logger.info("resuming from %s", path)

@@ -169,7 +169,7 @@ def _to_proto(chunk: TokenChunk, found_stop: str) -> generate_pb2.GenerateChunk:
 async def _abort(context: Context, error: PenstockError) -> NoReturn:
     trailing = [("reason", error.reason)]
     if isinstance(error, InvalidInput):
-        trailing.append(("field", error.field))
+        trailing.append(("field", ascii(error.field)[1:-1]))
     await context.abort(grpc.StatusCode[error.grpc_code], str(error), tuple(trailing))
     raise AssertionError("abort always raises")
 

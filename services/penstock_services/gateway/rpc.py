@@ -35,6 +35,8 @@ KEEP_ALIVE_TIMEOUT_S = 20.0
 """The gateway pings a client that is silent for the first time, and closes the connection after the second."""
 FASTEST_PING_S = 10.0
 """A client that pings more often than this is disconnected."""
+MAX_DETAILS = 1000
+"""Longest text of an error in characters. Clients refuse an answer with more than 8 KiB of metadata."""
 REFLECTION = f"/{reflection.SERVICE_NAME}/ServerReflectionInfo"
 HEALTH_CHECK, HEALTH_WATCH = f"/{health.SERVICE_NAME}/Check", f"/{health.SERVICE_NAME}/Watch"
 _HEALTH = health_pb2.HealthCheckResponse.SerializeToString
@@ -224,7 +226,7 @@ def _ms(seconds: float) -> int:
 async def _abort(context: Context, error: PenstockError) -> None:
     trailing = [*(context.trailing_metadata() or ()), ("reason", error.reason)]
     if isinstance(error, InvalidInput):
-        trailing.append(("field", error.field))
+        trailing.append(("field", ascii(error.field)[1:-1]))
     if (wait_s := retry_after_s(error)) is not None:
         trailing.append(("retry-after", str(wait_s)))
-    await context.abort(grpc.StatusCode[error.grpc_code], str(error), tuple(trailing))
+    await context.abort(grpc.StatusCode[error.grpc_code], str(error)[:MAX_DETAILS], tuple(trailing))

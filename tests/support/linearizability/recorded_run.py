@@ -440,7 +440,8 @@ class Learner:
             if not timed.is_lost:
                 break
             await self.run.is_redis_up.wait()
-        timed = await self._until_answered("rewind_step", lambda: self.queue.rewind_step(self.step), {})
+        num_trained = self.step * self.queue.config.groups_per_step  # so that admission never stops a lease
+        timed = await self._until_answered("rewind_step", lambda: self.queue.rewind_step(self.step, num_trained), {})
         listed = [prompt_id for ids in timed.answer.values() for prompt_id in ids]
         named = self.recorder.of_ids(listed, state="listed")
         self.recorder.add(self.client, "rewind_step", timed, named, f"{self.step} = {timed.answer}")

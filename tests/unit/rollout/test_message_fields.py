@@ -44,6 +44,13 @@ def test_arguments_that_are_no_json_stay_as_they_are(tokenization: Tokenization)
     assert '(add "a, 2")' in rendered(tokenization, "a, 2")
 
 
+def test_half_of_a_surrogate_pair_in_arguments_stays_escaped(tmp_path: Path) -> None:
+    """Alone it is not text, and no tokenizer takes it."""
+    shown = SHOWN.replace(" | tojson", " | string")
+    plain = Tokenization(make_tokenizer_folder(tmp_path, CHATML.replace("{{ message.content | trim }}", shown)))
+    assert '(add {"a": "' in rendered(plain, '{"a": "\\ud83d"}')
+
+
 def test_the_generate_routes_pass_them_on(tokenization: Tokenization) -> None:
     service = GenerateService("test", "rollout-0", cast(Any, None), tokenization, 4096)
     message = prompts_pb2.Message(role="assistant", fields_json=json.dumps(fields({"a": 2})))

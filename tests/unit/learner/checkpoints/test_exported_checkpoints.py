@@ -65,14 +65,15 @@ def test_the_newest_is_exported_with_one_line(
     assert capfd.readouterr() == (f"exported {checkpoints[0]} to {tmp_path / 'out'}\n", "")
 
 
-def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_exported(
+def test_a_damaged_newest_checkpoint_is_refused_and_the_one_before_is_exported_by_name(
     tmp_path: Path, checkpoints: list[Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     shards = damage(checkpoints[0])
-    assert export(tmp_path) == (0, {1.0})
-    said = capsys.readouterr()
-    assert f"{checkpoints[0].name} is skipped: {shards} is damaged: expected checksum" in said.err
-    assert f"exported {checkpoints[1]}" in said.out
+    assert export(tmp_path) == (1, set())
+    [line] = capsys.readouterr().err.splitlines()
+    assert f"{checkpoints[0].name} ({shards} is damaged: expected checksum" in line
+    assert line.endswith(f"to export the newest intact one, give --checkpoint {checkpoints[1]}")
+    assert export(tmp_path, "--checkpoint", str(checkpoints[1])) == (0, {1.0})
 
 
 def test_a_checkpoint_that_the_run_gave_up_is_not_exported(tmp_path: Path, checkpoints: list[Path]) -> None:

@@ -17,7 +17,7 @@ from penstock.config.service import ReplayConfig
 from penstock.errors import ConfigError, Fenced, RoleDied, Unavailable
 from penstock_learner.checkpoint_files import FileRecord, find_damage
 from penstock_learner.checkpoints.store import CheckpointStore
-from penstock_learner.checkpoints.trainer_state import TrainerState
+from penstock_learner.checkpoints.trainer_state import TrainerState, tokenizer_digest
 from penstock_learner.loop import process as controller_module
 from penstock_learner.loop.process import LearnerController
 from penstock_learner.loop.take_over import choose_checkpoint, take_over
@@ -231,3 +231,17 @@ async def test_a_learner_says_that_groups_wait_which_were_admitted_for_larger_st
 
 
 async def no_load(_: Path) -> None: ...
+
+
+async def test_another_tokenizer_than_that_of_the_checkpoint_is_refused(controller: LearnerController) -> None:
+    """A chat template is not part of it."""
+    folder = controller.config.model.path
+    (folder / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0, "b": 1}}}')
+    controller.checkpoints.tokenizer = tokenizer_digest(folder)
+    save(controller, 480)
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    with pytest.raises(Restored):
+        await controller.run()
+    (folder / "tokenizer.json").write_text('{"model": {"vocab": {"a": 1, "b": 0}}}')
+    with pytest.raises(ConfigError, match=r"tokenizer in model\.path is not the one .*; restore its files, or start a"):
+        await controller.run()

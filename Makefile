@@ -4,6 +4,8 @@ VENV ?= $(or $(PENSTOCK_VENV),.venv)
 PYTHON_SOURCES := penstock rollout_server learner services tools tests bench examples docs helm deploy
 BENCHES := codec replay weights checkpoints rollout gateway agents scale simulate
 export PENSTOCK_VENV := $(VENV)
+# A test run starts hundreds of processes. Without compiled modules each would compile what it imports again.
+unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 
 .PHONY: help demo test test-forking test-ordinary lint lint-types lint-style unit integration bench bench-async chaos soak test-long setup setup-dev proto images chart clean
@@ -23,7 +25,9 @@ test: setup-dev  ## lint, and at least one case of every feature (what CI checks
 
 # No permission stops root, so CI, which is often root, also runs these tests as an ordinary user: private files, folders that cannot be
 # written, the sandbox, and a whole run.
-ORDINARY_TESTS := tests/unit/rewards tests/unit/learner/checkpoints tests/integration/runs/test_demo.py tests/integration/runs/test_doctor.py \
+ORDINARY_TESTS := $(addprefix tests/integration/runs/test_,demo.py doctor.py) \
+	$(addprefix tests/unit/learner/checkpoints/test_,checkpoint_store.py damaged_checkpoints.py) \
+	$(addprefix tests/unit/rewards/test_,attacks.py code_reward.py reward_pool.py sandbox.py sandbox_folders.py scorer.py system_call_numbers.py worker.py) \
 	$(addprefix tests/unit/test_,private_redis.py logs.py compiled_code.py cluster_key.py disk_space.py init.py open_files.py samples.py)
 
 test-ordinary: setup-dev  ## the tests for which the user matters, as an ordinary user (for root)

@@ -3,8 +3,8 @@
     make bench-simulate            # some minutes; ARGS of bench/simulate.py: --gpus 64,128 --settings verl
 
 Nothing here is timed, so the result is the same on every machine. The simulator is
-`simulate_parts/token_simulation.py`. It agrees with closed forms for equal lengths, and with `penstock simulate`
-where both apply (tests/unit/test_token_simulation.py), which agrees with real runs on a CPU
+`simulate_parts/token_simulation.py`. It agrees with closed forms for equal lengths, and with the arithmetic of
+`penstock simulate` where both apply (tests/unit/test_token_simulation.py), which agrees with real runs on a CPU
 (tests/integration/runs/test_simulation_against_a_run.py).
 
 | what | where it is from |

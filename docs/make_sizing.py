@@ -22,10 +22,9 @@ from penstock_tools.sizing.memory import (
     total,
 )
 from penstock_tools.sizing.models import KNOWN, ModelShape
-from penstock_tools.sizing.plan import Plan, smallest_plan
-from penstock_tools.sizing.plan_text import as_text
-from penstock_tools.sizing.rates import Workload
-from penstock_tools.sizing.search import PLACEMENTS, Placement, Task
+from penstock_tools.sizing.plan import as_text, chosen_fields, merged, moments_of, new_run
+from penstock_tools.sizing.rates import PLACEMENTS, Placement, Task, Workload
+from penstock_tools.sizing.search import Deployment, cheapest
 
 PAGE = Path(__file__).parent / "sizing.md"
 GPU = GPUS["h100"]
@@ -53,6 +52,7 @@ above 7B has been run.
 
 ```bash
 penstock plan --model 7b --gpu h100                      # both placements, with the arithmetic
+penstock plan --replay.groups_per_step 128 --learner.compile true        # fields of the configuration
 penstock plan --model examples/arithmetic/model --gpu h200 --response-tokens 64 --placement split-collocate
 penstock plan --model 32b --lora-rank 32 --master-dtype bfloat16         # an adapter; the reference needs no memory
 penstock plan --config my-run.yaml --gpu h100            # memory of a configuration, and whether it fits
@@ -112,8 +112,8 @@ experts), R those of the root (embedding and head), E those of the embedding, an
 The state is 16 B for each parameter, divided by N: weight, gradient and Adam's two moments in float32.
 `learner.master_dtype: bfloat16` halves it, and `learner.cpu_offload` moves it to the host. With LoRA only the adapter
 has gradients and moments, only the adapter is pushed, and the reference needs no memory unless it has its own path. A
-quantized reference is loaded whole by every rank. A critic or reward model has no logits. Models on the padded path
-([models.md](models.md), `penstock plan --padded`) also hold all logits of a micro-batch and their gradients.
+critic or reward model has no logits. Models on the padded path ([models.md](models.md), `penstock plan --padded`) also
+hold all logits of a micro-batch and their gradients. Not counted: a quantized reference, which every rank loads whole.
 
 `bench/plan_memory.py` compares the plan with memory measured on an H200: they agree within 6 % in every phase. GPUs are
 counted as Ray places them: a rank's share is on one GPU, so four ranks of 0.75 need four GPUs.
@@ -136,8 +136,11 @@ The step time of a deployment is the largest of three:
 
 Among equally fast deployments the search takes the fewest GPUs, then the smallest staleness up to `--max-staleness`.
 Each alternative is the best deployment with one decision made differently; *costs* is the share of the throughput that
-it loses. `fewer GPUs` is the smallest deployment with 95 % of the best throughput. The plan of the best one follows,
-with a forecast by simulation. The costs of offload and Ulysses have not been measured.
+it loses. `fewer GPUs` is the smallest deployment with 95 % of the best throughput. The plan of the best one follows.
+The costs of offload and Ulysses have not been measured.
+
+Without `--gpus`, the plan of each placement is the one with the most tokens per GPU-second, with servers on GPUs of
+their own, on at most twice the power of two on which one fits.
 
 With `--config` the models, roles, batch and algorithm are the run's. A config knows only the longest prompt and
 response: give the means with `--prompt-tokens` and `--response-tokens`, or responses count as `max_tokens` / 1.8.
@@ -148,7 +151,8 @@ TAIL = """
 ## What the columns mean
 - **policy, reference**: number of GPUs of the role, and memory of its fullest GPU at its fullest moment. In
   split-collocate the reference is on the policy's GPUs, and the memory of both adds up.
-- **servers**: rollout servers x GPUs of each server (tensor parallelism), 10 % more than the learner's pace needs.
+- **servers**: rollout servers x GPUs of each server (tensor parallelism). **tokens/s**: response tokens that are
+  trained on.
 - **step**: seconds between two versions. **idle**: share of that time in which the learner waits for a batch. If it is
   high although servers are not busy, single groups take longer than `max_staleness + 1` steps: raise the staleness or
   the size of a step instead of adding servers.
@@ -159,17 +163,23 @@ TAIL = """
 leaves too little memory on the policy's GPUs, it needs more GPUs. These plans have one update per step; `penstock plan
 --gpus --config` also counts the policy's forward pass where the config needs it.
 
-## The simulation
-`penstock simulate` moves no data. Servers lease and finish groups with log-normal durations, the queue's own admission
-rule limits them, the learner takes, trains and publishes, and servers fail and come back. 10,000 servers with 1.2
-million groups take about ten seconds. It does not model that an engine decodes faster with fewer requests, the limits
-of Redis, or a network that many pushes share. `make bench-simulate` models the length of each sample as well
-([benchmarks.md](benchmarks.md)). On two CPU cores with the tiny model of the examples, predicted / measured:
+## The forecast of a run
+`penstock simulate` has the same three limits, with durations that you give or that a run measured. A server that fails
+loses half the work on each of its groups, and is away for five minutes. Staleness follows from admission: the groups of
+a step start `max_staleness` versions before it, and later if the learner waits for servers. Where two limits are about
+equal, chance makes each side wait for the other: the idle share is then too low by up to 0.15, and a step by up to a
+quarter. It does not model that an engine decodes faster with fewer requests, the limits of Redis, or a network that
+many pushes share.
+
+The event simulation of `make bench-simulate` ([benchmarks.md](benchmarks.md)), which draws the length of each sample,
+agrees with it within these bounds (`tests/unit/test_token_simulation.py`), and so do runs on two CPU cores with the
+tiny model of the examples (`tests/integration/runs/test_simulation_against_a_run.py`). Predicted / measured, while
+other programs used the same cores:
 
 | | learner idle | step | staleness |
 |---|---|---|---|
-| servers too slow (a reward that takes 0.2 s) | 0.816 / 0.814 | 1.70 s / 1.69 s | 0.26 / 0.30 |
-| learner too slow | 0.000 / 0.001 | 0.361 s / 0.363 s | 2.00 / 2.00 |
+| servers too slow (a reward that takes 0.2 s) | 0.77 / 0.70 | 1.66 s / 1.65 s | 0.35 / 0.50 |
+| learner too slow | 0.00 / 0.00 | 0.40 s / 0.51 s | 2.00 / 2.00 |
 """
 
 
@@ -180,16 +190,18 @@ def build() -> str:
         f"## On {GPU.name.upper()} (80 GB)\n"
         f"{WORKLOAD.groups_per_step} groups of {WORKLOAD.num_samples} samples a step, prompts of "
         f"{WORKLOAD.prompt_tokens} and responses of {WORKLOAD.response_tokens} tokens on "
-        f"average, `max_staleness` {WORKLOAD.max_staleness}, 400 Gbit/s.\n"
+        f"average, `max_staleness` at most {WORKLOAD.max_staleness}, 400 Gbit/s.\n"
     )
-    arithmetic = f"\n## The arithmetic of one plan\n```\n{as_text(_plan('7b', 'split-collocate'))}\n```\n"
+    example = _plan("7b", "split-collocate")
+    text = as_text(example, merged(new_run("7b", {}), chosen_fields(example)))
+    arithmetic = f"\n## The arithmetic of one plan\n```\n{text}\n```\n"
     plans_table = "\n".join([HEAD, load, header, *map(_row, plans)]) + "\n"
     return plans_table + arithmetic + MEMORY + _memory_table() + FORMULAS + SEARCH + TAIL
 
 
-def _plan(name: str, placement: Placement) -> Plan:
+def _plan(name: str, placement: Placement) -> Deployment:
     shapes: dict[Role, ModelShape] = {"policy": KNOWN[name], "reference": KNOWN[name]}
-    return smallest_plan(Task(shapes, GPU, WORKLOAD, (placement,)))
+    return cheapest(Task(shapes, GPU, WORKLOAD, (placement,)))
 
 
 def _memory_table() -> str:
@@ -205,22 +217,24 @@ def _memory_table() -> str:
     return "\n".join(rows) + "\n"
 
 
-def _row(plan: Plan) -> str:
-    forecast, policy, reference = plan.forecast, plan.roles["policy"], plan.roles["reference"]
-    name, num_servers = plan.task.policy.name, plan.proposal.num_servers
+def _row(plan: Deployment) -> str:
+    pace, name, ranks = plan.pace, plan.task.policy.name, plan.learner.ranks
+    _, push_s, pause_s = plan.push_s
+    memory = {role: total(peak(moments).device) / 1e9 for role, moments in moments_of(plan).items()}
+    is_shared = len(plan.learner.groups) == 1
     cells = [
         name + ("" if name in RUN else " (on paper)"),
-        plan.proposal.learner.placement,
-        str(plan.proposal.num_gpus),
-        f"{policy.num_gpus} ({policy.num_bytes / 1e9:.0f} GB)",
-        f"{reference.num_gpus or 'shared'} ({reference.num_bytes / 1e9:.0f} GB)",
-        f"{num_servers} x {plan.server.num_gpus}",
-        f"{num_servers * plan.server_tokens_per_s:,.0f}",
-        f"{forecast.step_s:.0f} s",
-        f"{forecast.idle_share:.0%}",
-        f"{plan.durations['push_s']:.1f} s",
-        f"{plan.durations['pause_s'] * 1000:.0f} ms",
-        f"{forecast.staleness_mean:.1f}",
+        plan.learner.placement,
+        str(plan.num_gpus),
+        f"{ranks['policy']} ({memory['policy']:.0f} GB)",
+        f"{'shared' if is_shared else ranks['reference']} ({memory['reference']:.0f} GB)",
+        f"{plan.num_servers} x {plan.server.tensor_parallel}",
+        f"{plan.tokens_per_s:,.0f}",
+        f"{pace.step_s:.0f} s",
+        f"{pace.learner_idle:.0%}",
+        f"{push_s:.1f} s",
+        f"{pause_s * 1000:.0f} ms",
+        f"{pace.staleness:.1f}",
     ]
     return f"| {' | '.join(cells)} |"
 

@@ -20,8 +20,8 @@ from time import monotonic, time_ns
 from typing import Literal, get_args
 
 from penstock.config.service import GatewayConfig
-from penstock.errors import ConfigError, InvalidInput
-from penstock.store.keys import check_name
+from penstock.errors import ConfigError
+from penstock.store.keys import NAME, check_name
 from penstock.store.ownership import Owner
 
 Scope = Literal["read", "submit", "admin"]
@@ -123,12 +123,9 @@ def parse_keys(text: str, path: Path) -> tuple[ApiKey, ...]:
         if not line.strip() or line.startswith("#"):
             continue
         words = line.split()
-        if len(words) != 3 or words[1] not in SCOPES or not re.fullmatch(r"sha256:[0-9a-f]{64}", words[2]):
+        has_form = len(words) == 3 and NAME.fullmatch(words[0]) and re.fullmatch(r"sha256:[0-9a-f]{64}", words[2])
+        if not has_form or words[1] not in SCOPES:
             raise ConfigError(f"{path}:{number} is not `NAME SCOPE sha256:HEX`; make keys with `penstock keys make`")
-        try:
-            check_name("the name of a key", words[0])
-        except InvalidInput as error:
-            raise ConfigError(f"{path}:{number}: {error}") from error
         if any(key.name == words[0] for key in keys):
             raise ConfigError(f"{path}:{number} names a second key {words[0]!r}; remove one of them")
         keys.append(ApiKey(words[0], words[1], words[2].removeprefix("sha256:")))

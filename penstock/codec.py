@@ -72,7 +72,7 @@ FINISH_TO_PROTO: dict[FinishReason, groups_pb2.Trajectory.FinishReason] = {
     "aborted": groups_pb2.Trajectory.ABORTED,
 }
 FINISH_FROM_PROTO = {number: name for name, number in FINISH_TO_PROTO.items()}
-_PLAIN_PROMPT = ("num_samples", "agent_name", "data_source", "priority", "evaluation_id", "trace_parent")
+_PLAIN_PROMPT = ("num_samples", "agent_name", "data_source", "priority", "evaluation_id", "trace_parent", "owner")
 _PLAIN_GROUP = (
     "run", "prompt_id", "attempt", "server_id", "data_source", "agent_name", "finished_at_ms", "trace_parent",
 )  # fmt: skip
@@ -97,6 +97,7 @@ def prompt_to_proto(prompt: Prompt) -> prompts_pb2.Prompt:
         priority=prompt.priority,
         evaluation_id=prompt.evaluation_id,
         trace_parent=prompt.trace_parent,
+        owner=prompt.owner,
     )
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from penstock.errors import InvalidInput
+from penstock.store.ownership import RUN_ITSELF, Owner
 from penstock.v1 import groups_pb2
 
 
@@ -56,6 +57,8 @@ class Sample:
     finished_at_ms: int
     reward_failed: bool = False
     """Whether the reward function failed, so that `reward` is `rollout.reward.error_value`."""
+    owner: str = ""
+    """Owner of the prompt."""
 
 
 SAMPLE_FIELDS = (
@@ -238,6 +241,8 @@ class SampleFilter:
     """Text that the prompt or the response contains."""
     pattern: str = ""
     """Regular expression that is found in the prompt or the response."""
+    owner: Owner = RUN_ITSELF
+    """Only samples that it may use."""
 
     def __post_init__(self) -> None:
         try:
@@ -248,6 +253,7 @@ class SampleFilter:
     def matches(self, sample: Sample) -> bool:
         return (
             sample.step in self.steps
+            and self.owner.may_use(sample.owner)
             and (self.prompt_id is None or sample.prompt_id == self.prompt_id)
             and (not self.data_source or sample.data_source == self.data_source)
             and (self.rewards == Range() or (sample.reward is not None and sample.reward in self.rewards))

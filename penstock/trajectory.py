@@ -45,6 +45,8 @@ class Prompt:
     """Evaluation of a held-out prompt, whose samples are scored and never trained. Empty for a training prompt."""
     trace_parent: str = ""
     """W3C trace context; empty if the prompt is not traced."""
+    owner: str = ""
+    """Team of the API key that submitted it; empty if the run did."""
 
     @property
     def chat(self) -> list[dict[str, Any]]:

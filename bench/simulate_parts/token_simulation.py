@@ -1,11 +1,13 @@
 """Discrete-event simulation of a run token by token, for samples whose lengths have a long tail.
 
-`penstock simulate` draws how long a group takes. Here the lengths of samples are drawn, and the time follows from how
-many samples their server decodes at the moment: an engine with few samples left decodes each of them faster. That
-matters most for synchronous training, which waits for the longest sample of a step on servers that are nearly empty.
+`penstock simulate` computes a steady state from how long a group takes. Here the lengths of samples are drawn, and the
+time follows from how many samples their server decodes at the moment: an engine with few samples left decodes each of
+them faster. That matters most for synchronous training, which waits for the longest sample of a step on servers that
+are nearly empty.
 
-The samples of a group run on one server. A group is ready when its last sample is. Rules of admission, batches and
-publication are those of `penstock simulate` with `stale_policy: correct`: the learner takes groups in order of arrival.
+The samples of a group run on one server. A group is ready when its last sample is. The rule of admission is the
+queue's own. As with `stale_policy: correct`, the learner takes groups in order of arrival, and a newer version replaces
+one whose push has not begun.
 With `max_staleness` 0 the run is synchronous: all prompts of a step are admitted when the weights of the step before
 are published, and nothing else is generated until they are trained. Prefill is not simulated.
 """

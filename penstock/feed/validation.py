@@ -19,7 +19,7 @@ from penstock.feed.dataset_feed import RETRY_S, seeded
 from penstock.feed.datasets import read_files, shown_files
 from penstock.feed.run_end import RunEnd
 from penstock.replay.queue import PromptIntake
-from penstock.replay.queue_types import Evaluation
+from penstock.replay.queue_types import VALIDATION, Evaluation
 from penstock.sample_scores import ACCURACY
 from penstock.store.fleet import SERVING_STATES, Fleet, ServerRecord
 from penstock.store.policies import PolicyRegistry
@@ -249,7 +249,7 @@ class Validator:
 
 def evaluation_id(dataset_name: str, step: int) -> str:
     """The id of the evaluation that validates the policy of a step."""
-    return f"validation-{dataset_name}-{step}"
+    return f"{VALIDATION}{dataset_name}-{step}"
 
 
 def read_results(results: Path) -> list[dict[str, Any]]:

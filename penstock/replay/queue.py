@@ -79,6 +79,7 @@ from penstock.replay.queue_types import (
     admission,
 )
 from penstock.sample_scores import PromptSamples, scores_by_source, summarise
+from penstock.store.ownership import RUN_ITSELF, Owner
 from penstock.store.redis_client import RedisClient, guarded
 from penstock.store.scripts import QUEUE, RunRecords, read_columns, read_record, read_rows
 
@@ -178,23 +179,30 @@ class PromptIntake(QueueCalls):
 
     async def feed(
         self, name: str, fingerprint: str, position: int, payloads: Sequence[bytes], priorities: Sequence[int],
-        epoch_prompts: int = 0,
+        epoch_prompts: int = 0, owner: str = "",
     ) -> FeedPosition:  # fmt: skip
         """Submit the prompts at `position` of a dataset if exactly the prompts before it have been submitted. So every
         prompt is submitted once, whichever feeder is killed. Otherwise, and without prompts, no position changes.
-        `epoch_prompts` is stored if it is given and the fingerprint is right. Returns the position after the call."""
+        `epoch_prompts` is stored if it is given and the fingerprint is right, and `owner` if it is given. Returns the
+        position after the call."""
         flat = [item for pair in zip(payloads, priorities, strict=True) for item in pair]
-        feed = read_record(await self.call("feed", name, fingerprint, position, epoch_prompts, *flat))
-        return FeedPosition(feed["position"], feed["fingerprint"].decode(), feed["epoch_prompts"], feed["last_id"])
+        feed = read_record(await self.call("feed", name, fingerprint, position, epoch_prompts, owner, *flat))
+        fingerprint, owner = feed["fingerprint"].decode(), feed["owner"].decode()
+        return FeedPosition(feed["position"], fingerprint, feed["epoch_prompts"], feed["last_id"], owner)
 
-    async def create_evaluation(self, evaluation_id: str, payloads: Sequence[bytes]) -> Evaluation:
-        """Queue held-out prompts. Repeating an id changes nothing and returns the first one."""
-        await self.call("create_evaluation", evaluation_id, *payloads)
-        return await self.get_evaluation(evaluation_id)
+    async def create_evaluation(
+        self, evaluation_id: str, payloads: Sequence[bytes], owner: Owner = RUN_ITSELF
+    ) -> Evaluation:
+        """Queue held-out prompts. Repeating an id changes nothing and returns the first one, if it may be used."""
+        await self.call("create_evaluation", evaluation_id, owner.name, *payloads)
+        try:
+            return await self.get_evaluation(evaluation_id, owner)
+        except NotFound as error:
+            raise Conflict(f"evaluation {evaluation_id!r} is another key's; choose another id") from error
 
-    async def get_evaluation(self, evaluation_id: str) -> Evaluation:
+    async def get_evaluation(self, evaluation_id: str, owner: Owner = RUN_ITSELF) -> Evaluation:
         fields = await guarded(self.client.hgetall(self.keys.evaluation(evaluation_id)))
-        if not fields:
+        if not fields or not owner.may_use(fields.get(b"owner", b"").decode()):
             raise NotFound(f"evaluation {evaluation_id!r} does not exist")
         num_samples = int(fields[b"num_samples"])
         rewards = {

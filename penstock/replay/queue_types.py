@@ -114,6 +114,8 @@ class FeedPosition:
     """Number of prompts of one epoch; 0 if the feed has not reported it."""
     last_id: int = field(default=0, compare=False)
     """In the answer to `feed`: the newest prompt id. If the call has submitted prompts, it is that of the last one."""
+    owner: str = field(default="", compare=False)
+    """In the answer to `feed`: the owner of an uploaded dataset."""
 
     def has_ended(self, epochs: int) -> bool:
         """Whether all prompts of so many epochs were submitted. 0 epochs have no end."""
@@ -292,6 +294,8 @@ class KeptGroups:
     """Groups for which there was no room."""
 
 
+VALIDATION = "validation-"
+"""Ids of the run's own evaluations begin with this."""
 KEPT_EVALUATION_S = 3600
 """How long the groups of an evaluation are kept after the last of them was recorded."""
 KEPT_EVALUATION_SHARE = 4

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from penstock.config.service import SessionLimits
 from penstock.errors import Conflict, NotFound, QueueFull
+from penstock.store.ownership import RUN_ITSELF, Owner
 from penstock.store.redis_client import guarded
 from penstock.store.scripts import SESSIONS, RunRecords, read_rows
 from penstock.v1 import sessions_pb2
@@ -26,6 +27,7 @@ from penstock.v1 import sessions_pb2
 RETRY_S = 10.0
 """A gateway that has not finished a rewarded session by then is assumed dead, and another one finishes it."""
 _ABANDONED = 2
+_FOREIGN = 3
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,10 @@ def _summary(row: Mapping[str, Any]) -> sessions_pb2.SessionSummary:
     )
 
 
+def _not_found(session_id: str) -> NotFound:
+    return NotFound(f"there is no session {session_id!r} of this key, or it is forgotten after gateway.session_ttl_s")
+
+
 class SessionStore(RunRecords):
     """The sessions of one run."""
 
@@ -81,25 +87,34 @@ class SessionStore(RunRecords):
         self.ttl_s = max(1, int(ttl_s))
         self.limits = limits
 
-    async def open(self, session_id: str, list_name: str = "", num_known: int = 0) -> tuple[str, list[bytes]]:
+    async def open(
+        self, session_id: str, list_name: str = "", num_known: int = 0, owner: Owner = RUN_ITSELF
+    ) -> tuple[str, list[bytes]]:
         """The name of the session's list of calls, empty if it has none, and the encoded calls. If it is still the list
         that the caller knows, only the calls after the first `num_known`. Raises Conflict if the session is closed."""
         lease_ms = int(1000 * self.limits.task_lease_s)
-        closed, name, entries = await self.call("open_session", session_id, list_name, num_known, lease_ms)
+        given = (session_id, list_name, num_known, lease_ms, *owner.arguments)
+        closed, name, entries = await self.call("open_session", *given)
+        if closed == _FOREIGN:
+            raise _not_found(session_id)
         if closed == _ABANDONED:
             raise Conflict(f"session {session_id!r} has lost its place in its task; lease another one")
         if closed:
             raise Conflict(f"session {session_id!r} already has its reward; choose another id for new calls")
         return name.decode(), entries
 
-    async def record(self, session_id: str, entry: bytes, call_id: str, list_name: str = "") -> None:
+    async def record(
+        self, session_id: str, entry: bytes, call_id: str, list_name: str = "", owner: Owner = RUN_ITSELF
+    ) -> None:
         """Add an encoded call. If it refers to earlier calls, `list_name` is the name of their list. Raises Conflict if
         the session is closed or has expired, and QueueFull beyond a limit."""
         limits = self.limits
         outcome = await self.call(
             "record_call", session_id, entry, call_id, list_name,
-            self.ttl_s, limits.max_calls, limits.max_bytes, limits.max_total_bytes,
+            self.ttl_s, limits.max_calls, limits.max_bytes, limits.max_total_bytes, *owner.arguments,
         )  # fmt: skip
+        if outcome == b"foreign":
+            raise _not_found(session_id)
         if outcome == b"expired":
             raise Conflict(f"session {session_id!r} has expired; begin it again, or raise gateway.session_ttl_s")
         if outcome == b"closed":
@@ -121,28 +136,37 @@ class SessionStore(RunRecords):
         text = await guarded(self.client.hget(self.keys.session(session_id, "state"), "reward"))
         return Reward.decode(text) if text else None
 
-    async def read(self, session_id: str) -> tuple[sessions_pb2.SessionSummary, list[bytes]]:
+    async def read(self, session_id: str, owner: Owner = RUN_ITSELF) -> tuple[sessions_pb2.SessionSummary, list[bytes]]:
         """A session and its calls, for people to look at. Unlike `open`, it renews no lease."""
         rows, entries = await self.call("read_session", session_id)
-        [summary] = map(_summary, read_rows(rows))
-        if summary.state == sessions_pb2.SessionSummary.OPEN and not entries:
-            raise NotFound(f"there is no session {session_id!r}; sessions are forgotten after gateway.session_ttl_s")
+        [row] = read_rows(rows)
+        summary = _summary(row)
+        is_empty = summary.state == sessions_pb2.SessionSummary.OPEN and not entries
+        if is_empty or not owner.may_use(row["owner"].decode()):
+            raise _not_found(session_id)
         return summary, entries
 
-    async def summaries(self, num_skipped: int, max_sessions: int) -> list[sessions_pb2.SessionSummary]:
-        """Sessions whose calls are kept, the one with the newest call first."""
-        rows = await self.call("list_sessions", num_skipped, max_sessions)
-        return [_summary(row) for row in read_rows(rows)]
+    async def summaries(
+        self, num_skipped: int, max_sessions: int, owner: Owner = RUN_ITSELF
+    ) -> tuple[list[sessions_pb2.SessionSummary], bool]:
+        """The owner's sessions among the next ones whose calls are kept, the one with the newest call first. Also
+        returns whether more sessions follow."""
+        rows = list(read_rows(await self.call("list_sessions", num_skipped, max_sessions + 1)))
+        shown = [_summary(row) for row in rows[:max_sessions] if owner.may_use(row["owner"].decode())]
+        return shown, len(rows) > max_sessions
+
+    async def owner(self, session_id: str) -> str:
+        return (await guarded(self.client.hget(self.keys.session(session_id, "state"), "owner")) or b"").decode()
 
     async def answer(self, session_id: str) -> tuple[int, ...] | None:
         """Prompts of the groups that a session has become; None if it is not finished."""
         text = await guarded(self.client.hget(self.keys.session(session_id, "state"), "answer"))
         return tuple(json.loads(text)) if text else None
 
-    async def close(self, session_id: str, reward: Reward, task_id: str = "") -> Closing:
+    async def close(self, session_id: str, reward: Reward, task_id: str = "", owner: Owner = RUN_ITSELF) -> Closing:
         """Give the session its reward. It joins the task that it was leased with, or else `task_id`."""
         state, value = await self.call(
-            "close_session", session_id, reward.encode(), self.ttl_s, int(1000 * RETRY_S), task_id
+            "close_session", session_id, reward.encode(), self.ttl_s, int(1000 * RETRY_S), task_id, *owner.arguments
         )
         if state == b"missing":
             raise NotFound(f"session {session_id!r} has no calls; send its id as X-Penstock-Session with them")

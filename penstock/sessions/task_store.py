@@ -81,15 +81,20 @@ class TaskStore(RunRecords):
         answer = await self.call("submit_tasks", *key, max_places, *rows)
         if answer == b"other":
             raise Conflict("idempotency_key was used for other tasks before; choose a new key")
+        if answer[0] == b"taken":
+            raise Conflict(f"task {answer[1].decode()!r} is another key's; choose another id")
         if answer == b"full":
             raise QueueFull("as many tasks wait as gateway.sessions.max_task_places allows; submit again later")
         replayed, *ids = answer
         return [task_id.decode() for task_id in ids], bool(replayed)
 
-    async def lease(self, worker: str, max_places: int, max_open: int) -> list[tasks_pb2.LeasedTask]:
+    async def lease(
+        self, worker: str, max_places: int, max_open: int, owner: Owner = RUN_ITSELF
+    ) -> list[tasks_pb2.LeasedTask]:
         """Lease places in the order of submission. New tasks are begun while fewer than `max_open` are open."""
         lease_s = self.limits.task_lease_s
-        answer = await self.call("lease_tasks", worker, max_places, int(1000 * lease_s), max_open, *self._ends)
+        times = (int(1000 * lease_s), max_open, *self._ends)
+        answer = await self.call("lease_tasks", worker, max_places, *times, *owner.arguments)
         return [
             tasks_pb2.LeasedTask(
                 task_id=row["task_id"],
@@ -101,23 +106,24 @@ class TaskStore(RunRecords):
             for row in read_rows(answer)
         ]
 
-    async def heartbeat(self, session_ids: Sequence[str]) -> list[str]:
+    async def heartbeat(self, session_ids: Sequence[str], owner: Owner = RUN_ITSELF) -> list[str]:
         """Renew leases. Returns the sessions whose lease is lost."""
-        lost = await self.call("heartbeat_tasks", int(1000 * self.limits.task_lease_s), *session_ids)
+        lease_ms = int(1000 * self.limits.task_lease_s)
+        lost = await self.call("heartbeat_tasks", lease_ms, *owner.arguments, *session_ids)
         return [session_id.decode() for session_id in lost]
 
-    async def give_back(self, session_id: str, failure: str = "") -> bool:
+    async def give_back(self, session_id: str, failure: str = "", owner: Owner = RUN_ITSELF) -> bool:
         """Give a place back and abandon its session. Returns whether the session held the lease."""
-        return bool(await self.call("return_task", session_id, failure, *self._ends))
+        return bool(await self.call("return_task", session_id, failure, *self._ends, *owner.arguments))
 
     async def sweep(self) -> tuple[int, int]:
         """Return the places of dead workers, and complete tasks whose deadline has passed. Returns both numbers."""
         num_reclaimed, num_due = await self.call("sweep_tasks", *self._ends)
         return num_reclaimed, num_due
 
-    async def get(self, task_id: str) -> tasks_pb2.Task:
+    async def get(self, task_id: str, owner: Owner = RUN_ITSELF) -> tasks_pb2.Task:
         raw = await guarded(self.client.hgetall(self.keys.task(task_id)))
-        if not raw:
+        if not raw or not owner.may_use(raw.get(b"owner", b"").decode()):
             raise NotFound(f"there is no task {task_id!r}; tasks are forgotten gateway.session_ttl_s after their end")
         fields = {name.decode(): value.decode() for name, value in raw.items()}
         numbers = {name: int(fields[name]) for name in ("num_sessions", "num_rewarded", "num_failed")}

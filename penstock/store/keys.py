@@ -18,13 +18,13 @@ from typing import Any
 
 from penstock.errors import InvalidInput
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,127}")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,127}")
 
 
 def check_name(field: str, name: str) -> None:
     """Refuse a name that cannot be part of a key or of a hash's field. Their parts are joined by colons and spaces,
     which no name has, so different names never make the same key."""
-    if not _NAME.fullmatch(name):
+    if not NAME.fullmatch(name):
         raise InvalidInput(field, "must be 1 to 128 letters, digits or . _ @ - and start with a letter or digit")
 
 
@@ -85,13 +85,9 @@ class RunKeys:
         "Stream of one entry, which is replaced whenever there are new prompts or there is room to admit some."
     )
     submitted = Key("Sorted set of `time:first id` of the latest submissions, by first id.")
-    feeds = Key(
-        "Hash: dataset to the number of its next prompt, `dataset:fingerprint` to the hash of its rows, "
-        "`dataset:prompts` to their number, and `dataset:owner` to the owner of an uploaded one."
-    )
+    feeds = Key("Hash: dataset to the number of its next prompt, and `dataset:fingerprint`, `:prompts` and `:owner`.")
     idempotency = KeyFamily(
-        "Hash: `of:OWNER` to the first id, the number and the digest of the prompts that the owner submitted with "
-        "this idempotency key; expires. Older gateways wrote `first` and `count`, for all owners."
+        "Hash of a client's key: `of:OWNER` to first id, number and digest of its prompts; expires."
     )
     imported = KeyFamily("Hash: row of an imported recording to its prompt; expires.")
     cancelled = Key("Bitmap of prompts that were cancelled.")
@@ -148,8 +144,8 @@ class RunKeys:
 
     # ── sessions ──
     session = KeyFamily(
-        "With `calls` as a second part: list of a session's calls. With `state`: hash of its reward and the answer "
-        "to it. Both expire."
+        "With `calls` as a second part: list of a session's calls. With `state`: hash of its owner, the place of a "
+        "task that it was leased with, its reward and the answer to it. Both expire."
     )
     sessions = Key("Sorted set of sessions that have calls, by the time at which they expire.")
     session_sizes = Key("Hash: session to the bytes of its calls. `session_bytes` in `counters` is their sum.")
@@ -159,11 +155,8 @@ class RunKeys:
     task = KeyFamily(
         "Hash of one task: what it asks for, its counts, and its places by number. Expires once it has ended."
     )
-    task_idempotency = KeyFamily(
-        "JSON of the digest and the ids of the tasks that an owner submitted with an idempotency key; expires. The "
-        "parts are the owner and the key."
-    )
-    task_pending = Key("Sorted set of places of tasks that can be leased (`ID NUMBER`), by the order of submission.")
+    task_idempotency = KeyFamily("JSON of the digest and the ids of the tasks of an owner and its key; expires.")
+    task_pending = Key("Sorted set of places of tasks that can be leased (`ID NUMBER`), by owner, then by submission.")
     task_leases = Key("Sorted set of leased places of tasks, by the time the lease runs out.")
     task_open = Key("Set of tasks of which a place was leased, until they are complete.")
     task_due = Key("Sorted set of open tasks that have a deadline, by its time.")

@@ -95,7 +95,7 @@ class ListSamplesResponse(_message.Message):
     def __init__(self, samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class Sample(_message.Message):
-    __slots__ = ("step", "policy_version", "prompt_id", "sample", "data_source", "prompt", "ground_truth_json", "response", "reward", "reward_parts", "num_tokens", "min_version", "max_version", "finish_reason", "is_baseline", "server_id", "agent_name", "attempt", "finished_at_ms", "reward_failed")
+    __slots__ = ("step", "policy_version", "prompt_id", "sample", "data_source", "prompt", "ground_truth_json", "response", "reward", "reward_parts", "num_tokens", "min_version", "max_version", "finish_reason", "is_baseline", "server_id", "agent_name", "attempt", "finished_at_ms", "reward_failed", "owner")
     class RewardPartsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -123,6 +123,7 @@ class Sample(_message.Message):
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     FINISHED_AT_MS_FIELD_NUMBER: _ClassVar[int]
     REWARD_FAILED_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
     step: int
     policy_version: int
     prompt_id: int
@@ -143,7 +144,8 @@ class Sample(_message.Message):
     attempt: int
     finished_at_ms: int
     reward_failed: bool
-    def __init__(self, step: _Optional[int] = ..., policy_version: _Optional[int] = ..., prompt_id: _Optional[int] = ..., sample: _Optional[int] = ..., data_source: _Optional[str] = ..., prompt: _Optional[str] = ..., ground_truth_json: _Optional[str] = ..., response: _Optional[str] = ..., reward: _Optional[float] = ..., reward_parts: _Optional[_Mapping[str, float]] = ..., num_tokens: _Optional[int] = ..., min_version: _Optional[int] = ..., max_version: _Optional[int] = ..., finish_reason: _Optional[str] = ..., is_baseline: _Optional[bool] = ..., server_id: _Optional[str] = ..., agent_name: _Optional[str] = ..., attempt: _Optional[int] = ..., finished_at_ms: _Optional[int] = ..., reward_failed: _Optional[bool] = ...) -> None: ...
+    owner: str
+    def __init__(self, step: _Optional[int] = ..., policy_version: _Optional[int] = ..., prompt_id: _Optional[int] = ..., sample: _Optional[int] = ..., data_source: _Optional[str] = ..., prompt: _Optional[str] = ..., ground_truth_json: _Optional[str] = ..., response: _Optional[str] = ..., reward: _Optional[float] = ..., reward_parts: _Optional[_Mapping[str, float]] = ..., num_tokens: _Optional[int] = ..., min_version: _Optional[int] = ..., max_version: _Optional[int] = ..., finish_reason: _Optional[str] = ..., is_baseline: _Optional[bool] = ..., server_id: _Optional[str] = ..., agent_name: _Optional[str] = ..., attempt: _Optional[int] = ..., finished_at_ms: _Optional[int] = ..., reward_failed: _Optional[bool] = ..., owner: _Optional[str] = ...) -> None: ...
 
 class GetGroupRequest(_message.Message):
     __slots__ = ("run", "prompt_id")

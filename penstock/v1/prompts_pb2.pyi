@@ -140,7 +140,7 @@ class PromptRecord(_message.Message):
     def __init__(self, prompt_id: _Optional[int] = ..., state: _Optional[_Union[PromptRecord.State, str]] = ..., prompt: _Optional[_Union[Prompt, _Mapping]] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Prompt(_message.Message):
-    __slots__ = ("messages", "token_ids", "sampling", "num_samples", "agent_name", "data_source", "ground_truth_json", "extra_info_json", "priority", "evaluation_id", "trace_parent")
+    __slots__ = ("messages", "token_ids", "sampling", "num_samples", "agent_name", "data_source", "ground_truth_json", "extra_info_json", "priority", "evaluation_id", "trace_parent", "owner")
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -152,6 +152,7 @@ class Prompt(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     EVALUATION_ID_FIELD_NUMBER: _ClassVar[int]
     TRACE_PARENT_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
     messages: _containers.RepeatedCompositeFieldContainer[Message]
     token_ids: bytes
     sampling: Sampling
@@ -163,7 +164,8 @@ class Prompt(_message.Message):
     priority: int
     evaluation_id: str
     trace_parent: str
-    def __init__(self, messages: _Optional[_Iterable[_Union[Message, _Mapping]]] = ..., token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., num_samples: _Optional[int] = ..., agent_name: _Optional[str] = ..., data_source: _Optional[str] = ..., ground_truth_json: _Optional[str] = ..., extra_info_json: _Optional[str] = ..., priority: _Optional[int] = ..., evaluation_id: _Optional[str] = ..., trace_parent: _Optional[str] = ...) -> None: ...
+    owner: str
+    def __init__(self, messages: _Optional[_Iterable[_Union[Message, _Mapping]]] = ..., token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., num_samples: _Optional[int] = ..., agent_name: _Optional[str] = ..., data_source: _Optional[str] = ..., ground_truth_json: _Optional[str] = ..., extra_info_json: _Optional[str] = ..., priority: _Optional[int] = ..., evaluation_id: _Optional[str] = ..., trace_parent: _Optional[str] = ..., owner: _Optional[str] = ...) -> None: ...
 
 class Message(_message.Message):
     __slots__ = ("role", "content", "fields_json")

@@ -39,7 +39,7 @@ _NEXT = "PENSTOCK_NEXT"
 _BASE: tuple[Message, ...] = ({"role": "user", "content": "0"}, {"role": "assistant", "content": _SPOKEN})
 
 
-def _with_argument_objects(message: Message) -> dict[str, Any]:
+def with_argument_objects(message: Message) -> dict[str, Any]:
     """The message with the arguments of its tool calls as objects. OpenAI's API has them as JSON text, and templates
     would quote that once more."""
     plain = dict(message)
@@ -193,7 +193,7 @@ class Tokenization:
     ) -> str:
         try:
             text: str = self.tokenizer.apply_chat_template(
-                [_with_argument_objects(message) for message in messages],
+                [with_argument_objects(message) for message in messages],
                 tools=[dict(tool) for tool in tools] or None,
                 add_generation_prompt=True,
                 tokenize=False,

@@ -40,6 +40,36 @@ OPTIONS = (
     "--set=config.dataset.file=/data/train.parquet,storage.data.existingClaim=my-data",
 )
 """Turns on every option that is off by default."""
+MODEL = ROOT / "examples" / "arithmetic" / "model"
+RUNBOOKS = "http://127.0.0.1:8080/console/runbooks.html"
+"""Where alerts and dashboards link to before they are installed."""
+FURTHER_OPTIONS = (
+    *OPTIONS,
+    f"--set=config.run=run1,monitoring.release=prom,monitoring.runbookUrl={RUNBOOKS}",
+    "--set=gateway.tls.enabled=true,gateway.namedKeys=true",
+    f"--set=huggingFace.tokenSecret=hub,huggingFace.tokenKey=read,modelDownload.source={MODEL},modelDownload.into=claim",
+    "--set=serviceAccount.annotations.eks\\.amazonaws\\.com/role-arn=arn:aws:iam::1:role/runs",
+    "--set-json=networkPolicy.metricsFrom=[]",
+)
+"""Options of several tests that do not touch each other, so that they are rendered once for all."""
+DIGEST = "sha256:" + "a" * 64
+CHANGED = (
+    "--set=config.rollout.start_timeout_s=3600,rollout.drainSeconds=120,learner.driver.stopSeconds=400",
+    "--set=learner.protectFromEviction=true,gateway.replicas=2,networkPolicy.enabled=false",
+    "--set=config.run=r1,config.learner.lr=2e-4,config.learner.algorithm.kl.placement=none",
+    "--set=config.learner.policy.num_ranks=4,config.learner.policy.gpus_per_rank=0.75",
+    "--set=learner.gang.scheduler=volcano,learner.gang.queue=rl,gpuResource=nvidia.com/gpu.shared",
+    "--set=monitoring.enabled=true,monitoring.rules=false",
+    "--set=storage.runs.accessMode=ReadWriteOnce,storage.cache.existingClaim=kernels",
+    "--set=secretName=mine,secretProviderClass=vault,serviceAccount.create=false,serviceAccount.name=mine",
+    f"--set=images.registry=reg.example.org/team/,images.learner.digest={DIGEST},images.rollout.tag=v9",
+    "--set=podDefaults.nodeSelector.zone=a,podDefaults.priorityClassName=low,podDefaults.podLabels.team=rl",
+    "--set=rollout.priorityClassName=high,rollout.nodeSelector.gpu=h200,redis.podLabels.tier=store",
+    f"--set=modelDownload.source={MODEL},modelDownload.into=pod",
+)
+"""Settings other than the default, for several tests, that do not touch each other."""
+REPLICAS = "rollout.replicas=7,gateway.replicas=3"
+"""Numbers of pods other than the default."""
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "penstock-tests" / "helm"
 """What helm has answered, by the chart and the arguments."""
 KEPT_S = 7 * 24 * 3600
@@ -175,7 +205,6 @@ def run_config(manifests: list[Manifest], folder: Path, *overrides: str) -> RunC
     return load_config(path, overrides)
 
 
-MODEL = ROOT / "examples" / "arithmetic"
 FILES = {
     "keys/api-key": "k" * 32,
     "keys/cluster-key": "c" * 32,
@@ -194,8 +223,8 @@ class PodFolder:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(content)
         (folder / "runs").mkdir()
-        shutil.copytree(MODEL, folder / "opt/examples/arithmetic")
-        shutil.copytree(MODEL / "model", folder / "models/policy")
+        shutil.copytree(MODEL.parent, folder / "opt/examples/arithmetic")
+        shutil.copytree(MODEL, folder / "models/policy")
         config = one(manifests, "ConfigMap", "-config")["data"]["run.yaml"]
         (folder / "etc/penstock/run.yaml").write_text(self.moved(config))
 

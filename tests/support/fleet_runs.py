@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import math
 import os
 import re
 import signal
@@ -45,6 +46,8 @@ from penstock.v1 import policies_pb2
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "arithmetic"
 POLL_S = 0.1
+LISTING_S = 1.0
+"""How often the descendants of parts are listed. To list them reads every process of the machine."""
 LOG_TAIL = 2500
 NUM_SAMPLES = 4
 T = TypeVar("T")
@@ -236,10 +239,13 @@ class FleetRun:
     def until(self, found: Callable[[], T], about: str, timeout_s: float = 90) -> T:
         """Poll until `found` returns something true, and return that. Fail at the deadline, or if a part ends that may
         not."""
-        deadline = time.monotonic() + timeout_s
+        deadline, listed_at = time.monotonic() + timeout_s, -math.inf
         while not (result := found()):
+            if time.monotonic() > listed_at + LISTING_S:
+                listed_at = time.monotonic()
+                for part in self.parts.values():
+                    part.tree()
             for part in self.parts.values():
-                part.tree()
                 is_well = part.may_end or part.process.poll() is None
                 assert is_well, self.report(f"{part.name} ended while the test waited for {about}")
             assert time.monotonic() < deadline, self.report(f"waited {timeout_s:g} s for {about}")

@@ -1,4 +1,4 @@
-"""A session store in memory. It keeps the contract of `SessionStore`."""
+"""A session store in memory. It keeps the contract of `SessionStore`, for a single owner."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from penstock.config.service import SessionLimits
 from penstock.errors import Conflict, NotFound, QueueFull
 from penstock.sessions.session_store import Closing, Reward
+from penstock.store.ownership import RUN_ITSELF, Owner
 
 
 @dataclass
@@ -24,14 +25,18 @@ class MemorySessionStore:
         self.limits = limits or SessionLimits()
         self._sessions: dict[str, _Session] = {}
 
-    async def open(self, session_id: str, list_name: str = "", num_known: int = 0) -> tuple[str, list[bytes]]:
+    async def open(
+        self, session_id: str, list_name: str = "", num_known: int = 0, owner: Owner = RUN_ITSELF
+    ) -> tuple[str, list[bytes]]:
         await asyncio.sleep(0)  # Other calls go on meanwhile, as they do while Redis answers.
         session = self._sessions.get(session_id, _Session())
         if session.reward is not None:
             raise Conflict(f"session {session_id!r} already has its reward; choose another id for new calls")
         return session.list_name, session.calls[num_known if session.list_name == list_name else 0 :]
 
-    async def record(self, session_id: str, entry: bytes, call_id: str, list_name: str = "") -> None:
+    async def record(
+        self, session_id: str, entry: bytes, call_id: str, list_name: str = "", owner: Owner = RUN_ITSELF
+    ) -> None:
         session = self._sessions.setdefault(session_id, _Session())
         if session.reward is not None:
             raise Conflict(f"session {session_id!r} got its reward while it was answered; the answer is not recorded")
@@ -52,10 +57,13 @@ class MemorySessionStore:
     async def reward(self, session_id: str) -> Reward | None:
         return self._sessions.get(session_id, _Session()).reward
 
+    async def owner(self, session_id: str) -> str:
+        return ""
+
     async def answer(self, session_id: str) -> tuple[int, ...] | None:
         return self._sessions.get(session_id, _Session()).prompt_ids
 
-    async def close(self, session_id: str, reward: Reward, task_id: str = "") -> Closing:
+    async def close(self, session_id: str, reward: Reward, task_id: str = "", owner: Owner = RUN_ITSELF) -> Closing:
         if task_id:
             raise NotFound(f"there is no task {task_id!r}; this store has none")
         session = self._sessions.get(session_id, _Session())

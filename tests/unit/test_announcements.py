@@ -21,7 +21,6 @@ from penstock_tools.local.log_lines import (
     SLOW_AFTER_S,
     STILL_AFTER_S,
     Announcements,
-    buried_everything,
     waiting_for,
 )
 from penstock_tools.local.processes import Child, ProcessGroup
@@ -167,18 +166,6 @@ def test_a_process_that_takes_long_to_end_is_named(tmp_path: Path, monkeypatch: 
                 process.wait()
             group._wait_for_end(Child("learner", process, tmp_path / "learner.log", stop_timeout_s=60))
     assert lines == [f"waiting for learner to end, at most 60 s (log: {tmp_path / 'learner.log'})"]
-
-
-@pytest.mark.parametrize(
-    ("counts", "is_buried"),
-    [({"dead_lettered": 40}, True), ({"dead_lettered": 40, "inserted": 1}, False), ({}, False),
-     ({"dead_lettered": 40, "pending_prompts": 1}, False), ({"dead_lettered": 40, "in_flight": 1}, False)],
-)  # fmt: skip
-def test_a_dataset_that_was_buried_as_a_whole_is_noticed(counts: dict[str, int], is_buried: bool) -> None:
-    why = FAILED.model_copy(update={"kind": "prompt_failed", "text": "prompt 1 failed (prompt_too_long): 90 tokens"})
-    reason = buried_everything(run_with(queue=QUEUE.model_copy(update=counts), notices=(why,)))
-    assert bool(reason) == is_buried
-    assert not is_buried or "all 40 prompts were dead-lettered" in reason and "90 tokens" in reason
 
 
 def test_a_paused_run_that_is_stopped_is_not_called_starting() -> None:

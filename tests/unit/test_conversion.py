@@ -21,8 +21,8 @@ from penstock_services.gateway.sessions.handlers import NewTaskRequest, SubmitTa
 
 ROOT = Path(__file__).parents[2]
 PROTO_OPERATIONS = [operation for operation in OPERATIONS if operation.rpcs and operation.path]
-NOT_SERVED = {"trace_parent", "segments", "routed_experts", "token_rewards", "server_ids", "episode"}
-"""Fields that belong to the learner or to tracing."""
+NOT_SERVED = {"trace_parent", "owner", "segments", "routed_experts", "token_rewards", "server_ids", "episode"}
+"""Fields that belong to the learner, to tracing or to the gateway. Samples show their owner all the same."""
 
 
 def filled(kind: Any) -> Any:

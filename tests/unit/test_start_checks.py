@@ -18,8 +18,7 @@ from penstock.start_checks import check_rewards, doubts_about, make_run_folder
 from penstock_learner.start_check import check as check_learner
 from penstock_rollout.engines.factory import check_serves_model
 from penstock_rollout.start_check import check as check_rollout
-from penstock_tools.local.dataset_check import doubts_about_dataset
-from penstock_tools.local.start_check import check_before_start
+from penstock_tools.local.start_check import check_before_start, doubts_about_dataset
 
 DEMO = Path(__file__).parents[2] / "examples" / "arithmetic" / "demo.yaml"
 DATA = DEMO.with_name("train.parquet")

@@ -161,21 +161,17 @@ def _intact(checkpoint: Path) -> Path:
 
 def _newest(config: RunConfig) -> Path:
     """The run's newest checkpoint. Raises CheckpointDamaged if it is damaged: an older one is only exported by name."""
-    from penstock_learner.checkpoints.store import CheckpointStore, verify_in_this_process
+    from penstock_learner.checkpoints.store import CheckpointStore, first_intact
 
-    damage: list[str] = []
-    for path in CheckpointStore(config.folder / "checkpoints", keep=1).of_the_run():
-        try:
-            verify_in_this_process(path)
-        except CheckpointDamaged as error:
-            damage.append(f"{path.name} ({error})")
-            continue
-        if damage:
-            raise CheckpointDamaged(f"{'; '.join(damage)}; to export the newest intact one, give --checkpoint {path}")
-        return path
-    if damage:
-        raise CheckpointDamaged(f"no checkpoint is intact: {'; '.join(damage)}; restore the files from a backup")
-    raise NotFound(f"run {config.run} has no checkpoint in {config.folder}; train first, or give --checkpoint")
+    found, damaged = first_intact(CheckpointStore(config.folder / "checkpoints", keep=1).of_the_run())
+    names = "; ".join(damaged)
+    if found and damaged:
+        raise CheckpointDamaged(f"{names}; to export the newest intact one, give --checkpoint {found}")
+    if damaged:
+        raise CheckpointDamaged(f"no checkpoint is intact: {names}; restore the files from a backup")
+    if found is None:
+        raise NotFound(f"run {config.run} has no checkpoint in {config.folder}; train first, or give --checkpoint")
+    return found
 
 
 def _load(config: RunConfig, checkpoint: Path) -> CausalLM:

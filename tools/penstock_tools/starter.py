@@ -6,10 +6,10 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
 
@@ -114,10 +114,6 @@ _PRESETS = next(
      if folder.is_dir()), Path("presets"),
 )  # fmt: skip
 """The presets: in the wheel, or in a clone of the repository."""
-_COMMENTS = {
-    "dynamic_sampling": "drops groups whose rewards are all equal",
-    "critic_warmup_steps": "steps in which only the critic learns",
-}
 
 
 @dataclass(frozen=True)
@@ -125,45 +121,14 @@ class Algorithm:
     preset: dict[str, Any]
 
     @property
-    def lr(self) -> float:
-        return float(self.preset["learner"]["lr"])
-
-    @property
-    def num_samples(self) -> int:
-        return int(self.preset["dataset"]["num_samples"])
-
-    @property
-    def groups_per_step(self) -> int:
-        """Prompts of a step on GPUs."""
-        return int(self.preset["replay"]["groups_per_step"])
-
-    @property
     def roles(self) -> tuple[str, ...]:
         learner = self.preset["learner"]
         has_reference = learner["algorithm"]["kl"]["placement"] != "none"
         return ("policy", *["reference"] * has_reference, *["critic"] * ("critic" in learner))
 
-    def lines(self, section: str, *names: str) -> list[str]:
+    def fields(self, section: str, *names: str) -> dict[str, Any]:
         """The fields of a section that the preset sets."""
-        found = {name: self.preset[section][name] for name in names if name in self.preset[section]}
-        comments = {name: f"   # {_COMMENTS[name]}" if name in _COMMENTS else "" for name in found}
-        return [f"  {name}: {_flow(value)}{comments[name]}" for name, value in found.items()]
-
-    def algorithm_lines(self, longest_response: int) -> list[str]:
-        """The fields of `learner.algorithm`, for responses of another length than the preset's."""
-        lengths = {
-            "constant_length": longest_response, "max_num_tokens": longest_response,
-            "buffer_num_tokens": max(1, longest_response // 5),
-        }  # fmt: skip
-        sections = self.preset["learner"]["algorithm"].items()
-        return [
-            f"    {name}: {_flow({field: lengths.get(field, value) for field, value in section.items()})}"
-            for name, section in sections
-        ]
-
-
-def _flow(value: Any) -> str:
-    return yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**6).removesuffix("...\n").strip()
+        return {name: self.preset[section][name] for name in names if name in self.preset[section]}
 
 
 ALGORITHMS = {path.stem: Algorithm(read_config(path)) for path in sorted(_PRESETS.glob("*.yaml"))}
@@ -192,12 +157,7 @@ class Answers:
 
     @property
     def learning_rate(self) -> float:
-        return ALGORITHMS[self.algorithm].lr if self.lr is None else self.lr
-
-    @property
-    def groups_per_step(self) -> int:
-        """Prompts of a step. A machine without GPUs, which trains tiny models only, has few."""
-        return ALGORITHMS[self.algorithm].groups_per_step if self.gpus else 32
+        return float(ALGORITHMS[self.algorithm].preset["learner"]["lr"]) if self.lr is None else self.lr
 
     @property
     def longest_response(self) -> int:
@@ -219,98 +179,106 @@ def context_of(model: str) -> int:
     return found if isinstance(found, int) and found > 8 else _CONTEXT
 
 
+# ── the text of the file ──
+
+
+_HEAD = """\
+# Check this file with `penstock up {file} --check`, and start the run with `penstock up {file}`.
+# docs/config.md lists all fields. Paths are relative to the folder in which you start the run."""
+_SECTIONS = ("model", "dataset", "replay", "rollout", "engine", "learner", "algorithm")
+"""Fields with a line for each of their own fields."""
+_COMMENTS = {
+    "epochs": "passes over the data; 0: until the last step",
+    "num_samples": "responses to each prompt",
+    "max_tokens": "longest response",
+    "groups_per_step": "prompts of a training step",
+    "max_staleness": "versions that a sample may lag behind; 0 is on-policy",
+    "dynamic_sampling": "drops groups whose rewards are all equal",
+    "num_servers": "each uses engine.tensor_parallel_size GPUs",
+    "name": "vLLM if it is installed, else torch",
+    "max_model_len": "longest prompt and response together",
+    "gpu_memory_utilization": "the learner needs the rest of this GPU",
+    "critic_warmup_steps": "steps in which only the critic learns",
+}
+_ABSENT = {
+    "dataset": "{file: train.parquet}   # without it, clients submit prompts: penstock submit FILE",
+    "validation": "{file: heldout.parquet}",
+    "reward": "{function_file: reward.py}   # without it: by the data source of each prompt",
+}
+"""How the file shows a field that is not set."""
+
+
 def starter_config(answers: Answers, file: str) -> str:
     """The text of the YAML file. Raises ConfigError if the GPUs do not suffice for the placement."""
-    algorithm = ALGORITHMS[answers.algorithm]
+    comments = {**_COMMENTS, "algorithm": answers.algorithm}
+    if answers.reward not in BUILT_IN_REWARDS:
+        comments["reward"] = "it defines compute_score"
+    return "\n".join([_HEAD.format(file=file), *_lines(starter_fields(answers), comments)]) + "\n"
+
+
+def starter_fields(answers: Answers) -> dict[str, Any]:
+    """The configuration, in the order of the file. None stands for a field that the file shows as a comment."""
+    algorithm, longest = ALGORITHMS[answers.algorithm], answers.longest_response
     divided = divide_gpus(answers.gpus, answers.chosen_placement, algorithm.roles)
-    lines = [
-        f"# Check this file with `penstock up {file} --check`, and start the run with `penstock up {file}`.",
-        "# docs/config.md lists all fields. Paths are relative to the folder in which you start the run.",
-        f"run: {answers.run}",
-        "",
-        "model:",
-        f"  path: {_quoted(answers.model)}",
-        f"  dtype: {'bfloat16' if answers.gpus else 'float32'}",
-        "",
-        *_dataset(answers, algorithm),
-        "",
-        "replay:",
-        f"  groups_per_step: {answers.groups_per_step:<10}# prompts of a training step",
-        "  max_staleness: 2           # versions that a sample may lag behind; 0 is on-policy",
-        *algorithm.lines("replay", "dynamic_sampling"),
-        "",
-        *_rollout(answers, divided),
-        "",
-        *_learner(answers, algorithm, divided),
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _dataset(answers: Answers, algorithm: Algorithm) -> list[str]:
-    if not answers.data:
-        return ["# dataset: {file: train.parquet}   # without it, clients submit prompts: penstock submit FILE"]
-    validation = f"{{file: {_quoted(answers.validation)}, every_steps: 25, max_tokens: {answers.longest_response}}}"
-    return [
-        "dataset:",
-        f"  file: {_quoted(answers.data)}",
-        "  epochs: 0                  # passes over the data; 0: until the last step",
-        f"  num_samples: {algorithm.num_samples:<14}# responses to each prompt",
-        f"  max_tokens: {answers.longest_response:<15}# longest response",
-        f"  validation: {validation}" if answers.validation else "  # validation: {file: heldout.parquet}",
-    ]
-
-
-def _rollout(answers: Answers, divided: DividedGpus) -> list[str]:
-    max_model_len = min(context_of(answers.model), answers.longest_response + _PROMPT_TOKENS)
-    lines = [
-        "rollout:",
-        f"  num_servers: {divided.num_servers:<14}# each uses engine.tensor_parallel_size GPUs",
-        "  engine:",
-        "    name: auto               # vLLM if it is installed, else torch",
-        f"    max_model_len: {max_model_len:<10}# longest prompt and response together",
-    ]
+    engine = {"name": "auto", "max_model_len": min(context_of(answers.model), longest + _PROMPT_TOKENS)}
     if answers.gpus == 0:
-        lines += ["    kv_cache_bytes: 268435456", "    enforce_eager: true"]
+        engine |= {"kv_cache_bytes": 268435456, "enforce_eager": True}
     if divided.gpu_memory_utilization is not None:
-        lines.append(
-            f"    gpu_memory_utilization: {divided.gpu_memory_utilization}   # the learner needs the rest of this GPU"
-        )
-    if not answers.reward:
-        return [*lines, "  # reward: {function_file: reward.py}   # without it: by the data source of each prompt"]
+        engine["gpu_memory_utilization"] = divided.gpu_memory_utilization
+    reward: dict[str, Any] = {"function_file": answers.reward}
     if answers.reward in BUILT_IN_REWARDS:
-        return [*lines, f'  reward: {{by_data_source: {{"*": {{kind: {answers.reward}}}}}}}']
-    return [*lines, f"  reward: {{function_file: {_quoted(answers.reward)}}}   # it defines compute_score"]
+        reward = {"by_data_source": {"*": {"kind": answers.reward}}}
+    dataset = {
+        "file": answers.data, "epochs": 0, **algorithm.fields("dataset", "num_samples"), "max_tokens": longest,
+        "validation": {"file": answers.validation, "every_steps": 25, "max_tokens": longest}
+        if answers.validation else None,
+    }  # fmt: skip
+    # A machine without GPUs, which trains tiny models only, has few prompts in a step.
+    groups = algorithm.fields("replay", "groups_per_step") if answers.gpus else {"groups_per_step": 32}
+    roles: dict[str, dict[str, Any]] = {name: asdict(role) for name, role in divided.roles.items()}
+    if "critic" in roles:
+        roles["critic"]["lr"] = float(f"{10 * answers.learning_rate:g}")
+    set_by_preset = ("minibatches_per_step", "weight_decay", "warmup_steps", "critic_warmup_steps")
+    # The preset may be for responses of another length.
+    lengths = {"constant_length": longest, "max_num_tokens": longest, "buffer_num_tokens": max(1, longest // 5)}
+    return {
+        "run": answers.run,
+        "model": {"path": answers.model, "dtype": "bfloat16" if answers.gpus else "float32"},
+        "dataset": dataset if answers.data else None,
+        "replay": {**groups, "max_staleness": 2, **algorithm.fields("replay", "dynamic_sampling")},
+        "rollout": {
+            "num_servers": divided.num_servers, "engine": engine, "reward": reward if answers.reward else None,
+        },
+        "learner": {
+            "num_steps": answers.steps, "lr": answers.learning_rate, "placement": answers.chosen_placement, **roles,
+            **algorithm.fields("learner", *set_by_preset),
+            "algorithm": {
+                name: {field: lengths.get(field, value) for field, value in section.items()}
+                for name, section in algorithm.preset["learner"]["algorithm"].items()
+            },
+            "checkpoint": {"every_steps": 25},
+        },
+    }  # fmt: skip
 
 
-def _learner(answers: Answers, algorithm: Algorithm, divided: DividedGpus) -> list[str]:
-    return [
-        "learner:",
-        f"  num_steps: {answers.steps}",
-        f"  lr: {answers.learning_rate:g}",
-        f"  placement: {answers.chosen_placement}",
-        *(_role(name, role, answers.learning_rate) for name, role in divided.roles.items()),
-        *algorithm.lines("learner", "minibatches_per_step", "weight_decay", "warmup_steps", "critic_warmup_steps"),
-        f"  algorithm:                 # {answers.algorithm}",
-        *algorithm.algorithm_lines(answers.longest_response),
-        "  checkpoint: {every_steps: 25}",
-    ]
+def _lines(fields: dict[str, Any], comments: dict[str, str], indent: str = "") -> Iterator[str]:
+    for name, value in fields.items():
+        if name in _SECTIONS and not indent:
+            yield ""
+        if value is None:
+            yield f"{indent}# {name}: {_ABSENT[name]}"
+            continue
+        line = f"{indent}{name}:" if name in _SECTIONS else f"{indent}{name}: {_flow(value)}"
+        yield f"{line:<28} # {comments[name]}" if name in comments else line
+        if name in _SECTIONS:
+            yield from _lines(value, comments, f"{indent}  ")
 
 
-def _role(name: str, role: RoleGpus, lr: float) -> str:
-    own = f", lr: {10 * lr:g}" if name == "critic" else ""
-    return f"  {name}: {{num_ranks: {role.num_ranks}, gpus_per_rank: {role.gpus_per_rank:g}{own}}}"
-
-
-def _quoted(text: str) -> str:
-    """A path as YAML. JSON's strings are YAML's, and most paths need no quotes."""
-    is_plain = all(letter.isalnum() or letter in "/._-" for letter in text) and text[:1] not in "-"
-    return text if is_plain else json.dumps(text)
+def _flow(value: Any) -> str:
+    return yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**6).removesuffix("...\n").strip()
 
 
 # ── the command ──
-
-
-PLACEMENTS = ("standalone", "split-collocate")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -339,7 +307,7 @@ def _init_parser() -> Parser:
         epilog="`penstock plan --config FILE --gpu NAME` says whether the run fits on its GPUs.",
     )
     parser.add_argument("file", type=Path, metavar="FILE", help="YAML file to write")
-    for name, (text, options, default, _) in _QUESTIONS.items():
+    for name, (text, options, default) in _QUESTIONS.items():
         shown = f" (default: {default})" if default else ""
         parser.add_argument(f"--{name.replace('_', '-')}", help=f"{text}{shown}", **options)
     parser.add_argument("--run", metavar="NAME", help="name of the run (default: the name of the file)")
@@ -357,11 +325,11 @@ def _ask(file: Path) -> Answers:
     """Ask for everything, with a default where there is one. A wrong answer is asked for again."""
     print("Enter accepts the value in brackets.")
     answers: dict[str, Any] = {"run": _run_name(file)}
-    for name, (text, _, default, parse) in _QUESTIONS.items():
+    for name, (text, _, default) in _QUESTIONS.items():
         if name == "placement" and (answers["gpus"] < 2 or len(ALGORITHMS[answers["algorithm"]].roles) == 1):
             continue
         offered = _derived_default(name, answers) or default
-        answers[name] = _answer(text[0].upper() + text[1:], offered, parse)
+        answers[name] = _answer(name, text[0].upper() + text[1:], offered)
     return Answers(**answers)
 
 
@@ -374,14 +342,14 @@ def _derived_default(name: str, answers: dict[str, Any]) -> str:
     return f"{ {'max_tokens': known.longest_response, 'steps': known.steps, 'lr': known.learning_rate}[name]:g}"
 
 
-def _answer(question: str, default: str, parse: Callable[[str], Any]) -> Any:
+def _answer(name: str, question: str, default: str) -> Any:
     while True:
         try:
             text = input(f"{question} [{default}]: " if default else f"{question}: ").strip() or default
         except EOFError as error:
             raise KeyboardInterrupt from error
         try:
-            return parse(text)
+            return _parsed(name, text)
         except (argparse.ArgumentTypeError, ValueError) as error:
             print(f"  {error}")
 
@@ -413,8 +381,13 @@ def _num_gpus_here() -> int:
     return len(visible_gpus())
 
 
-def _path(text: str) -> str:
-    """The answer to a question for a path or Hub id. `none` and `auto` are empty, and built-in rewards pass."""
+def _parsed(name: str, text: str) -> Any:
+    """The value of an answer. Of a path or Hub id, `none` and `auto` are empty, and built-in rewards pass."""
+    options = _QUESTIONS[name][1]
+    if text not in options.get("choices", (text,)):
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(options['choices'])}")
+    if name not in ("model", "data", "validation", "reward"):
+        return options.get("type", str)(text)
     from penstock.hub import is_hub_id
 
     if text in ("none", "auto"):
@@ -424,32 +397,20 @@ def _path(text: str) -> str:
     return text
 
 
-def _one_of(names: Sequence[str]) -> Callable[[str], str]:
-    def parse(text: str) -> str:
-        if text not in names:
-            raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(names)}")
-        return text
-
-    return parse
-
-
 _COUNT, _NUMBER = {"type": whole_number(0), "metavar": "N"}, {"type": whole_number(1), "metavar": "N"}
-_NAMES = tuple(ALGORITHMS)
-_QUESTIONS: dict[str, tuple[str, dict[str, Any], str, Callable[[str], Any]]] = {
-    "model": ("model to train: a folder, or an id of the Hugging Face Hub", {}, "", _path),
-    "data": ("dataset to train on; without one, clients submit prompts", {}, "none", _path),
-    "validation": ("held-out dataset, scored every 25 steps", {"metavar": "DATA"}, "none", _path),
-    "reward": (
-        "reward: a Python file, gsm8k, math, code, exact_match, or auto (by data source)", {}, "auto", _path
-    ),
-    "algorithm": (f"algorithm: {', '.join(_NAMES)}", {"choices": _NAMES, "metavar": "NAME"}, "grpo", _one_of(_NAMES)),
-    "gpus": ("GPUs to use", _COUNT, "all of this machine", whole_number(0)),
+_QUESTIONS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "model": ("model to train: a folder, or an id of the Hugging Face Hub", {}, ""),
+    "data": ("dataset to train on; without one, clients submit prompts", {}, "none"),
+    "validation": ("held-out dataset, scored every 25 steps", {"metavar": "DATA"}, "none"),
+    "reward": ("reward: a Python file, gsm8k, math, code, exact_match, or auto (by data source)", {}, "auto"),
+    "algorithm": (f"algorithm: {', '.join(ALGORITHMS)}", {"choices": tuple(ALGORITHMS), "metavar": "NAME"}, "grpo"),
+    "gpus": ("GPUs to use", _COUNT, "all of this machine"),
     "placement": (
-        "placement: split-collocate (policy and reference share GPUs), or standalone", {"choices": PLACEMENTS},
-        "split-collocate", _one_of(PLACEMENTS),
+        "placement: split-collocate (policy and reference share GPUs), or standalone",
+        {"choices": get_args(Placement)}, "split-collocate",
     ),
-    "max_tokens": ("longest response, in tokens", _NUMBER, "at most 1024", whole_number(1)),
-    "steps": ("training steps", _NUMBER, "100", whole_number(1)),
-    "lr": ("learning rate", {"type": float}, "that of the preset", float),
+    "max_tokens": ("longest response, in tokens", _NUMBER, "at most 1024"),
+    "steps": ("training steps", _NUMBER, "100"),
+    "lr": ("learning rate", {"type": float}, "that of the preset"),
 }  # fmt: skip
-"""The help and question, the option, the default and the parser of an answer."""
+"""The help and question, the option, and the default."""

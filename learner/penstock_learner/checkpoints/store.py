@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -233,6 +233,18 @@ def read_rewind(folder: Path) -> tuple[RunRewind | None, bool]:
 def verify_in_this_process(path: Path) -> None:
     """Compare every file with the manifest, without ranks. Raises CheckpointDamaged. Blocks."""
     raise_if_damaged(find_damage(path, read_manifest(path)))
+
+
+def first_intact(checkpoints: Iterable[Path]) -> tuple[Path | None, list[str]]:
+    """The first checkpoint without damage, or None, and the names and damages of those before it. Blocks."""
+    damaged: list[str] = []
+    for path in checkpoints:
+        try:
+            verify_in_this_process(path)
+            return path, damaged
+        except CheckpointDamaged as error:
+            damaged.append(f"{path.name} ({error})")
+    return None, damaged
 
 
 def raise_if_damaged(damages: list[str]) -> None:

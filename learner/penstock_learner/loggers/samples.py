@@ -130,11 +130,11 @@ def samples_of_step(trained: TrainedStep, texts: TokenText) -> list[list[Sample]
         rewards = trained.rewards[start : start + len(group.trajectories)].tolist()
         start += len(group.trajectories)
         if group.prompt_id in trained.prompts:
-            truth = _ground_truth(trained.prompts[group.prompt_id])
+            truth, owner = _truth_and_owner(trained.prompts[group.prompt_id])
             prompt = texts.text(group.prompt_token_ids.tolist(), special=True)
             groups.append(
                 [
-                    _sample(trained, group, number, prompt, truth, rewards[number], texts)
+                    _sample(trained, group, number, prompt, truth, owner, rewards[number], texts)
                     for number in range(len(rewards))
                 ]
             )
@@ -150,8 +150,9 @@ def spread(samples: Sequence[Sample], count: int) -> list[Sample]:
 
 
 def _sample(
-    trained: TrainedStep, group: Group, number: int, prompt: str, truth: object, reward: float, texts: TokenText
-) -> Sample:
+    trained: TrainedStep, group: Group, number: int, prompt: str, truth: object, owner: str, reward: float,
+    texts: TokenText,
+) -> Sample:  # fmt: skip
     trajectory = group.trajectories[number]
     own = {name: getattr(group, name) for name in _OF_GROUP} | {name: getattr(trajectory, name) for name in _OF_SAMPLE}
     return Sample(
@@ -164,6 +165,7 @@ def _sample(
         reward=_finite(reward),
         reward_parts={name: _finite(value) for name, value in trajectory.reward_parts.items()},
         num_tokens=len(trajectory.token_ids),
+        owner=owner,
         **own,
     )
 
@@ -173,13 +175,13 @@ def _finite(value: float) -> float | None:
     return float(f"{value:.7g}") if math.isfinite(value) else None
 
 
-def _ground_truth(payload: bytes) -> object:
-    """The prompt's ground truth. None if the prompt no longer exists; text that was cut if it is long."""
-    if not payload:
-        return None
+def _truth_and_owner(payload: bytes) -> tuple[object, str]:
+    """The prompt's ground truth, which is cut if it is long, and its owner. None and nothing if the prompt is gone."""
+    prompt = None
     try:
-        truth: object = decode_prompt(payload).ground_truth
+        prompt = decode_prompt(payload)
+        truth: object = prompt.ground_truth
         text = truth if isinstance(truth, str) else json.dumps(truth, allow_nan=False)
     except (DecodeError, ValueError):  # it may also hold a NaN, which is not JSON
-        return None
-    return truth if len(text) <= MAX_GROUND_TRUTH else text[:MAX_GROUND_TRUTH] + " …"
+        return None, prompt.owner if prompt else ""
+    return truth if len(text) <= MAX_GROUND_TRUTH else text[:MAX_GROUND_TRUTH] + " …", prompt.owner

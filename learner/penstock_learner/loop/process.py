@@ -48,7 +48,6 @@ from penstock_learner.loop.step_loop import OperatorOrders, StepLoop, StepRecord
 from penstock_learner.loop.take_over import ChosenCheckpoint, choose_checkpoint, take_over
 from penstock_learner.loop.term import Term
 from penstock_learner.metrics import LearnerMetrics
-from penstock_learner.model.architectures import prefix_sharing_roles
 from penstock_learner.roles.role_group import LANES, RoleGroup, RoleRecovery, gather_all
 from penstock_learner.roles.workers import trained_roles
 from penstock_learner.steps.program import TrainingStep
@@ -116,10 +115,7 @@ class LearnerController:
         self.tracing = tracing or Tracing()
         self.recovery = RoleRecovery(config.learner.max_role_restarts, metrics)
         skipped = SkippedSteps(config.learner.max_skipped_steps, config.folder / "nonfinite")
-        sharing = prefix_sharing_roles(config)
-        self.training = TrainingStep(
-            config.learner, roles, list(self.trained), self.recovery, metrics, skipped, sharing
-        )
+        self.training = TrainingStep(config.learner, roles, list(self.trained), self.recovery, metrics, skipped)
         self.records = StepRecords(config.learner, self.policy, metrics, self.tracing, silence_s)
         self.checkpoints = CheckpointStore(
             config.folder / "checkpoints", config.learner.checkpoint.keep, CheckpointUploads.of(config)
@@ -201,6 +197,8 @@ class LearnerController:
         load = partial(load_checkpoint, trained=self.trained)
         settle_s, kl = self.config.replay.settle_s, self.config.learner.algorithm.kl
         term = await take_over(self.queue, self.checkpoints, self.resuming, chosen, load, settle_s, kl)
+        # A rank answers, because this process would import transformers for it, which takes seconds.
+        self.training.share_prefixes(await self.policy.call_rank(0, "prefix_sharing_roles"))
         self._is_training = True
         logger.info("training from step %d under term %d", term.step, term.number)
         orders = OperatorOrders(self.control, term, self.stopping)

@@ -22,6 +22,7 @@ from penstock.errors import Fenced
 from penstock.logs import setup_logging
 from penstock.machine import freeze_loaded_objects, keep_compiled_code, keep_files_private
 from penstock_learner.crash_points import crash_point
+from penstock_learner.model.architectures import prefix_sharing_roles
 from penstock_learner.model.torch_settings import DTYPES, set_up_torch
 from penstock_learner.rendezvous import open_store
 from penstock_learner.roles.dispatch import Dispatch, declarations
@@ -119,6 +120,9 @@ class Rank:
 
     def declarations(self) -> dict[str, Dispatch]:
         return declarations(type(self))
+
+    def prefix_sharing_roles(self) -> frozenset[str]:
+        return prefix_sharing_roles(self.config)
 
     def adopt(self, owner: str, config: RunConfig) -> bool:
         """Accept the calls of another controller, and of no earlier one. False, changing nothing, if this rank has

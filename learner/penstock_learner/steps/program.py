@@ -7,7 +7,7 @@ import inspect
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -175,14 +175,18 @@ class TrainingStep:
 
     def __init__(
         self, config: LearnerConfig, roles: Mapping[str, RoleGroup], trained: Sequence[str], recovery: RoleRecovery,
-        metrics: LearnerMetrics, skipped: SkippedSteps, prefix_sharing: frozenset[str] = frozenset(),
+        metrics: LearnerMetrics, skipped: SkippedSteps,
     ) -> None:  # fmt: skip
         self.config = config
         self.roles = roles
-        self.access = RoleAccess(config, recovery, frozenset(trained), prefix_sharing)
+        self.access = RoleAccess(config, recovery, frozenset(trained))
         self.program = load_program(config)
         self.metrics = metrics
         self.skipped = skipped
+
+    def share_prefixes(self, roles: frozenset[str]) -> None:
+        """From the next call on, these roles compute what the sequences of a group have in common once."""
+        self.access = replace(self.access, prefix_sharing=roles)
 
     async def ahead(self, groups: Sequence[Group]) -> SequenceBatch:
         """The batch of the groups, with what frozen roles compute. It may run while earlier steps train."""

@@ -1,16 +1,16 @@
--- ARGV: feed, fingerprint, position, prompts of an epoch, then payload and priority of each prompt. If the feed stands at
+-- ARGV: feed, fingerprint, position, prompts of an epoch, owner (empty: as it is), then payload and priority of each prompt. If the feed stands at
 -- this position and has this fingerprint, adds the prompts and moves the position on in one step; otherwise adds nothing.
 -- Stores the number of prompts of an epoch, unless it is 0 or the fingerprint is another one.
--- Returns position, fingerprint and prompts of an epoch of the feed after the call.
+-- Returns position, fingerprint, prompts of an epoch and owner of the feed after the call.
 local name, position, epoch_prompts = ARGV[1], tonumber(ARGV[3]), tonumber(ARGV[4])
 numbers(COUNTERS, 'next_prompt_id')
 local stored = tonumber(redis.call('HGET', FEEDS, name) or '0')
 local fingerprint = redis.call('HGET', FEEDS, name .. ':fingerprint') or ARGV[2]
 if fingerprint == ARGV[2] then
-  if #ARGV > 4 and stored == position then
+  if #ARGV > 5 and stored == position then
     local places = {}
     check_intake()
-    for place = 5, #ARGV, 2 do places[#places + 1] = place end
+    for place = 6, #ARGV, 2 do places[#places + 1] = place end
     add_prompts(places)
     stored = position + #places
   end
@@ -19,7 +19,10 @@ if fingerprint == ARGV[2] then
   end
   if epoch_prompts > 0 then redis.call('HSET', FEEDS, name .. ':prompts', epoch_prompts) end
 end
+if ARGV[5] ~= '' then redis.call('HSET', FEEDS, name .. ':owner', ARGV[5]) end
 epoch_prompts = tonumber(redis.call('HGET', FEEDS, name .. ':prompts') or '0')
+local owner = redis.call('HGET', FEEDS, name .. ':owner') or ''
 return {
   'position', stored, 'fingerprint', fingerprint, 'epoch_prompts', epoch_prompts, 'last_id', counter('next_prompt_id'),
+  'owner', owner,
 }

@@ -1,14 +1,15 @@
 -- ARGV: session, encoded reward, seconds to live, ms after which another gateway finishes what this one has not, task that
--- the session belongs to (empty: that of its name, or none). The first reward closes the session: no call is recorded
--- after it, and a later reward changes nothing, whichever task it names. Returns one of
+-- the session belongs to (empty: that of its lease, or none), owner, whether it sees all. The first reward closes the
+-- session: no call is recorded after it, and a later reward changes nothing, whichever task it names. Returns one of
 --   answered, the answer     its group is in the queue, or it will be part of none
 --   closed, the reward       it becomes its own group
 --   joined, the reward       it is part of a task that waits for further sessions
 --   complete, the task       it was the last session of its task
---   missing                  it has no calls
---   unknown                  there is no task of this name
+--   missing                  it has no calls, or belongs to another owner
+--   unknown                  there is no task of this name, or it belongs to another owner
 local session, now, ttl, retry_ms, state = ARGV[1], now_ms(), ARGV[3], ARGV[4], state_key(ARGV[1])
-local answer, reward, joined = unpack(redis.call('HMGET', state, 'answer', 'reward', 'task'))
+local answer, reward, joined, owner = unpack(redis.call('HMGET', state, 'answer', 'reward', 'task', 'owner'))
+if not may_use(owner, ARGV[6], ARGV[7]) then return {'missing', ''} end
 if answer then return {'answered', answer} end
 if reward and joined then
   local is_complete = redis.call('HGET', task_key(joined), 'state') == 'complete'
@@ -18,8 +19,9 @@ if reward then return {'closed', reward} end
 if redis.call('LLEN', calls_key(session)) == 0 then return {'missing', ''} end
 local task, place = place_of(session)
 if not task and ARGV[5] ~= '' then
-  if redis.call('EXISTS', task_key(ARGV[5])) == 0 then return {'unknown', ''} end
   task = ARGV[5]
+  local is_there = redis.call('EXISTS', task_key(task)) == 1
+  if not is_there or not may_use(redis.call('HGET', task_key(task), 'owner'), ARGV[6], ARGV[7]) then return {'unknown', ''} end
 end
 check_abandon(session)
 check('ZCARD', FINISHING)

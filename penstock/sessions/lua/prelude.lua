@@ -8,6 +8,15 @@ local function state_key(session)
   return SESSION .. session .. ':state'
 end
 
+-- Whether the caller may use a record of this owner: the rule of Owner.may_use in penstock/store/ownership.py.
+local function may_use(owner, caller, sees_all)
+  return not owner or owner == '' or owner == caller or sees_all == '1'
+end
+
+local function may_use_session(session, caller, sees_all)
+  return may_use(redis.call('HGET', state_key(session), 'owner'), caller, sees_all)
+end
+
 -- Functions named check_... fail if what they are named after would fail. Scripts call them before their first write.
 local function check_forget_calls(sessions)
   if #sessions == 0 then return end
@@ -43,7 +52,13 @@ end
 
 -- ── tasks ──
 -- A task has `num_sessions` places, numbered from 0. A place is pending, leased, rewarded, failed or dropped. A session that
--- was leased with a place has the name TASK.PLACE.ATTEMPT.
+-- was leased with a place has the name TASK.PLACE.ATTEMPT, but what counts is the `place` in its state: anyone may choose a
+-- name.
+
+-- Pending places are sorted by owner, then by submission, so those of an owner are a range: no one's backlog hides another's.
+-- Tasks without an owner are the range 0. Up to 2^32 tasks fit into a range. A double has 53 bits, so beyond 512 owners the
+-- places of one task may come out of order, and beyond two million its tasks.
+local OWNER_SPAN = 2 ^ 44
 
 local function task_key(task)
   return TASK .. task
@@ -53,12 +68,15 @@ local function member(task, place)
   return task .. ' ' .. place
 end
 
--- Task and place of a session, or nothing if it belongs to none.
+-- Task and place that a session was leased with, or nothing. For a task of an older gateway, which stored neither owners nor
+-- places of sessions, the name tells.
 local function place_of(session)
-  local task, place = string.match(session, '^(.+)%.(%d+)%.%d+$')
+  local leased = redis.call('HGET', state_key(session), 'place')
+  if leased then return string.match(leased, '^(.+) (%d+)$') end
+  local task, place, attempt = string.match(session, '^(.+)%.(%d+)%.([1-9]%d*)$')
   if not task then return nil end
-  local num_sessions = redis.call('HGET', task_key(task), 'num_sessions')
-  if num_sessions and tonumber(place) < tonumber(num_sessions) then return task, place end
+  local owner, attempts = unpack(redis.call('HMGET', task_key(task), 'owner', 'attempts:' .. place))
+  if not owner and attempts and tonumber(attempt) <= tonumber(attempts) then return task, place end
 end
 
 local function check_abandon(session)
@@ -175,13 +193,15 @@ local function leased_place_of(session)
 end
 
 -- ── what people are shown ──
-local SUMMARY = {'session_id', 'reward', 'answer', 'task_id', 'num_calls', 'num_bytes'}
+local SUMMARY = {'session_id', 'reward', 'answer', 'task_id', 'num_calls', 'num_bytes', 'owner'}
 
 -- Adds the values of a row. Missing ones are empty texts. An abandoned session has an answer and no reward.
 local function add_summary(values, session)
-  local reward, answer, task, abandoned = unpack(redis.call('HMGET', state_key(session), 'reward', 'answer', 'task', 'abandoned'))
+  local fields = redis.call('HMGET', state_key(session), 'reward', 'answer', 'task', 'abandoned', 'owner')
+  local reward, answer, task, abandoned, owner = unpack(fields)
   if abandoned then reward = '' end
   local num_bytes = tonumber(redis.call('HGET', SESSION_SIZES, session) or '0')
-  local row = {session, reward or '', answer or '', task or place_of(session) or '', redis.call('LLEN', calls_key(session)), num_bytes}
+  local num_calls = redis.call('LLEN', calls_key(session))
+  local row = {session, reward or '', answer or '', task or place_of(session) or '', num_calls, num_bytes, owner or ''}
   for _, value in ipairs(row) do values[#values + 1] = value end
 end

@@ -1,8 +1,8 @@
 -- ARGV: idempotency key (empty: none), its owner, the digest that it is bound to, its seconds to live, largest number of
 -- places that wait, then id, number of sessions, deadline in ms (0: none), data source and payload of each task. Accepts
--- all tasks or none. A task whose id exists stays as it is. Returns full, other (the key stands for another digest), or
--- whether the key was known (0 or 1) and the ids.
-local key, digest = TASK_IDEMPOTENCY .. ARGV[2] .. ':' .. ARGV[1], ARGV[3]
+-- all tasks or none. A task of the owner whose id exists stays as it is. Returns full, other (the key stands for another
+-- digest), taken (another owner has a task of this id) and the id, or whether the key was known (0 or 1) and the ids.
+local key, owner, digest = TASK_IDEMPOTENCY .. ARGV[2] .. ':' .. ARGV[1], ARGV[2], ARGV[3]
 if ARGV[1] ~= '' then
   local known = redis.call('GET', key)
   if known then
@@ -13,17 +13,23 @@ if ARGV[1] ~= '' then
 end
 local ids, num_places = {}, redis.call('ZCARD', TASK_PENDING)
 for i = 6, #ARGV, 5 do
+  local state, known_owner = unpack(redis.call('HMGET', task_key(ARGV[i]), 'state', 'owner'))
   ids[#ids + 1] = ARGV[i]
-  if redis.call('HLEN', task_key(ARGV[i])) == 0 then num_places = num_places + ARGV[i + 1] end
+  if not state then num_places = num_places + ARGV[i + 1] end
+  if not may_use(known_owner, owner, '0') then return {'taken', ARGV[i]} end
 end
 if num_places > tonumber(ARGV[5]) then return 'full' end
-numbers(COUNTERS, 'tasks_submitted', 'task_places_submitted')
+local number = numbers(COUNTERS, 'task_owner:' .. owner, 'task_owners', 'tasks_submitted', 'task_places_submitted')
+if owner ~= '' and number == 0 then
+  number = redis.call('HINCRBY', COUNTERS, 'task_owners', 1)
+  redis.call('HSET', COUNTERS, 'task_owner:' .. owner, number)
+end
 for i = 6, #ARGV, 5 do
   local task = task_key(ARGV[i])
   if redis.call('EXISTS', task) == 0 then
-    local order = redis.call('HINCRBY', COUNTERS, 'tasks_submitted', 1) * 4096
+    local order = number * OWNER_SPAN + redis.call('HINCRBY', COUNTERS, 'tasks_submitted', 1) * 4096
     redis.call('HSET', task, 'state', 'pending', 'order', order, 'num_sessions', ARGV[i + 1], 'deadline_ms', ARGV[i + 2],
-      'data_source', ARGV[i + 3], 'payload', ARGV[i + 4], 'num_rewarded', 0, 'num_failed', 0)
+      'data_source', ARGV[i + 3], 'payload', ARGV[i + 4], 'num_rewarded', 0, 'num_failed', 0, 'owner', owner)
     for place = 0, ARGV[i + 1] - 1 do redis.call('ZADD', TASK_PENDING, order + place, member(ARGV[i], place)) end
     count('task_places_submitted', ARGV[i + 1])
   end

@@ -12,7 +12,7 @@ import hashlib
 import os
 import secrets
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.api import records
@@ -22,10 +22,13 @@ from penstock.errors import Conflict, InvalidInput, NotFound, Unavailable
 from penstock.feed.datasets import read_prompts
 from penstock.feed.parquet_rows import ReadLimits
 from penstock.replay.queue import RedisReplayQueue
+from penstock.replay.queue_types import FeedPosition
 from penstock.store.keys import check_name
+from penstock.store.ownership import Owner
 from penstock.trajectory import Prompt, Sampling
 from penstock.v1 import datasets_pb2
 from penstock_services.gateway import validation
+from penstock_services.gateway.access import Caller
 from penstock_services.gateway.operations import Handlers, operation
 from penstock_services.gateway.rest import DATASET_TYPES, HttpRequest
 
@@ -56,37 +59,41 @@ class DatasetHandlers(Handlers):
         return self.config.folder / "datasets"
 
     @operation("PUT", "datasets/{name}", "submit", Dataset, read=read_upload, timeout_s=READ_TIMEOUT_S)
-    async def upload_dataset(self, request: datasets_pb2.UploadDatasetRequest) -> datasets_pb2.Dataset:
+    async def upload_dataset(self, caller: Caller, request: datasets_pb2.UploadDatasetRequest) -> datasets_pb2.Dataset:
         """Store a file of prompts. Its Content-Type is application/x-ndjson or application/vnd.apache.parquet."""
         check_name("name", request.name)
         if request.format not in FORMATS:
             raise InvalidInput("format", f"must be one of {', '.join(FORMATS)}")
         path = self.folder / f"{request.name}.{request.format}"
-        await asyncio.to_thread(self._write, path, request.content)
-        return await self._describe(path)
+        is_new = await asyncio.to_thread(self._write, path, request.content)
+        try:
+            return await self._describe(path, caller.owner, caller.owner.name if is_new else "")
+        except NotFound as error:
+            raise Conflict(f"dataset {request.name!r} is another key's; choose another name") from error
 
     @operation("GET", "datasets/{name}", "read", Dataset, timeout_s=READ_TIMEOUT_S)
-    async def get_dataset(self, request: datasets_pb2.GetDatasetRequest) -> datasets_pb2.Dataset:
-        return await self._describe(self._find(request.name))
+    async def get_dataset(self, caller: Caller, request: datasets_pb2.GetDatasetRequest) -> datasets_pb2.Dataset:
+        return await self._describe(self._find(request.name), caller.owner)
 
     @operation("POST", "datasets/{name}:submit", "submit", Dataset, takes=SubmitDataset, timeout_s=SUBMIT_TIMEOUT_S)
-    async def submit_dataset(self, request: datasets_pb2.SubmitDatasetRequest) -> datasets_pb2.Dataset:
+    async def submit_dataset(self, caller: Caller, request: datasets_pb2.SubmitDatasetRequest) -> datasets_pb2.Dataset:
         """Submit every prompt of the dataset once, however often this is called."""
         path = self._find(request.name)
         if not 1 <= request.num_samples <= validation.MAX_NUM_SAMPLES:
             raise InvalidInput("num_samples", f"must be between 1 and {validation.MAX_NUM_SAMPLES}")
         validation.check_sampling(request.sampling)
         sampling = sampling_from_proto(request.sampling)
+        digest, feed = await self._feed(path, caller.owner)
         prompts = await asyncio.to_thread(lambda: list(self._read(path, request.num_samples, sampling)))
-        name, digest = f"upload-{path.stem}", await asyncio.to_thread(_digest, path)
-        feed = await self.queue.feed(name, digest, 0, [], [])
+        owner = feed.owner or caller.owner.name
         while feed.fingerprint == digest and feed.position < len(prompts):
             chunk = prompts[feed.position : feed.position + SUBMITTED_AT_ONCE]
-            payloads, priorities = [encode_prompt(prompt) for prompt in chunk], [prompt.priority for prompt in chunk]
-            feed = await self.queue.feed(name, digest, feed.position, payloads, priorities)
+            payloads = [encode_prompt(replace(prompt, owner=owner)) for prompt in chunk]
+            priorities = [prompt.priority for prompt in chunk]
+            feed = await self.queue.feed(f"upload-{path.stem}", digest, feed.position, payloads, priorities)
         if feed.fingerprint != digest:
             raise Conflict(f"other data was submitted as dataset {request.name!r} before; choose another name")
-        return await self._describe(path)
+        return await self._describe(path, caller.owner)
 
     def _find(self, name: str) -> Path:
         check_name("name", name)
@@ -96,8 +103,17 @@ class DatasetHandlers(Handlers):
                 return path
         raise NotFound(f"there is no dataset {name!r}; upload it, or put NAME.jsonl or NAME.parquet into {self.folder}")
 
-    def _write(self, path: Path, content: bytes) -> None:
-        """Check the content, then give the file its name in one step. If two uploads race, the first one wins."""
+    async def _feed(self, path: Path, owner: Owner, new_owner: str = "") -> tuple[str, FeedPosition]:
+        """Digest of the file, and how far it was submitted. Raises NotFound for another owner's."""
+        digest = await asyncio.to_thread(_digest, path)
+        feed = await self.queue.feed(f"upload-{path.stem}", digest, 0, [], [], owner=new_owner)
+        if not owner.may_use(feed.owner):
+            raise NotFound(f"there is no dataset {path.stem!r}; upload it")
+        return digest, feed
+
+    def _write(self, path: Path, content: bytes) -> bool:
+        """Check the content, then give the file its name in one step. If two uploads race, the first one wins. Returns
+        whether the file is new."""
         partial = path.with_name(f".{secrets.token_hex(8)}{path.suffix}")
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -109,8 +125,10 @@ class DatasetHandlers(Handlers):
             with contextlib.suppress(FileExistsError):
                 if not is_taken:
                     os.link(partial, path)
+                    return True
             if is_taken or path.read_bytes() != content:
                 raise Conflict(f"other data is stored as dataset {path.stem!r}; choose another name")
+            return False
         except OSError as error:
             raise Unavailable(f"{self.folder} cannot be written: {error.strerror}") from error
         except InvalidInput as error:
@@ -118,10 +136,9 @@ class DatasetHandlers(Handlers):
         finally:
             partial.unlink(missing_ok=True)
 
-    async def _describe(self, path: Path) -> datasets_pb2.Dataset:
+    async def _describe(self, path: Path, owner: Owner, new_owner: str = "") -> datasets_pb2.Dataset:
+        digest, feed = await self._feed(path, owner, new_owner)
         num_prompts = await asyncio.to_thread(self._count, path)
-        digest = await asyncio.to_thread(_digest, path)
-        feed = await self.queue.feed(f"upload-{path.stem}", digest, 0, [], [])
         return datasets_pb2.Dataset(
             name=path.stem,
             format=path.suffix.removeprefix("."),

@@ -20,15 +20,7 @@ from penstock.errors import (
     Unavailable,
     error_from_reason,
 )
-from penstock.protocols.answers import (
-    CLIENT_CLOSED_REQUEST,
-    Exchange,
-    collect,
-    collect_unless_left,
-    open_events,
-    renamed,
-    version_fields,
-)
+from penstock.protocols import answers
 from penstock.protocols.anthropic import CountBody, MessagesBody, MessagesExchange
 from penstock.protocols.bodies import SamplingBody
 from penstock.protocols.chat import ChatBody, ChatExchange, CompletionBody, CompletionExchange
@@ -141,7 +133,7 @@ class GenerateHandlers(Handlers):
         self, caller: Caller, request: generate_pb2.GenerateRequest
     ) -> AsyncIterator[generate_pb2.GenerateChunk]:
         """Choose a server and return its answer as it comes. The caller's key may be pinned to a version."""
-        return await self._open_answer(caller.name, request)
+        return await self._open_answer(caller, request)
 
     @http_operation("POST", "/v1/chat/completions", "submit", Completion, takes=ChatBody, header=SESSION)
     async def complete_chat(self, http: HttpRequest, body: ChatBody) -> Response:
@@ -167,7 +159,7 @@ class GenerateHandlers(Handlers):
     async def count_tokens(self, http: HttpRequest, body: CountBody) -> Response:
         """How many tokens the model's chat template makes of a request to /v1/messages."""
         self._check_model(body)
-        [choice] = await collect([await self._open_guarded(http, body.request())])
+        [choice] = await answers.collect([await self._open_guarded(http, body.request())])
         return JSONResponse({"input_tokens": choice.num_prompt_tokens})
 
     @http_operation("GET", "/v1/models", "read", ModelList)
@@ -197,21 +189,21 @@ class GenerateHandlers(Handlers):
         if body.model.partition("@")[0] != own:
             raise ModelNotFound(f"the model must be {own} or {own}@VERSION, not {body.model!r}")
 
-    async def _respond(self, http: HttpRequest, exchange: Exchange) -> Response:
+    async def _respond(self, http: HttpRequest, exchange: answers.Exchange) -> Response:
         body = exchange.body
         self._check_model(body)
         try:
             requests = body.requests(http.headers.get(SESSION[0], ""))
             streams = [await self._open_guarded(http, wanted) for wanted in requests]
             if body.stream:
-                events = await open_events(exchange, streams)
+                events = await answers.open_events(exchange, streams)
                 return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
-            choices = await collect_unless_left(streams, http.receive)
+            choices = await answers.collect_unless_left(streams, http.receive)
         except InvalidInput as error:
-            raise renamed(error, exchange) from error
+            raise answers.renamed(error, exchange) from error
         if choices is None:
-            return Response(status_code=CLIENT_CLOSED_REQUEST)
-        newest = version_fields(choices)["policy_version"]
+            return Response(status_code=answers.CLIENT_CLOSED_REQUEST)
+        newest = answers.version_fields(choices)["policy_version"]
         return JSONResponse(exchange.whole(choices), headers={"X-Penstock-Policy-Version": str(newest)})
 
     async def _open_guarded(
@@ -219,18 +211,18 @@ class GenerateHandlers(Handlers):
     ) -> AsyncIterator[generate_pb2.GenerateChunk]:
         """An answer for the caller of an HTTP request, which ends if its key is removed."""
         assert http.caller is not None
-        opening = self._open_answer(http.caller.name, request)
+        opening = self._open_answer(http.caller, request)
         return while_valid(await bounded(opening, self.deadline_s), http.caller, http.operation)
 
     async def _open_answer(
-        self, key_name: str, request: generate_pb2.GenerateRequest
+        self, caller: Caller, request: generate_pb2.GenerateRequest
     ) -> AsyncIterator[generate_pb2.GenerateChunk]:
         _check(request)
         wanted = generate_pb2.GenerateRequest()
         wanted.CopyFrom(request)
         wanted.run = self.config.run
-        session = await self.recorder.prepare(wanted) if request.session_id else None
-        version, servers = await self.choice.choose(key_name, request, session.server_ids if session else ())
+        session = await self.recorder.prepare(wanted, caller.owner) if request.session_id else None
+        version, servers = await self.choice.choose(caller.name, request, session.server_ids if session else ())
         if version is not None:
             wanted.policy_version = version
         return self._answer(wanted, servers, session)

@@ -16,14 +16,16 @@ from pydantic import Field
 from penstock.api import records
 from penstock.api.conversion import message_of
 from penstock.codec import decode_group, group_to_proto
-from penstock.errors import InvalidInput, PoisonGroup
+from penstock.errors import InvalidInput, NotFound, PoisonGroup
 from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import Delivery
 from penstock.replay.results import RecomputedLogProbs
 from penstock.samples import Order, Place, Range, Sample, SampleFilter, SamplePage, TokenText, page, select
+from penstock.store.ownership import Owner
 from penstock.trajectory import Group
-from penstock.v1 import groups_pb2
+from penstock.v1 import groups_pb2, prompts_pb2
 from penstock_services.gateway import validation
+from penstock_services.gateway.access import Caller
 from penstock_services.gateway.operations import Handlers, operation
 
 GROUPS_LOOKED_AT = 2_000
@@ -43,6 +45,15 @@ class ListSamples(records.Page):
     text: str = ""
 
 
+async def usable_prompts(queue: RedisReplayQueue, prompt_ids: Sequence[int], owner: Owner) -> set[int]:
+    """Those of the prompts that the owner may use. Of a prompt that has ended only its state is left, which every key
+    may see."""
+    if owner.sees_all:
+        return set(prompt_ids)
+    payloads = zip(prompt_ids, await queue.prompts(prompt_ids), strict=True)
+    return {prompt_id for prompt_id, data in payloads if owner.may_use(prompts_pb2.Prompt.FromString(data).owner)}
+
+
 class GroupReader:
     """Reads queued groups of one run. Decoding and adding texts run in a thread, because a group may be large."""
 
@@ -51,7 +62,9 @@ class GroupReader:
         self.texts = texts
         self.recomputed = RecomputedLogProbs(queue.client, run)
 
-    async def get(self, prompt_id: int) -> groups_pb2.Group:
+    async def get(self, prompt_id: int, owner: Owner) -> groups_pb2.Group:
+        if not await usable_prompts(self.queue, [prompt_id], owner):
+            raise NotFound(f"no group of prompt {prompt_id} is queued; it is not finished, or already trained")
         payload = await self.queue.get_group(prompt_id)
         return await self.with_details(await asyncio.to_thread(decode_group, payload))
 
@@ -79,13 +92,14 @@ class GroupHandlers(Handlers):
     groups: GroupReader
 
     @operation("GET", "groups/{prompt_id}", "read", records.Group)
-    async def get_group(self, request: groups_pb2.GetGroupRequest) -> groups_pb2.Group:
+    async def get_group(self, caller: Caller, request: groups_pb2.GetGroupRequest) -> groups_pb2.Group:
         """Return a queued group with every token of its trajectories."""
         validation.check_prompt_id(request.prompt_id)
-        return await self.groups.get(request.prompt_id)
+        return await self.groups.get(request.prompt_id, caller.owner)
 
     @operation("GET", "groups", "read", records.GroupPage, takes=records.Page)
-    async def list_groups(self, request: groups_pb2.ListGroupsRequest) -> groups_pb2.ListGroupsResponse:
+    async def list_groups(self, caller: Caller, request: groups_pb2.ListGroupsRequest) -> groups_pb2.ListGroupsResponse:
+        """List the queued groups. A page may be short or empty and still have a next page."""
         page_size = validation.checked_page_size(request.page_size)
         after = validation.decode_page_token("groups", request.page_token, "[01][.][0-9]{1,10}") or "0.0"
         place, _, last_id = after.partition(".")
@@ -94,21 +108,24 @@ class GroupHandlers(Handlers):
         left = sorted(found for found in places if found > (int(place), int(last_id)))
         shown, token = validation.cut_page("groups", left, page_size, lambda found: f"{found[0]}.{found[1]}")
         answer = groups_pb2.ListGroupsResponse(next_page_token=token)
-        for group in await self.groups.decoded([prompt_id for _, prompt_id in shown]):
+        usable = await usable_prompts(self.groups.queue, [prompt_id for _, prompt_id in shown], caller.owner)
+        for group in await self.groups.decoded([prompt_id for _, prompt_id in shown if prompt_id in usable]):
             counts = {"num_trajectories": len(group.trajectories), "num_tokens": group.num_response_tokens}
             summary = message_of(groups_pb2.GroupSummary, group, is_taken=group.prompt_id in taken, **counts)
             answer.groups.append(summary)
         return answer
 
     @operation("GET", "samples", "read", records.SamplePage, takes=ListSamples)
-    async def list_samples(self, request: groups_pb2.ListSamplesRequest) -> groups_pb2.ListSamplesResponse:
+    async def list_samples(
+        self, caller: Caller, request: groups_pb2.ListSamplesRequest
+    ) -> groups_pb2.ListSamplesResponse:
         """List trained samples as text, newest first, or by `order` (WORST or BEST). Bounds are included."""
         page_size = validation.checked_page_size(request.page_size)
         token = validation.decode_page_token("samples", request.page_token, r"[0-9]{1,20}\.[0-9]{1,20}\.[0-9]{0,20}")
         after = Place.parse(token) if token else None
         if request.order not in _ORDERS:
             raise InvalidInput("order", f"{request.order} is not the number of an order of ListSamplesRequest")
-        wanted, order = _filter(request), _ORDERS[request.order]
+        wanted, order = _filter(request, caller.owner), _ORDERS[request.order]
         found = await asyncio.to_thread(self._read, wanted, order, page_size, after)
         next_token = validation.encode_page_token("samples", str(found.next_place)) if found.next_place else ""
         return groups_pb2.ListSamplesResponse(samples=map(_to_proto, found.samples), next_page_token=next_token)
@@ -127,7 +144,7 @@ def _decode(delivery: Delivery) -> list[Group]:
     return []
 
 
-def _filter(request: groups_pb2.ListSamplesRequest) -> SampleFilter:
+def _filter(request: groups_pb2.ListSamplesRequest, owner: Owner) -> SampleFilter:
     def bound(name: str) -> float | None:
         return getattr(request, name) if request.HasField(name) else None
 
@@ -137,6 +154,7 @@ def _filter(request: groups_pb2.ListSamplesRequest) -> SampleFilter:
         prompt_id=request.prompt_id if request.HasField("prompt_id") else None,
         data_source=request.data_source,
         text=request.text,
+        owner=owner,
     )
 
 

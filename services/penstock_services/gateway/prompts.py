@@ -12,30 +12,20 @@ from typing import Any, get_args
 
 from pydantic import Field
 
-from penstock.api.records import (
-    CancelledPrompts,
-    Int64,
-    Page,
-    PromptId,
-    PromptPage,
-    PromptRecord,
-    Record,
-    Result,
-    Submission,
-    SubmittedPrompt,
-)
+from penstock.api import records
 from penstock.cancellation import end_task
-from penstock.errors import Conflict, InvalidInput, PenstockError
+from penstock.errors import Conflict, InvalidInput, NotFound, PenstockError
 from penstock.replay.joined_submissions import JoinedSubmissions
 from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import PromptRequest, PromptState, PromptStatus
 from penstock.replay.queue_types import Submission as QueueSubmission
 from penstock.replay.results import PromptBook, PromptResult, entry_of, entry_order
+from penstock.store.ownership import Owner
 from penstock.tracing import Tracing
 from penstock.v1 import prompts_pb2
 from penstock_services.gateway import validation
 from penstock_services.gateway.access import Caller
-from penstock_services.gateway.groups import GroupReader
+from penstock_services.gateway.groups import GroupReader, usable_prompts
 from penstock_services.gateway.operations import IDEMPOTENCY_KEY, Handlers, body_digest, bounded, operation
 
 logger = logging.getLogger(__name__)
@@ -55,29 +45,29 @@ PACE_S = 0.1
 """Pause after each batch, so that a busy run wakes its watchers ten times a second and not for every result."""
 
 
-class SubmitPrompts(Record):
-    prompts: tuple[SubmittedPrompt, ...]
+class SubmitPrompts(records.Record):
+    prompts: tuple[records.SubmittedPrompt, ...]
     idempotency_key: str = ""
     prompt_keys: tuple[str, ...] = ()
 
 
-class ListPrompts(Page):
+class ListPrompts(records.Page):
     state: str = ""
     data_source: str = ""
 
 
-class CancelPrompts(Record):
-    prompt_ids: tuple[Int64, ...]
+class CancelPrompts(records.Record):
+    prompt_ids: tuple[records.Int64, ...]
 
 
-class WaitPrompt(Record):
+class WaitPrompt(records.Record):
     timeout_s: float = 30.0
 
 
-class WatchResults(Record):
+class WatchResults(records.Record):
     cursor: str = ""
     with_groups: bool = False
-    prompt_ids: tuple[PromptId, ...] = Field(default=(), alias="prompt_id")
+    prompt_ids: tuple[records.PromptId, ...] = Field(default=(), alias="prompt_id")
 
 
 @dataclass
@@ -97,7 +87,7 @@ class PromptHandlers(Handlers):
         )
 
     @operation(
-        "POST", "prompts", "submit", Submission, "StreamPrompts", takes=SubmitPrompts, header=IDEMPOTENCY_KEY,
+        "POST", "prompts", "submit", records.Submission, "StreamPrompts", takes=SubmitPrompts, header=IDEMPOTENCY_KEY,
         keeps_deadline=True,
     )  # fmt: skip
     async def submit_prompts(
@@ -106,6 +96,8 @@ class PromptHandlers(Handlers):
         """Submit prompts: all are accepted, or none."""
         prompts = validation.checked_prompts(request.prompts, self.config.gateway.max_prompts_per_request)
         validation.check_keys(request.idempotency_key, request.prompt_keys, len(prompts))
+        for prompt in prompts:
+            prompt.owner = caller.owner.name
         submit = self._submit_traced if self.tracing.is_on else self._submit
         each = await submit(prompts, request, _digests(prompts, request), caller.owner.name)
         for number, submission in enumerate(each):
@@ -138,40 +130,48 @@ class PromptHandlers(Handlers):
         each = [PromptRequest([payload], [priority], key, owner, digest) for payload, priority, key, digest in rows]
         return await self.queue.submit_many(each, all_or_none=True)
 
-    @operation("GET", "prompts/{prompt_id}", "read", PromptRecord)
-    async def get_prompt(self, request: prompts_pb2.GetPromptRequest) -> prompts_pb2.PromptRecord:
+    @operation("GET", "prompts/{prompt_id}", "read", records.PromptRecord)
+    async def get_prompt(self, caller: Caller, request: prompts_pb2.GetPromptRequest) -> prompts_pb2.PromptRecord:
         validation.check_prompt_id(request.prompt_id)
-        return _to_proto(await self.queue.get_prompt(request.prompt_id))
+        return _usable(await self.queue.get_prompt(request.prompt_id), caller.owner)
 
-    @operation("GET", "prompts", "read", PromptPage, takes=ListPrompts)
-    async def list_prompts(self, request: prompts_pb2.ListPromptsRequest) -> prompts_pb2.ListPromptsResponse:
+    @operation("GET", "prompts", "read", records.PromptPage, takes=ListPrompts)
+    async def list_prompts(
+        self, caller: Caller, request: prompts_pb2.ListPromptsRequest
+    ) -> prompts_pb2.ListPromptsResponse:
         """List prompts by id, oldest first."""
         page_size = validation.checked_page_size(request.page_size)
         after = int(validation.decode_page_token("prompts", request.page_token, "[0-9]{1,10}") or 0)
         if request.state and request.state not in _STATE_NAMES:
             raise InvalidInput("state", f"{request.state} is not the number of a state of PromptRecord")
         page = await self.book.page(after, page_size, _STATE_NAMES.get(request.state))
-        records = [_to_proto(status) for status in page.prompts]
+        shown = [record for record in map(_to_proto, page.prompts) if caller.owner.may_use(record.prompt.owner)]
         if request.data_source:
-            records = [record for record in records if record.prompt.data_source == request.data_source]
+            shown = [record for record in shown if record.prompt.data_source == request.data_source]
         token = validation.encode_page_token("prompts", page.after) if page.has_more else ""
-        return prompts_pb2.ListPromptsResponse(prompts=records, next_page_token=token)
+        return prompts_pb2.ListPromptsResponse(prompts=shown, next_page_token=token)
 
-    @operation("POST", "prompts:cancel", "submit", CancelledPrompts, takes=CancelPrompts)
-    async def cancel_prompts(self, request: prompts_pb2.CancelPromptsRequest) -> prompts_pb2.CancelPromptsResponse:
+    @operation("POST", "prompts:cancel", "submit", records.CancelledPrompts, takes=CancelPrompts)
+    async def cancel_prompts(
+        self, caller: Caller, request: prompts_pb2.CancelPromptsRequest
+    ) -> prompts_pb2.CancelPromptsResponse:
         """Cancel prompts whose groups the learner has not taken."""
         prompt_ids = validation.checked_prompt_ids(request.prompt_ids, MAX_CANCELLED)
         if not prompt_ids:
             raise InvalidInput("prompt_ids", "give at least one id")
-        found = await self.book.cancel(prompt_ids)
-        records = [
-            _to_proto(status) if status else prompts_pb2.PromptRecord(prompt_id=prompt_id)
-            for prompt_id, status in zip(prompt_ids, found, strict=True)
+        usable = await usable_prompts(self.queue, prompt_ids, caller.owner)
+        chosen = [prompt_id for prompt_id in prompt_ids if prompt_id in usable]
+        found = dict(zip(chosen, await self.book.cancel(chosen), strict=True))
+        shown = [
+            _to_proto(status) if (status := found.get(prompt_id)) else prompts_pb2.PromptRecord(prompt_id=prompt_id)
+            for prompt_id in prompt_ids
         ]
-        return prompts_pb2.CancelPromptsResponse(prompts=records)
+        return prompts_pb2.CancelPromptsResponse(prompts=shown)
 
-    @operation("GET", "prompts/{prompt_id}:wait", "read", PromptRecord, takes=WaitPrompt, timeout_s=2 * LONGEST_WAIT_S)
-    async def wait_prompt(self, request: prompts_pb2.WaitPromptRequest) -> prompts_pb2.PromptRecord:
+    @operation(
+        "GET", "prompts/{prompt_id}:wait", "read", records.PromptRecord, takes=WaitPrompt, timeout_s=2 * LONGEST_WAIT_S
+    )
+    async def wait_prompt(self, caller: Caller, request: prompts_pb2.WaitPromptRequest) -> prompts_pb2.PromptRecord:
         """Wait until the prompt is finished, for up to `timeout_s`, and return its record."""
         validation.check_prompt_id(request.prompt_id)
         if not 0 <= request.timeout_s <= LONGEST_WAIT_S:
@@ -181,36 +181,41 @@ class PromptHandlers(Handlers):
             while True:
                 finished.clear()
                 status = await self.watched.queue.get_prompt(request.prompt_id)
+                record = _usable(status, caller.owner)
                 remaining_s = deadline - time.monotonic()
                 if status.state in _FINISHED or remaining_s <= 0 or self.stopping.is_set():
-                    return _to_proto(status)
+                    return record
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(finished.wait(), min(remaining_s, RECHECK_S))
 
     @operation(
-        "GET", "results", "read", Result, takes=WatchResults, header=("last-event-id", "cursor"),
+        "GET", "results", "read", records.Result, takes=WatchResults, header=("last-event-id", "cursor"),
         event=("result", "cursor"),
     )  # fmt: skip
-    async def watch_results(self, request: prompts_pb2.WatchResultsRequest) -> AsyncIterator[prompts_pb2.Result]:
+    async def watch_results(
+        self, caller: Caller, request: prompts_pb2.WatchResultsRequest
+    ) -> AsyncIterator[prompts_pb2.Result]:
         """Send every prompt that finishes. The id of an event is the cursor to resume from."""
         wanted = frozenset(validation.checked_prompt_ids(request.prompt_ids, MAX_CANCELLED))
         cursor = await self.feed.book.start(request.cursor)
-        return self._results(cursor, wanted, request.with_groups)
+        return self._results(cursor, wanted, caller.owner if request.with_groups else None)
 
     async def _results(
-        self, cursor: str, wanted: frozenset[int], with_groups: bool
+        self, cursor: str, wanted: frozenset[int], owner: Owner | None
     ) -> AsyncIterator[prompts_pb2.Result]:
         async for batch in self.feed.follow(cursor):
             shown = [result for result in batch if not wanted or result.prompt_id in wanted]
-            groups = await bounded(self._groups(shown), self.deadline_s) if with_groups else {}
+            groups = await bounded(self._groups(shown, owner), self.deadline_s) if owner else {}
             for result in shown:
                 yield prompts_pb2.Result(
                     cursor=result.cursor, prompt_id=result.prompt_id, state=_STATES[result.state],
                     reason=result.reason, attempt=result.attempt, group=groups.get(result.prompt_id, b""),
                 )  # fmt: skip
 
-    async def _groups(self, results: list[PromptResult]) -> dict[int, bytes]:
-        groups = await self.watched.decoded([result.prompt_id for result in results if result.state == "queued"])
+    async def _groups(self, results: list[PromptResult], owner: Owner) -> dict[int, bytes]:
+        queued = [result.prompt_id for result in results if result.state == "queued"]
+        usable = await usable_prompts(self.watched.queue, queued, owner)
+        groups = await self.watched.decoded([prompt_id for prompt_id in queued if prompt_id in usable])
         return {group.prompt_id: (await self.watched.with_details(group)).SerializeToString() for group in groups}
 
 
@@ -218,13 +223,9 @@ def _digests(prompts: Sequence[prompts_pb2.Prompt], request: prompts_pb2.SubmitP
     """Digests of what the request asks for: one for each of its keys. How a try is traced does not count."""
     if not request.prompt_keys and not request.idempotency_key:
         return []
-    bodies = []
-    for prompt in prompts:
-        bodies.append(prompt)
-        if prompt.trace_parent:
-            bodies[-1] = prompts_pb2.Prompt()
-            bodies[-1].CopyFrom(prompt)
-            bodies[-1].ClearField("trace_parent")
+    bodies = [prompts_pb2.Prompt.FromString(p.SerializeToString()) if p.trace_parent else p for p in prompts]
+    for body in bodies:
+        body.ClearField("trace_parent")
     return [body_digest([body]) for body in bodies] if request.prompt_keys else [body_digest(bodies)]
 
 
@@ -232,6 +233,13 @@ def _to_proto(status: PromptStatus) -> prompts_pb2.PromptRecord:
     record = prompts_pb2.PromptRecord(prompt_id=status.prompt_id, state=_STATES[status.state], attempt=status.attempt)
     if status.payload:
         record.prompt.ParseFromString(status.payload)
+    return record
+
+
+def _usable(status: PromptStatus, owner: Owner) -> prompts_pb2.PromptRecord:
+    record = _to_proto(status)
+    if not owner.may_use(record.prompt.owner):
+        raise NotFound(f"prompt {status.prompt_id} does not exist, or was discarded")
     return record
 
 

@@ -13,14 +13,16 @@ from penstock.api.conversion import message_of
 from penstock.diagnosis import Finding
 from penstock.diagnosis.facts import RunStores
 from penstock.diagnosis.progress import learning_finding, speed_finding
-from penstock.errors import NotFound
+from penstock.errors import InvalidInput, NotFound
 from penstock.replay.inspection import DeadLetter, QueueInspector
+from penstock.replay.queue_types import VALIDATION
 from penstock.replay.results import entry_order
 from penstock.store.fleet import Quarantine, ServerRecord
 from penstock.store.keys import check_name
 from penstock.store.run_control import OpenBreaker
 from penstock.v1 import runs_pb2
 from penstock_services.gateway import validation
+from penstock_services.gateway.access import Caller
 from penstock_services.gateway.operations import RUN, Handlers, operation
 
 _LETTER_ID = r"[0-9]{1,19}-[0-9]{1,19}"
@@ -134,19 +136,24 @@ class RunHandlers(Handlers):
         raise NotFound(f"there is no rollout server {server_id!r}; list the servers")
 
     @operation("POST", "evaluations", "submit", records.Evaluation, takes=CreateEvaluation)
-    async def create_evaluation(self, request: runs_pb2.CreateEvaluationRequest) -> runs_pb2.Evaluation:
+    async def create_evaluation(self, caller: Caller, request: runs_pb2.CreateEvaluationRequest) -> runs_pb2.Evaluation:
         check_name("evaluation_id", request.evaluation_id)
+        if request.evaluation_id.startswith(VALIDATION) and not caller.owner.sees_all:
+            raise InvalidInput("evaluation_id", f"begins with {VALIDATION}, as the run's own; choose another id")
         prompts = validation.checked_prompts(
             request.prompts, self.config.gateway.max_prompts_per_request, request.evaluation_id
         )
+        for prompt in prompts:
+            prompt.owner = caller.owner.name
         payloads = [prompt.SerializeToString() for prompt in prompts]
-        created = await self.stores.queue.create_evaluation(request.evaluation_id, payloads)
+        created = await self.stores.queue.create_evaluation(request.evaluation_id, payloads, caller.owner)
         return message_of(runs_pb2.Evaluation, created)
 
     @operation("GET", "evaluations/{evaluation_id}", "read", records.Evaluation)
-    async def get_evaluation(self, request: runs_pb2.GetEvaluationRequest) -> runs_pb2.Evaluation:
+    async def get_evaluation(self, caller: Caller, request: runs_pb2.GetEvaluationRequest) -> runs_pb2.Evaluation:
         check_name("evaluation_id", request.evaluation_id)
-        return message_of(runs_pb2.Evaluation, await self.stores.queue.get_evaluation(request.evaluation_id))
+        found = await self.stores.queue.get_evaluation(request.evaluation_id, caller.owner)
+        return message_of(runs_pb2.Evaluation, found)
 
     @property
     def _inspector(self) -> QueueInspector:

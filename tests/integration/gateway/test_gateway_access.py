@@ -175,7 +175,7 @@ async def test_a_keys_file_that_is_empty_or_gone_revokes_its_keys(
 
 
 async def test_a_key_that_is_removed_ends_its_streams(configure: Callable[..., RunConfig], tmp_path: Path) -> None:
-    (old_secret, old), (new_secret, new) = make_key("old", "submit"), make_key("new", "submit")
+    (old_secret, old), (new_secret, new) = make_key("old@team", "submit"), make_key("new@team", "submit")
     old_headers, new_headers = ({"Authorization": f"Bearer {secret}"} for secret in (old_secret, new_secret))
     (tmp_path / "keys").write_text(f"{old.line}\n{new.line}\n")
     async with running(configure(keys_file=tmp_path / "keys")) as gateway, asyncio.timeout(20):

@@ -6,6 +6,7 @@ team, and an operator has the scope admin.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +20,18 @@ import redis.asyncio as redis
 from penstock.api import records
 from penstock.api.conversion import request_of
 from penstock.api_keys import make_key
+from penstock.codec import encode_group
 from penstock.config.run import WeightsConfig
 from penstock.config.service import SessionLimits
+from penstock.replay.queue import RedisReplayQueue
+from penstock.samples import Sample, SampleFile, line_of
+from penstock.store.keys import RunKeys
 from penstock.v1 import (
     datasets_pb2,
     datasets_pb2_grpc,
     generate_pb2,
     generate_pb2_grpc,
+    groups_pb2,
     groups_pb2_grpc,
     policies_pb2,
     policies_pb2_grpc,
@@ -38,7 +44,7 @@ from penstock.v1 import (
     tasks_pb2_grpc,
 )
 from penstock_services.gateway.run import OPERATIONS
-from support.gateways import PROMPT, RUN, Gateway, run_config, running
+from support.gateways import PROMPT, RUN, Gateway, group_of, run_config, running
 from support.scripted_engines import TalkingEngine, make_tokenizer_folder, serving
 
 NAMES = {"alice": "alice", "bob": "bob", "ann": "ann@vision", "ben": "ben@vision", "operator": "operator"}
@@ -231,6 +237,14 @@ def test_every_text_of_a_request_is_known_as_a_name_or_as_no_name() -> None:
     assert set().union(*(fields for _, _, fields in texts())) == NAME_FIELDS | OTHER_TEXTS | {"payload_json"}
 
 
+def test_every_operation_on_what_a_key_has_made_knows_who_calls() -> None:
+    resources = NAME_FIELDS - {"pin"} | {"prompt_id", "prompt_ids", "tasks", "prompts"}
+    for operation in OPERATIONS:
+        for rpc in operation.rpcs:
+            named = resources & {field.name for field in rpc.input_type.fields}
+            assert operation.takes_caller or not named, rpc.name
+
+
 async def test_a_dataset_cannot_take_the_place_of_what_is_stored_of_another(tenants: Tenants) -> None:
     lines, headers = b'{"prompt": "a"}\n', {"Content-Type": "application/x-ndjson"}
 
@@ -252,7 +266,221 @@ def test_the_names_of_keys_and_servers_are_checked_too(
 
     with pytest.raises(InvalidInput, match="must be 1 to 128 letters"):
         make_key("a:b", "read")
-    with pytest.raises(ConfigError, match="keys:1: the name of a key: must be 1 to 128 letters"):
+    with pytest.raises(ConfigError, match="keys:1 is not `NAME SCOPE sha256:HEX`"):
         parse_keys(make_key("ab", "read")[1].line.replace("ab ", "a:b ", 1), tmp_path / "keys")
     assert main(["--config", str(tmp_path / "none.yaml"), "--server-id", "a:b"]) == 1
     assert "--server-id: must be 1 to 128 letters" in capsys.readouterr().err
+
+
+# ── sessions and tasks ──
+
+
+async def test_a_stranger_neither_reads_nor_continues_nor_rewards_a_session(tenants: Tenants) -> None:
+    alice, bob = tenants.alice, tenants.bob
+    assert await alice.talk("s") == 200
+    reward = {"json": {"reward": -100.0}}
+    rewarded = generate_pb2.RewardSessionRequest(session_id="s", reward=-100)
+    asked = generate_pb2.GenerateRequest(session_id="s", text="a", sampling=message().sampling)
+    assert await bob.talk("s") == 404
+    assert await bob.code("GenerateService", "Generate", asked) == "NOT_FOUND"
+    assert await bob.status("POST", "/v1/sessions/s/reward", **reward) == 404
+    assert await bob.code("SessionService", "RewardSession", rewarded) == "NOT_FOUND"
+    assert await bob.status("GET", "/v1/sessions/s") == 404
+    read = sessions_pb2.GetSessionRequest(session_id="s")
+    assert await bob.code("SessionService", "GetSession", read) == "NOT_FOUND"
+    assert (await bob.rest("GET", "/v1/sessions"))["sessions"] == []
+    for tenant in (alice, tenants.operator):
+        session = await tenant.rest("GET", "/v1/sessions/s")
+        assert (session["state"], session["num_calls"]) == ("OPEN", 1), "nothing of the stranger's was recorded"
+        assert [found["session_id"] for found in (await tenant.rest("GET", "/v1/sessions"))["sessions"]] == ["s"]
+    assert (await alice.rest("POST", "/v1/sessions/s/reward", json={"reward": 1.0}))["prompt_ids"] == [1]
+    assert await bob.status("POST", "/v1/sessions/s/reward", **reward) == 404, "nor after its end"
+    assert await bob.status("GET", "/v1/sessions/s") == 404
+    assert await tenants.ann.talk("t") == await tenants.ben.talk("t") == 200, "keys of one team share their sessions"
+    assert (await tenants.operator.rest("POST", "/v1/sessions/t/reward", json={"reward": 1.0}))["prompt_ids"] == [2]
+
+
+async def test_two_keys_that_begin_a_session_at_once_do_not_share_it(tenants: Tenants) -> None:
+    """Both have opened it before either has recorded a call. The second call is not recorded."""
+    answers = await asyncio.gather(*(tenant.talk("s") for tenant in (tenants.alice, tenants.bob)))
+    assert sorted(answers) == [200, 404]
+    winner = tenants.alice if answers[0] == 200 else tenants.bob
+    assert (await winner.rest("GET", "/v1/sessions/s"))["num_calls"] == 1
+
+
+async def test_a_stranger_neither_takes_nor_finishes_nor_returns_a_task(tenants: Tenants) -> None:
+    alice, bob = tenants.alice, tenants.bob
+    task = {"task_id": "victim", "payload": "secret", "num_sessions": 1}
+    await alice.rest("POST", "/v1/tasks", json={"tasks": [task]})
+    assert await bob.status("GET", "/v1/tasks/victim") == 404
+    assert await bob.code("TaskService", "GetTask", tasks_pb2.GetTaskRequest(task_id="victim")) == "NOT_FOUND"
+    assert await bob.status("POST", "/v1/tasks", json={"tasks": [task | {"payload": "mine"}]}) == 409
+    mine = tasks_pb2.SubmitTasksRequest(tasks=[tasks_pb2.NewTask(task_id="victim")])
+    assert await bob.code("TaskService", "SubmitTasks", mine) == "FAILED_PRECONDITION"
+    assert (await bob.rest("POST", "/v1/tasks:lease", json={"worker": "w", "max_tasks": 9}))["tasks"] == []
+    assert not (await bob.call("TaskService", "LeaseTasks", tasks_pb2.LeaseTasksRequest(worker="w"))).tasks
+
+    for name in ("victim.0.1", "victim.0.7"):
+        assert await bob.talk(name) == 200, "a session of his own, whatever its name"
+    reward = {"reward": -100.0, "task_id": "victim"}
+    assert await bob.status("POST", "/v1/sessions/victim.0.1/reward", json=reward) == 404
+    rewarded = generate_pb2.RewardSessionRequest(session_id="victim.0.1", reward=-100, task_id="victim")
+    assert await bob.code("SessionService", "RewardSession", rewarded) == "NOT_FOUND"
+    ended = await bob.rest("POST", "/v1/sessions/victim.0.7/reward", json={"reward": -100.0})
+    assert len(ended["prompt_ids"]) == 1, "it is its own group"
+
+    [leased] = (await alice.rest("POST", "/v1/tasks:lease", json={"worker": "w"}))["tasks"]
+    session = leased["session_id"]
+    assert session == "victim.0.2", "a name that the stranger has taken is skipped"
+    assert (await bob.rest("POST", "/v1/sessions/victim.0.1/reward", json={"reward": -100.0}))["is_waiting"] is False
+    assert await bob.talk(session) == 404, "it belongs to the task's owner before its first call"
+    lost = await bob.rest("POST", "/v1/tasks:heartbeat", json={"session_ids": [session]})
+    assert lost["lost_session_ids"] == [session]
+    assert (await bob.rest("POST", "/v1/tasks:return", json={"session_id": session, "failure": "no"}))[
+        "returned"
+    ] is False
+    assert not (await bob.call("TaskService", "ReturnTask", tasks_pb2.ReturnTaskRequest(session_id=session))).returned
+    assert (await alice.rest("POST", "/v1/tasks:heartbeat", json={"session_ids": [session]}))["lost_session_ids"] == []
+    assert await alice.talk(session) == 200
+    assert await bob.status("POST", f"/v1/sessions/{session}/reward", json={"reward": -100.0}) == 404
+    state = await alice.rest("GET", "/v1/tasks/victim")
+    assert (state["state"], state["num_rewarded"]) == ("OPEN", 0)
+    done = await alice.rest("POST", f"/v1/sessions/{session}/reward", json={"reward": 1.0})
+    assert len(done["prompt_ids"]) == 1
+    assert (await alice.rest("GET", "/v1/tasks/victim"))["session_ids"] == [session]
+
+
+async def test_a_session_that_was_never_leased_does_not_finish_its_own_team_s_task(tenants: Tenants) -> None:
+    await tenants.ann.rest("POST", "/v1/tasks", json={"tasks": [{"task_id": "t", "payload": 1}]})
+    await tenants.ann.rest("POST", "/v1/tasks:lease", json={"worker": "w"})
+    assert await tenants.ben.talk("t.0.7") == 200
+    await tenants.ben.rest("POST", "/v1/sessions/t.0.7/reward", json={"reward": -100.0})
+    assert (await tenants.ann.rest("GET", "/v1/tasks/t"))["num_rewarded"] == 0
+
+
+async def test_the_backlog_of_one_key_hides_no_task_of_another(tenants: Tenants) -> None:
+    many = [{"payload": number, "num_sessions": 600} for number in range(2)]
+    await tenants.bob.rest("POST", "/v1/tasks", json={"tasks": many})
+    await tenants.alice.rest("POST", "/v1/tasks", json={"tasks": [{"task_id": "a", "payload": 1}, {"task_id": "b"}]})
+    lease = {"json": {"worker": "w", "max_tasks": 9}}
+    assert [task["task_id"] for task in (await tenants.alice.rest("POST", "/v1/tasks:lease", **lease))["tasks"]] == [
+        "a", "b"
+    ]  # fmt: skip
+    payloads = [task["payload"] for task in (await tenants.operator.rest("POST", "/v1/tasks:lease", **lease))["tasks"]]
+    assert payloads == [0] * 9, "an operator's worker works for all"
+
+
+async def test_what_an_older_gateway_has_stored_stays_usable(tenants: Tenants, redis_client: redis.Redis) -> None:
+    """It has no owner: every key may use it, and the first key that continues a session owns it."""
+    keys = RunKeys("test")
+    await tenants.alice.rest("POST", "/v1/tasks", json={"tasks": [{"task_id": "old", "payload": 1}]})
+    await tenants.alice.rest("POST", "/v1/tasks:lease", json={"worker": "w"})
+    await redis_client.hdel(keys.task("old"), "owner")
+    await redis_client.delete(keys.session("old.0.1", "state"))
+    assert await tenants.bob.status("GET", "/v1/tasks/old") == 200
+    assert await tenants.bob.talk("old.0.1") == 200
+    assert await tenants.alice.talk("old.0.1") == 404
+    assert await tenants.bob.talk("old.0.2") == 200
+    await tenants.bob.rest("POST", "/v1/sessions/old.0.2/reward", json={"reward": 1.0})
+    assert (await tenants.bob.rest("GET", "/v1/tasks/old"))["num_rewarded"] == 0, "it was never leased"
+    await tenants.bob.rest("POST", "/v1/sessions/old.0.1/reward", json={"reward": 1.0})
+    assert (await tenants.bob.rest("GET", "/v1/tasks/old"))["num_rewarded"] == 1
+
+
+# ── prompts, groups, samples, datasets, evaluations ──
+
+
+async def test_a_stranger_neither_reads_nor_cancels_a_prompt(tenants: Tenants, queue: RedisReplayQueue) -> None:
+    alice, bob = tenants.alice, tenants.bob
+    claimed = message()
+    claimed.owner = "bob"
+    request = prompts_pb2.SubmitPromptsRequest(prompts=[claimed])
+    assert (await alice.call("PromptService", "SubmitPrompts", request)).prompt_ids == [1]
+    assert (await tenants.ann.rest("POST", f"{RUN}/prompts", json={"prompts": [PROMPT]}))["prompt_ids"] == [2]
+    for path in ("prompts/1", "prompts/1:wait?timeout_s=0", "groups/1"):
+        assert await bob.status("GET", f"{RUN}/{path}") == 404, path
+    for service, method, request in (
+        ("PromptService", "GetPrompt", prompts_pb2.GetPromptRequest(prompt_id=1)),
+        ("PromptService", "WaitPrompt", prompts_pb2.WaitPromptRequest(prompt_id=1)),
+        ("GroupService", "GetGroup", groups_pb2.GetGroupRequest(prompt_id=1)),
+    ):
+        assert await bob.code(service, method, request) == "NOT_FOUND", method
+    assert (await bob.rest("GET", f"{RUN}/prompts"))["prompts"] == []
+    cancelled = await bob.rest("POST", f"{RUN}/prompts:cancel", json={"prompt_ids": [2, 1, 9]})
+    assert [record["state"] for record in cancelled["prompts"]] == ["STATE_UNSPECIFIED"] * 3, "as of unknown prompts"
+    record = await tenants.ben.call("PromptService", "GetPrompt", prompts_pb2.GetPromptRequest(prompt_id=2))
+    assert record.prompt.owner == "vision"
+
+    for lease in await queue.lease("s", 2):
+        await queue.append(lease, encode_group(group_of(lease.prompt_id, lease.attempt)), 3)
+    assert await bob.status("GET", f"{RUN}/groups/1") == 404
+    assert (await bob.rest("GET", f"{RUN}/groups"))["groups"] == []
+    for tenant, ids in ((alice, [1]), (tenants.ben, [2]), (tenants.operator, [1, 2])):
+        assert [group["prompt_id"] for group in (await tenant.rest("GET", f"{RUN}/groups"))["groups"]] == ids
+        assert (await tenant.rest("GET", f"{RUN}/groups/{ids[0]}"))["trajectories"]
+        watched = prompts_pb2.WatchResultsRequest(cursor="0", with_groups=True)
+        stream = tenant.call("PromptService", "WatchResults", watched)
+        results = [await anext(aiter(stream)) for _ in range(2)]
+        assert [result.prompt_id for result in results if result.group] == ids, (
+            "others see that it finished, and no more"
+        )
+        stream.cancel()
+    await alice.rest("POST", f"{RUN}/prompts:cancel", json={"prompt_ids": [1]})
+    assert (await alice.rest("GET", f"{RUN}/prompts/1"))["state"] == "CANCELLED"
+
+
+async def test_the_groups_of_a_session_belong_to_its_owner(tenants: Tenants) -> None:
+    assert await tenants.alice.talk("s") == 200
+    [prompt_id] = (await tenants.operator.rest("POST", "/v1/sessions/s/reward", json={"reward": 1.0}))["prompt_ids"]
+    assert await tenants.bob.status("GET", f"{RUN}/groups/{prompt_id}") == 404
+    assert (await tenants.alice.rest("GET", f"{RUN}/groups/{prompt_id}"))["trajectories"]
+
+
+async def test_a_stranger_does_not_read_trained_samples(tenants: Tenants) -> None:
+    file = SampleFile(tenants.alice.gateway.config.folder, 0)
+    file.begin(0)
+    for number, owner in enumerate(("alice", "vision", "")):
+        sample = Sample(
+            1, 1, number, 0, "d", "p", None, f"of {owner}", 1.0, {}, 1, 0, 0, "stop", False, "s", "", 1, 0, owner=owner
+        )
+        file.write([line_of([sample])])
+    for tenant, seen in (
+        (tenants.bob, {""}), (tenants.alice, {"", "alice"}), (tenants.ben, {"", "vision"}),
+        (tenants.operator, {"", "alice", "vision"}),
+    ):  # fmt: skip
+        for order in ("", "WORST"):
+            found = (await tenant.rest("GET", f"{RUN}/samples", params={"order": order} if order else {}))["samples"]
+            assert {sample["owner"] for sample in found} == seen
+
+
+async def test_a_stranger_neither_reads_nor_submits_nor_takes_a_dataset(tenants: Tenants) -> None:
+    alice, bob = tenants.alice, tenants.bob
+    lines, headers = b'{"prompt": "a"}\n', {"Content-Type": "application/x-ndjson"}
+    upload = {"method": "PUT", "path": f"{RUN}/datasets/x", "content": lines, "headers": headers}
+    assert await alice.status(**upload) == 200
+    assert await bob.status("GET", f"{RUN}/datasets/x") == 404
+    assert await bob.status("POST", f"{RUN}/datasets/x:submit", json={}) == 404
+    assert await bob.status(**upload) == 409, "even with the same content, which he may only guess"
+    request = datasets_pb2.SubmitDatasetRequest(name="x", num_samples=1, sampling=message().sampling)
+    assert await bob.code("DatasetService", "SubmitDataset", request) == "NOT_FOUND"
+    assert await bob.code("DatasetService", "GetDataset", datasets_pb2.GetDatasetRequest(name="x")) == "NOT_FOUND"
+    assert (await alice.rest("GET", f"{RUN}/datasets/x"))["num_submitted"] == 0
+    assert (await tenants.operator.rest("POST", f"{RUN}/datasets/x:submit", json={}))["num_submitted"] == 1
+    assert await bob.status("GET", f"{RUN}/prompts/1") == 404
+    assert (await alice.rest("GET", f"{RUN}/prompts/1"))["state"] == "PENDING", "it is hers, whoever submitted it"
+    (alice.gateway.config.folder / "datasets" / "by-hand.jsonl").write_bytes(lines)
+    assert (await bob.rest("GET", f"{RUN}/datasets/by-hand"))["num_prompts"] == 1, "it has no owner"
+
+
+async def test_a_stranger_neither_reads_nor_takes_an_evaluation(tenants: Tenants) -> None:
+    body = {"json": {"evaluation_id": "e", "prompts": [PROMPT]}}
+    assert await tenants.alice.status("POST", f"{RUN}/evaluations", **body) == 200
+    assert await tenants.bob.status("POST", f"{RUN}/evaluations", **body) == 409
+    assert await tenants.bob.status("GET", f"{RUN}/evaluations/e") == 404
+    read = runs_pb2.GetEvaluationRequest(evaluation_id="e")
+    assert await tenants.bob.code("RunService", "GetEvaluation", read) == "NOT_FOUND"
+    for tenant in (tenants.alice, tenants.operator):
+        assert (await tenant.rest("GET", f"{RUN}/evaluations/e"))["num_prompts"] == 1
+    own = {"json": {"evaluation_id": "validation-train-7", "prompts": [PROMPT]}}
+    refused = await tenants.bob.send("POST", f"{RUN}/evaluations", **own)
+    assert (refused.status_code, refused.json()["field"]) == (400, "evaluation_id"), "it would stand for the run's own"

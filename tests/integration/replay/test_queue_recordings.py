@@ -17,7 +17,7 @@ from penstock.config.service import ReplayConfig
 from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import OfferedGroup, Origin
 from penstock.trajectory import Prompt, Trajectory, VersionSegment
-from penstock_tools.recordings.transfer import ORIGIN, _import_key
+from penstock_tools.recordings.recording import ORIGIN, _import_key
 from support.groups import make_group
 from support.learner_runs import NUM_STEPS, fill_queue, make_config, outcome, run_learner
 from support.queue_tools import Tools, content, operator_tools, recording_file, rich_group  # noqa: F401 the fixtures
@@ -191,7 +191,7 @@ def test_a_recording_from_before_a_field_was_added_is_imported(tools: Tools, rec
     import pyarrow as pa
     from pyarrow import parquet
 
-    from penstock_tools.recordings.file import LATER
+    from penstock_tools.recordings.recording import LATER
 
     groups = [make_group(0), make_group(1)]
     tools.fill(groups)

@@ -65,7 +65,7 @@ def test_a_dataset_of_prompts_that_are_too_long_ends_the_run_with_the_reason(tmp
         assert process.wait(240) == 2, log.read_text()
         said = log.read_text()
         assert "failed (prompt_too_long): messages: " in said
-        assert "all 20 prompts were dead-lettered, and there is nothing to train on" in said
+        assert "all 20 prompts of an epoch were dead-lettered (20 with prompt_too_long)" in said
     finally:
         process.kill()
         process.wait(60)

@@ -1,5 +1,5 @@
-"""The simulation's forecast is compared with a real run on this machine: once the learner waits for servers, and once
-the servers wait for the learner."""
+"""The forecast of `penstock simulate` is compared with a real run on this machine: once the learner waits for servers,
+and once the servers wait for the learner."""
 
 from __future__ import annotations
 

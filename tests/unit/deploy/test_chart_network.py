@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from support.chart import OPTIONS, Manifest, needs_helm, of_kind, pod_templates, render
+from support.chart import FURTHER_OPTIONS, Manifest, needs_helm, of_kind, pod_templates, render
 
 pytestmark = needs_helm
 EGRESS = "--set=networkPolicy.egress.enabled=true"
@@ -81,7 +81,7 @@ def is_open(manifests: list[Manifest], source: str, target: str, port: int) -> b
 
 @pytest.mark.parametrize("egress", [(), (EGRESS,)], ids=["ingress", "and egress"])
 def test_a_run_can_connect_where_it_needs_to_and_nowhere_else(egress: tuple[str, ...]) -> None:
-    manifests = render(*OPTIONS, *egress, "--set=modelDownload.source=org/model")
+    manifests = render(*FURTHER_OPTIONS, *egress)
     assert {c for c in NEEDED if not is_open(manifests, *c)} == set()
     forbidden = FORBIDDEN | OUTGOING if egress else FORBIDDEN
     assert {c for c in forbidden if is_open(manifests, *c)} == set()
@@ -103,7 +103,7 @@ def test_an_empty_list_of_scrapers_lets_nobody_scrape() -> None:
         return {name for name in parts if allows(policies, "Ingress", pods[name], ELSEWHERE, pods[name], 9100)}
 
     assert scraped() == {"rollout", "learner"}
-    assert scraped("--set-json=networkPolicy.metricsFrom=[]") == set()
+    assert scraped(*FURTHER_OPTIONS) == set()
 
 
 def test_own_rules_and_an_external_redis_open_what_they_name() -> None:

@@ -12,10 +12,13 @@ import pytest
 import yaml
 
 from support.chart import (
+    CHANGED,
     CHART,
+    FURTHER_OPTIONS,
     HELM,
     OPTIONS,
     ROOT,
+    RUNBOOKS,
     VALUES,
     Manifest,
     further,
@@ -46,7 +49,7 @@ def group_of(manifest: Manifest) -> str:
 
 
 @pytest.mark.parametrize("version", KUBERNETES)
-@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize("values", [*VALUES[:2], *further(*VALUES[2:])])
 def test_kubernetes_takes_every_manifest(values: str, version: str) -> None:
     """Validate strictly: a field that the version does not have is refused. Pods of a RayCluster are validated as
     pods."""
@@ -69,7 +72,7 @@ def test_kubernetes_takes_every_manifest(values: str, version: str) -> None:
     assert num_validated > 20
 
 
-@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize("values", [*VALUES[:2], *further(*VALUES[2:])])
 def test_custom_resources_come_only_where_they_are_enabled(values: str) -> None:
     plain = {group_of(manifest) for manifest in render(values=values)}
     assert plain - BUILT_IN_GROUPS == ({"ray.io"} if values in ("standalone", "split-collocate") else set())
@@ -77,28 +80,32 @@ def test_custom_resources_come_only_where_they_are_enabled(values: str) -> None:
     assert everything.keys() - BUILT_IN_GROUPS - {"ray.io"} == OPERATORS.keys() - {"ray.io"}
 
 
+def ganged(scheduler: str) -> tuple[str]:
+    return (f"--set=learner.gang.scheduler={scheduler},learner.gang.queue=rl",)
+
+
 @pytest.mark.parametrize(
-    ("scheduler", "labels"),
+    ("options", "labels"),
     [
-        ("volcano", {"ray.io/scheduler-name": "volcano", "volcano.sh/queue-name": "rl"}),
+        (CHANGED, {"ray.io/scheduler-name": "volcano", "volcano.sh/queue-name": "rl"}),
         *further(
             (
-                "yunikorn",
+                ganged("yunikorn"),
                 {
                     "ray.io/gang-scheduling-enabled": "true",
                     "yunikorn.apache.org/app-id": "test-penstock",
                     "yunikorn.apache.org/queue": "rl",
                 },
             ),
-            ("scheduler-plugins", {"ray.io/gang-scheduling-enabled": "true"}),
-            ("kai-scheduler", {"kai.scheduler/queue": "rl"}),
-            ("kueue", {"kueue.x-k8s.io/queue-name": "rl"}),
+            (ganged("scheduler-plugins"), {"ray.io/gang-scheduling-enabled": "true"}),
+            (ganged("kai-scheduler"), {"kai.scheduler/queue": "rl"}),
+            (ganged("kueue"), {"kueue.x-k8s.io/queue-name": "rl"}),
         ),
     ],
 )
-def test_the_gang_scheduler_finds_its_labels(scheduler: str, labels: dict[str, str]) -> None:
+def test_the_gang_scheduler_finds_its_labels(options: tuple[str, ...], labels: dict[str, str]) -> None:
     before = one(render(), "RayCluster")["metadata"]["labels"]
-    after = one(render(f"--set=learner.gang.scheduler={scheduler},learner.gang.queue=rl"), "RayCluster")
+    after = one(render(*options), "RayCluster")
     assert after["metadata"]["labels"] == before | labels
 
 
@@ -119,7 +126,7 @@ def test_servers_are_scaled_by_what_may_be_admitted() -> None:
 
 
 def test_every_metrics_port_is_scraped() -> None:
-    manifests = render(*OPTIONS, "--set=monitoring.release=prom,config.run=run1")
+    manifests = render(*FURTHER_OPTIONS)
     pods = [template for _, template in pod_templates(manifests)]
     services = of_kind(manifests, "Service")
     monitors = [*of_kind(manifests, "ServiceMonitor"), *of_kind(manifests, "PodMonitor")]
@@ -139,17 +146,19 @@ def test_every_metrics_port_is_scraped() -> None:
         assert endpoint["relabelings"] == [{"targetLabel": "run", "replacement": "run1"}]
 
 
-RUNBOOKS = "http://127.0.0.1:8080/console/runbooks.html"
+PUBLIC = (
+    *OPTIONS,
+    "--set=certManager.publicNamesOnly=true,gateway.tls.enabled=true",
+    "--set=monitoring.runbookUrl=https://wiki.example.com/penstock",
+)
 
 
 def test_alerts_and_dashboards_link_to_the_runbooks_of_the_deployment() -> None:
-    monitored = "--set=monitoring.enabled=true,monitoring.dashboards=true"
-    ingress = "--set=gateway.ingress.enabled=true,gateway.ingress.host=penstock.example.com"
-    for option, page in (
-        (ingress, "http://penstock.example.com/console/runbooks.html"),
-        ("--set=monitoring.runbookUrl=https://wiki.example.com/penstock", "https://wiki.example.com/penstock"),
+    for options, page in (
+        (OPTIONS, "https://penstock.example.org/console/runbooks.html"),
+        (PUBLIC, "https://wiki.example.com/penstock"),
     ):
-        manifests = render(monitored, option)
+        manifests = render(*options)
         [rules] = [rule["spec"]["groups"] for rule in of_kind(manifests, "PrometheusRule")]
         urls = [rule["annotations"]["runbook_url"] for group in rules for rule in group["rules"]]
         assert urls and {url.partition("#")[0] for url in urls} == {page}
@@ -159,7 +168,7 @@ def test_alerts_and_dashboards_link_to_the_runbooks_of_the_deployment() -> None:
 
 
 def test_alerts_and_dashboards_are_those_of_deploy() -> None:
-    manifests = render(*OPTIONS, f"--set=monitoring.runbookUrl={RUNBOOKS}")
+    manifests = render(*FURTHER_OPTIONS)
     dashboards = sorted((ROOT / "deploy" / "grafana" / "dashboards").glob("*.json"))
     assert dashboards
     maps = [m for m in of_kind(manifests, "ConfigMap") if m["metadata"]["labels"].get("grafana_dashboard") == "1"]
@@ -168,8 +177,8 @@ def test_alerts_and_dashboards_are_those_of_deploy() -> None:
     alerts = ROOT / "deploy" / "prometheus" / "alerts.yml"
     rules = [rule["spec"] for rule in of_kind(manifests, "PrometheusRule")]
     assert rules == ([yaml.safe_load(alerts.read_text())] if alerts.is_file() else [])
-    without = render("--set=monitoring.enabled=true,monitoring.rules=false")
-    assert not of_kind(without, "PrometheusRule")
+    without = render(*CHANGED)
+    assert of_kind(without, "ServiceMonitor") and not of_kind(without, "PrometheusRule")
 
 
 def test_the_certificate_names_the_service_and_the_ingress_uses_it() -> None:
@@ -181,7 +190,7 @@ def test_the_certificate_names_the_service_and_the_ingress_uses_it() -> None:
 
 
 def test_tls_reaches_everyone_who_calls_the_gateway(tmp_path: Path) -> None:
-    manifests = render(*OPTIONS, "--set=gateway.tls.enabled=true,gateway.namedKeys=true")
+    manifests = render(*FURTHER_OPTIONS)
     secret = one(manifests, "Certificate")["spec"]["secretName"]
     pod = one(manifests, "Deployment")["spec"]["template"]["spec"]
     volumes = {volume["name"]: volume.get("secret") for volume in pod["volumes"]}
@@ -234,7 +243,7 @@ def test_gateways_read_samples_from_the_learners_volume_if_every_node_can_mount_
 
     volumes, samples_dir = gateway_of()
     assert "learner-runs" in volumes and samples_dir == Path("/learner-runs")
-    volumes, samples_dir = gateway_of("--set=storage.runs.accessMode=ReadWriteOnce")
+    volumes, samples_dir = gateway_of(*CHANGED)
     assert "learner-runs" not in volumes and samples_dir is None
 
 
@@ -255,13 +264,13 @@ def test_compiled_code_is_on_a_volume_that_outlives_the_pods(tmp_path: Path) -> 
     folder, mounts = cached()
     assert folder == Path("/runs/_cache") and len(mounts) >= 3
     assert all("/runs" in paths for _, paths in mounts), mounts
-    folder, mounts = cached("--set=storage.cache.existingClaim=kernels")
+    folder, mounts = cached(*CHANGED)
     assert folder == Path("/cache")
     assert all("/cache" in paths for _, paths in mounts), mounts
 
 
 def test_a_certificate_of_a_public_authority_names_no_part_of_the_cluster() -> None:
-    public = render(*OPTIONS, "--set=certManager.publicNamesOnly=true,gateway.tls.enabled=true")
+    public = render(*PUBLIC)
     assert one(public, "Certificate")["spec"]["dnsNames"] == ["penstock.example.org"]
     words = one(public, "Pod")["spec"]["containers"][0]["command"]
     assert "--url=https://penstock.example.org" in words, "the certificate does not name the Service"
@@ -282,22 +291,25 @@ def test_the_notes_name_the_scheme_and_the_servers_that_there_are(tmp_path: Path
 
     plain = notes()
     assert "http://127.0.0.1:8080" in plain and "rollout servers  2, 1 GPU each" in plain
-    secured = notes("--set=gateway.tls.enabled=true,gateway.tls.secretName=mine")
-    assert "https://127.0.0.1:8080" in secured and "http://" not in secured
     url = "rollout.autoscaling.prometheusUrl=http://prometheus:9090"
-    scaled = notes(f"--set=rollout.autoscaling.enabled=true,rollout.autoscaling.maxReplicas=9,{url}")
-    assert "rollout servers  1 to 9" in scaled
+    changed = notes(
+        "--set=gateway.tls.enabled=true,gateway.tls.secretName=mine",
+        f"--set=rollout.autoscaling.enabled=true,rollout.autoscaling.maxReplicas=9,{url}",
+    )
+    assert "https://127.0.0.1:8080" in changed and "http://" not in changed
+    assert "rollout servers  1 to 9" in changed
 
 
 def test_a_number_that_set_makes_a_text_is_a_number_for_the_processes(tmp_path: Path) -> None:
-    learner = run_config(render("--set=config.learner.lr=2e-4"), tmp_path).learner
+    learner = run_config(render(*CHANGED), tmp_path).learner
     assert learner.lr == 2e-4
 
 
-@pytest.mark.parametrize("into", ["claim", "pod"])
-def test_every_pod_that_needs_the_model_fetches_it_or_waits_for_it(into: str, tmp_path: Path) -> None:
-    source = ROOT / "examples" / "arithmetic" / "model"
-    manifests = render(f"--set=modelDownload.source={source},modelDownload.into={into}")
+@pytest.mark.parametrize(("into", "options"), [("claim", FURTHER_OPTIONS), ("pod", CHANGED)], ids=["claim", "pod"])
+def test_every_pod_that_needs_the_model_fetches_it_or_waits_for_it(
+    into: str, options: tuple[str, ...], tmp_path: Path
+) -> None:
+    manifests = render(*options)
     fetching = {name: template["spec"] for name, template in pod_templates(manifests)
                 if "fetch-model" in str(template["spec"])}  # fmt: skip
     kinds = {"rollout", "learner", "ray-worker"} | ({"download"} if into == "claim" else set())

@@ -7,7 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from support.chart import OPTIONS, Manifest, needs_helm, of_kind, one, pod_templates, render
+from support.chart import (
+    CHANGED,
+    DIGEST,
+    FURTHER_OPTIONS,
+    OPTIONS,
+    Manifest,
+    needs_helm,
+    of_kind,
+    one,
+    pod_templates,
+    render,
+)  # fmt: skip
 
 pytestmark = needs_helm
 NEWEST = "1.35"
@@ -85,10 +96,7 @@ def test_kubernetes_takes_the_options(everything: list[Manifest]) -> None:
 
 
 def test_a_workload_s_own_option_wins_and_mappings_are_merged() -> None:
-    manifests = render(
-        "--set=podDefaults.nodeSelector.zone=a,podDefaults.priorityClassName=low,podDefaults.podLabels.team=rl",
-        "--set=rollout.priorityClassName=high,rollout.nodeSelector.gpu=h200,redis.podLabels.tier=store",
-    )
+    manifests = render(*CHANGED)
     rollout = one(manifests, "StatefulSet", "rollout")["spec"]["template"]["spec"]
     assert rollout["priorityClassName"] == "high" and rollout["nodeSelector"] == {"zone": "a", "gpu": "h200"}
     assert rollout["tolerations"] == [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
@@ -98,32 +106,26 @@ def test_a_workload_s_own_option_wins_and_mappings_are_merged() -> None:
 
 
 def test_images_come_from_a_registry_and_are_pinned_by_digest() -> None:
-    digest = "sha256:" + "a" * 64
-    manifests = render(
-        f"--set=images.registry=reg.example.org/team/,images.learner.digest={digest},images.rollout.tag=v9"
-    )
+    manifests = render(*CHANGED)
     images = {c["name"]: c["image"] for _, t in pod_templates(manifests) for c in t["spec"]["containers"]}
     assert images["gateway"] == "reg.example.org/team/penstock/services:0.1.0"
     assert images["rollout"] == "reg.example.org/team/penstock/rollout-vllm:v9"
-    assert images["learner"] == images["ray-worker"] == f"reg.example.org/team/penstock/learner@{digest}"
+    assert images["learner"] == images["ray-worker"] == f"reg.example.org/team/penstock/learner@{DIGEST}"
     assert images["redis"].startswith("redis:")
 
 
 def test_pods_have_the_identity_of_their_account() -> None:
-    role = "serviceAccount.annotations.eks\\.amazonaws\\.com/role-arn=arn:aws:iam::1:role/runs"
-    manifests = render(f"--set={role}")
+    manifests = render(*FURTHER_OPTIONS)
     account = one(manifests, "ServiceAccount")
     assert account["metadata"]["annotations"] == {"eks.amazonaws.com/role-arn": "arn:aws:iam::1:role/runs"}
     assert {t["spec"]["serviceAccountName"] for _, t in pod_templates(manifests)} == {account["metadata"]["name"]}
-    yours = render("--set=serviceAccount.create=false,serviceAccount.name=mine")
+    yours = render(*CHANGED)
     assert not of_kind(yours, "ServiceAccount")
     assert {t["spec"]["serviceAccountName"] for _, t in pod_templates(yours)} == {"mine"}
 
 
 def test_the_token_of_the_hub_is_a_file_for_pods_that_load_models_or_data() -> None:
-    manifests = render(
-        *OPTIONS, "--set=huggingFace.tokenSecret=hub,huggingFace.tokenKey=read,modelDownload.source=org/m"
-    )
+    manifests = render(*FURTHER_OPTIONS)
     with_token = set()
     for name, template in pod_templates(manifests):
         for container in [*template["spec"]["containers"], *template["spec"].get("initContainers", [])]:
@@ -139,7 +141,7 @@ def test_the_token_of_the_hub_is_a_file_for_pods_that_load_models_or_data() -> N
 
 
 def test_a_secret_of_the_csi_driver_is_mounted_by_every_pod_with_keys() -> None:
-    manifests = render("--set=secretName=mine,secretProviderClass=vault")
+    manifests = render(*CHANGED)
     for name, template in pod_templates(manifests):
         volumes = {volume["name"]: volume for volume in template["spec"]["volumes"]}
         if "keys" in volumes:

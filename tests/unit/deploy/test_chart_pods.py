@@ -9,6 +9,7 @@ import pytest
 
 from penstock.config.gpu_bundles import num_gpus
 from support.chart import (
+    CHANGED,
     OPTIONS,
     PLACEMENTS,
     VALUES,
@@ -23,11 +24,6 @@ from support.chart import (
 )  # fmt: skip
 
 pytestmark = needs_helm
-CHANGED = (
-    "--set=config.rollout.start_timeout_s=3600,rollout.drainSeconds=120,learner.driver.stopSeconds=400,"
-    "learner.protectFromEviction=true,gateway.replicas=2,networkPolicy.enabled=false"
-)
-"""Options of several tests that do not touch each other, so that each file of values is rendered once for all."""
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -59,10 +55,10 @@ OWN_ROLE = (
 @pytest.mark.parametrize(
     ("arguments", "placement", "groups"),
     [
-        (NO_REFERENCE, "standalone", ["policy"]),
+        (CHANGED, "standalone", ["policy"]),
+        (CHANGED, "split-collocate", ["policy"]),
         ((*ALL_ROLES, *OWN_ROLE), "split-collocate", ["policy-reference", "critic-reward-model-second-critic"]),
         *further(
-            (NO_REFERENCE, "split-collocate", ["policy"]),
             (ADAPTER, "standalone", ["policy"]),
             ((*ADAPTER, "--set=config.learner.reference.path=/models/other"), "standalone", ["policy", "reference"]),
             (ALL_ROLES, "standalone", ["policy", "reference", "critic", "reward-model"]),
@@ -78,7 +74,7 @@ def test_groups_exist_only_for_roles_that_the_run_needs(
     assert [group["groupName"] for group in one(manifests, "RayCluster")["spec"]["workerGroupSpecs"]] == groups
 
 
-@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize("values", [*VALUES[:2], *further(*VALUES[2:])])
 def test_every_pod_is_locked_down(values: str) -> None:
     manifests = render(*OPTIONS, values=values)
     assert one(manifests, "ServiceAccount")["automountServiceAccountToken"] is False
@@ -131,7 +127,7 @@ def test_secrets_come_by_reference_and_each_pod_gets_only_its_own() -> None:
     assert all("redis" not in key for name in keys if "-ray/" in name for key in keys[name])
 
 
-@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize("values", [*VALUES[:2], *further(*VALUES[2:])])
 def test_redis_passwords_are_files_and_in_no_argument_variable_or_config(values: str, tmp_path: Path) -> None:
     manifests = render(*OPTIONS, values=values)
     config = run_config(manifests, tmp_path)
@@ -166,7 +162,7 @@ def test_only_learner_and_gateway_reach_the_internal_port() -> None:
 
 @pytest.mark.parametrize("values", [*VALUES[:2], *further(*VALUES[2:])])
 def test_a_rollout_server_gets_its_start_budget_and_time_to_drain(values: str) -> None:
-    manifests = render(CHANGED, values=values)
+    manifests = render(*CHANGED, values=values)
     spec = one(manifests, "StatefulSet", "rollout")["spec"]["template"]["spec"]
     probe = spec["containers"][0]["startupProbe"]
     assert probe["periodSeconds"] * probe["failureThreshold"] > 3600
@@ -191,7 +187,7 @@ def test_what_serves_has_probes(values: str) -> None:
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_the_ray_pods_stay_until_the_learner_has_written_its_checkpoint(placement: str) -> None:
-    manifests = render(CHANGED, values=placement)
+    manifests = render(*CHANGED, values=placement)
     driver = one(manifests, "Job", "-learner-")["spec"]["template"]["spec"]
     assert driver["terminationGracePeriodSeconds"] == 400
     for name, template in pod_templates(manifests):
@@ -202,7 +198,7 @@ def test_the_ray_pods_stay_until_the_learner_has_written_its_checkpoint(placemen
 
 @pytest.mark.parametrize("values", [*VALUES[:2], *further(*VALUES[2:])])
 def test_evictions_are_bounded(values: str) -> None:
-    manifests = render(CHANGED, values=values)
+    manifests = render(*CHANGED, values=values)
     budgets = {
         m["metadata"]["name"].removeprefix("test-penstock-"): m["spec"]
         for m in of_kind(manifests, "PodDisruptionBudget")
@@ -242,7 +238,7 @@ def test_every_pod_has_a_network_policy(values: str) -> None:
     for name, template in pod_templates(manifests):
         labels = template["metadata"]["labels"]
         assert [policy for policy in policies if _selects(policy["spec"]["podSelector"], labels)], name
-    assert not of_kind(render(CHANGED, values=values), "NetworkPolicy")
+    assert not of_kind(render(*CHANGED, values=values), "NetworkPolicy")
 
 
 def _selects(selector: Manifest, labels: dict[str, str]) -> bool:
@@ -267,7 +263,7 @@ def test_one_pod_without_kuberay_holds_every_rank() -> None:
 
 
 def test_a_share_of_a_gpu_goes_by_its_own_name() -> None:
-    manifests = render("--set=gpuResource=nvidia.com/gpu.shared")
+    manifests = render(*CHANGED)
     limits = [
         container["resources"]["limits"]
         for _, template in pod_templates(manifests)
@@ -280,10 +276,9 @@ def test_a_share_of_a_gpu_goes_by_its_own_name() -> None:
 @pytest.mark.parametrize(
     "shares",
     [
-        {"policy": (4, 0.75)},
         {"policy": (4, 0.75), "reference": (2, 0.25)},
         *further(
-            {"policy": (4, 0.5)}, {"policy": (8, 0.3)}, {"policy": (2, 2)}, {"policy": (3, 0)},
+            {"policy": (4, 0.75)}, {"policy": (4, 0.5)}, {"policy": (8, 0.3)}, {"policy": (2, 2)}, {"policy": (3, 0)},
             {"policy": (2, 0.6), "reference": (2, 0.4)}, {"policy": (3, 0.7), "reference": (3, 0.3)},
         ),
     ],
@@ -304,8 +299,8 @@ def test_whole_gpus_are_counted_as_the_plan_does(
 
 
 def test_a_worker_pod_has_the_gpus_of_its_ranks() -> None:
-    ranks = "--set=config.learner.policy.num_ranks=4,config.learner.policy.gpus_per_rank=0.75"
-    policy, *_ = one(render(ranks), "RayCluster")["spec"]["workerGroupSpecs"]
+    """Four ranks with 0.75 of a GPU each."""
+    [policy] = one(render(*CHANGED), "RayCluster")["spec"]["workerGroupSpecs"]
     assert (policy["replicas"], policy["rayStartParams"]["num-gpus"]) == (1, "4")
 
 

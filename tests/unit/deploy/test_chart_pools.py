@@ -22,6 +22,7 @@ POOLS: list[dict[str, Any]] = [
         "image": {"repository": "penstock/rollout-sglang"},
     },
 ]  # fmt: skip
+TWO_SCALED = [POOLS[1] | {"drainSeconds": 90}, POOLS[1] | {"name": "more", "maxConcurrentGroups": 300}]
 
 
 def pooled(pools: list[dict[str, Any]]) -> str:
@@ -75,7 +76,7 @@ def test_a_spot_server_gives_its_prompts_back_within_a_notice_of_thirty_seconds(
     assert spot["metadata"]["labels"]["penstock/spot"] == "true"
     tolerated = {toleration["key"] for toleration in spot["spec"]["tolerations"]}
     assert {"nvidia.com/gpu", "cloud.google.com/gke-spot", "kubernetes.azure.com/scalesetpriority"} == tolerated
-    own = one(render(pooled([POOLS[1] | {"drainSeconds": 90}])), "StatefulSet", "rollout-spot")["spec"]["template"]
+    own = one(render(pooled(TWO_SCALED)), "StatefulSet", "rollout-spot")["spec"]["template"]
     assert own["spec"]["terminationGracePeriodSeconds"] == 105, "on clouds with a longer notice"
 
 
@@ -84,9 +85,8 @@ def test_scaled_pools_share_what_fixed_servers_leave() -> None:
     assert trigger["metadata"]["query"].startswith("clamp_min(max(")
     assert trigger["metadata"]["query"].endswith("- 256, 0) * 1"), "four servers of 64 groups are fixed"
     assert trigger["metadata"]["threshold"] == "100"
-    two = [POOLS[1], POOLS[1] | {"name": "more", "maxConcurrentGroups": 300}]
     shares = [s["spec"]["triggers"][0]["metadata"]["query"].rpartition("* ")[2]
-              for s in of_kind(render(pooled(two)), "ScaledObject")]  # fmt: skip
+              for s in of_kind(render(pooled(TWO_SCALED)), "ScaledObject")]  # fmt: skip
     assert shares == ["0.25", "0.75"]
 
 

@@ -8,7 +8,18 @@ from collections.abc import Iterator
 
 import pytest
 
-from support.chart import VALUES, FakeApiServer, Manifest, further, needs_helm, of_kind, one, render, run_helm
+from support.chart import (
+    CHANGED,
+    VALUES,
+    FakeApiServer,
+    Manifest,
+    further,
+    needs_helm,
+    of_kind,
+    one,
+    render,
+    run_helm,
+)  # fmt: skip
 
 pytestmark = needs_helm
 NAME = "test-penstock-keys"
@@ -52,7 +63,7 @@ def test_an_upgrade_keeps_the_keys_of_the_cluster_and_adds_missing_ones(cluster:
 
 
 def test_an_upgrade_does_not_replace_the_keys_of_the_former_default(cluster: FakeApiServer) -> None:
-    first = one(render(*cluster.arguments, values="no-gpu", anew=True), "Secret")
+    first = one(render(values="no-gpu"), "Secret")
     cluster.store(first | {"metadata": {"name": "penstock"}})
     result = run_helm("template", *cluster.arguments, "--is-upgrade", values="no-gpu")
     assert result.returncode != 0 and "set secretName to penstock" in result.stderr
@@ -62,6 +73,6 @@ def test_an_upgrade_does_not_replace_the_keys_of_the_former_default(cluster: Fak
 
 
 def test_a_secret_of_the_operator_is_used_as_it_is() -> None:
-    manifests = render("--set=secretName=mine")
+    manifests = render(*CHANGED)
     assert of_kind(manifests, "Secret") == []
     assert NAME not in json.dumps(manifests)

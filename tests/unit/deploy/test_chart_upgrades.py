@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from support.chart import FakeApiServer, needs_helm, one, render, run_helm
+from support.chart import CHANGED, REPLICAS, FakeApiServer, needs_helm, one, render, run_helm
 
 pytestmark = needs_helm
 SCALED = (
@@ -24,7 +24,7 @@ def cluster() -> Iterator[FakeApiServer]:
 
 def test_autoscaling_starts_with_the_servers_that_there_are(cluster: FakeApiServer) -> None:
     """Helm removes `replicas` from an object whose new manifest lacks it, and Kubernetes then sets 1."""
-    before = render("--set=rollout.replicas=7,gateway.replicas=3", values="no-gpu")
+    before = render(f"--set={REPLICAS}", values="no-gpu")
     cluster.store(one(before, "StatefulSet", "rollout"))
     cluster.store(one(before, "Deployment"))
     after = render(*cluster.arguments, *SCALED, values="no-gpu", anew=True)
@@ -51,7 +51,7 @@ def test_the_storage_of_redis_is_not_changed_by_an_upgrade(cluster: FakeApiServe
 
 
 def test_redis_is_replaced_by_a_rollback_and_stopped_last() -> None:
-    manifests = render("--set=learner.driver.stopSeconds=400,config.run=r1", values="standalone")
+    manifests = render(*CHANGED)
     spec = one(manifests, "StatefulSet", "redis")["spec"]
     assert spec["podManagementPolicy"] == "Parallel", "otherwise a broken pod is never replaced"
     pod = spec["template"]["spec"]

@@ -7,7 +7,7 @@ import re
 import pytest
 import yaml
 
-from support.chart import CHART, further, needs_helm, of_kind, pod_templates, render
+from support.chart import CHART, REPLICAS, further, needs_helm, of_kind, pod_templates, render
 from support.config_readers import Name, paths_read_from
 
 ENTRIES: dict[str, tuple[Name, ...]] = {
@@ -52,7 +52,7 @@ def checksums(*arguments: str, values: str) -> dict[str, str]:
     [
         ("config.learner.lr=1.0e-5", {"learner"}),
         ("config.learner.num_steps=7", {"learner", "gateway", "feed"}),
-        ("gateway.replicas=7", set()),
+        (REPLICAS, set()),
         *further(
             ("config.rollout.max_concurrent_groups=5", {"rollout"}),
             ("config.gateway.requests_per_s=5", {"gateway"}),

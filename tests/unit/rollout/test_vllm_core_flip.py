@@ -11,6 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch._dynamo
 
 from penstock_rollout.engines.vllm.version_stamps import VersionStamps
 from support.vllm_stand_ins import imported_beside
@@ -70,8 +72,15 @@ LOADED = [
 ]  # fmt: skip
 
 
+class UniProcExecutor:
+    """Stands in for vLLM's executor in EngineCore's process."""
+
+    def _init_executor(self) -> None: ...
+
+
 @pytest.fixture
-def flip(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The module that runs in EngineCore's process."""
     contents: dict[str, dict[str, Any]] = {
         "vllm": {}, "vllm.v1": {}, "vllm.v1.executor": {}, "vllm.model_executor": {},
         "vllm.v1.engine": {
@@ -84,13 +93,18 @@ def flip(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             "initialize_layerwise_reload": None, "finalize_layerwise_reload": None,
         },
         "vllm.v1.executor.multiproc_executor": {"MultiprocExecutor": object},
-        "vllm.v1.executor.uniproc_executor": {"UniProcExecutor": object},
+        "vllm.v1.executor.uniproc_executor": {"UniProcExecutor": UniProcExecutor},
         "penstock_rollout.engines.vllm.copies": {
             "Copies": None, "NamedTensors": None, "NotPlain": Exception, "learn": None,
         },
     }  # fmt: skip
     with imported_beside(monkeypatch, "penstock_rollout.engines.vllm.worker", contents) as module:
-        yield lambda core: module.flip(core, 6, ["sum"], "6.1", False)
+        yield module
+
+
+@pytest.fixture
+def flip(worker: Any) -> Any:
+    return lambda core: worker.flip(core, 6, ["sum"], "6.1", False)
 
 
 def test_an_idle_engine_flips_at_once(flip: Any) -> None:
@@ -139,6 +153,20 @@ def test_a_pause_that_fails_fails_the_call_and_loads_nothing(flip: Any) -> None:
     with pytest.raises(RuntimeError, match="was not cleared"):
         flipped.result(0)
     assert core.done == [PAUSE]
+
+
+@pytest.mark.parametrize("is_disabled", [True, False])
+def test_a_core_whose_server_has_imported_torch_compiles_nothing_on_a_cpu(
+    worker: Any, is_disabled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """start.py sets the variable, too late for a process that is forked from one that has read it. vLLM compiles a
+    comparison for the ranks of log-probs, which takes seconds in the first answer."""
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", str(int(is_disabled)))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(worker, "prepare_process", lambda: None)
+    with torch._dynamo.config.patch(disable=False):
+        worker.InProcessExecutor()._init_executor()
+        assert torch._dynamo.config.disable is is_disabled
 
 
 async def test_own_stamps_change_at_the_mark_even_if_nobody_has_read_the_answer() -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from penstock.api.conversion import chat_message
 from penstock.codec import decode_group, encode_group
 from penstock.config.service import ReplayConfig, SessionLimits
+from penstock.store.ownership import RUN_ITSELF
 from penstock.trajectory import Group, Sampling, Trajectory, VersionSegment
 from penstock.v1 import generate_pb2, groups_pb2, prompts_pb2
 from penstock_learner.loop.batches import reason_to_discard
@@ -152,7 +153,7 @@ class Harness:
             ids = [*chosen.prompt, *chosen.ids, USER, 5] if chosen else [USER, 5]
             request.token_ids = np.array(ids, dtype="<i4").tobytes()
         recorder = self.draw(st.sampled_from(self.recorders))
-        call = await recorder.prepare(request)
+        call = await recorder.prepare(request, RUN_ITSELF)
         self.running.append(Running(recorder, call, request, continues, messages, text))
 
     async def end(self) -> None:
@@ -305,13 +306,13 @@ def test_an_answer_is_known_by_what_it_says(sent: dict[str, Any], matches: bool)
             text="a b", token_ids=np.array([5, 4, 6, 0], dtype="<i4").tobytes(),
             log_probs=np.zeros(4, dtype="<f4").tobytes(), prompt_token_ids=np.array([1], dtype="<i4").tobytes(),
         )  # fmt: skip
-        await recorder.record(await recorder.prepare(request), chunk, request)
+        await recorder.record(await recorder.prepare(request, RUN_ITSELF), chunk, request)
         fields = {name: value for name, value in sent.items() if name != "content"}
         answer = prompts_pb2.Message(role="assistant", content=sent["content"])
         if fields:
             answer.fields_json = json.dumps(fields)
         request = generate_pb2.GenerateRequest(session_id=SESSION, messages=[question, answer, question])
-        await recorder.prepare(request)
+        await recorder.prepare(request, RUN_ITSELF)
         assert len(request.messages) == (1 if request.history_token_ids else 3)
         return request.history_token_ids
 

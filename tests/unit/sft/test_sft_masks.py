@@ -150,6 +150,17 @@ def test_a_tokenizer_that_merges_over_the_boundary_trains_what_follows_the_promp
     assert tuple(whole) != example.token_ids, "the case is the one that it says"
 
 
+def test_arguments_of_a_tool_call_are_rendered_as_in_a_rollout() -> None:
+    """OpenAI's API has them as JSON text. Templates would quote that once more, and a rollout gives them objects."""
+
+    def chat(arguments: Any) -> list[dict[str, Any]]:
+        call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+        return [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+
+    as_text, as_object = found(QWEN, chat('{"a": 1}')), found(QWEN, chat({"a": 1}))
+    assert as_text == as_object and '"arguments": {"a": 1}' in as_text[0][1]
+
+
 def test_tool_calls_are_trained_and_results_are_not() -> None:
     call = {"function": {"name": "add", "arguments": {"a": 1}}}
     chat = [

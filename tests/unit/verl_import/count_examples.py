@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from penstock.errors import PenstockError
-from penstock_tools.verl_import.imported import import_words
+from penstock_tools.verl_import.command import import_words
 
 ENTRY = re.compile(r"main_(ppo|dapo|generation|eval)\b")
 

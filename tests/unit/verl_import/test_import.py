@@ -14,8 +14,7 @@ from penstock.cli import main as cli
 from penstock.config.loading import load_config
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError
-from penstock_tools.verl_import.command import config_text
-from penstock_tools.verl_import.imported import Imported, import_words
+from penstock_tools.verl_import.command import Imported, config_text, import_words
 from penstock_tools.verl_import.keys import CONVERTERS, KEYS_BY_PROGRAM, look_up
 
 GRPO = (

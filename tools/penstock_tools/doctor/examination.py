@@ -3,6 +3,7 @@ user: what that user may not read becomes a warning."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import socket
@@ -42,16 +43,13 @@ async def examine(config: RunConfig) -> list[Finding]:
     """Run every check, in the order in which the findings are shown. Without an answer from Redis, the checks that need
     it are skipped. It is not a fault that the private Redis of a stopped run does not answer."""
     findings = [*check_ports(config), check_disk(config), *check_gpus(config), *check_sandbox(config)]
-    client = connect(config.redis)
-    try:
+    async with contextlib.aclosing(connect(config.redis)) as client:
         redis_findings = await check_redis(client, config)
         if is_stopped(config.folder) and any(finding.level == "fail" for finding in redis_findings):
             return [*check_stopped(config), *findings]
         findings += redis_findings
         if all(finding.check != "redis" or finding.level != "fail" for finding in redis_findings):
             findings += [await check_clock(client), *await check_run(client, config)]
-    finally:
-        await client.aclose()
     return findings
 
 

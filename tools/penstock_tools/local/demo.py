@@ -8,8 +8,7 @@ import json
 import random
 import signal
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -22,6 +21,7 @@ from penstock.config.run import RunConfig
 from penstock.diagnosis.facts import NO_LEARNER
 from penstock.diagnosis.terminal import sparkline
 from penstock.errors import ConfigError, Conflict, DeadlineExceeded
+from penstock.feed.dataset_feed import seeded
 from penstock.feed.datasets import read_prompts
 from penstock.trajectory import Prompt, Sampling
 from penstock_tools.local.display import Display, make_display
@@ -89,14 +89,10 @@ def _prompts(config: RunConfig) -> tuple[Iterator[Prompt], list[Prompt]]:
     order = random.Random(config.seed)
     epochs = (order.sample(problems, len(problems)) for _ in itertools.count())
     train = itertools.chain.from_iterable(epochs)
-    return _seeded(train, config.seed, demo.num_samples), list(_seeded(heldout, config.seed, demo.heldout_samples))
-
-
-def _seeded(prompts: Iterable[Prompt], seed: int, num_samples: int) -> Iterator[Prompt]:
-    """Give every sample of every prompt its own seed."""
-    base = seed * 1_000_003
-    for index, prompt in enumerate(prompts):
-        yield replace(prompt, sampling=replace(prompt.sampling, seed=base + index * num_samples))
+    return (
+        (seeded(prompt, config.seed, number) for number, prompt in enumerate(train)),
+        [seeded(prompt, config.seed, number) for number, prompt in enumerate(heldout)],
+    )
 
 
 async def _evaluate(run: LocalRun, evaluation_id: str, prompts: list[Prompt], news: News) -> float:

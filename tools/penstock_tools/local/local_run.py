@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import json
 import logging
@@ -163,22 +164,17 @@ class LocalRun:
 
     async def _record_start(self) -> None:
         """Record that the learner is about to start, so that a run that is continued is not shown as stopped."""
-        client = connect(self.config.redis)
-        try:
+        async with contextlib.aclosing(connect(self.config.redis)) as client:
             await Phases(client, self.config.run).enter(LEARNER, PROCESS_STARTED, is_first=True)
-        finally:
-            await client.aclose()
 
     async def _record(self, restart: Restart) -> None:
         """Record a notice, which the run's state shows until the run is resumed."""
-        client = connect(self.config.redis)
-        try:
-            event = Event("process_restarted", restart.name, f"{restart.text}; `penstock up` starts it again")
-            await Notices(client, self.config.run).record(event)
-        except PenstockError as error:
-            logger.warning("cannot record the restart of %s: %s", restart.name, error)
-        finally:
-            await client.aclose()
+        event = Event("process_restarted", restart.name, f"{restart.text}; `penstock up` starts it again")
+        async with contextlib.aclosing(connect(self.config.redis)) as client:
+            try:
+                await Notices(client, self.config.run).record(event)
+            except PenstockError as error:
+                logger.warning("cannot record the restart of %s: %s", restart.name, error)
 
     def _start_redis(self) -> None:
         if self.config.redis.url:

@@ -98,19 +98,6 @@ class Announcements:
 _EVERY_COUNT = 2**63
 
 
-def buried_everything(run: Run) -> str:
-    """Why a run has nothing to train on, if every prompt of its submitted dataset was dead-lettered; else empty."""
-    queue = run.queue
-    if queue.inserted or queue.pending_prompts or queue.in_flight or not queue.dead_lettered:
-        return ""
-    failed = [notice.text for notice in run.notices if notice.kind == "prompt_failed"]
-    why = f"; the first failure: {failed[-1]}" if failed else ""
-    return (
-        f"all {queue.dead_lettered} prompts were dead-lettered, and there is nothing to train on{why}; correct the "
-        "dataset, the model's chat template or rollout.prompt, and start a new run"
-    )
-
-
 def waiting_for(run: Run, before: Run) -> str:
     """What the parts of a starting run are doing; empty once it trains. `before` was its status before the start."""
     new_parts = [part for part in run.parts if part not in before.parts]

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -104,13 +104,13 @@ class Sessions:
         for leaders in (self.first, self.last):
             for pid in leaders:
                 _signal(pid, signal.SIGTERM)
-            _wait(lambda leaders=leaders: not _alive_in(leaders), grace_s)  # type: ignore[misc]
-            deadline = time.monotonic() + KILL_S
-            while (left := _alive_in(leaders)) and time.monotonic() < deadline:
-                print(f"killing {left}, which did not stop in {grace_s:g} s", flush=True)
-                for pid in left:
-                    _signal(pid, signal.SIGKILL)
-                _wait(lambda leaders=leaders: not _alive_in(leaders), 1.0)  # type: ignore[misc]
+            deadline = time.monotonic() + grace_s
+            while (left := _alive_in(leaders)) and (passed_s := time.monotonic() - deadline) < KILL_S:
+                if passed_s >= 0:
+                    print(f"killing {left}, which did not stop in {grace_s:g} s", flush=True)
+                    for pid in left:
+                        _signal(pid, signal.SIGKILL)
+                time.sleep(POLL_S)
 
 
 def _alive_in(leaders: set[int]) -> list[int]:
@@ -127,12 +127,6 @@ def _alive_in(leaders: set[int]) -> list[int]:
 def _signal(pid: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
-
-
-def _wait(is_over: Callable[[], bool], timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not is_over() and time.monotonic() < deadline:
-        time.sleep(POLL_S)
 
 
 def main() -> int:

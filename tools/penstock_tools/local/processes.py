@@ -15,13 +15,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO
 
 import psutil
 
 from penstock.api.records import Server
-from penstock.errors import ProcessDied
+from penstock.errors import ConfigError, ProcessDied
 from penstock_tools.local.orphan_cleanup import GRACE_S, OrphanCleanup
 
 QUIET_S = 3.0
@@ -69,13 +70,15 @@ class Child:
         code = self.process.returncode
         return code is not None and (code < 0 or code > 128)
 
-    def error(self) -> ProcessDied:
-        """Describe in one line how the process ended, its last error message, and where its log is."""
+    def error(self) -> ConfigError | ProcessDied:
+        """Describe in one line how the process ended, its last error message, and where its log is. A ConfigError if
+        it ended with WRONG_INPUT."""
         code = self.process.returncode
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         how = self.why_killed or how
         last_line = last_error_line(self.log, self.log_start)
-        return ProcessDied(f"{self.name} {how}{': ' + last_line if last_line else ''} (log: {self.log})")
+        kind = ConfigError if code == WRONG_INPUT else ProcessDied
+        return kind(f"{self.name} {how}{': ' + last_line if last_line else ''} (log: {self.log})")
 
 
 def last_error_line(log: Path, start: int = 0) -> str:
@@ -84,13 +87,10 @@ def last_error_line(log: Path, start: int = 0) -> str:
         lines = log.read_bytes()[start:].decode(errors="replace").splitlines()
     except OSError:
         return ""
-    for line in reversed(lines[-200:]):
-        if "error: " in line:
-            return line.split("error: ", 1)[1].strip()
-    for line in reversed(lines[-200:]):
-        if "Error: " in line:
-            return line.strip()
-    return ""
+    newest = lines[-200:][::-1]
+    errors = (line.split("error: ", 1)[1] for line in newest if "error: " in line)
+    exceptions = (line for line in newest if "Error: " in line)
+    return next(errors, next(exceptions, "")).strip()
 
 
 class ProcessGroup:
@@ -131,7 +131,7 @@ class ProcessGroup:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=None if ends_last else _end_with_parent,  # noqa: PLW1509  (one system call, no lock)
+                preexec_fn=None if ends_last else partial(_prctl, _PR_SET_PDEATHSIG, signal.SIGTERM),  # noqa: PLW1509  (one system call, no lock)
                 pass_fds=(self.held_file.fileno(),) if ends_last and self.held_file is not None else (),
                 env={**os.environ, **(environment or {})},
             )
@@ -167,7 +167,7 @@ class ProcessGroup:
     def kill(self, child: Child, why: str) -> None:
         """Kill a child that hangs, with its descendants. `why` follows its name in `Child.error`."""
         child.why_killed = why
-        self._kill_tree(child.process.pid)
+        _kill(reversed(_tree(child.process.pid)))
 
     def remove(self, child: Child) -> None:
         self.children.remove(child)
@@ -198,7 +198,7 @@ class ProcessGroup:
                 try:
                     self._wait_for_end(child)
                 except subprocess.TimeoutExpired:
-                    self._kill_tree(child.process.pid)
+                    _kill(reversed(_tree(child.process.pid)))
                     child.process.wait(10)
         self._kill_leftovers()
         if self._cleanup is not None:
@@ -213,10 +213,6 @@ class ProcessGroup:
             self.on_wait(f"waiting for {child.name} to end, at most {child.stop_timeout_s:.0f} s (log: {child.log})")
             child.process.wait(child.stop_timeout_s - quiet_s)
 
-    def _kill_tree(self, pid: int) -> None:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            _kill(reversed(_tree(psutil.Process(pid))))
-
     def _kill_session(self, leader: int) -> None:
         left = []
         for process in psutil.Process().children(recursive=True):
@@ -229,7 +225,9 @@ class ProcessGroup:
     def _kill_leftovers(self) -> None:
         deadline = time.monotonic() + 10
         spared = self._others | ({self._cleanup.pid} if self._cleanup else set())
-        while leftovers := [p for root in psutil.Process().children() if root.pid not in spared for p in _tree(root)]:
+        while leftovers := [
+            p for root in psutil.Process().children() if root.pid not in spared for p in _tree(root.pid)
+        ]:
             _kill(leftovers)
             psutil.wait_procs(leftovers, timeout=2)
             if time.monotonic() > deadline:
@@ -242,15 +240,13 @@ def _kill(processes: Iterable[psutil.Process]) -> None:
             process.kill()
 
 
-def _tree(root: psutil.Process) -> list[psutil.Process]:
+def _tree(pid: int) -> list[psutil.Process]:
+    """A process and its descendants; empty if it has ended."""
     try:
+        root = psutil.Process(pid)
         return [root, *root.children(recursive=True)]
     except psutil.NoSuchProcess:
         return []
-
-
-def _end_with_parent() -> None:
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _prctl(option: int, value: int) -> None:

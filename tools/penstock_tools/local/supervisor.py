@@ -11,20 +11,18 @@ from pathlib import Path
 
 from penstock.api.records import Run
 from penstock.config.run import RunConfig
-from penstock.errors import DeadlineExceeded, InvalidInput, NotFound, ProcessDied, Unavailable
+from penstock.errors import ConfigError, DeadlineExceeded, NotFound, ProcessDied, Unavailable
 from penstock.feed.feed_process import feed_file
 from penstock.feed.validation import evaluation_id, read_results, result_line, validated_steps
 from penstock_tools.local.display import SHOWN_METRICS, Display, History, LineDisplay
 from penstock_tools.local.local_run import LocalRun
-from penstock_tools.local.log_lines import PAUSED_STATES, Announcements, buried_everything, waiting_for
+from penstock_tools.local.log_lines import PAUSED_STATES, Announcements, waiting_for
 
 POLL_S = 0.5
 ANSWER_S = 0.5
 """How long the gateway may take to answer. `LocalRun.check` tells why it does not."""
 STATUS_POLLS = 2
 """The run's status is read after this many polls, and its news are printed."""
-BURIED_LOOKS = 5
-"""A dataset counts as dead-lettered as a whole once this many statuses in a row say so."""
 PROGRESS_POLLS = 20
 VALIDATIONS = "validation.jsonl"
 
@@ -44,7 +42,7 @@ async def supervise(config: RunConfig) -> bool:
     display.say(f"run {config.run}: starting Redis and the gateway; logs and checkpoints in {config.folder}")
     async with LocalRun(config, workers_at_once=True) as run:
         display.say(f"console and REST at {run.console}, after {time.monotonic() - started:.1f} s")
-        news, buried = await News.open(run, display), BuriedDataset(config)
+        news = await News.open(run, display)
         display.begin_at(news.status.step)
         run.start_workers()
         # A run that only validates prints what was found before too: a policy is not validated twice.
@@ -57,7 +55,7 @@ async def supervise(config: RunConfig) -> bool:
             await check_and_say(run, display)
             has_said_plan = has_said_plan or _say_plan(run, display)
             if poll % STATUS_POLLS == 0:
-                buried.check(await news.say())
+                await news.say()
                 run.end_hung(news.status.servers if news.is_new else None)
                 print_validations(run.folder / VALIDATIONS, display, validated)
             if poll % PROGRESS_POLLS == PROGRESS_POLLS - 1:
@@ -74,31 +72,15 @@ async def supervise(config: RunConfig) -> bool:
         return signal.SIGINT in received and not run.learner_finished
 
 
-class BuriedDataset:
-    """Ends a run whose whole dataset was dead-lettered, which would wait forever."""
-
-    def __init__(self, config: RunConfig) -> None:
-        self.file = config.dataset.file
-        self._num_looks = 0
-
-    def check(self, status: Run) -> None:
-        """Raise InvalidInput once BURIED_LOOKS statuses in a row say so. Without a dataset, clients may submit more."""
-        reason = buried_everything(status) if self.file is not None else ""
-        self._num_looks = self._num_looks + 1 if reason else 0
-        if self._num_looks == BURIED_LOOKS:
-            raise InvalidInput(str(self.file), reason)
-
-
 async def check_and_say(run: LocalRun, display: LineDisplay) -> None:
-    """Raise ProcessDied if a process whose death ends the run has died. Its name is printed before the others stop."""
+    """Raise `Child.error` of a process whose death ends the run. Its name is printed before the others stop."""
     try:
         await run.check()
-    except ProcessDied as error:
+    except (ConfigError, ProcessDied) as error:
         name = str(error).partition(" ")[0]
         display.say(f"{name} has died; stopping the others, which may take a minute")
-        raise ProcessDied(
-            f"{error}; fix the cause and start the run again: it continues from its last checkpoint"
-        ) from error
+        again = "fix the cause and start the run again: it continues from its last checkpoint"
+        raise type(error)(f"{error}; {again}") from error
 
 
 def _progress(status: Run) -> tuple[Run, History]:

@@ -1,8 +1,8 @@
 """Keeps the answers of an offline generation on disk, so that an interrupted one can continue.
 
-Finished rows are written to parts in a folder next to the output, `answers.parquet.parts`, with the settings they were
-made with. A part is whole or absent, and no row is in two parts. Once all rows are there, `finish` merges the parts
-into `answers.parquet` in the order of the dataset and removes the folder.
+Finished rows are written to parts in a folder next to the output, `answers.parquet.parts`. Each part has the settings
+that its rows were made with, is whole or absent, and no row is in two parts. Once all rows are there, `finish` merges
+the parts into `answers.parquet` in the order of the dataset and removes the folder.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from pyarrow import parquet
+from pyarrow import dataset, parquet
 
 from penstock.errors import InvalidInput
 from penstock.trajectory import Prompt
@@ -55,11 +55,6 @@ class AnswerRow:
     finish_reasons: list[str] = field(default_factory=list)
     rewards: list[float] | None = None
     error: str | None = None
-
-
-def to_table(rows: list[AnswerRow]) -> Any:
-    columns = [pa.array([getattr(row, field.name) for row in rows], field.type) for field in ROW_SCHEMA]
-    return pa.Table.from_arrays(columns, schema=ROW_SCHEMA)
 
 
 @dataclass
@@ -163,13 +158,12 @@ class AnswerStore:
     def __enter__(self) -> Self:
         try:
             self._open()
-        except OSError as error:
+        except (InvalidInput, OSError) as error:
             self._release()
+            if isinstance(error, InvalidInput):
+                raise
             reason = f"cannot be written ({error.strerror}); choose another --output"
             raise InvalidInput(str(self.output), reason) from error
-        except InvalidInput:
-            self._release()
-            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -195,8 +189,8 @@ class AnswerStore:
             rows = self._waiting[:]
             if not rows:
                 return
-            table = to_table(rows)
-            with _whole(self.folder / f"part-{self._num_parts:06d}.parquet", self.folder) as partial:
+            table = pa.Table.from_pylist([vars(row) for row in rows], schema=self._schema())
+            with written_whole(self.folder / f"part-{self._num_parts:06d}.parquet", self.folder) as partial:
                 parquet.write_table(table, partial, compression="zstd")
             self._num_parts += 1
             del self._waiting[: len(rows)]
@@ -206,17 +200,15 @@ class AnswerStore:
         """Merge the parts into the output file. Every row must have been added."""
         self.write_part()
         prompt_table = pa.table(prompt_columns(prompts))
-        metadata = {SETTINGS_KEY: json.dumps(self.settings)}
-        schema = pa.schema([*ROW_SCHEMA, *prompt_table.schema], metadata=metadata)
-        part_of_row = {
-            row: part for part in self._parts() for row in parquet.read_table(part, columns=["row"])["row"].to_pylist()
-        }
+        schema = self._schema(*prompt_table.schema)
+        parts = dataset.dataset([str(part) for part in self._parts()], schema=ROW_SCHEMA)
         with (
-            _whole(self.output, self.folder) as partial,
+            written_whole(self.output, self.folder) as partial,
             parquet.ParquetWriter(partial, schema, compression="zstd") as writer,
         ):
             for start in range(0, len(prompts), MERGE_ROWS):
-                answers = _gather(part_of_row, range(start, min(start + MERGE_ROWS, len(prompts))))
+                is_next = (pc.field("row") >= start) & (pc.field("row") < start + MERGE_ROWS)
+                answers = parts.to_table(filter=is_next).sort_by("row")
                 questions = prompt_table.slice(start, MERGE_ROWS)
                 writer.write_table(pa.table([*answers.columns, *questions.columns], schema=schema))
         shutil.rmtree(self.folder)
@@ -231,11 +223,14 @@ class AnswerStore:
             self.folder.mkdir(exist_ok=True)
             self._take_lock()
         if not self.output.exists():
-            self._read_parts()
+            for part in self._parts():
+                self._read(part, self.folder)
+                self._num_parts = int(part.stem.rpartition("-")[2]) + 1
             return
         with contextlib.suppress(OSError):
             self.folder.rmdir()  # another process finished between the two checks
-        self._read_finished()
+        self._read(self.output, self.output)
+        self.finished = True
 
     def _release(self) -> None:
         if self._lock is not None:
@@ -249,28 +244,15 @@ class AnswerStore:
         except BlockingIOError as error:
             raise InvalidInput(str(self.output), "is being written by another process; wait for it") from error
 
-    def _read_finished(self) -> None:
+    def _read(self, file: Path, where: Path) -> None:
+        """Count the rows of a part or of the output file. Raises InvalidInput, which names `where`, if they were made
+        with other settings."""
         try:
-            table = parquet.read_table(self.output, columns=ROW_SCHEMA.names)
+            table = parquet.read_table(file, columns=ROW_SCHEMA.names)
         except (pa.ArrowException, OSError) as error:
             reason = "exists and is not a file of answers; choose another --output"
-            raise InvalidInput(str(self.output), reason) from error
-        self._check_settings(json.loads((table.schema.metadata or {}).get(SETTINGS_KEY, b"{}")), self.output)
-        self._count(table)
-        self.finished = True
-
-    def _read_parts(self) -> None:
-        path = self.folder / "settings.json"
-        if path.exists():
-            self._check_settings(json.loads(path.read_text()), self.folder)
-        else:
-            with _whole(path, self.folder) as partial:
-                partial.write_text(json.dumps(self.settings, indent=1))
-        for part in self._parts():
-            self._count(parquet.read_table(part, schema=ROW_SCHEMA))
-            self._num_parts = int(part.stem.rpartition("-")[2]) + 1
-
-    def _check_settings(self, found: dict[str, str], where: Path) -> None:
+            raise InvalidInput(str(where), reason) from error
+        found = json.loads((table.schema.metadata or {}).get(SETTINGS_KEY, b"{}"))
         for name, value in self.settings.items():
             if found.get(name) != value:
                 raise InvalidInput(
@@ -278,28 +260,27 @@ class AnswerStore:
                     f"holds answers with {name} {found.get(name, 'unknown')!r}, not {value!r}; "
                     "remove it, or choose another --output",
                 )
-
-    def _count(self, table: Any) -> None:
         self.rows.update(table["row"].to_pylist())
         self.totals.add(table)
+
+    def _schema(self, *further: Any) -> Any:
+        return pa.schema([*ROW_SCHEMA, *further], metadata={SETTINGS_KEY: json.dumps(self.settings)})
 
     def _parts(self) -> list[Path]:
         return sorted(self.folder.glob("part-*.parquet"))
 
 
-def _gather(part_of_row: Mapping[int, Path], rows: range) -> Any:
-    """Read these rows in their order. Neighbouring rows finish close together, so they lie in few parts."""
-    parts = dict.fromkeys(part_of_row[row] for row in rows)
-    wanted = (pc.field("row") >= rows.start) & (pc.field("row") < rows.stop)
-    tables = (parquet.read_table(part, schema=ROW_SCHEMA).filter(wanted) for part in parts)
-    return pa.concat_tables(tables).sort_by("row")
-
-
 @contextlib.contextmanager
-def _whole(path: Path, folder: Path) -> Iterator[Path]:
-    """A temporary name in `folder`. What the block writes there is flushed and renamed to `path`."""
+def written_whole(path: Path, folder: Path) -> Iterator[Path]:
+    """A temporary name in `folder`. What the block writes there is flushed and renamed to `path`, or removed if the
+    block raises."""
     partial = folder / f"{path.name}.partial"
-    yield partial
-    with partial.open("rb") as file:
-        os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        yield partial
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise

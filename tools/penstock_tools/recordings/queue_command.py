@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,15 +37,12 @@ async def _run(args: argparse.Namespace) -> int:
     from penstock.replay.inspection import QueueInspector
     from penstock.store.redis_client import connect
 
-    client = connect(target.redis)
-    try:
+    async with aclosing(connect(target.redis)) as client:
         inspector = QueueInspector(client, target.run, target.replay)
         if not args.may_start_queue:
             await inspector.check_exists()
         command: Callable[[argparse.Namespace, QueueInspector], Awaitable[int]] = args.command
         return await command(args, inspector)
-    finally:
-        await client.aclose()
 
 
 # ── options ──
@@ -261,7 +258,7 @@ WAIT_S = 600.0
 
 
 async def _export(args: argparse.Namespace, inspector: QueueInspector) -> int:
-    from penstock_tools.recordings.transfer import export_groups
+    from penstock_tools.recordings.recording import export_groups
 
     if args.file.exists() and not args.force:
         raise InvalidInput(str(args.file), "exists; choose another name or add --force")
@@ -277,7 +274,7 @@ async def _export(args: argparse.Namespace, inspector: QueueInspector) -> int:
 
 
 async def _import(args: argparse.Namespace, inspector: QueueInspector) -> int:
-    from penstock_tools.recordings.transfer import import_groups
+    from penstock_tools.recordings.recording import import_groups
 
     with _progress("importing") as advance:
         num_groups, num_before = await import_groups(

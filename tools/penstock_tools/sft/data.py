@@ -25,6 +25,7 @@ from penstock.config.run import RunConfig
 from penstock.errors import InvalidInput
 from penstock.feed.datasets import MEDIA_COLUMNS, matching_files, read_messages, read_rows, shown_files
 from penstock_learner.batches.sequence_batch import SequenceBatch
+from penstock_rollout.tokenization import with_argument_objects
 
 # ── which tokens of a conversation are trained ──
 
@@ -140,7 +141,7 @@ class ConversationMasks:
             )
         try:
             text: str = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
+                [with_argument_objects(message) for message in messages],
                 tools=list(tools) or None,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,

@@ -19,16 +19,16 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # exported, but not listed
 
-from penstock.config.learner import CheckpointConfig, SftConfig
+from penstock.config.learner import SftConfig
 from penstock.config.run import RunConfig
 from penstock.errors import CheckpointDamaged, ConfigError, InvalidInput, TrainingDiverged
 from penstock.feed.dataset_feed import EpochOrder, require_drawn
@@ -37,7 +37,7 @@ from penstock_learner.algorithms.aggregation import apply_mask
 from penstock_learner.batches.partition import partition
 from penstock_learner.batches.sequence_batch import SequenceBatch
 from penstock_learner.checkpoint_files import FileRecord
-from penstock_learner.checkpoints.store import CheckpointStore, verify_in_this_process
+from penstock_learner.checkpoints.store import CheckpointStore, first_intact
 from penstock_learner.checkpoints.trainer_state import TrainerState, read_state
 from penstock_learner.loggers.step_loggers import StepLoggers, check_loggers, open_loggers
 from penstock_learner.model.attention.sequence_parallel import make_sequence_parallel
@@ -50,6 +50,11 @@ from penstock_learner.roles.policy import open_policy
 from penstock_learner.roles.trainer import TrainerRank
 from penstock_tools.export import export
 from penstock_tools.sft.data import ExampleReader, Examples, Row, batch_of_examples
+
+logger = logging.getLogger(__name__)
+DATA_FILE = "sft.json"
+STORE_ID = "sft"
+"""Stands where a learner's checkpoint names its Redis, so that no learner takes it for one of its own."""
 
 # ── one process: its part of the model, an optimizer step, and the loss of held-out rows ──
 
@@ -150,93 +155,7 @@ class SupervisedRank(TrainerRank):
         return coefficient / self.num_sharing * int(micro.loss_mask.sum()) / num_trained * balance.loss
 
 
-# ── checkpoints in the learner's own form, which `penstock export` reads too ──
-
-
-logger = logging.getLogger(__name__)
-DATA_FILE = "sft.json"
-STORE_ID = "sft"
-"""Stands where a learner's checkpoint names its Redis, so that no learner takes it for one of its own."""
-
-
-class SupervisedCheckpoints:
-    """The checkpoints of one output folder. All methods are collective, and training waits for them.
-
-    `sft.json` of a checkpoint holds the fingerprint of the data, so that a training is never continued with other rows
-    or another order. Every rank writes its shards, then rank 0 makes the checkpoint durable."""
-
-    def __init__(self, folder: Path, config: CheckpointConfig, rank: SupervisedRank, fingerprint: str) -> None:
-        self.store = CheckpointStore(folder, config.keep)
-        self.config = config
-        self.rank = rank
-        self.fingerprint = fingerprint
-        self.term = 0
-
-    def restore(self) -> int:
-        """Load the newest intact checkpoint that `learner.checkpoint.resume` allows. Returns its step, or 0."""
-        found: list[tuple[Path | None, int]] = [(None, 0)]
-        if self.rank.rank == 0:
-            found[0] = (self._newest_intact(), self.store.newest_term())
-        dist.broadcast_object_list(found)
-        path, term = found[0]
-        self.term = term if self.config.resume == "auto" else term + 1
-        if path is None:
-            return 0
-        self._require_same_data(path)
-        self.rank.restore(path)
-        step = read_state(path).step
-        logger.info("continuing after step %d, from %s", step, path)
-        return step
-
-    def save(self, step: int) -> Path:
-        """Write a checkpoint. It is durable when this returns. The path is right on every rank."""
-        partial = self.store.partial_path(step, self.term)
-        if self.rank.rank == 0:
-            self.store.partial_folder(step, self.term)
-            (partial / DATA_FILE).write_text(json.dumps({"fingerprint": self.fingerprint}))
-        dist.barrier()
-        with self.store.writing(partial):
-            self.rank.stage(partial)
-            records = self.rank.finish_saving()
-        of_ranks: list[dict[str, FileRecord]] = [{}] * self.rank.world_size
-        dist.all_gather_object(of_ranks, records)
-        if self.rank.rank == 0:
-            shards = {name: record for files in of_ranks for name, record in files.items()}
-            resumed_from = "" if self.config.resume in ("auto", "off") else self.config.resume
-            state = TrainerState(step, step, self.term, store_id=STORE_ID, resumed_from=resumed_from)
-            self.store.finish(partial, state, shards)
-        dist.barrier()
-        return partial.with_suffix("")
-
-    def _newest_intact(self) -> Path | None:
-        candidates = self.store.candidates(self.config.resume)
-        for path in candidates:
-            try:
-                verify_in_this_process(path)
-                return path
-            except CheckpointDamaged as error:
-                logger.warning("checkpoint %s is skipped: %s", path.name, error)
-        if candidates:
-            raise CheckpointDamaged(
-                f"{self.store.folder} has no intact checkpoint; set learner.checkpoint.resume to off to start again"
-            )
-        return None
-
-    def _require_same_data(self, path: Path) -> None:
-        try:
-            stored = json.loads((path / DATA_FILE).read_text())["fingerprint"]
-        except FileNotFoundError as error:
-            raise ConfigError(
-                f"{path} is not a checkpoint of penstock sft; name another --out, or another learner.checkpoint.resume"
-            ) from error
-        if stored != self.fingerprint:
-            raise ConfigError(
-                f"{path} was trained with other rows, masks, order or batch size; give the same data, seed and "
-                "sft settings, or name another --out, or set learner.checkpoint.resume to off"
-            )
-
-
-logger = logging.getLogger(__name__)
+# ── the training ──
 
 
 @dataclass(frozen=True)
@@ -259,8 +178,8 @@ def fine_tune(config: RunConfig, out: Path) -> Stopped | None:
     try:
         if rank.rank == 0:
             logger.info("training: %s", plan)
-        with StopSignal() as stop:
-            outcome = SupervisedTraining(config, plan, rank, out).run(stop)
+        with noted_signals() as signals:
+            outcome = SupervisedTraining(config, plan, rank, out).run(signals)
     finally:
         dist.destroy_process_group()
     if isinstance(outcome, Stopped):
@@ -290,7 +209,7 @@ class Plan:
     def num_steps(self) -> int:
         return self.sft.epochs * self.steps_per_epoch
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """Hash of everything that decides which rows a step trains."""
         order = (self.order.shuffle, self.order.seed, self.sft.batch_size, self.sft.last_batch)
@@ -335,28 +254,33 @@ def make_plan(config: RunConfig) -> Plan:
 
 
 class SupervisedTraining:
-    """The loop of steps, validations and checkpoints of one rank."""
+    """The loop of steps, validations and checkpoints of one rank.
+
+    Checkpoints have the learner's own form, which `penstock export` reads too. Every rank writes its shards, then rank
+    0 makes the checkpoint durable; training waits for it. Its `sft.json` holds the fingerprint of the data, so that a
+    training is never continued with other rows or another order."""
 
     def __init__(self, config: RunConfig, plan: Plan, rank: SupervisedRank, out: Path) -> None:
         self.config = config
         self.plan = plan
         self.rank = rank
-        self.folder = training_folder(out)
-        self.checkpoints = SupervisedCheckpoints(
-            self.folder / "checkpoints", config.learner.checkpoint, rank, plan.fingerprint
-        )
+        self.folder = out.with_name(f"{out.name}.training")
+        self.store = CheckpointStore(self.folder / "checkpoints", config.learner.checkpoint.keep)
+        self.resume = config.learner.checkpoint.resume
+        self.term = 0
 
-    def run(self, stop: StopSignal) -> Path | Stopped:
-        """Train to the last step. Returns the last checkpoint. If a signal comes, a checkpoint is written first."""
+    def run(self, signals: Sequence[int]) -> Path | Stopped:
+        """Train to the last step, or until `signals` has one. Returns the last checkpoint, which is written first."""
         self.rank.load()
-        done = self.checkpoints.restore()
-        with contextlib.ExitStack() as stack:
-            loggers = self._open_loggers(done)
+        done = self._restore()
+        loggers = self._open_loggers(done)
+        try:
+            return self._run(done, signals, loggers)
+        finally:
             if loggers is not None:
-                stack.callback(loggers.close)
-            return self._run(done, stop, loggers)
+                loggers.close()
 
-    def _run(self, done: int, stop: StopSignal, loggers: StepLoggers | None) -> Path | Stopped:
+    def _run(self, done: int, signals: Sequence[int], loggers: StepLoggers | None) -> Path | Stopped:
         checkpoint, num_steps = None, self.plan.num_steps
         if done == 0 and self.plan.sft.validation.before_train and self.plan.held_out is not None:
             self._log(loggers, {"step": 0, "val/loss": self._validate()})
@@ -369,13 +293,13 @@ class SupervisedTraining:
             if self._is_due(self.plan.sft.validation.every_steps, done) and self.plan.held_out is not None:
                 numbers["val/loss"] = self._validate()
             self._log(loggers, numbers)
-            is_told = self.rank.agree(stop.is_set)
+            is_told = self.rank.agree(bool(signals))
             if is_told or self._is_due(self.config.learner.checkpoint.every_steps, done):
-                checkpoint = self.checkpoints.save(done)
+                checkpoint = self._save(done)
             if is_told and done < num_steps:
                 assert checkpoint is not None
                 return Stopped(done, checkpoint)
-        return checkpoint or self.checkpoints.save(done)
+        return checkpoint or self._save(done)
 
     def _is_due(self, every_steps: int, done: int) -> bool:
         return done % every_steps == 0 or done == self.plan.num_steps
@@ -398,30 +322,79 @@ class SupervisedTraining:
         shown = "  ".join(f"{name} {numbers[name]:.4f}" for name in ("train/loss", "val/loss") if name in numbers)
         logger.info("step %d of %d  %s", numbers["step"], self.plan.num_steps, shown)
 
+    def _restore(self) -> int:
+        """Load the newest intact checkpoint that `learner.checkpoint.resume` allows. Returns its step, or 0."""
+        found: list[tuple[Path | None, int]] = [(None, 0)]
+        if self.rank.rank == 0:
+            newest, damaged = first_intact(self.store.candidates(self.resume))
+            found[0] = (newest, self.store.newest_term())
+            for damage in damaged:
+                logger.warning("checkpoint %s is skipped", damage)
+            if damaged and newest is None:
+                raise CheckpointDamaged(
+                    f"{self.store.folder} has no intact checkpoint; set learner.checkpoint.resume to off to start again"
+                )
+        dist.broadcast_object_list(found)
+        path, term = found[0]
+        self.term = term if self.resume == "auto" else term + 1
+        if path is None:
+            return 0
+        self._require_same_data(path)
+        self.rank.restore(path)
+        step = read_state(path).step
+        logger.info("continuing after step %d, from %s", step, path)
+        return step
 
-class StopSignal:
-    """Notes that SIGTERM or SIGINT came. A second one has its usual effect."""
+    def _save(self, step: int) -> Path:
+        """Write a checkpoint. It is durable when this returns. The path is right on every rank."""
+        partial = self.store.partial_path(step, self.term)
+        if self.rank.rank == 0:
+            self.store.partial_folder(step, self.term)
+            (partial / DATA_FILE).write_text(json.dumps({"fingerprint": self.plan.fingerprint}))
+        dist.barrier()
+        with self.store.writing(partial):
+            self.rank.stage(partial)
+            records = self.rank.finish_saving()
+        of_ranks: list[dict[str, FileRecord]] = [{}] * self.rank.world_size
+        dist.all_gather_object(of_ranks, records)
+        if self.rank.rank == 0:
+            shards = {name: record for files in of_ranks for name, record in files.items()}
+            resumed_from = "" if self.resume in ("auto", "off") else self.resume
+            state = TrainerState(step, step, self.term, store_id=STORE_ID, resumed_from=resumed_from)
+            self.store.finish(partial, state, shards)
+        dist.barrier()
+        return partial.with_suffix("")
 
-    def __init__(self) -> None:
-        self.is_set = False
-        self._before: dict[int, Any] = {}
+    def _require_same_data(self, path: Path) -> None:
+        try:
+            stored = json.loads((path / DATA_FILE).read_text())["fingerprint"]
+        except FileNotFoundError as error:
+            raise ConfigError(
+                f"{path} is not a checkpoint of penstock sft; name another --out, or another learner.checkpoint.resume"
+            ) from error
+        if stored != self.plan.fingerprint:
+            raise ConfigError(
+                f"{path} was trained with other rows, masks, order or batch size; give the same data, seed and "
+                "sft settings, or name another --out, or set learner.checkpoint.resume to off"
+            )
 
-    def __enter__(self) -> StopSignal:
-        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+@contextlib.contextmanager
+def noted_signals() -> Iterator[list[int]]:
+    """The list gets a SIGTERM or SIGINT that comes within the block. A second one has its usual effect."""
+    received: list[int] = []
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.is_set = True
-        signal.signal(number, self._before[number])
+    def note(number: int, _: FrameType | None) -> None:
+        received.append(number)
+        signal.signal(number, before[number])
         logger.warning("signal %d: a checkpoint is written after this step, and the training ends", number)
 
-
-def training_folder(out: Path) -> Path:
-    return out.with_name(f"{out.name}.training")
+    before = {int(number): signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _batch(rows: Sequence[Row]) -> SequenceBatch:

@@ -1,1 +1,1 @@
-"""Estimates of a run: memory, rates and GPUs by arithmetic; idle time and staleness by simulation."""
+"""Estimates of a run, by arithmetic: memory, rates, GPUs, idle time and staleness."""

@@ -45,6 +45,8 @@ DECODE_EFFICIENCY = 0.70
 DECODE_FLOOR_S = 0.018
 """Seconds of one decoding step that are not memory traffic: scheduler, sampling, version stamps.
 bench/results/weights_gpu.json has 20 ms in total for 64 requests, with 0.5B and with 7B on an H200."""
+NETWORK_RATE = 50e9
+"""Network bandwidth per GPU between nodes, in bytes per second: 400 Gbit/s."""
 LINK_EFFICIENCY = 0.70
 """Share of a link's or network's bandwidth that transfers reach."""
 LOAD_RATE = 135e9

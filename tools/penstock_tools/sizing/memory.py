@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal, NamedTuple
 
 from penstock.config.run import RunConfig
@@ -25,6 +26,8 @@ from penstock_tools.sizing.models import ModelShape
 
 Role = Literal["policy", "reference", "critic", "reward_model"]
 Phase = Literal["load", "step", "gather", "push"]
+Staging = Literal["device", "host"]
+STAGINGS: tuple[Staging, ...] = ("device", "host")
 PHASES: tuple[Phase, ...] = ("load", "step", "gather", "push")
 
 EAGER_LOGIT_BYTES = 19
@@ -34,7 +37,7 @@ COMPILED_LOGIT_BYTES = 4
 """The same if the log-probs are compiled: the logit and its gradient in 16 bits."""
 REDUCED_BYTES = 4
 CHECKED_TOKENS = 158
-"""Tokens that the self-check of a model without windows runs at once."""
+"""Tokens that the self-check of a model without windows runs and compares at once."""
 READ_BYTES = 2**26
 """A rank reads its weights in pieces, and has at most this much of the files in host memory."""
 CONTEXT = "context"
@@ -86,6 +89,9 @@ class Setup:
     bfloat16."""
 
     micro_batch_tokens: int = 16384
+    longest_sequence: int = 0
+    """Tokens of the longest sample with its prompt. 0: no sample is longer than a micro-batch."""
+    sequence_parallel: int = 1
     logprob_chunk_tokens: int = 2048
     master_bytes: int = 4
     """Bytes of a trained weight, its gradient, and each of Adam's two numbers."""
@@ -103,27 +109,23 @@ class Setup:
     """Rank of the policy's adapter, which is trained instead of its weights. 0: no adapter."""
     policy_is_reference: bool = True
     """With an adapter: whether the policy, with its adapter switched off, is the reference."""
-    reference_bits: int = 0
-    """Bits of a weight of a quantized reference, which every rank loads whole. 0: it is not quantized."""
-    staging: Literal["device", "host"] = "device"
+    staging: Staging = "device"
     is_padded: bool = False
     """The model takes the padded path (docs/models.md), which holds all logits of a micro-batch. Padding is extra."""
     num_micro_batches: int = 2
     """Micro-batches of a step. From the second on, gradients are in memory during the forward pass."""
 
     @classmethod
-    def of(cls, config: RunConfig, role: str = "policy") -> Setup:
-        learner = config.learner
-        pushed_bytes = _BYTES[config.model.dtype]
-        wanted = learner.compute_dtype
+    def of(cls, config: RunConfig) -> Setup:
+        learner, wanted = config.learner, config.learner.compute_dtype
         return cls(
-            micro_batch_tokens=tokens_of_a_rank(
-                learner.micro_batch_tokens, config.rollout.engine.max_model_len, learner.sequence_parallel, role
-            ),
+            micro_batch_tokens=learner.micro_batch_tokens,
+            longest_sequence=config.rollout.engine.max_model_len,
+            sequence_parallel=learner.sequence_parallel,
             logprob_chunk_tokens=learner.logprob_chunk_tokens,
             master_bytes=_BYTES[learner.master_dtype],
             compute_bytes=(4 if config.model.dtype == "float32" else 2) if wanted == "auto" else _BYTES[wanted],
-            pushed_bytes=pushed_bytes,
+            pushed_bytes=_BYTES[config.model.dtype],
             recomputed=learner.activation_checkpointing,
             compiles=learner.compile,
             kept=learner.activation_memory,
@@ -133,12 +135,11 @@ class Setup:
             staging="host" if config.weights.staging == "host" else "device",
         )
 
-
-def tokens_of_a_rank(micro_batch_tokens: int, longest_sequence: int, sequence_parallel: int, role: str) -> int:
-    """The most tokens that a rank has in a pass. A sequence is never split over micro-batches, so the longest one may
-    be more than `micro_batch_tokens`. Only the policy splits it over ranks."""
-    num_sharing = sequence_parallel if role == "policy" else 1
-    return max(micro_batch_tokens, -(-longest_sequence // num_sharing))
+    def tokens_of(self, role: str) -> int:
+        """The most tokens that a rank has in a pass. A sequence is never split over micro-batches, so the longest one
+        may be more than `micro_batch_tokens`. Only the policy splits it over ranks."""
+        num_sharing = self.sequence_parallel if role == "policy" else 1
+        return max(self.micro_batch_tokens, -(-self.longest_sequence // num_sharing))
 
 
 def total(terms: Sequence[Term]) -> float:
@@ -168,37 +169,31 @@ def adapter_parameters(model: ModelShape, rank: int) -> int:
     return model.num_layers * rank * (attention + (3 * (hidden + inner) if inner else 0))
 
 
-class _Counts:
-    """What the terms of a model and a setup have in common."""
+def _counts(model: ModelShape) -> tuple[Count, Count, Count, Count]:
+    """The parameters of the model, of its largest layer, of the root and of the embedding."""
+    weights = model.weights
+    named = {"P": weights.total, "L": weights.largest_layer, "R": weights.root, "E": model.embedding_parameters}
+    whole, layer, root, embedding = (Count(name, value) for name, value in named.items())
+    return whole, layer, root, embedding
 
-    def __init__(self, model: ModelShape, setup: Setup) -> None:
-        self.model = model
-        self.setup = setup
-        self.whole = Count("P", model.num_parameters)
-        self.layer = Count("L", model.layer_parameters)
-        self.root = Count("R", model.root_parameters)
-        self.embedding = Count("E", model.embedding_parameters)
 
-    def logits(self, num_tokens: int, *, has_gradient: bool) -> Term:
-        """Logits are computed for some tokens, or for some of the vocabulary, at a time."""
-        each = EAGER_LOGIT_BYTES if has_gradient else EAGER_LOGIT_BYTES - 1
-        if has_gradient and self.setup.compiles:
-            each = COMPILED_LOGIT_BYTES * self.setup.compute_bytes // 2
-        chunk = min(self.setup.logprob_chunk_tokens, num_tokens)
-        return term("logits of a chunk", chunk, self.model.vocabulary_size, each=each)
+def _logits(model: ModelShape, setup: Setup, num_tokens: int, *, has_gradient: bool) -> Term:
+    """Logits are computed for some tokens, or for some of the vocabulary, at a time."""
+    each = EAGER_LOGIT_BYTES if has_gradient else EAGER_LOGIT_BYTES - 1
+    if has_gradient and setup.compiles:
+        each = COMPILED_LOGIT_BYTES * setup.compute_bytes // 2
+    return term("logits of a chunk", min(setup.logprob_chunk_tokens, num_tokens), model.vocabulary_size, each=each)
 
-    @property
-    def checked_logits(self) -> Term:
-        """Logits of the tokens that the self-check compares. Models with windows compare more of them."""
-        return self.logits(CHECKED_TOKENS, has_gradient=False)
 
-    def whole_logits(self, num_copies: int) -> list[Term]:
-        """All logits of a micro-batch, which only the padded path has: as the model returns them and those of the
-        response tokens and, in a step, the gradients of both."""
-        setup, vocabulary = self.setup, self.model.vocabulary_size
-        sizes = {"each": setup.compute_bytes, "copies": num_copies}
-        whole = term("logits of the micro-batch", setup.micro_batch_tokens, vocabulary, **sizes)
-        return [whole] * setup.is_padded
+def _checked_logits(model: ModelShape, setup: Setup) -> Term:
+    return _logits(model, setup, CHECKED_TOKENS, has_gradient=False)
+
+
+def _whole_logits(model: ModelShape, setup: Setup, num_copies: int) -> list[Term]:
+    """All logits of a micro-batch, which only the padded path has: as the model returns them and those of the response
+    tokens and, in a step, the gradients of both."""
+    sizes = setup.micro_batch_tokens, model.vocabulary_size
+    return [term("logits of the micro-batch", *sizes, each=setup.compute_bytes, copies=num_copies)] * setup.is_padded
 
 
 _READING = Term("pieces of the files", "", READ_BYTES)
@@ -213,14 +208,13 @@ def _trained_moments(role: Role, model: ModelShape, num_ranks: int, setup: Setup
     there. For a push, units are gathered one after the other and staged: layers, and the embedding and the head each by
     itself. A version may still be sent while the next is gathered.
     """
-    counts = _Counts(model, setup)
-    one_layer, in_root, embedding = counts.layer, counts.root, counts.embedding
+    whole, one_layer, in_root, embedding = _counts(model)
     tokens, size, master, hidden = setup.micro_batch_tokens, setup.compute_bytes, setup.master_bytes, model.hidden_size
     # Without FSDP2 the weights are used as they are, and nothing is gathered or reduced.
     is_sharded = num_ranks > 1 or master != size or setup.cpu_offload
     gathered = size if is_sharded else 0
     is_whole = not setup.lora_rank
-    trained = counts.whole if is_whole else Count("adapter", adapter_parameters(model, setup.lora_rank))
+    trained = whole if is_whole else Count("adapter", adapter_parameters(model, setup.lora_rank))
     is_first = setup.num_micro_batches == 1
     twice = Count("(1 + 1/N)", 1 + 1 / num_ranks)
 
@@ -234,7 +228,7 @@ def _trained_moments(role: Role, model: ModelShape, num_ranks: int, setup: Setup
         return [term("gathered unit", count, each=gathered), buffer]
 
     # The state: with an adapter, only it has gradients and moments.
-    weights = term("weights", counts.whole, each=master, ranks=num_ranks)
+    weights = term("weights", whole, each=master, ranks=num_ranks)
     kept = [weights] if is_whole else [weights, term("adapter", trained, each=master, ranks=num_ranks)]
     gradients = term("gradients", trained, each=master, ranks=num_ranks)
     adam = term("Adam", trained, each=2 * master, ranks=num_ranks)
@@ -260,79 +254,63 @@ def _trained_moments(role: Role, model: ModelShape, num_ranks: int, setup: Setup
         layer.append(term("gradients of the layer", one_layer, each=gathered))
         layer.append(term("gradients that are being reduced", one_layer, each=REDUCED_BYTES if is_sharded else 0))
     logits = [
-        counts.logits(tokens, has_gradient=True),
+        _logits(model, setup, tokens, has_gradient=True),
         term("hidden states and their gradient", tokens, hidden, each=7 * size),
-        *head_gradient, *layer_buffer, *counts.whole_logits(4),
+        *head_gradient, *layer_buffer, *_whole_logits(model, setup, 4),
     ]  # fmt: skip
     end = []
     if is_sharded and is_whole:
         reduced = max(size + REDUCED_BYTES, REDUCED_BYTES * twice.value) - (master / num_ranks if is_first else 0)
         end = [Term("gradients of the root that are being reduced", "", reduced * in_root.value)]
     copy = Term("copy for the checkpoint", "weights and Adam", total([*kept, adam]))
-    moments: list[tuple[Phase, str, list[Term], list[Term], list[Term]]] = [
-        ("load", "reading the weights", [weights], [], [_READING]),
-        ("load", "gathering the root", [weights], unit(in_root), []),
-        ("load", "the self-check", [weights], [root, *layer_buffer, counts.checked_logits], []),
-        ("step", "backward pass of a layer", before, [root, *layer, *head_gradient, *inputs], []),
-        ("step", "end of the backward pass", state, end, []),
-        ("step", "a checkpoint is written", state, [], [copy]),
-    ]  # fmt: skip
+
+    def moment(phase: Phase, what: str, state: list[Term], others: list[Term], host: Sequence[Term] = ()) -> MemoryUse:
+        """The moment with the state on the GPU, or with offload on the host, and with the versions for pushes."""
+        staged = term(STAGED, trained, each=setup.pushed_bytes, copies=1 if phase == "gather" else STAGED_VERSIONS)
+        versions = [staged] * (role == "policy" and phase != "load")
+        device = [*([] if setup.cpu_offload else state), *others, *(versions if setup.staging == "device" else [])]
+        held = [*(state if setup.cpu_offload else []), *host, *(versions if setup.staging == "host" else [])]
+        return MemoryUse(phase, what, tuple(each for each in device if each.num_bytes), tuple(held))
+
+    moments = [
+        moment("load", "reading the weights", [weights], [], [_READING]),
+        moment("load", "gathering the root", [weights], unit(in_root)),
+        moment("load", "the self-check", [weights], [root, *layer_buffer, _checked_logits(model, setup)]),
+        moment("step", "backward pass of a layer", before, [root, *layer, *head_gradient, *inputs]),
+        moment("step", "end of the backward pass", state, end),
+        moment("step", "a checkpoint is written", state, [], [copy]),
+    ]
     if role == "policy":
         alone = term("gathered embedding", embedding, each=gathered, copies=twice if num_ranks > 1 else 1)
         experts = [term("its experts, one by one", one_layer, each=size)] * (model.experts is not None and is_whole)
         largest = max([alone], [*unit(one_layer), *experts], key=total)
         moments += [
-            ("step", "logits", before, [root, *logits, *inputs], []),
-            ("gather", "gathering the largest unit", state, largest, []),
-            ("push", "sending a version, gathering the next", state, largest, []),
+            moment("step", "logits", before, [root, *logits, *inputs]),
+            moment("gather", "gathering the largest unit", state, largest),
+            moment("push", "sending a version, gathering the next", state, largest),
         ]
-    staged = {
-        phase: term(STAGED, trained, each=setup.pushed_bytes, copies=1 if phase == "gather" else STAGED_VERSIONS)
-        for phase in PHASES[1:]
-        if role == "policy"
-    }
-    return [
-        _placed(phase, what, held, others, host, staged.get(phase), setup)
-        for phase, what, held, others, host in moments
-    ]
-
-
-def _placed(
-    phase: Phase, what: str, state: list[Term], others: list[Term], host: list[Term], staged: Term | None, setup: Setup
-) -> MemoryUse:
-    """The moment with the state on the GPU, or with offload on the host, and with the versions for pushes."""
-    versions = [staged] if staged is not None else []
-    device = [*others, *versions] if setup.staging == "device" else others
-    held = host if setup.staging == "device" else [*host, *versions]
-    device, held = (device, [*state, *held]) if setup.cpu_offload else ([*state, *device], held)
-    return MemoryUse(phase, what, tuple(each for each in device if each.num_bytes), tuple(held))
+    return moments
 
 
 def _frozen_moments(role: Role, model: ModelShape, num_ranks: int, setup: Setup) -> list[MemoryUse]:
     """A reference or reward model: frozen weights, and forward passes only."""
-    counts, size, tokens = _Counts(model, setup), setup.pushed_bytes, setup.micro_batch_tokens
-    is_quantized = role == "reference" and setup.reference_bits > 0
-    each = setup.reference_bits / 8 if is_quantized else size
-    weights = term("weights", counts.whole, each=each, ranks=num_ranks)
-    root, layer, buffer = [], [], []
-    if num_ranks > 1:
-        root = [term("gathered root", counts.root, each=size)]
-        layer = [term("gathered layer, and its buffer", counts.layer, each=size, copies=2)]
-        buffer = [term("buffer of the gather", counts.root, each=size, copies=Count("(1 + 1/N)", 1 + 1 / num_ranks))]
+    (whole, one_layer, in_root, _), size, tokens = _counts(model), setup.pushed_bytes, setup.micro_batch_tokens
+    weights = term("weights", whole, each=size, ranks=num_ranks)
+    root = [term("gathered root", in_root, each=size)] * (num_ranks > 1)
+    layer = [term("gathered layer, and its buffer", one_layer, each=size, copies=2)] * (num_ranks > 1)
+    twice = Count("(1 + 1/N)", 1 + 1 / num_ranks)
+    buffer = [term("buffer of the gather", in_root, each=size, copies=twice)] * (num_ranks > 1)
     width = 4 * model.hidden_size + model.attention_size + 3 * model.active_intermediate_size
-    loaded = term("weights", counts.whole, each=each) if is_quantized else weights
+    inside = term("inside one layer", tokens, width, each=size)
     found = [
-        MemoryUse("load", "reading the weights", (loaded,), (_READING,)),
+        MemoryUse("load", "reading the weights", (weights,), (_READING,)),
         MemoryUse("load", "gathering the root", (weights, *root, *buffer)),
-        MemoryUse(
-            "step", "forward pass of a layer",
-            (weights, *root, *layer, term("inside one layer", tokens, width, each=size)),
-        ),
-    ]  # fmt: skip
+        MemoryUse("step", "forward pass of a layer", (weights, *root, *layer, inside)),
+    ]
     if role == "reference":
-        found.append(MemoryUse("load", "the self-check", (weights, *root, *layer, counts.checked_logits)))
+        found.append(MemoryUse("load", "the self-check", (weights, *root, *layer, _checked_logits(model, setup))))
         states = term("hidden states", tokens, model.hidden_size, each=8)
-        logits = (counts.logits(tokens, has_gradient=False), *counts.whole_logits(2))
+        logits = (_logits(model, setup, tokens, has_gradient=False), *_whole_logits(model, setup, 2))
         found.append(MemoryUse("step", "logits", (weights, *root, *layer, states, *logits)))
     return found
 
@@ -342,17 +320,26 @@ def role_moments(role: Role, model: ModelShape, num_ranks: int, setup: Setup) ->
     versions that are pushed. None for a reference that is the policy with its adapter switched off."""
     if role == "reference" and setup.lora_rank and setup.policy_is_reference:
         return []
-    if role == "critic":  # only the policy has an adapter
-        setup = replace(setup, lora_rank=0)
+    lora_rank = 0 if role == "critic" else setup.lora_rank  # only the policy has an adapter
+    setup = replace(setup, micro_batch_tokens=setup.tokens_of(role), lora_rank=lora_rank)
     shape = model if role in ("policy", "reference") else model.without_head()
     moments = (_trained_moments if role in ("policy", "critic") else _frozen_moments)(role, shape, num_ranks, setup)
     context, process = Term(CONTEXT, "", CONTEXT_BYTES), Term("process", "", PROCESS_BYTES)
     return [replace(moment, device=(*moment.device, context), host=(*moment.host, process)) for moment in moments]
 
 
-def server_terms(model: ModelShape, tensor_parallel: int, gpu: Gpu, utilization: float) -> list[Term]:
-    """Memory of one GPU of a rollout server. The KV cache gets what weights and activations leave."""
-    weights = term("weights", Count("P", model.num_parameters), each=2, ranks=tensor_parallel)
-    fixed = [weights, Term("activations and graphs", "", CONTEXT_BYTES)]
-    cache = max(0.0, gpu.memory_bytes * utilization - total(fixed))
-    return [*fixed, Term("KV cache", f"{gpu.memory_bytes / 1e9:.0f} GB x {utilization:g} - the above", cache)]
+@cache
+def peak_bytes(role: Role, model: ModelShape, num_ranks: int, setup: Setup) -> float:
+    """Bytes of a rank's GPU when that is fullest."""
+    moments = role_moments(role, model, num_ranks, setup)
+    return total(peak(moments).device) if moments else 0.0
+
+
+def server_moment(model: ModelShape, tensor_parallel: int, gpu: Gpu, utilization: float) -> MemoryUse:
+    """Memory of one GPU of a rollout server. The KV cache, the last term, gets what weights and activations leave."""
+    whole = Count("P", model.num_parameters)
+    fixed = [term("weights", whole, each=2, ranks=tensor_parallel), Term("activations and graphs", "", CONTEXT_BYTES)]
+    room = max(0.0, gpu.memory_bytes * utilization - total(fixed))
+    kv_cache = Term("KV cache", f"{gpu.memory_bytes / 1e9:.0f} GB x {utilization:g} - the above", room)
+    staged = term("a version that is being received", whole, each=2)
+    return MemoryUse("step", "decoding", (*fixed, kv_cache), (staged,))

@@ -36,6 +36,7 @@ class Experts:
 @dataclass(frozen=True)
 class Counted:
     largest_layer: int
+    """In a mixture of experts, a layer with all its experts."""
     root: int
     """Weights that belong to no layer: the embedding, the head and the last norm."""
     total: int
@@ -76,15 +77,6 @@ class ModelShape:
         num_mixtures = self.num_layers - experts.num_dense_layers
         layers = self.num_layers * attention + experts.num_dense_layers * dense + num_mixtures * mixture
         return Counted(attention + max(mixture, dense), root, layers + root, num_mixtures * routed)
-
-    @property
-    def layer_parameters(self) -> int:
-        """Parameters of the largest layer. In a mixture of experts that is a layer with all its experts."""
-        return self.weights.largest_layer
-
-    @property
-    def root_parameters(self) -> int:
-        return self.weights.root
 
     @property
     def embedding_parameters(self) -> int:

@@ -2,91 +2,61 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from penstock.cli.parser import Parser, whole_number
+from penstock.cli.parser import Parser, parse_with_overrides, whole_number
 
-_WORKLOAD = {
-    "groups_per_step": "groups per step",
-    "num_samples": "samples per group",
-    "prompt_tokens": "mean number of prompt tokens",
-    "response_tokens": "mean number of response tokens",
-    "max_staleness": "largest number of versions that a group may be old; --gpus searches up to it",
-    "max_num_seqs": "samples that an engine decodes at once",
+_FIELDS = {
+    "max_staleness": ("replay.max_staleness", "largest age of a group in versions; --gpus searches up to it"),
+    "lora_rank": ("learner.lora.rank", "train a LoRA adapter of this rank"),
+    "master_dtype": ("learner.master_dtype", "float32 (default) or bfloat16"),
 }
-
-_SETUP = {
-    "micro_batch_tokens": "tokens of a micro-batch; it is made smaller if that saves GPUs",
-    "logprob_chunk_tokens": "tokens whose logits are in memory at once",
-    "lora_rank": "train a LoRA adapter of this rank",
-    "reference_bits": "the reference is quantized to this many bits",
-}
-
-_SWITCHES = {
-    "compile": "learner.compile",
-    "padded": "the model takes the padded path (docs/models.md)",
-    "cpu-offload": "learner.cpu_offload",
-    "no-reference": "there is no KL penalty, so no reference",
-    "critic": "add a critic of the policy's size",
-    "reward-model": "add a reward model of the policy's size",
-}
+"""Short names of fields of the configuration."""
 
 
 def main(argv: Sequence[str]) -> int:
-    args = _parser().parse_args(argv)
-    from penstock.config.loading import load_config, read_config
+    args, overrides = parse_with_overrides(_parser(), argv)
+    from penstock.config.loading import load_overrides, read_config
     from penstock.errors import ConfigError
+    from penstock_tools.sizing import plan
     from penstock_tools.sizing.hardware import GPUS
-    from penstock_tools.sizing.memory import Setup
-    from penstock_tools.sizing.models import find_shape
-    from penstock_tools.sizing.plan import ROLES, Plan, new_run, smallest_plan, task_of
-    from penstock_tools.sizing.plan_text import as_json, as_text, config_text, result_json, search_text
-    from penstock_tools.sizing.rates import Workload
-    from penstock_tools.sizing.search import PLACEMENTS, Task, search
+    from penstock_tools.sizing.rates import PLACEMENTS
+    from penstock_tools.sizing.search import cheapest, search
 
     if args.gpu not in GPUS:
         raise ConfigError(f"--gpu {args.gpu} is not known; choose one of {', '.join(GPUS)}")
     if args.write is not None and args.gpus is None:
         raise ConfigError("--write writes what --gpus found: add --gpus N")
-    gpu = GPUS[args.gpu]
+    tokens = {"prompt_tokens": args.prompt_tokens, "response_tokens": args.response_tokens}
+    means = {name: value for name, value in tokens.items() if value is not None}
+    run = read_config(args.config) if args.config else plan.new_run(args.model, means)
+    for name, (field, _) in _FIELDS.items():
+        if (value := getattr(args, name)) is not None:
+            overrides = [f"--{field}={value}", *overrides]
+            overrides += [f"--learner.lora.alpha={2 * value}"] * (name == "lora_rank")
+    config = load_overrides(run, overrides, str(args.config or "command line"))
     if args.config is not None and args.gpus is None:
-        text, fits = config_text(load_config(args.config), gpu)
+        text, fits = plan.config_text(config, GPUS[args.gpu])
         print(text)
         return 0 if fits else 1
-    given, chosen = ({name: value for name in names if (value := getattr(args, name)) is not None}
-                     for names in (_WORKLOAD, _SETUP))  # fmt: skip
-    setup = Setup(**chosen, master_bytes=2 if args.master_dtype == "bfloat16" else 4, compiles=args.compile,
-                  cpu_offload=args.cpu_offload, is_padded=args.padded)  # fmt: skip
-    workload = Workload(**given, network_rate=args.network_gbit * 1e9 / 8, setup=setup)
-    if args.config is None:
-        absent = {"reference": args.no_reference, "critic": not args.critic, "reward_model": not args.reward_model}
-        shape = find_shape(args.model)
-        task = Task({role: shape for role in ROLES if not absent.get(role)}, gpu, workload)
-        run = new_run(args.model, task)
-    else:
-        task, run = task_of(load_config(args.config), gpu, workload, given), read_config(args.config)
-    task = replace(task, placements=tuple(name for name in PLACEMENTS if args.placement in (None, name)))
+    task = plan.task_of(config, GPUS[args.gpu], means, is_padded=args.padded)
+    placements = [name for name in PLACEMENTS if args.placement in (None, name)]
     if args.gpus is None:
-        plans = [smallest_plan(replace(task, placements=(placement,))) for placement in task.placements]
-        _print(args, [as_json(plan) for plan in plans], "\n\n".join(map(as_text, plans)))
+        found = [cheapest(replace(task, placements=(placement,))) for placement in placements]
+        print("\n\n".join(plan.as_text(each, plan.merged(run, plan.chosen_fields(each))) for each in found))
         return 0
-    result = search(task, args.gpus)
-    plan = Plan(task, result.best)
+    result = search(replace(task, placements=tuple(placements)), args.gpus)
+    chosen = plan.chosen_fields(result.best)
+    placed = plan.merged(run, chosen)
     if args.write is not None:
-        _write(args.write, plan.config(run))
-    _print(args, result_json(result, plan), f"{search_text(result)}\n\n{as_text(plan)}")
-    if args.write is not None and not args.json:
+        _write(args.write, placed)
+    print(f"{plan.search_text(result, args.gpus)}\n\n{plan.as_text(result.best, chosen if args.config else placed)}")
+    if args.write is not None:
         print(f"\nwrote {args.write}; check it with `penstock up {args.write} --check`")
     return 0
-
-
-def _print(args: argparse.Namespace, record: Any, text: str) -> None:
-    print(json.dumps(record, indent=2) if args.json else text)
 
 
 def _write(file: Path, run: dict[str, Any]) -> None:
@@ -109,36 +79,26 @@ def _write(file: Path, run: dict[str, Any]) -> None:
 def _parser() -> Parser:
     parser = Parser(
         prog="penstock plan",
-        description="Estimate GPUs, memory, throughput, push time and staleness of a run, and show the arithmetic.",
+        description="Estimate GPUs, memory, throughput, push time and staleness of a run, and show the arithmetic. "
+        "Fields of the configuration are set as in other commands: --replay.groups_per_step 128.",
     )
-    parser.add_argument(
-        "--model", default="7b",
-        help="0.5b, 1.5b, 3b, 7b, 14b, 30b-a3b, 32b, 70b, a model folder or a Hub id (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--config", type=Path, metavar="FILE",
-        help="show the memory of this run's roles, or with --gpus place them; exit with 1 if they do not fit",
-    )  # fmt: skip
-    parser.add_argument(
-        "--gpus", type=whole_number(1), metavar="N", help="search the deployment with the highest throughput on N GPUs"
-    )
-    parser.add_argument("--write", type=Path, metavar="FILE", help="with --gpus: write the deployment as a YAML file")
-    parser.add_argument("--gpu", default="h100", help="l40s, a100, h100, h200 or b200 (default: %(default)s)")
-    parser.add_argument(
-        "--placement", choices=("standalone", "split-collocate"), metavar="NAME",
-        help="plan standalone or split-collocate only (default: both)",
-    )  # fmt: skip
-    for name, text in (_WORKLOAD | _SETUP).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=whole_number(1), metavar="N", help=text)
-    parser.add_argument(
-        "--master-dtype", choices=("float32", "bfloat16"), default="float32", metavar="DTYPE",
-        help="learner.master_dtype: float32 (default) or bfloat16",
-    )  # fmt: skip
-    for name, text in _SWITCHES.items():
-        parser.add_argument(f"--{name}", action="store_true", help=text)
-    parser.add_argument(
-        "--network-gbit", type=float, default=400.0, metavar="N",
-        help="Gbit/s per GPU between nodes (default: %(default)g)",
-    )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    options: dict[str, dict[str, Any]] = {
+        "model": {"default": "7b", "help": "0.5b, 1.5b, 3b, 7b, 14b, 30b-a3b, 32b, 70b, a model folder or a Hub id "
+                  "(default: 7b)"},
+        "config": {"type": Path, "metavar": "FILE", "help": "show the memory of this run's roles, or with --gpus place "
+                   "them; exit with 1 if they do not fit"},
+        "gpus": {"type": whole_number(1), "metavar": "N",
+                 "help": "search the deployment with the highest throughput on N GPUs"},
+        "write": {"type": Path, "metavar": "FILE", "help": "with --gpus: write the deployment as a YAML file"},
+        "gpu": {"default": "h100", "help": "l40s, a100, h100, h200 or b200 (default: h100)"},
+        "placement": {"choices": ("standalone", "split-collocate"), "metavar": "NAME",
+                      "help": "plan standalone or split-collocate only (default: both)"},
+        "prompt_tokens": {"type": whole_number(1), "metavar": "N", "help": "mean number of prompt tokens"},
+        "response_tokens": {"type": whole_number(1), "metavar": "N", "help": "mean number of response tokens"},
+        **{name: {"type": str if name == "master_dtype" else whole_number(0 if name == "max_staleness" else 1),
+                  "metavar": "VALUE", "help": f"{field}: {text}"} for name, (field, text) in _FIELDS.items()},
+        "padded": {"action": "store_true", "help": "the model takes the padded path (docs/models.md)"},
+    }  # fmt: skip
+    for name, option in options.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", **option)
     return parser

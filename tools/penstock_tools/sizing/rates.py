@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
 from typing import Literal
 
+from penstock.config.gpu_bundles import RESOURCE_GROUPS
 from penstock_tools.sizing import hardware
-from penstock_tools.sizing.hardware import GPUS_PER_NODE, Gpu
-from penstock_tools.sizing.memory import Setup, adapter_parameters
+from penstock_tools.sizing.hardware import GPUS_PER_NODE, USABLE_MEMORY, Gpu
+from penstock_tools.sizing.memory import Role, Setup, adapter_parameters, peak_bytes
 from penstock_tools.sizing.models import ModelShape
+
+Placement = Literal["standalone", "split-collocate"]
+PLACEMENTS: tuple[Placement, ...] = ("standalone", "split-collocate")
+TRAINED: tuple[Role, ...] = ("policy", "critic")
+LONGEST_SAMPLE = 1.8
+"""Longest response of a group, as a multiple of the mean. A group is ready when its last sample is."""
+GROUP_VARIATION = 0.3
+"""Standard deviation of a group's duration, divided by its mean."""
+LONGEST_GROUP = 3.0
+"""Longest duration of a group, as a multiple of the mean."""
 
 
 @dataclass(frozen=True)
@@ -23,15 +34,11 @@ class Workload:
     num_samples: int = 8
     prompt_tokens: int = 512
     response_tokens: int = 1024
-    longest_sample: float = 1.8
-    """Longest response of a group, as a multiple of the mean. A group is ready when its last sample is."""
     longest_tokens: int = 0
-    """Tokens of the longest sample with its prompt. 0: as many as `longest_sample` says."""
+    """Tokens of the longest sample with its prompt. 0: as many as `LONGEST_SAMPLE` says."""
     max_staleness: int = 2
     max_num_seqs: int = 256
     gpu_memory_utilization: float = 0.9
-    network_rate: float = 50e9
-    """Network bandwidth per GPU between nodes, in bytes per second. The default is 400 Gbit/s."""
     setup: Setup = Setup()
     epochs_per_step: int = 1
     """Passes of the update over a batch."""
@@ -48,18 +55,57 @@ class Workload:
         return self.groups_per_step * self.num_samples * (self.prompt_tokens + self.response_tokens)
 
     @property
-    def response_tokens_per_step(self) -> int:
-        return self.groups_per_step * self.num_samples * self.response_tokens
+    def group_tokens(self) -> int:
+        """Response tokens of a group."""
+        return self.num_samples * self.response_tokens
 
     @property
     def longest_sequence(self) -> int:
-        return self.longest_tokens or self.prompt_tokens + round(self.longest_sample * self.response_tokens)
+        return self.longest_tokens or self.prompt_tokens + round(LONGEST_SAMPLE * self.response_tokens)
 
 
-GROUP_VARIATION = 0.3
-"""Standard deviation of a group's duration, divided by its mean, that plans assume."""
-LONGEST_GROUP = 3.0
-"""Longest duration of a group, as a multiple of the mean, that plans assume."""
+@dataclass(frozen=True)
+class Task:
+    """What is to be placed: the models of a run, its workload, and the kind of GPU."""
+
+    shapes: Mapping[Role, ModelShape]
+    """The model of each role that the run has, beginning with the policy."""
+    gpu: Gpu
+    workload: Workload
+    placements: tuple[Placement, ...] = PLACEMENTS
+
+    @property
+    def policy(self) -> ModelShape:
+        return self.shapes["policy"]
+
+    @property
+    def usable_bytes(self) -> float:
+        return self.gpu.memory_bytes * USABLE_MEMORY
+
+    @property
+    def reference_is_policy(self) -> bool:
+        """The reference is the policy with its adapter switched off. It has no ranks, but its pass takes time."""
+        return bool(self.workload.setup.lora_rank) and self.workload.setup.policy_is_reference
+
+    def groups(self, placement: Placement) -> list[tuple[Role, ...]]:
+        """The roles that share GPUs, beginning with the policy's."""
+        present = [role for role in self.shapes if not (role == "reference" and self.reference_is_policy)]
+        groups = [tuple(role for role in present if role in names) for names in RESOURCE_GROUPS[placement]]
+        return [group for group in groups if group]
+
+    def needed_bytes(self, roles: Iterable[Role], num_ranks: int, setup: Setup) -> float:
+        """Bytes on the fullest GPU that these roles share."""
+        return sum(peak_bytes(role, self.shapes[role], num_ranks, setup) for role in roles)
+
+    def work(self, roles: Iterable[Role], setup: Setup) -> tuple[float, float]:
+        """Operations for each token of the forward passes of these roles, and of their updates. A reference that is the
+        policy works on the policy's GPUs."""
+        also: tuple[Role, ...] = ("reference",) if "reference" in self.shapes and self.reference_is_policy else ()
+        working = (*roles, *also) if "policy" in roles else tuple(roles)
+        update = self.workload.epochs_per_step * (6 + 2 * setup.recomputed)
+        sizes = {role: self.shapes[role].active_parameters for role in working}
+        forwards = sum(2 * self.workload.num_forwards(role) * size for role, size in sizes.items())
+        return forwards, sum(update * size for role, size in sizes.items() if role in TRAINED)
 
 
 # ── rollout servers ──
@@ -73,55 +119,40 @@ def decode_step_s(model: ModelShape, gpu: Gpu, num_gpus: int, num_running: float
     return hardware.DECODE_FLOOR_S + max(memory_s, compute_s)
 
 
-def group_s(model: ModelShape, gpu: Gpu, num_gpus: int, concurrent_groups: int, workload: Workload) -> float:
+def group_s(task: Task, num_gpus: int, concurrent_groups: int) -> float:
     """Seconds of a group on a server that works on this many. Some samples of each group are finished already."""
-    running = concurrent_groups * workload.num_samples / workload.longest_sample
+    workload, model = task.workload, task.policy
+    running = concurrent_groups * workload.num_samples / LONGEST_SAMPLE
     context_tokens = workload.prompt_tokens + workload.response_tokens / 2
-    step_s = decode_step_s(model, gpu, num_gpus, running, context_tokens)
-    prefill = (
-        2 * model.active_parameters * workload.prompt_tokens / num_gpus / (gpu.flops * hardware.PREFILL_EFFICIENCY)
-    )
-    return prefill + workload.response_tokens * workload.longest_sample * step_s
+    step_s = decode_step_s(model, task.gpu, num_gpus, running, context_tokens)
+    operations = 2 * model.active_parameters * workload.prompt_tokens
+    prefill = operations / num_gpus / (task.gpu.flops * hardware.PREFILL_EFFICIENCY)
+    return prefill + workload.response_tokens * LONGEST_SAMPLE * step_s
 
 
 # ── learner ──
 
 
-@dataclass(frozen=True)
-class RoleWork:
-    """A role of the learner, as its speed sees it."""
-
-    role: str
-    num_ranks: int
-    active_parameters: int
-
-    @property
-    def is_trained(self) -> bool:
-        return self.role in ("policy", "critic")
-
-
-def train_s(gpu: Gpu, groups: Sequence[Sequence[RoleWork]], workload: Workload, setup: Setup) -> float:
-    """Seconds of the critical path of a step: all forward passes in parallel, then both updates. Roles of one group
-    share GPUs and take turns."""
-    update = workload.epochs_per_step * (6 + 2 * setup.recomputed)
-    forwards = max(
-        sum(2 * workload.num_forwards(role.role) * role.active_parameters / role.num_ranks for role in group)
-        for group in groups
+def train_s(task: Task, groups: Sequence[tuple[tuple[Role, ...], int]], setup: Setup) -> float:
+    """Seconds of the critical path of a step: all forward passes in parallel, then both updates. `groups` has the roles
+    that share GPUs, which take turns, and the number of these GPUs, beginning with the policy's."""
+    work = [(*task.work(roles, setup), count) for roles, count in groups]
+    operations = max(forward / count for forward, _, count in work) + max(update / count for _, update, count in work)
+    trained = [(role, count) for roles, count in groups for role in roles if role in TRAINED]
+    return (
+        operations * task.workload.tokens_per_step / (task.gpu.flops * hardware.TRAIN_EFFICIENCY)
+        + max(offload_s(role, task.shapes[role], count, task.workload, setup) for role, count in trained)
+        + exchange_s(task, groups[0][1], setup)
     )
-    updates = max(
-        sum(update * role.active_parameters / role.num_ranks for role in group if role.is_trained) for group in groups
-    )
-    return (forwards + updates) * workload.tokens_per_step / (gpu.flops * hardware.TRAIN_EFFICIENCY)
 
 
-def exchange_s(model: ModelShape, gpu: Gpu, num_ranks: int, sequence_parallel: int, workload: Workload) -> float:
+def exchange_s(task: Task, num_ranks: int, setup: Setup) -> float:
     """Seconds in which Ulysses exchanges queries, keys, values and outputs of the policy: in the forward pass of the
     log-probs, if there is one, and in the forward pass, the recomputation and the backward pass of the update."""
-    if sequence_parallel == 1:
-        return 0.0
+    workload, model = task.workload, task.policy
     passes = workload.num_forwards("policy") + 3 * workload.epochs_per_step
     num_bytes = 2.0 * passes * model.num_layers * model.attention_size * workload.tokens_per_step / num_ranks
-    return num_bytes * (1 - 1 / sequence_parallel) / (gpu.link_rate * hardware.LINK_EFFICIENCY)
+    return num_bytes * (1 - 1 / setup.sequence_parallel) / (task.gpu.link_rate * hardware.LINK_EFFICIENCY)
 
 
 def offload_s(role: str, model: ModelShape, num_ranks: int, workload: Workload, setup: Setup) -> float:
@@ -130,7 +161,7 @@ def offload_s(role: str, model: ModelShape, num_ranks: int, workload: Workload, 
     if not setup.cpu_offload:
         return 0.0
     tokens = workload.tokens_per_step / num_ranks
-    num_micro_batches = max(1, math.ceil(tokens / setup.micro_batch_tokens))
+    num_micro_batches = max(1, math.ceil(tokens / setup.tokens_of("policy")))
     trained = adapter_parameters(model, setup.lora_rank) if setup.lora_rank else model.num_parameters
     part, size, epochs = 1 / num_ranks, setup.master_bytes, workload.epochs_per_step
     down = (workload.num_forwards(role) + 3 * epochs) * size * model.num_parameters * part
@@ -139,15 +170,12 @@ def offload_s(role: str, model: ModelShape, num_ranks: int, workload: Workload, 
     return copied / hardware.HOST_LINK_RATE + epochs * 7 * size * trained * part / hardware.HOST_MEMORY_RATE
 
 
-def push_s(
-    model: ModelShape, gpu: Gpu, policy_ranks: int, server_gpus: int, setup: Setup, workload: Workload
-) -> tuple[float, float, float]:
+def push_s(task: Task, policy_ranks: int, server_gpus: int, setup: Setup) -> tuple[float, float, float]:
     """Seconds to gather the weights on rank 0, of the whole push, and of the pause in decoding."""
-    size, pushed = model.num_parameters, model.num_parameters
-    if setup.lora_rank:
-        pushed = adapter_parameters(model, setup.lora_rank)
-    network = workload.network_rate * hardware.LINK_EFFICIENCY
-    gathering = gpu.link_rate * hardware.LINK_EFFICIENCY if policy_ranks <= GPUS_PER_NODE else network
+    size = task.policy.num_parameters
+    pushed = adapter_parameters(task.policy, setup.lora_rank) if setup.lora_rank else size
+    network = hardware.NETWORK_RATE * hardware.LINK_EFFICIENCY
+    gathering = task.gpu.link_rate * hardware.LINK_EFFICIENCY if policy_ranks <= GPUS_PER_NODE else network
     gather_s = (2 * size / gathering if policy_ranks > 1 else 0.0) + 2 * pushed / hardware.STAGING_RATE
     pause_s = 2 * size / server_gpus / hardware.LOAD_RATE
     # Weights from host memory are hashed by one thread of each server.
@@ -162,8 +190,7 @@ Limit = Literal["learner", "servers", "staleness"]
 
 @dataclass(frozen=True)
 class Pace:
-    """What a step takes at least, for three reasons. The slowest of them sets the pace. `penstock simulate` agrees
-    within about a tenth, and adds what chance does."""
+    """The steady state of a run. A step takes at least three times, and the largest of them sets the pace."""
 
     learner_s: float
     """Seconds of a step of a learner that never waits."""
@@ -171,6 +198,11 @@ class Pace:
     """Seconds in which servers that never wait make the groups of a step."""
     staleness_s: float
     """Seconds of a step if every group begins as soon as `max_staleness` admits it."""
+    max_staleness: int
+    generation_s: float
+    """Seconds in which the groups of a step are generated once they are admitted."""
+    delay_s: float
+    """Seconds from the sampling of a token until the servers serve what was trained on it, if no one waits."""
 
     @property
     def step_s(self) -> float:
@@ -189,22 +221,37 @@ class Pace:
     def servers_idle(self) -> float:
         return 1 - self.servers_s / self.step_s
 
+    @property
+    def staleness(self) -> float:
+        """Mean number of versions between the policy that sampled a token and the policy that trains on it.
+
+        The groups of a step are admitted `max_staleness` versions before it, and get newer versions while they are
+        generated. If the learner waits for servers, they start later and are trained on as soon as they are ready."""
+        steps = self.generation_s / self.step_s
+        whole = math.floor(steps)
+        published = (whole * (whole - 1) / 2 + whole * (steps - whole)) / steps
+        admitted = max(0.0, self.max_staleness - published)
+        return min(admitted, self.delay_s / self.step_s) if self.limit == "servers" else admitted
+
 
 def pace(
-    learner: tuple[float, float, float, float], group: float, num_slots: int, max_staleness: int, groups_per_step: int
-) -> Pace:
+    learner: tuple[float, float, float, float], group: float, num_slots: float, max_staleness: int,
+    groups_per_step: int, *, in_order: bool = False,
+) -> Pace:  # fmt: skip
     """The pace of a run. `learner` has the seconds of training, gather, push and pause; `group` those of a group while
     its server is full.
 
     A version admits the groups of the step `max_staleness + 1` steps later. They are generated, trained on, and pushed
-    before the version of that step can admit others. With more staleness, the slowest groups of a step matter less:
-    the next ones are generated concurrently."""
+    before the version of that step can admit others. With more staleness, the slowest groups of a step matter less: the
+    next ones are generated concurrently. They matter as much if groups are trained `in_order` of their admission."""
     training_s, gather_s, whole_push_s, pause_s = learner
-    steps = max_staleness + 1
-    slowest = 1 + (longest_of(groups_per_step) - 1) / steps
-    waves = max(0.0, groups_per_step / num_slots - 1) / steps
-    around_s = group * (slowest + waves) + training_s + max(whole_push_s, gather_s) + pause_s
-    return Pace(training_s + gather_s, groups_per_step * group / num_slots + pause_s, around_s / steps)
+    steps, turns, push = max_staleness + 1, groups_per_step / num_slots, max(whole_push_s, gather_s)
+    slowest = 1 + (longest_of(groups_per_step) - 1) / (1 if in_order else steps)
+    around_s = group * (slowest + max(0.0, turns - 1) / steps) + training_s + push + pause_s
+    return Pace(
+        learner_s=training_s + gather_s, servers_s=turns * group + pause_s, staleness_s=around_s / steps,
+        max_staleness=max_staleness, generation_s=group * max(1.0, turns), delay_s=group / 2 + training_s + push,
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=64)

@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import argparse
+import os
+import shlex
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import compress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import yaml
 
 from penstock.cli.parser import Parser, whole_number
-
-if TYPE_CHECKING:
-    from penstock_tools.verl_import.imported import Imported
+from penstock.config.dataset import listed_files
+from penstock.config.loading import validate
+from penstock.config.run import RunConfig
+from penstock.errors import ConfigError, InvalidInput
+from penstock.hub import is_hub_id
+from penstock.start_checks import RUN_CHECKS
+from penstock_tools.verl_import.hydra import HydraConfig, read_file, read_overrides
+from penstock_tools.verl_import.keys import Findings, Values, files, listed, local_path
+from penstock_tools.verl_import.run import number, set_lora, set_run, set_warmup, steps_of_files
+from penstock_tools.verl_import.shell import VerlCommand, find_command, read_script
 
 
 def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
-
-    from penstock.errors import ConfigError
-    from penstock_tools.verl_import.imported import import_words
-
     out: Path | None = args.out
     if out is not None and out.exists() and not args.force:
         raise ConfigError(f"{out} exists; choose another name, or overwrite it with --force")
@@ -81,8 +90,6 @@ def report_lines(imported: Imported, *, shows_unneeded: bool = True) -> list[str
 def config_text(imported: Imported, source: str, file: str) -> str:
     """The YAML file: how to use it, the fields, and as comments what the import lost or changed."""
     if imported.command:
-        from penstock_tools.verl_import.imported import command_line
-
         head = [f"# Imported from {source}. Use it with: {command_line(imported.command, file)}"]
     else:
         head = [
@@ -101,3 +108,232 @@ def _listed(title: str, entries: Iterable[tuple[str, Any, str]]) -> list[str]:
 def _short(value: Any) -> str:
     text = " ".join(str(value).split())
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+# ── from the words that a user gives to our config ──
+
+_SFT = ("sft", "fsdp_sft")
+
+
+@dataclass
+class Imported:
+    program: str
+    """`ppo`, `dapo`, `generation`, `eval`, `sft` or `fsdp_sft`."""
+    fields: dict[str, Any]
+    findings: Findings
+    config: RunConfig
+    command: list[str] = field(default_factory=list)
+    """For generation, evaluation and supervised training: the words of our command."""
+
+    def yaml(self) -> str:
+        """The fields in the order of docs/config.md."""
+        fields = self.config.model_dump(mode="json", exclude_unset=True)
+        if self.program in _SFT:
+            del fields["learner"]["num_steps"]
+        return yaml.safe_dump(fields, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
+
+
+def import_words(words: Sequence[str], max_staleness: int = 0) -> Imported:
+    """`words` are a file (script or YAML) and overrides, or a command line, or only overrides.
+
+    Raises ConfigError if there is no verl run in them, or if the result is not a valid config."""
+    program, hydra = _read(list(words))
+    values = Values(hydra, program)
+    command: list[str] = []
+    try:
+        if program == "generation":
+            command = set_generation(values)
+        elif program == "eval":
+            command = set_evaluation(values)
+        elif program in _SFT:
+            command = set_sft(values)
+        else:
+            set_run(values, max_staleness)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"a value cannot be translated: {error}; check the numbers of the verl config") from error
+    values.classify()
+    fields = values.fields
+    if program in _SFT:  # the number of its steps follows from its files
+        fields = {**fields, "learner": {**fields["learner"], "num_steps": 10**9}}
+    config = validate(fields, "the imported config")
+    if not command:
+        values.findings.notes += findings_of(config)
+    return Imported(program, values.fields, values.findings, config, command)
+
+
+def _read(words: list[str]) -> tuple[str, HydraConfig]:
+    if not words:
+        raise ConfigError("give a script, a YAML file, or the words of a verl command")
+    path = Path(words[0])
+    if path.suffix in (".yaml", ".yml"):
+        return _from_yaml(path, words[1:])
+    if "=" not in words[0] and path.is_file():
+        return _from_script(path, words[1:])
+    command = find_command(words)
+    if command is None and all("=" in word or word.startswith("-") for word in words):
+        command = VerlCommand("ppo", words)
+    if command is None:
+        raise ConfigError(
+            f"{words[0]} is neither a file nor a verl command; give a script, a YAML file, or "
+            "`python3 -m verl.trainer.main_ppo key=value …`"
+        )
+    return command.program, read_overrides(command.words, [Path.cwd()])
+
+
+def _from_yaml(path: Path, overrides: Sequence[str]) -> tuple[str, HydraConfig]:
+    if not path.is_file():
+        raise ConfigError(f"{path} does not exist")
+    config = read_file(path, [path.parent, *path.absolute().parents])
+    added = read_overrides(overrides, [])
+    for name, value in added.values.items():
+        config.values.pop(name, None)
+        config.values[name] = value
+    return _program_of(config), config
+
+
+def _program_of(config: HydraConfig) -> str:
+    """A YAML file does not name its program: it is known by its keys."""
+    sections = {name.partition(".")[0] for name in config.values}
+    if "optim" in sections and "actor_rollout_ref" not in sections:
+        return "fsdp_sft" if "model.partial_pretrain" in config.values else "sft"
+    if "data.output_path" in config.values or {"model", "rollout"} <= sections:
+        return "generation"
+    if "data.response_key" in config.values:
+        return "eval"
+    if not sections & {"actor_rollout_ref", "algorithm", "data", "trainer"}:
+        raise ConfigError("this YAML file has none of verl's sections: actor_rollout_ref, algorithm, data, trainer")
+    return "dapo" if config.config_name.startswith("dapo") else "ppo"
+
+
+def _from_script(path: Path, words: Sequence[str]) -> tuple[str, HydraConfig]:
+    """`key=value` words are added to the script's command; others are its arguments, `$1` and so on."""
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read as a script: {error}") from error
+    overrides = [word for word in words if "=" in word]
+    read = read_script(text, str(path), [word for word in words if "=" not in word], os.environ)
+    if not read.commands:
+        raise ConfigError(
+            f"{path} starts no verl run: it has no command with main_ppo, main_dapo, main_generation, main_eval or "
+            "sft_trainer"
+        )
+    command = read.commands[0]
+    folders = [Path.cwd(), *path.absolute().parents]
+    config = read_overrides([*command.words, *overrides], folders)
+    if read.unknown:
+        config.notes.append(f"not known here, and taken as empty: {', '.join(read.unknown)}")
+    config.notes += read.skipped
+    if len(read.commands) > 1:
+        config.notes.append(f"the script starts verl {len(read.commands)} times; the first command was imported")
+    is_dapo = config.config_name.startswith("dapo")
+    return "dapo" if is_dapo and command.program == "ppo" else command.program, config
+
+
+# ── checks of the result, as far as its files are on this machine ──
+
+
+def findings_of(config: RunConfig) -> list[str]:
+    """What `penstock up --check` would say about files and lengths: one line each. Nothing is looked up on the Hub."""
+    dataset, agents = config.dataset, config.rollout.agents
+    read_by: dict[str, list[tuple[str, Path | None]]] = {
+        "lengths": [],
+        "model": [("model.path", config.model.path)],
+        "rows": [
+            *(("dataset.file", entry.file) for entry in listed_files(dataset.file)),
+            *(("dataset.validation.file", entry.file) for entry in listed_files(dataset.validation.file)),
+        ],
+        "rewards": [("rollout.reward.function_file", config.rollout.reward.function_file)],
+        "agents": [
+            ("rollout.agents.tools_file", agents.tools_file),
+            ("rollout.agents.interactions_file", agents.interactions_file),
+        ],
+    }
+    absent, wrong = [], []
+    for name, paths in read_by.items():
+        given = [(field, path) for field, path in paths if path is not None]
+        # What a pattern of files matches is checked at the start of the run.
+        is_elsewhere = [not (path.exists() or is_hub_id(path) or "*" in path.name) for _, path in given]
+        absent += [f"{field}: {path} is not on this machine" for field, path in compress(given, is_elsewhere)]
+        try:
+            if name in RUN_CHECKS and all(path.exists() for _, path in given):
+                RUN_CHECKS[name](config)
+        except (ConfigError, InvalidInput) as error:
+            wrong.append(str(error))
+    return absent + wrong
+
+
+# ── verl's generation, evaluation and supervised training: a config and the command that uses it ──
+
+
+CONFIG = "CONFIG"
+"""The word of a command that stands for the file with the config."""
+
+
+def set_generation(values: Values) -> list[str]:
+    """Set the model and the engine. Returns the words of `penstock generate` without the config."""
+    values.set_direct()
+    values.set("run", "verl-generation")
+    prompt, response = int(values.get("rollout.prompt_length")), int(values.get("rollout.response_length"))
+    values.set("rollout.engine.max_model_len", int(values.get("rollout.max_model_len") or prompt + response))
+    values.set("rollout.reward.compat", "verl")
+    words = [
+        "penstock", "generate", str(files(values.get("data.path"))), "--config", CONFIG,
+        "--output", local_path(values.get("data.output_path")),
+        "--n", str(values.get("data.n_samples")), "--temperature", str(values.get("rollout.temperature")),
+        "--top-p", str(values.get("rollout.top_p")), "--top-k", str(max(0, int(values.get("rollout.top_k")))),
+        "--max-tokens", str(response),
+    ]  # fmt: skip
+    return [*words, *["--ignore-eos"] * bool(values.get("rollout.ignore_eos"))]
+
+
+def set_evaluation(values: Values) -> list[str]:
+    """Set the rewards. Returns the words of `penstock evaluate` without the config."""
+    values.set_direct(*["custom_reward_function."] * (not values.is_given("custom_reward_function.path")))
+    values.set("run", "verl-evaluation")
+    values.set("model.path", "not-used")
+    values.set("rollout.reward.compat", "verl")
+    file = str(files(values.get("data.path")))
+    return ["penstock", "evaluate", file, "--config", CONFIG, "--response-column", str(values.get("data.response_key"))]
+
+
+def command_line(words: list[str], config: str) -> str:
+    return shlex.join([config if word == CONFIG else word for word in words])
+
+
+def set_sft(values: Values) -> list[str]:
+    """Set the model, the files and the learner. Returns the words of `penstock sft` without the config."""
+    is_plain = values.program == "fsdp_sft" and not values.get("data.multiturn.enable")
+    used = {
+        "data.multiturn.": not is_plain,
+        "trainer.test_freq": values.is_given("data.val_files"),
+        "trainer.project_name": "wandb" in listed(values.get("trainer.logger")),
+    }
+    values.set_direct(*(prefix for prefix, is_used in used.items() if not is_used))
+    values.set("model.dtype", "bfloat16")
+    values.set("sft.last_batch", "drop")
+    if is_plain:  # a question as the user's message, and an answer
+        for column in ("prompt", "response"):
+            values.set(f"sft.columns.{column}", _nested(values, column))
+        values.set("sft.text_prompts", "user")
+    set_warmup(values, "optim.", steps_of_files(values), int(values.get("optim.lr_warmup_steps")) < 0)
+    longest, rows = int(values.get("data.max_length")), int(values.get("data.micro_batch_size_per_gpu"))
+    tokens = int(values.get("data.max_token_len_per_gpu")) if values.get("data.use_dynamic_bsz") else rows * longest
+    values.set("learner.micro_batch_tokens", tokens)
+    set_lora(values, "model.")
+    num_sharing = int(values.get("engine.ulysses_sequence_parallel_size") or 1)
+    num_ranks = max(number(values.get("trainer.n_gpus_per_node"), 8), num_sharing)
+    num_ranks -= num_ranks % num_sharing
+    values.set("learner.sequence_parallel", num_sharing)
+    values.set("learner.policy.num_ranks", num_ranks)
+    values.findings.notes.append("the command takes the ranks from the config; torchrun's own number may be another")
+    out = local_path(values.get("trainer.default_local_dir") or "models/sft")
+    torchrun = ["torchrun", "--nproc-per-node", str(num_ranks), "-m", "penstock.cli.main"]
+    return [*torchrun, "sft", "--config", CONFIG, "--out", out]
+
+
+def _nested(values: Values, column: str) -> str:
+    keys = values.get(f"data.{column}_dict_keys") or []
+    if len(keys) > 1:
+        values.lose(f"data.{column}_dict_keys", "a field of a column may not be nested deeper")
+    return ".".join([str(values.get(f"data.{column}_key")), *map(str, keys[:1])])

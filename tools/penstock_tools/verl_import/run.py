@@ -304,7 +304,6 @@ def _set_gpus(values: Values) -> None:
 # ── the algorithm: advantage, loss, KL penalty and off-policy correction ──
 
 
-_ACTOR = "actor_rollout_ref.actor."
 _CORRECTION = "algorithm.rollout_correction."
 _OURS = "learner.algorithm."
 _ADVANTAGES = {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}

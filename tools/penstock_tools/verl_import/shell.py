@@ -129,7 +129,7 @@ def span(text: str, start: int) -> int:
     if letter == "\\":
         return min(start + 2, len(text))
     if letter == "'":
-        return _after(text, "'", start + 1)
+        return min(f"{text}'".index("'", start + 1) + 1, len(text))
     if letter in '"`':
         end = start + 1
         while end < len(text) and text[end] != letter:
@@ -148,11 +148,6 @@ def bracket_end(text: str, start: int) -> int:
             return end + 1
         end = span(text, end) if text[end] in "\\'\"`$" else end + 1
     return len(text)
-
-
-def _after(text: str, letter: str, start: int) -> int:
-    found = text.find(letter, start)
-    return len(text) if found < 0 else found + 1
 
 
 # ── following ──

@@ -217,8 +217,10 @@ class InProcessExecutor(UniProcExecutor):  # type: ignore[misc]
     def _init_executor(self) -> None:
         prepare_process()
         if "OMP_NUM_THREADS" in os.environ:
-            # torch reads the variable when it is imported, which a forked process does not do.
+            # torch reads its variables when it is imported, which a forked process does not do.
             torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
+            torch._dynamo.config.disable = True
         super()._init_executor()
 
 

@@ -54,9 +54,7 @@ class ListSessions(Page):
 
 
 class GetSession(OfRun):
-    from_call: Annotated[
-        int, Field(ge=0, lt=2**31, description="Number of the first call whose tokens are wanted.")
-    ] = 0
+    from_call: Annotated[int, Field(ge=0, lt=2**31, description="Number of the first call with tokens.")] = 0
     max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS, description="Tokens of all calls together; 0: 20,000.")] = 0
 
 
@@ -102,7 +100,9 @@ class SessionHandlers(Handlers):
     texts: TokenText
 
     @operation("POST", "/v1/sessions/{session_id}/reward", "submit", records.RewardedSession, takes=RewardSession)
-    async def reward_session(self, request: generate_pb2.RewardSessionRequest) -> generate_pb2.RewardSessionResponse:
+    async def reward_session(
+        self, caller: Caller, request: generate_pb2.RewardSessionRequest
+    ) -> generate_pb2.RewardSessionResponse:
         """Turn the session's recorded calls into training data with this reward."""
         check_name("session_id", request.session_id)
         for name, value in {"reward": request.reward, **request.reward_parts}.items():
@@ -111,7 +111,7 @@ class SessionHandlers(Handlers):
         if request.task_id:
             check_name("task_id", request.task_id)
         closing, ids = await self.rewards.give(
-            request.session_id, request.reward, request.reward_parts, request.task_id
+            request.session_id, request.reward, request.reward_parts, request.task_id, caller.owner
         )
         self.recorder.forget(request.session_id)
         return generate_pb2.RewardSessionResponse(
@@ -119,25 +119,27 @@ class SessionHandlers(Handlers):
         )
 
     @operation("GET", "/v1/sessions/{session_id}", "read", records.Session, takes=GetSession)
-    async def get_session(self, request: sessions_pb2.GetSessionRequest) -> sessions_pb2.Session:
+    async def get_session(self, caller: Caller, request: sessions_pb2.GetSessionRequest) -> sessions_pb2.Session:
         """A session as a tree of its calls. All calls are described; their tokens end at `max_tokens`."""
         check_name("session_id", request.session_id)
         if request.from_call < 0:
             raise InvalidInput("from_call", "must not be negative")
         if not 0 <= request.max_tokens <= MAX_TOKENS:
             raise InvalidInput("max_tokens", f"must be 0 to {MAX_TOKENS}; 0 takes {DEFAULT_TOKENS}")
-        summary, entries = await self.recorder.store.read(request.session_id)
+        summary, entries = await self.recorder.store.read(request.session_id, caller.owner)
         max_tokens = request.max_tokens or DEFAULT_TOKENS
         return await asyncio.to_thread(self._describe, summary, entries, request.from_call, max_tokens)
 
     @operation("GET", "/v1/sessions", "read", records.SessionPage, takes=ListSessions)
-    async def list_sessions(self, request: sessions_pb2.ListSessionsRequest) -> sessions_pb2.ListSessionsResponse:
-        """List the sessions whose calls are kept, the one with the newest call first."""
+    async def list_sessions(
+        self, caller: Caller, request: sessions_pb2.ListSessionsRequest
+    ) -> sessions_pb2.ListSessionsResponse:
+        """List the sessions whose calls are kept, the one with the newest call first. A page may be short."""
         page_size = validation.checked_page_size(request.page_size)
         first = int(validation.decode_page_token("sessions", request.page_token, "[0-9]{1,9}") or 0)
-        found = await self.recorder.store.summaries(first, page_size + 1)
-        token = validation.encode_page_token("sessions", first + page_size) if len(found) > page_size else ""
-        return sessions_pb2.ListSessionsResponse(sessions=found[:page_size], next_page_token=token)
+        found, has_more = await self.recorder.store.summaries(first, page_size, caller.owner)
+        token = validation.encode_page_token("sessions", first + page_size) if has_more else ""
+        return sessions_pb2.ListSessionsResponse(sessions=found, next_page_token=token)
 
     def _describe(
         self, summary: sessions_pb2.SessionSummary, entries: list[bytes], from_call: int, max_tokens: int
@@ -217,12 +219,12 @@ class TaskHandlers(Handlers):
         return tasks_pb2.SubmitTasksResponse(task_ids=task_ids, replayed=replayed)
 
     @operation("GET", "/v1/tasks/{task_id}", "read", records.Task, takes=OfRun)
-    async def get_task(self, request: tasks_pb2.GetTaskRequest) -> tasks_pb2.Task:
+    async def get_task(self, caller: Caller, request: tasks_pb2.GetTaskRequest) -> tasks_pb2.Task:
         check_name("task_id", request.task_id)
-        return await self.tasks.get(request.task_id)
+        return await self.tasks.get(request.task_id, caller.owner)
 
     @operation("POST", "/v1/tasks:lease", "submit", records.LeasedTasks, takes=LeaseTasks, keeps_deadline=True)
-    async def lease_tasks(self, request: tasks_pb2.LeaseTasksRequest) -> tasks_pb2.LeaseTasksResponse:
+    async def lease_tasks(self, caller: Caller, request: tasks_pb2.LeaseTasksRequest) -> tasks_pb2.LeaseTasksResponse:
         """Hand places of tasks to a worker, each with the id of the session to use for it."""
         check_name("worker", request.worker)
         if not 0 <= request.max_tasks <= MAX_SESSIONS:
@@ -231,34 +233,37 @@ class TaskHandlers(Handlers):
             raise InvalidInput("wait_s", f"must be 0 to {MAX_WAIT_S:g}")
         deadline = time.monotonic() + request.wait_s
         while True:
-            leases = await bounded(self._lease(request), self.deadline_s)
+            leases = await bounded(self._lease(request, caller), self.deadline_s)
             if leases or time.monotonic() + POLL_S > deadline:
                 break
             await asyncio.sleep(POLL_S)
         return tasks_pb2.LeaseTasksResponse(tasks=leases)
 
     @operation("POST", "/v1/tasks:heartbeat", "submit", records.LostTasks, takes=HeartbeatTasks)
-    async def heartbeat_tasks(self, request: tasks_pb2.HeartbeatTasksRequest) -> tasks_pb2.HeartbeatTasksResponse:
+    async def heartbeat_tasks(
+        self, caller: Caller, request: tasks_pb2.HeartbeatTasksRequest
+    ) -> tasks_pb2.HeartbeatTasksResponse:
         """Renew the leases of sessions. Their generate calls do so too."""
         for number, session_id in enumerate(request.session_ids):
             check_name(f"session_ids[{number}]", session_id)
-        lost = await self.tasks.heartbeat(list(request.session_ids))
+        lost = await self.tasks.heartbeat(list(request.session_ids), caller.owner)
         return tasks_pb2.HeartbeatTasksResponse(lost_session_ids=lost)
 
     @operation("POST", "/v1/tasks:return", "submit", records.ReturnedTask, takes=ReturnTask)
-    async def return_task(self, request: tasks_pb2.ReturnTaskRequest) -> tasks_pb2.ReturnTaskResponse:
+    async def return_task(self, caller: Caller, request: tasks_pb2.ReturnTaskRequest) -> tasks_pb2.ReturnTaskResponse:
         """Give the place of a session back, for another worker."""
         check_name("session_id", request.session_id)
-        returned = await self.tasks.give_back(request.session_id, request.failure[:500])
+        returned = await self.tasks.give_back(request.session_id, request.failure[:500], caller.owner)
         return tasks_pb2.ReturnTaskResponse(returned=returned)
 
-    async def _lease(self, request: tasks_pb2.LeaseTasksRequest) -> list[tasks_pb2.LeasedTask]:
+    async def _lease(self, request: tasks_pb2.LeaseTasksRequest, caller: Caller) -> list[tasks_pb2.LeasedTask]:
         """Lease places, unless the run is paused. A task is begun only if a group of it may be admitted, so the
         staleness bound holds for tasks as it does for prompts."""
         stat, orders = await asyncio.gather(self.queue.stat(), self.control.orders())
         if orders.is_paused:
             return []
-        return await self.tasks.lease(request.worker, request.max_tasks or 1, max(0, stat.admission_room))
+        room = max(0, stat.admission_room)
+        return await self.tasks.lease(request.worker, request.max_tasks or 1, room, caller.owner)
 
     def _checked(self, task: tasks_pb2.NewTask, path: str) -> tasks_pb2.NewTask:
         """The task with absent fields filled in."""

@@ -20,6 +20,7 @@ import numpy as np
 from penstock.api.conversion import chat_message
 from penstock.protocols.conversation import AnswerMessage
 from penstock.sessions.session_store import SessionStore
+from penstock.store.ownership import Owner
 from penstock.v1 import generate_pb2, groups_pb2, prompts_pb2, sessions_pb2
 from penstock_services.gateway.sessions.conversation_keys import MessageKeys, message_keys, text_key, text_keys
 from penstock_services.gateway.sessions.tree import SessionTree
@@ -31,6 +32,7 @@ class SessionCall:
 
     session_id: str
     tree: SessionTree
+    owner: Owner
     continued: int | None = None
     """The call whose ids the prompt begins with."""
     keys: MessageKeys | None = None
@@ -96,10 +98,10 @@ class SessionRecorder:
     def cached_bytes(self) -> int:
         return self._num_bytes
 
-    async def prepare(self, request: generate_pb2.GenerateRequest) -> SessionCall:
+    async def prepare(self, request: generate_pb2.GenerateRequest, owner: Owner) -> SessionCall:
         """Read the session and let the request continue the call that its history belongs to. Changes the request."""
-        tree = await self._read(request.session_id)
-        call = SessionCall(request.session_id, tree, call_id=uuid.uuid4().hex)
+        tree = await self._read(request.session_id, owner)
+        call = SessionCall(request.session_id, tree, owner, call_id=uuid.uuid4().hex)
         if request.messages:
             self._match_messages(call, request)
         elif request.text:
@@ -129,17 +131,17 @@ class SessionRecorder:
             finished_at_ms=int(time.time() * 1000),
         )
         list_name = call.tree.list_name if base >= 0 else ""
-        await self.store.record(call.session_id, stored.SerializeToString(), call.call_id, list_name)
+        await self.store.record(call.session_id, stored.SerializeToString(), call.call_id, list_name, call.owner)
 
     def forget(self, session_id: str) -> None:
         if tree := self._trees.pop(session_id, None):
             self._num_bytes -= tree.num_bytes
 
-    async def _read(self, session_id: str) -> SessionTree:
+    async def _read(self, session_id: str, owner: Owner) -> SessionTree:
         """The session's tree with all calls that are recorded now."""
         known = self._trees.get(session_id) or SessionTree()
         num_known = len(known.calls)
-        list_name, entries = await self.store.open(session_id, known.list_name, num_known)
+        list_name, entries = await self.store.open(session_id, known.list_name, num_known, owner)
         if list_name == known.list_name:
             tree = known
             entries = entries[len(known.calls) - num_known :]  # Another call may have added some meanwhile.

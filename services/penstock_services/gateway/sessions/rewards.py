@@ -22,6 +22,7 @@ from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import OfferedGroup, Origin
 from penstock.sessions.session_store import Closing, Reward, SessionStore
 from penstock.sessions.task_store import TaskStore
+from penstock.store.ownership import Owner
 from penstock.trajectory import SESSION_AGENT, Group, Prompt
 from penstock.v1 import tasks_pb2
 from penstock_services.gateway.sessions.trajectories import RewardedSession, SharedPrompt, shared_prompts
@@ -45,11 +46,11 @@ class SessionRewards:
         self.tasks = tasks
 
     async def give(
-        self, session_id: str, reward: float, parts: Mapping[str, float], task_id: str = ""
+        self, session_id: str, reward: float, parts: Mapping[str, float], task_id: str, owner: Owner
     ) -> tuple[Closing, tuple[int, ...]]:
         """Give a session its reward. Returns what became of it, and the prompt ids of its groups. A session that has
         joined a task has none until the task is complete."""
-        closing = await self.store.close(session_id, Reward(reward, dict(parts)), task_id)
+        closing = await self.store.close(session_id, Reward(reward, dict(parts)), task_id, owner)
         if closing.state == "closed" and closing.reward is not None:
             return closing, await self._finish(f"session:{session_id}", {session_id: closing.reward}, DATA_SOURCE)
         if closing.state == "complete":
@@ -105,7 +106,8 @@ class SessionRewards:
                 return answer  # Another gateway was faster.
             sessions.append(RewardedSession(tree, reward.reward, reward.parts))
         prompts = await asyncio.to_thread(shared_prompts, sessions)
-        groups = [self._offered(number, prompt, data_source) for number, prompt in enumerate(prompts)]
+        owner = await self.store.owner(next(iter(rewards), ""))
+        groups = [self._offered(number, prompt, data_source, owner) for number, prompt in enumerate(prompts)]
         # A name that is used again, after its session was forgotten, has another first call, so its own prompt ids.
         first = next((call.call_id for session in sessions for call in session.tree.calls), "")
         accepted = await self.queue.accept(groups, Origin(ORIGIN, f"{name}:{first}")) if groups else []
@@ -113,10 +115,10 @@ class SessionRewards:
             raise QueueFull("the queue has no room for the session; it is added later, or send the reward again")
         return await self.store.finish(name, list(rewards), tuple(prompt_id for prompt_id, _ in accepted))
 
-    def _offered(self, number: int, shared: SharedPrompt, data_source: str) -> OfferedGroup:
+    def _offered(self, number: int, shared: SharedPrompt, data_source: str, owner: str) -> OfferedGroup:
         prompt = Prompt(
             token_ids=tuple(shared.prompt_token_ids.tolist()), sampling=shared.sampling, data_source=data_source,
-            num_samples=len(shared.trajectories), agent_name=SESSION_AGENT,
+            num_samples=len(shared.trajectories), agent_name=SESSION_AGENT, owner=owner,
         )  # fmt: skip
         group = Group(
             run=self.config.run,

@@ -4,6 +4,7 @@ offload, precision."""
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
@@ -87,12 +88,14 @@ def take_steps(folder: Path, cases: dict[str, tuple[int, dict[str, Any]]], ranks
 
 
 def run_ranks(folder: Path, ranks: list[tuple[int, int]]) -> None:
-    """Run a process for each (rank, number of ranks), all at once."""
+    """Run a process for each (rank, number of ranks), all at once. A vLLM that was started here has turned compilation
+    off for its child processes."""
+    environment = {name: value for name, value in os.environ.items() if name != "TORCH_COMPILE_DISABLE"}
     processes = []
     try:
         for rank, num_ranks in ranks:
             command = [sys.executable, "-m", "support.training_rank", str(rank), str(num_ranks), str(folder)]
-            processes.append(subprocess.Popen(command))
+            processes.append(subprocess.Popen(command, env=environment))
         assert [process.wait(200) for process in processes] == [0] * len(ranks)
     finally:
         for process in processes:

@@ -15,7 +15,7 @@ from penstock.config.learner import CheckpointConfig
 from penstock.config.loading import validate
 from penstock.config.service import ReplayConfig
 from penstock.errors import ConfigError, Fenced, RoleDied, Unavailable
-from penstock_learner.checkpoint_files import FileRecord, find_damage
+from penstock_learner.checkpoint_files import find_damage
 from penstock_learner.checkpoints.store import CheckpointStore
 from penstock_learner.checkpoints.trainer_state import TrainerState, tokenizer_digest
 from penstock_learner.loop import process as controller_module
@@ -47,9 +47,11 @@ class OnePolicy:
         assert method == "restore"
         raise Restored(folder)
 
-    async def call_rank(self, rank: int, method: str, checkpoint: Path, files: dict[str, FileRecord]) -> list[str]:
+    async def call_rank(self, rank: int, method: str, *arguments: Any) -> Any:
+        if method == "prefix_sharing_roles":
+            return frozenset({"policy"})
         assert method == "find_damage"
-        return find_damage(checkpoint, files)
+        return find_damage(*arguments)
 
 
 class ContendedQueue(MemoryReplayQueue):
@@ -114,6 +116,22 @@ async def test_a_new_term_is_above_those_of_all_checkpoints(controller: LearnerC
     with pytest.raises(Restored):
         await controller.run()
     assert contended(controller).term == 8
+
+
+async def test_a_rank_says_which_roles_share_prefixes(
+    controller: LearnerController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The controller does not load the models' configurations, for which it would import transformers."""
+    shared: list[frozenset[str]] = []
+
+    def end(*_: object) -> None:
+        shared.append(controller.training.access.prefix_sharing)
+        raise Restored(Path())
+
+    monkeypatch.setattr(controller, "_make_step_loop", end)
+    with pytest.raises(Restored):
+        await controller.run()
+    assert shared == [{"policy"}]
 
 
 @pytest.mark.fault_row(

@@ -1,28 +1,39 @@
-"""A Parquet file of recorded groups: `penstock queue export` writes it and `import` reads it.
+"""Exports a queue to a Parquet file and imports it, so that a recorded run can be replayed without rollout servers.
 
-One row per group, with types that any Parquet reader can show. Arrays are converted as whole columns, never token by
-token. A file from elsewhere is read too if it has these columns and types; older recordings lack the fields in LATER.
-This module imports pyarrow, which is slow, at its top: import it only where it is needed.
+Export only reads, a few groups at a time; a group that is committed before its turn is skipped. Import makes each row a
+new prompt by `queue.accept`, so the counts of the queue stay right and the byte limit holds: it waits for room. The
+learner takes the groups in the order of the file. A second import of a file adds nothing; an interrupted one goes on.
+
+The file has one row per group, with types that any Parquet reader can show. Arrays are converted whole, never token by
+token in Python. A file from elsewhere is read too if it has these columns and types; older recordings lack the fields
+in LATER. This module imports pyarrow, which is slow, at its top: import it only where it is needed.
 """
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, cast
 
-import numpy as np
 import pyarrow as pa
+from google.protobuf.message import DecodeError
 from pyarrow import parquet
 
 from penstock.codec import check_group
-from penstock.errors import InvalidInput, PoisonGroup
+from penstock.errors import InvalidInput, PenstockError, PoisonGroup, QueueFull
+from penstock.replay.inspection import QueueInspector
+from penstock.replay.queue import RedisReplayQueue
+from penstock.replay.queue_types import OfferedGroup, Origin
 from penstock.sampling import DISTRIBUTION_FIELDS, SAMPLING_FIELDS, Sampling
 from penstock.trajectory import Group, SamplingSegment, Trajectory, VersionSegment
+from penstock.v1 import prompts_pb2
 
 # ── groups as Arrow columns, which have the names of their fields ──
 
@@ -71,6 +82,7 @@ SCHEMA = pa.schema(
     ],
     metadata={"penstock.recording": "4"},
 )
+_GROUP = pa.struct([field for field in SCHEMA if field.name != "prompt"])
 
 
 @dataclass(frozen=True)
@@ -81,42 +93,18 @@ class RecordedGroup:
 
 
 def to_record_batch(rows: Sequence[RecordedGroup]) -> Any:
-    groups = [row.group for row in rows]
-    columns = [
-        _array(field.type, [row.prompt for row in rows] if field.name == "prompt" else _named(groups, field.name))
-        for field in SCHEMA
-    ]
-    return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
+    groups = [{**_plain(_GROUP, row.group), "prompt": row.prompt} for row in rows]
+    return pa.RecordBatch.from_pylist(groups, schema=SCHEMA)
 
 
-def _named(objects: Sequence[Any], name: str) -> list[Any]:
-    return [getattr(each, name) for each in objects]
-
-
-def _array(kind: Any, values: Sequence[Any]) -> Any:
-    """An Arrow array of objects that have the fields of `kind`, of arrays, of mappings, or of plain values."""
+def _plain(kind: Any, value: Any) -> Any:
+    """The value with mappings for objects and pairs for mappings, from which pyarrow makes columns. Arrays stay."""
     if pa.types.is_struct(kind):
-        return pa.StructArray.from_arrays(
-            [_array(field.type, _named(values, field.name)) for field in kind], fields=list(kind)
-        )
+        return {field.name: _plain(field.type, getattr(value, field.name)) for field in kind}
     if pa.types.is_map(kind):
-        pairs = [pair for value in values for pair in value.items()]
-        keys, items = ([pair[index] for pair in pairs] for index in (0, 1))
-        return pa.MapArray.from_arrays(_offsets(values), pa.array(keys, kind.key_type), pa.array(items, kind.item_type))
-    if not pa.types.is_list(kind):
-        return pa.array(values, kind)
-    if pa.types.is_struct(kind.value_type):
-        inner = _array(kind.value_type, [each for value in values for each in value])
-    elif pa.types.is_string(kind.value_type):
-        inner = pa.array([each for value in values for each in value], kind.value_type)
-    else:
-        inner = pa.array(np.concatenate(values) if values else np.empty(0), kind.value_type)
-    return pa.ListArray.from_arrays(_offsets(values), inner)
-
-
-def _offsets(values: Sequence[Sequence[Any]]) -> Any:
-    lengths = np.cumsum([len(value) for value in values], dtype=np.int64)
-    return pa.array(np.concatenate(([0], lengths)).astype(np.int32), pa.int32())
+        return list(value.items())
+    is_objects = pa.types.is_list(kind) and pa.types.is_struct(kind.value_type)
+    return [_plain(kind.value_type, each) for each in value] if is_objects else value
 
 
 def from_record_batch(batch: Any) -> list[RecordedGroup]:
@@ -190,51 +178,41 @@ ROW_GROUP_BYTES = 32 * 2**20
 _FINISH_REASONS = ("stop", "length", "aborted")
 
 
-class RecordingWriter:
-    """Writes row groups as they fill. The complete file appears when the block ends without an error."""
+@contextmanager
+def writing(path: Path) -> Iterator[Callable[[RecordedGroup], None]]:
+    """Yields a function that adds a row. Row groups are written as they fill. The complete file appears when the block
+    ends without an error."""
+    partial = path.with_name(f"{path.name}.partial")
+    rows: list[RecordedGroup] = []
+    num_bytes = 0
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.partial = path.with_name(f"{path.name}.partial")
-        self._rows: list[RecordedGroup] = []
-        self._num_bytes = 0
+    def write(row: RecordedGroup) -> None:
+        nonlocal num_bytes
+        rows.append(row)
+        num_bytes += len(row.prompt) + 9 * row.group.num_response_tokens + row.group.prompt_token_ids.nbytes
+        if len(rows) >= ROW_GROUP_ROWS or num_bytes >= ROW_GROUP_BYTES:
+            flush()
 
-    def __enter__(self) -> Self:
-        try:
-            self._file = self.partial.open("wb")
-        except OSError as error:
-            raise InvalidInput(str(self.path), f"cannot be written ({error.strerror}); choose another path") from error
-        self._writer = parquet.ParquetWriter(self._file, SCHEMA, compression="zstd")
-        return self
+    def flush() -> None:
+        nonlocal num_bytes
+        if rows:
+            writer.write_batch(to_record_batch(rows))
+        rows.clear()
+        num_bytes = 0
 
-    def write(self, row: RecordedGroup) -> None:
-        self._rows.append(row)
-        self._num_bytes += len(row.prompt) + 9 * row.group.num_response_tokens + row.group.prompt_token_ids.nbytes
-        if len(self._rows) >= ROW_GROUP_ROWS or self._num_bytes >= ROW_GROUP_BYTES:
-            self._flush()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if kind is None:
-                self._flush()
-            self._writer.close()
-            if kind is None:
-                os.fsync(self._file.fileno())
-                self.partial.replace(self.path)
-        except OSError as failure:
-            raise InvalidInput(
-                str(self.path), f"cannot be written ({failure}); free space or choose another path"
-            ) from failure
-        finally:
-            self._file.close()
-            self.partial.unlink(missing_ok=True)
-
-    def _flush(self) -> None:
-        if self._rows:
-            self._writer.write_batch(to_record_batch(self._rows))
-        self._rows, self._num_bytes = [], 0
+    try:
+        with partial.open("wb") as file:
+            with parquet.ParquetWriter(file, SCHEMA, compression="zstd") as writer:
+                yield write
+                flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        why = error.strerror or error
+        raise InvalidInput(str(path), f"cannot be written ({why}); free space or choose another path") from error
+    finally:
+        with suppress(OSError):
+            partial.unlink()
 
 
 class Recording:
@@ -314,3 +292,104 @@ class Recording:
     def _unreadable(self, error: Exception) -> InvalidInput:
         reason = " ".join(str(error).split())
         return InvalidInput(str(self.path), f"cannot be read as Parquet ({reason}); export it again")
+
+
+# ── from a queue and back ──
+
+ORIGIN = "import"
+"""It holds the leases during an import. The groups keep the names of the servers that made them."""
+FETCH_GROUPS = 16
+IMPORT_GROUPS = 64
+POLL_S = 0.2
+
+
+async def export_groups(
+    inspector: QueueInspector, path: Path, *, include_delivered: bool, advance: Callable[[int, int], None]
+) -> tuple[int, int, list[str]]:
+    """Write the queued groups to `path`. `advance(done, total)` is called as it goes. Returns the numbers of groups
+    that were written and that were committed meanwhile, and why others cannot be decoded: the learner will dead-letter
+    those."""
+    ids = await inspector.queued_ids(include_delivered=include_delivered)
+    num_groups, num_seen, unreadable = 0, 0, []
+    advance(0, len(ids))
+    with writing(path) as write:
+        for start in range(0, len(ids), FETCH_GROUPS):
+            found = await inspector.groups(ids[start : start + FETCH_GROUPS])
+            prompts = await inspector.queue.prompts([queued.prompt_id for queued in found])
+            num_seen += len(found)
+            for queued, prompt in zip(found, prompts, strict=True):
+                if queued.group is None:
+                    unreadable.append(f"prompt {queued.prompt_id}: {queued.problem}")
+                    continue
+                await asyncio.to_thread(write, RecordedGroup(queued.group, prompt))
+                num_groups += 1
+            advance(min(start + FETCH_GROUPS, len(ids)), len(ids))
+    return num_groups, len(ids) - num_seen, unreadable
+
+
+async def import_groups(
+    inspector: QueueInspector, path: Path, *, epoch: int, wait_s: float, advance: Callable[[int, int], None]
+) -> tuple[int, int]:
+    """Import every row of `path` into the inspector's run. Returns how many groups were imported, and how many rows an
+    earlier import of the same file had imported.
+
+    Raises QueueFull when the queue has had no room for `wait_s`. Another `epoch` imports the same file again."""
+    origin = Origin(ORIGIN, await asyncio.to_thread(_import_key, path, epoch))
+    num_groups, row = 0, 0
+    with Recording(path) as recording:
+        advance(0, recording.num_rows)
+        batches = recording.batches(IMPORT_GROUPS)
+        while batch := await asyncio.to_thread(next, batches, None):
+            groups = [
+                OfferedGroup(number, recorded.prompt, _priority(path, number, recorded.prompt), recorded.group)
+                for number, recorded in enumerate(batch, start=row)
+            ]
+            num_groups += await _accept(inspector.queue, groups, origin, wait_s)
+            row += len(batch)
+            advance(row, recording.num_rows)
+    return num_groups, row - num_groups
+
+
+async def _accept(queue: RedisReplayQueue, groups: Sequence[OfferedGroup], origin: Origin, wait_s: float) -> int:
+    """Add the groups in order, as soon as there is room. Returns how many of them were new."""
+    num_new, deadline, full = 0, time.monotonic() + wait_s, "the queue is at its byte limit"
+    while True:
+        try:
+            accepted = await queue.accept(groups, origin)
+        except QueueFull as error:
+            full, accepted = str(error), []
+        for prompt_id, outcome in accepted:
+            if outcome == "unknown":
+                raise PenstockError(f"prompt {prompt_id} vanished during the import; was the run deleted?")
+        outcomes = [outcome for _, outcome in accepted]
+        num_new += outcomes.count("accepted")
+        if accepted:
+            groups = [group for group, outcome in zip(groups, outcomes, strict=True) if outcome == "full"]
+        if not groups:
+            return num_new
+        if "accepted" in outcomes:
+            deadline = time.monotonic() + wait_s
+        if time.monotonic() >= deadline:
+            raise QueueFull(
+                f"no room for {wait_s:.0f} s ({full}); start the learner or raise replay.capacity_bytes, then import "
+                "again: it goes on from here"
+            )
+        await asyncio.sleep(POLL_S)
+
+
+def _import_key(path: Path, epoch: int) -> str:
+    try:
+        with path.open("rb") as file:
+            return f"import-{hashlib.file_digest(file, 'sha256').hexdigest()}-{epoch}"
+    except OSError as error:
+        raise InvalidInput(
+            str(path), f"cannot be read ({error.strerror}); `penstock queue export` writes one"
+        ) from error
+
+
+def _priority(path: Path, row: int, prompt: bytes) -> int:
+    """Priority of the recorded prompt. It applies if the group expires and the prompt is generated again."""
+    try:
+        return prompts_pb2.Prompt.FromString(prompt).priority
+    except DecodeError as error:
+        raise InvalidInput(f"{path} row {row}: prompt", "is not an encoded prompt; remove the row") from error

@@ -1,39 +1,44 @@
-"""`penstock generate FILE --model FOLDER --output FILE` samples answers to every prompt of a dataset file.
+"""`penstock generate FILE --model FOLDER --output FILE` samples answers to every prompt of a dataset file. After an
+interruption, the same command generates only the missing rows.
 
-After an interruption, the same command generates only the missing rows.
+`penstock evaluate FILE` scores the responses in a Parquet file by data source, with the rewards of a run. The file has
+verl's columns and `responses`: a list of samples, or one text.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.cli.parser import Parser, interruptible, parse_with_overrides
+from penstock.cli.output import print_table, to_json
+from penstock.cli.parser import Parser, interruptible, parse_with_overrides, run_interruptible
 from penstock.errors import ConfigError, InvalidInput
 from penstock.sampling import add_sampling_flags, sampling_from_flags
 
 if TYPE_CHECKING:
     from penstock.config.run import RunConfig
+    from penstock.sample_scores import ScoreSummary
     from penstock.trajectory import Prompt
 
 
-def main(argv: Sequence[str]) -> int:
-    args, overrides = parse_with_overrides(_parser(), argv)
+def generate(argv: Sequence[str]) -> int:
+    args, overrides = parse_with_overrides(_generate_parser(), argv)
     config = _config(args, overrides)
     prompts = _read(args)
 
     from penstock.logs import setup_logging
     from penstock_tools.offline.answer_store import AnswerStore
-    from penstock_tools.offline.generation import describe_settings, generate
+    from penstock_tools.offline.answers import answer_missing, describe_settings
 
     setup_logging("generate")
     settings = describe_settings(config, args.file, prompts, scored=args.score)
     again = "while it sampled answers; the same command continues"
     with interruptible(again), AnswerStore(args.output, settings) as store:
         num_found, tokens_before, totals = len(store.rows), store.totals.num_tokens, store.totals
-        seconds = generate(config, prompts, store, concurrency=args.concurrency, scored=args.score)
+        seconds = answer_missing(config, prompts, store, concurrency=args.concurrency, scored=args.score)
     print(
         f"{args.output}: {len(prompts)} prompts, {totals.num_samples} samples, {totals.num_tokens:,} tokens; "
         f"{num_found} prompts had been answered before\nmodel: {config.model.path}"
@@ -48,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     return 1 if totals.num_failed == len(prompts) else 0
 
 
-def _parser() -> Parser:
+def _generate_parser() -> Parser:
     parser = Parser(
         prog="penstock generate",
         description="Sample answers to the prompts of a dataset file. Run it again to continue where it was stopped.",
@@ -88,7 +93,6 @@ def _config(args: argparse.Namespace, overrides: list[str]) -> RunConfig:
 
 
 def _read(args: argparse.Namespace) -> list[Prompt]:
-    from dataclasses import replace
     from itertools import islice
 
     from penstock.feed.datasets import read_prompts
@@ -108,3 +112,55 @@ def _read(args: argparse.Namespace) -> list[Prompt]:
         replace(prompt, sampling=replace(sampling, seed=(args.seed + row * args.n) % 2**63))
         for row, prompt in enumerate(prompts)
     ]
+
+
+def evaluate(argv: Sequence[str]) -> int:
+    parser = Parser(
+        prog="penstock evaluate",
+        description="Score the responses in a Parquet file by data source; prints means and pass@k, writes the scores.",
+        epilog="Fields of the config may follow as overrides: --rollout.reward.num_processes 16",
+    )
+    parser.add_argument("file", type=Path, help="Parquet with verl's columns and the responses")
+    parser.add_argument("--config", type=Path, help="YAML file of a run, for its rollout.reward")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="Parquet file to write (default: FILE.scored.parquet)"
+    )
+    parser.add_argument(
+        "--response-column", default="responses", metavar="NAME",
+        help="column with the responses (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--pass-score", type=float, default=1.0, metavar="X",
+        help="lowest score with which a response passes (default: 1)",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    args, overrides = parse_with_overrides(parser, argv)
+
+    from penstock.config.loading import load_config, load_overrides
+    from penstock_tools.offline.answers import ScoredFile
+
+    model = {"model": {"path": "."}}  # required by the config model, but not used here
+    config = load_config(args.config, overrides) if args.config else load_overrides(model, overrides)
+    output = args.output or args.file.with_suffix(".scored.parquet")
+    scored = ScoredFile(args.file, output, args.response_column, config.rollout.reward)
+    run_interruptible(scored.write(), "while it scored responses; nothing was written")
+    summaries, num_errors = scored.summaries(args.pass_score), scored.num_errors()
+    if args.json:
+        sources = {name: asdict(summary) for name, summary in summaries.items()}
+        print(to_json({"data_sources": sources, "reward_errors": num_errors, "output": str(output)}))
+    else:
+        _print_summaries(summaries, num_errors, output)
+    return 0
+
+
+def _print_summaries(summaries: dict[str, ScoreSummary], num_errors: dict[str, int], output: Path) -> None:
+    ks = sorted({1}.union(*(summary.pass_at for summary in summaries.values())))
+    rows = [
+        (name or "(none)", summary.num_prompts, summary.num_samples, summary.mean, *map(summary.pass_at.get, ks))
+        for name, summary in summaries.items()
+    ]
+    print_table(("data source", "prompts", "responses", "mean", *(f"pass@{k}" for k in ks)), rows)
+    if num_errors:
+        counts = ", ".join(f"{count} {kind}" for kind, count in sorted(num_errors.items()))
+        print(f"{sum(num_errors.values())} rewards failed ({counts}); they got error_value")
+    print(f"scores: {output}")

@@ -65,6 +65,7 @@ SLOW_FILES = (
     "test_sft_training.py",
     "test_generate.py",
     "test_replay_chaos.py",
+    "test_script_faults.py",
     "test_weight_transports.py",
     "test_rolling_upgrade.py",
 )

@@ -2,8 +2,8 @@
 
 A script's text is, in this order: the key names of penstock.store.keys, `store/lua/prelude.lua`, the preludes
 (`prelude*.lua`) of its own folder if that is another one, and the script itself. KEYS[1] is the prefix of the keys.
-Functions of the preludes that the script does not use, and comments, are omitted: Redis makes every function again in
-each call, and reads the whole text whenever it is sent.
+Functions of the preludes that the script does not use, comments and indents are omitted: Redis makes every function
+again in each call, and reads the whole text whenever it is sent.
 
 Scripts answer with names, not positions: a record as `{name, value, ...}`, which `read_record` reads, and a table as
 `{columns, values}`, which `read_rows` and `read_columns` read.
@@ -90,7 +90,7 @@ def _load(package: str, name: str) -> Script:
     prelude = "".join(entry.read_text() for entry in entries if entry.name.startswith("prelude"))
     own = (resources.files(package) / "lua" / f"{name}.lua").read_text()
     body = _without_unused(_without_comments(prelude), _without_comments(own))
-    text = lua_names(body) + body
+    text = lua_names(body) + re.sub(r"^ +", "", body, flags=re.MULTILINE)
     return Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
 
 
@@ -104,13 +104,19 @@ def _without_comments(text: str) -> str:
 
 def _without_unused(prelude: str, own: str) -> str:
     """Both texts, without the functions of the prelude that nothing after them names. Lua's local functions are used
-    only after they were defined, so one pass from the end finds them all."""
-    body, end = own, len(prelude)
+    only after they were defined, so one pass from the end finds them all. A function that only one other function of
+    the prelude names moves into it, so that it is made only when that one is called."""
+    parts, end = [own], len(prelude)
     for function in reversed(list(_FUNCTION.finditer(prelude))):
-        body, end = prelude[function.end() : end] + body, function.start()
-        if re.search(rf"\b{function[1]}\b", body):
-            body = function[0] + body
-    return prelude[:end] + body
+        parts.insert(0, prelude[function.end() : end])
+        users = [i for i, part in enumerate(parts) if re.search(rf"\b{function[1]}\b", part)]
+        if len(users) == 1 and parts[users[0]] is not own and _FUNCTION.fullmatch(parts[users[0]]):
+            start = parts[users[0]].index("\n") + 1
+            parts[users[0]] = parts[users[0]][:start] + function[0] + parts[users[0]][start:]
+        elif users:
+            parts.insert(0, function[0])
+        end = function.start()
+    return prelude[:end] + "".join(parts)
 
 
 def read_record(answer: Sequence[Any]) -> dict[str, Any]:

@@ -62,6 +62,11 @@ def test_a_script_has_no_functions_that_it_does_not_use() -> None:
     assert functions == ["now_ms", "run_when_full"]
 
 
+def test_a_function_that_one_other_function_uses_is_made_when_that_one_is_called() -> None:
+    text = QUEUE.load("append").text
+    assert "local function drop_all_saved(ids)\nlocal function drop_saved(id)\n" in text
+
+
 @pytest.mark.parametrize("path", ["deploy/redis/users.acl", "helm/penstock/files/users.acl"])
 def test_the_users_may_touch_these_keys_and_no_others(path: str) -> None:
     patterns = {

@@ -17,7 +17,13 @@ local function is_ours(id)
 end
 
 -- An id is reserved for a row first. The prompt is stored only once Redis can no longer lose the id.
-local ids, is_reserved, newest = {}, {}, 0
+local known, ids, is_reserved, newest = {}, {}, {}, 0
+numbers(COUNTERS, 'next_prompt_id', 'durable_id', 'awaited_id', 'awaited_ms')
+for i = 6, #ARGV, 3 do
+  local entry = redis.call('HGET', imported, ARGV[i]) or '0'
+  known[#known + 1] = string.match(entry, '^%d+') or error(imported .. ' has a broken entry: ' .. entry)
+end
+check_prompts(known, '')
 for i = 6, #ARGV, 3 do
   local entry = redis.call('HGET', imported, ARGV[i])
   if not entry then
@@ -30,7 +36,9 @@ for i = 6, #ARGV, 3 do
 end
 redis.call('EXPIRE', imported, ARGV[2])
 local COLUMNS = {'prompt_id', 'attempt'}
-if newest > newest_durable_id(now, tonumber(ARGV[5])) then return rows(COLUMNS, {}) end
+local durable_id, _, changed = newest_durable_id(now, tonumber(ARGV[5]))
+call_many('HSET', COUNTERS, changed)
+if newest > durable_id then return rows(COLUMNS, {}) end
 
 local leased = {}
 for i = 6, #ARGV, 3 do

@@ -2,33 +2,42 @@
 -- the groups: ids, attempts, payload bytes and min versions, all as text. Returns the outcomes in the order of the
 -- groups, as a list of names, each followed by how many groups in a row have it. Every path that writes begins with a
 -- delete, so it runs when Redis is out of memory: see run_when_full.
-local capacity, order, in_queue = tonumber(ARGV[1]), ARGV[2], counter('queued_bytes')
+local capacity, order = tonumber(ARGV[1]), ARGV[2]
+local in_queue, num_inserted, saved_bytes = numbers(COUNTERS, 'queued_bytes', 'inserted', 'saved_bytes')
 local ids, attempts, sizes, versions = unpack(cjson.decode(ARGV[3]))
 
 -- The admission of each prompt that is in flight. Such a prompt exists and has no queued group, so nothing else is asked
 -- about it. For the others, `metas` has the entry of the queued group, and `has_attempts` whether the prompt was leased.
-local numbers, metas, has_attempts
+local admissions, metas, has_attempts
 local function look_up()
-  numbers, metas, has_attempts = ask_many('ZMSCORE', OPEN, ids), {}, {}
+  admissions, metas, has_attempts = ask_many('ZMSCORE', OPEN, ids), {}, {}
   local others = {}
   for i, id in ipairs(ids) do
-    if not numbers[i] then others[#others + 1] = id end
+    if not admissions[i] then others[#others + 1] = id end
   end
   if #others == 0 then return end
+  check_prompts({}, '')
   local found, leased = ask_many('HMGET', META, others), ask_many('HMGET', ATTEMPTS, others)
   for i, id in ipairs(others) do metas[id], has_attempts[id] = found[i], leased[i] end
 end
 look_up()
+local has_breakers, has_saved = redis.call('HLEN', BREAKERS) > 0, saved_bytes ~= 0 and check_saved(ids)
+if has_breakers then breakers_of(ask_many('HMGET', OWNERS, ids)) end
+if order == 'freshest' then check('ZCARD', FRESH) end
+check('ZCARD', LEASES, READY)
+check('HLEN', META)
+check_stream(RESULTS)
 
--- Accepted groups are stored together at the end. Until then these hold their ids and their positions.
-local accepted, places, accepted_attempt = {}, {}, {}
+-- Accepted groups are stored together at the end. Until then these hold their ids, their positions and their results.
+local accepted, places, results, accepted_attempt, num_stored_bytes = {}, {}, {}, {}, in_queue
 
 -- An accepted group whose prompt is pending without an admission: Redis lost its tail, and with it that the prompt was
 -- leased. The prompts before it in line had been leased before it, so they are admitted first, and keep their order.
 local MAX_READMITTED = 1024
 local function restore_admissions()
+  run_when_full()
   for i, id in ipairs(accepted) do
-    local place = not numbers[places[i]] and redis.call('ZSCORE', PENDING, id)
+    local place = not admissions[places[i]] and redis.call('ZSCORE', PENDING, id)
     if place and not redis.call('ZSCORE', OPEN, id) then
       local priority = redis.call('HGET', PRIORITIES, id)
       local line = redis.call('ZRANGEBYSCORE', PENDING, '-inf', '(' .. place, 'LIMIT', 0, MAX_READMITTED)
@@ -46,22 +55,23 @@ local function restore_admissions()
 end
 
 -- The numbers of the admissions of all accepted groups; false for a prompt that has none.
-local function admission_numbers()
+local function accepted_admissions()
   local known, is_complete = {}, true
   for i, place in ipairs(places) do
-    known[i] = numbers[place]
+    known[i] = admissions[place]
     is_complete = is_complete and known[i]
   end
   if is_complete then return known end
-  if order == 'admission' then
-    run_when_full()
-    restore_admissions()
-  end
+  if order == 'admission' then restore_admissions() end
   return ask_many('ZMSCORE', OPEN, accepted)
 end
 
--- release_admission for all accepted groups.
-local function release_admissions()
+local function store_accepted()
+  if #accepted == 0 then return end
+  local breakers = has_breakers and breakers_of(ask_many('HMGET', OWNERS, accepted)) or {}
+  local found, entries, ready, fresh, sum = accepted_admissions(), {}, {}, {}, 0
+
+  -- release_admission for all accepted groups.
   call_many('HDEL', OWNERS, accepted)
   local num_in_flight = call_many('ZREM', LEASES, accepted)
   if num_in_flight < #accepted then
@@ -70,39 +80,24 @@ local function release_admissions()
     if num_in_flight < #accepted then count('admitted', #accepted - num_in_flight) end
   end
   call_many('ZREM', OPEN, accepted)
-end
 
-local function enter_fresh()
-  local fresh = {}
-  for i, id in ipairs(accepted) do fresh[2 * i - 1], fresh[2 * i] = versions[places[i]], id end
-  call_many('ZADD', FRESH, fresh)
-end
-
-local function store_accepted()
-  if #accepted == 0 then return end
-  local admissions = admission_numbers()
-  local owners = redis.call('EXISTS', BREAKERS) == 1 and ask_many('HMGET', OWNERS, accepted) or {}
-  local metas_stored, ready, appended, sum = {}, {}, {}, 0
-  release_admissions()
-  record_successes(owners)
-  drop_all_saved(accepted)
-  local now = string.format('%.0f', now_ms())
+  close_breakers(breakers)
+  if has_saved then drop_all_saved(accepted) end
+  local now = string.match(record_result('queued', table.concat(results, ' '), ''), '^%d+')
   for i, id in ipairs(accepted) do
-    local place, number = places[i], admissions[i] or next_admission()
-    local attempt = attempts[place]
-    metas_stored[2 * i - 1] = id
-    metas_stored[2 * i] = write_meta(attempt, sizes[place], number, versions[place], now)
+    local place, number = places[i], found[i] or next_admission()
+    entries[2 * i - 1] = id
+    entries[2 * i] = write_meta(attempts[place], sizes[place], number, versions[place], now)
     ready[2 * i - 1], ready[2 * i] = number, id
-    appended[i] = id .. ':' .. attempt
+    if order == 'freshest' then fresh[2 * i - 1], fresh[2 * i] = versions[place], id end
     sum = sum + sizes[place]
   end
-  call_many('HSET', META, metas_stored)
+  call_many('HSET', META, entries)
   call_many('ZADD', READY, ready)
-  if order == 'freshest' then enter_fresh() end
-  count('queued_bytes', sum)
-  count('inserted', #accepted)
-  record_result('queued', table.concat(appended, ' '), '')
-  accepted, places = {}, {}
+  call_many('ZADD', FRESH, fresh)
+  num_stored_bytes, num_inserted = num_stored_bytes + sum, num_inserted + #accepted
+  redis.call('HSET', COUNTERS, 'queued_bytes', num_stored_bytes, 'inserted', num_inserted)
+  accepted, places, results = {}, {}, {}
 end
 
 -- In the order of admission, a group that all ready groups wait for is accepted even if the queue is full. Otherwise
@@ -117,8 +112,10 @@ local function is_waited_for(id)
   return tonumber(redis.call('ZRANGE', READY, 0, 0, 'WITHSCORES')[2]) > tonumber(redis.call('ZSCORE', OPEN, id))
 end
 
+-- The payloads of refused groups are deleted at the end.
+local refused = {}
 local function refuse(i, outcome)
-  redis.call('UNLINK', group_key(ids[i], attempts[i]))
+  refused[#refused + 1] = group_key(ids[i], attempts[i])
   return outcome
 end
 
@@ -128,12 +125,12 @@ local function append(i)
   if queued_attempt == attempt then return 'duplicate' end
   if queued_attempt then return refuse(i, 'duplicate') end
   -- A prompt that has attempts exists. Redis may have lost the attempts of one that has none.
-  if not numbers[i] and not has_attempts[id] and redis.call('HEXISTS', PROMPTS, id) == 0 then
+  if not admissions[i] and not has_attempts[id] and redis.call('HEXISTS', PROMPTS, id) == 0 then
     return refuse(i, redis.call('GETBIT', TRAINED, id) == 1 and 'duplicate' or 'unknown')
   end
   if in_queue > 0 and in_queue + bytes > capacity and not is_waited_for(id) then return refuse(i, 'full') end
   local last = #accepted + 1
-  accepted[last], places[last], accepted_attempt[id] = id, i, attempt
+  accepted[last], places[last], results[last], accepted_attempt[id] = id, i, id .. ':' .. attempt, attempt
   in_queue = in_queue + bytes
   return 'accepted'
 end
@@ -148,4 +145,5 @@ for i = 1, #ids do
   end
 end
 store_accepted()
+for _, key in ipairs(refused) do redis.call('UNLINK', key) end
 return outcomes

@@ -1,5 +1,10 @@
 -- ARGV: prompt ids. Cancels prompts that the learner has not taken. A held-out prompt belongs to its evaluation and
 -- stays. Returns rows of state and attempt after the call, one for each id; an unknown prompt has the state ''.
+check_prompts(ARGV, '')
+check('HLEN', EVAL_OF)
+check('ZCARD', EVAL_LEASES)
+redis.call('GETBIT', CANCELLED, 0)
+numbers(EXPIRED_REASONS, 'cancelled')
 local values = {}
 for _, id in ipairs(ARGV) do
   local state, attempt = prompt_state(id)
@@ -15,7 +20,7 @@ for _, id in ipairs(ARGV) do
       signal_lease()
       count('expired', 1)
       count('discarded', 1)
-      count_reason(EXPIRED_REASONS, 'cancelled')
+      redis.call('HINCRBY', EXPIRED_REASONS, 'cancelled', 1)
     end
     redis.call('SETBIT', CANCELLED, id, 1)
     record_result('cancelled', id, 'cancelled')

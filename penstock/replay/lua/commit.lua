@@ -8,67 +8,60 @@ for id in string.gmatch(ARGV[4], '%d+') do
   is_covered[id] = true
 end
 
--- Keeps committed prompts under the step of their commit. A run that was begun without kept prompts can only be rewound to
--- what was committed before the first kept ones.
-local function keep_prompts(step, found)
-  if redis.call('HEXISTS', COUNTERS, 'kept_after') == 0 then
-    redis.call('HSET', COUNTERS, 'kept_after', counter('committed_step'))
-  end
-  if #found == 0 then return end
-  local kept = redis.call('HGET', KEPT_PROMPTS, step)
-  kept = kept and cmsgpack.unpack(kept) or {}
-  local prompts, attempts = ask_many('HMGET', PROMPTS, found), ask_many('HMGET', ATTEMPTS, found)
-  local priorities = redis.call('EXISTS', PRIORITIES) == 1 and ask_many('HMGET', PRIORITIES, found) or {}
-  local last = #kept
-  for i, id in ipairs(found) do
-    kept[last + 1], kept[last + 2], kept[last + 3] = id, attempts[i] or '0', priorities[i] or '0'
-    kept[last + 4] = prompts[i]
-    last = last + 4
-  end
-  redis.call('HSET', KEPT_PROMPTS, step, cmsgpack.pack(kept))
-end
-
--- Forgets the prompts that every checkpoint covers.
-local function drop_kept_prompts(oldest_step)
-  if oldest_step <= counter('kept_after') then return end
-  redis.call('HSET', COUNTERS, 'kept_after', oldest_step)
-  for _, step in ipairs(redis.call('HKEYS', KEPT_PROMPTS)) do
-    if tonumber(step) <= oldest_step then redis.call('HDEL', KEPT_PROMPTS, step) end
-  end
-end
+-- A run that was begun without kept prompts can only be rewound to what was committed before the first kept ones.
+local stored_step, trained = numbers(COUNTERS, 'committed_step', 'trained', 'queued_bytes')
+local kept_after = tonumber(redis.call('HGET', COUNTERS, 'kept_after') or stored_step)
+local committed_step, oldest_step = math.max(stored_step, tonumber(ARGV[2])), math.max(kept_after, tonumber(ARGV[3]))
 
 -- Every queued group has its prompt. If Redis lost a group with its tail, its prompt may still be there.
-local queued_ids, payload_keys, found, num_queued = {}, {}, {}, 0
+local queued_ids, texts, payload_keys, found, without_group, num_queued = {}, {}, {}, {}, {}, 0
 for i, text in ipairs(ask_many('HMGET', META, ids)) do
   local id = ids[i]
   if text then
     num_queued = num_queued + 1
-    queued_ids[num_queued], payload_keys[num_queued] = id, group_key(id, read_meta_attempt(text))
+    queued_ids[num_queued], texts[num_queued] = id, text
+    payload_keys[num_queued] = group_key(id, read_meta_attempt(text))
     found[#found + 1] = id
   elseif redis.call('HEXISTS', PROMPTS, id) == 1 then
-    release_admission(id)
+    without_group[#without_group + 1] = id
     found[#found + 1] = id
   end
 end
-if call_many('SREM', DELIVERED, queued_ids) < num_queued then
-  for _, id in ipairs(queued_ids) do
-    if redis.call('ZREM', READY, id) == 1 then
-      local _, num_bytes = group_meta(id)
-      count('queued_bytes', -num_bytes)
-    end
-  end
-  leave_fresh(queued_ids)
-end
-call_many('HDEL', META, queued_ids)
-for first = 1, #payload_keys, 1000 do
-  redis.call('UNLINK', unpack(payload_keys, first, math.min(first + 999, #payload_keys)))
-end
-keep_prompts(math.max(counter('committed_step'), tonumber(ARGV[2])), found)
-forget_prompts(found)
-if #found > 0 then count('trained', #found) end
 
--- Sets the bits of the ids in `trained`. Ids are near each other, so one word of the bitmap holds many.
-local words, bits, wanted = {}, {}, {}
+-- Committed prompts are kept under the step of their commit.
+local kept = redis.call('HGET', KEPT_PROMPTS, committed_step)
+kept = kept and cmsgpack.unpack(kept) or {}
+local prompts, attempts, hashes = ask_many('HMGET', PROMPTS, found), ask_many('HMGET', ATTEMPTS, found), prompt_hashes()
+local priorities = hashes[#hashes] == PRIORITIES and ask_many('HMGET', PRIORITIES, found) or {}
+local last = #kept
+for i, id in ipairs(found) do
+  kept[last + 1], kept[last + 2], kept[last + 3] = id, attempts[i] or '0', priorities[i] or '0'
+  kept[last + 4] = prompts[i]
+  last = last + 4
+end
+
+-- Groups that a manifest of these steps still holds were neither trained nor dropped: the answer to a take was lost, or
+-- Redis lost its tail. They become ready again. A manifest of a later step keeps the groups that are not covered; it is
+-- searched only if the closed ones do not hold all that are.
+local num_closed, closed, later, returned = 0, {}, {}, {}
+for _, step in ipairs(redis.call('HKEYS', MANIFESTS)) do
+  if tonumber(step) <= tonumber(ARGV[2]) then
+    for id in string.gmatch(redis.call('HGET', MANIFESTS, step), '%d+') do
+      if is_covered[id] then
+        if is_covered[id] ~= 'closed' then num_closed = num_closed + 1 end
+        is_covered[id] = 'closed'
+      elseif is_delivered(id) then
+        returned[#returned + 1] = id
+      end
+    end
+    closed[#closed + 1] = step
+  else
+    later[#later + 1] = step
+  end
+end
+
+-- The bits of the ids in `trained`. Ids are near each other, so one word of the bitmap holds many.
+local words, bits, wanted, new_words = {}, {}, {}, {}
 for _, id in ipairs(ids) do
   local place = id % 32
   local word = (id - place) / 32
@@ -87,35 +80,48 @@ for first = 1, #words, 300 do
       changed[#changed + 1] = part
     end
   end
-  redis.call('BITFIELD', TRAINED, unpack(changed))
+  new_words[#new_words + 1] = changed
 end
 
--- Groups that a manifest of these steps still holds were neither trained nor dropped: the answer to a take was lost, or
--- Redis lost its tail. They become ready again. A manifest of a later step keeps the groups that are not covered; it is
--- searched only if the closed ones do not hold all that are.
-local num_closed, later = 0, {}
-for _, step in ipairs(redis.call('HKEYS', MANIFESTS)) do
-  if tonumber(step) <= tonumber(ARGV[2]) then
-    for id in string.gmatch(redis.call('HGET', MANIFESTS, step), '%d+') do
-      if is_covered[id] then
-        if is_covered[id] ~= 'closed' then num_closed = num_closed + 1 end
-        is_covered[id] = 'closed'
-      elseif redis.call('SREM', DELIVERED, id) == 1 then
-        make_ready(id)
-      end
-    end
-    redis.call('HDEL', MANIFESTS, step)
-  else
-    later[#later + 1] = step
-  end
+check('ZCARD', READY, FRESH)
+check('SCARD', DELIVERED)
+check_saved(found)
+if #without_group > 0 then
+  check('HLEN', OWNERS)
+  check('ZCARD', LEASES, PENDING, OPEN)
+  check('SCARD', RETURNED)
+  numbers(COUNTERS, 'admitted', 'admission')
 end
+
+for _, id in ipairs(without_group) do release_admission(id) end
+if call_many('SREM', DELIVERED, queued_ids) < num_queued then
+  for i, id in ipairs(queued_ids) do
+    local _, num_bytes = read_meta_start(texts[i])
+    if redis.call('ZREM', READY, id) == 1 then count('queued_bytes', -num_bytes) end
+  end
+  leave_fresh(queued_ids)
+end
+call_many('HDEL', META, queued_ids)
+for first = 1, #payload_keys, 1000 do
+  redis.call('UNLINK', unpack(payload_keys, first, math.min(first + 999, #payload_keys)))
+end
+if #found > 0 then redis.call('HSET', KEPT_PROMPTS, committed_step, cmsgpack.pack(kept)) end
+forget_prompts(found, hashes)
+for _, changed in ipairs(new_words) do redis.call('BITFIELD', TRAINED, unpack(changed)) end
+for _, id in ipairs(returned) do make_ready(id) end
+call_many('HDEL', MANIFESTS, closed)
 if num_closed < #ids then
   for _, step in ipairs(later) do
-    for id in string.gmatch(redis.call('HGET', MANIFESTS, step), '%d+') do
+    for id in string.gmatch(redis.call('HGET', MANIFESTS, step) or '', '%d+') do
       if is_covered[id] then leave_manifest(id) end
     end
   end
 end
-redis.call('HSET', COUNTERS, 'committed_step', math.max(counter('committed_step'), tonumber(ARGV[2])))
-drop_kept_prompts(tonumber(ARGV[3]))
+redis.call('HSET', COUNTERS, 'committed_step', committed_step, 'kept_after', oldest_step, 'trained', trained + #found)
+-- Forgets the prompts that every checkpoint covers.
+if oldest_step > kept_after then
+  for _, step in ipairs(redis.call('HKEYS', KEPT_PROMPTS)) do
+    if tonumber(step) <= oldest_step then redis.call('HDEL', KEPT_PROMPTS, step) end
+  end
+end
 return #found

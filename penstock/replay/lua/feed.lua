@@ -3,6 +3,7 @@
 -- Stores the number of prompts of an epoch, unless it is 0 or the fingerprint is another one.
 -- Returns position, fingerprint, prompts of an epoch and owner of the feed after the call.
 local name, position, epoch_prompts = ARGV[1], tonumber(ARGV[3]), tonumber(ARGV[4])
+numbers(COUNTERS, 'next_prompt_id')
 local stored = tonumber(redis.call('HGET', FEEDS, name) or '0')
 local fingerprint = redis.call('HGET', FEEDS, name .. ':fingerprint') or ARGV[2]
 if fingerprint == ARGV[2] then

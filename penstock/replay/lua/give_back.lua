@@ -5,7 +5,8 @@
 run_when_full()
 local id = ARGV[2]
 if redis.call('HGET', OWNERS, id) ~= ARGV[1] .. '/' .. ARGV[3] then return 0 end
-if ARGV[11] == '1' then drop_saved(id) end
+local is_held_out, evaluation_id = redis.call('ZSCORE', EVAL_LEASES, id), redis.call('HGET', EVAL_OF, id)
+if is_held_out then check_evaluations({id}) else check_prompts({id}, ARGV[4]) end
 local failure, max_attempts, verdict = ARGV[4], tonumber(ARGV[5]), 'counted'
 if failure ~= '' and ARGV[6] == '0' then
   local limits = {
@@ -15,8 +16,8 @@ if failure ~= '' and ARGV[6] == '0' then
   verdict = record_failure(ARGV[1], id, failure, tonumber(ARGV[7]), limits)
 end
 if verdict ~= 'counted' then failure = '' end
-if redis.call('ZSCORE', EVAL_LEASES, id) then
-  local evaluation_id = redis.call('HGET', EVAL_OF, id)
+if ARGV[11] == '1' then drop_saved(id) end
+if is_held_out then
   return_evaluation(id, failure, max_attempts)
   if verdict == 'given_up' then give_up_evaluation(evaluation_id) end
 else

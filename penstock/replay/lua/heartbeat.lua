@@ -1,6 +1,7 @@
 -- ARGV: server, ttl ms, then id and attempt of each lease. Renews the leases and returns the ids that the server has
 -- lost.
 run_when_full()
+redis.call('ZCARD', EVAL_LEASES)  -- fails before the first write if it is of another type
 local expiry, lost = now_ms() + tonumber(ARGV[2]), {}
 for i = 3, #ARGV, 2 do
   local id = ARGV[i]

@@ -7,6 +7,7 @@ local prompt = ''
 for i = 1, #entry[2], 2 do
   if entry[2][i] == 'prompt' then prompt = entry[2][i + 1] end
 end
+check_intake()
 local id = redis.call('HINCRBY', COUNTERS, 'next_prompt_id', 1)
 redis.call('HSET', PROMPTS, id, prompt)
 if ARGV[2] ~= '0' then redis.call('HSET', PRIORITIES, id, ARGV[2]) end

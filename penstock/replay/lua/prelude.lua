@@ -37,6 +37,36 @@ local function ask_many(command, key, fields)
   return answers
 end
 
+-- Fails if add_prompts would fail.
+local function check_intake()
+  check('HLEN', PROMPTS, PRIORITIES)
+  check('ZCARD', PENDING, SUBMITTED)
+  check_stream(LEASE_SIGNALS)
+end
+
+-- The label of a reason in a hash of counts is its first word.
+local function label_of(reason)
+  return string.match(reason, '^[%w_]+') or 'other'
+end
+
+-- Fails if one of these prompts could not be leased, returned, queued, forgotten or buried for this reason. It checks
+-- more than most scripts need: those that run for every prompt check what they need themselves.
+local function check_prompts(ids, reason)
+  check('HLEN', PROMPTS, ATTEMPTS, FAILURES, PRIORITIES, OWNERS, SPARED, META)
+  check('ZCARD', PENDING, LEASES, OPEN, READY, FRESH)
+  check('SCARD', RETURNED, DELIVERED)
+  for _, stream in ipairs({LEASE_SIGNALS, RESULTS, DEAD}) do check_stream(stream) end
+  for _, bitmap in ipairs({TRAINED, BURIED}) do redis.call('GETBIT', bitmap, 0) end
+  numbers(COUNTERS, 'queued_bytes', 'admitted', 'admission', 'expired', 'discarded', 'dead_lettered')
+  numbers(DEAD_REASONS, label_of(reason))
+  for _, key in ipairs({ATTEMPTS, FAILURES, PRIORITIES}) do
+    for _, value in ipairs(ask_many('HMGET', key, ids)) do
+      if value and not tonumber(value) then error(key .. ' has a value that is not a number: ' .. value) end
+    end
+  end
+  check_saved(ids)
+end
+
 -- Each attempt has its own payload key, so a late duplicate never overwrites a group that was delivered.
 local function group_key(id, attempt)
   return GROUP .. id .. ':' .. attempt
@@ -57,15 +87,6 @@ end
 
 local function make_pending(id)
   redis.call('ZADD', PENDING, pending_score(redis.call('HGET', PRIORITIES, id) or '0', id), id)
-end
-
--- Fails if a key that add_prompts writes is of another type. Scripts call it before their first write.
-local function check_intake()
-  redis.call('HEXISTS', PROMPTS, '')
-  redis.call('HEXISTS', PRIORITIES, '')
-  redis.call('ZCARD', PENDING)
-  redis.call('ZCARD', SUBMITTED)
-  redis.call('XREVRANGE', LEASE_SIGNALS, '+', '-', 'COUNT', 1)
 end
 
 -- `places` are the positions of payloads in ARGV. The priority of each follows it. The prompts get the next ids, in
@@ -117,7 +138,7 @@ end
 
 -- Returns the attempt only, faster still.
 local function read_meta_attempt(text)
-  return string.match(text, '^%d+')
+  return string.match(text, '^(%d+) %d')
 end
 
 -- read_meta for the group of a prompt; nil if it has no queued group.
@@ -139,11 +160,18 @@ local function complete_fresh()
 end
 
 local function leave_fresh(ids)
-  if redis.call('EXISTS', FRESH) == 1 then call_many('ZREM', FRESH, ids) end
+  if redis.call('ZCARD', FRESH) > 0 then call_many('ZREM', FRESH, ids) end
 end
 
--- Makes a delivered group ready again.
+-- Whether a group was taken. Fails if it could not become ready again.
+local function is_delivered(id)
+  if redis.call('SISMEMBER', DELIVERED, id) == 0 then return false end
+  return group_meta(id) and true or error(META .. ' has no valid entry of group ' .. id)
+end
+
+-- Makes a group ready again, if it is delivered.
 local function make_ready(id)
+  if redis.call('SREM', DELIVERED, id) == 0 then return end
   local _, num_bytes, admission, min_version = group_meta(id)
   redis.call('ZADD', READY, admission, id)
   redis.call('ZADD', FRESH, min_version, id)
@@ -194,23 +222,24 @@ local function release_admission(id)
   return admission
 end
 
-local function forget_prompts(ids)
-  drop_all_saved(ids)
-  call_many('HDEL', PROMPTS, ids)
-  call_many('HDEL', ATTEMPTS, ids)
+-- The hashes that have entries of prompts. Most prompts are in the first two only.
+local function prompt_hashes()
+  local keys = {PROMPTS, ATTEMPTS}
   for _, key in ipairs({FAILURES, SPARED, PRIORITIES}) do
-    if redis.call('EXISTS', key) == 1 then call_many('HDEL', key, ids) end
+    if redis.call('HLEN', key) > 0 then keys[#keys + 1] = key end
   end
+  return keys
 end
 
--- Counts a reason in a hash. The label is the reason's first word.
-local function count_reason(key, reason)
-  redis.call('HINCRBY', key, string.match(reason, '^[%w_]+') or 'other', 1)
+local function forget_prompts(ids, hashes)
+  drop_all_saved(ids)
+  for _, key in ipairs(hashes or prompt_hashes()) do call_many('HDEL', key, ids) end
 end
 
 -- Adds an entry to `results`. `what` is queued (ids: 'id:attempt id:attempt ...'), dead or cancelled (ids: one id).
+-- Returns the id of the entry, which begins with the time in ms.
 local function record_result(what, ids, reason)
-  redis.call('XADD', RESULTS, 'MAXLEN', '~', MAX_RESULTS, '*', what, ids, 'reason', reason)
+  return redis.call('XADD', RESULTS, 'MAXLEN', '~', MAX_RESULTS, '*', what, ids, 'reason', reason)
 end
 
 -- State, attempt and payload of a prompt. An unknown prompt has no state.
@@ -233,7 +262,7 @@ local function bury(id, reason, payload)
   redis.call('XADD', DEAD, '*', 'prompt_id', id, 'reason', reason, 'prompt', redis.call('HGET', PROMPTS, id) or '',
     'group', payload or '')
   redis.call('SETBIT', BURIED, id, 1)
-  count_reason(DEAD_REASONS, reason)
+  redis.call('HINCRBY', DEAD_REASONS, label_of(reason), 1)
   count('dead_lettered', 1)
   record_result('dead', id, reason)
   forget_prompts({id})
@@ -268,6 +297,17 @@ local function keep_score(benchmark, numbered, score)
   end
 end
 
+-- Fails if one of these held-out prompts could not be leased, returned or finished.
+local function check_evaluations(ids)
+  check('HLEN', EVAL_OF, SCORES, SCORE_HISTORY)
+  check('ZCARD', EVAL_PENDING, EVAL_LEASES)
+  for _, id in ipairs(ids) do
+    local evaluation_id = redis.call('HGET', EVAL_OF, id) or error(EVAL_OF .. ' does not have prompt ' .. id)
+    numbers(EVALUATION .. evaluation_id, 'num_finished', 'num_prompts', 'num_samples', 'reward_sum', 'num_failed')
+  end
+  check_prompts(ids, '')
+end
+
 -- Counts a prompt of an evaluation as finished. When the evaluation is complete, its score is kept under its benchmark,
 -- which is its id without the number at the end.
 local function finish_evaluation_prompt(evaluation_id)
@@ -288,13 +328,20 @@ local function fail_evaluation_prompt(id)
   forget_prompts({id})
 end
 
+-- The prompts of an evaluation that wait.
+local function waiting_prompts(evaluation_id)
+  local ids = {}
+  for _, id in ipairs(redis.call('ZRANGE', EVAL_PENDING, 0, -1)) do
+    if redis.call('HGET', EVAL_OF, id) == evaluation_id then ids[#ids + 1] = id end
+  end
+  return ids
+end
+
 -- Ends an evaluation that no server can answer: its prompts that wait count as finished, without samples.
 local function give_up_evaluation(evaluation_id)
-  for _, id in ipairs(redis.call('ZRANGE', EVAL_PENDING, 0, -1)) do
-    if redis.call('HGET', EVAL_OF, id) == evaluation_id then
-      redis.call('ZREM', EVAL_PENDING, id)
-      fail_evaluation_prompt(id)
-    end
+  for _, id in ipairs(waiting_prompts(evaluation_id)) do
+    redis.call('ZREM', EVAL_PENDING, id)
+    fail_evaluation_prompt(id)
   end
 end
 
@@ -313,16 +360,16 @@ end
 -- Returns the newest prompt id that Redis can no longer lose. Only such prompts are leased: ids come from a counter,
 -- which goes back when Redis loses its tail, and an id that a server or a ledger knows must never stand for another
 -- prompt. 'awaited_id' was the newest id at 'awaited_ms'. It becomes 'durable_id' after `loss_window_ms`, the time that
--- Redis may lose.
+-- Redis may lose. Also returns the newest id of all, and the counters that have changed, for the script to store.
 local function newest_durable_id(now, loss_window_ms)
-  local newest, durable_id = counter('next_prompt_id'), counter('durable_id')
-  if counter('awaited_id') > durable_id and now - counter('awaited_ms') >= loss_window_ms then
-    durable_id = counter('awaited_id')
-  end
-  if newest > durable_id and counter('awaited_id') <= durable_id then
-    redis.call('HSET', COUNTERS, 'awaited_id', newest, 'awaited_ms', now)
+  local newest, known_id, awaited_id, awaited_ms = numbers(
+    COUNTERS, 'next_prompt_id', 'durable_id', 'awaited_id', 'awaited_ms')
+  local durable_id, changed = known_id, {}
+  if awaited_id > durable_id and now - awaited_ms >= loss_window_ms then durable_id = awaited_id end
+  if newest > durable_id and awaited_id <= durable_id then
+    changed = {'awaited_id', newest, 'awaited_ms', now}
     if loss_window_ms == 0 then durable_id = newest end
   end
-  if durable_id > counter('durable_id') then redis.call('HSET', COUNTERS, 'durable_id', durable_id) end
-  return durable_id
+  if durable_id > known_id then changed[#changed + 1], changed[#changed + 2] = 'durable_id', durable_id end
+  return durable_id, newest, changed
 end

@@ -107,12 +107,13 @@ local function fail_probe(server, breaker, id)
   breaker.prompts[id] = 0
   if not breaker.failed_evaluation or (breaker.num_probes or 0) < MAX_PROBES then return 'spared' end
   if redis.call('HEXISTS', POLICY_PINS, server) == 0 or has_pinned_peer(server) then return 'spared' end
+  check_evaluations(waiting_prompts(redis.call('HGET', EVAL_OF, id)))
   breaker.num_probes = 0
   return 'given_up'
 end
 
 -- Records that a lease of `server` failed. `limits` has failures, non_finite_failures, probe_ms and max_attempts.
--- Returns what this means for the prompt: counted, kept, spared, opened or given_up.
+-- Returns what this means for the prompt: counted, kept, spared, opened or given_up. Fails before its first write.
 local function record_failure(server, id, reason, num_running, limits)
   if limits.failures == 0 or read_spared(id) >= MAX_SPARED then return 'counted' end
   local breaker = read_breaker(server) or {failures = 0, non_finite = 0, prompts = {}, opened_ms = 0}
@@ -146,15 +147,34 @@ local function record_failure(server, id, reason, num_running, limits)
   return verdict
 end
 
--- Closes the breakers of the servers that hold these leases ('server/attempt').
-local function record_successes(owners)
+-- The breakers of the servers that hold these leases ('server/attempt'), each after its server. Fails if close_breakers
+-- would fail.
+local function breakers_of(owners)
+  local found, ids, held_out = {}, {}, {}
   for _, owner in ipairs(owners) do
     local server = owner and string.match(owner, '^(.*)/%d+$')
-    local breaker = server and read_breaker(server)
+    local breaker = server and not found[server] and read_breaker(server)
     if breaker then
-      redis.call('HDEL', BREAKERS, server)
-      count_failures(breaker)
+      found[server], found[#found + 1], found[#found + 2] = true, server, breaker
+      for id in pairs(breaker.prompts) do
+        ids[#ids + 1] = id
+        if redis.call('HEXISTS', EVAL_OF, id) == 1 then held_out[#held_out + 1] = id end
+        numbers(DEAD_REASONS, label_of(breaker.due and breaker.due[id] or ''))
+      end
     end
+  end
+  if #found > 0 then
+    check_prompts(ids, '')
+    check_evaluations(held_out)
+  end
+  return found
+end
+
+-- Closes breakers because their servers have succeeded.
+local function close_breakers(breakers)
+  for i = 1, #breakers, 2 do
+    redis.call('HDEL', BREAKERS, breakers[i])
+    count_failures(breakers[i + 1])
   end
 end
 

@@ -1,11 +1,21 @@
 -- ARGV: evaluation id, prompt id, number of samples, sum of rewards, min version, max version, rewards as text, data
 -- source and answers as JSON, encoded group to keep (or nothing), bytes of groups to keep at most, seconds to keep them.
 -- Counts a held-out prompt as finished. Returns 0, and changes nothing, if it was finished before.
-local evaluation, id = EVALUATION .. ARGV[1], ARGV[2]
-if redis.call('HDEL', PROMPTS, id) == 0 then return 0 end
+local evaluation, groups, id = EVALUATION .. ARGV[1], EVALUATION_GROUPS .. ARGV[1], ARGV[2]
+if redis.call('HEXISTS', PROMPTS, id) == 0 then return 0 end
+local owner = redis.call('HGET', OWNERS, id)
+local low, high = unpack(redis.call('HMGET', evaluation, 'version_min', 'version_max'))
+local is_lowest = not low or tonumber(ARGV[5]) < tonumber(low)
+local is_highest = not high or tonumber(ARGV[6]) > tonumber(high)
+numbers(evaluation, 'kept_bytes', 'num_left_out')
+check('HLEN', groups)
+check_evaluations({id})
+local breakers = breakers_of({owner})
+
+redis.call('HDEL', PROMPTS, id)
 redis.call('ZREM', EVAL_LEASES, id)
 redis.call('ZREM', EVAL_PENDING, id)
-record_successes({redis.call('HGET', OWNERS, id)})
+close_breakers(breakers)
 redis.call('HDEL', OWNERS, id)
 redis.call('HDEL', ATTEMPTS, id)
 redis.call('HDEL', FAILURES, id)
@@ -16,7 +26,6 @@ redis.call('HINCRBY', evaluation, 'num_samples', ARGV[3])
 redis.call('HINCRBYFLOAT', evaluation, 'reward_sum', ARGV[4])
 if ARGV[9] ~= '' then
   if redis.call('HINCRBY', evaluation, 'kept_bytes', #ARGV[9]) <= tonumber(ARGV[10]) then
-    local groups = EVALUATION_GROUPS .. ARGV[1]
     redis.call('HSET', groups, id, ARGV[9])
     redis.call('EXPIRE', groups, ARGV[11])
   else
@@ -25,7 +34,6 @@ if ARGV[9] ~= '' then
 end
 finish_evaluation_prompt(ARGV[1])
 redis.call('HSET', evaluation, 'rewards:' .. id, ARGV[7], 'samples:' .. id, ARGV[8])
-local low, high = unpack(redis.call('HMGET', evaluation, 'version_min', 'version_max'))
-if not low or tonumber(ARGV[5]) < tonumber(low) then redis.call('HSET', evaluation, 'version_min', ARGV[5]) end
-if not high or tonumber(ARGV[6]) > tonumber(high) then redis.call('HSET', evaluation, 'version_max', ARGV[6]) end
+if is_lowest then redis.call('HSET', evaluation, 'version_min', ARGV[5]) end
+if is_highest then redis.call('HSET', evaluation, 'version_max', ARGV[6]) end
 return 1

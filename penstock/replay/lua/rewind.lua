@@ -14,6 +14,8 @@ for _, of_step in ipairs(redis.call('HKEYS', KEPT_PROMPTS)) do
   local kept = cmsgpack.unpack(redis.call('HGET', KEPT_PROMPTS, of_step))
   others[of_step] = {}
   for i = 1, #kept, 4 do
+    local is_whole = tonumber(kept[i + 1]) and tonumber(kept[i + 2])
+    if not is_whole then error(KEPT_PROMPTS .. ' has a broken entry of step ' .. of_step) end
     local list = is_missing[kept[i]] and found or others[of_step]
     if is_missing[kept[i]] then
       is_missing[kept[i]] = nil
@@ -23,6 +25,17 @@ for _, of_step in ipairs(redis.call('HKEYS', KEPT_PROMPTS)) do
   end
 end
 if num_missing > 0 then return num_missing end
+
+local delivered, saved = {}, redis.call('HKEYS', SAVED_BYTES)
+for _, of_step in ipairs(redis.call('HKEYS', MANIFESTS)) do
+  for id in string.gmatch(redis.call('HGET', MANIFESTS, of_step), '%d+') do
+    if is_delivered(id) then delivered[#delivered + 1] = id end
+  end
+end
+check_prompts(saved, '')
+numbers(EXPIRED_REASONS, 'abandoned')
+numbers(COUNTERS, 'trained')
+local orders = counter('roll_backs')
 
 -- A higher attempt tells a producer that still holds the old group in its outbox that the group is not wanted.
 for i = 1, #found, 4 do
@@ -46,15 +59,11 @@ for of_step, kept in pairs(others) do
   end
 end
 
-for _, of_step in ipairs(redis.call('HKEYS', MANIFESTS)) do
-  for id in string.gmatch(redis.call('HGET', MANIFESTS, of_step), '%d+') do
-    if redis.call('SREM', DELIVERED, id) == 1 then make_ready(id) end
-  end
-end
+for _, id in ipairs(delivered) do make_ready(id) end
 redis.call('UNLINK', MANIFESTS)
 -- Saved tokens may be those of versions that are abandoned.
-drop_all_saved(redis.call('HKEYS', SAVED_BYTES))
+drop_all_saved(saved)
 redis.call('HSET', COUNTERS, 'step', step, 'committed_step', step, 'rewind_checkpoint', checkpoint,
-  'rewind_term', ARGV[1], 'rewind_orders', counter('roll_backs'))
+  'rewind_term', ARGV[1], 'rewind_orders', orders)
 signal_lease()
 return 0

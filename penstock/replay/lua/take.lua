@@ -28,16 +28,20 @@ else
   ids = redis.call('ZRANGE', READY, 0, last)
 end
 if #ids == 0 then return groups({}, {}, 0) end
-call_many('ZREM', READY, ids)
-leave_fresh(ids)
-call_many('SADD', DELIVERED, ids)
-redis.call('HSET', MANIFESTS, ARGV[2], (manifest and manifest .. ' ' or '') .. table.concat(ids, ' '))
 for i, text in ipairs(ask_many('HMGET', META, ids)) do
   local attempt, num_bytes = read_meta_start(text)
   attempts[i] = attempt
   sum = sum + num_bytes
 end
 -- Taken groups still count in the admission. Only a queue that had too many bytes has room for prompts now.
-if counter('queued_bytes') >= tonumber(ARGV[5]) then signal_lease() end
+local is_full, has_fresh = counter('queued_bytes') >= tonumber(ARGV[5]), redis.call('ZCARD', FRESH) > 0
+if is_full then check_stream(LEASE_SIGNALS) end
+check('SCARD', DELIVERED)
+
+call_many('ZREM', READY, ids)
+if has_fresh then call_many('ZREM', FRESH, ids) end
+call_many('SADD', DELIVERED, ids)
+redis.call('HSET', MANIFESTS, ARGV[2], (manifest and manifest .. ' ' or '') .. table.concat(ids, ' '))
+if is_full then signal_lease() end
 count('queued_bytes', -sum)
 return groups(ids, attempts, sum)

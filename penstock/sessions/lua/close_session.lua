@@ -16,13 +16,15 @@ if reward and joined then
   return {is_complete and 'complete' or 'joined', is_complete and joined or reward}
 end
 if reward then return {'closed', reward} end
-if redis.call('EXISTS', calls_key(session)) == 0 then return {'missing', ''} end
+if redis.call('LLEN', calls_key(session)) == 0 then return {'missing', ''} end
 local task, place = place_of(session)
 if not task and ARGV[5] ~= '' then
   task = ARGV[5]
   local is_there = redis.call('EXISTS', task_key(task)) == 1
   if not is_there or not may_use(redis.call('HGET', task_key(task), 'owner'), ARGV[6], ARGV[7]) then return {'unknown', ''} end
 end
+check_abandon(session)
+check('ZCARD', FINISHING)
 if not task then
   redis.call('HSET', state, 'reward', ARGV[2])
   keep_rewarded(session)
@@ -30,6 +32,7 @@ if not task then
   return {'closed', ARGV[2]}
 end
 
+check_task(task)
 local key = task_key(task)
 local task_state = redis.call('HGET', key, 'state')
 -- A session that was not leased takes the first place that no worker has, or else the first that is leased.

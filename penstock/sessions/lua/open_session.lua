@@ -7,5 +7,6 @@ local fields = redis.call('HMGET', state_key(session), 'reward', 'list', 'abando
 local reward, list, abandoned, owner = unpack(fields)
 if not may_use(owner, ARGV[5], ARGV[6]) then return {3, '', {}} end
 local first = list == ARGV[2] and ARGV[3] or 0
-renew_lease(session, now_ms() + ARGV[4])
-return {abandoned and 2 or reward and 1 or 0, list or '', redis.call('LRANGE', calls_key(session), first, -1)}
+local calls, task, place = redis.call('LRANGE', calls_key(session), first, -1), leased_place_of(session)
+if task then redis.call('ZADD', TASK_LEASES, now_ms() + ARGV[4], member(task, place)) end
+return {abandoned and 2 or reward and 1 or 0, list or '', calls}

@@ -17,6 +17,14 @@ local function may_use_session(session, caller, sees_all)
   return may_use(redis.call('HGET', state_key(session), 'owner'), caller, sees_all)
 end
 
+-- Functions named check_... fail if what they are named after would fail. Scripts call them before their first write.
+local function check_forget_calls(sessions)
+  if #sessions == 0 then return end
+  check('ZCARD', SESSIONS)
+  numbers(SESSION_SIZES, unpack(sessions))
+  numbers(COUNTERS, 'session_bytes')
+end
+
 -- Forgets the calls of a session, and their bytes.
 local function forget_calls(session)
   redis.call('UNLINK', calls_key(session))
@@ -28,9 +36,11 @@ local function forget_calls(session)
   end
 end
 
--- Forgets at most so many of the sessions whose time has passed. Their lists have expired by themselves.
-local function forget_expired(now, most)
-  for _, session in ipairs(redis.call('ZRANGE', SESSIONS, '-inf', now, 'BYSCORE', 'LIMIT', 0, most)) do forget_calls(session) end
+-- At most so many of the sessions whose time has passed. Their lists have expired by themselves.
+local function expired_sessions(now, most)
+  local expired = redis.call('ZRANGE', SESSIONS, '-inf', now, 'BYSCORE', 'LIMIT', 0, most)
+  check_forget_calls(expired)
+  return expired
 end
 
 -- A session that has its reward is kept until its group is in the queue, however long that takes.
@@ -69,6 +79,11 @@ local function place_of(session)
   if not owner and attempts and tonumber(attempt) <= tonumber(attempts) then return task, place end
 end
 
+local function check_abandon(session)
+  check('HLEN', state_key(session))
+  check_forget_calls({session})
+end
+
 -- Ends a session that will not be part of a group: its calls are forgotten, and no further call is recorded.
 local function abandon(session, ttl)
   forget_calls(session)
@@ -82,6 +97,20 @@ local function abandon_others(task, place, session, ttl)
     local other = task .. '.' .. place .. '.' .. attempt
     if other ~= session then abandon(other, ttl) end
   end
+end
+
+-- Fails if a task could not be begun, get a reward, get a place back or be completed.
+local function check_task(task)
+  local key = task_key(task)
+  local num_sessions = numbers(key, 'num_sessions', 'num_rewarded', 'num_failed', 'order', 'deadline_ms')
+  for place = 0, num_sessions - 1 do
+    local num_attempts = numbers(key, 'attempts:' .. place, 'failures:' .. place)
+    for attempt = 1, num_attempts do check_abandon(task .. '.' .. place .. '.' .. attempt) end
+  end
+  check('ZCARD', TASK_PENDING, TASK_LEASES, TASK_DUE, FINISHING)
+  check('SCARD', TASK_OPEN)
+  numbers(COUNTERS, 'task_places_rewarded', 'task_places_failed', 'task_places_dropped')
+  numbers(COUNTERS, 'task_places_reclaimed', 'tasks_failed')
 end
 
 local function remove_place(task, place)
@@ -138,9 +167,15 @@ local function return_place(task, place, failure, max_failures, now, ttl, retry_
   redis.call('ZADD', TASK_PENDING, redis.call('HGET', key, 'order') + place, member(task, place))
 end
 
--- Returns the places whose lease has run out: their workers are assumed dead.
-local function reclaim_places(now, max_failures, ttl, retry_ms)
+-- Places whose lease has run out. Fails if they could not be returned.
+local function expired_places(now)
   local expired = redis.call('ZRANGE', TASK_LEASES, '-inf', now, 'BYSCORE', 'LIMIT', 0, 100)
+  for _, name in ipairs(expired) do check_task((string.match(name, '^(.+) %d+$'))) end
+  return expired
+end
+
+-- Returns places to the queue whose lease has run out: their workers are assumed dead.
+local function reclaim_places(expired, now, max_failures, ttl, retry_ms)
   for _, name in ipairs(expired) do
     local task, place = string.match(name, '^(.+) (%d+)$')
     return_place(task, place, 'lease_expired', max_failures, now, ttl, retry_ms)
@@ -149,14 +184,12 @@ local function reclaim_places(now, max_failures, ttl, retry_ms)
   return #expired
 end
 
--- Whether the session holds the lease of its place, which then lasts until `expiry`.
-local function renew_lease(session, expiry)
+-- Task and place of a session that holds the lease of its place; nothing if it holds none.
+local function leased_place_of(session)
   local task, place = place_of(session)
-  if not task or not redis.call('ZSCORE', TASK_LEASES, member(task, place)) then return false end
+  if not task or not redis.call('ZSCORE', TASK_LEASES, member(task, place)) then return nil end
   local attempt = redis.call('HGET', task_key(task), 'attempts:' .. place)
-  if session ~= task .. '.' .. place .. '.' .. attempt then return false end
-  redis.call('ZADD', TASK_LEASES, expiry, member(task, place))
-  return true
+  if session == task .. '.' .. place .. '.' .. attempt then return task, place end
 end
 
 -- ── what people are shown ──

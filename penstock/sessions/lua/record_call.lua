@@ -4,7 +4,13 @@
 -- another owner), closed, expired (the calls that it refers to are gone), long (the session has too many calls), large (it
 -- has too many bytes) or full (all sessions together have).
 local session, now, num_bytes, calls, state = ARGV[1], now_ms(), #ARGV[2], calls_key(ARGV[1]), state_key(ARGV[1])
-forget_expired(now, 16)
+local expired = expired_sessions(now, 16)
+if #expired > 0 then
+  check('HLEN', state)
+  check('LLEN', calls)
+  check_forget_calls({session})
+  for _, other in ipairs(expired) do forget_calls(other) end
+end
 local reward, list, owner = unpack(redis.call('HMGET', state, 'reward', 'list', 'owner'))
 if not may_use(owner, ARGV[9], ARGV[10]) then return 'foreign' end
 if reward then return 'closed' end

@@ -2,8 +2,11 @@
 -- sees all. Gives the place of a session back, and abandons the session. Returns 1 if the owner's session held its lease.
 run_when_full()
 local now = now_ms()
-if not may_use_session(ARGV[1], ARGV[6], ARGV[7]) or not renew_lease(ARGV[1], now) then return 0 end
-local task, place = place_of(ARGV[1])
+if not may_use_session(ARGV[1], ARGV[6], ARGV[7]) then return 0 end
+local task, place = leased_place_of(ARGV[1])
+if not task then return 0 end
+check_abandon(ARGV[1])
+check_task(task)
 abandon(ARGV[1], ARGV[4])
 return_place(task, place, ARGV[2], ARGV[3], now, ARGV[4], ARGV[5])
 return 1

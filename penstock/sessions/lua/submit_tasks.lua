@@ -19,7 +19,7 @@ for i = 6, #ARGV, 5 do
   if not may_use(known_owner, owner, '0') then return {'taken', ARGV[i]} end
 end
 if num_places > tonumber(ARGV[5]) then return 'full' end
-local number = counter('task_owner:' .. owner)
+local number = numbers(COUNTERS, 'task_owner:' .. owner, 'task_owners', 'tasks_submitted', 'task_places_submitted')
 if owner ~= '' and number == 0 then
   number = redis.call('HINCRBY', COUNTERS, 'task_owners', 1)
   redis.call('HSET', COUNTERS, 'task_owner:' .. owner, number)

@@ -1,2 +1,3 @@
 -- ARGV: server. Forgets it, with its breaker and its quarantine.
+check_forget_server()
 forget_server(ARGV[1])

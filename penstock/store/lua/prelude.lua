@@ -1,4 +1,26 @@
--- Shared by all scripts. Time is Redis' own, so no two clocks are ever compared.
+-- Shared by all scripts. Redis does not undo what a failed script has written, so each script fails before its first
+-- write or not at all: it first reads what it needs, and checks the keys that it writes without having read them.
+-- tests/integration/store/test_script_faults.py injects faults. Time is Redis' own, so no two clocks are ever compared.
+
+-- Fails if a key is of another type than `command` reads, which has no other arguments: HLEN, ZCARD, SCARD, LLEN.
+local function check(command, ...)
+  for i = 1, select('#', ...) do redis.call(command, (select(i, ...))) end
+end
+
+-- The same for a stream. It reads an empty range.
+local function check_stream(key)
+  redis.call('XREVRANGE', key, '+', '+')
+end
+
+-- Fields of a hash as numbers; 0 for a missing one. Fails if a value is not a number.
+local function numbers(key, ...)
+  local values = redis.call('HMGET', key, ...)
+  for i, value in ipairs(values) do
+    values[i] = tonumber(value or 0) or error(key .. ' has a value that is not a number: ' .. value)
+  end
+  return unpack(values)
+end
+
 local function now_ms()
   local t = redis.call('TIME')
   return t[1] * 1000 + math.floor(t[2] / 1000)
@@ -28,6 +50,14 @@ local function check_term(term)
   run_when_full()
 end
 
+-- Fails if drop_saved would fail for one of these prompts. Returns whether any prompt has saved tokens.
+local function check_saved(ids)
+  if redis.call('HLEN', SAVED_BYTES) == 0 then return false end
+  numbers(COUNTERS, 'saved_bytes')
+  for _, id in ipairs(ids) do numbers(SAVED_BYTES, id) end
+  return true
+end
+
 -- Deletes the saved tokens of a prompt, if it has some.
 local function drop_saved(id)
   local num_bytes = redis.call('HGET', SAVED_BYTES, id)
@@ -39,13 +69,18 @@ end
 
 -- The same for many prompts.
 local function drop_all_saved(ids)
-  if redis.call('EXISTS', SAVED_BYTES) == 0 then return end
+  if redis.call('HLEN', SAVED_BYTES) == 0 then return end
   for _, id in ipairs(ids) do drop_saved(id) end
 end
 
 -- Notes that servers joined, left or changed their state or version: see penstock/store/fleet.py.
 local function note_fleet_change()
   count('fleet_changes', 1)
+end
+
+local function check_forget_server()
+  check('HLEN', SERVERS, SERVER_STATES, BREAKERS, QUARANTINED)
+  numbers(COUNTERS, 'fleet_changes')
 end
 
 local function forget_server(server)

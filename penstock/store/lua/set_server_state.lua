@@ -5,6 +5,7 @@ if ARGV[2] ~= '' then
   if fenced then return fenced end
 end
 run_when_full()
+numbers(COUNTERS, 'fleet_changes')
 local num_set = 0
 for i = 3, #ARGV do
   if ARGV[2] == '' or redis.call('HEXISTS', SERVERS, ARGV[i]) == 1 then

@@ -1,0 +1,343 @@
+"""Faults inside Lua scripts: an error at a call, keys of a wrong type, broken values, a full Redis, and a script that
+does not end.
+
+Redis does not undo what a failed script has written. `ScriptFaults.check` runs a script from the present state of a
+real Redis under every such fault. Each time the script must fail with the state as before, or do all of its work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from importlib import resources
+from typing import Any, cast
+
+import pytest
+import redis
+from redis.exceptions import ResponseError
+
+from penstock.replay.group_payloads import GroupPayloads
+from penstock.store.scripts import QUEUE, SESSIONS, STORE, ScriptFolder
+
+FOLDERS = (STORE, QUEUE, SESSIONS)
+READS = {
+    "hash": "HEXISTS HGET HGETALL HKEYS HLEN HMGET HSTRLEN HVALS",
+    "zset": "ZCARD ZCOUNT ZMSCORE ZRANGE ZRANGEBYSCORE ZREVRANGE ZREVRANGEBYSCORE ZSCORE",
+    "set": "SCARD SISMEMBER SMEMBERS",
+    "stream": "XRANGE XREVRANGE XLEN",
+    "list": "LLEN LRANGE",
+    "string": "GET GETBIT",
+    "any": "EXISTS",
+    "none": "TIME",
+}
+WRITES = {
+    "hash": "HDEL HINCRBY HINCRBYFLOAT HSET",
+    "zset": "ZADD ZREM ZREMRANGEBYRANK",
+    "set": "SADD SREM",
+    "stream": "XADD XDEL",
+    "list": "RPUSH",
+    "string": "SET SETBIT BITFIELD",
+    "any": "EXPIRE PERSIST UNLINK",
+}
+TYPES = {command: kind for table in (READS, WRITES) for kind, commands in table.items() for command in commands.split()}
+"""The type of the keys that a command takes. Every command of a script must be listed."""
+WRONG = {"string": ("SET", "?"), "list": ("RPUSH", "?"), "hash": ("HSET", "?", "?"), "zset": ("ZADD", "1", "?")}
+BROKEN = (b"\xc1broken", b"[]", b"7")
+"""The first is not JSON, MessagePack or a number. The others are, and not what a record would be."""
+State = dict[bytes, Any]
+READ_STATE = """
+local READS = {hash = {'HGETALL'}, zset = {'ZRANGE', 0, -1, 'WITHSCORES'}, set = {'SMEMBERS'}, list = {'LRANGE', 0, -1},
+  stream = {'XRANGE', '-', '+'}, string = {'GET'}}
+local found = {}
+for _, key in ipairs(#KEYS > 0 and KEYS or redis.call('KEYS', '*')) do
+  local kind = redis.call('TYPE', key).ok
+  local command, first, last, option = unpack(READS[kind])
+  local arguments = {command, key, first, last, option}
+  found[#found + 1] = {key, kind, redis.call('PTTL', key) > 0 and 1 or 0, redis.call(unpack(arguments))}
+end
+return found
+"""
+TRACED = """
+local num_calls, trace, real = 0, {}, redis
+local redis = setmetatable({call = function(...)
+  local arguments = {...}
+  num_calls = num_calls + 1
+  if num_calls == %(fail_at)d then error('injected') end
+  while num_calls == %(hang_at)d do end
+  trace[num_calls] = {}
+  for i, argument in ipairs(arguments) do trace[num_calls][i] = tostring(argument) end
+  if arguments[1] == 'TIME' then return {'%(seconds)d', '0'} end
+  if arguments[1] == 'XADD' then
+    for i, argument in ipairs(arguments) do
+      if argument == '*' then arguments[i] = '%(seconds)d000-' .. num_calls end
+    end
+  end
+  return real.call(unpack(arguments))
+end}, {__index = real})
+local function script()
+%(text)s
+end
+local answer = script()
+while num_calls + 1 == %(hang_at)d do end
+if type(answer) == 'table' and answer.err then return answer end
+return trace
+"""
+"""A script that returns its calls. Its clock stands still, so that two runs write the same."""
+
+
+def script_names() -> set[tuple[ScriptFolder, str]]:
+    """Every script of the project."""
+    found = set()
+    for folder in FOLDERS:
+        names = [entry.name for entry in (resources.files(folder.package) / "lua").iterdir()]
+        found |= {(folder, name.removesuffix(".lua")) for name in names if not name.startswith("prelude")}
+    return found
+
+
+@dataclass(frozen=True)
+class Call:
+    """One `redis.call` of a script."""
+
+    command: str
+    arguments: tuple[bytes, ...]
+
+    @property
+    def kind(self) -> str:
+        return TYPES[self.command]
+
+    @property
+    def keys(self) -> tuple[bytes, ...]:
+        if self.kind == "none":
+            return ()
+        return self.arguments if self.command in ("EXISTS", "UNLINK") else self.arguments[:1]
+
+    @property
+    def fields(self) -> tuple[bytes, ...] | None:
+        """Fields of a hash that the call reads or writes; None if it may read all."""
+        if self.command in ("HGETALL", "HKEYS", "HVALS"):
+            return None
+        step = 2 if self.command == "HSET" else 1
+        return self.arguments[1:2] if "INCR" in self.command else self.arguments[1::step]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of a script with a fault, and the state after it."""
+
+    error: str
+    calls: tuple[Call, ...]
+    state: State
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call of a script from a state, which `dump` restores."""
+
+    folder: ScriptFolder
+    name: str
+    prefix: str
+    arguments: tuple[Any, ...]
+    dump: tuple[tuple[bytes, int, bytes], ...]
+    state: State = field(compare=False)
+    seconds: int = 0
+
+    num_calls: int = 0
+
+    def text(self, *, fail_at: int = 0, hang_at: int = 0) -> str:
+        """The script, which fails at or never ends from one of its calls. The call after the last is its end."""
+        text = self.folder.load(self.name).text
+        assert "pcall" not in text, f"{self.name} catches errors"
+        return TRACED % {"text": text, "fail_at": fail_at, "hang_at": hang_at, "seconds": self.seconds}
+
+
+@dataclass
+class ScriptFaults:
+    """Checks calls of scripts. `problems` has one line for each fault after which something was half written."""
+
+    client: redis.Redis
+    problems: list[str] = field(default_factory=list)
+    writing: dict[tuple[ScriptFolder, str], Case] = field(default_factory=dict)
+    """The newest call of each script that wrote something."""
+    _checked: set[Any] = field(default_factory=set)
+    _present: Any = None
+    """The dump that Redis holds exactly; None if it is not known."""
+
+    def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Check every call of a script that this process makes from now on, before it is made."""
+        call_script, take, append = ScriptFolder.call, GroupPayloads.take, GroupPayloads.append
+
+        async def checked_call(folder: ScriptFolder, client: Any, prefix: str, name: str, *arguments: Any) -> Any:
+            self.check(folder, name, prefix, arguments)
+            return await call_script(folder, client, prefix, name, *arguments)
+
+        async def checked_take(payloads: GroupPayloads, *arguments: Any) -> Any:
+            self.check(QUEUE, "take", payloads.keys.prefix, arguments)
+            return await take(payloads, *arguments)
+
+        async def checked_append(payloads: GroupPayloads, groups: Sequence[Any], config: Any) -> Any:
+            set_payloads, run = payloads._transaction(groups, (config.capacity_bytes, config.take_order))
+            before = self._save()
+            self.client.execute_command(*set_payloads)
+            self.check(QUEUE, "append", payloads.keys.prefix, run[4:])
+            self.restore(before)
+            return await append(payloads, groups, config)
+
+        monkeypatch.setattr(ScriptFolder, "call", checked_call)
+        monkeypatch.setattr(GroupPayloads, "take", checked_take)
+        monkeypatch.setattr(GroupPayloads, "append", checked_append)
+
+    def check(self, folder: ScriptFolder, name: str, prefix: str, arguments: tuple[Any, ...]) -> None:
+        """Run a script under every fault, unless it was checked with the same calls before. The state is kept."""
+        seconds = cast("tuple[int, int]", self.client.time())[0] + 1
+        case = Case(folder, name, prefix, arguments, self._save(), self.read_state(), seconds)
+        self._present = case.dump
+        done = self._run(case)
+        self._checked.add((folder, name))
+        shape = (name, *((call.command, *map(_family, call.keys)) for call in done.calls))
+        if done.error:
+            self._report(case, f"answered {done.error!r} and wrote", done.state == case.state)
+        elif shape not in self._checked:
+            self._checked.add(shape)
+            if done.state != case.state:
+                self.writing[folder, name] = replace(case, num_calls=len(done.calls))
+            first_write = self._fail_at_each_call(case, done)
+            self._find_late_keys(case, done.calls, first_write)
+            self._fill_redis(case, done)
+            self._change_types(case, done)
+            self._break_values(case, done)
+        self.restore(case.dump)
+
+    @property
+    def unchecked(self) -> set[str]:
+        return {f"{folder.package}: {name}" for folder, name in script_names() - self._checked}
+
+    def _fail_at_each_call(self, case: Case, done: Run) -> int:
+        """Inject an error at each call up to the first one that changes something. Returns the number of that call."""
+        for number in range(1, len(done.calls) + 1):
+            self.restore(case.dump)
+            failed = self._run(case, fail_at=number)
+            assert "injected" in failed.error, (case.name, failed.error)
+            if failed.state != case.state:
+                return number - 1
+        return len(done.calls)
+
+    def _find_late_keys(self, case: Case, calls: Sequence[Call], first_write: int) -> None:
+        early = {key for call in calls[:first_write] if call.kind != "any" for key in call.keys}
+        for call in calls[first_write:]:
+            late = [] if call.kind == "any" else [key for key in call.keys if key not in early]
+            self._report(case, f"{call.command} {late} was not checked before the first write", not late)
+
+    def _fill_redis(self, case: Case, done: Run) -> None:
+        """Without memory, Redis refuses a script before its first write, or runs it to its end."""
+        self.restore(case.dump)
+        self.client.config_set("maxmemory", 1)
+        full = self._run(case)
+        self.client.config_set("maxmemory", 0)
+        allowed = case.state if full.error else done.state
+        self._report(case, f"without memory: {full.error or 'success'}, but half was written", full.state == allowed)
+
+    def _change_types(self, case: Case, done: Run) -> None:
+        kinds: dict[bytes, set[str]] = {}
+        for call in done.calls:
+            for key in call.keys:
+                kinds.setdefault(key, set()).add(call.kind)
+        for key, right in kinds.items():
+            for wrong, (command, *value) in WRONG.items():
+                if wrong in right:
+                    continue
+
+                def put(key: bytes = key, command: str = command, value: list[str] = value) -> None:
+                    self.client.unlink(key)
+                    self.client.execute_command(command, key, *value)
+
+                faulty, before = self._run_broken(case, key, put)
+                is_whole = faulty.state == before
+                if not faulty.error:
+                    is_whole = is_whole or _without(faulty.state, key) == _without(done.state, key)
+                self._report(case, f"{key!r} as {wrong}: {faulty.error or 'success'}, but half was written", is_whole)
+
+    def _break_values(self, case: Case, done: Run) -> None:
+        places: dict[tuple[bytes, bytes], Callable[[bytes], Any]] = {}
+        for call in done.calls:
+            for key in call.keys:
+                kind, _, contents = case.state.get(key, ("", 0, {}))
+                if kind == "hash" and call.kind == "hash":
+                    for name in set(contents) & set(contents if call.fields is None else call.fields):
+                        places[key, name] = lambda value, key=key, name=name: self.client.hset(key, name, value)
+                elif kind == "string" and call.command == "GET":
+                    places[key, b""] = lambda value, key=key: self.client.set(key, value)
+        for (key, name), put in places.items():
+            for value in BROKEN:
+                faulty, before = self._run_broken(case, key, lambda put=put, value=value: put(value))  # type: ignore[misc]
+                is_whole = not faulty.error or faulty.state == before
+                self._report(case, f"{key!r} {name!r} is {value!r}: {faulty.error}, but half was written", is_whole)
+
+    def _report(self, case: Case, problem: str, is_whole: bool) -> None:
+        if not is_whole:
+            self.problems.append(f"{case.name}: {problem}")
+
+    def _run_broken(self, case: Case, key: bytes, put: Callable[[], Any]) -> tuple[Run, State]:
+        """Break a key and run the script. Returns the run, and the state before it."""
+        self.restore(case.dump)
+        put()
+        before = case.state | {key: self.read_state(key)[key]}
+        run = self._run(case)
+        if run.state == before:
+            self.client.unlink(key)
+            self._restore_keys([entry for entry in case.dump if entry[0] == key])
+            self._present = case.dump
+        return run, before
+
+    def _run(self, case: Case, *, fail_at: int = 0) -> Run:
+        error, calls = "", ()
+        try:
+            answer = cast(
+                "list[list[bytes]]", self.client.eval(case.text(fail_at=fail_at), 1, case.prefix, *case.arguments)
+            )
+            calls = tuple(Call(command.decode(), tuple(arguments)) for command, *arguments in answer)
+        except ResponseError as raised:
+            error = str(raised)
+        state = self.read_state()
+        self._present = case.dump if state == case.state else None
+        return Run(error, calls, state)
+
+    def _save(self) -> tuple[tuple[bytes, int, bytes], ...]:
+        keys = cast("list[bytes]", self.client.keys())
+        pipeline = self.client.pipeline(transaction=False)
+        for key in keys:
+            pipeline.pttl(key)
+            pipeline.dump(key)
+        found = pipeline.execute()
+        return tuple(zip(keys, found[::2], found[1::2], strict=True))
+
+    def restore(self, dump: tuple[tuple[bytes, int, bytes], ...]) -> None:
+        if self._present is not dump:
+            self.client.flushdb()
+            self._restore_keys(dump)
+            self._present = dump
+
+    def _restore_keys(self, dump: Sequence[tuple[bytes, int, bytes]]) -> None:
+        pipeline = self.client.pipeline(transaction=False)
+        for key, ttl_ms, value in dump:
+            pipeline.restore(key, max(0, ttl_ms), value)
+        pipeline.execute()
+
+    def read_state(self, *keys: bytes) -> State:
+        """These keys, or all, each with its type, whether it expires, and its contents."""
+        found = cast("list[Any]", self.client.eval(READ_STATE, len(keys), *keys))
+        return {key: (kind.decode(), expires, _sorted(kind, value)) for key, kind, expires, value in found}
+
+
+def _sorted(kind: bytes, value: Any) -> Any:
+    if kind in (b"hash", b"zset"):
+        return dict(zip(value[::2], value[1::2], strict=True))
+    return set(value) if kind == b"set" else value
+
+
+def _family(key: bytes) -> bytes:
+    """The name of a key without ids."""
+    return key.split(b":")[2]
+
+
+def _without(state: State, key: bytes) -> State:
+    return {other: value for other, value in state.items() if other != key}

@@ -59,7 +59,7 @@ from penstock.replay.queue_types import QueueStat
 from penstock.store.keys import RunKeys
 from penstock.store.redis_client import RedisClient, connect
 from penstock_learner.checkpoints.store import CheckpointStore
-from penstock_learner.checkpoints.trainer_state import Ledger
+from penstock_learner.checkpoints.trainer_state import Ledger, read_state
 from penstock_tools.local.private_redis import find_redis_server, write_config
 from penstock_tools.local.processes import ProcessGroup
 from soak_parts.lineage import Account, Lineage, make_account
@@ -217,14 +217,15 @@ class Soak:
         self.lineage.poll(time.monotonic())
         self.final = await self.queue.stat()
         submitted = sum(feed.position for feed in (await self.queue.feeds()).values())
-        newest = CheckpointStore(self.config.folder / "checkpoints", 2).newest()
-        assert newest is not None, "the run wrote no checkpoint"
-        ledger = len(Ledger(newest[1].ledger))
+        checkpoints = CheckpointStore(self.config.folder / "checkpoints", 2).newest_first()
+        assert checkpoints, "the run wrote no checkpoint"
+        newest = read_state(checkpoints[0])
+        ledger = len(Ledger(newest.ledger))
         waiting = self.final.pending_prompts + self.final.in_flight + self.final.queued
         self.lost = submitted - waiting - ledger
         lines = (self.config.folder / "metrics.jsonl").read_text().splitlines()
-        steps = [line for line in map(json.loads, lines) if line["step"] <= newest[1].step]
-        assert [int(step["step"]) for step in steps] == list(range(1, newest[1].step + 1)), "steps are missing"
+        steps = [line for line in map(json.loads, lines) if line["step"] <= newest.step]
+        assert [int(step["step"]) for step in steps] == list(range(1, newest.step + 1)), "steps are missing"
         self.doubled = int(sum(step["num_sequences"] for step in steps)) // SAMPLES_PER_GROUP - ledger
         self.observed.conservation_errors.append(self.final.conservation_error)
 

@@ -30,6 +30,7 @@ from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import QueueStat
 from penstock.store.redis_client import connect
 from penstock_learner.checkpoints.store import CheckpointStore
+from penstock_learner.checkpoints.trainer_state import read_state
 from penstock_learner.crash_points import NAMES as CRASH_POINTS
 from support.chaos.learner_process import TOOK_OVER, Folded
 from support.chaos.processes import LOSS_WINDOW_S, Child, LosingRedis
@@ -329,18 +330,18 @@ class ChaosRun:
                 await asyncio.sleep(0.1)
 
     def _newest(self) -> Folded | None:
-        with suppress(FileNotFoundError, PenstockError):
-            found = CheckpointStore(Path(self.settings.checkpoints), 2).newest()
-            return Folded.load(found[0]) if found else None
+        with suppress(IndexError, FileNotFoundError, PenstockError):
+            return Folded.load(self._checkpoints()[0])
         return None
+
+    def _checkpoints(self) -> list[Path]:
+        return CheckpointStore(Path(self.settings.checkpoints), 2).newest_first()
 
     async def _take_stock(self) -> None:
         report = self.report
-        found = CheckpointStore(Path(self.settings.checkpoints), 2).newest()
-        assert found is not None
-        path, state = found
+        path = self._checkpoints()[0]
         folded = Folded.load(path)
-        report.times, report.content, report.ledger = folded.times, folded.content, state.ledger
+        report.times, report.content, report.ledger = folded.times, folded.content, read_state(path).ledger
         report.lost_replies = self.proxy.num_lost
         report.stat = await self._stat()
         prefix = self.queue.keys.prefix

@@ -44,8 +44,9 @@ class ApiKey:
 
     @property
     def owner(self) -> Owner:
-        """Owner of what the key makes. A key `alice@vision` is of the team `vision`; one without a team is its own."""
-        return Owner(self.name.rpartition("@")[2], self.scope == "admin")
+        """Owner of what the key makes: `@vision` for a key `alice@vision` of a team, its own name for one without."""
+        _, at, team = self.name.rpartition("@")
+        return Owner(at + team, self.scope == "admin")
 
 
 def make_key(name: str, scope: Scope) -> tuple[str, ApiKey]:

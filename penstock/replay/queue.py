@@ -183,8 +183,8 @@ class PromptIntake(QueueCalls):
     ) -> FeedPosition:  # fmt: skip
         """Submit the prompts at `position` of a dataset if exactly the prompts before it have been submitted. So every
         prompt is submitted once, whichever feeder is killed. Otherwise, and without prompts, no position changes.
-        `epoch_prompts` is stored if it is given and the fingerprint is right, and `owner` if it is given. Returns the
-        position after the call."""
+        `epoch_prompts` is stored if it is given and the fingerprint is right, and `owner` if it is given and there is
+        none yet. Returns the position after the call."""
         flat = [item for pair in zip(payloads, priorities, strict=True) for item in pair]
         feed = read_record(await self.call("feed", name, fingerprint, position, epoch_prompts, owner, *flat))
         fingerprint, owner = feed["fingerprint"].decode(), feed["owner"].decode()

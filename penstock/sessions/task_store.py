@@ -85,7 +85,7 @@ class TaskStore(RunRecords):
             raise Conflict(f"task {answer[1].decode()!r} is another key's; choose another id")
         if answer == b"full":
             raise QueueFull("as many tasks wait as gateway.sessions.max_task_places allows; submit again later")
-        replayed, *ids = answer
+        replayed, ids = answer
         return [task_id.decode() for task_id in ids], bool(replayed)
 
     async def lease(

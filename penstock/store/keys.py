@@ -18,14 +18,15 @@ from typing import Any
 
 from penstock.errors import InvalidInput
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,127}")
+NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._@-]{0,126}[A-Za-z0-9._-])?")
 
 
 def check_name(field: str, name: str) -> None:
     """Refuse a name that cannot be part of a key or of a hash's field. Their parts are joined by colons and spaces,
     which no name has, so different names never make the same key."""
     if not NAME.fullmatch(name):
-        raise InvalidInput(field, "must be 1 to 128 letters, digits or . _ @ - and start with a letter or digit")
+        form = "must be 1 to 128 letters, digits or . _ @ -, start with a letter or digit, and not end with @"
+        raise InvalidInput(field, form)
 
 
 class Key:

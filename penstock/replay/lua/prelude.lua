@@ -303,7 +303,8 @@ local function check_evaluations(ids)
   check('ZCARD', EVAL_PENDING, EVAL_LEASES)
   for _, id in ipairs(ids) do
     local evaluation_id = redis.call('HGET', EVAL_OF, id) or error(EVAL_OF .. ' does not have prompt ' .. id)
-    numbers(EVALUATION .. evaluation_id, 'num_finished', 'num_prompts', 'num_samples', 'reward_sum', 'num_failed')
+    numbers(EVALUATION .. evaluation_id, 'num_finished', 'num_prompts', 'num_samples', 'num_failed')
+    check_float(EVALUATION .. evaluation_id, 'reward_sum')
   end
   check_prompts(ids, '')
 end

@@ -91,11 +91,13 @@ local function abandon(session, ttl)
   redis.call('EXPIRE', state_key(session), ttl)
 end
 
--- Abandons the sessions that were leased with a place, except one.
+-- Abandons the sessions that were leased with a place, except one. A session that someone began under such a name before
+-- is another's.
 local function abandon_others(task, place, session, ttl)
   for attempt = 1, tonumber(redis.call('HGET', task_key(task), 'attempts:' .. place) or '0') do
     local other = task .. '.' .. place .. '.' .. attempt
-    if other ~= session then abandon(other, ttl) end
+    local leased_task, leased_place = place_of(other)
+    if other ~= session and leased_task == task and leased_place == tostring(place) then abandon(other, ttl) end
   end
 end
 

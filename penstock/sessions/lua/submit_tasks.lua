@@ -8,7 +8,7 @@ if ARGV[1] ~= '' then
   if known then
     known = cjson.decode(known)
     if known.digest ~= digest then return 'other' end
-    return {1, unpack(known.ids)}
+    return {1, known.ids}
   end
 end
 local ids, num_places = {}, redis.call('ZCARD', TASK_PENDING)
@@ -35,4 +35,4 @@ for i = 6, #ARGV, 5 do
   end
 end
 if ARGV[1] ~= '' then redis.call('SET', key, cjson.encode({digest = digest, ids = ids}), 'EX', ARGV[4]) end
-return {0, unpack(ids)}
+return {0, ids}

@@ -12,13 +12,23 @@ local function check_stream(key)
   redis.call('XREVRANGE', key, '+', '+')
 end
 
--- Fields of a hash as numbers; 0 for a missing one. Fails if a value is not a number.
+-- Fields of a hash as integers, as HINCRBY takes them and Lua counts them; 0 for a missing one. Fails if a value is none.
 local function numbers(key, ...)
   local values = redis.call('HMGET', key, ...)
   for i, value in ipairs(values) do
-    values[i] = tonumber(value or 0) or error(key .. ' has a value that is not a number: ' .. value)
+    local number = tonumber(value or 0)
+    if value and (not string.match(value, '^-?%d+$') or math.abs(number) > 2 ^ 53) then
+      error(key .. ' has a value that is not a whole number: ' .. value)
+    end
+    values[i] = number
   end
   return unpack(values)
+end
+
+-- Fails if a field of a hash cannot be added to by HINCRBYFLOAT.
+local function check_float(key, field)
+  local value = redis.call('HGET', key, field)
+  if value and not tonumber(value) then error(key .. ' has a value that is not a number: ' .. value) end
 end
 
 local function now_ms()

@@ -65,11 +65,17 @@ class DatasetHandlers(Handlers):
         if request.format not in FORMATS:
             raise InvalidInput("format", f"must be one of {', '.join(FORMATS)}")
         path = self.folder / f"{request.name}.{request.format}"
-        is_new = await asyncio.to_thread(self._write, path, request.content)
+        partial = await asyncio.to_thread(self._stage, path, request.content)
         try:
-            return await self._describe(path, caller.owner, caller.owner.name if is_new else "")
-        except NotFound as error:
-            raise Conflict(f"dataset {request.name!r} is another key's; choose another name") from error
+            # The owner is known before the file has its name, so no one else ever finds it without one.
+            claimed = "" if path.is_file() else caller.owner.name
+            feed = await self.queue.feed(f"upload-{path.stem}", "", 0, [], [], owner=claimed)
+            if not caller.owner.may_use(feed.owner):
+                raise Conflict(f"dataset {request.name!r} is another key's; choose another name")
+            await asyncio.to_thread(self._name, partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+        return await self._describe(path, caller.owner)
 
     @operation("GET", "datasets/{name}", "read", Dataset, timeout_s=READ_TIMEOUT_S)
     async def get_dataset(self, caller: Caller, request: datasets_pb2.GetDatasetRequest) -> datasets_pb2.Dataset:
@@ -103,41 +109,46 @@ class DatasetHandlers(Handlers):
                 return path
         raise NotFound(f"there is no dataset {name!r}; upload it, or put NAME.jsonl or NAME.parquet into {self.folder}")
 
-    async def _feed(self, path: Path, owner: Owner, new_owner: str = "") -> tuple[str, FeedPosition]:
+    async def _feed(self, path: Path, owner: Owner) -> tuple[str, FeedPosition]:
         """Digest of the file, and how far it was submitted. Raises NotFound for another owner's."""
         digest = await asyncio.to_thread(_digest, path)
-        feed = await self.queue.feed(f"upload-{path.stem}", digest, 0, [], [], owner=new_owner)
+        feed = await self.queue.feed(f"upload-{path.stem}", digest, 0, [], [])
         if not owner.may_use(feed.owner):
             raise NotFound(f"there is no dataset {path.stem!r}; upload it")
         return digest, feed
 
-    def _write(self, path: Path, content: bytes) -> bool:
-        """Check the content, then give the file its name in one step. If two uploads race, the first one wins. Returns
-        whether the file is new."""
+    def _stage(self, path: Path, content: bytes) -> Path:
+        """Write and check the content under another name, and return it."""
         partial = path.with_name(f".{secrets.token_hex(8)}{path.suffix}")
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             partial.touch(mode=0o600)
             partial.write_bytes(content)
             self._count(partial)
-            others = [self.folder / f"{path.stem}.{kind}" for kind in FORMATS if path.suffix != f".{kind}"]
-            is_taken = any(other.is_file() for other in others)
+            return partial
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            raise Unavailable(f"{self.folder} cannot be written: {error.strerror}") from error
+        except InvalidInput as error:
+            partial.unlink(missing_ok=True)
+            raise InvalidInput("content", str(error).replace(str(partial), path.name)) from error
+
+    def _name(self, partial: Path, path: Path) -> None:
+        """Give the checked file its name in one step. If two uploads race, the first one wins."""
+        others = [self.folder / f"{path.stem}.{kind}" for kind in FORMATS if path.suffix != f".{kind}"]
+        is_taken = any(other.is_file() for other in others)
+        try:
             with contextlib.suppress(FileExistsError):
                 if not is_taken:
                     os.link(partial, path)
-                    return True
-            if is_taken or path.read_bytes() != content:
+                    return
+            if is_taken or path.read_bytes() != partial.read_bytes():
                 raise Conflict(f"other data is stored as dataset {path.stem!r}; choose another name")
-            return False
         except OSError as error:
             raise Unavailable(f"{self.folder} cannot be written: {error.strerror}") from error
-        except InvalidInput as error:
-            raise InvalidInput("content", str(error).replace(str(partial), path.name)) from error
-        finally:
-            partial.unlink(missing_ok=True)
 
-    async def _describe(self, path: Path, owner: Owner, new_owner: str = "") -> datasets_pb2.Dataset:
-        digest, feed = await self._feed(path, owner, new_owner)
+    async def _describe(self, path: Path, owner: Owner) -> datasets_pb2.Dataset:
+        digest, feed = await self._feed(path, owner)
         num_prompts = await asyncio.to_thread(self._count, path)
         return datasets_pb2.Dataset(
             name=path.stem,

@@ -7,6 +7,7 @@ team, and an operator has the scope admin.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -184,7 +185,7 @@ BAD_NAMES = ["a:b", "x:fingerprint", "a b", "", "-a", "a" * 129, "a/b", "é", "a
 async def test_every_name_that_becomes_part_of_a_key_is_checked_by_the_same_rule(tenants: Tenants, name: str) -> None:
     """Each field of a request that names something which Redis stores under that name."""
     bob, prompt = tenants.bob, message()
-    text = "must be 1 to 128 letters, digits or . _ @ - and start with a letter or digit"
+    text = "must be 1 to 128 letters, digits or . _ @ -, start with a letter or digit, and not end with @"
     asked: list[tuple[Tenant, str, str, Any]] = [
         (bob, "DatasetService", "UploadDataset", datasets_pb2.UploadDatasetRequest(name=name, format="jsonl")),
         (bob, "DatasetService", "GetDataset", datasets_pb2.GetDatasetRequest(name=name)),
@@ -264,8 +265,10 @@ def test_the_names_of_keys_and_servers_are_checked_too(
     from penstock.errors import ConfigError, InvalidInput
     from penstock_rollout.__main__ import main
 
-    with pytest.raises(InvalidInput, match="must be 1 to 128 letters"):
-        make_key("a:b", "read")
+    for name in ("a:b", "a@"):
+        with pytest.raises(InvalidInput, match="must be 1 to 128 letters"):
+            make_key(name, "read")
+    assert make_key("x@alice", "read")[1].owner != make_key("alice", "read")[1].owner
     with pytest.raises(ConfigError, match="keys:1 is not `NAME SCOPE sha256:HEX`"):
         parse_keys(make_key("ab", "read")[1].line.replace("ab ", "a:b ", 1), tmp_path / "keys")
     assert main(["--config", str(tmp_path / "none.yaml"), "--server-id", "a:b"]) == 1
@@ -358,6 +361,18 @@ async def test_a_session_that_was_never_leased_does_not_finish_its_own_team_s_ta
     assert (await tenants.ann.rest("GET", "/v1/tasks/t"))["num_rewarded"] == 0
 
 
+async def test_a_task_ends_no_session_that_someone_else_began_under_such_a_name(tenants: Tenants) -> None:
+    assert await tenants.bob.talk("job.0.1") == 200
+    await tenants.alice.rest("POST", "/v1/tasks", json={"tasks": [{"task_id": "job", "payload": 1}]})
+    leased = (await tenants.alice.rest("POST", "/v1/tasks:lease", json={"worker": "w"}))["tasks"]
+    assert [task["session_id"] for task in leased] == ["job.0.2"]
+    assert await tenants.alice.talk("job.0.2") == 200
+    await tenants.alice.rest("POST", "/v1/sessions/job.0.2/reward", json={"reward": 1.0})
+    assert (await tenants.alice.rest("GET", "/v1/tasks/job"))["state"] == "FINISHED"
+    assert await tenants.bob.talk("job.0.1") == 200
+    assert (await tenants.bob.rest("GET", "/v1/sessions/job.0.1"))["num_calls"] == 2
+
+
 async def test_the_backlog_of_one_key_hides_no_task_of_another(tenants: Tenants) -> None:
     many = [{"payload": number, "num_sessions": 600} for number in range(2)]
     await tenants.bob.rest("POST", "/v1/tasks", json={"tasks": many})
@@ -409,7 +424,7 @@ async def test_a_stranger_neither_reads_nor_cancels_a_prompt(tenants: Tenants, q
     cancelled = await bob.rest("POST", f"{RUN}/prompts:cancel", json={"prompt_ids": [2, 1, 9]})
     assert [record["state"] for record in cancelled["prompts"]] == ["STATE_UNSPECIFIED"] * 3, "as of unknown prompts"
     record = await tenants.ben.call("PromptService", "GetPrompt", prompts_pb2.GetPromptRequest(prompt_id=2))
-    assert record.prompt.owner == "vision"
+    assert record.prompt.owner == "@vision"
 
     for lease in await queue.lease("s", 2):
         await queue.append(lease, encode_group(group_of(lease.prompt_id, lease.attempt)), 3)
@@ -439,14 +454,14 @@ async def test_the_groups_of_a_session_belong_to_its_owner(tenants: Tenants) -> 
 async def test_a_stranger_does_not_read_trained_samples(tenants: Tenants) -> None:
     file = SampleFile(tenants.alice.gateway.config.folder, 0)
     file.begin(0)
-    for number, owner in enumerate(("alice", "vision", "")):
+    for number, owner in enumerate(("alice", "@vision", "")):
         sample = Sample(
             1, 1, number, 0, "d", "p", None, f"of {owner}", 1.0, {}, 1, 0, 0, "stop", False, "s", "", 1, 0, owner=owner
         )
         file.write([line_of([sample])])
     for tenant, seen in (
-        (tenants.bob, {""}), (tenants.alice, {"", "alice"}), (tenants.ben, {"", "vision"}),
-        (tenants.operator, {"", "alice", "vision"}),
+        (tenants.bob, {""}), (tenants.alice, {"", "alice"}), (tenants.ben, {"", "@vision"}),
+        (tenants.operator, {"", "alice", "@vision"}),
     ):  # fmt: skip
         for order in ("", "WORST"):
             found = (await tenant.rest("GET", f"{RUN}/samples", params={"order": order} if order else {}))["samples"]
@@ -470,6 +485,24 @@ async def test_a_stranger_neither_reads_nor_submits_nor_takes_a_dataset(tenants:
     assert (await alice.rest("GET", f"{RUN}/prompts/1"))["state"] == "PENDING", "it is hers, whoever submitted it"
     (alice.gateway.config.folder / "datasets" / "by-hand.jsonl").write_bytes(lines)
     assert (await bob.rest("GET", f"{RUN}/datasets/by-hand"))["num_prompts"] == 1, "it has no owner"
+
+
+async def test_a_dataset_has_its_owner_before_it_can_be_found(
+    tenants: Tenants, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    loop, named = asyncio.get_running_loop(), os.link
+
+    def link(partial: Path, path: Path) -> None:
+        named(partial, path)
+        submission = tenants.bob.status("POST", f"{RUN}/datasets/x:submit", json={})
+        seen.append(asyncio.run_coroutine_threadsafe(submission, loop).result(30))
+
+    monkeypatch.setattr(os, "link", link)
+    upload = {"content": b'{"prompt": "1+1"}\n', "headers": {"Content-Type": "application/x-ndjson"}}
+    await tenants.alice.rest("PUT", f"{RUN}/datasets/x", **upload)
+    assert seen == [404]
+    assert (await tenants.alice.rest("GET", f"{RUN}/datasets/x"))["num_submitted"] == 0
 
 
 async def test_a_stranger_neither_reads_nor_takes_an_evaluation(tenants: Tenants) -> None:

@@ -67,6 +67,13 @@ async def test_a_task_is_complete_with_its_sessions(stores: Stores) -> None:
         await stores.tasks.get("x")
 
 
+async def test_more_tasks_than_lua_can_unpack_are_accepted_and_replayed(redis_client: redis.Redis) -> None:
+    stores = Stores(redis_client, max_task_places=20_000)
+    tasks = [new_task(f"t{number}", "1") for number in range(9_000)]
+    for is_replayed in (False, True):
+        assert await stores.tasks.submit(tasks, "key") == ([task.task_id for task in tasks], is_replayed)
+
+
 async def test_a_worker_that_dies_returns_its_task(stores: Stores) -> None:
     await stores.tasks.submit([new_task("t", "1")])
     [first] = await stores.tasks.lease("dies", 1, MANY)

@@ -161,7 +161,7 @@ def request_of(kind: type[M], request: BaseModel, **given: Any) -> M:
 
 @cache
 def _writer(record: type[BaseModel], kind: Any) -> Get:
-    """What gives the fields of a record as the constructor of `kind` takes them. It leaves out protobuf's defaults."""
+    """Return a function that gives the fields of a record as `kind`'s constructor takes them, without the defaults."""
     if record is records.Message:
         return _chat_values
     plain: list[str] = []

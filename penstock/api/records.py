@@ -95,7 +95,7 @@ class SubmittedPrompt(Record):
     agent_name: str = ""
     data_source: str = ""
     ground_truth: Any = None
-    extra_info: dict[str, Any] = Field(default_factory=dict)  # pydantic would copy a dict as slowly as the rest
+    extra_info: dict[str, Any] = Field(default_factory=dict)  # pydantic deep-copies a `{}` for each prompt
     priority: Int32 = 0
     evaluation_id: str = ""
     """Set by the gateway for the prompts of an evaluation."""

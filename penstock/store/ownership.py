@@ -10,7 +10,7 @@ class Owner:
     """Owns what a call creates, and decides what it may use. Scripts get both fields, for `may_use` of their own."""
 
     name: str
-    """Team of the API key, which is the key's own name if it has no team."""
+    """`@TEAM` of an API key with a team; otherwise the key's own name, which no team has."""
     sees_all: bool
     """Whether it is an operator: a key of the scope admin."""
 

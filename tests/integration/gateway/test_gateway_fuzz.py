@@ -212,7 +212,7 @@ class Seed:
 
     params: dict[str, Any]
     body: Any = None
-    """Of an operation without a model: a row of a dataset."""
+    """An operation without a model takes rows of a dataset."""
     query: dict[str, Any] = field(default_factory=dict)
 
 

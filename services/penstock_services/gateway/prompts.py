@@ -23,10 +23,22 @@ from penstock.replay.results import PromptBook, PromptResult, entry_of, entry_or
 from penstock.store.ownership import Owner
 from penstock.tracing import Tracing
 from penstock.v1 import prompts_pb2
-from penstock_services.gateway import validation
 from penstock_services.gateway.access import Caller
 from penstock_services.gateway.groups import GroupReader, usable_prompts
-from penstock_services.gateway.operations import IDEMPOTENCY_KEY, Handlers, body_digest, bounded, operation
+from penstock_services.gateway.operations import (
+    IDEMPOTENCY_KEY,
+    Handlers,
+    body_digest,
+    bounded,
+    check_keys,
+    check_prompt_id,
+    checked_page_size,
+    checked_prompt_ids,
+    checked_prompts,
+    decode_page_token,
+    encode_page_token,
+    operation,
+)
 
 logger = logging.getLogger(__name__)
 LONGEST_WAIT_S = 60.0
@@ -94,8 +106,8 @@ class PromptHandlers(Handlers):
         self, caller: Caller, request: prompts_pb2.SubmitPromptsRequest
     ) -> prompts_pb2.SubmitPromptsResponse:
         """Submit prompts: all are accepted, or none."""
-        prompts = validation.checked_prompts(request.prompts, self.config.gateway.max_prompts_per_request)
-        validation.check_keys(request.idempotency_key, request.prompt_keys, len(prompts))
+        prompts = checked_prompts(request.prompts, self.config.gateway.max_prompts_per_request)
+        check_keys(request.idempotency_key, request.prompt_keys, len(prompts))
         for prompt in prompts:
             prompt.owner = caller.owner.name
         submit = self._submit_traced if self.tracing.is_on else self._submit
@@ -132,7 +144,7 @@ class PromptHandlers(Handlers):
 
     @operation("GET", "prompts/{prompt_id}", "read", records.PromptRecord)
     async def get_prompt(self, caller: Caller, request: prompts_pb2.GetPromptRequest) -> prompts_pb2.PromptRecord:
-        validation.check_prompt_id(request.prompt_id)
+        check_prompt_id(request.prompt_id)
         return _usable(await self.queue.get_prompt(request.prompt_id), caller.owner)
 
     @operation("GET", "prompts", "read", records.PromptPage, takes=ListPrompts)
@@ -140,15 +152,15 @@ class PromptHandlers(Handlers):
         self, caller: Caller, request: prompts_pb2.ListPromptsRequest
     ) -> prompts_pb2.ListPromptsResponse:
         """List prompts by id, oldest first."""
-        page_size = validation.checked_page_size(request.page_size)
-        after = int(validation.decode_page_token("prompts", request.page_token, "[0-9]{1,10}") or 0)
+        page_size = checked_page_size(request.page_size)
+        after = int(decode_page_token("prompts", request.page_token, "[0-9]{1,10}") or 0)
         if request.state and request.state not in _STATE_NAMES:
             raise InvalidInput("state", f"{request.state} is not the number of a state of PromptRecord")
         page = await self.book.page(after, page_size, _STATE_NAMES.get(request.state))
         shown = [record for record in map(_to_proto, page.prompts) if caller.owner.may_use(record.prompt.owner)]
         if request.data_source:
             shown = [record for record in shown if record.prompt.data_source == request.data_source]
-        token = validation.encode_page_token("prompts", page.after) if page.has_more else ""
+        token = encode_page_token("prompts", page.after) if page.has_more else ""
         return prompts_pb2.ListPromptsResponse(prompts=shown, next_page_token=token)
 
     @operation("POST", "prompts:cancel", "submit", records.CancelledPrompts, takes=CancelPrompts)
@@ -156,7 +168,7 @@ class PromptHandlers(Handlers):
         self, caller: Caller, request: prompts_pb2.CancelPromptsRequest
     ) -> prompts_pb2.CancelPromptsResponse:
         """Cancel prompts whose groups the learner has not taken."""
-        prompt_ids = validation.checked_prompt_ids(request.prompt_ids, MAX_CANCELLED)
+        prompt_ids = checked_prompt_ids(request.prompt_ids, MAX_CANCELLED)
         if not prompt_ids:
             raise InvalidInput("prompt_ids", "give at least one id")
         usable = await usable_prompts(self.queue, prompt_ids, caller.owner)
@@ -173,7 +185,7 @@ class PromptHandlers(Handlers):
     )
     async def wait_prompt(self, caller: Caller, request: prompts_pb2.WaitPromptRequest) -> prompts_pb2.PromptRecord:
         """Wait until the prompt is finished, for up to `timeout_s`, and return its record."""
-        validation.check_prompt_id(request.prompt_id)
+        check_prompt_id(request.prompt_id)
         if not 0 <= request.timeout_s <= LONGEST_WAIT_S:
             raise InvalidInput("timeout_s", f"must be between 0 and {LONGEST_WAIT_S:g}; wait again after it")
         deadline = time.monotonic() + request.timeout_s
@@ -196,7 +208,7 @@ class PromptHandlers(Handlers):
         self, caller: Caller, request: prompts_pb2.WatchResultsRequest
     ) -> AsyncIterator[prompts_pb2.Result]:
         """Send every prompt that finishes. The id of an event is the cursor to resume from."""
-        wanted = frozenset(validation.checked_prompt_ids(request.prompt_ids, MAX_CANCELLED))
+        wanted = frozenset(checked_prompt_ids(request.prompt_ids, MAX_CANCELLED))
         cursor = await self.feed.book.start(request.cursor)
         return self._results(cursor, wanted, caller.owner if request.with_groups else None)
 

@@ -30,7 +30,7 @@ from penstock.replay.queue_types import Lease
 from penstock.sample_scores import ScoreSummary, summarise
 from penstock.sampling import Sampling
 from penstock.trajectory import Prompt
-from penstock_rollout.agents.registry import Agents
+from penstock_rollout.agents.loops import Agents
 from penstock_rollout.engines.factory import create_engine, start_engine
 from penstock_rollout.groups.group_maker import GroupMaker
 from penstock_rollout.metrics import RolloutMetrics

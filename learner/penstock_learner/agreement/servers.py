@@ -424,9 +424,8 @@ def compare(
         trajectory, group = sample.trajectory, sample.group
         trained, end = trajectory.loss_mask.astype(bool), start + len(trajectory.token_ids)
         difference = np.abs(log_probs[start:end] - trajectory.log_probs)[trained]
-        nucleus_nats = -math.log(trajectory.min_top_p(group.sampling))
-        if trajectory.has_top_k_or_min_p(group.sampling):
-            nucleus_nats = UNBOUNDED_NATS
+        kept = trajectory.kept_probability(group.sampling)
+        nucleus_nats = -math.log(kept) if kept else UNBOUNDED_NATS
         comparisons.append(Comparison(sample.server_id, steps, len(difference), float(difference.mean()), nucleus_nats))
         start = end
     return comparisons

@@ -32,7 +32,7 @@ class Announcements:
         self._phases = {part.component: part.phases for part in before.parts}
         self._mentioned_s: dict[str, float] = {}
         self._pause: str | None = None
-        """Why the run was paused when it was last looked at; None if it was not."""
+        """Why the run was paused in the newest report; None if it was not."""
         self._held = before.held_version
         self._broken: set[tuple[str, str]] = set()
         self._learning, self._speed = LearningLine(before), SpeedLine(before)

@@ -250,9 +250,7 @@ async def test_the_overview_shows_the_run_and_leads_to_others(
     await page.get_by_role("button", name="Resume").wait_for()
 
 
-async def test_a_version_is_promoted_and_servers_rewound(
-    page: Any, gateway: Gateway, queue: RedisReplayQueue
-) -> None:
+async def test_a_version_is_promoted_and_servers_rewound(page: Any, gateway: Gateway, queue: RedisReplayQueue) -> None:
     await page.get_by_role("link", name="Policies").click()
     await page.get_by_role("button", name="Promote version 40").click()
     await page.get_by_role("button", name="promote", exact=True).click()

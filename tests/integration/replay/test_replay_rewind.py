@@ -86,7 +86,7 @@ async def test_orders_that_an_older_gateway_has_counted_still_count(queue: Repla
     await queue.take_term(0)
     assert ((await control.orders()).num_rewinds, (await control.orders()).rewind_version) == (2, 7)
     assert not any(name.startswith(b"roll") for name in await queue.client.hkeys(counters))
-    await queue.client.hset(counters, mapping={"roll_backs": 1, "roll_back_version": 5})  # by a gateway not yet replaced
+    await queue.client.hset(counters, mapping={"roll_backs": 1, "roll_back_version": 5})  # an old gateway still runs
     await control.hold(8)
     await queue.take_term(0)
     assert ((await control.orders()).num_rewinds, (await control.orders()).rewind_version) == (4, 8)

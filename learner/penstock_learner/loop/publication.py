@@ -62,7 +62,7 @@ class Followers:
         """For each server whose last push failed its failures in a row, and when it may be tried again."""
 
     async def in_states(self, states: Sequence[ServerState]) -> list[ServerRecord]:
-        """The reachable servers that take new versions: none while they are rolled back, and none that is pinned."""
+        """The reachable servers that take new versions: none while a rewind holds them, and none that is pinned."""
         reachable = await self._reachable(states)
         if (await self.control.orders()).held_version is not None:
             return []

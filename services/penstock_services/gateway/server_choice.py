@@ -182,7 +182,7 @@ def _why_none_fits(ready: ReadyServers, version: int | None, *, is_named: bool) 
     served = sorted(ready.by_version)
     if is_named:
         return ModelNotFound(f"no server serves version {version}, only {served}; name one of these")
-    return Conflict(f"no server serves version {version}, only {served}; unpin it, or roll back to it")
+    return Conflict(f"no server serves version {version}, only {served}; unpin it, or rewind to it")
 
 
 def _version_for(key_name: str, request: generate_pb2.GenerateRequest, pins: Mapping[str, int]) -> int | None:

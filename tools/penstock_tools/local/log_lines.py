@@ -56,8 +56,8 @@ class Announcements:
         if run.held_version == before:
             return []
         if run.held_version is None:
-            return [f"the roll back has ended: servers get the current version again, not {before}"]
-        return [run.roll_back_text]
+            return [f"the rewind has ended: servers get the current version again, not {before}"]
+        return [run.rewind_text]
 
     def _phase_lines(self, run: Run) -> list[str]:
         lines, now_s = [], time.monotonic()

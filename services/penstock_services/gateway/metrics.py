@@ -194,7 +194,7 @@ def _run_counters(snapshot: RunSnapshot) -> Iterator[Row]:
     expired = dict.fromkeys(_EXPIRED_REASONS, 0) | snapshot.expired_reasons
     yield "dead_lettered", "Groups dead-lettered as unusable.", "reason", dead
     yield "expired", "Groups dropped: too old, not worth training, or cancelled.", "reason", expired
-    yield "roll_backs", "Roll backs of the policy.", "", snapshot.facts.orders.roll_backs
+    yield "rewinds", "Orders to rewind the policy to an older version.", "", snapshot.facts.orders.num_rewinds
     yield "component_restarts", "Restarts of a component.", "component", snapshot.restarts
 
 

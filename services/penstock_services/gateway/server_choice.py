@@ -100,11 +100,11 @@ class ServerChoice:
     async def _ready(self) -> ReadyServers:
         """Servers that answer calls now. Their loads may be MAX_VIEW_AGE_S older than in Redis, or RARELY_USED_AGE_S if
         there are fewer calls than servers."""
-        ready = await self._arrange(self.view.look())
+        ready = await self._arrange(self.view.current())
         return ready if time.monotonic() < ready.first_silent_at else await self._arrange(self.view.read())
 
-    async def _arrange(self, looking: Awaitable[FleetReading]) -> ReadyServers:
-        drained, quarantined, reading = await asyncio.gather(self.control.drained(), self.fleet.quarantined(), looking)
+    async def _arrange(self, asked: Awaitable[FleetReading]) -> ReadyServers:
+        drained, quarantined, reading = await asyncio.gather(self.control.drained(), self.fleet.quarantined(), asked)
         excluded = drained | quarantined
         if self._last_ready is None or self._last_ready[0] is not reading or self._last_ready[1] != excluded:
             self._last_ready = reading, excluded, self._without(excluded, reading)
@@ -171,7 +171,7 @@ def _why_none_fits(ready: ReadyServers, version: int | None, *, is_named: bool) 
     served = sorted(ready.by_version)
     if is_named:
         return ModelNotFound(f"no server serves version {version}, only {served}; name one of these")
-    return Conflict(f"no server serves version {version}, only {served}; unpin it, or roll back to it")
+    return Conflict(f"no server serves version {version}, only {served}; unpin it, or rewind to it")
 
 
 def _version_for(key_name: str, request: generate_pb2.GenerateRequest, pins: Mapping[str, int]) -> int | None:

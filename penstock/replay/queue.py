@@ -80,8 +80,7 @@ from penstock.replay.queue_types import (
 )
 from penstock.sample_scores import PromptSamples, scores_by_source, summarise
 from penstock.store.ownership import RUN_ITSELF, Owner
-from penstock.store.redis_client import RedisClient, guarded
-from penstock.store.scripts import QUEUE, RunRecords, read_columns, read_record, read_rows
+from penstock.store.redis_client import QUEUE, RedisClient, RunRecords, guarded, read_columns, read_record, read_rows
 
 IDEMPOTENCY_TTL_S = 7 * 24 * 3600
 DURABLE_MARGIN_S = 10.0

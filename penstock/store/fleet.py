@@ -20,8 +20,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, cast
 
 from penstock.codec import read_known_fields
-from penstock.store.redis_client import guarded
-from penstock.store.scripts import RunRecords, read_record, read_rows
+from penstock.store.redis_client import RunRecords, guarded, read_record, read_rows
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 
 from penstock.errors import NotFound
-from penstock.store.redis_client import guarded
-from penstock.store.scripts import RunRecords
+from penstock.store.redis_client import RunRecords, guarded
 from penstock.v1 import policies_pb2
 
 NUM_LISTED = 1000

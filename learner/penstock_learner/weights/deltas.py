@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 
 from penstock.errors import WeightPushFailed, first_line_of
 from penstock.v1 import weights_pb2
-from penstock.weights.deadline import Deadline
 from penstock.weights.delta import GAP_BYTES, HEADER, DeltaLayout
 from penstock.weights.manifest import item_bytes
+from penstock.weights.transports import Deadline
 from penstock_learner.weights.senders import Shipment
 from penstock_learner.weights.staging import StagedVersion, beside_training
 

@@ -27,11 +27,9 @@ from penstock.config.run import RunConfig
 from penstock.errors import TrainingDiverged, WeightPushFailed
 from penstock.machine import raise_file_limit
 from penstock.v1 import weights_pb2, weights_pb2_grpc
-from penstock.weights.cluster_key import ClusterKey
 from penstock.weights.cuda import libraries
-from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import TensorShape, build_manifest, weights_digest, wire_sizes
-from penstock.weights.transports import has_cupy, host_id
+from penstock.weights.transports import ClusterKey, Deadline, has_cupy, host_id
 from penstock_learner.model.torch_settings import DTYPES
 from penstock_learner.weights.deltas import DeltaChoice, delta_shipment
 from penstock_learner.weights.senders import (

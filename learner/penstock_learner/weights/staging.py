@@ -26,7 +26,6 @@ from penstock.v1 import weights_pb2
 from penstock.weights.cuda import libraries
 from penstock.weights.cuda.ipc import BUCKET_ALIGNMENT, HEADER, identity
 from penstock.weights.cuda.stream import DeviceAllocation, DeviceStream
-from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import (
     CHECKSUM_PIECE_BYTES,
     MIX64,
@@ -35,7 +34,7 @@ from penstock.weights.manifest import (
     combined_digests,
     piece_digest,
 )
-from penstock.weights.transports import SEALS, has_cupy, header_bytes, make_header
+from penstock.weights.transports import SEALS, Deadline, has_cupy, header_bytes, make_header
 from penstock_learner.model.tensors import first_nonfinite, is_finite
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}

@@ -110,11 +110,11 @@ class WeightPublisher:
     def _drop_all_but(self, keep: Sequence[int]) -> None:
         """Use the memory of the other versions again. If the buckets of one are still hashed, it keeps its memory until
         the next version begins, which waits for it."""
-        self._deadline("hashing").wait_until(lambda: all(staged.is_settled for staged in self._leaving))
+        self._deadline("hashing").wait_until(lambda: all(staged.is_idle for staged in self._leaving))
         dropped = [self.staged.pop(version) for version in self.staged.keys() - set(keep)]
         unneeded, self._leaving = [*self._leaving, *dropped], []
         for staged in unneeded:
-            if staged.is_settled:
+            if staged.is_idle:
                 self._memory.give_back(staged.memory)
             else:
                 self._leaving.append(staged)

@@ -339,7 +339,7 @@ local function waiting_prompts(evaluation_id)
 end
 
 -- Ends an evaluation that no server can answer: its prompts that wait count as finished, without samples.
-local function give_up_evaluation(evaluation_id)
+local function abandon_evaluation(evaluation_id)
   for _, id in ipairs(waiting_prompts(evaluation_id)) do
     redis.call('ZREM', EVAL_PENDING, id)
     fail_evaluation_prompt(id)

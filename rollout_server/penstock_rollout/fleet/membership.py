@@ -270,10 +270,10 @@ class WeightMember(weights_pb2_grpc.WeightMemberServiceServicer):
         return time.monotonic() < self._receiving_until
 
     async def wait_for_push(self, timeout_s: float) -> None:
-        give_up_at = time.monotonic() + timeout_s
-        while self.is_receiving and time.monotonic() < give_up_at:
-            # The deadline is read again after each wait: a commit gives the push a new one.
-            left_s = min(give_up_at, self._receiving_until) - time.monotonic()
+        deadline = time.monotonic() + timeout_s
+        while self.is_receiving and time.monotonic() < deadline:
+            # The end of the push is read again after each wait: a commit gives the push a new one.
+            left_s = min(deadline, self._receiving_until) - time.monotonic()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._push_ended.wait(), max(0.0, left_s))
 

@@ -200,7 +200,7 @@ def _run_counters(snapshot: RunSnapshot) -> Iterator[Row]:
     expired = dict.fromkeys(_EXPIRED_REASONS, 0) | snapshot.expired_reasons
     yield "dead_lettered", "Prompts moved to the dead letters, by the first word of the reason.", "reason", dead
     yield "expired", "Groups dropped: too old, not worth training, or cancelled.", "reason", expired
-    yield "roll_backs", "Roll backs of the policy to an earlier version.", "", snapshot.facts.orders.roll_backs
+    yield "rewinds", "Orders to rewind the policy to an older version.", "", snapshot.facts.orders.num_rewinds
     yield "component_restarts", "Starts of a process after its first.", "component", snapshot.restarts
 
 

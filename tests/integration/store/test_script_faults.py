@@ -133,7 +133,7 @@ async def drop(client: RedisClient) -> None:
     offered = [OfferedGroup(number, PROMPT, number, make_group(1)) for number in range(2)]
     await queue.accept(offered, Origin("import", "rows"))
     await queue.accept(offered, Origin("import", "rows"))
-    await make_queue(client, settle_s=0.01).accept(offered, Origin("import", "new rows"))
+    await make_queue(client, loss_window_s=0.01).accept(offered, Origin("import", "new rows"))
     assert (await queue.stat()).conservation_error == 0
 
 

@@ -129,7 +129,7 @@ class LocalRun:
             if child.name in self._server_ids and child.exit_code is None and self._was_ready(child)
         }
         stopped = [name for name, child in ready.items() if child.is_stopped]
-        hung = self._hung.look(servers, ready.keys(), stopped)
+        hung = self._hung.update(servers, ready.keys(), stopped)
         for server_id, age_s in self._hung.newly_silent.items():
             if server_id not in stopped:
                 self.on_restart(

@@ -1,4 +1,4 @@
-"""A roll back loads a snapshot only if every byte is as it was published."""
+"""A rewind loads a snapshot only if every byte is as it was published."""
 
 from __future__ import annotations
 

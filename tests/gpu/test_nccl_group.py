@@ -12,8 +12,8 @@ import torch
 
 from penstock.errors import WeightPushFailed
 from penstock.v1 import weights_pb2
-from penstock.weights.cuda import libraries, nccl_group
-from penstock.weights.cuda.nccl_group import NcclGroup
+from penstock.weights import cuda
+from penstock.weights.cuda import NcclGroup
 from penstock.weights.manifest import TensorShape, build_manifest
 from penstock.weights.transports import Deadline, has_cupy
 from penstock_learner.weights import senders as sending
@@ -34,8 +34,8 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[NcclStandIn]:
-    monkeypatch.setattr(libraries, "runtime", libraries.runtime)  # restored after the test
-    monkeypatch.setattr(libraries, "nccl", libraries.nccl)
+    monkeypatch.setattr(cuda, "runtime", cuda.runtime)  # restored after the test
+    monkeypatch.setattr(cuda, "nccl", cuda.nccl)
     stand_in = install_nccl_stand_in()
     yield stand_in
     receiving._groups.drop_all()
@@ -54,7 +54,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 
 def group_of(world_size: int) -> NcclGroup:
-    return NcclGroup(libraries.nccl().unique_id(), world_size, rank=0, device_index=0)
+    return NcclGroup(cuda.nccl().unique_id(), world_size, rank=0, device_index=0)
 
 
 def test_a_group_of_one_broadcasts_until_it_is_aborted(device: torch.device) -> None:
@@ -106,7 +106,7 @@ def test_abort_from_another_thread_ends_a_start_that_waits(device: torch.device)
 
 def test_memory_is_held_until_nccl_is_off_it(nccl: NcclStandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     """An abort that hangs must not free memory that the GPU still writes to."""
-    monkeypatch.setattr(nccl_group, "ABORT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(cuda, "ABORT_TIMEOUT_S", 0.2)
     group, deadline = group_of(1), Deadline(DEADLINE_S, "broadcasting")
     group.open(deadline)
     gate = threading.Event()

@@ -37,6 +37,7 @@ from penstock.weights.manifest import (
     MIX64,
     RunningChecksum,
     bucket_offsets,
+    device_mix64,
     host_checksum,
     item_bytes,
     wire_sizes,
@@ -282,8 +283,6 @@ def bucket_checksum(name: str, bucket: torch.Tensor, known: str = "") -> str:
     if known:
         return known
     if bucket.is_cuda and name == MIX64:
-        from penstock.weights.cuda.mix64 import device_mix64
-
         return device_mix64(bucket.data_ptr(), bucket.numel(), bucket.get_device())
     return _checksum_by_pieces(name, bucket) if bucket.is_cuda else host_checksum(name, bucket.numpy())
 

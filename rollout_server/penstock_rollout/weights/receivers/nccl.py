@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from penstock.errors import WeightPushFailed, first_line_of
-from penstock.weights.cuda.nccl_group import MAX_ENQUEUED, NUM_SLOTS, NcclGroup, NcclMeeting, Relay
+from penstock.weights.cuda import MAX_ENQUEUED, NUM_SLOTS, NcclGroup, NcclMeeting, Relay
 from penstock.weights.manifest import wire_sizes
 from penstock_rollout.weights.stage import Arrived, Reception
 

@@ -31,8 +31,7 @@ from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, NotFound, PenstockError, Unavailable, WeightPushFailed
 from penstock.logs import bind
 from penstock.process_endpoint import Readiness
-from penstock.store.fleet import SERVING_STATES, Fleet, Reported, ServerRecord, ServerState
-from penstock.store.policies import PolicyRegistry
+from penstock.store.fleet import SERVING_STATES, Fleet, PolicyRegistry, Reported, ServerRecord, ServerState
 from penstock.v1 import policies_pb2, weights_pb2, weights_pb2_grpc
 from penstock.weights import cuda
 from penstock.weights.cuda import NcclMeeting

@@ -19,7 +19,7 @@ from penstock.weights.transports import Deadline, has_cupy
 from penstock_learner.weights import senders as sending
 from penstock_learner.weights.senders import NcclSender, PushTarget, Shipment
 from penstock_learner.weights.staging import HostBuckets, StagedVersion, checksum_name
-from penstock_rollout.weights.receivers import nccl as receiving
+from penstock_rollout.weights import stage as receiving
 from penstock_rollout.weights.stage import WeightStage
 from support.cuda_stand_ins import NcclBinding, NcclStandIn, install_nccl_stand_in
 
@@ -38,7 +38,7 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[NcclStandIn]:
     monkeypatch.setattr(cuda, "nccl", cuda.nccl)
     stand_in = install_nccl_stand_in()
     yield stand_in
-    receiving._groups.drop_all()
+    receiving._nccl_groups.drop_all()
     stand_in.stop()
 
 

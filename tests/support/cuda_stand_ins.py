@@ -22,8 +22,8 @@ from penstock.weights import cuda
 from penstock.weights.cuda import NOT_READY, SUCCESS, UNIQUE_ID_BYTES
 from penstock.weights.transports import Deadline
 from penstock_learner.weights import senders as sending
+from penstock_rollout.weights import stage as receiving
 from penstock_rollout.weights import stage as stage_module
-from penstock_rollout.weights.receivers import nccl as receiving
 from penstock_rollout.weights.receivers.gloo import InterruptibleStore, break_connections
 
 

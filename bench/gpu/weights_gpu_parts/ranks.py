@@ -25,7 +25,7 @@ from penstock.weights.manifest import TensorShape, build_manifest
 from penstock.weights.transports import Deadline
 from penstock_learner.weights.senders import PushTarget, Shipment, make_sender
 from penstock_learner.weights.staging import MemoryKind, MemoryPool, StagedVersion, checksum_name
-from penstock_rollout.weights.receivers import nccl as receiving
+from penstock_rollout.weights import stage as receiving
 from penstock_rollout.weights.stage import WeightStage
 
 DEVICE = torch.device("cuda", 0)
@@ -177,7 +177,7 @@ class Member(Rank):
     def forget(self) -> None:
         """Free the buffers and leave all groups."""
         self._stage = self._last = None
-        receiving._groups.drop_all()
+        receiving._nccl_groups.drop_all()
         torch.cuda.empty_cache()
 
 

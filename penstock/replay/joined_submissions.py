@@ -86,7 +86,7 @@ class JoinedSubmissions:
             self._sent = []
 
     async def _linger(self) -> None:
-        """Wait for more requests, but not after a full exchange: those that arrived meanwhile waited already."""
+        """Wait for more requests, but not after a full exchange: what arrived meanwhile has waited already."""
         if self._usual_count < 1.5 or self._count >= MAX_REQUESTS:
             return
         for _ in range(MAX_LINGERS):

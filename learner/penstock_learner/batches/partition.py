@@ -90,7 +90,7 @@ class _SharedPartition:
         return [[sequence] for sequence in group]
 
     def _num_stored(self, sequences: list[int]) -> int:
-        """Tokens of these sequences, those that they share counted once."""
+        """Tokens of these sequences. Shared tokens are counted once."""
         places = self.tree.places[token_ranges(self.starts[sequences], self.batch.lengths[sequences])]
         first = int(places.min())  # the tokens of a group are neighbours
         is_stored = np.zeros(int(places.max()) + 1 - first, dtype=np.bool_)

@@ -18,7 +18,7 @@ from penstock.config.algorithms import ADVANTAGE_NAMES, LOSS_NAMES
 from penstock.config.rollout import Reward
 from penstock.config.run import RunConfig
 from penstock.sampling import Description
-from penstock_rollout.agents.registry import BUILT_IN as AGENTS
+from penstock_rollout.agents.loops import BUILT_IN as AGENTS
 from penstock_rollout.agents.tool_calls import TOOL_FORMATS
 
 REFERENCE_FILE = Path(__file__).parent / "config.md"

@@ -154,14 +154,9 @@ class Trajectory:
             temperatures[segment.start : segment.end] = temperature_of_log_probs(segment.temperature)
         return temperatures
 
-    def min_top_p(self, sampling: Sampling) -> float:
-        """The smallest top-p that a token was sampled with. `sampling` is that of the group."""
-        return min((segment.top_p for segment in self.sampling_segments), default=sampling.top_p)
-
-    def has_top_k_or_min_p(self, sampling: Sampling) -> bool:
-        """Whether a token was sampled with top-k or min-p. `sampling` is that of the group."""
-        parameters = self.sampling_segments or (sampling,)
-        return any(each.top_k or each.min_p for each in parameters)
+    def kept_probability(self, sampling: Sampling) -> float:
+        """The smallest `kept_probability` that a token was sampled with. `sampling` is that of the group."""
+        return min(each.kept_probability for each in self.sampling_segments or (sampling,))
 
 
 @dataclass(frozen=True)

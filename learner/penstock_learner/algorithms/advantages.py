@@ -17,9 +17,9 @@ from torch import Tensor
 
 from penstock.config.algorithms import AdvantageConfig, OverlongConfig
 from penstock.errors import ConfigError
-from penstock_learner.algorithms import find_function
 from penstock_learner.algorithms.aggregation import (
     apply_mask,
+    find_function,
     reverse_scan_masked,
     segment_min,
     segment_sum,

@@ -20,8 +20,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock_learner.algorithms.corrections import CorrectionStatistics, Mismatch
-from penstock_learner.algorithms.losses import LossStatistics
+from penstock_learner.algorithms.losses import CorrectionStatistics, LossStatistics, Mismatch
 from penstock_learner.optim.optimizer import OptimizerStep
 
 Split = Literal["sequences", "copies"]

@@ -30,7 +30,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from penstock_learner.model.attention.packed_layout import Packing, Paths, from_block, to_block
 from penstock_learner.model.attention.prefix_kernels import prefix_attention
-from penstock_learner.model.tensors import soft_cap
 
 NAME = "penstock_packed"
 _UNSUPPORTED = ("position_bias", "indices", "block_indices", "head_mask")
@@ -381,3 +380,9 @@ def _compiled(name: str) -> Any:
     from torch.nn.attention import flex_attention
 
     return torch.compile(getattr(flex_attention, name))
+
+
+def soft_cap(values: Tensor, cap: float) -> Tensor:
+    """`cap · tanh(values / cap)`, written as a sigmoid, which compiled kernels compute several times as fast. In
+    float32 the two differ by about 1e-7 · cap."""
+    return 2 * cap * torch.sigmoid(values * (2 / cap)) - cap

@@ -165,7 +165,7 @@ def _row(name: str, field: FieldInfo) -> str:
 
 def _meaning(field: FieldInfo) -> str:
     described = [part.text for part in field.metadata if isinstance(part, Description)]
-    return _one_line(field.description or "".join(described)).replace("None: ", "`null`: ")
+    return _one_line(field.description or "".join(described))
 
 
 def _type(field: FieldInfo) -> str:

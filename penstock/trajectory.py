@@ -116,7 +116,7 @@ class Trajectory:
     for all of them."""
     episode: int = 0
     """Trajectories of a group with the same episode have one outcome, such as the paths of a session. They count as one
-    sample in the statistics of the group. 0: the trajectory is a sample of its own."""
+    sample in the statistics of the group. 0 if the trajectory is a separate sample."""
     token_rewards: tuple[TokenReward, ...] = ()
     """Rewards of single tokens, such as those of turns, in ascending order. They are part of `reward`; the rest of it
     belongs to the last trained token."""

@@ -358,7 +358,7 @@ class Comparison:
 
     server_id: str
     staleness: int
-    """Steps of training since the oldest version that sampled a token. 0: both sides used the same weights."""
+    """Steps of training since the oldest version that sampled a token. 0 if both sides used the same weights."""
     num_tokens: int
     mean_nats: float
     """Mean absolute difference."""

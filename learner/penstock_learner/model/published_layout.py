@@ -151,8 +151,8 @@ def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def sharded_units(lm: Any) -> Iterator[tuple[nn.Module, list[tuple[str, Tensor]]]]:
-    """Yield what is sharded and pushed separately, with its tensors: the model with those that belong to no layer, then
-    each layer."""
+    """Yield what is sharded and pushed separately, with its tensors: the model with the tensors of no layer, then each
+    layer."""
     list_name, layers = decoder_layers(lm)
     yield lm, [(name, tensor) for name, tensor in own_tensors(lm) if not name.startswith(f"{list_name}.")]
     for index, layer in enumerate(layers):
@@ -238,7 +238,7 @@ def model_without_weights(folder: Path) -> Any | None:
 
 
 def _candidates(lm: Any, folder_shapes: Shapes) -> Iterator[list[Any]]:
-    """The conversions that loading has used, those that loading this folder would use, and none."""
+    """The conversions that loading has used, the ones that loading this folder would use, and none."""
     if getattr(lm, "_weight_conversions", None) is not None:
         yield lm._weight_conversions
     yield _used_by(lm, folder_shapes)

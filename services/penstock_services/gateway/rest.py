@@ -70,7 +70,7 @@ class HttpRequest:
     def __init__(self, scope: Scope, receive: Receive) -> None:
         self.scope = scope
         self.receive = receive
-        # Of equal headers the first one counts.
+        # The first of several equal headers counts.
         self.headers: dict[str, str] = {
             name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(scope["headers"])
         }

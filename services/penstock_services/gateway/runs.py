@@ -10,7 +10,6 @@ from pydantic import Field
 
 from penstock.api import records
 from penstock.api.conversion import message_of
-from penstock.diagnosis import Finding
 from penstock.diagnosis.facts import RunStores
 from penstock.diagnosis.progress import learning_finding, speed_finding
 from penstock.errors import InvalidInput, NotFound
@@ -70,8 +69,8 @@ class RunHandlers(Handlers):
             notices=[message_of(runs_pb2.Notice, notice) for notice in facts.notices],
             learning=learning.line,
             speed=speed.line,
-            learning_verdict=_verdict(learning),
-            speed_verdict=_verdict(speed),
+            learning_verdict=message_of(runs_pb2.Finding, learning),
+            speed_verdict=message_of(runs_pb2.Finding, speed),
             parts=[
                 runs_pb2.Part(component=component, phases=[message_of(runs_pb2.Phase, phase) for phase in phases])
                 for component, phases in facts.phases.items()
@@ -189,10 +188,6 @@ class RunHandlers(Handlers):
     ) -> runs_pb2.RequeueDeadLetterResponse:
         """Submit the letter's prompt under a new id and delete the letter."""
         return runs_pb2.RequeueDeadLetterResponse(prompt_id=await self._inspector.requeue(request.letter_id))
-
-
-def _verdict(finding: Finding) -> runs_pb2.Verdict:
-    return message_of(runs_pb2.Verdict, finding, level=finding.level.upper())
 
 
 def _servers(

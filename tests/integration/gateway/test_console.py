@@ -279,7 +279,7 @@ async def test_tokens_are_coloured_and_walked_by_keyboard(page: Any, gateway: Ga
     await tokens.locator("span").first.focus()
     await page.keyboard.press("ArrowRight")
     await page.keyboard.press("ArrowRight")
-    assert "token 2: version 4" in await page.locator("#said").inner_text()
+    assert "token 2: version 4" in await page.locator("#announcement").inner_text()
     await page.get_by_label("Colour by").select_option("log-prob")
     await page.get_by_text("The stronger the colour").wait_for()
     backgrounds = {

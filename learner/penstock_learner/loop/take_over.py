@@ -30,7 +30,7 @@ from penstock.config.learner import CheckpointConfig
 from penstock.errors import CheckpointDamaged, ConfigError, NotFound, Unavailable, WeightPushFailed
 from penstock.replay.queue import GroupConsumer
 from penstock.replay.queue_types import Committed, RunRewind
-from penstock.store.policies import PolicyRegistry
+from penstock.store.fleet import PolicyRegistry
 from penstock_learner.checkpoints import (
     CheckpointStore,
     raise_if_damaged,

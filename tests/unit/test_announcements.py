@@ -176,7 +176,7 @@ def test_a_process_that_takes_long_to_end_is_named(tmp_path: Path, monkeypatch: 
 def test_a_paused_run_that_is_stopped_is_not_called_starting() -> None:
     lines: list[str] = []
     news = News(
-        cast(LocalRun, SimpleNamespace(folder=Path("r"))), cast(Display, SimpleNamespace(say=lines.append)), RUN
+        cast(LocalRun, SimpleNamespace(folder=Path("r"))), cast(Display, SimpleNamespace(print=lines.append)), RUN
     )
     loading = part("learner", (FIRST_BATCH, 1))
     for status in (run_with(parts=(loading,)), run_with(parts=(loading,), state="PAUSED", detail="rewards fail")):

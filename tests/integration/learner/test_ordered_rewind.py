@@ -16,7 +16,7 @@ from penstock.client.address import GatewayAddress
 from penstock.config.dataset import DatasetConfig
 from penstock.store.fleet import PolicyRegistry, RunControl
 from penstock.v1 import policies_pb2
-from penstock_learner.checkpoints.store import CheckpointStore
+from penstock_learner.checkpoints import CheckpointStore
 from support.fleet_runs import EXAMPLE, FleetRun, Part, fleet_config
 from support.redis_server import RedisProcess
 

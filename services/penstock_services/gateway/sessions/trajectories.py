@@ -36,7 +36,7 @@ class SharedPrompt:
 
     prompt_token_ids: Ids
     sampling: Sampling
-    """That of its first call."""
+    """The sampling parameters of its first call."""
     trajectories: tuple[Trajectory, ...]
 
 

@@ -58,8 +58,8 @@ from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import QueueStat
 from penstock.store.keys import RunKeys
 from penstock.store.redis_client import RedisClient, connect
-from penstock_learner.checkpoints.store import CheckpointStore
-from penstock_learner.checkpoints.trainer_state import Ledger, read_state
+from penstock_learner.checkpoints import CheckpointStore, read_state
+from penstock_learner.term import Ledger
 from penstock_tools.local.private_redis import find_redis_server, write_config
 from penstock_tools.local.processes import ProcessGroup
 from soak_parts.lineage import Account, Lineage, make_account

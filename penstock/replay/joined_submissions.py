@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from penstock.errors import DeadlineExceeded
+from penstock.errors import DeadlineExceeded, QueueFull, Unavailable
 from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import PromptRequest, Submission
 
@@ -26,8 +26,8 @@ ENOUGH_PROMPTS = 256
 """An exchange that has this many prompts is sent without waiting for more."""
 
 
-async def answer_all(waiting: Sequence[asyncio.Future[T]], exchange: Awaitable[Sequence[T]]) -> None:
-    """Give each caller that still waits its answer of an exchange, or the error with which the exchange failed."""
+async def answer_all(waiting: Sequence[asyncio.Future[T]], exchange: Awaitable[Sequence[T | Exception]]) -> None:
+    """Give each caller that still waits its answer, or its error, or the error with which the exchange failed."""
     try:
         answers = await exchange
     except Exception as error:
@@ -36,7 +36,11 @@ async def answer_all(waiting: Sequence[asyncio.Future[T]], exchange: Awaitable[S
                 future.set_exception(error)
     else:
         for future, answer in zip(waiting, answers, strict=True):
-            if not future.done():
+            if future.done():
+                continue
+            if isinstance(answer, Exception):
+                future.set_exception(answer)
+            else:
                 future.set_result(answer)
 
 
@@ -49,8 +53,8 @@ class _Waiting:
 
 class JoinedSubmissions:
     """Runs one exchange at a time, in the order of arrival. Each request is accepted whole or not at all, as if it were
-    alone. A failed exchange fails the requests in it and no others. A request that has no answer after `deadline_s`
-    fails with DeadlineExceeded; it may still have been accepted."""
+    alone: if Redis refuses an exchange, which then has stored nothing, its requests are sent one by one. A request that
+    has no answer after `deadline_s` fails with DeadlineExceeded; it may still have been accepted."""
 
     def __init__(self, queue: RedisReplayQueue, deadline_s: float) -> None:
         self.queue = queue
@@ -82,8 +86,18 @@ class JoinedSubmissions:
             self._count = len(self._sent)
             self._usual_count = max(self._count, self._usual_count * FADE)
             requests = [sent.request for sent in self._sent]
-            await answer_all([sent.answer for sent in self._sent], self.queue.submit_many(requests))
+            await answer_all([sent.answer for sent in self._sent], self._exchange(requests))
             self._sent = []
+
+    async def _exchange(self, requests: Sequence[PromptRequest]) -> list[Submission | Exception]:
+        try:
+            return [*await self.queue.submit_many(requests)]
+        except (Unavailable, QueueFull):  # each request would fail alike
+            raise
+        except Exception as error:
+            if len(requests) == 1:
+                return [error]
+            return [answer for request in requests for answer in await self._exchange([request])]
 
     async def _linger(self) -> None:
         """Wait for more requests, but not after a full exchange: those that arrived meanwhile waited already."""

@@ -33,6 +33,7 @@ ARRAYS = {
 }  # fmt: skip
 """Types of the numbers in fields of bytes. A name has the same type in all messages."""
 _ENCODER = json.JSONEncoder(allow_nan=False)
+MAX_LEVELS = 190
 _MAY_OVERFLOW = re.compile(r"[eE]\+?\d{3}|\d{200}")
 """Found in every JSON text with a number that Python reads as infinite, or cannot write again."""
 
@@ -59,10 +60,14 @@ def json_text(value: Any, path: str) -> str:
 
 def parse_json(text: str | bytes) -> Any:
     """Read JSON that can be stored, sent and read again by every part: no NaN, no number that Python reads as infinite
-    or cannot write again, no half of a surrogate pair, no more than 200 levels. Raises ValueError otherwise."""
+    or cannot write again, no half of a surrogate pair, no more than 190 levels, so that answers with a value inside
+    have no more than the 200 that readers take. Raises ValueError otherwise."""
     value = from_json(text, allow_inf_nan=False)
-    if _MAY_OVERFLOW.search(text if isinstance(text, str) else text.decode()):
+    plain = text if isinstance(text, str) else text.decode()
+    if _MAY_OVERFLOW.search(plain):
         _ENCODER.encode(value)
+    if plain.count("[") + plain.count("{") > MAX_LEVELS:
+        from_json("[" * (201 - MAX_LEVELS) + plain + "]" * (201 - MAX_LEVELS))
     return value
 
 

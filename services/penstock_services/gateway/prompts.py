@@ -219,14 +219,19 @@ class PromptHandlers(Handlers):
         return {group.prompt_id: (await self.watched.with_details(group)).SerializeToString() for group in groups}
 
 
-def _digests(prompts: Sequence[prompts_pb2.Prompt], request: prompts_pb2.SubmitPromptsRequest) -> list[str]:
-    """Digests of what the request asks for: one for each of its keys. How a try is traced does not count."""
-    if not request.prompt_keys and not request.idempotency_key:
-        return []
+def digest_of(prompts: Sequence[prompts_pb2.Prompt]) -> str:
+    """Digest of what the prompts ask for. How a try is traced does not count."""
     bodies = [prompts_pb2.Prompt.FromString(p.SerializeToString()) if p.trace_parent else p for p in prompts]
     for body in bodies:
         body.ClearField("trace_parent")
-    return [body_digest([body]) for body in bodies] if request.prompt_keys else [body_digest(bodies)]
+    return body_digest(bodies)
+
+
+def _digests(prompts: Sequence[prompts_pb2.Prompt], request: prompts_pb2.SubmitPromptsRequest) -> list[str]:
+    """One digest for each key of the request."""
+    if request.prompt_keys:
+        return [digest_of([prompt]) for prompt in prompts]
+    return [digest_of(prompts)] if request.idempotency_key else []
 
 
 def _to_proto(status: PromptStatus) -> prompts_pb2.PromptRecord:

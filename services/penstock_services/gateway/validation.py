@@ -140,6 +140,8 @@ def _check_prompt(prompt: prompts_pb2.Prompt, evaluation_id: str) -> None:
         raise InvalidInput("num_samples", f"must be between 1 and {MAX_NUM_SAMPLES}, not {prompt.num_samples}")
     if not -MAX_PRIORITY <= prompt.priority <= MAX_PRIORITY:
         raise InvalidInput("priority", f"must be between -{MAX_PRIORITY} and {MAX_PRIORITY}")
+    if len(prompt.data_source) > MAX_KEY_LENGTH or not prompt.data_source.isprintable():
+        raise InvalidInput("data_source", f"may have {MAX_KEY_LENGTH} characters, none of them a control character")
     check_sampling(prompt.sampling)
     check_json(prompt.ground_truth_json, "ground_truth_json")
     if not isinstance(check_json(prompt.extra_info_json, "extra_info_json"), dict):

@@ -8,7 +8,7 @@ export PENSTOCK_VENV := $(VENV)
 unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 
-.PHONY: help demo test test-forking test-ordinary lint lint-types lint-style unit integration bench bench-async chaos soak test-long setup setup-dev proto images chart clean
+.PHONY: help demo test test-forking test-ordinary lint lint-types lint-style unit integration bench bench-against bench-async chaos soak test-long setup setup-dev proto images chart clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -72,6 +72,9 @@ bench: $(addprefix bench-,$(BENCHES))  ## every benchmark that runs on a CPU (or
 
 bench-async: setup-dev  ## asynchronous against synchronous training (25 minutes; ARGS="--seeds 1 --staleness 0,2")
 	$(VENV)/bin/python bench/async_sync.py $(ARGS)
+
+bench-against: setup-dev  ## this tree against another commit, part by part (15 minutes; BASE=<commit>, ARGS="--quick")
+	$(VENV)/bin/python bench/against.py $(BASE) $(ARGS)
 
 bench-%: setup-dev
 	$(VENV)/bin/python bench/$*.py $(ARGS)

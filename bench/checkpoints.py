@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from harness import Bar, alternate, median_ratio, report, sized
-from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import TensorShape, build_manifest
+from penstock.weights.transports import Deadline
 from penstock_learner.checkpoint_files import FileRecord, find_damage
 from penstock_learner.model.tensors import first_nonfinite
 from penstock_learner.roles.trainer import HashingWriter

@@ -136,9 +136,13 @@ def alternate(
     return measured
 
 
+def ratios(name: str, ours: Measurement, limit: Measurement) -> Measurement:
+    """The ratio within each round. Noise that affects both contenders cancels."""
+    return Measurement(name, "", [a / b for a, b in zip(ours.rates, limit.rates, strict=True)])
+
+
 def median_ratio(ours: Measurement, limit: Measurement) -> float:
-    """The median of the ratios within each round. Noise that affects both contenders cancels."""
-    return statistics.median(a / b for a, b in zip(ours.rates, limit.rates, strict=True))
+    return ratios("", ours, limit).median
 
 
 def earlier(name: str, parts: Sequence[str]) -> Results:
@@ -185,14 +189,17 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
     Console().print(table)
 
 
-def report(name: str, title: str, measurements: list[Measurement], bars: list[Bar]) -> bool:
-    """Print both tables, write NAME.json, and return whether every bar is met. A smoke run meets all bars."""
+def report(
+    name: str, title: str, measurements: list[Measurement], bars: list[Bar], *, keep: bool = True, **facts: str
+) -> bool:
+    """Print both tables, write NAME.json with these facts if it is to be kept, and return whether every bar is met. A
+    smoke run meets all bars."""
     medians = [f"{m.median:,.1f}" if m.median > 10 else f"{m.median:.4f}" for m in measurements]
     rows = [(m.name, median, f"±{m.spread:.0%}", m.unit) for m, median in zip(measurements, medians, strict=True)]
     print_table(title, ("contender", "median", "spread", "unit"), rows)
     goals = [(b.name, f"{b.value:.3f}", f"{'≤' if b.at_most else '≥'} {b.goal:g}", b.ok) for b in bars]
     print_table("bars", ("bar", "value", "goal", "met"), [(*goal, "yes" if ok else "[red]no") for *goal, ok in goals])
-    result = {
+    result = facts | {
         "measurements": [
             {"name": m.name, "unit": m.unit, "median": m.median, "interval": m.interval, "spread": m.spread,
              "rates": [float(f"{rate:.5g}") for rate in m.rates]}
@@ -200,7 +207,8 @@ def report(name: str, title: str, measurements: list[Measurement], bars: list[Ba
         ],
         "bars": [asdict(bar) | {"ok": bar.ok} for bar in bars],
     }  # fmt: skip
-    write_results(name, result)
+    if keep:
+        write_results(name, result)
     return SMOKE or all(bar.ok for bar in bars)
 
 
@@ -208,11 +216,12 @@ def report(name: str, title: str, measurements: list[Measurement], bars: list[Ba
 
 
 @contextlib.contextmanager
-def listening(command: Sequence[str], *ports: int) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that listens on these ports. It is killed at the end of the block."""
+def listening(command: Sequence[str], *ports: int, **options: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that listens on these ports, started with these options of Popen. It is killed at the end of the
+    block."""
     from penstock.machine import wait_for_port
 
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, **options)
     try:
         for port in ports:
             assert wait_for_port("127.0.0.1", port, timeout_s=120), f"{command[:3]} did not start"
@@ -322,13 +331,13 @@ def _start(part: str, written: Path, timeout_s: float) -> Results:
     except subprocess.TimeoutExpired:
         print(f"part {part} took longer than {timeout_s:.0f} s", flush=True)
     finally:
-        _end_session(process)
+        end_session(process)
     ended_well = Bar("part ended well", float(process.returncode == 0), 1)
     said = json.loads(written.read_text()) if written.exists() else {"measurements": [], "bars": []}
     return Results([Measurement(**m) for m in said["measurements"]], [ended_well, *(Bar(**b) for b in said["bars"])])
 
 
-def _end_session(process: subprocess.Popen[bytes]) -> None:
+def end_session(process: subprocess.Popen[bytes]) -> None:
     """Kill the process group of the part, which contains everything that it started."""
     try:
         os.killpg(process.pid, signal.SIGKILL)

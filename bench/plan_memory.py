@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness import RESULTS, Bar, Measurement, report
-from penstock_tools.sizing.memory import CONTEXT, Phase, Setup, peak, role_moments, total
+from penstock_tools.sizing.memory import CONTEXT, Phase, Setup, peak, role_memory, total
 from penstock_tools.sizing.models import KNOWN, find_shape
 
 NAME = "plan_memory"
@@ -41,8 +41,8 @@ class Row:
     @property
     def planned_bytes(self) -> float:
         """Bytes on the GPU that the plan has for it."""
-        moments = role_moments("policy", find_shape(self.model), self.num_ranks, self.setup)
-        return total([term for term in peak(moments, self.phase).device if term.name != CONTEXT])
+        uses = role_memory("policy", find_shape(self.model), self.num_ranks, self.setup)
+        return total([item for item in peak(uses, self.phase).device if item.name != CONTEXT])
 
 
 def rows_of_steps(measurements: list[dict[str, Any]]) -> list[Row]:

@@ -39,7 +39,7 @@ from penstock.config.run import ModelConfig, RunConfig, WeightsConfig
 from penstock.config.service import GatewayConfig, RedisConfig, ReplayConfig
 from penstock.machine import free_port, measure_memory
 from penstock.trajectory import Prompt, Sampling
-from penstock.weights.cluster_key import ClusterKey
+from penstock.weights.transports import ClusterKey
 from scale_parts.fleet import (
     Costs,
     FleetProcesses,

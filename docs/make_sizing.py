@@ -18,11 +18,11 @@ from penstock_tools.sizing.memory import (
     Role,
     Setup,
     peak,
-    role_moments,
+    role_memory,
     total,
 )
 from penstock_tools.sizing.models import KNOWN, ModelShape
-from penstock_tools.sizing.plan import as_text, chosen_fields, merged, moments_of, new_run
+from penstock_tools.sizing.plan import as_text, chosen_fields, deployment_memory, merged, new_run
 from penstock_tools.sizing.rates import PLACEMENTS, Placement, Task, Workload
 from penstock_tools.sizing.search import Deployment, cheapest
 
@@ -209,9 +209,9 @@ def _memory_table() -> str:
     rows = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for name, all_ranks in MEMORY_ROWS.items():
         for num_ranks in all_ranks:
-            moments = role_moments("policy", KNOWN[name], num_ranks, Setup(staging="host"))
-            peaks = [total(peak(moments, phase).device) - CONTEXT_BYTES for phase in PHASES]
-            host = max(total(moment.host) for moment in moments)
+            uses = role_memory("policy", KNOWN[name], num_ranks, Setup(staging="host"))
+            peaks = [total(peak(uses, phase).device) - CONTEXT_BYTES for phase in PHASES]
+            host = max(total(use.host) for use in uses)
             cells = [name, str(num_ranks), *(f"{num_bytes / 1e9:.1f}" for num_bytes in (*peaks, host))]
             rows.append(f"| {' | '.join([*cells, '' if name in RUN else 'on paper'])} |")
     return "\n".join(rows) + "\n"
@@ -220,7 +220,7 @@ def _memory_table() -> str:
 def _row(plan: Deployment) -> str:
     pace, name, ranks = plan.pace, plan.task.policy.name, plan.learner.ranks
     _, push_s, pause_s = plan.push_s
-    memory = {role: total(peak(moments).device) / 1e9 for role, moments in moments_of(plan).items()}
+    memory = {role: total(peak(uses).device) / 1e9 for role, uses in deployment_memory(plan).items()}
     is_shared = len(plan.learner.groups) == 1
     cells = [
         name + ("" if name in RUN else " (on paper)"),

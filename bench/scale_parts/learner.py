@@ -38,7 +38,7 @@ class NoWeights:
         """A rank that has computed for no time."""
         return [0.0]
 
-    async def call_beside(
+    async def call_in_lane(
         self, lane: str, method: str, policy_version: int, targets: Sequence[PushTarget], *_: Any, timeout_s: float
     ) -> PushReport:
         return await asyncio.to_thread(self._push, policy_version, targets)

@@ -33,11 +33,10 @@ from penstock.store.policies import PolicyRegistry
 from penstock.store.redis_client import RedisClient, connect
 from penstock.trajectory import Group, Prompt, Trajectory, VersionSegment
 from penstock.v1 import generate_pb2, generate_pb2_grpc, groups_pb2, weights_pb2, weights_pb2_grpc
-from penstock.weights.cluster_key import ClusterKey
+from penstock.weights.transports import ClusterKey
 from penstock_rollout.engines.engine import CommitReport, EngineStats
 from penstock_rollout.fleet import membership
-from penstock_rollout.fleet.membership import FleetMembership
-from penstock_rollout.fleet.weight_member import WeightMember, make_listener
+from penstock_rollout.fleet.membership import FleetMembership, WeightMember, make_listener
 from penstock_rollout.groups import producer
 from penstock_rollout.groups.producer import Producer
 from penstock_rollout.metrics import RolloutMetrics

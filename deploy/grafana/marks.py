@@ -28,7 +28,7 @@ MARKS = (
         "{{run}}: {{component}} was started again",
         "orange",
     ),
-    Mark("Roll backs", _increases("penstock_roll_backs_total", "run"), "{{run}} was rolled back", "purple"),
+    Mark("Rewinds", _increases("penstock_rewinds_total", "run"), "{{run}} was rewound", "purple"),
     Mark("Pauses", "max by (run, who) (penstock_run_paused) == 1", "{{run}} is paused by the {{who}}", "yellow"),
     Mark("Alerts", 'max by (run, alertname) (ALERTS{alertstate="firing"})', "{{run}}: {{alertname}}", "red"),
     Mark(

@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from penstock.hub import with_local_models
     from penstock.machine import keep_compiled_code, keep_files_private
     from penstock.start_checks import make_run_folder
-    from penstock.weights.cluster_key import ClusterKey
+    from penstock.weights.transports import ClusterKey
 
     try:
         config = load_config(arguments.config, overrides)

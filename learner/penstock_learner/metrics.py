@@ -1,4 +1,4 @@
-"""Prometheus metrics of the learner. Names and labels are those of docs/metrics.md."""
+"""Prometheus metrics of the learner. docs/metrics.md is made from these declarations."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ MAX_SERVERS = 256
 OTHER_SERVERS = "other"
 """Label of groups from imports, from sessions, and from servers that have left."""
 _ALGORITHM_GAUGES = {
-    "entropy": ("algo_entropy_nats", "Mean entropy of the sampled distribution."),
+    "entropy": ("algo_entropy_nats", "Mean entropy over trained tokens."),
     "grad_norm": ("algo_grad_norm", "Gradient norm before clipping."),
-    "is_truncated_ratio": ("algo_is_truncated_ratio", "Share of tokens whose importance weight was truncated."),
+    "is_truncated_ratio": ("algo_is_truncated_ratio", "Share of tokens with an importance weight cut to the cap."),
     "is_rejected_ratio": ("algo_is_rejected_ratio", "Share of tokens that were rejected or lie outside the band."),
-    "effective_sample_ratio": ("algo_effective_sample_ratio", "(sum w)^2 / (n sum w^2) of the importance weights."),
-    "reward_min": ("reward_min", "Lowest reward in the last batch."),
-    "reward_max": ("reward_max", "Highest reward in the last batch."),
+    "effective_sample_ratio": ("algo_effective_sample_ratio", "`(sum w)^2 / (n sum w^2)` of importance weights."),
+    "reward_min": ("reward_min", "Lowest reward of a sample in the last batch."),
+    "reward_max": ("reward_max", "Highest reward of a sample in the last batch."),
     "reward_std": ("reward_std", "Standard deviation of the rewards in the last batch."),
-    "zero_advantage_group_ratio": ("algo_zero_advantage_group_ratio", "Share of groups without reward spread."),
+    "zero_advantage_group_ratio": ("algo_zero_advantage_group_ratio", "Share of groups with equal rewards."),
     "reward_failed_ratio": ("reward_failed_ratio", "Share of the step's samples whose reward failed."),
     "overhead_ratio": (
         "learner_overhead_ratio",
@@ -38,19 +38,19 @@ _ALGORITHM_GAUGES = {
         "learner_idle_ratio",
         "Share of the last step outside forward, backward and optimizer, with waiting for groups.",
     ),
-    "truncated_ratio": ("train_truncated_ratio", "Share of the step's responses that were cut at a limit."),
+    "truncated_ratio": ("train_truncated_ratio", "Share of the step's responses cut at a limit on tokens or turns."),
     "critic_grad_norm": ("algo_critic_grad_norm", "Gradient norm of the critic before clipping."),
-    "critic_clip_ratio": ("algo_critic_clip_ratio", "Share of tokens whose value was clipped."),
-    "value_explained_variance": ("algo_value_explained_variance", "1 - var(returns - values) / var(returns)."),
+    "critic_clip_ratio": ("algo_critic_clip_ratio", "Share of tokens at which the clipped value had the larger error."),
+    "value_explained_variance": ("algo_value_explained_variance", "`1 - var(returns - values) / var(returns)`."),
     "singleton_group_ratio": ("algo_singleton_group_ratio", "Share of groups with one sample, which have no baseline."),
     "logprob_mismatch": (
         "algo_logprob_mismatch_nats",
-        "Mean |learner - engine| difference of log-probs for the same version.",
+        "Mean absolute difference of learner and engine log-probs, on samples of the learner's own version alone.",
     ),
-    "router_aux_loss": ("algo_router_aux_loss", "Auxiliary loss of the routers, before its coefficient."),
-    "expert_load_max": ("algo_expert_load_max_ratio", "Load of the busiest expert over the mean of its layer."),
+    "router_aux_loss": ("algo_router_aux_loss", "Auxiliary loss of the routers before its coefficient; 0 if dense."),
+    "expert_load_max": ("algo_expert_load_max_ratio", "Load of the busiest expert over its layer's mean; 1 is even."),
     "unused_expert_ratio": ("algo_unused_expert_ratio", "Share of experts that no token of the step chose."),
-    "router_replayed_ratio": ("algo_router_replayed_ratio", "Share of expert choices that were the engine's."),
+    "router_replayed_ratio": ("algo_router_replayed_ratio", "Share of expert choices that were replayed."),
 }
 _LABELLED_GAUGES = {
     "loss": {"policy": "loss", "kl": "kl_loss", "value": "critic_loss"},
@@ -76,22 +76,22 @@ class LearnerMetrics:
         self.registry = registry
         gauge("build_info", "Always 1.", "placement", "version").labels(placement, __version__).set(1)
         self.steps = counter("learner_steps", "Optimizer steps.")
-        self.step_seconds = seconds("learner_step_duration_seconds", "One step.")
-        self.phase_seconds = counter("learner_phase_seconds", "Time by phase.", "phase")
+        self.step_seconds = seconds("learner_step_duration_seconds", "One step, with the wait for its batch.")
+        self.phase_seconds = counter("learner_phase_seconds", "Time by phase of a step.", "phase")
         self.compute_seconds = counter(
             "learner_compute_seconds", "Time of forward, backward and optimizer on the policy's ranks."
         )
-        self.tokens = counter("learner_tokens", "Tokens of trained groups.", "kind")
-        self.mfu = gauge("learner_mfu_ratio", "Model FLOPs over the devices' peak FLOPs.")
+        self.tokens = counter("learner_tokens", "Tokens of trained sequences.", "kind")
+        self.mfu = gauge("learner_mfu_ratio", "Model FLOPs over the peak of the devices; 0 if it is not known.")
         self.memory_peak = gauge("learner_memory_peak_bytes", "Peak memory of a policy rank.", "rank")
         self.last_step = gauge("learner_last_step_timestamp_seconds", "When the last step ended.")
-        self.version = gauge("policy_version", "Policy version.", "component")
+        self.version = gauge("policy_version", "Newest published version.", "component")
         self.staleness = CountedHistogram(
-            f"{PREFIX}_trajectory_staleness_versions", "Versions between sampling and training, by group.",
+            f"{PREFIX}_trajectory_staleness_versions", "Versions from a group's oldest token to its training.",
             (0, 1, 2, 3, 4, 6, 8, 12, 16, 32), registry,
         )  # fmt: skip
-        self.reward = gauge("reward_mean", "Mean reward in the last batch.", "env")
-        self.reward_part = gauge("reward_part_mean", "Mean of a part of the reward in the last batch.", "part")
+        self.reward = gauge("reward_mean", "Mean reward of `env` in the last batch that had it.", "env")
+        self.reward_part = gauge("reward_part_mean", "Mean of a part of the reward in the last batch with it.", "part")
         self.reward_parts: set[str] = set()
         """Parts that have a series. Their number is limited, because a reward function chooses the names."""
         self.skipped = counter("learner_nonfinite_steps", "Steps skipped for a non-finite loss or gradient.")
@@ -99,31 +99,31 @@ class LearnerMetrics:
         self.quarantines = counter(
             "learner_quarantines", "Servers put into quarantine because their log-probs disagreed."
         )
-        self.loss = gauge("algo_loss", "Loss by term.", "term")
-        self.kl = gauge("algo_kl_nats", "Mean KL per token.", "against")
-        self.clip = gauge("algo_clip_ratio", "Share of clipped tokens.", "side")
+        self.loss = gauge("algo_loss", "Loss: `policy`; `kl`, with its coefficient; `value`, with a critic.", "term")
+        self.kl = gauge("algo_kl_nats", "Mean KL per trained token against a policy.", "against")
+        self.clip = gauge("algo_clip_ratio", "Share of trained tokens clipped, `low` and `high`.", "side")
         self.importance_ratio = CountedHistogram(
-            f"{PREFIX}_algo_importance_ratio", "Ratio of policy to behaviour policy at trained tokens.", RATIO_EDGES,
+            f"{PREFIX}_algo_importance_ratio", "Policy over behaviour policy at trained tokens.", RATIO_EDGES,
             registry,
         )  # fmt: skip
         self.algorithm = {key: gauge(name, text) for key, (name, text) in _ALGORITHM_GAUGES.items()}
         self.server_mismatch = gauge(
-            "algo_server_logprob_mismatch_nats", "Mean |learner - engine| difference of log-probs, by server.", "server"
+            "algo_server_logprob_mismatch_nats", "Difference of log-probs on the samples compared last.", "server"
         )
         self.server_limit = gauge(
             "algo_server_logprob_limit_nats", "Difference beyond which a server disagrees.", "server"
         )
         self._compared_servers: set[str] = set()
-        self.sync_seconds = seconds("weight_sync_duration_seconds", "Weight push by phase.", "transport", "phase")
-        self.sync_bytes = counter("weight_sync_bytes", "Bytes of committed pushes.")
-        self.syncs = counter("weight_syncs", "Pushes, by member and result.", "result")
-        self.sync_success = gauge("weight_sync_last_success_timestamp_seconds", "Last push with a committed member.")
+        self.sync_seconds = seconds("weight_sync_duration_seconds", "A push by phase.", "transport", "phase")
+        self.sync_bytes = counter("weight_sync_bytes", "Bytes of committed pushes, over all servers.")
+        self.syncs = counter("weight_syncs", "Servers and versions by the result of a push.", "result")
+        self.sync_success = gauge("weight_sync_last_success_timestamp_seconds", "Last push that a server committed.")
         self.disk = DiskGauges(registry)
         HostMemoryGauges(registry)
-        self.checkpoint_success = gauge("checkpoint_last_success_timestamp_seconds", "Last durable checkpoint.")
-        self.checkpoint_seconds = seconds("checkpoint_duration_seconds", "One checkpoint.")
+        self.checkpoint_success = gauge("checkpoint_last_success_timestamp_seconds", "Last committed checkpoint.")
+        self.checkpoint_seconds = seconds("checkpoint_duration_seconds", "One checkpoint, with its commit.")
         self.recovery_seconds = seconds(
-            "recovery_duration_seconds", "From the last sign of life before a crash to the next step.", "component"
+            "recovery_duration_seconds", "From the last heartbeat before a crash to the next step.", "component"
         )
         known: dict[Counter | Histogram, tuple[str, ...]] = {
             self.phase_seconds: PHASES, self.tokens: ("prompt", "response"), self.role_restarts: ROLES,

@@ -63,6 +63,8 @@ def parse_json(text: str | bytes) -> Any:
     or cannot write again, no half of a surrogate pair, no more than 190 levels, so that answers with a value inside
     have no more than the 200 that readers take. Raises ValueError otherwise."""
     value = from_json(text, allow_inf_nan=False)
+    if len(text) <= 4:
+        return value
     plain = text if isinstance(text, str) else text.decode()
     if _MAY_OVERFLOW.search(plain):
         _ENCODER.encode(value)
@@ -166,31 +168,28 @@ def request_of(kind: type[M], request: BaseModel, **given: Any) -> M:
 
 @cache
 def _writer(record: type[BaseModel], kind: Any) -> Get:
-    """Return a function that gives the fields of a record as `kind`'s constructor takes them, without the defaults."""
+    """Return a function that gives a record's fields as `kind`'s constructor takes them, without empty defaults."""
     if record is records.Message:
         return _chat_values
-    plain: list[str] = []
-    changed: list[tuple[str, str, Get]] = []
+    fields: dict[str, tuple[str, Get | None]] = {}
+    defaults: Json = {}
     for name, info in record.model_fields.items():
         field = kind.fields_by_name.get(name)
-        convert = _field_writer(name, field, info.annotation)
-        if convert is None and not field.has_presence:
-            plain.append(name)
-        else:
-            changed.append((name, name if field else f"{name}_json", convert or _same))
+        field_name, convert = name if field else f"{name}_json", _field_writer(name, field, info.annotation)
+        fields[name] = field_name, convert
+        if not info.is_required():
+            default = info.get_default(call_default_factory=True)
+            defaults[field_name] = convert(default) if convert else default
+    defaults = {name: value for name, value in defaults.items() if value}
 
     def write(request: BaseModel) -> Json:
-        found = request.__dict__
-        values = {name: value for name in plain if (value := found[name])}
-        for name, field_name, convert in changed:
-            values[field_name] = convert(found[name])
+        found, values = request.__dict__, defaults.copy()
+        for name in request.__pydantic_fields_set__:
+            field_name, convert = fields[name]
+            values[field_name] = convert(found[name]) if convert else found[name]
         return values
 
     return write
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 def _field_writer(name: str, field: Any, annotation: Any) -> Get | None:

@@ -351,7 +351,7 @@ class Run(Record):
     state: str
     """One of penstock.diagnosis.facts.RUN_STATES."""
     held_version: int | None
-    """Version at which a roll back holds all servers."""
+    """Version at which a rewind holds all servers."""
     detail: str
     """Why the run is in its state, if there is more to say."""
     num_trained: int | None = None
@@ -370,12 +370,12 @@ class Run(Record):
     """Newest first."""
 
     @property
-    def roll_back_text(self) -> str:
-        """What a roll back means, and what ends it. Empty if there is none."""
+    def rewind_text(self) -> str:
+        """What a rewind means, and what ends it. Empty if there is none."""
         if self.held_version is None:
             return ""
         return (
-            f"a roll back holds the servers at version {self.held_version}, so staleness grows with each step; "
+            f"a rewind holds the servers at version {self.held_version}, so staleness grows with each step; "
             "`penstock policies release` ends it"
         )
 

@@ -216,12 +216,12 @@ class PenstockClient:
             records.Policy, "POST", "policies", "latest" if version is None else version, verb="promote"
         )
 
-    async def roll_back_policy(self, version: int) -> records.Policy:
+    async def rewind_policy(self, version: int) -> records.Policy:
         """Hold every rollout server at a version, loaded from its snapshot, until `release_policy`."""
-        return await self._call(records.Policy, "POST", "policies", version, verb="rollback")
+        return await self._call(records.Policy, "POST", "policies", version, verb="rewind")
 
     async def release_policy(self) -> records.Policy:
-        """End a roll back: the servers follow the newest version again."""
+        """End a rewind: the servers follow the newest version again."""
         return await self._call(records.Policy, "POST", "policies", verb="release")
 
     async def retire_policy(self, version: int) -> records.Policy:

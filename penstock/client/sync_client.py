@@ -129,7 +129,7 @@ class SyncPenstockClient:
     wait_for_policy = _blocking(PenstockClient.wait_for_policy)
     compare_policies = _blocking(PenstockClient.compare_policies)
     promote_policy = _blocking(PenstockClient.promote_policy)
-    roll_back_policy = _blocking(PenstockClient.roll_back_policy)
+    rewind_policy = _blocking(PenstockClient.rewind_policy)
     release_policy = _blocking(PenstockClient.release_policy)
     retire_policy = _blocking(PenstockClient.retire_policy)
     pin_policy = _blocking(PenstockClient.pin_policy)

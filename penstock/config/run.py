@@ -39,7 +39,7 @@ class WeightsConfig(Config):
     push_timeout_s: float = Field(default=120.0, gt=0)
     """Deadline of a push, in seconds, from the first bucket to the last commit."""
     snapshot_every_steps: int = Field(default=50, ge=1)
-    """Number of steps between snapshots: versions as safetensors files, which late servers and roll backs load."""
+    """Number of steps between snapshots: versions as safetensors files, which late servers and rewinds load."""
     keep_snapshots: int = Field(default=2, ge=1)
     """Number of snapshots to keep. Older ones are deleted."""
     cluster_key_file: Path | None = None

@@ -116,7 +116,7 @@ class ReplayConfig(Config):
     breaker: BreakerConfig = BreakerConfig()
     append_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds that a rollout server waits for room in the queue before it returns the prompt."""
-    settle_s: float = Field(default=0.0, ge=0)
+    loss_window_s: float = Field(default=0.0, ge=0)
     """Seconds of writes that Redis may lose if its machine crashes: 2 with `appendfsync everysec`. New prompts are
     leased, and a new learner starts, only after this time. 0 trusts every acknowledged write."""
 

@@ -111,7 +111,7 @@ def _causes(facts: RunFacts, steps: Steps) -> Iterator[Finding]:
          f"tokens rejected, an effective share of {effective:.0%}", "warn", "lower replay.max_staleness"),
         (entropy < COLLAPSED_ENTROPY_NATS,
          "collapsed", f"the policy gives almost the same answer every time: entropy {entropy:.2g} nats a token",
-         "warn", "go back to an earlier version, with a lower learner.lr"),
+         "warn", "rewind to an earlier version, with a lower learner.lr"),
         (kl >= FAR_KL_NATS, "kl", f"the policy is far from its reference: KL {kl:.2g} nats a token",
          "warn", "lower learner.lr, or raise the KL coefficient"),
         (failed, "rewards_fail", fails, "warn", "correct the reward"),

@@ -46,8 +46,8 @@ def _headline(run: Run) -> Text:
 def alarms(run: Run) -> list[Text]:
     """A line for all that keeps the run from learning: its pause, its start, servers that do not count, notices."""
     lines = [Text(f"{run.state.lower()}: {run.detail}", style="bold yellow")] if run.detail else []
-    if run.roll_back_text:
-        lines.append(Text(run.roll_back_text, style="bold yellow"))
+    if run.rewind_text:
+        lines.append(Text(run.rewind_text, style="bold yellow"))
     parts = run.parts if run.state in ("WAITING", "RUNNING") else ()
     lines += [Text(f"{part.component}: {part.phases[-1].name}") for part in parts if part.is_starting]
     if failed := run.metrics.get("reward_failed_ratio") or 0.0:

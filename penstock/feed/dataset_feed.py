@@ -132,8 +132,8 @@ class Curriculum:
         for prompt_id in list(self._rows)[: max(0, len(self._rows) - MAX_WAITING)]:
             del self._rows[prompt_id]
 
-    async def look(self) -> None:
-        """Show the sampler the rewards of groups that have been made since the last look."""
+    async def show_rewards(self) -> None:
+        """Show the sampler the rewards of groups that have been made since the last call."""
         if not self._cursor:
             self._cursor = await self._book.start("")
         while results := await self._book.after(self._cursor):
@@ -277,11 +277,11 @@ class Feeder:
 
     def __init__(
         self, queue: PromptIntake, stream: PromptStream, tracing: Tracing | None = None,
-        pause: Callable[[str], Awaitable[None]] | None = None, settle_s: float = 0.0,
+        pause: Callable[[str], Awaitable[None]] | None = None, loss_window_s: float = 0.0,
         curriculum: Curriculum | None = None,
     ) -> None:  # fmt: skip
-        """`pause` pauses the run with a reason. Redis cannot lose what was written `settle_s` ago."""
-        self.settle_s = settle_s
+        """`pause` pauses the run with a reason. Redis cannot lose what was written `loss_window_s` ago."""
+        self.loss_window_s = loss_window_s
         self.curriculum = curriculum
         """The user's sampler, which replaces the order of the dataset."""
         self._last_id = 0
@@ -309,7 +309,7 @@ class Feeder:
                 if is_end and position == settled:
                     return position
                 settled = position if is_end else None
-            await asyncio.sleep(POLL_S if settled is None else self.settle_s)
+            await asyncio.sleep(POLL_S if settled is None else self.loss_window_s)
 
     async def watch(self, is_over: Callable[[], Awaitable[bool]]) -> None:
         """Watch the dead letters of a dataset that is submitted, until `is_over`: a small one is submitted before the
@@ -329,7 +329,7 @@ class Feeder:
         while self.stream.num_prompts is None or position < self.stream.num_prompts:
             await self._watch_dead_letters(position)
             if self.curriculum is not None:
-                await self.curriculum.look()
+                await self.curriculum.show_rewards()
             room = self.config.max_pending - (await self.queue.stat()).pending_prompts
             if room <= 0:
                 return position, False

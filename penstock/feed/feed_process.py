@@ -81,7 +81,7 @@ async def feed_run(config: RunConfig, *, watch: bool = False) -> None:
             tasks.append(asyncio.create_task(_validate(validator, heartbeats), name=VALIDATOR))
         if stream is not None:
             curriculum = Curriculum.open(config, queue, len(stream.prompts))
-            feeder = Feeder(queue, stream, tracing, control.pause, config.replay.settle_s, curriculum)
+            feeder = Feeder(queue, stream, tracing, control.pause, config.replay.loss_window_s, curriculum)
             is_over = RunEnd(queue, config).is_reached if watch else None
             tasks.append(asyncio.create_task(_feed(feeder, is_over), name="feeder"))
         for task in tasks:

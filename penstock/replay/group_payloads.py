@@ -17,8 +17,7 @@ from redis.exceptions import NoScriptError
 from penstock.config.service import ReplayConfig
 from penstock.replay.queue_types import AppendOutcome, FinishedGroup
 from penstock.store.keys import RunKeys
-from penstock.store.redis_client import RedisClient, RedisClusterClient
-from penstock.store.scripts import QUEUE, read_record
+from penstock.store.redis_client import QUEUE, RedisClient, RedisClusterClient, read_record
 
 APPENDED_BYTES = 2**20
 FETCHED_GROUPS = 16

@@ -18,8 +18,7 @@ from penstock.config.service import ReplayConfig
 from penstock.errors import InvalidInput, NotFound, PoisonGroup
 from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import QueueStat
-from penstock.store.redis_client import RedisClient, guarded
-from penstock.store.scripts import read_record, read_rows
+from penstock.store.redis_client import RedisClient, guarded, read_record, read_rows
 from penstock.trajectory import Group, Prompt
 
 DEAD_PAGE = 100

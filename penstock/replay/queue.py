@@ -80,8 +80,7 @@ from penstock.replay.queue_types import (
 )
 from penstock.sample_scores import PromptSamples, scores_by_source, summarise
 from penstock.store.ownership import RUN_ITSELF, Owner
-from penstock.store.redis_client import RedisClient, guarded
-from penstock.store.scripts import QUEUE, RunRecords, read_columns, read_record, read_rows
+from penstock.store.redis_client import QUEUE, RedisClient, RunRecords, guarded, read_columns, read_record, read_rows
 
 IDEMPOTENCY_TTL_S = 7 * 24 * 3600
 DURABLE_MARGIN_S = 10.0
@@ -273,7 +272,7 @@ class GroupProducer(QueueCalls):
         config = self.config
         leased = read_columns(await self.call(
             "lease", server_id, max_prompts, self._lease_ttl_ms, config.groups_per_step, config.max_staleness,
-            config.capacity_bytes, config.max_attempts, int(config.settle_s * 1000),
+            config.capacity_bytes, config.max_attempts, int(config.loss_window_s * 1000),
             int(config.breaker.probe_s * 1000) if config.breaker.failures else 0,
         ))  # fmt: skip
         return [Lease(*row) for row in zip(leased["prompt_id"], leased["attempt"], leased["payload"], strict=True)]
@@ -327,7 +326,7 @@ class GroupProducer(QueueCalls):
     async def _lease_offered(self, groups: Sequence[OfferedGroup], origin: Origin) -> list[Lease]:
         """The leases of the groups. The attempt of a group that an earlier call brought is 0."""
         flat = [item for offered in groups for item in (offered.number, offered.prompt, offered.priority)]
-        loss_window_s = self.config.settle_s
+        loss_window_s = self.config.loss_window_s
         deadline = time.monotonic() + 2 * loss_window_s + DURABLE_MARGIN_S  # ids that are older become durable first
         times_ms = self._lease_ttl_ms, int(loss_window_s * 1000)
         while groups:
@@ -447,8 +446,8 @@ class GroupConsumer(QueueCalls):
     async def kept_groups(self, evaluation_id: str) -> KeptGroups:
         """The groups of an evaluation that are still kept. None of them if all were forgotten, or none was kept."""
         prompt_ids = await guarded(self.client.hkeys(self.keys.evaluation_groups(evaluation_id)))
-        num_left_out = await guarded(self.client.hget(self.keys.evaluation(evaluation_id), "num_left_out"))
-        return KeptGroups(tuple(sorted(map(int, prompt_ids))), int(num_left_out or 0))
+        num_omitted = await guarded(self.client.hget(self.keys.evaluation(evaluation_id), "num_omitted"))
+        return KeptGroups(tuple(sorted(map(int, prompt_ids))), int(num_omitted or 0))
 
     async def fetch_kept(self, evaluation_id: str, prompt_ids: Sequence[int]) -> list[bytes]:
         """Kept groups of an evaluation. Those that are no longer kept are skipped."""

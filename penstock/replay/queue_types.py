@@ -290,7 +290,7 @@ class KeptGroups:
     """The groups of an evaluation that are kept for the learner's reward model."""
 
     prompt_ids: tuple[int, ...] = ()
-    num_left_out: int = 0
+    num_omitted: int = 0
     """Groups for which there was no room."""
 
 

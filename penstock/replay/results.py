@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import InvalidInput
 from penstock.replay.queue_types import PromptState, PromptStatus
-from penstock.store.redis_client import guarded
-from penstock.store.scripts import QUEUE, RunRecords, read_record, read_rows
+from penstock.store.redis_client import QUEUE, RunRecords, guarded, read_record, read_rows
 from penstock.trajectory import Group
 
 IDS_LOOKED_AT = 2_000

@@ -20,8 +20,7 @@ from typing import Any, Literal
 from penstock.config.service import SessionLimits
 from penstock.errors import Conflict, NotFound, QueueFull
 from penstock.store.ownership import RUN_ITSELF, Owner
-from penstock.store.redis_client import guarded
-from penstock.store.scripts import SESSIONS, RunRecords, read_rows
+from penstock.store.redis_client import SESSIONS, RunRecords, guarded, read_rows
 from penstock.v1 import sessions_pb2
 
 RETRY_S = 10.0

@@ -28,8 +28,7 @@ from penstock.config.service import SessionLimits
 from penstock.errors import Conflict, NotFound, QueueFull
 from penstock.sessions.session_store import RETRY_S
 from penstock.store.ownership import RUN_ITSELF, Owner
-from penstock.store.redis_client import guarded
-from penstock.store.scripts import SESSIONS, RunRecords, read_record, read_rows
+from penstock.store.redis_client import SESSIONS, RunRecords, guarded, read_record, read_rows
 from penstock.v1 import tasks_pb2
 
 IDEMPOTENCY_TTL_S = 7 * 24 * 3600

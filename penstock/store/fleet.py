@@ -20,8 +20,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, cast
 
 from penstock.codec import read_known_fields
-from penstock.store.redis_client import guarded
-from penstock.store.scripts import RunRecords, read_record, read_rows
+from penstock.store.redis_client import RunRecords, guarded, read_record, read_rows
 
 
 @dataclass(frozen=True)
@@ -198,7 +197,7 @@ class FleetReading:
 
     servers: Sequence[ServerRecord]
     num_changes: int
-    """Changes of the fleet before the servers were read. A change meanwhile makes the next look read them again."""
+    """Changes of the fleet before the servers were read. A change since then makes the next call read them again."""
     read_at: float
     """When the reading began, by the clock of time.monotonic."""
 
@@ -213,30 +212,30 @@ class FleetReading:
 
 
 class FleetView:
-    """The newest reading of a fleet. Callers that look at the same time share one.
+    """The newest reading of a fleet. Concurrent callers share one.
 
-    A look reads one number of Redis, which counts the servers that joined, left, or changed their state or version. The
-    fleet is read again only if the number has changed, so a view never shows a state or a version that a server has
+    `current` reads one number of Redis, which counts the servers that joined, left, or changed their state or version.
+    The fleet is read again only if the number has changed, so a view never shows a state or a version that a server has
     left, or if the reading is `max_age_s` old, so loads and heartbeats are at most that old.
 
-    With `rarely_used_age_s`, an old reading is kept until there were as many looks at it as it has servers, or until it
-    is `rarely_used_age_s` old. So a look costs the reading of one server at most, in any fleet."""
+    With `rarely_used_age_s`, an old reading is kept until it was used as often as it has servers, or until it is
+    `rarely_used_age_s` old. So a call costs the reading of one server at most, in any fleet."""
 
     def __init__(self, fleet: Fleet, max_age_s: float, rarely_used_age_s: float | None = None) -> None:
         self.fleet = fleet
         self.max_age_s = max_age_s
         self.rarely_used_age_s = max_age_s if rarely_used_age_s is None else rarely_used_age_s
         self._reading: FleetReading | None = None
-        self._num_looks = 0
-        """Looks at the reading."""
+        self._num_uses = 0
+        """How often the reading was returned."""
         self._lock = asyncio.Lock()
 
-    async def look(self) -> FleetReading:
+    async def current(self) -> FleetReading:
         """The last reading if it still holds, otherwise a new one."""
         asked_at, num_changes = time.monotonic(), await self.fleet.num_changes()
         reading = self._reading
         if reading is not None and reading.num_changes == num_changes and not self._is_old(reading):
-            self._num_looks += 1
+            self._num_uses += 1
             return reading
         return await self._read(asked_at)
 
@@ -245,7 +244,7 @@ class FleetView:
         return await self._read(time.monotonic())
 
     def _is_old(self, reading: FleetReading) -> bool:
-        is_rarely_used = self._num_looks < len(reading.servers)
+        is_rarely_used = self._num_uses < len(reading.servers)
         return reading.age_s >= (self.rarely_used_age_s if is_rarely_used else self.max_age_s)
 
     async def _read(self, asked_at: float) -> FleetReading:
@@ -253,5 +252,5 @@ class FleetView:
             if self._reading is None or self._reading.read_at < asked_at:
                 read_at, num_changes = time.monotonic(), await self.fleet.num_changes()
                 self._reading = FleetReading(await self.fleet.servers(), num_changes, read_at)
-                self._num_looks = 0
+                self._num_uses = 0
             return self._reading

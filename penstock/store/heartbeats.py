@@ -20,8 +20,7 @@ import redis.asyncio as redis
 
 from penstock.cancellation import end_task
 from penstock.errors import PenstockError, QueueFull, Unavailable
-from penstock.store.redis_client import guarded
-from penstock.store.scripts import RunRecords
+from penstock.store.redis_client import RunRecords, guarded
 
 logger = logging.getLogger(__name__)
 BEAT_S = 1.0

@@ -27,8 +27,7 @@ from typing import Literal
 
 from penstock.codec import read_known_fields
 from penstock.errors import PenstockError, QueueFull, Unavailable
-from penstock.store.redis_client import guarded
-from penstock.store.scripts import RunRecords
+from penstock.store.redis_client import RunRecords, guarded
 
 logger = logging.getLogger(__name__)
 WRITE_S = 1.0

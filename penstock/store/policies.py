@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 
 from penstock.errors import NotFound
-from penstock.store.redis_client import guarded
-from penstock.store.scripts import RunRecords
+from penstock.store.redis_client import RunRecords, guarded
 from penstock.v1 import policies_pb2
 
 NUM_LISTED = 1000
@@ -107,7 +106,7 @@ class PolicyRegistry(RunRecords):
         return await self.number_of(self.keys.policy_pins, name)
 
     async def kept_versions(self) -> set[int]:
-        """Versions that are promoted, held, pinned or rolled back to: their snapshots may still be needed."""
-        fields = ("promoted_version", "held_version", "roll_back_version")
+        """Versions that are promoted, held, pinned or rewound to: their snapshots may still be needed."""
+        fields = ("promoted_version", "held_version", "rewind_version")
         marked = await guarded(self.client.hmget(self.keys.counters, fields))
         return {int(version) for version in marked if version} | set((await self.pins()).values())

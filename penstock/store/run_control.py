@@ -3,7 +3,7 @@
 paused         no prompt is leased (lease.lua)
 stop_term      a learner of this term or an earlier one ends after its step and writes a checkpoint
 held_version   servers load this version's snapshot and stay there; the learner pushes nothing
-roll_backs     number of roll backs; for each one the learner rewinds to the weights of roll_back_version
+num_rewinds    how many rewinds were ordered; for each one the learner rewinds to the weights of rewind_version
 drained        servers that lease nothing (lease.lua)
 
 The queue itself pauses the leasing of a server while everything that it tries fails (lua/prelude_breaker.lua). The
@@ -17,8 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from penstock.store.fleet import Quarantine, Quarantines
-from penstock.store.redis_client import guarded
-from penstock.store.scripts import RunRecords
+from penstock.store.redis_client import RunRecords, guarded
 
 
 @dataclass(frozen=True)
@@ -51,9 +50,9 @@ class Orders:
     stop_term: int = 0
     held_version: int | None = None
     term: int = 0
-    roll_backs: int = 0
-    roll_back_version: int = 0
-    """Version of the last roll back. A release does not change it."""
+    num_rewinds: int = 0
+    rewind_version: int = 0
+    """Version of the newest order to rewind. A release does not change it."""
 
     @property
     def is_stopped(self) -> bool:
@@ -65,10 +64,10 @@ class RunControl(RunRecords):
     """Orders of one run. Each order is one write, and repeating it changes nothing."""
 
     async def orders(self) -> Orders:
-        fields = ("paused", "held_version", "stop_term", "term", "roll_backs", "roll_back_version")
+        fields = ("paused", "held_version", "stop_term", "term", "num_rewinds", "rewind_version")
         paused, held, *numbers = await guarded(self.client.hmget(self.keys.counters, fields))
-        stop_term, term, roll_backs, version = (int(number or 0) for number in numbers)
-        return Orders(paused == b"1", stop_term, int(held) if held else None, term, roll_backs, version)
+        stop_term, term, num_rewinds, version = (int(number or 0) for number in numbers)
+        return Orders(paused == b"1", stop_term, int(held) if held else None, term, num_rewinds, version)
 
     async def pause(self, reason: str = "") -> None:
         """Pause leasing. A run that pauses itself gives the reason, which stays until the run is resumed."""

@@ -60,8 +60,8 @@ class PolicyServiceStub:
                 request_serializer=penstock_dot_v1_dot_policies__pb2.ChangePolicyRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_policies__pb2.Policy.FromString,
                 _registered_method=True)
-        self.RollBackPolicy = channel.unary_unary(
-                '/penstock.v1.PolicyService/RollBackPolicy',
+        self.RewindPolicy = channel.unary_unary(
+                '/penstock.v1.PolicyService/RewindPolicy',
                 request_serializer=penstock_dot_v1_dot_policies__pb2.ChangePolicyRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_policies__pb2.Policy.FromString,
                 _registered_method=True)
@@ -124,8 +124,8 @@ class PolicyServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def RollBackPolicy(self, request, context):
-        """Rollout servers load the version's snapshot and stay there until ReleasePolicy. The learner goes back to its weights
+    def RewindPolicy(self, request, context):
+        """Rollout servers load the version's snapshot and stay there until ReleasePolicy. The learner rewinds to its weights
         too, then trains and publishes on, and pushes nothing until then.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -133,7 +133,7 @@ class PolicyServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ReleasePolicy(self, request, context):
-        """Ends a roll back: the servers get the current version again.
+        """Ends what RewindPolicy began: the servers get the current version again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -155,7 +155,7 @@ class PolicyServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def RetirePolicy(self, request, context):
-        """Marks a version as not to be used again: it can no longer be promoted, pinned or rolled back to.
+        """Marks a version as not to be used again: it can no longer be promoted, pinned or rewound to.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -189,8 +189,8 @@ def add_PolicyServiceServicer_to_server(servicer, server):
                     request_deserializer=penstock_dot_v1_dot_policies__pb2.ChangePolicyRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_policies__pb2.Policy.SerializeToString,
             ),
-            'RollBackPolicy': grpc.unary_unary_rpc_method_handler(
-                    servicer.RollBackPolicy,
+            'RewindPolicy': grpc.unary_unary_rpc_method_handler(
+                    servicer.RewindPolicy,
                     request_deserializer=penstock_dot_v1_dot_policies__pb2.ChangePolicyRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_policies__pb2.Policy.SerializeToString,
             ),
@@ -362,7 +362,7 @@ class PolicyService:
             _registered_method=True)
 
     @staticmethod
-    def RollBackPolicy(request,
+    def RewindPolicy(request,
             target,
             options=(),
             channel_credentials=None,
@@ -375,7 +375,7 @@ class PolicyService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/penstock.v1.PolicyService/RollBackPolicy',
+            '/penstock.v1.PolicyService/RewindPolicy',
             penstock_dot_v1_dot_policies__pb2.ChangePolicyRequest.SerializeToString,
             penstock_dot_v1_dot_policies__pb2.Policy.FromString,
             options,

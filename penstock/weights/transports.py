@@ -1,4 +1,4 @@
-"""The weight transports, and what both ends of one have to agree on. The learner has a sender, the server a receiver.
+"""The weight transports, and what both ends of a push agree on: the learner has a sender, the server a receiver.
 
 | name     | how weights are sent                       | needs                                                        |
 |----------|--------------------------------------------|--------------------------------------------------------------|
@@ -7,6 +7,11 @@
 | shm      | sealed shared memory, mapped without copy  | publisher and worker on one host, one user, one pid namespace|
 | gloo     | TCP broadcast through host memory          | a network                                                    |
 | snapshot | a safetensors file                         | a volume that both sides mount                               |
+
+Every wait of a transfer has a `Deadline`, which an abort can end early.
+
+The `ClusterKey` protects the internal port of the rollout servers: the learner and the gateway send it with each call.
+Every run has one: if the config names no key file, the first process that needs the key makes it in the run's folder.
 
 gloo's relays: the ranks of a gloo group all connect to each other, so a meeting of n ranks costs n² in all. A push to
 more than `group_size` workers divides them, so that a large fleet meets quickly. The first worker of each group is its
@@ -24,18 +29,25 @@ the kernel lets no one else write to them. So members compare the header's check
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hmac
 import importlib.util
 import json
 import os
-from collections.abc import Sequence
+import secrets
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from pydantic import TypeAdapter, ValidationError
 
-from penstock.errors import WeightPushFailed
+from penstock.config.run import RunConfig
+from penstock.errors import ConfigError, WeightPushFailed
 from penstock.v1 import weights_pb2
 
 TRANSPORTS = ("nccl", "cuda_ipc", "shm", "gloo", "snapshot")
@@ -147,3 +159,119 @@ def read_header(header: bytes, manifest: weights_pb2.WeightManifest) -> list[str
 
 def _identity(manifest: weights_pb2.WeightManifest) -> list[str | int]:
     return [manifest.run, manifest.term, manifest.policy_version]
+
+
+# ── the cluster key ──
+
+KEY_HEADER = "x-penstock-cluster-key"
+KEY_FILE_NAME = "cluster.key"
+"""Name of the key file in the run's folder."""
+NUM_KEY_BYTES = 32
+
+
+@dataclass(frozen=True)
+class ClusterKey:
+    """The key of a run. The file is read for each call, so that a replaced key counts at once."""
+
+    file: Path
+    may_make: bool
+    """Whether a missing file is made. False if the config names the file: then the operator makes it."""
+
+    @classmethod
+    def of(cls, config: RunConfig) -> ClusterKey:
+        named = config.weights.cluster_key_file
+        return cls(named or config.folder / KEY_FILE_NAME, may_make=named is None)
+
+    def check(self) -> None:
+        """Raise ConfigError if there is no usable key and none would be made. Makes nothing."""
+        if self.file.exists() or not self.may_make:
+            self.read()
+
+    def make_if_missing(self) -> None:
+        """Make the file, which only its owner can read, if this run makes its own key. Processes that start at the same
+        time end up with the same key. Raises ConfigError if there is no usable key."""
+        if self.may_make and not self.file.exists():
+            try:
+                self._make()
+            except OSError as error:
+                raise ConfigError(f"the cluster key {self.file} cannot be made: {error.strerror}") from error
+        self.read()
+
+    def _make(self) -> None:
+        """Write the key to another file and link it into place: the link fails if another process was first."""
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=self.file.parent, prefix=f".{KEY_FILE_NAME}-") as aside:
+            aside.write(secrets.token_hex(NUM_KEY_BYTES))
+            aside.flush()
+            os.fsync(aside.fileno())
+            with contextlib.suppress(FileExistsError):
+                os.link(aside.name, self.file)
+
+    def read(self) -> str:
+        """Return the key. Raises ConfigError if the file cannot be read or is empty."""
+        name = "the cluster key" if self.may_make else "weights.cluster_key_file"
+        try:
+            key = self.file.read_text().strip()
+        except OSError as error:
+            raise ConfigError(f"{name} {self.file} cannot be read: {error.strerror}") from error
+        if not key:
+            raise ConfigError(f"{name} {self.file} is empty; write a secret into it")
+        return key
+
+    def metadata(self) -> list[tuple[str, str]]:
+        """Return the gRPC metadata that carries the key."""
+        return [(KEY_HEADER, self.read())]
+
+    def is_in(self, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
+        """Return whether a call's metadata carries the key. The comparison takes constant time."""
+        given = next((value for name, value in metadata if name == KEY_HEADER), "")
+        given_bytes = given if isinstance(given, bytes) else given.encode()
+        return hmac.compare_digest(given_bytes, self.read().encode())
+
+
+# ── deadlines ──
+
+POLL_S = 0.002
+"""Polling interval for things that cannot block with a deadline: CUDA, NCCL, gloo, the memory of another process."""
+
+
+class Deadline:
+    """A point in time, `timeout_s` from now. Error messages name the work by `activity`.
+
+    Every wait of a transfer takes one. The wait raises WeightPushFailed when the time is up or `aborted` is set."""
+
+    def __init__(self, timeout_s: float, activity: str, aborted: threading.Event | None = None) -> None:
+        self._ends_at = time.monotonic() + timeout_s
+        self._timeout_s = timeout_s
+        self._activity = activity
+        self._aborted = aborted or threading.Event()
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds left, at least 1 ms: the value is handed on as a timeout, which must be positive."""
+        return max(self._ends_at - time.monotonic(), 0.001)
+
+    def check(self) -> None:
+        """Raise WeightPushFailed if the work was aborted or its time is up."""
+        if self._aborted.is_set():
+            raise WeightPushFailed(f"{self._activity} was aborted")
+        if time.monotonic() > self._ends_at:
+            raise WeightPushFailed(f"{self._activity} took longer than {self._timeout_s:g} s; is the other side alive?")
+
+    def sleep(self, interval_s: float = POLL_S) -> None:
+        """Check the deadline, then sleep for one polling interval. An abort ends the sleep."""
+        self.check()
+        self._aborted.wait(interval_s)
+
+    def wait_until(self, is_done: Callable[[], bool], interval_s: float = POLL_S) -> None:
+        """Poll until `is_done` returns True."""
+        while not is_done():
+            self.sleep(interval_s)
+
+    def wait_for(self, condition: threading.Condition, is_done: Callable[[], bool]) -> None:
+        """Block until `is_done` returns True; whoever changes its answer notifies `condition`.
+
+        An abort does not end this wait, so use it only with a deadline that has no `aborted` event."""
+        with condition:
+            while not condition.wait_for(is_done, self.remaining_s):
+                self.check()

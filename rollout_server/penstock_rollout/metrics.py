@@ -33,12 +33,12 @@ class RolloutMetrics:
         self._child = Children()
         HostMemoryGauges(registry)
         self.info = gauge("rollout_info", "Always 1.", "server", "engine")
-        self.produced = counter("groups_produced", "Groups appended to the queue.", "env")
-        self.trajectories = counter("trajectories_produced", "Samples generated.", "env")
-        self.version = gauge("policy_version", "Policy version served.", "component")
+        self.produced = counter("groups_produced", "Groups accepted by the queue, by data source.", "env")
+        self.trajectories = counter("trajectories_produced", "Samples scored, also of evaluations.", "env")
+        self.version = gauge("policy_version", "Version served.", "component")
         self.pinned = gauge("policy_pinned", "1 while an operator or a validation holds the server at a version.")
-        self.inflight = gauge("rollout_inflight", "Groups that are being generated.")
-        self.outbox = gauge("rollout_outbox_groups", "Groups that no checkpoint covers yet.")
+        self.inflight = gauge("rollout_inflight", "Prompts leased and being worked on.")
+        self.outbox = gauge("rollout_outbox_groups", "Accepted groups that no checkpoint covers yet.")
         self.paused = counter("rollout_paused_seconds", "Time during which decoding was paused.", "reason")
         self.episode_seconds = counted(
             "rollout_episode_duration_seconds", "Time of one group, from lease to append.", LONG_SECONDS
@@ -46,10 +46,10 @@ class RolloutMetrics:
         self.response_tokens = counted(
             "rollout_response_tokens", "Length of responses.", [2**power for power in range(2, 16)]
         )
-        self.truncated = counter("rollout_truncated", "Responses cut at max_tokens.")
-        self.prompts_truncated = counter("rollout_prompts_truncated", "Prompts truncated to fit.")
+        self.truncated = counter("rollout_truncated", "Responses cut at a limit on tokens or turns.")
+        self.prompts_truncated = counter("rollout_prompts_truncated", "Prompts cut to `rollout.prompt.max_tokens`.")
         self.version_span = counted(
-            "trajectory_version_span", "Versions within one trajectory, minus one.", (0, 1, 2, 3, 4, 6, 8, 12, 16)
+            "trajectory_version_span", "Newest minus oldest version of a trajectory.", (0, 1, 2, 3, 4, 6, 8, 12, 16)
         )
         self.turns = counted("rollout_turns", "Assistant turns of a sample.", (1, 2, 3, 4, 6, 8, 16, 32))
         self.tool_calls = counter("tool_calls", "Tool calls.", "tool", "result")
@@ -57,7 +57,7 @@ class RolloutMetrics:
         self.concurrency_limit = gauge("rollout_concurrency_limit", "Groups that may be generated at once.")
         self.reward_seconds = counted("reward_duration_seconds", "Scoring one group.", SHORT_SECONDS)
         self.reward_errors = counter("reward_errors", "Rewards that failed.", "kind")
-        self.failures = counter("rollout_failures", "Prompts given back, by reason.", "reason")
+        self.failures = counter("rollout_failures", "Prompts given back, by kind of error.", "reason")
         self.saved_tokens = counter("rollout_saved_tokens", "Tokens of unfinished groups that were saved in Redis.")
         self.continued_tokens = counter(
             "rollout_continued_tokens", "Tokens that another lease had saved and this one continued."
@@ -70,7 +70,7 @@ class RolloutMetrics:
         )
         self.append_wait = counter("rollout_append_wait_seconds", "Time spent waiting for room in the queue.")
         self.recovery_seconds = histogram(
-            "recovery_duration_seconds", "Time during which the server was not serving.", LONG_SECONDS, "component"
+            "recovery_duration_seconds", "From the end of serving to the next serving.", LONG_SECONDS, "component"
         )
         self.generating = GeneratingSeconds()
         registry.register(self.generating)
@@ -106,6 +106,6 @@ class GeneratingSeconds(Collector):
     def collect(self) -> Iterator[CounterMetricFamily]:
         yield CounterMetricFamily(
             f"{PREFIX}_rollout_generating_seconds",
-            "Time during which the engine had at least one request.",
+            "Time during which the engine had at least one request, pauses included.",
             value=self.seconds(),
         )

@@ -12,7 +12,7 @@
 | health    | HEALTH_S                                  | the clock                    | here                    |
 | notices   | a failed reward or prompt                 | the scorer, the producer     | `store/notices.py`      |
 
-All run in one TaskGroup: a loop that fails ends the server. Pushed versions arrive at `fleet/weight_member.py`, and
+All run in one TaskGroup: a loop that fails ends the server. Pushed versions arrive at `fleet/membership.py`, and
 requests of clients at `serving/generate_service.py`. Both are gRPC services on the internal listener. The server has no
 HTTP port for clients: the gateway answers OpenAI's and Anthropic's protocols for the whole fleet and chooses the least
 busy server, so a port here was a second check of keys and bodies, off by default, whose use was never measured.
@@ -46,13 +46,12 @@ from penstock.store.policies import PolicyRegistry
 from penstock.store.redis_client import check_primary, connect
 from penstock.tracing import Tracing, open_tracing
 from penstock.v1 import generate_pb2_grpc, weights_pb2_grpc
-from penstock.weights.cluster_key import ClusterKey
+from penstock.weights.transports import ClusterKey
 from penstock_rollout.agents.registry import Agents
 from penstock_rollout.agents.saved_samples import TokenSaver
 from penstock_rollout.engines.engine import Engine
 from penstock_rollout.engines.factory import check_serves_model, create_engine, resolve_engine_name, start_engine
-from penstock_rollout.fleet.membership import FleetMembership
-from penstock_rollout.fleet.weight_member import WeightMember, make_listener
+from penstock_rollout.fleet.membership import FleetMembership, WeightMember, make_listener
 from penstock_rollout.groups.group_maker import GroupMaker
 from penstock_rollout.groups.producer import Producer
 from penstock_rollout.metrics import RolloutMetrics

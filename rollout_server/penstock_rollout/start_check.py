@@ -20,7 +20,7 @@ from penstock.start_checks import (
     check_rewards,
     check_run_folder,
 )
-from penstock.weights.cluster_key import ClusterKey
+from penstock.weights.transports import ClusterKey
 from penstock_rollout.agents.declarations import check_tools_file
 from penstock_rollout.engines.factory import (
     check_devices,

@@ -48,7 +48,7 @@ def test_redis_is_killed(make_run: MakeRun, fault_free: FaultFree) -> None:
     must="0 lost, 0 trained twice",
 )  # fmt: skip
 def test_redis_loses_its_tail(make_run: MakeRun, fault_free: FaultFree) -> None:
-    run = make_run(seed=3, replay={"settle_s": 1.25})
+    run = make_run(seed=3, replay={"loss_window_s": 1.25})
     run.start_all()
     cut = 0
     for _ in range(3):

@@ -73,7 +73,7 @@ def table(plan: Plan, report: Report) -> str:
 
 
 def run_both(folder: Path, plan: Plan) -> Report:
-    undisturbed = run_chaos(folder / "undisturbed", Plan(plan.num_groups, settle_s=0))
+    undisturbed = run_chaos(folder / "undisturbed", Plan(plan.num_groups, loss_window_s=0))
     report = run_chaos(folder / "chaos", plan)
     print(f"\n{table(plan, report)}")
     check(plan, report, undisturbed)
@@ -112,11 +112,11 @@ def test_six_thousand_prompts_are_trained_once_whatever_dies(tmp_path: Path, rec
 
 async def test_a_prompt_is_leased_once_redis_can_no_longer_lose_it(queue: RedisReplayQueue) -> None:
     """If Redis loses its tail, ids are given out again. The id of a trained prompt must not go to another prompt."""
-    queue.config = queue.config.model_copy(update={"settle_s": 3600})
+    queue.config = queue.config.model_copy(update={"loss_window_s": 3600})
     await queue.submit([b"young"], [0], "")
     await queue.create_evaluation("young too", [b"held out"])
     assert [await queue.lease("s", 5) for _ in range(3)] == [[], [], []]
-    queue.config = queue.config.model_copy(update={"settle_s": LOSS_WINDOW_S})
+    queue.config = queue.config.model_copy(update={"loss_window_s": LOSS_WINDOW_S})
     leases = await queue.lease("s", 5)
     async with asyncio.timeout(20):
         while len(leases) < 2:
@@ -128,6 +128,6 @@ async def test_a_prompt_is_leased_once_redis_can_no_longer_lose_it(queue: RedisR
 async def test_young_prompts_of_high_priority_do_not_hold_up_old_ones(queue: RedisReplayQueue) -> None:
     await queue.submit([b"old"], [0], "")
     assert await queue.lease("s", 0) == []
-    queue.config = queue.config.model_copy(update={"settle_s": 60})
+    queue.config = queue.config.model_copy(update={"loss_window_s": 60})
     await queue.submit([b"young"] * 3, [9] * 3, "")
     assert [lease.payload for lease in await queue.lease("s", 2)] == [b"old"]

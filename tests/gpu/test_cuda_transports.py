@@ -21,8 +21,8 @@ pytest.importorskip("cupy", reason="these tests need CuPy")
 
 from penstock.v1 import weights_pb2
 from penstock.weights.cuda.mix64 import device_mix64
-from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import MIX64, TensorShape, build_manifest, host_checksum
+from penstock.weights.transports import Deadline
 from penstock_learner.weights.senders import CudaIpcSender, PushTarget, Shipment
 from penstock_learner.weights.staging import DeviceBuckets, MemoryPool, StagedVersion, checksum_name
 from penstock_rollout.weights import stage as stage_module
@@ -140,12 +140,10 @@ async def _push_to_torch_engine(config: dict[str, Any], model: Path, call: Calla
     from penstock.config.rollout import EngineConfig
     from penstock.trajectory import Sampling
     from penstock.v1 import weights_pb2_grpc
-    from penstock.weights.cluster_key import ClusterKey
-    from penstock.weights.transports import host_id
+    from penstock.weights.transports import ClusterKey, host_id
     from penstock_rollout.engines.engine import GenerateRequest
     from penstock_rollout.engines.torch.engine import TorchEngine
-    from penstock_rollout.fleet.membership import available_transports
-    from penstock_rollout.fleet.weight_member import WeightMember, make_listener
+    from penstock_rollout.fleet.membership import WeightMember, available_transports, make_listener
     from penstock_rollout.metrics import RolloutMetrics
 
     engine = TorchEngine(EngineConfig(name="torch", max_model_len=64), model, "float32", 0)

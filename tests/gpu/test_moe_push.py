@@ -24,7 +24,7 @@ from penstock.config.loading import validate
 from penstock.config.rollout import EngineConfig
 from penstock.trajectory import Group, Sampling, Trajectory
 from penstock.v1 import weights_pb2
-from penstock.weights.deadline import Deadline
+from penstock.weights.transports import Deadline
 from penstock_learner.batches.sequence_batch import SequenceBatch, batch_of
 from penstock_learner.model.attention.packed_layout import ModelInputs
 from penstock_learner.model.causal_lm import CausalLM, load_model

@@ -14,9 +14,8 @@ from penstock.errors import WeightPushFailed
 from penstock.v1 import weights_pb2
 from penstock.weights.cuda import libraries, nccl_group
 from penstock.weights.cuda.nccl_group import NcclGroup
-from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import TensorShape, build_manifest
-from penstock.weights.transports import has_cupy
+from penstock.weights.transports import Deadline, has_cupy
 from penstock_learner.weights import senders as sending
 from penstock_learner.weights.senders import NcclSender, PushTarget, Shipment
 from penstock_learner.weights.staging import HostBuckets, StagedVersion, checksum_name

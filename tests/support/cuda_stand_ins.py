@@ -21,7 +21,7 @@ from penstock.errors import WeightPushFailed
 from penstock.weights.cuda import libraries
 from penstock.weights.cuda.libraries import UNIQUE_ID_BYTES
 from penstock.weights.cuda.stream import NOT_READY, SUCCESS
-from penstock.weights.deadline import Deadline
+from penstock.weights.transports import Deadline
 from penstock_learner.weights import senders as sending
 from penstock_rollout.weights import stage as stage_module
 from penstock_rollout.weights.receivers import nccl as receiving

@@ -13,13 +13,11 @@ from penstock.config.rollout import EngineConfig
 from penstock.config.run import RunConfig
 from penstock.trajectory import Sampling
 from penstock.v1 import weights_pb2_grpc
-from penstock.weights.cluster_key import ClusterKey
-from penstock.weights.transports import host_id
+from penstock.weights.transports import ClusterKey, host_id
 from penstock_learner.weights.senders import PushTarget
 from penstock_rollout.engines.engine import Engine, GenerateRequest
 from penstock_rollout.engines.factory import create_engine
-from penstock_rollout.fleet.membership import available_transports
-from penstock_rollout.fleet.weight_member import WeightMember, make_listener
+from penstock_rollout.fleet.membership import WeightMember, available_transports, make_listener
 from penstock_rollout.metrics import RolloutMetrics
 from support.learner_runs import make_config
 

@@ -247,7 +247,7 @@ class MemoryProducer:
 
     def _lease_evaluations(self, server_id: str, max_prompts: int, skipped: Container[int]) -> list[Lease]:
         store = self.store
-        durable_id = store.newest_durable_id(self.config.settle_s)
+        durable_id = store.newest_durable_id(self.config.loss_window_s)
         waiting = store.eval_pending.lowest(len(store.eval_pending), below=durable_id + 1)
         answerable = [i for i in waiting if i not in skipped and self._may_answer(server_id, i)]
         evaluations = answerable[: max(0, max_prompts)]
@@ -257,7 +257,7 @@ class MemoryProducer:
 
     def _lease_training(self, server_id: str, max_prompts: int, skipped: Container[int]) -> list[Lease]:
         store, config, leases = self.store, self.config, list[Lease]()
-        durable_id = store.newest_durable_id(config.settle_s)
+        durable_id = store.newest_durable_id(config.loss_window_s)
         room = store.admission(config).room
         if store.counters["queued_bytes"] >= config.capacity_bytes:
             room = 0
@@ -405,8 +405,8 @@ class MemoryProducer:
         if lease.prompt_id in self.store.eval_leases:
             evaluation_id = self.store.prompts[lease.prompt_id].evaluation_id
             self.store.return_evaluation(lease.prompt_id, failure, max_attempts)
-            if verdict == "given_up":
-                self.store.give_up_evaluation(evaluation_id)
+            if verdict == "abandoned":
+                self.store.abandon_evaluation(evaluation_id)
         else:
             self.store.return_prompt(lease.prompt_id, failure, max_attempts)
         return verdict == "opened"
@@ -513,7 +513,7 @@ class MemoryConsumer:
             return KeptGroups()
         if self.store.clock() >= found.kept_until:
             found.kept.clear()
-        return KeptGroups(tuple(sorted(found.kept)), found.num_left_out)
+        return KeptGroups(tuple(sorted(found.kept)), found.num_omitted)
 
     async def fetch_kept(self, evaluation_id: str, prompt_ids: Sequence[int]) -> list[bytes]:
         kept = self.store.evaluations[evaluation_id].kept

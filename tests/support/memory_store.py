@@ -124,7 +124,7 @@ class MemoryEvaluation:
     kept: dict[int, bytes] = field(default_factory=dict)
     kept_until: float = 0.0
     kept_bytes: int = 0
-    num_left_out: int = 0
+    num_omitted: int = 0
 
     def keep(self, prompt_id: int, group: bytes, max_bytes: int, until: float) -> None:
         """Keep the group for the learner's reward model, if there is room."""
@@ -132,7 +132,7 @@ class MemoryEvaluation:
         if self.kept_bytes <= max_bytes:
             self.kept[prompt_id], self.kept_until = group, until
         else:
-            self.num_left_out += 1
+            self.num_omitted += 1
 
 
 MIN_PROMPTS = 3
@@ -141,9 +141,9 @@ MAX_PROBES = 3
 MAX_WAIT_S = 60.0
 NON_FINITE = "non_finite"
 
-Verdict = Literal["counted", "kept", "spared", "opened", "given_up"]
+Verdict = Literal["counted", "kept", "spared", "opened", "abandoned"]
 """What a failure means for its prompt. `counted`: it counts, and may bury the prompt. `kept`: it counts at the server's
-next success. `spared`: it does not count. `opened`: it does not count, and the breaker has opened. `given_up`: it does
+next success. `spared`: it does not count. `opened`: it does not count, and the breaker has opened. `abandoned`: it does
 not count, and the prompt's evaluation ends."""
 
 
@@ -384,12 +384,12 @@ class MemoryStore:
                 breaker.prompts[prompt_id] = 0
                 del breaker.due[prompt_id]
                 return "counted"
-        if verdict == "spared" and self._must_give_up(server_id, breaker):
+        if verdict == "spared" and self._must_abandon(server_id, breaker):
             breaker.num_probes = 0
-            return "given_up"
+            return "abandoned"
         return verdict
 
-    def _must_give_up(self, server_id: str, breaker: Breaker) -> bool:
+    def _must_abandon(self, server_id: str, breaker: Breaker) -> bool:
         """Whether the evaluation of a server with an open breaker has to end, because no other server answers it."""
         if not breaker.failed_evaluation or breaker.num_probes < MAX_PROBES or server_id not in self.pins:
             return False
@@ -454,7 +454,7 @@ class MemoryStore:
         self.evaluations[evaluation_id].num_failed += 1
         self.finish_evaluation_prompt(evaluation_id)
 
-    def give_up_evaluation(self, evaluation_id: str) -> None:
+    def abandon_evaluation(self, evaluation_id: str) -> None:
         """End an evaluation that nobody can answer."""
         for prompt_id in self.eval_pending.lowest(len(self.eval_pending)):
             if self.prompts[prompt_id].evaluation_id == evaluation_id:

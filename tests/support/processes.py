@@ -76,8 +76,8 @@ def probe(port: int, path: str = "/readyz") -> tuple[int, dict[str, Any]] | None
 class SeenStates(list[str]):
     """The states that a process was seen in, without repetitions."""
 
-    def look(self, port: int) -> str:
-        """Look once, and return the newest state. Only a ready process may answer with 200."""
+    def probe(self, port: int) -> str:
+        """Probe the process once, and return the newest state. Only a ready process may answer with 200."""
         answer = probe(port)
         if answer is not None:
             assert (answer[0] == 200) == (answer[1]["state"] == "ready")

@@ -16,9 +16,9 @@ from penstock.config.rollout import EngineConfig
 from penstock.config.service import ReplayConfig
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.v1 import generate_pb2_grpc
-from penstock.weights.cluster_key import ClusterKey
+from penstock.weights.transports import ClusterKey
 from penstock_rollout.engines.torch.engine import TorchEngine
-from penstock_rollout.fleet.weight_member import make_listener
+from penstock_rollout.fleet.membership import make_listener
 from penstock_rollout.serving.generate_service import GenerateService
 from penstock_rollout.tokenization import Tokenization
 from support.gateways import Gateway, run_config, running

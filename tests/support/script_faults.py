@@ -17,7 +17,7 @@ import redis
 from redis.exceptions import ResponseError
 
 from penstock.replay.group_payloads import GroupPayloads
-from penstock.store.scripts import QUEUE, SESSIONS, STORE, ScriptFolder
+from penstock.store.redis_client import QUEUE, SESSIONS, STORE, ScriptFolder
 
 FOLDERS = (STORE, QUEUE, SESSIONS)
 READS = {

@@ -32,7 +32,7 @@ from penstock_rollout.engines.factory import create_engine
 from penstock_rollout.engines.sglang.engine import SglangEngine
 from penstock_rollout.engines.torch.engine import TorchEngine
 from penstock_rollout.engines.vllm import engine as vllm_engine
-from penstock_rollout.engines.vllm.version_stamps import VersionStamps
+from penstock_rollout.engines.vllm.engine import VersionStamps
 from support.answers import Answer
 from support.tiny_models import make_tiny_qwen2
 

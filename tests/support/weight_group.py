@@ -22,16 +22,13 @@ from prometheus_client import CollectorRegistry
 from penstock.config.loading import load_config
 from penstock.config.run import RunConfig
 from penstock.v1 import weights_pb2_grpc
-from penstock.weights.cluster_key import ClusterKey
 from penstock.weights.cuda import libraries
 from penstock.weights.cuda.nccl_group import NcclGroup
-from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import XXH3_PIECES, host_checksum, weights_digest
-from penstock.weights.transports import host_id
+from penstock.weights.transports import ClusterKey, Deadline, host_id
 from penstock_learner.weights.publisher import WeightPublisher
 from penstock_learner.weights.senders import PushTarget
-from penstock_rollout.fleet.membership import available_transports
-from penstock_rollout.fleet.weight_member import WeightMember, make_listener
+from penstock_rollout.fleet.membership import WeightMember, available_transports, make_listener
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.weights.stage import device_uuid
 from support.cuda_stand_ins import NcclBinding

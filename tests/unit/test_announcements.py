@@ -77,9 +77,9 @@ def test_a_failure_of_an_earlier_start_is_said_when_it_happens_again() -> None:
     assert said.new_lines(run_with(notices=(FAILED.model_copy(update={"count": 2}),)))[0] == FAILED.text
 
 
-def test_a_roll_back_and_its_end_are_said_once() -> None:
+def test_a_rewind_and_its_end_are_said_once() -> None:
     said, held = Announcements(RUN), run_with(held_version=3)
-    begun, ended = held.roll_back_text, "the roll back has ended: servers get the current version again, not 3"
+    begun, ended = held.rewind_text, "the rewind has ended: servers get the current version again, not 3"
     assert "holds the servers at version 3" in begun
     assert [said.new_lines(run) for run in (held, held, RUN, RUN)] == [[begun], [], [ended], []]
 

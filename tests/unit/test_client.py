@@ -108,7 +108,7 @@ CALLS: dict[str, tuple[tuple[Any, ...], Any]] = {
         (1, 2), {"policy": POLICY, "other": POLICY, "metric_changes": {}, "steps_between": 1, "same_weights": True},
     ),
     "promote_policy": ((1,), POLICY),
-    "roll_back_policy": ((1,), POLICY),
+    "rewind_policy": ((1,), POLICY),
     "release_policy": ((), POLICY),
     "retire_policy": ((1,), POLICY),
     "pin_policy": (("ci", 1), POLICY),

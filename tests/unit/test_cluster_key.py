@@ -11,7 +11,7 @@ import pytest
 from penstock.config.loading import validate
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError
-from penstock.weights.cluster_key import HEADER, ClusterKey
+from penstock.weights.transports import KEY_HEADER, ClusterKey
 
 NUM_PROCESSES = 16
 
@@ -41,12 +41,12 @@ def test_a_named_file_is_never_made(tmp_path: Path) -> None:
         key.make_if_missing()
     (tmp_path / "mine").write_text("a secret\n")
     key.make_if_missing()
-    assert key.metadata() == [(HEADER, "a secret")]
+    assert key.metadata() == [(KEY_HEADER, "a secret")]
 
 
-@pytest.mark.parametrize("given", [[], [(HEADER, "")], [(HEADER, "another")], [("other", "a secret")]])
+@pytest.mark.parametrize("given", [[], [(KEY_HEADER, "")], [(KEY_HEADER, "another")], [("other", "a secret")]])
 def test_only_the_key_itself_is_accepted(tmp_path: Path, given: list[tuple[str, str | bytes]]) -> None:
     (tmp_path / "mine").write_text("a secret")
     key = ClusterKey.of(config_in(tmp_path, cluster_key_file=str(tmp_path / "mine")))
     assert not key.is_in(given)
-    assert key.is_in([(HEADER, b"a secret")])
+    assert key.is_in([(KEY_HEADER, b"a secret")])

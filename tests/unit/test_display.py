@@ -40,7 +40,7 @@ def test_a_sparkline_has_room_for_every_value() -> None:
     assert len(sparkline([0.5] * 100, 10)) == 10
 
 
-def test_status_says_that_a_roll_back_holds_the_servers() -> None:
+def test_status_says_that_a_rewind_holds_the_servers() -> None:
     assert alarms(RUN) == []
     [line] = alarms(RUN.model_copy(update={"held_version": 32}))
     assert "holds the servers at version 32" in line.plain and "`penstock policies release`" in line.plain

@@ -6,27 +6,20 @@ import ast
 import json
 import re
 import runpy
+import tomllib
 from collections.abc import Iterable
-from dataclasses import fields
 from pathlib import Path
 from typing import Annotated
 
 import jsonschema
 import pytest
 import yaml
-from prometheus_client import CollectorRegistry
 from pydantic import Field
 
 from penstock.client import SyncPenstockClient
 from penstock.config.loading import validate
-from penstock.sessions.task_store import TaskStat
-from penstock.store.redis_client import RedisMemory
-from penstock_learner.metrics import LearnerMetrics
 from penstock_rollout.agents.verl import verl_names
-from penstock_rollout.metrics import RolloutMetrics
-from penstock_services.gateway.metrics import GatewayMetrics, RunSnapshot
-from support.monitoring import documented_metrics
-from support.run_facts import run_facts
+from support.monitoring import declared_names, documented_metrics
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("docs/*.md"), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md"))])
@@ -47,6 +40,9 @@ PLACEHOLDERS = {
     "deploy/compose/secrets/api-key",
 }
 """Words that look like paths: they stand for a file that the reader has or makes, or are the name of a metric."""
+PACKAGES = {"penstock_rollout", "penstock_learner", "penstock_services", "penstock_tools"}
+NOT_PINNED = {"torch", "sglang", "vllm", "wandb"}
+"""deploy/python/setup.sh pins torch; the others come from images or from the user."""
 LINK = re.compile(r"\[[^\]]*\]\(([^()\s]+)\)")
 
 
@@ -58,6 +54,8 @@ LINK = re.compile(r"\[[^\]]*\]\(([^()\s]+)\)")
         ("testing", "make_test_table"),
         ("faults", "make_faults"),
         ("verl-keys", "make_verl_keys"),
+        ("metrics", "make_metrics"),
+        ("dependencies", "make_dependencies"),
     ],
 )
 def test_a_generated_page_is_as_the_code_would_write_it(page: str, maker: str) -> None:
@@ -138,25 +136,40 @@ def test_every_page_is_in_the_index() -> None:
     assert {page.name for page in ROOT.glob("docs/*.md")} - {"README.md"} <= indexed
 
 
-def test_the_metrics_page_lists_exactly_the_declared_metrics() -> None:
-    rows = documented_metrics()
-    assert len(rows) == len(set(rows))
-    assert set(rows) == _declared()
-
-
-def _declared() -> set[tuple[str, str, str]]:
-    """Name as scraped, type and process of every metric."""
-    registries = {process: CollectorRegistry() for process in ("learner", "rollout", "gateway")}
-    LearnerMetrics(registries["learner"], placement="standalone")
-    RolloutMetrics(registries["rollout"])
-    gateway = GatewayMetrics(registries["gateway"], "standalone")
-    gateway.sessions.stat = TaskStat(**{field.name: 0 for field in fields(TaskStat)})
-    gateway.render(RunSnapshot(run_facts(), redis_memory=RedisMemory(0, 0)))
-    return {
-        (f"{metric.name}_total" if metric.type == "counter" else metric.name, metric.type, process)
-        for process, registry in registries.items()
-        for metric in registry.collect()
+def test_the_metrics_page_has_a_row_for_every_metric() -> None:
+    rows = {name for name, _, _ in documented_metrics()}
+    assert rows == {name for name in declared_names() if not name.endswith(("_bucket", "_sum", "_count"))} | {
+        name.removesuffix("_bucket") for name in declared_names() if name.endswith("_bucket")
     }
+
+
+@pytest.mark.parametrize("page", [*PAGES, *OTHER_PAGES], ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_metric_that_a_page_names_is_declared(page: Path) -> None:
+    declared = declared_names() | {name.removesuffix("_bucket") for name in declared_names()}
+    named = {name for name in re.findall(r"\bpenstock_[a-z_]+\b(?![.*/<])", page.read_text()) if name not in PACKAGES}
+    assert named - declared == set()
+
+
+def test_every_package_is_pinned_and_on_the_page_of_dependencies() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    lists = [project["project"]["dependencies"], *project["project"]["optional-dependencies"].values()]
+    groups = project["dependency-groups"]
+    wanted = {name for text in [*sum(lists, []), *sum(groups.values(), [])] if (name := _package(text)) != "penstock"}
+    page = (ROOT / "docs" / "dependencies.md").read_text()
+    rows = re.findall(r"^\| ([^|]+) \|", page, re.MULTILINE)
+    assert wanted - {_package(name) for row in rows for name in row.split(", ")} == set()
+    pinned = {
+        _package(line)
+        for path in ROOT.glob("deploy/python/requirements*.txt")
+        for line in path.read_text().splitlines()
+        if "==" in line
+    }
+    assert wanted - pinned == NOT_PINNED
+
+
+def _package(text: str) -> str:
+    """The name in a requirement, spelled as package indexes compare it."""
+    return re.sub(r"[-_.]+", "-", re.split(r"[\[>=<;@ ]", text.strip())[0]).lower()
 
 
 def test_the_page_of_the_clients_lists_every_method() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 from collections import Counter
+from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -10,6 +12,23 @@ import grimp
 
 from support.quarantine import QUARANTINED
 
+ROOT = Path(__file__).parents[2]
+PICKLES = {
+    "pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib", "ForkingPickler", "Pipe", "SimpleQueue", "Manager",
+    "Pool", "ProcessPoolExecutor", "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list",
+    "send_object_list", "recv_object_list",
+}  # fmt: skip
+"""Modules and functions that unpickle what they read."""
+MAY_PICKLE = {
+    "learner/penstock_learner/shards.py": {"pickle"},
+    "learner/penstock_learner/roles/role_group.py": {"cloudpickle"},
+    "learner/penstock_learner/roles/policy.py": {"broadcast_object_list"},
+    "learner/penstock_learner/roles/trainer.py": {"all_gather_object"},
+    "tools/penstock_tools/sft/training.py": {"broadcast_object_list", "all_gather_object"},
+    "rollout_server/penstock_rollout/engines/vllm/standby.py": {"ForkingPickler", "Pipe"},
+}
+"""The files that docs/security.md names: the index of DCP, read with its own classes alone, and processes of one job
+that the same user started."""
 PACKAGES = ("penstock", "penstock_rollout", "penstock_learner", "penstock_services", "penstock_tools")
 
 
@@ -30,3 +49,37 @@ def test_quarantined_tests_exist_and_have_a_reason() -> None:
     for test, reason in QUARANTINED.items():
         file, _, name = test.partition("::")
         assert f"def {name}(" in (Path(__file__).parents[2] / file).read_text() and reason, test
+
+
+def test_nothing_is_unpickled_except_between_the_processes_of_one_job() -> None:
+    for folder in ("penstock", "rollout_server", "learner", "services", "tools"):
+        for path in (ROOT / folder).rglob("*.py"):
+            name, text = str(path.relative_to(ROOT)), path.read_text()
+            if not any(word in text for word in (*PICKLES, "load(", "allow_pickle")):
+                continue
+            tree = ast.parse(text)
+            assert set(_names(tree)) & PICKLES - MAY_PICKLE.get(name, set()) == set(), name
+            unsafe = [ast.unparse(call) for call in ast.walk(tree) if isinstance(call, ast.Call) if _may_unpickle(call)]
+            assert unsafe == [], name
+
+
+def _names(tree: ast.AST) -> Iterator[str]:
+    """Every name and attribute that the code uses, and every part of the names that it imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.alias):
+            yield from node.name.split(".")
+        elif isinstance(node, ast.ImportFrom):
+            yield from (node.module or "").split(".")
+
+
+def _may_unpickle(call: ast.Call) -> bool:
+    """Whether it is `torch.load` without `weights_only=True`, or numpy's `load` with `allow_pickle`."""
+    keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+    function = ast.unparse(call.func)
+    if function == "torch.load":
+        return keywords.get("weights_only") != "True"
+    return keywords.get("allow_pickle", "False") != "False"

@@ -19,9 +19,9 @@ from penstock.config.gpu_bundles import num_gpus as bundled_gpus
 from penstock.config.loading import load_config, validate
 from penstock.errors import InvalidInput
 from penstock_tools.sizing.hardware import GPUS, TRAIN_EFFICIENCY, USABLE_MEMORY, Gpu
-from penstock_tools.sizing.memory import STAGINGS, Role, Setup, peak, peak_bytes, role_moments, server_moment, total
+from penstock_tools.sizing.memory import STAGINGS, Role, Setup, peak, peak_bytes, role_memory, server_memory, total
 from penstock_tools.sizing.models import KNOWN, shape_of_hub_id
-from penstock_tools.sizing.plan import ROLES, chosen_fields, memory_of, merged, moments_of, task_of
+from penstock_tools.sizing.plan import ROLES, chosen_fields, deployment_memory, memory_of, merged, task_of
 from penstock_tools.sizing.rates import PLACEMENTS, Task, Workload, exchange_s, offload_s, train_s
 from penstock_tools.sizing.search import PARALLEL, SHARED_UTILIZATIONS, Deployment, Learner, search, servers_on
 
@@ -81,16 +81,16 @@ def _check_proposals(task: Task, num_gpus: int, more: int) -> None:
         learner, server = found.learner, found.server
         assert found.num_gpus <= num_gpus and found.num_servers >= 1
         assert result.cost(found) >= 0 and found.max_staleness <= task.workload.max_staleness
-        bytes_of = {role: total(peak(moments).device) for role, moments in moments_of(found).items() if moments}
+        bytes_of = {role: total(peak(uses).device) for role, uses in deployment_memory(found).items() if uses}
         beside = learner.utilization * task.gpu.memory_bytes
         assert learner.ranks.keys() == bytes_of.keys() - {"rollout"}
         for roles, _ in learner.groups:
             assert sum(bytes_of[role] for role in roles) + beside <= task.gpu.memory_bytes * USABLE_MEMORY
-        terms = server_moment(task.policy, server.tensor_parallel, task.gpu, found.utilization).device
-        assert total(terms) <= found.utilization * task.gpu.memory_bytes * 1.000001
+        items = server_memory(task.policy, server.tensor_parallel, task.gpu, found.utilization).device
+        assert total(items) <= found.utilization * task.gpu.memory_bytes * 1.000001
         sample = task.policy.kv_bytes_per_token * (task.workload.prompt_tokens + task.workload.response_tokens)
         held = server.concurrent_groups * task.workload.num_samples * sample / server.tensor_parallel
-        assert held <= terms[-1].num_bytes * 1.000001, "the KV cache holds the groups that a server works on"
+        assert held <= items[-1].num_bytes * 1.000001, "the KV cache holds the groups that a server works on"
 
 
 def _brute(task: Task, num_gpus: int) -> Iterator[tuple[float, str]]:
@@ -138,8 +138,8 @@ def _all_learners(task: Task, num_gpus: int) -> Iterator[Learner]:
 
 
 def _bytes(task: Task, role: Role, count: int, setup: Setup) -> float:
-    moments = role_moments(role, task.shapes[role], count, setup)
-    found = total(peak(moments).device) if moments else 0.0
+    uses = role_memory(role, task.shapes[role], count, setup)
+    found = total(peak(uses).device) if uses else 0.0
     assert found == peak_bytes(role, task.shapes[role], count, setup)
     return found
 
@@ -198,9 +198,9 @@ def test_plan_config_finds_the_memory_that_the_search_found(
         is_shared = deployment.learner.utilization > 0
         for_servers = 0 if is_shared else deployment.num_servers * deployment.server.tensor_parallel
         assert on_bundles + for_servers == deployment.num_gpus
-        planned = {role: moments for role, moments in moments_of(deployment).items() if moments and role != "rollout"}
+        planned = {role: uses for role, uses in deployment_memory(deployment).items() if uses and role != "rollout"}
         groups = memory_of(config, GPUS["h200"])
-        assert {role: moments for group in groups for role, moments in group.moments.items()} == planned
+        assert {role: uses for group in groups for role, uses in group.uses.items()} == planned
         assert all(group.fits for group in groups)
         again = task_of(config, GPUS["h200"], {"response_tokens": workload.response_tokens})
         assert again.workload.setup.lora_rank == workload.setup.lora_rank

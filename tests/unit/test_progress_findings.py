@@ -152,6 +152,6 @@ def test_a_run_that_nobody_submitted_a_prompt_to(dataset: dict[str, Any], level:
 
 
 def test_versions_without_a_step_are_skipped() -> None:
-    """A restarted learner publishes its weights again, and a roll back publishes old ones."""
+    """A restarted learner publishes its weights again, and a rewind publishes old ones."""
     metrics: list[dict[str, float]] = [{}, {"reward_mean": 2.0}, {"logprob_mismatch": 1.0}, {"reward_mean": 1.0}]
     assert [step["reward_mean"] for step in facts(metrics).steps] == [2.0, 1.0]

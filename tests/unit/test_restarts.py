@@ -91,7 +91,7 @@ def test_a_server_hangs_if_every_status_for_long_shows_no_heartbeat(monkeypatch:
 
     def look(age_s: float | None, *may_hang: str, after_s: float = 5) -> dict[str, float]:
         now[0] += after_s
-        return hung.look(None if age_s is None else [served(age_s)], may_hang or (SERVER,))
+        return hung.update(None if age_s is None else [served(age_s)], may_hang or (SERVER,))
 
     def looks(*ages_s: float | None) -> list[float]:
         return [age_s for age in ages_s for age_s in look(age).values()]
@@ -111,7 +111,7 @@ def test_a_stopped_server_hangs_as_soon_as_its_heartbeat_is_old(monkeypatch: pyt
 
     def look(age_s: float, *stopped: str) -> tuple[dict[str, float], dict[str, float]]:
         now[0] += 1
-        return hung.look([served(age_s)], (SERVER,), stopped), hung.newly_silent
+        return hung.update([served(age_s)], (SERVER,), stopped), hung.newly_silent
 
     assert look(10, SERVER) == ({}, {}) and look(16, SERVER) == ({}, {}), "one status may come after Redis was away"
     assert look(17, SERVER)[0] == {SERVER: 17}

@@ -45,8 +45,8 @@ def test_one_verdict_applies_and_its_value_is_its_level() -> None:
     assert "solved" in learning and "kv_full" in speed, "a verdict that does not apply is 0"
 
 
-def test_roll_backs_and_the_memory_of_redis() -> None:
-    assert collected("penstock_roll_backs_total", orders=Orders(roll_backs=2)) == {"": 2}
+def test_rewinds_and_the_memory_of_redis() -> None:
+    assert collected("penstock_rewinds_total", orders=Orders(num_rewinds=2)) == {"": 2}
     assert collected("penstock_redis_memory_used_bytes") == {}, "without INFO there is no series"
     memory = {"redis_memory": RedisMemory(5, 9)}
     assert collected("penstock_redis_memory_used_bytes", **memory) == {"": 5}

@@ -21,9 +21,9 @@ from penstock.config.loading import validate
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, InvalidInput
 from penstock_tools.sizing.hardware import GPUS, LOAD_RATE, TRAIN_EFFICIENCY, USABLE_MEMORY, Gpu
-from penstock_tools.sizing.memory import CONTEXT, PHASES, STAGED, Role, Setup, peak, role_moments, total
+from penstock_tools.sizing.memory import CONTEXT, PHASES, STAGED, Role, Setup, peak, role_memory, total
 from penstock_tools.sizing.models import KNOWN, find_shape
-from penstock_tools.sizing.plan import ROLES, chosen_fields, memory_of, merged, moments_of, new_run
+from penstock_tools.sizing.plan import ROLES, chosen_fields, deployment_memory, memory_of, merged, new_run
 from penstock_tools.sizing.rates import PLACEMENTS, Placement, Task, Workload, decode_step_s
 from penstock_tools.sizing.search import Deployment, cheapest
 from penstock_tools.sizing.simulate_command import forecast
@@ -56,7 +56,7 @@ def _config(plan: Deployment, **learner: Any) -> RunConfig:
 
 
 def _bytes_of(plan: Deployment) -> dict[str, float]:
-    return {role: total(peak(moments).device) for role, moments in moments_of(plan).items() if moments}
+    return {role: total(peak(uses).device) for role, uses in deployment_memory(plan).items() if uses}
 
 
 def test_shapes_have_the_parameters_of_their_models() -> None:
@@ -182,19 +182,19 @@ def test_no_plan_trains_on_more_tokens_for_each_gpu_second() -> None:
 def test_fewer_ranks_than_planned_would_not_fit() -> None:
     for name in ("7b", "70b"):
         num_gpus = _plan(name, GPUS["h100"], "standalone").learner.policy_ranks
-        half = role_moments("policy", KNOWN[name], num_gpus // 2, Setup(micro_batch_tokens=4096, staging="host"))
+        half = role_memory("policy", KNOWN[name], num_gpus // 2, Setup(micro_batch_tokens=4096, staging="host"))
         assert total(peak(half).device) > GPUS["h100"].memory_bytes * USABLE_MEMORY
 
 
 def _bytes(role: Role, phase: Any, model: str, num_ranks: int, **setup: Any) -> float:
     """Device memory of a phase, in GB, without the CUDA context."""
-    terms = peak(role_moments(role, KNOWN[model], num_ranks, Setup(**setup)), phase).device
-    return total([term for term in terms if term.name != CONTEXT]) / 1e9
+    items = peak(role_memory(role, KNOWN[model], num_ranks, Setup(**setup)), phase).device
+    return total([item for item in items if item.name != CONTEXT]) / 1e9
 
 
 def test_every_role_has_the_phases_that_it_goes_through() -> None:
     for role, phases in (("policy", PHASES), ("critic", PHASES[:2]), ("reference", PHASES[:2])):
-        found = {moment.phase for moment in role_moments(role, KNOWN["7b"], 2, Setup())}  # type: ignore[arg-type]
+        found = {use.phase for use in role_memory(role, KNOWN["7b"], 2, Setup())}  # type: ignore[arg-type]
         assert found == set(phases)
 
 
@@ -221,10 +221,10 @@ def test_a_gather_holds_one_unit_at_a_time() -> None:
 
 def test_what_is_staged_for_pushes_is_on_the_device_or_on_the_host() -> None:
     def staged(where: str, **setup: Any) -> tuple[float, float]:
-        moments = role_moments("policy", KNOWN["7b"], 4, Setup(staging=where, **setup))  # type: ignore[arg-type]
-        push = peak(moments, "push")
+        uses = role_memory("policy", KNOWN["7b"], 4, Setup(staging=where, **setup))  # type: ignore[arg-type]
+        push = peak(uses, "push")
         return tuple(  # type: ignore[return-value]
-            sum(term.num_bytes for term in terms if term.name == STAGED) / 1e9 for terms in (push.device, push.host)
+            sum(item.num_bytes for item in items if item.name == STAGED) / 1e9 for items in (push.device, push.host)
         )
 
     assert staged("device") == pytest.approx((4 * 7.615, 0), rel=0.01)
@@ -235,9 +235,9 @@ def test_what_is_staged_for_pushes_is_on_the_device_or_on_the_host() -> None:
 def test_an_adapter_has_little_state_and_no_second_model() -> None:
     whole, adapter = _bytes("policy", "push", "7b", 2), _bytes("policy", "push", "7b", 2, lora_rank=16)
     assert adapter < 0.35 * whole
-    assert role_moments("reference", KNOWN["7b"], 2, Setup(lora_rank=16)) == []
+    assert role_memory("reference", KNOWN["7b"], 2, Setup(lora_rank=16)) == []
     plan = _plan("7b", GPUS["h200"], "standalone", Workload(setup=Setup(lora_rank=16)))
-    assert plan.learner.ranks.keys() == {"policy"} and moments_of(plan)["reference"] == []
+    assert plan.learner.ranks.keys() == {"policy"} and deployment_memory(plan)["reference"] == []
     config = _config(plan, lora={"rank": 16, "alpha": 32})
     assert config.learner.policy_is_reference and list(config.learner.needed_roles) == ["policy"]
 
@@ -245,14 +245,14 @@ def test_an_adapter_has_little_state_and_no_second_model() -> None:
 def test_with_an_adapter_the_critic_trains_all_its_weights_and_another_reference_needs_memory() -> None:
     assert _bytes("critic", "step", "7b", 2, lora_rank=16) == _bytes("critic", "step", "7b", 2)
     own = Setup(lora_rank=16, policy_is_reference=False)
-    assert role_moments("reference", KNOWN["7b"], 2, own) == role_moments("reference", KNOWN["7b"], 2, Setup())
+    assert role_memory("reference", KNOWN["7b"], 2, own) == role_memory("reference", KNOWN["7b"], 2, Setup())
     assert _plan("7b", GPUS["h200"], "standalone", Workload(setup=own)).learner.ranks["reference"] > 0
 
 
 def test_offload_moves_the_state_to_the_host() -> None:
-    moments = role_moments("policy", KNOWN["7b"], 2, Setup(cpu_offload=True, staging="host"))
+    uses = role_memory("policy", KNOWN["7b"], 2, Setup(cpu_offload=True, staging="host"))
     state = 16 * KNOWN["7b"].num_parameters / 2
-    assert max(total(moment.host) for moment in moments) > state
+    assert max(total(use.host) for use in uses) > state
     assert _bytes("policy", "step", "7b", 2, cpu_offload=True, staging="host") < 0.4 * state / 1e9
 
 
@@ -286,8 +286,8 @@ def test_planned_steps_need_the_memory_that_was_measured_on_an_h200() -> None:
             recomputed=int(recomputed) / 100, kept=int(kept) / 100, staging="host",
             num_micro_batches=batch_tokens[name] // int(tokens),
         )  # fmt: skip
-        terms = peak(role_moments("policy", KNOWN[name], 1, setup), "step").device
-        planned = total([term for term in terms if term.name != CONTEXT])
+        items = peak(role_memory("policy", KNOWN[name], 1, setup), "step").device
+        planned = total([item for item in items if item.name != CONTEXT])
         assert planned == pytest.approx(gibibytes * 2**30, rel=0.1), match[0]
 
 
@@ -395,8 +395,8 @@ def test_plan_shows_its_arithmetic(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", *words]) == 0
     text = capsys.readouterr().out
     assert '"compile": true' in text and '"max_staleness": 0' in text
-    for peak_gb, terms in re.findall(r", ([\d.]+) of 80 GB .*\n((?:  .+ GB.*\n)+)", text):
-        sizes = [float(size) for size in re.findall(r"^  \D+([\d.]+) GB(?:  |$)", terms, re.M)]
+    for peak_gb, items in re.findall(r", ([\d.]+) of 80 GB .*\n((?:  .+ GB.*\n)+)", text):
+        sizes = [float(size) for size in re.findall(r"^  \D+([\d.]+) GB(?:  |$)", items, re.M)]
         assert sum(sizes) == pytest.approx(float(peak_gb), abs=0.1)
 
 

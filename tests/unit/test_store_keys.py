@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.store.keys import RunKeys, key_names, lua_names
-from penstock.store.scripts import QUEUE, SESSIONS, STORE, ScriptFolder
+from penstock.store.redis_client import QUEUE, SESSIONS, STORE, ScriptFolder
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = [

@@ -16,7 +16,7 @@ from harness import Child, Results, say
 from penstock.config.rollout import EngineConfig
 from penstock.config.run import RunConfig
 from penstock.trajectory import Sampling
-from penstock.weights.deadline import Deadline
+from penstock.weights.transports import Deadline
 
 HOST = "127.0.0.1"
 RUN = "bench"
@@ -159,10 +159,8 @@ async def member(config: RunConfig, engine: Any) -> AsyncIterator[dict[str, Any]
     from prometheus_client import CollectorRegistry
 
     from penstock.v1 import weights_pb2_grpc
-    from penstock.weights.cluster_key import ClusterKey
-    from penstock.weights.transports import host_id
-    from penstock_rollout.fleet.membership import available_transports
-    from penstock_rollout.fleet.weight_member import WeightMember, make_listener
+    from penstock.weights.transports import ClusterKey, host_id
+    from penstock_rollout.fleet.membership import WeightMember, available_transports, make_listener
     from penstock_rollout.metrics import RolloutMetrics
 
     key = ClusterKey.of(config)

@@ -22,8 +22,8 @@ from penstock.v1 import weights_pb2
 from penstock.weights.cuda import libraries
 from penstock.weights.cuda.nccl_group import NcclGroup
 from penstock.weights.cuda.stream import DeviceAllocation
-from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import TensorShape, build_manifest
+from penstock.weights.transports import Deadline
 from penstock_learner.weights.senders import PushTarget, Shipment, make_sender
 from penstock_learner.weights.staging import MemoryKind, MemoryPool, StagedVersion, checksum_name
 from penstock_rollout.weights.receivers import nccl as receiving

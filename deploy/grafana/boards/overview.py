@@ -233,7 +233,7 @@ RUN = Section(
                 "slowest server",
             ),
             ("sum(penstock_policy_pinned)", "pinned servers"),
-            ("max(penstock_roll_backs_total)", "roll backs"),
+            ("max(penstock_rewinds_total)", "rewinds"),
             unit="none",
             opens=("rollout/Version served",),
             alerts=("PolicyVersionSkew", "WeightSyncFailing"),

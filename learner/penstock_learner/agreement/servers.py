@@ -258,7 +258,7 @@ class ServerAgreement:
         oldest = np.array([sample.trajectory.min_version for sample in samples])
         staleness = version - lineage.in_steps(oldest)
         for each in lineage.rewinds:  # versions from before a restart are not compared: a lost batch may change them
-            staleness[(each.target < oldest) & (oldest < each.new_version)] = -1
+            staleness[(each.from_version < oldest) & (oldest < each.to_version)] = -1
         return self.check.judge(compare(samples, staleness.tolist(), log_probs), frozenset(self.quarantine.records))
 
     def _raise_if_all_disagree(self, verdicts: Mapping[str, ServerVerdict]) -> None:

@@ -67,7 +67,7 @@ class CheckpointWriter:
     async def _write(self, state: TrainerState, prompt_ids: list[int], started: float) -> None:
         partial = self.store.partial_path(state.step, state.term)
         with self.store.writing(partial):
-            saving = (role.call_all_beside(SAVE_LANE, "finish_saving") for role in self.trained.values())
+            saving = (role.call_all_in_lane(SAVE_LANE, "finish_saving") for role in self.trained.values())
             written = dict(zip(self.trained, await gather_all(*saving), strict=True))
         crash_point("before_flush")
         checkpoint = await asyncio.to_thread(self.store.finish, partial, state, _shards(partial, written))

@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,23 +76,25 @@ class Ledger:
 
 
 RewindCause = Literal["order", "restart"]
+_OLD_NAMES = {"target": "from_version", "new_version": "to_version"}
+"""Fields of a rewind in checkpoints of older releases."""
 
 
 @dataclass(frozen=True)
 class Rewind:
-    """Training continues from the weights of version `target`, which are called `new_version` from then on."""
+    """Training continues from the weights of `from_version`, which are called `to_version` from then on."""
 
-    target: int
-    new_version: int
+    from_version: int
+    to_version: int
     why: RewindCause = "order"
-    """`order`: an operator ordered it, by `penstock policies rollback` or by `learner.checkpoint.rewind`. The versions
+    """`order`: an operator ordered it, by `penstock policies rewind` or by `learner.checkpoint.rewind`. The versions
     in between are abandoned. `restart`: a learner started again from its checkpoint. Nothing is abandoned: the steps
     after the checkpoint are trained once more, with the same batches, and make the same weights again."""
 
     def abandons(self, group: Group) -> bool:
         """Whether an abandoned version sampled a token of the group."""
         return self.why == "order" and any(
-            self.target < segment.policy_version < self.new_version
+            self.from_version < segment.policy_version < self.to_version
             for trajectory in group.trajectories
             for segment in trajectory.segments
         )
@@ -118,22 +120,20 @@ class Lineage:
         return int(self.in_steps(np.array(group.min_version))) if self.rewinds else group.min_version
 
     def in_steps(self, versions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Renumber versions so that their differences are steps of training. The target of a rewind gets the number of
-        the new version with its weights, and older versions move along: after an order to rewind from 5 to 3 as version
-        6, version 3 counts as 6 and version 2 as 5. Abandoned versions have no meaningful number. After a restart from
-        3 as 6, versions 4 and 5 move too: 4 counts as 7, which will have its weights. Its samples are newer than the
-        policy, so their age is negative."""
-        given = np.array([rewind.target for rewind in self.rewinds])
-        targets, numbers = given, versions
+        """Renumber versions so that their differences are steps of training. A rewind's `from_version` counts as its
+        `to_version`, and older versions move along: with 3 and 6, version 3 counts as 6 and version 2 as 5. After an
+        order, 4 and 5 are abandoned and have no meaningful number. After a restart they move too: 4 counts as 7, which
+        will have its weights. Its samples are newer than the policy, so their age is negative."""
+        given = np.array([rewind.from_version for rewind in self.rewinds])
+        starts, numbers = given, versions
         for index, rewind in enumerate(self.rewinds):
-            # A later rewind may go past an earlier one, which has already renumbered its target.
-            target = targets[index]
-            change = rewind.new_version - target
-            is_restart = rewind.why == "restart"
-            moves = versions < rewind.new_version if is_restart else numbers <= target
-            moves_target = given < rewind.new_version if is_restart else targets <= target
-            numbers = np.where(moves, numbers + change, numbers)
-            targets = np.where(moves_target, targets + change, targets)
+            # A later rewind may start before an earlier one, which has already renumbered its version.
+            start = starts[index]
+            abandons = rewind.why == "order"
+            moves = numbers <= start if abandons else versions < rewind.to_version
+            moves_start = starts <= start if abandons else given < rewind.to_version
+            numbers = np.where(moves, numbers + rewind.to_version - start, numbers)
+            starts = np.where(moves_start, starts + rewind.to_version - start, starts)
         return numbers
 
 
@@ -193,7 +193,9 @@ def read_state(path: Path) -> TrainerState:
             raise CheckpointDamaged(f"{file} is damaged: expected {expected}, found {found}")
         state = read_known_fields(TrainerState, json.loads(content))
         ranges = [(int(a), int(b)) for a, b in state.ledger]
-        rewinds = [Rewind(**dict(fields)) for fields in state.lineage]  # type: ignore[call-overload]
+        lineage: Any = state.lineage
+        named = [{_OLD_NAMES.get(name, name): value for name, value in each.items()} for each in lineage]
+        rewinds = [read_known_fields(Rewind, fields) for fields in named]
         return replace(state, ledger=ranges, lineage=rewinds)
     except FileNotFoundError as error:
         raise CheckpointDamaged(f"{file} is missing") from error

@@ -49,22 +49,23 @@ class ValidationLog:
     loggers: StepLoggers
     resume_step: int
     _known: set[str] | None = None
-    """Evaluations that were logged. None before the first look."""
+    """Evaluations that were logged. None before the first call of `log_new`."""
 
     async def watch(self) -> None:
-        """Runs forever. A look that fails is made again: training does not depend on it."""
+        """Runs forever. A failure is logged, and tried again: training does not depend on it."""
         while True:
             try:
-                await self.look()
+                await self.log_new()
             except PenstockError as error:
                 logger.warning("the scores of validations cannot be read: %s; trying again", error)
             await asyncio.sleep(POLL_S)
 
-    async def look(self) -> None:
+    async def log_new(self) -> None:
+        """Log the scores that were not logged yet."""
         scores: dict[int, dict[str, float]] = {}
         history = await self.queue.evaluation_history()
         if self._known is None:
-            # A new run is validated before its first step, perhaps before this look. No one has logged that.
+            # A new run is validated before its first step, perhaps before this call. No one has logged that.
             self._known = {name for name in history if 0 < self.resume_step >= name_and_step(name)[1]}
         for name in history.keys() - self._known:
             benchmark, step = name_and_step(name)
@@ -106,10 +107,10 @@ class ValidationLog:
             await asyncio.sleep(LAST_POLL_S)
 
     async def end(self) -> None:
-        """Look for the last time, before the loggers are closed."""
+        """Log the last scores, before the loggers are closed."""
         try:
             async with asyncio.timeout(END_S):
-                await self.look()
+                await self.log_new()
         except (PenstockError, TimeoutError) as error:
             logger.warning("the scores of the last validations cannot be read: %s", error)
 
@@ -142,19 +143,19 @@ class RewardModelValidation:
     vocabulary_size: int | None = None
     _seen: set[str] = field(default_factory=set)
     """Evaluations that were scored, or have nothing to score."""
-    _looking: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _scoring: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def watch(self) -> None:
         """Runs forever. A death of the reward model is handled as in training."""
         while True:
             try:
-                await self.look()
+                await self.score_new()
             except (QueueFull, Unavailable) as error:
                 logger.warning("validations cannot be scored by the reward model: %s; trying again", error)
             await asyncio.sleep(POLL_S)
 
-    async def look(self) -> None:
-        async with self._looking:
+    async def score_new(self) -> None:
+        async with self._scoring:
             finished = [name for name in await self.queue.evaluation_history() if not is_named_score(name)]
             for evaluation_id in sorted(finished, key=lambda name: name_and_step(name)[1]):
                 if evaluation_id not in self._seen:
@@ -163,11 +164,11 @@ class RewardModelValidation:
 
     async def finish(self, timeout_s: float, stopping: asyncio.Event) -> None:
         """Score the last validation before the learner ends, within `timeout_s` and until `stopping` is set."""
-        looking, stopped = asyncio.create_task(self.look()), asyncio.create_task(stopping.wait())
+        scoring, stopped = asyncio.create_task(self.score_new()), asyncio.create_task(stopping.wait())
         try:
-            await asyncio.wait({looking, stopped}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            if looking.done():
-                looking.result()
+            await asyncio.wait({scoring, stopped}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if scoring.done():
+                scoring.result()
             elif not stopped.done():
                 logger.warning(
                     "the reward model has not scored the last validation in time, so its scores are missing in the "
@@ -176,16 +177,16 @@ class RewardModelValidation:
         except (QueueFull, Unavailable) as error:
             logger.warning("the last validation is not scored by the reward model: %s", error)
         finally:
-            await end_task(looking)
+            await end_task(scoring)
             await end_task(stopped)
 
     async def _score(self, evaluation_id: str) -> None:
         """Score the kept groups, record the scores and forget the groups. Without all groups nothing is recorded."""
         kept = await self.queue.kept_groups(evaluation_id)
-        if kept.num_left_out:
+        if kept.num_omitted:
             logger.warning(
                 "%s is not scored by the reward model: %d groups had no room; raise replay.capacity_bytes, of which "
-                "a quarter is for the groups of a validation", evaluation_id, kept.num_left_out,
+                "a quarter is for the groups of a validation", evaluation_id, kept.num_omitted,
             )  # fmt: skip
         elif kept.prompt_ids:
             try:

@@ -182,7 +182,7 @@ class LearnerController:
         if "policy" not in restarted:
             for lane in LANES:
                 # A push of the old term that still runs would collide with the pushes of the new one.
-                await self.policy.call_beside(lane, "wait_idle", timeout_s=self.config.learner.rank_timeout_s)
+                await self.policy.call_in_lane(lane, "wait_idle", timeout_s=self.config.learner.rank_timeout_s)
 
     async def _adopt_or_start(self, role: RoleGroup, *, can_adopt: bool) -> None:
         if can_adopt and await role.adopt():
@@ -194,8 +194,8 @@ class LearnerController:
         """Train from the checkpoint on. Concurrent tasks handle publication and the operator's orders."""
         await self.phases.enter(LEARNER, "taking over the run and restoring its newest checkpoint")
         load = partial(load_checkpoint, trained=self.trained)
-        settle_s, kl = self.config.replay.settle_s, self.config.learner.algorithm.kl
-        term = await take_over(self.queue, self.checkpoints, self.resuming, chosen, load, settle_s, kl)
+        loss_window_s, kl = self.config.replay.loss_window_s, self.config.learner.algorithm.kl
+        term = await take_over(self.queue, self.checkpoints, self.resuming, chosen, load, loss_window_s, kl)
         # A rank answers, because this process would import transformers for it, which takes seconds.
         self.training.share_prefixes(await self.policy.call_rank(0, "prefix_sharing_roles"))
         self._is_training = True

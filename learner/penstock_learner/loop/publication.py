@@ -62,17 +62,17 @@ class Followers:
         """For each server whose last push failed its failures in a row, and when it may be tried again."""
 
     async def in_states(self, states: Sequence[ServerState]) -> list[ServerRecord]:
-        """The reachable servers that take new versions: none while they are rolled back, and none that is pinned."""
+        """The reachable servers that take new versions: none while a rewind holds them, and none that is pinned."""
         reachable = await self._reachable(states)
         if (await self.control.orders()).held_version is not None:
             return []
         pins = await self.policies.pins()
         return [server for server in reachable if server.server_id not in pins]
 
-    async def are_settled(self) -> bool:
-        """Whether no server is STALE, and no serving one is silent, without a look at each of them. A server that
+    async def are_current(self) -> bool:
+        """Whether no server is STALE, and no serving one is silent, without reading each of them. A server that
         becomes STALE changes the view at once. None becomes silent before the reading says so."""
-        reading = await self.view.look()
+        reading = await self.view.current()
         is_stale = any(server.state == "STALE" for server in reading.servers)
         return not is_stale and reading.first_silence_s(self.config.replay.lease_ttl_s) > 0
 
@@ -132,7 +132,7 @@ class VersionSnapshots:
         target = folder / f"version-{policy_version:08d}"
         timeout_s = self.config.learner.rank_timeout_s
         try:
-            await self.policy.call_beside("push", "write_snapshot", policy_version, target, timeout_s=timeout_s)
+            await self.policy.call_in_lane("push", "write_snapshot", policy_version, target, timeout_s=timeout_s)
         except PenstockError as error:
             if not is_disk_full(error, folder):
                 raise
@@ -297,7 +297,7 @@ class PolicyPublication:
                 continue  # the running push serves STALE servers too
             if by_snapshot and self.current in self.snapshots.written:
                 continue  # servers load the snapshot themselves
-            if await self.followers.are_settled():
+            if await self.followers.are_current():
                 continue
             stale = await self.followers.in_states(("STALE",))
             behind = [server for server in stale if server.policy_version != self.current]
@@ -333,8 +333,8 @@ class PolicyPublication:
         finally:
             self._catching_up = {}
         if version != self._newest:  # the push of a newer one may have begun without these
-            left_out = [server_id for server_id in report.committed if server_id not in self._members]
-            await self.fleet.set_states(left_out, "STALE", self.term)
+            missed = [server_id for server_id in report.committed if server_id not in self._members]
+            await self.fleet.set_states(missed, "STALE", self.term)
         return report.committed
 
     def _count_skipped(self, policy_version: int, newer_version: int) -> None:
@@ -416,7 +416,7 @@ class PolicyPublication:
             )
             for server in servers
         ]
-        report: PushReport = await self.policy.call_beside(
+        report: PushReport = await self.policy.call_in_lane(
             lane, "push", policy_version, targets, transport, base_version, lane,
             timeout_s=self._push_timeout_s(len(targets)),
         )  # fmt: skip

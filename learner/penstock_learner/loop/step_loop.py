@@ -91,13 +91,13 @@ class OperatorOrders:
             if not self.stopping.is_set() and orders.stop_term >= self.term.number:
                 logger.info("the operator has ordered a stop: ending after this step, with a checkpoint")
                 self.stopping.set()
-            if orders.roll_backs > self.term.num_orders:
+            if orders.num_rewinds > self.term.num_orders:
                 self.rewind_ordered.set()
 
     async def new_rewind(self) -> Orders | None:
         self.rewind_ordered.clear()
         orders = await self.control.orders()
-        return orders if orders.roll_backs > self.term.num_orders else None
+        return orders if orders.num_rewinds > self.term.num_orders else None
 
     async def wait_for_either(self, task: asyncio.Task[object], timeout_s: float | None) -> None:
         """Wait until the task has ended, an order has come, or `timeout_s` have passed."""
@@ -336,8 +336,8 @@ class StepLoop:
 
     async def _rewind(self, orders: Orders) -> None:
         """Rewind to the ordered version, if its weights still exist. An order is handled once."""
-        self.term.handle_orders(orders.roll_backs)
-        target = orders.roll_back_version
+        self.term.handle_orders(orders.num_rewinds)
+        target = orders.rewind_version
         if not await load_version(target, self.writer.trained, self.writer.store, self.publication.policies):
             return
         self.term.rewind(target, await self.queue.allocate_version(self.term.policy_version + 1))

@@ -60,7 +60,7 @@ class ChosenCheckpoint:
 
 async def take_over(
     queue: GroupConsumer, checkpoints: CheckpointStore, config: CheckpointConfig, chosen: ChosenCheckpoint, load: Load,
-    settle_s: float, kl: KLConfig,
+    loss_window_s: float, kl: KLConfig,
 ) -> Term:  # fmt: skip
     """Fence every earlier learner, then load the chosen checkpoint or a newer one that the learner before has finished
     meanwhile, rewind to it if the config asks for that, and restore the queue to its state. A checkpoint that no longer
@@ -70,7 +70,7 @@ async def take_over(
         await choose_checkpoint(queue, checkpoints, config)
     term = await queue.take_term(await asyncio.to_thread(checkpoints.newest_term))
     # Redis could still lose the new term, and the term before it would be valid again. So wait before acting under it.
-    await asyncio.sleep(settle_s)
+    await asyncio.sleep(loss_window_s)
     choice = await _choose(queue, checkpoints, config, store_id, load)
     if choice.checkpoint is not None:
         # Its learner may have died before the upload. The groups that it covers are acknowledged next.
@@ -83,7 +83,7 @@ async def take_over(
         await queue.rewind(choice.path, choice.state.step, choice.uncovered)
         crash_point("after_rewind")
         logger.warning("rewound to %s: %d groups are made and trained again", choice.path, len(choice.uncovered))
-        await asyncio.sleep(settle_s)
+        await asyncio.sleep(loss_window_s)
         rewind = (await queue.committed()).rewind
         if rewind is None or rewind.checkpoint != choice.path:
             raise Unavailable("Redis has lost the rewind of the run; start the learner again, and it rewinds again")

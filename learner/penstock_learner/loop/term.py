@@ -92,10 +92,10 @@ class Term:
         """So many of the operator's orders to rewind are handled. Each is handled once."""
         self.num_orders = num_orders
 
-    def rewind(self, target: int, version: int, why: RewindCause = "order") -> None:
-        """The policy's ranks hold the weights of version `target`, which are called `version` now."""
-        self.lineage.add(Rewind(target, version, why))
-        self.policy_version = version
+    def rewind(self, from_version: int, to_version: int, why: RewindCause = "order") -> None:
+        """The policy's ranks hold the weights of `from_version`, which are called `to_version` now."""
+        self.lineage.add(Rewind(from_version, to_version, why))
+        self.policy_version = to_version
 
     def trainer_state(self, feed_positions: dict[str, int]) -> TrainerState:
         return TrainerState(

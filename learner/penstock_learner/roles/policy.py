@@ -298,7 +298,7 @@ class PolicyWorker(TrainerRank):
             if staged is not None:
                 staged.put(name, weight)
         if self.config.learner.cpu_offload and self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()  # a roll back overwrites what it still copies
+            torch.cuda.current_stream(self.device).synchronize()  # a rewind overwrites what it still copies
         return self.computed_s
 
     def load_snapshot(self, folder: Path, weights_digest: str) -> None:

@@ -104,10 +104,10 @@ END_S = 10.0
 async def run_while_ray_lives(work: Coroutine[Any, Any, None]) -> None:
     """Do the work. Raises RayDied, and gives the work up, when Ray dies. Call it when Ray is up."""
     own = own_processes()
-    await run_beside(work, watch_processes(own) if own else watch_address(ray.get_runtime_context().gcs_address))
+    await run_watched(work, watch_processes(own) if own else watch_address(ray.get_runtime_context().gcs_address))
 
 
-async def run_beside(work: Coroutine[Any, Any, None], watch: Coroutine[Any, Any, NoReturn]) -> None:
+async def run_watched(work: Coroutine[Any, Any, None], watch: Coroutine[Any, Any, NoReturn]) -> None:
     """Do the work until it ends, or until the watch raises."""
     working, watching = asyncio.create_task(work), asyncio.create_task(watch)
     try:

@@ -160,7 +160,7 @@ class RoleActors:
                     sets[int(match[2])][int(match[1])] = ray.get_actor(name)
         return {number: [ranks[rank] for rank in sorted(ranks)] for number, ranks in sorted(sets.items())}
 
-    def give_up(self) -> None:
+    def release(self) -> None:
         """End all ranks of the role's resource group, and free its resources."""
         remove_placement_group(self.reserved)
 
@@ -300,7 +300,7 @@ class RoleGroup:
             logger.warning("%s; its ranks are ended", error)
             waits = False
         if not waits:
-            self.source.give_up()
+            self.source.release()
 
     async def call_all(self, method: str, *arguments: Any) -> list[Any]:
         return await self.call_each(method, [arguments] * self.num_ranks)
@@ -314,12 +314,12 @@ class RoleGroup:
         reference = self._call(self.actors[rank], method, *arguments)
         return (await self._gather(method, [reference], self.timeout_s))[0]
 
-    async def call_beside(self, lane: str, method: str, *arguments: Any, timeout_s: float) -> Any:
+    async def call_in_lane(self, lane: str, method: str, *arguments: Any, timeout_s: float) -> Any:
         """Call rank 0 in the lane's thread, which runs concurrently with training."""
         reference = self._call(self.actors[0], method, *arguments, lane=lane)
         return (await self._gather(method, [reference], timeout_s))[0]
 
-    async def call_all_beside(self, lane: str, method: str, *arguments: Any) -> list[Any]:
+    async def call_all_in_lane(self, lane: str, method: str, *arguments: Any) -> list[Any]:
         """Call every rank in the lane's thread, which runs concurrently with training."""
         references = [self._call(actor, method, *arguments, lane=lane) for actor in self.actors]
         return await self._gather(method, references, self.timeout_s)

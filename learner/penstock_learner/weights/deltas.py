@@ -22,11 +22,11 @@ from numpy.typing import NDArray
 
 from penstock.errors import WeightPushFailed, first_line_of
 from penstock.v1 import weights_pb2
-from penstock.weights.deadline import Deadline
 from penstock.weights.delta import GAP_BYTES, HEADER, DeltaLayout
 from penstock.weights.manifest import item_bytes
+from penstock.weights.transports import Deadline
 from penstock_learner.weights.senders import Shipment
-from penstock_learner.weights.staging import StagedVersion, beside_training
+from penstock_learner.weights.staging import StagedVersion, on_separate_stream
 
 ITEMS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 HOST_ITEMS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
@@ -163,7 +163,7 @@ def delta_shipment(staged: StagedVersion, base: StagedVersion, deadline: Deadlin
 
 def _encoded(old: torch.Tensor, new: torch.Tensor, item_bytes: int) -> torch.Tensor | None:
     """Return the delta of one bucket, if it is smaller. It is complete on the GPU too."""
-    with beside_training(new):
+    with on_separate_stream(new):
         encoded = encode(old, new, item_bytes)
         if new.is_cuda:
             torch.cuda.current_stream().synchronize()

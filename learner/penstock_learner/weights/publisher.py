@@ -27,11 +27,9 @@ from penstock.config.run import RunConfig
 from penstock.errors import TrainingDiverged, WeightPushFailed
 from penstock.machine import raise_file_limit
 from penstock.v1 import weights_pb2, weights_pb2_grpc
-from penstock.weights.cluster_key import ClusterKey
 from penstock.weights.cuda import libraries
-from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import TensorShape, build_manifest, weights_digest, wire_sizes
-from penstock.weights.transports import has_cupy, host_id
+from penstock.weights.transports import ClusterKey, Deadline, has_cupy, host_id
 from penstock_learner.model.torch_settings import DTYPES
 from penstock_learner.weights.deltas import DeltaChoice, delta_shipment
 from penstock_learner.weights.senders import (
@@ -112,11 +110,11 @@ class WeightPublisher:
     def _drop_all_but(self, keep: Sequence[int]) -> None:
         """Use the memory of the other versions again. If the buckets of one are still hashed, it keeps its memory until
         the next version begins, which waits for it."""
-        self._deadline("hashing").wait_until(lambda: all(staged.is_settled for staged in self._leaving))
+        self._deadline("hashing").wait_until(lambda: all(staged.is_idle for staged in self._leaving))
         dropped = [self.staged.pop(version) for version in self.staged.keys() - set(keep)]
         unneeded, self._leaving = [*self._leaving, *dropped], []
         for staged in unneeded:
-            if staged.is_settled:
+            if staged.is_idle:
                 self._memory.give_back(staged.memory)
             else:
                 self._leaving.append(staged)

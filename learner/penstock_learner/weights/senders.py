@@ -25,13 +25,13 @@ from penstock.weights.cuda import libraries
 from penstock.weights.cuda.ipc import IpcOffer, export_handle
 from penstock.weights.cuda.nccl_group import MAX_ENQUEUED, NUM_SLOTS, NcclGroup, NcclMeeting, Relay, version_mismatch
 from penstock.weights.cuda.stream import DeviceStream
-from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import wire_sizes
 from penstock.weights.snapshot import write_snapshot
 from penstock.weights.transports import (
     GLOO_PIECE_BYTES,
     GLOO_PIECES_AT_ONCE,
     PUBLISHER_RANK,
+    Deadline,
     GroupPlace,
     group_places,
     is_divided,

@@ -26,7 +26,6 @@ from penstock.v1 import weights_pb2
 from penstock.weights.cuda import libraries
 from penstock.weights.cuda.ipc import BUCKET_ALIGNMENT, HEADER, identity
 from penstock.weights.cuda.stream import DeviceAllocation, DeviceStream
-from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import (
     CHECKSUM_PIECE_BYTES,
     MIX64,
@@ -35,7 +34,7 @@ from penstock.weights.manifest import (
     combined_digests,
     piece_digest,
 )
-from penstock.weights.transports import SEALS, has_cupy, header_bytes, make_header
+from penstock.weights.transports import SEALS, Deadline, has_cupy, header_bytes, make_header
 from penstock_learner.model.tensors import first_nonfinite, is_finite
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -86,7 +85,7 @@ class StagedVersion:
         return self._is_sealed
 
     @property
-    def is_settled(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether the checking thread has nothing to do. A complete version is then sealed or refused."""
         return self._last is None or self._last.done()
 
@@ -163,7 +162,7 @@ class StagedVersion:
             self._progress.notify_all()
 
     def _first_nonfinite(self, index: int, bucket: torch.Tensor) -> str:
-        with beside_training(bucket):
+        with on_separate_stream(bucket):
             for _, run in groupby(self._of_bucket[index], key=lambda spec: spec.dtype):
                 specs = list(run)
                 if not bool(is_finite(_view(bucket, specs))):  # padding is zero
@@ -254,7 +253,7 @@ class PieceHashing:
 
 
 @contextmanager
-def beside_training(bucket: torch.Tensor) -> Iterator[None]:
+def on_separate_stream(bucket: torch.Tensor) -> Iterator[None]:
     """Use a separate stream for a bucket on a GPU, so that results do not wait for the kernels of training."""
     if not bucket.is_cuda:
         yield

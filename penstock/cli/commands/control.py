@@ -127,11 +127,11 @@ def policies(argv: Sequence[str]) -> int:
             lambda c, words, _: c.compare_policies(*words), _print_comparison,
         ),
         "promote VERSION": ("mark a version as meant for use", lambda c, words, _: c.promote_policy(*words), show),
-        "rollback VERSION": (
+        "rewind VERSION": (
             "hold every rollout server at a version, from its snapshot",
-            lambda c, words, _: c.roll_back_policy(*words), show,
+            lambda c, words, _: c.rewind_policy(*words), show,
         ),
-        "release": ("end the roll back", lambda c, *_: c.release_policy(), show),
+        "release": ("end a rewind: the servers get the newest version again", lambda c, *_: c.release_policy(), show),
         "retire VERSION": ("never use a version again", lambda c, words, _: c.retire_policy(*words), show),
         "pin VERSION NAME": (
             "serve the key, session or evaluation NAME with this version only, or keep the rollout server NAME at it",

@@ -19,7 +19,7 @@ if verdict ~= 'counted' then failure = '' end
 if ARGV[11] == '1' then drop_saved(id) end
 if is_held_out then
   return_evaluation(id, failure, max_attempts)
-  if verdict == 'given_up' then give_up_evaluation(evaluation_id) end
+  if verdict == 'abandoned' then abandon_evaluation(evaluation_id) end
 else
   return_prompt(id, failure, max_attempts)
 end

@@ -5,7 +5,7 @@ local MAX_SUBMITTED = 4096
 -- About how many entries the stream `results` keeps, so that clients who never read it cost little.
 local MAX_RESULTS = 20000
 
--- A table as an answer: its column names, then the values of all rows in one list. See read_rows in store/scripts.py.
+-- A table as an answer: its column names, then the values of all rows in one list. See read_rows in redis_client.py.
 local function rows(columns, values)
   return {columns, values}
 end
@@ -340,7 +340,7 @@ local function waiting_prompts(evaluation_id)
 end
 
 -- Ends an evaluation that no server can answer: its prompts that wait count as finished, without samples.
-local function give_up_evaluation(evaluation_id)
+local function abandon_evaluation(evaluation_id)
   for _, id in ipairs(waiting_prompts(evaluation_id)) do
     redis.call('ZREM', EVAL_PENDING, id)
     fail_evaluation_prompt(id)

@@ -109,11 +109,11 @@ local function fail_probe(server, breaker, id)
   if redis.call('HEXISTS', POLICY_PINS, server) == 0 or has_pinned_peer(server) then return 'spared' end
   check_evaluations(waiting_prompts(redis.call('HGET', EVAL_OF, id)))
   breaker.num_probes = 0
-  return 'given_up'
+  return 'abandoned'
 end
 
 -- Records that a lease of `server` failed. `limits` has failures, non_finite_failures, probe_ms and max_attempts.
--- Returns what this means for the prompt: counted, kept, spared, opened or given_up. Fails before its first write.
+-- Returns what this means for the prompt: counted, kept, spared, opened or abandoned. Fails before its first write.
 local function record_failure(server, id, reason, num_running, limits)
   if limits.failures == 0 or read_spared(id) >= MAX_SPARED then return 'counted' end
   local breaker = read_breaker(server) or {failures = 0, non_finite = 0, prompts = {}, opened_ms = 0}

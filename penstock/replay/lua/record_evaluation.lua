@@ -7,7 +7,7 @@ local owner = redis.call('HGET', OWNERS, id)
 local low, high = unpack(redis.call('HMGET', evaluation, 'version_min', 'version_max'))
 local is_lowest = not low or tonumber(ARGV[5]) < tonumber(low)
 local is_highest = not high or tonumber(ARGV[6]) > tonumber(high)
-numbers(evaluation, 'kept_bytes', 'num_left_out')
+numbers(evaluation, 'kept_bytes', 'num_omitted')
 check('HLEN', groups)
 check_evaluations({id})
 local breakers = breakers_of({owner})
@@ -29,7 +29,7 @@ if ARGV[9] ~= '' then
     redis.call('HSET', groups, id, ARGV[9])
     redis.call('EXPIRE', groups, ARGV[11])
   else
-    redis.call('HINCRBY', evaluation, 'num_left_out', 1)
+    redis.call('HINCRBY', evaluation, 'num_omitted', 1)
   end
 end
 finish_evaluation_prompt(ARGV[1])

@@ -35,7 +35,7 @@ end
 check_prompts(saved, '')
 numbers(EXPIRED_REASONS, 'abandoned')
 numbers(COUNTERS, 'trained')
-local orders = counter('roll_backs')
+local orders = counter('num_rewinds')
 
 -- A higher attempt tells a producer that still holds the old group in its outbox that the group is not wanted.
 for i = 1, #found, 4 do

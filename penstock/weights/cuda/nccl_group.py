@@ -15,8 +15,7 @@ from typing import TypeVar
 from penstock.errors import WeightPushFailed
 from penstock.weights.cuda import libraries
 from penstock.weights.cuda.stream import POLL_S, DeviceAllocation, DeviceStream
-from penstock.weights.deadline import Deadline
-from penstock.weights.transports import PUBLISHER_RANK, Rendezvous
+from penstock.weights.transports import PUBLISHER_RANK, Deadline, Rendezvous
 
 MAX_ENQUEUED = 32
 """Upper bound on enqueued broadcasts that are not known to be done. CUDA's queue must not fill up: it would block."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from penstock.errors import WeightPushFailed
 from penstock.weights.cuda import libraries
-from penstock.weights.deadline import Deadline
+from penstock.weights.transports import Deadline
 
 SUCCESS, NOT_READY = 0, 600
 POLL_S = 0.0002

@@ -29,7 +29,6 @@ from safetensors import safe_open
 
 from penstock.errors import WeightPushFailed
 from penstock.v1 import weights_pb2
-from penstock.weights.deadline import Deadline
 from penstock.weights.delta import HEADER, parse_layout
 from penstock.weights.folder_tensors import TIED_HEAD, tensor_shapes, weight_files
 from penstock.weights.manifest import (
@@ -43,7 +42,7 @@ from penstock.weights.manifest import (
     wire_sizes,
 )
 from penstock.weights.snapshot import read_snapshot
-from penstock.weights.transports import SEALS, TRANSPORTS, header_bytes, read_header
+from penstock.weights.transports import SEALS, TRANSPORTS, Deadline, header_bytes, read_header
 
 TORCH_DTYPES = {
     "F64": torch.float64,

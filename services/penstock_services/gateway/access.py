@@ -9,7 +9,7 @@ import ipaddress
 import ssl
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -19,6 +19,9 @@ from penstock.config.service import GatewayConfig
 from penstock.errors import ConfigError, PermissionDenied, RateLimited, Unauthenticated
 from penstock.machine import is_loopback
 from penstock.store.ownership import Owner
+
+RECENT_S = 0.001
+"""A key that was valid so short a time ago is not looked up again."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +35,12 @@ class Caller:
     owner: Owner
     """Decides which sessions, tasks, datasets, evaluations and prompts the caller may use."""
     has_valid_key: Callable[[], bool]
-    """A key can be removed while a stream is open."""
+    """A key can be removed while a body is received or a stream is open."""
+    authenticated_at: float = field(default_factory=time.monotonic)
 
     def check(self, scope: Scope, operation: str) -> None:
         """Raise PermissionDenied unless the caller has `scope` or a higher one, Unauthenticated if its key is gone."""
-        if not self.has_valid_key():
+        if time.monotonic() - self.authenticated_at > RECENT_S and not self.has_valid_key():
             raise Unauthenticated(f"the key {self.name!r} is no longer valid")
         if SCOPES.index(self.scope) < SCOPES.index(scope):
             raise PermissionDenied(f"{operation} needs the scope {scope}; the key {self.name!r} has {self.scope}")

@@ -30,7 +30,7 @@ from penstock.samples import TokenText
 from penstock.store.fleet import ServerRecord
 from penstock.store.keys import check_name
 from penstock.v1 import generate_pb2, generate_pb2_grpc
-from penstock.weights.cluster_key import ClusterKey
+from penstock.weights.transports import ClusterKey
 from penstock_services.gateway import validation
 from penstock_services.gateway.access import Caller
 from penstock_services.gateway.operations import Handlers, bounded, http_operation, operation, while_valid

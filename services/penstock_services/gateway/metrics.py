@@ -119,9 +119,9 @@ class SessionCollector(Collector):
             ("gateway_session_moved_calls", "Continued calls that went to another server.", "", traffic.num_moved),
             ("gateway_session_history_tokens", "Earlier tokens in the prompts of continued calls.", "",
              traffic.history_tokens),
-            ("gateway_session_cached_tokens", "Those that the server has answered before.", "", traffic.cached_tokens),
+            ("gateway_session_cached_tokens", "Part of them that the server has cached.", "", traffic.cached_tokens),
         ]  # fmt: skip
-        gauges: list[Row] = [("gateway_session_cache_bytes", "Memory of cached sessions.", "", self.cached_bytes)]
+        gauges: list[Row] = [("gateway_session_cache_bytes", "Memory of remembered sessions.", "", self.cached_bytes)]
         if stat is not None:
             outcomes = {name: getattr(stat, name) for name in ("rewarded", "failed", "dropped", "reclaimed")}
             ended = {"finished": stat.finished_tasks, "failed": stat.failed_tasks}
@@ -134,7 +134,7 @@ class SessionCollector(Collector):
                 ("sessions", "Sessions with recorded calls.", "", stat.sessions),
                 ("session_bytes", "Bytes of recorded calls in Redis.", "", stat.session_bytes),
                 ("task_places", "Sessions that tasks still want.", "state", places),
-                ("open_tasks", "Tasks that were begun.", "", stat.open_tasks),
+                ("open_tasks", "Tasks with a leased session that are not complete.", "", stat.open_tasks),
             ]
         yield from _families(CounterMetricFamily, counters)
         yield from _families(GaugeMetricFamily, gauges)
@@ -188,14 +188,20 @@ class RunCollector(Collector):
 
 def _run_counters(snapshot: RunSnapshot) -> Iterator[Row]:
     stat = snapshot.facts.stat
-    for name in ("admitted", "inserted", "trained", "redelivered", "reclaimed"):
-        yield name, f"Groups {name}.", "", getattr(stat, name)
+    for name, text in (
+        ("admitted", "Prompts admitted: first leases, and leases after an expiry."),
+        ("inserted", "Groups accepted by `append`."),
+        ("trained", "Groups covered by a committed checkpoint."),
+        ("redelivered", "Groups handed to a learner again after a restart."),
+        ("reclaimed", "Leases that ran out."),
+    ):
+        yield name, text, "", getattr(stat, name)
     dead = dict.fromkeys(_DEAD_REASONS, 0) | snapshot.dead_letter_reasons
     expired = dict.fromkeys(_EXPIRED_REASONS, 0) | snapshot.expired_reasons
-    yield "dead_lettered", "Groups dead-lettered as unusable.", "reason", dead
+    yield "dead_lettered", "Prompts moved to the dead letters, by the first word of the reason.", "reason", dead
     yield "expired", "Groups dropped: too old, not worth training, or cancelled.", "reason", expired
-    yield "roll_backs", "Roll backs of the policy.", "", snapshot.facts.orders.roll_backs
-    yield "component_restarts", "Restarts of a component.", "component", snapshot.restarts
+    yield "rewinds", "Orders to rewind the policy to an older version.", "", snapshot.facts.orders.num_rewinds
+    yield "component_restarts", "Starts of a process after its first.", "component", snapshot.restarts
 
 
 def _run_gauges(snapshot: RunSnapshot) -> Iterator[Row]:
@@ -208,13 +214,13 @@ def _run_gauges(snapshot: RunSnapshot) -> Iterator[Row]:
         ("in_flight", "Entries handed out and not yet finished.", in_flight),
         ("bytes", "Bytes of waiting groups.", {"groups": stat.queued_bytes}),
         ("saved_bytes", "Bytes of saved tokens of unfinished samples.", {"prompts": stat.saved_bytes}),
-        ("capacity_bytes", "Bytes at which producers wait.", {"groups": replay.capacity_bytes}),
-        ("oldest_age_seconds", "Age of the next entry in line.", ages),
+        ("capacity_bytes", "`replay.capacity_bytes`, at which producers wait.", {"groups": replay.capacity_bytes}),
+        ("oldest_age_seconds", "Time that the oldest entry has waited; 0 if none waits.", ages),
     ):
         yield f"queue_{name}", text, "queue", values
-    yield "staleness_limit_versions", "Largest staleness that admission allows.", "", replay.max_staleness
+    yield "staleness_limit_versions", "`replay.max_staleness`.", "", replay.max_staleness
     yield "queue_admission_limit", "Upper bound on trained + queued + in-flight groups.", "", stat.admission_limit
-    yield "queue_admission_room", "Prompts that may be admitted now.", "", stat.admission_room
+    yield "queue_admission_room", "Prompts that the staleness bound allows to admit now.", "", stat.admission_room
     yield "queue_samples_per_insert", "Groups trained per group appended.", "", stat.samples_per_insert
     balance = "admitted - trained - expired - dead_lettered - queued - in_flight; anything but 0 is a lost group."
     yield "conservation_error", balance, "", stat.conservation_error
@@ -223,7 +229,7 @@ def _run_gauges(snapshot: RunSnapshot) -> Iterator[Row]:
     yield "run_state", "1 for the current state of the run.", "state", states
     is_paused, is_own = facts.orders.is_paused, bool(facts.pause_reason)
     pauses = {"operator": int(is_paused and not is_own), "run": int(is_paused and is_own)}
-    yield "run_paused", "1 if the run is paused by an operator, or by the run itself.", "who", pauses
+    yield "run_paused", "1 if an operator, or the run itself, has paused the run.", "who", pauses
     for name, text, codes, finding in (
         ("run_learning", "Whether the reward rises, or why not.", LEARNING_CODES, learning_finding(facts)),
         ("run_speed", "What the run waits for most.", SPEED_CODES, speed_finding(facts)),
@@ -232,11 +238,11 @@ def _run_gauges(snapshot: RunSnapshot) -> Iterator[Row]:
         yield name, text, "verdict", levels
     if memory := snapshot.redis_memory:
         yield "redis_memory_used_bytes", "Memory of Redis.", "", memory.used_bytes
-        yield "redis_memory_limit_bytes", "Memory that Redis may use.", "", memory.limit_bytes
+        yield "redis_memory_limit_bytes", "`maxmemory` of Redis, or the memory of its machine.", "", memory.limit_bytes
 
     by_state: Tally[str] = Tally(server.state for server in facts.servers)
     servers = {state: by_state[state] for state in runs_pb2.Server.State.keys()[1:]}
-    yield "rollout_servers", "Rollout servers by state.", "state", servers
+    yield "rollout_servers", "Registered servers by state; a killed server keeps its last.", "state", servers
     paused = "Rollout servers that lease nothing because everything that they tried failed."
     yield "rollout_servers_paused", paused, "", len(facts.breakers)
     apart = "Rollout servers whose groups are not trained because their log-probs disagree with the learner's."
@@ -254,7 +260,7 @@ class GatewayMetrics:
         info.labels(placement, __version__).set(1)
         self.disk = DiskGauges(registry)
         HostMemoryGauges(registry)
-        self.keys = Gauge("penstock_gateway_api_keys", "API keys that are valid.", registry=registry)
+        self.keys = Gauge("penstock_gateway_api_keys", "Valid API keys; 0 if no one can call.", registry=registry)
         self.broken_key_files = Gauge(
             "penstock_gateway_broken_key_files", "Files of API keys that cannot be used.", registry=registry
         )

@@ -105,8 +105,8 @@ class PolicyHandlers(Handlers):
         await self.policies.promote(request.policy_version)
         return await self._policy(request.policy_version)
 
-    @operation("POST", "policies/{policy_version}:rollback", "admin", Policy, read=resolve_versions)
-    async def roll_back_policy(self, request: policies_pb2.ChangePolicyRequest) -> policies_pb2.Policy:
+    @operation("POST", "policies/{policy_version}:rewind", "admin", Policy, read=resolve_versions)
+    async def rewind_policy(self, request: policies_pb2.ChangePolicyRequest) -> policies_pb2.Policy:
         """Hold every rollout server at this version, from its snapshot, until `policies:release`."""
         policy = await self._loadable(request.policy_version)
         await self.control.hold(policy.policy_version)
@@ -114,7 +114,7 @@ class PolicyHandlers(Handlers):
 
     @operation("POST", "policies:release", "admin", Policy)
     async def release_policy(self, _: policies_pb2.ReleasePolicyRequest) -> policies_pb2.Policy:
-        """End a roll back."""
+        """End a rewind: the servers get the newest version again."""
         await self.control.release()
         return await self._policy(None)
 

@@ -96,10 +96,11 @@ class PromptHandlers(Handlers):
         """Submit prompts: all are accepted, or none."""
         prompts = validation.checked_prompts(request.prompts, self.config.gateway.max_prompts_per_request)
         validation.check_keys(request.idempotency_key, request.prompt_keys, len(prompts))
+        owner = caller.owner.name
         for prompt in prompts:
-            prompt.owner = caller.owner.name
+            prompt.owner = owner
         submit = self._submit_traced if self.tracing.is_on else self._submit
-        each = await submit(prompts, request, _digests(prompts, request), caller.owner.name)
+        each = await submit(prompts, request, _digests(prompts, request), owner)
         for number, submission in enumerate(each):
             if submission.replayed and not submission.prompt_ids:
                 key = f"prompt_keys[{number}]" if request.prompt_keys else "idempotency_key"

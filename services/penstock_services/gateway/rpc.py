@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from typing import Any, NoReturn
 
 import grpc
 from google.protobuf.descriptor import MethodDescriptor
@@ -133,31 +133,30 @@ class Servicers(grpc.GenericRpcHandler):
 
     def _refusal(self, route: str, request_id: str, error: PenstockError) -> Any:
         async def behaviour(_: Any, context: Context) -> bytes:
-            async with self._observed(route, request_id, context):
+            with self._observed(route, request_id, context) as failures:
                 raise error
-            raise AssertionError("abort always raises")
+            return await _abort(context, failures[0])
 
         return behaviour
 
-    @contextlib.asynccontextmanager
-    async def _observed(self, route: str, request_id: str, context: Context) -> AsyncIterator[None]:
-        """Count a call, and end it with the status of the error that it raises."""
+    @contextlib.contextmanager
+    def _observed(self, route: str, request_id: str, context: Context) -> Iterator[list[PenstockError]]:
+        """Count a call. The error that it raises is put into the list; end the call with its status."""
+        failures: list[PenstockError] = []
         with self.metrics.observe("grpc") as seen:
             seen.route, seen.code = route, "CANCELLED"
             context.set_trailing_metadata((("x-request-id", request_id),))
             bind(request_id=request_id)
             try:
-                yield
-            except PenstockError as error:
-                failure = error
-            except Exception:
-                logger.exception("%s failed", route)
-                failure = PenstockError("the gateway failed to answer; its log says why")
-            else:
+                yield failures
                 seen.code = "OK"
                 return
-            seen.code = failure.grpc_code
-        await _abort(context, failure)
+            except PenstockError as error:
+                failures.append(error)
+            except Exception:
+                logger.exception("%s failed", route)
+                failures.append(PenstockError("the gateway failed to answer; its log says why"))
+            seen.code = failures[0].grpc_code
 
     def _of_health(self, method: Callable[[Message, Context], Awaitable[Any]]) -> Any:
         async def behaviour(data: bytes, context: Context) -> Any:
@@ -176,19 +175,21 @@ class Servicers(grpc.GenericRpcHandler):
 
     def _unary(self, route: str, answer: Answer, caller: Caller) -> Any:
         async def behaviour(data: bytes, context: Context) -> bytes:
-            async with self._observed(route, caller.request_id, context):
+            with self._observed(route, caller.request_id, context) as failures:
                 response: Message = await answer(caller, data)
                 return response.SerializeToString()
-            raise AssertionError("abort always raises")
+            return await _abort(context, failures[0])
 
         return behaviour
 
     def _stream(self, route: str, handler: Callable[[Caller, Any], AsyncIterator[Message]], caller: Caller) -> Any:
         async def behaviour(request: Any, context: Context) -> AsyncIterator[bytes]:
-            async with self._observed(route, caller.request_id, context):
+            with self._observed(route, caller.request_id, context) as failures:
                 await context.send_initial_metadata(())  # The client learns that it is connected before any event.
                 async for response in handler(caller, request):
                     yield response.SerializeToString()
+            if failures:
+                await _abort(context, failures[0])
 
         return behaviour
 
@@ -223,10 +224,11 @@ def _ms(seconds: float) -> int:
     return int(1000 * seconds)
 
 
-async def _abort(context: Context, error: PenstockError) -> None:
+async def _abort(context: Context, error: PenstockError) -> NoReturn:
     trailing = [*(context.trailing_metadata() or ()), ("reason", error.reason)]
     if isinstance(error, InvalidInput):
         trailing.append(("field", ascii(error.field)[1:-1]))
     if (wait_s := retry_after_s(error)) is not None:
         trailing.append(("retry-after", str(wait_s)))
     await context.abort(grpc.StatusCode[error.grpc_code], str(error)[:MAX_DETAILS], tuple(trailing))
+    raise AssertionError("abort always raises")

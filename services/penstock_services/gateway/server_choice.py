@@ -55,7 +55,7 @@ class ReadyServers:
 class ReadyServersView:
     """Which servers answer calls.
 
-    Drains, quarantines, states and versions count at once: every look asks Redis for them. A server that has died is
+    Drains, quarantines, states and versions count at once: every call asks Redis for them. A server that has died is
     skipped once it has been silent for `replay.lease_ttl_s`."""
 
     def __init__(self, config: RunConfig, fleet: Fleet, control: RunControl) -> None:
@@ -65,10 +65,10 @@ class ReadyServersView:
         self.view = FleetView(fleet, MAX_VIEW_AGE_S, RARELY_USED_AGE_S)
         self._last: tuple[FleetReading, frozenset[str], ReadyServers] | None = None
 
-    async def look(self) -> ReadyServers:
+    async def current(self) -> ReadyServers:
         """Servers that answer calls now. Their loads may be MAX_VIEW_AGE_S older than in Redis, or RARELY_USED_AGE_S if
         there are fewer calls than servers."""
-        ready = await self._arrange(self.view.look())
+        ready = await self._arrange(self.view.current())
         return ready if time.monotonic() < ready.first_silent_at else await self.read()
 
     async def read(self) -> ReadyServers:
@@ -111,7 +111,7 @@ class ServerChoice:
     ) -> tuple[int | None, list[ServerRecord]]:
         """The version that the call must be answered with, if any, and up to MAX_TRIES servers to try, in order.
         `known` are the servers that have answered the session, the best one first."""
-        ready, pins = await asyncio.gather(self.view.look(), self.policies.pins())
+        ready, pins = await asyncio.gather(self.view.current(), self.policies.pins())
         version = _version_for(key_name, request, pins)
         fit = self._fit(ready, version, pins)
         if not fit:  # a server of a Penstock that does not count its changes may have reported the version
@@ -182,7 +182,7 @@ def _why_none_fits(ready: ReadyServers, version: int | None, *, is_named: bool) 
     served = sorted(ready.by_version)
     if is_named:
         return ModelNotFound(f"no server serves version {version}, only {served}; name one of these")
-    return Conflict(f"no server serves version {version}, only {served}; unpin it, or roll back to it")
+    return Conflict(f"no server serves version {version}, only {served}; unpin it, or rewind to it")
 
 
 def _version_for(key_name: str, request: generate_pb2.GenerateRequest, pins: Mapping[str, int]) -> int | None:

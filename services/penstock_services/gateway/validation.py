@@ -43,10 +43,15 @@ def checked_prompts(
         raise InvalidInput("prompts", f"a request may have {max_prompts}, not {len(prompts)}; split it")
     checked = []
     for index, prompt in enumerate(prompts):
-        is_complete = prompt.HasField("sampling") and prompt.ground_truth_json and prompt.extra_info_json
+        ground_truth, extra_info = prompt.ground_truth_json, prompt.extra_info_json
+        is_complete = ground_truth and extra_info and prompt.HasField("sampling")
         complete = prompt if is_complete else _with_defaults(prompt)
         try:
             _check_prompt(complete, evaluation_id)
+            if ground_truth:
+                check_json(ground_truth, "ground_truth_json")
+            if extra_info and not isinstance(check_json(extra_info, "extra_info_json"), dict):
+                raise InvalidInput("extra_info_json", "must be a JSON object")
         except InvalidInput as error:
             raise error.under(f"prompts[{index}]") from error
         if evaluation_id:
@@ -135,7 +140,8 @@ def _check_prompt(prompt: prompts_pb2.Prompt, evaluation_id: str) -> None:
     if bool(messages) == bool(token_ids):
         raise InvalidInput("", "give exactly one of messages and token_ids")
     check_messages(messages)
-    check_token_ids(token_ids)
+    if token_ids:
+        check_token_ids(token_ids)
     if not 1 <= prompt.num_samples <= MAX_NUM_SAMPLES:
         raise InvalidInput("num_samples", f"must be between 1 and {MAX_NUM_SAMPLES}, not {prompt.num_samples}")
     if not -MAX_PRIORITY <= prompt.priority <= MAX_PRIORITY:
@@ -143,9 +149,6 @@ def _check_prompt(prompt: prompts_pb2.Prompt, evaluation_id: str) -> None:
     if len(prompt.data_source) > MAX_KEY_LENGTH or not prompt.data_source.isprintable():
         raise InvalidInput("data_source", f"may have {MAX_KEY_LENGTH} characters, none of them a control character")
     check_sampling(prompt.sampling)
-    check_json(prompt.ground_truth_json, "ground_truth_json")
-    if not isinstance(check_json(prompt.extra_info_json, "extra_info_json"), dict):
-        raise InvalidInput("extra_info_json", "must be a JSON object")
     if prompt.evaluation_id not in ("", evaluation_id):
         raise InvalidInput("evaluation_id", "leave it empty; create an evaluation for held-out prompts")
 
@@ -164,7 +167,7 @@ def check_messages(messages: Sequence[prompts_pb2.Message]) -> None:
 def check_token_ids(token_ids: bytes) -> None:
     if len(token_ids) % 4:
         raise InvalidInput("token_ids", "must be little-endian int32, 4 bytes a token")
-    if token_ids and (np.frombuffer(token_ids, dtype="<i4") < 0).any():
+    if (np.frombuffer(token_ids, dtype="<i4") < 0).any():
         raise InvalidInput("token_ids", "must not be negative")
 
 

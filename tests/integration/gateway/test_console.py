@@ -252,23 +252,21 @@ async def test_the_overview_shows_the_run_and_leads_to_others(
     await page.get_by_role("button", name="Resume").wait_for()
 
 
-async def test_a_version_is_promoted_and_servers_rolled_back(
-    page: Any, gateway: Gateway, queue: RedisReplayQueue
-) -> None:
+async def test_a_version_is_promoted_and_servers_rewound(page: Any, gateway: Gateway, queue: RedisReplayQueue) -> None:
     await page.get_by_role("link", name="Policies").click()
     await page.get_by_role("button", name="Promote version 40").click()
     await page.get_by_role("button", name="promote", exact=True).click()
     await page.get_by_text("promoted", exact=True).wait_for()
-    assert await page.get_by_role("button", name="Roll back version 39").is_disabled(), "it has no snapshot"
-    await page.get_by_role("button", name="Roll back version 30").click()
-    await page.get_by_role("button", name="rollback", exact=True).click()
+    assert await page.get_by_role("button", name="Rewind version 39").is_disabled(), "it has no snapshot"
+    await page.get_by_role("button", name="Rewind version 30").click()
+    await page.get_by_role("button", name="rewind", exact=True).click()
     await page.get_by_text("Servers are held at version 30.").wait_for()
     registry = PolicyRegistry(queue.client, "test")
     assert await registry.kept_versions() == {40, 30}
     await page.get_by_role("button", name="Release").click()
     await page.get_by_role("button", name="release", exact=True).click()
     await page.get_by_text("Servers are held").wait_for(state="detached")
-    assert await registry.kept_versions() == {40, 30}, "the learner may have yet to go back to it"
+    assert await registry.kept_versions() == {40, 30}, "the learner may have yet to rewind to it"
 
 
 async def test_tokens_are_coloured_and_walked_by_keyboard(page: Any, gateway: Gateway, queue: RedisReplayQueue) -> None:

@@ -285,7 +285,7 @@ async def test_commands_act_on_the_run(
             assert "pinned: ci" in run("policies", "pin", "1", "ci", *where)
             assert run("policies", "unpin", "ci", *where) == "unpinned\n"
             assert "retired" in run("policies", "retire", "1", *where)
-            assert cli.main(["policies", "rollback", "2", *where]) == 1
+            assert cli.main(["policies", "rewind", "2", *where]) == 1
             assert "no snapshot of version 2" in capsys.readouterr().err
             assert "is paused at step 2" in run("runs", "pause", *where)
             assert "is stopped at step 2, version 3: no learner is alive" in run("runs", "resume", *where)

@@ -545,7 +545,7 @@ SHOWN: dict[str, Callable[[Served, Any, Any, Seed], None]] = {
 """Looks at what an operation has stored, by every door that shows it: what was sent, the answer, and the seed."""
 NOTHING_SHOWN = {
     "cancel_prompts", "lease_tasks", "heartbeat_tasks", "generate", "complete_chat", "complete", "create_message",
-    "count_tokens", "promote_policy", "roll_back_policy", "release_policy", "unpin_policy", "retire_policy",
+    "count_tokens", "promote_policy", "rewind_policy", "release_policy", "unpin_policy", "retire_policy",
     "pause_run", "resume_run", "stop_run", "drain_server", "undrain_server", "requeue_dead_letter",
 }  # fmt: skip
 """Operations that store no value of their request."""
@@ -697,4 +697,4 @@ def test_no_request_of_a_long_fuzz_is_a_server_error(api: Any, mode: GenerationM
 
 def test_the_document_names_every_operation(api: Any) -> None:
     names = {operation["operationId"] for methods in api.raw_schema["paths"].values() for operation in methods.values()}
-    assert {"submit_prompts", "watch_results", "roll_back_policy", "complete_chat", "reward_session"} <= names
+    assert {"submit_prompts", "watch_results", "rewind_policy", "complete_chat", "reward_session"} <= names

@@ -22,8 +22,8 @@ from penstock.store.keys import RunKeys
 from penstock.store.policies import PolicyRegistry
 from penstock.trajectory import SESSION_AGENT
 from penstock.v1 import generate_pb2, generate_pb2_grpc, prompts_pb2
-from penstock.weights.cluster_key import ClusterKey
-from penstock_rollout.fleet.weight_member import make_listener
+from penstock.weights.transports import ClusterKey
+from penstock_rollout.fleet.membership import make_listener
 from penstock_rollout.serving.generate_service import GenerateService
 from penstock_rollout.tokenization import Tokenization
 from support.gateways import RUN, Gateway, publish, run_config, running

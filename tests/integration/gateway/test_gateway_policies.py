@@ -65,15 +65,15 @@ async def test_policies_are_compared_promoted_held_pinned_and_retired(
     path = f"{RUN}/policies/2"
     refused = await gateway.rest.post(f"{path}:promote")
     assert "version 2 has no snapshot, and its weights no longer exist" in assert_problem(refused, 409, "CONFLICT")
-    response = await gateway.rest.post(f"{path}:rollback")
+    response = await gateway.rest.post(f"{path}:rewind")
     assert (response.status_code, response.json()["reason"]) == (409, "CONFLICT")
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await policies.RollBackPolicy(change(policy_version=2))
+        await policies.RewindPolicy(change(policy_version=2))
     assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
     await PolicyRegistry(queue.client, "test").record_snapshots({2: "/snapshots/2"})
     promoted = await both(gateway, "POST", f"{path}:promote", policies.PromotePolicy(change(policy_version=2)), to_json)
     assert (promoted["state"], promoted["snapshot_path"]) == ("PROMOTED", "/snapshots/2")
-    refused = await gateway.rest.post(f"{RUN}/policies/1:rollback")
+    refused = await gateway.rest.post(f"{RUN}/policies/1:rewind")
     assert "choose a version that has one (2), or" in assert_problem(refused, 409, "CONFLICT")
 
     pin = await both(

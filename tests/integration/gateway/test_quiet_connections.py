@@ -13,8 +13,8 @@ import grpc
 
 from penstock.config.run import ModelConfig, RunConfig
 from penstock.v1 import generate_pb2, generate_pb2_grpc
-from penstock.weights.cluster_key import ClusterKey
-from penstock_rollout.fleet.weight_member import make_listener
+from penstock.weights.transports import ClusterKey
+from penstock_rollout.fleet.membership import make_listener
 from penstock_services.gateway.generate import CHANNEL_OPTIONS
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"

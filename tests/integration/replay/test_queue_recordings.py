@@ -241,12 +241,12 @@ def test_a_learner_trains_the_same_weights_on_an_imported_queue(
     assert second.stat.trained == 8 and second.stat.conservation_error == 0
 
 
-@pytest.mark.parametrize("settle_s", [0.0, 0.5])
+@pytest.mark.parametrize("loss_window_s", [0.0, 0.5])
 def test_an_import_waits_until_its_ids_are_durable(
-    settle_s: float, tools: Tools, recording: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    loss_window_s: float, tools: Tools, recording: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise a Redis that loses its tail could give the id of a trained group to another prompt."""
-    run, sleep, waits = f"durable-in-{settle_s * 1000:.0f}-ms", asyncio.sleep, []
+    run, sleep, waits = f"durable-in-{loss_window_s * 1000:.0f}-ms", asyncio.sleep, []
 
     async def noted_sleep(delay_s: float, *result: object) -> object:
         waits.append(delay_s)
@@ -257,10 +257,10 @@ def test_an_import_waits_until_its_ids_are_durable(
     config = tmp_path / "run.yaml"
     config.write_text(
         f"run: {run}\nmodel: {{path: {make_tiny_qwen2(tmp_path / 'model', seed=1)}}}\n"
-        f"redis: {{url: '{tools.operator_url}'}}\nreplay: {{settle_s: {settle_s}}}\n"
+        f"redis: {{url: '{tools.operator_url}'}}\nreplay: {{loss_window_s: {loss_window_s}}}\n"
     )
     monkeypatch.setattr(asyncio, "sleep", noted_sleep)
     assert cli.main(["queue", "import", str(recording), "--config", str(config)]) == 0
-    assert any(delay_s == settle_s / 10 for delay_s in waits if delay_s) == (settle_s > 0)
+    assert any(delay_s == loss_window_s / 10 for delay_s in waits if delay_s) == (loss_window_s > 0)
     assert len(tools.taken(run, 1)) == 1
     assert tools.stat(run).admitted == 1

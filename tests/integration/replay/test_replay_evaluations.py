@@ -54,7 +54,7 @@ async def test_groups_of_an_evaluation_are_kept_while_there_is_room_until_they_a
         await queue.record_evaluation("heldout-1", lease, [1.0], 0, 0, kept_group=group)
     await queue.give_back("s", fourth, "bad", is_final=True)
     kept = await queue.kept_groups("heldout-1")
-    assert (kept.prompt_ids, kept.num_left_out) == ((first.prompt_id,), 1)
+    assert (kept.prompt_ids, kept.num_omitted) == ((first.prompt_id,), 1)
     assert await queue.fetch_kept("heldout-1", [third.prompt_id, first.prompt_id]) == [b"a\x00b"]
     assert await queue.fetch_kept("heldout-1", []) == []
     if isinstance(queue, RedisReplayQueue):

@@ -242,7 +242,7 @@ async def test_a_store_has_one_name(make_queue: MakeQueue) -> None:
 
 
 async def test_a_prompt_is_leased_after_its_id_is_durable(make_queue: MakeQueue) -> None:
-    queue = make_queue(settle_s=0.2)
+    queue = make_queue(loss_window_s=0.2)
     await queue.submit([b"young"], [0], "")
     await queue.create_evaluation("young too", [b"held out"])
     assert await queue.lease("s", 5) == []
@@ -253,6 +253,6 @@ async def test_a_prompt_is_leased_after_its_id_is_durable(make_queue: MakeQueue)
 async def test_a_prompt_of_high_priority_that_is_not_durable_delays_no_other(make_queue: MakeQueue) -> None:
     await make_queue().submit([b"old"], [0], "")
     assert await make_queue().lease("s", 0) == []
-    queue = make_queue(settle_s=60)
+    queue = make_queue(loss_window_s=60)
     await queue.submit([b"young"] * 3, [9] * 3, "")
     assert [lease.payload for lease in await queue.lease("s", 2)] == [b"old"]

@@ -13,7 +13,7 @@ from penstock.replay.group_payloads import GroupPayloads
 from penstock.replay.inspection import QueueInspector
 from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import FinishedGroup
-from penstock.store.scripts import QUEUE, ScriptFolder
+from penstock.store.redis_client import QUEUE, ScriptFolder
 
 
 async def commands_of(queue: RedisReplayQueue, count: int) -> list[int]:

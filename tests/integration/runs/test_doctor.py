@@ -37,7 +37,7 @@ def config(tmp_path: Path, redis_process: RedisProcess) -> RunConfig:
     return validate(
         {
             "run": "test", "run_dir": str(tmp_path), "model": {"path": str(tmp_path)},
-            "redis": {"url": redis_process.url}, "replay": {"settle_s": 2},
+            "redis": {"url": redis_process.url}, "replay": {"loss_window_s": 2},
         },
         "test",
     )  # fmt: skip
@@ -194,7 +194,8 @@ async def test_faults_are_found(config: RunConfig, redis_client: redis.Redis, qu
     await Fleet(redis_client, "test").set_state("rollout-0", "READY")
     await redis_client.hincrby("penstock:{test}:counters", "admitted", 2)
     await redis_client.hset("penstock:{test}:heartbeats", "learner", 1)
-    findings = await examine(config.model_copy(update={"replay": config.replay.model_copy(update={"settle_s": 0})}))
+    replay = config.replay.model_copy(update={"loss_window_s": 0})
+    findings = await examine(config.model_copy(update={"replay": replay}))
     assert of(findings, "conservation") == [("fail", "off by 2")]
     assert of(findings, "weights") == [("fail", "rollout-0 has other weights than version 3")]
     [(level, text)] = of(findings, "log-probs")

@@ -222,7 +222,7 @@ def marked(prometheus: Ask, name: str) -> list[dict[str, Any]]:
 def test_dashboards_mark_new_versions_and_nothing_else_in_a_quiet_run(prometheus: Ask) -> None:
     versions = until(lambda: marked(prometheus, "Policy versions"), "a new version", timeout_s=60)
     assert all(sample["metric"]["version"].isdigit() for sample in versions)
-    for name in ("Restarts", "Roll backs", "Pauses", "Alerts"):
+    for name in ("Restarts", "Rewinds", "Pauses", "Alerts"):
         assert marked(prometheus, name) == [], name
 
 
@@ -331,12 +331,12 @@ def _attributes(span: Span) -> dict[str, int]:
 # ── operations ──
 
 
-def test_a_version_is_rolled_back_to_and_released(live: DemoProcess, prometheus: Ask) -> None:
+def test_a_version_is_rewound_to_and_released(live: DemoProcess, prometheus: Ask) -> None:
     """Servers and learner return to it; nothing newer is pushed until it is released. Dashboards mark it."""
     with SyncPenstockClient.from_run_dir(live.folder) as client:
         version = min(policy.policy_version for policy in client.policies().policies if policy.policy_version > 0)
         before = client.get_run().policy_version
-        held = client.roll_back_policy(version)
+        held = client.rewind_policy(version)
         assert held.is_held and held.snapshot_path
 
         def remade() -> Policy | None:
@@ -352,7 +352,7 @@ def test_a_version_is_rolled_back_to_and_released(live: DemoProcess, prometheus:
         until(lambda: client.get_run().policy_version > returned.policy_version + 1, "the learner to go on")
         assert client.servers()[0].policy_version == version, "nothing is pushed while the version is held"
         assert client.get_run().queue.expired > 0, "groups of the versions between are dropped"
-        until(lambda: marked(prometheus, "Roll backs"), "the mark of the roll back", timeout_s=30)
+        until(lambda: marked(prometheus, "Rewinds"), "the mark of the rewind", timeout_s=30)
         client.release_policy()
         until(lambda: client.servers()[0].policy_version > returned.policy_version, "the server to leave it")
         assert client.get_run().queue.conservation_error == 0

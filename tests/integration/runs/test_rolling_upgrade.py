@@ -43,7 +43,7 @@ def stop_and_wait(run: FleetRun, part: Part, probed_port: int = 0) -> SeenStates
 
     def has_ended() -> bool:
         if probed_port:
-            states.look(probed_port)
+            states.probe(probed_port)
         return part.process.poll() is not None
 
     run.until(has_ended, f"{part.name} to end")
@@ -71,7 +71,7 @@ def test_a_server_that_gets_sigterm_gives_its_prompts_back(run: FleetRun) -> Non
     old = run.start_server("old", TORCH, "--rollout.max_concurrent_groups=2", f"--rollout.metrics_port={port}")
     assert run.until(lambda: probe(port, "/startupz"), "its endpoint")[0] == 503, "it answers before it has a model"
     assert probe(port, "/healthz") == (200, {"status": "alive"})
-    run.until(lambda: states.look(port) == "ready", "the server to be ready")
+    run.until(lambda: states.probe(port) == "ready", "the server to be ready")
     assert states[0] == "loading" and probe(port, "/startupz") == (200, {"status": "started"})
     run.until(lambda: run.stat().queued >= 2, "two groups")
     num_leased = freeze_at_work(run, old)
@@ -96,7 +96,7 @@ def test_a_learner_that_gets_sigterm_writes_a_checkpoint_and_the_next_continues(
     every = "--learner.checkpoint.every_steps=100000"
     port, states = free_port(), SeenStates()
     first = run.start_learner(every, f"--learner.metrics_port={port}")
-    run.until(lambda: states.look(port) == "ready", "the learner to train")
+    run.until(lambda: states.probe(port) == "ready", "the learner to train")
     assert states == ["loading", "ready"]
     run.until_serving("new", above=2)
     assert stop_and_wait(run, first, port)[-1] == "draining"

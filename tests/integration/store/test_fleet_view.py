@@ -33,42 +33,42 @@ async def test_a_view_shows_every_join_state_and_departure_at_once(
 ) -> None:
     fleet, term = CountingFleet(redis_client, "test"), await queue.take_term(0)
     view = FleetView(fleet, FOREVER_S)
-    assert states(await view.look()) == {}
+    assert states(await view.current()) == {}
     await fleet.report(SERVER)
-    assert states(await view.look()) == {"a": "JOINING"}
+    assert states(await view.current()) == {"a": "JOINING"}
     await fleet.join(replace(SERVER, server_id="b"))
-    assert states(await view.look()) == {"a": "JOINING", "b": "JOINING"}
+    assert states(await view.current()) == {"a": "JOINING", "b": "JOINING"}
     await fleet.set_states(["a", "b"], "READY", term)
-    assert states(await view.look()) == {"a": "READY", "b": "READY"}
+    assert states(await view.current()) == {"a": "READY", "b": "READY"}
     await fleet.leave("a")
-    assert states(await view.look()) == {"b": "READY"}
+    assert states(await view.current()) == {"b": "READY"}
     await asyncio.sleep(0.01)
     assert await fleet.forget_silent(0.001, term)
-    assert states(await view.look()) == {}
+    assert states(await view.current()) == {}
 
 
 async def test_a_view_reads_the_fleet_once_while_servers_only_report(redis_client: redis.Redis) -> None:
     fleet = CountingFleet(redis_client, "test")
     view = FleetView(fleet, FOREVER_S)
     await fleet.join(SERVER)
-    first = await view.look()
+    first = await view.current()
     for load in range(5):
         await fleet.report(replace(SERVER, running_groups=load))
-        assert await view.look() is first
+        assert await view.current() is first
     assert fleet.num_reads == 1
     assert [server.running_groups for server in (await view.read()).servers] == [4]
     assert fleet.num_reads == 2
     await fleet.report(replace(SERVER, policy_version=8))
-    assert [server.policy_version for server in (await view.look()).servers] == [8]
+    assert [server.policy_version for server in (await view.current()).servers] == [8]
 
 
 async def test_a_view_is_not_older_than_its_bound(redis_client: redis.Redis) -> None:
     fleet = CountingFleet(redis_client, "test")
     view = FleetView(fleet, 0.0)
     await fleet.join(SERVER)
-    await view.look()
+    await view.current()
     await fleet.report(replace(SERVER, running_groups=7))
-    assert [server.running_groups for server in (await view.look()).servers] == [7]
+    assert [server.running_groups for server in (await view.current()).servers] == [7]
 
 
 async def test_a_large_fleet_is_read_for_its_age_only_after_as_many_looks_as_it_has_servers(
@@ -78,13 +78,13 @@ async def test_a_large_fleet_is_read_for_its_age_only_after_as_many_looks_as_it_
     for number in range(num_servers):
         await fleet.join(replace(SERVER, server_id=str(number)))
     view = FleetView(fleet, 0.0, rarely_used_age_s=FOREVER_S)
-    first = await view.look()
+    first = await view.current()
     for _ in range(num_servers):
-        assert await view.look() is first
-    assert await view.look() is not first
+        assert await view.current() is first
+    assert await view.current() is not first
     assert fleet.num_reads == 2
     await fleet.set_states(["0"], "READY")  # a change counts at once nevertheless
-    assert states(await view.look())["0"] == "READY"
+    assert states(await view.current())["0"] == "READY"
     assert fleet.num_reads == 3
 
 
@@ -93,14 +93,14 @@ async def test_a_reading_that_is_rarely_used_has_a_bound_too(redis_client: redis
     view = FleetView(fleet, 0.0, rarely_used_age_s=0.0)
     await fleet.join(SERVER)
     await fleet.join(replace(SERVER, server_id="b"))
-    assert await view.look() is not await view.look()
+    assert await view.current() is not await view.current()
 
 
 async def test_callers_that_look_at_the_same_time_share_a_reading(redis_client: redis.Redis) -> None:
     fleet = CountingFleet(redis_client, "test")
     view = FleetView(fleet, FOREVER_S)
     await fleet.join(SERVER)
-    readings = await asyncio.gather(*(view.look() for _ in range(20)))
+    readings = await asyncio.gather(*(view.current() for _ in range(20)))
     assert fleet.num_reads < 20
     assert all(states(reading) == {"a": "JOINING"} for reading in readings)
 

@@ -26,7 +26,7 @@ from penstock.replay.queue_types import FinishedGroup, Lease, OfferedGroup, Orig
 from penstock.replay.results import PromptBook
 from penstock.sessions.session_store import Reward, SessionStore
 from penstock.sessions.task_store import TaskStore
-from penstock.store import scripts
+from penstock.store import redis_client
 from penstock.store.fleet import Fleet, Quarantine, Quarantines, ServerRecord
 from penstock.store.heartbeats import Heartbeats, Phases
 from penstock.store.notices import Event, Notices
@@ -39,7 +39,7 @@ from support.groups import make_group
 from support.redis_server import RedisProcess
 from support.script_faults import WRITES, Case, ScriptFaults, script_names
 
-ROOT = Path(scripts.__file__).parents[2]
+ROOT = Path(redis_client.__file__).parents[2]
 PRODUCT = ("penstock", "rollout_server", "learner", "services", "tools")
 PROMPT = encode_prompt(Prompt(messages=(("user", "?"),), priority=1))
 
@@ -133,7 +133,7 @@ async def drop(client: RedisClient) -> None:
     offered = [OfferedGroup(number, PROMPT, number, make_group(1)) for number in range(2)]
     await queue.accept(offered, Origin("import", "rows"))
     await queue.accept(offered, Origin("import", "rows"))
-    await make_queue(client, settle_s=0.01).accept(offered, Origin("import", "new rows"))
+    await make_queue(client, loss_window_s=0.01).accept(offered, Origin("import", "new rows"))
     assert (await queue.stat()).conservation_error == 0
 
 

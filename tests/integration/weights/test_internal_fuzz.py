@@ -13,10 +13,10 @@ from prometheus_client import CollectorRegistry
 
 from penstock.config.rollout import EngineConfig
 from penstock.v1 import generate_pb2, generate_pb2_grpc, prompts_pb2, weights_pb2, weights_pb2_grpc
-from penstock.weights.cluster_key import HEADER, ClusterKey
 from penstock.weights.manifest import TensorShape, build_manifest
+from penstock.weights.transports import KEY_HEADER, ClusterKey
 from penstock_rollout.engines.factory import create_engine
-from penstock_rollout.fleet.weight_member import WeightMember, make_listener
+from penstock_rollout.fleet.membership import WeightMember, make_listener
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.serving.generate_service import GenerateService
 from penstock_rollout.tokenization import Tokenization
@@ -83,7 +83,7 @@ async def test_damaged_calls_change_nothing_and_end_nothing(tmp_path: Path, num_
     port = listener.add_insecure_port("127.0.0.1:0")
     await listener.start()
     answer = await greedy_log_probs(engine, (2, 3, 4))
-    whole, key = whole_requests(engine, tmp_path), ((HEADER, "secret"),)
+    whole, key = whole_requests(engine, tmp_path), ((KEY_HEADER, "secret"),)
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             for method in (*methods_of(weights_pb2), *methods_of(generate_pb2)):

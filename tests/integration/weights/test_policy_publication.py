@@ -55,7 +55,7 @@ class ScriptedPolicy:
         self.gathered.append((version, sorted(keep)))
         return [1.5 * len(self.gathered), 2.0 * len(self.gathered)]
 
-    async def call_beside(self, lane: str, method: str, *arguments: Any, timeout_s: float) -> Any:
+    async def call_in_lane(self, lane: str, method: str, *arguments: Any, timeout_s: float) -> Any:
         if method == "write_snapshot":
             version, target = arguments
             self.snapshots.append(version)

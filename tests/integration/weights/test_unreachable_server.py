@@ -47,7 +47,7 @@ class OneRankPolicy:
             staged.put(name, weight)
         return [0.0]
 
-    async def call_beside(self, lane: str, method: str, *arguments: Any, timeout_s: float) -> Any:
+    async def call_in_lane(self, lane: str, method: str, *arguments: Any, timeout_s: float) -> Any:
         if method != "push":
             return None
         version, targets, transport, base_version, name = arguments

@@ -14,9 +14,8 @@ import torch
 from penstock.config.loading import dump_config
 from penstock.config.run import RunConfig
 from penstock.v1 import weights_pb2, weights_pb2_grpc
-from penstock.weights.cluster_key import ClusterKey
 from penstock.weights.cuda import libraries
-from penstock.weights.deadline import Deadline
+from penstock.weights.transports import ClusterKey, Deadline
 from penstock_learner.weights import deltas
 from penstock_learner.weights.publisher import WeightPublisher
 from penstock_learner.weights.senders import PushReport, PushTarget, Shipment, make_sender

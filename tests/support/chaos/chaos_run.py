@@ -58,7 +58,7 @@ class Plan:
     max_staleness: int = 2
     lost_replies: float = 0.0
     """Share of one producer's appends whose reply is lost."""
-    settle_s: float = LOSS_WINDOW_S + 0.25
+    loss_window_s: float = LOSS_WINDOW_S + 0.25
     """Wait before a prompt is leased or a learner acts, because `cut_tail` could still undo the writes before."""
 
     def schedule(self) -> list[tuple[int, Fault]]:
@@ -112,7 +112,7 @@ class ChaosRun:
                 "max_staleness": plan.max_staleness,
                 "lease_ttl_s": 2.0,
                 "max_attempts": 50,
-                "settle_s": plan.settle_s,
+                "loss_window_s": plan.loss_window_s,
             },
         )
         self.settings_file = folder / "settings.json"

@@ -81,9 +81,9 @@ class ChaosLearner:
     async def run(self) -> None:
         self.folded = Folded({}, 0)
         resuming = CheckpointConfig(resume=self.settings.rewind_to or "auto", rewind=bool(self.settings.rewind_to))
-        settle_s = self.settings.replay_config.settle_s
+        loss_window_s = self.settings.replay_config.loss_window_s
         chosen = await choose_checkpoint(self.queue, self.checkpoints, resuming)
-        term = await take_over(self.queue, self.checkpoints, resuming, chosen, self._load, settle_s, KLConfig())
+        term = await take_over(self.queue, self.checkpoints, resuming, chosen, self._load, loss_window_s, KLConfig())
         self.resumed_from = term.resumed_from
         self.term, self.store_id = term.number, term.store_id
         logger.warning("%s: term %d from step %d", TOOK_OVER, self.term, term.step)

@@ -159,10 +159,10 @@ def test_the_first_row_answers_the_five_questions() -> None:
     assert [title for y, _, title in row if y == 1] == FIRST_ROW
 
 
-def test_every_dashboard_marks_versions_restarts_and_roll_backs() -> None:
+def test_every_dashboard_marks_versions_restarts_and_rewinds() -> None:
     for path in DASHBOARDS:
         marks = {mark["name"]: mark for mark in load(path.stem)["annotations"]["list"]}
-        assert {"Policy versions", "Restarts", "Roll backs", "Pauses", "Alerts"} <= marks.keys()
+        assert {"Policy versions", "Restarts", "Rewinds", "Pauses", "Alerts"} <= marks.keys()
         for mark in marks.values():
             assert mark["enable"] and mark["target"]["datasource"]["uid"] == "${datasource}"
             assert mark["iconColor"] in COLORS

@@ -66,8 +66,8 @@ async def test_a_validation_is_scored_once_in_parts_and_by_data_source(combine: 
     queue, model, groups = await queue_with(ReplayConfig(), []), LengthModel(), groups_of("chat", "chat", "poems")
     await validated(queue, "validation-math-20", groups)
     scored = RewardModelValidation(queue, model.score, CONFIG.model_copy(update={"combine": combine}), 2)
-    await scored.look()
-    await scored.look()
+    await scored.score_new()
+    await scored.score_new()
     assert model.num_groups == [2, 1]
     assert (await queue.kept_groups("validation-math-20")).prompt_ids == ()
     history = await queue.evaluation_history()
@@ -87,10 +87,10 @@ async def test_the_scores_are_those_of_training_and_reach_the_loggers(tiny_model
     queue, logged = await queue_with(ReplayConfig(), []), list[tuple[int, dict[str, float]]]()
     await validated(queue, "validation-math-0", groups)
     assert step.config.reward_model is not None
-    await RewardModelValidation(queue, step.reward_model_scores, step.config.reward_model, 1).look()
+    await RewardModelValidation(queue, step.reward_model_scores, step.config.reward_model, 1).score_new()
     loggers: Any = StepLoggers([])
     loggers.log_validation = lambda step, scores: logged.append((step, dict(scores)))
-    await ValidationLog(queue, loggers, 0).look()
+    await ValidationLog(queue, loggers, 0).log_new()
     [(number, scores)] = logged
     assert number == 0
     assert scores.keys() == {
@@ -108,12 +108,12 @@ async def test_what_cannot_be_scored_whole_has_no_score(caplog: pytest.LogCaptur
     small = await queue_with(ReplayConfig(capacity_bytes=2**20), [])
     big = replace(make_group(1), prompt_token_ids=np.random.default_rng(0).integers(2, 2**30, 2**17).astype(np.int32))
     await validated(small, "validation-math-1", [make_group(2), big])
-    await RewardModelValidation(small, model.score, CONFIG, 2).look()
+    await RewardModelValidation(small, model.score, CONFIG, 2).score_new()
     assert "1 groups had no room; raise replay.capacity_bytes" in caplog.text
 
     queue = await queue_with(ReplayConfig(), [])
     await validated(queue, "validation-math-2", [make_group(3, vocab_size=999)])
-    await RewardModelValidation(queue, model.score, CONFIG, 2, vocabulary_size=16).look()
+    await RewardModelValidation(queue, model.score, CONFIG, 2, vocabulary_size=16).score_new()
     assert "is not in the model's vocabulary of 16" in caplog.text
     assert model.num_groups == []
 
@@ -121,7 +121,7 @@ async def test_what_cannot_be_scored_whole_has_no_score(caplog: pytest.LogCaptur
         return await model.score(groups) * np.float32(np.nan)
 
     await validated(queue, "validation-math-3", [make_group(4)])
-    await RewardModelValidation(queue, broken, CONFIG, 2).look()
+    await RewardModelValidation(queue, broken, CONFIG, 2).score_new()
     assert "are not finite, so they are not recorded" in caplog.text
     for one in (small, queue):
         assert not any("reward_model" in name for name in await one.evaluation_history())

@@ -35,13 +35,13 @@ async def validated(queue: MemoryReplayQueue, evaluation_id: str, reward: float)
 async def test_a_validation_is_logged_once_at_its_step() -> None:
     queue, loggers = await queue_with(ReplayConfig(), []), CollectingLoggers()
     log = ValidationLog(queue, loggers, 0)
-    await log.look()
+    await log.log_new()
     await validated(queue, "validation-math-0", 0.25)
     await validated(queue, "validation-code-0", 0.5)
     await validated(queue, "heldout", 1.0)
     await queue.record_scores(0, {"openai/gsm8k/reward/maj@8/mean": 0.125})
-    await log.look()
-    await log.look()
+    await log.log_new()
+    await log.log_new()
     await validated(queue, "validation-math-20", 0.75)
     await log.end()
     first = {
@@ -56,14 +56,14 @@ async def test_a_restarted_learner_logs_only_what_comes_after_its_checkpoint() -
     for step in (0, 10, 20):
         await validated(queue, f"validation-math-{step}", step / 100)
     log = ValidationLog(queue, loggers, 10)
-    await log.look()
+    await log.log_new()
     assert loggers.scores == [(20, {"val-core/math/reward/mean": 0.2})]
 
 
 async def test_a_new_run_logs_a_validation_that_was_ready_before_its_learner() -> None:
     queue, loggers = await queue_with(ReplayConfig(), []), CollectingLoggers()
     await validated(queue, "validation-math-0", 0.25)
-    await ValidationLog(queue, loggers, 0).look()
+    await ValidationLog(queue, loggers, 0).log_new()
     assert loggers.scores == [(0, {"val-core/math/reward/mean": 0.25})]
 
 

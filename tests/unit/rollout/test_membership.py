@@ -14,8 +14,7 @@ from penstock.errors import NotFound, WeightPushFailed
 from penstock.store.fleet import Reported, ServerState
 from penstock.v1 import policies_pb2
 from penstock_rollout.fleet import membership as membership_module
-from penstock_rollout.fleet.membership import FleetMembership
-from penstock_rollout.fleet.weight_member import WeightMember
+from penstock_rollout.fleet.membership import FleetMembership, WeightMember
 from penstock_rollout.metrics import RolloutMetrics
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch._dynamo
 
-from penstock_rollout.engines.vllm.version_stamps import VersionStamps
+from penstock_rollout.engines.vllm.engine import VersionStamps
 from support.vllm_stand_ins import imported_beside
 
 TIMINGS = [(0.5, 0.01), (0.6, 0.02)]

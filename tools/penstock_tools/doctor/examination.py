@@ -193,7 +193,7 @@ async def check_redis(client: RedisClient, config: RunConfig) -> list[Finding]:
             Finding("redis", "fail", f"does not answer ({error})", "check redis.url and that the server is running")
         ]
     fsync = await _setting(client, "appendfsync")
-    findings = [_version(info), _durability(info, fsync, config.replay.settle_s), _memory(info)]
+    findings = [_version(info), _durability(info, fsync, config.replay.loss_window_s), _memory(info)]
     return findings + _disk(config, await _setting(client, "dir"))
 
 
@@ -204,7 +204,7 @@ def _version(info: dict[str, Any]) -> Finding:
     return first_finding("redis", (is_old, "fail", text, advice), ok=f"version {version}")
 
 
-def _durability(info: dict[str, Any], fsync: str, settle_s: float) -> Finding:
+def _durability(info: dict[str, Any], fsync: str, loss_window_s: float) -> Finding:
     return first_finding(
         "durability",
         (not info.get("aof_enabled"),
@@ -213,9 +213,9 @@ def _durability(info: dict[str, Any], fsync: str, settle_s: float) -> Finding:
          "fail", "the last write of the append-only file failed", "free disk space on the Redis machine"),
         (fsync == "no",
          "warn", "appendfsync no: a crash may lose 30 s of writes", "set appendfsync everysec"),
-        (fsync == "everysec" and settle_s < EVERYSEC_LOSS_S,
-         "warn", f"append-only file, fsync every second, and replay.settle_s is {settle_s:g}",
-         "set replay.settle_s to 2, so that a crash of the Redis machine loses nothing"),
+        (fsync == "everysec" and loss_window_s < EVERYSEC_LOSS_S,
+         "warn", f"append-only file, fsync every second, and replay.loss_window_s is {loss_window_s:g}",
+         "set replay.loss_window_s to 2, so that a crash of the Redis machine loses nothing"),
         ok=f"append-only file, fsync {fsync or 'unknown'}",
     )  # fmt: skip
 

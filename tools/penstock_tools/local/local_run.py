@@ -29,7 +29,7 @@ from penstock.machine import close_to_others, free_port, visible_gpus, wait_for_
 from penstock.store.heartbeats import Phases
 from penstock.store.notices import Event, Notices
 from penstock.store.redis_client import connect
-from penstock.weights.cluster_key import ClusterKey
+from penstock.weights.transports import ClusterKey
 from penstock_tools.local.private_redis import find_redis_server, write_config
 from penstock_tools.local.processes import Child, HungServers, ProcessGroup, Restart, Restarts
 from penstock_tools.local.start_check import check_before_start
@@ -129,7 +129,7 @@ class LocalRun:
             if child.name in self._server_ids and child.exit_code is None and self._was_ready(child)
         }
         stopped = [name for name, child in ready.items() if child.is_stopped]
-        hung = self._hung.look(servers, ready.keys(), stopped)
+        hung = self._hung.update(servers, ready.keys(), stopped)
         for server_id, age_s in self._hung.newly_silent.items():
             if server_id not in stopped:
                 self.on_restart(

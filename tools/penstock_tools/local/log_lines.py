@@ -32,7 +32,7 @@ class Announcements:
         self._phases = {part.component: part.phases for part in before.parts}
         self._mentioned_s: dict[str, float] = {}
         self._pause: str | None = None
-        """Why the run was paused when it was last looked at; None if it was not."""
+        """Why the run was paused in the newest report; None if it was not."""
         self._held = before.held_version
         self._broken: set[tuple[str, str]] = set()
         self._learning, self._speed = LearningLine(before), SpeedLine(before)
@@ -56,8 +56,8 @@ class Announcements:
         if run.held_version == before:
             return []
         if run.held_version is None:
-            return [f"the roll back has ended: servers get the current version again, not {before}"]
-        return [run.roll_back_text]
+            return [f"the rewind has ended: servers get the current version again, not {before}"]
+        return [run.rewind_text]
 
     def _phase_lines(self, run: Run) -> list[str]:
         lines, now_s = [], time.monotonic()

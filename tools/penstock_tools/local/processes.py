@@ -325,12 +325,12 @@ class HungServers:
     def __init__(self, recent_s: float, limit_s: float) -> None:
         self.recent_s = recent_s
         self.limit_s = limit_s
-        self._looked_s = time.monotonic()
+        self._updated_s = time.monotonic()
         self._silent_s: dict[str, float] = {}
         self.newly_silent: dict[str, float] = {}
-        """Servers that the two newest looks have found without a recent heartbeat, and the one before them has not."""
+        """Servers without a recent heartbeat in the two newest updates, which had one in the update before."""
 
-    def look(
+    def update(
         self, servers: Sequence[Server] | None, may_hang: Collection[str], stopped: Collection[str] = ()
     ) -> dict[str, float]:
         """The servers that hang, with the seconds since their last heartbeat. `servers` is None if the status is
@@ -339,7 +339,7 @@ class HungServers:
         if servers is None:
             return {}
         now_s = time.monotonic()
-        passed_s, self._looked_s = min(now_s - self._looked_s, self.recent_s), now_s
+        passed_s, self._updated_s = min(now_s - self._updated_s, self.recent_s), now_s
         silent = {
             server.server_id: server.heartbeat_age_ms / 1000
             for server in servers

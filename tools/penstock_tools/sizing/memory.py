@@ -1,4 +1,4 @@
-"""Memory that a rank of each role needs, term by term, at the moments when it needs the most.
+"""Memory that a rank of each role needs, item by item, at the moments when it needs the most.
 
 | phase  | moments                                                                            |
 |--------|------------------------------------------------------------------------------------|
@@ -48,7 +48,7 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
-class Term:
+class Item:
     """One part of a rank's memory, with the formula for its size."""
 
     name: str
@@ -63,14 +63,14 @@ class Count(NamedTuple):
     value: float
 
 
-def term(name: str, *factors: Count | int, each: float, copies: Count | int = 1, ranks: int = 0) -> Term:
-    """A product of factors and bytes: `P x 4 B / 8` for `term("weights", P, each=4, ranks=8)`."""
+def sized(name: str, *factors: Count | int, each: float, copies: Count | int = 1, ranks: int = 0) -> Item:
+    """A product of factors and bytes: `P x 4 B / 8` for `sized("weights", P, each=4, ranks=8)`."""
     parts = [*(factor if isinstance(factor, Count) else Count(str(factor), factor) for factor in factors)]
     parts.append(Count(f"{each:g} B", each))
     if copies != 1:
         parts.append(copies if isinstance(copies, Count) else Count(str(copies), copies))
     formula = " x ".join(part.name for part in parts) + (f" / {ranks}" if ranks else "")
-    return Term(name, formula, math.prod(part.value for part in parts) / (ranks or 1))
+    return Item(name, formula, math.prod(part.value for part in parts) / (ranks or 1))
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ class MemoryUse:
 
     phase: Phase
     what: str
-    device: tuple[Term, ...]
-    host: tuple[Term, ...] = ()
+    device: tuple[Item, ...]
+    host: tuple[Item, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -142,13 +142,13 @@ class Setup:
         return max(self.micro_batch_tokens, -(-self.longest_sequence // num_sharing))
 
 
-def total(terms: Sequence[Term]) -> float:
-    return sum(term.num_bytes for term in terms)
+def total(items: Sequence[Item]) -> float:
+    return sum(item.num_bytes for item in items)
 
 
-def peak(moments: Sequence[MemoryUse], phase: Phase | None = None) -> MemoryUse:
+def peak(uses: Sequence[MemoryUse], phase: Phase | None = None) -> MemoryUse:
     """The moment of a phase, or of all, at which the GPU is fullest."""
-    return max((moment for moment in moments if phase in (None, moment.phase)), key=lambda m: total(m.device))
+    return max((use for use in uses if phase in (None, use.phase)), key=lambda m: total(m.device))
 
 
 def layer_width(model: ModelShape, *, compiles: bool) -> int:
@@ -177,29 +177,29 @@ def _counts(model: ModelShape) -> tuple[Count, Count, Count, Count]:
     return whole, layer, root, embedding
 
 
-def _logits(model: ModelShape, setup: Setup, num_tokens: int, *, has_gradient: bool) -> Term:
+def _logits(model: ModelShape, setup: Setup, num_tokens: int, *, has_gradient: bool) -> Item:
     """Logits are computed for some tokens, or for some of the vocabulary, at a time."""
     each = EAGER_LOGIT_BYTES if has_gradient else EAGER_LOGIT_BYTES - 1
     if has_gradient and setup.compiles:
         each = COMPILED_LOGIT_BYTES * setup.compute_bytes // 2
-    return term("logits of a chunk", min(setup.logprob_chunk_tokens, num_tokens), model.vocabulary_size, each=each)
+    return sized("logits of a chunk", min(setup.logprob_chunk_tokens, num_tokens), model.vocabulary_size, each=each)
 
 
-def _checked_logits(model: ModelShape, setup: Setup) -> Term:
+def _checked_logits(model: ModelShape, setup: Setup) -> Item:
     return _logits(model, setup, CHECKED_TOKENS, has_gradient=False)
 
 
-def _whole_logits(model: ModelShape, setup: Setup, num_copies: int) -> list[Term]:
+def _whole_logits(model: ModelShape, setup: Setup, num_copies: int) -> list[Item]:
     """All logits of a micro-batch, which only the padded path has: as the model returns them and those of the response
     tokens and, in a step, the gradients of both."""
     sizes = setup.micro_batch_tokens, model.vocabulary_size
-    return [term("logits of the micro-batch", *sizes, each=setup.compute_bytes, copies=num_copies)] * setup.is_padded
+    return [sized("logits of the micro-batch", *sizes, each=setup.compute_bytes, copies=num_copies)] * setup.is_padded
 
 
-_READING = Term("pieces of the files", "", READ_BYTES)
+_READING = Item("pieces of the files", "", READ_BYTES)
 
 
-def _trained_moments(role: Role, model: ModelShape, num_ranks: int, setup: Setup) -> list[MemoryUse]:
+def _trained_memory(role: Role, model: ModelShape, num_ranks: int, setup: Setup) -> list[MemoryUse]:
     """A rank of the policy or the critic.
 
     FSDP2 has one unit for each layer and one for the root (the embedding, the head and the last norm), which stays
@@ -218,90 +218,90 @@ def _trained_moments(role: Role, model: ModelShape, num_ranks: int, setup: Setup
     is_first = setup.num_micro_batches == 1
     twice = Count("(1 + 1/N)", 1 + 1 / num_ranks)
 
-    def unit(count: Count) -> list[Term]:
+    def unit(count: Count) -> list[Item]:
         """What it takes to gather a unit: the copies of all ranks arrive in a buffer and are then sorted into weights.
         A single rank casts one weight after the other."""
         if num_ranks > 1:
-            buffer = term("buffer of the gather", count, each=gathered, copies=twice)
+            buffer = sized("buffer of the gather", count, each=gathered, copies=twice)
         else:
-            buffer = term("a weight that is cast", min(embedding, count, key=lambda each: each.value), each=gathered)
-        return [term("gathered unit", count, each=gathered), buffer]
+            buffer = sized("a weight that is cast", min(embedding, count, key=lambda each: each.value), each=gathered)
+        return [sized("gathered unit", count, each=gathered), buffer]
 
     # The state: with an adapter, only it has gradients and moments.
-    weights = term("weights", whole, each=master, ranks=num_ranks)
-    kept = [weights] if is_whole else [weights, term("adapter", trained, each=master, ranks=num_ranks)]
-    gradients = term("gradients", trained, each=master, ranks=num_ranks)
-    adam = term("Adam", trained, each=2 * master, ranks=num_ranks)
+    weights = sized("weights", whole, each=master, ranks=num_ranks)
+    kept = [weights] if is_whole else [weights, sized("adapter", trained, each=master, ranks=num_ranks)]
+    gradients = sized("gradients", trained, each=master, ranks=num_ranks)
+    adam = sized("Adam", trained, each=2 * master, ranks=num_ranks)
     state = [*kept, gradients, adam]
     before = [*kept, adam] if is_first else state
     # What a pass holds.
-    root = term("gathered root", in_root, each=gathered)
-    layer_buffer = [term("buffer of a gathered layer", one_layer, each=gathered)] * (num_ranks > 1)
-    head_gradient = [term("gradient of the head", embedding, each=size)] * (role == "policy" and is_whole)
+    root = sized("gathered root", in_root, each=gathered)
+    layer_buffer = [sized("buffer of a gathered layer", one_layer, each=gathered)] * (num_ranks > 1)
+    head_gradient = [sized("gradient of the head", embedding, each=size)] * (role == "policy" and is_whole)
     num_recomputed = round(model.num_layers * setup.recomputed)
     width = layer_width(model, compiles=setup.compiles)
     kept_width = round((setup.kept if setup.compiles else 1.0) * width)
     inputs = [
-        term("inputs of the layers", tokens, hidden, num_recomputed, each=size),
-        term("activations of the layers", tokens, kept_width, model.num_layers - num_recomputed, each=size),
+        sized("inputs of the layers", tokens, hidden, num_recomputed, each=size),
+        sized("activations of the layers", tokens, kept_width, model.num_layers - num_recomputed, each=size),
     ]
     layer = [
-        term("gathered layer", one_layer, each=gathered),
-        *[term("next layer, being gathered", one_layer, each=gathered)] * (num_ranks > 1),
-        term("inside one layer", tokens, width + 2 * model.active_intermediate_size, each=size),
+        sized("gathered layer", one_layer, each=gathered),
+        *[sized("next layer, being gathered", one_layer, each=gathered)] * (num_ranks > 1),
+        sized("inside one layer", tokens, width + 2 * model.active_intermediate_size, each=size),
     ]
     if is_whole:
-        layer.append(term("gradients of the layer", one_layer, each=gathered))
-        layer.append(term("gradients that are being reduced", one_layer, each=REDUCED_BYTES if is_sharded else 0))
+        layer.append(sized("gradients of the layer", one_layer, each=gathered))
+        layer.append(sized("gradients that are being reduced", one_layer, each=REDUCED_BYTES if is_sharded else 0))
     logits = [
         _logits(model, setup, tokens, has_gradient=True),
-        term("hidden states and their gradient", tokens, hidden, each=7 * size),
+        sized("hidden states and their gradient", tokens, hidden, each=7 * size),
         *head_gradient, *layer_buffer, *_whole_logits(model, setup, 4),
     ]  # fmt: skip
     end = []
     if is_sharded and is_whole:
         reduced = max(size + REDUCED_BYTES, REDUCED_BYTES * twice.value) - (master / num_ranks if is_first else 0)
-        end = [Term("gradients of the root that are being reduced", "", reduced * in_root.value)]
-    copy = Term("copy for the checkpoint", "weights and Adam", total([*kept, adam]))
+        end = [Item("gradients of the root that are being reduced", "", reduced * in_root.value)]
+    copy = Item("copy for the checkpoint", "weights and Adam", total([*kept, adam]))
 
-    def moment(phase: Phase, what: str, state: list[Term], others: list[Term], host: Sequence[Term] = ()) -> MemoryUse:
+    def use(phase: Phase, what: str, state: list[Item], others: list[Item], host: Sequence[Item] = ()) -> MemoryUse:
         """The moment with the state on the GPU, or with offload on the host, and with the versions for pushes."""
-        staged = term(STAGED, trained, each=setup.pushed_bytes, copies=1 if phase == "gather" else STAGED_VERSIONS)
+        staged = sized(STAGED, trained, each=setup.pushed_bytes, copies=1 if phase == "gather" else STAGED_VERSIONS)
         versions = [staged] * (role == "policy" and phase != "load")
         device = [*([] if setup.cpu_offload else state), *others, *(versions if setup.staging == "device" else [])]
         held = [*(state if setup.cpu_offload else []), *host, *(versions if setup.staging == "host" else [])]
         return MemoryUse(phase, what, tuple(each for each in device if each.num_bytes), tuple(held))
 
-    moments = [
-        moment("load", "reading the weights", [weights], [], [_READING]),
-        moment("load", "gathering the root", [weights], unit(in_root)),
-        moment("load", "the self-check", [weights], [root, *layer_buffer, _checked_logits(model, setup)]),
-        moment("step", "backward pass of a layer", before, [root, *layer, *head_gradient, *inputs]),
-        moment("step", "end of the backward pass", state, end),
-        moment("step", "a checkpoint is written", state, [], [copy]),
+    uses = [
+        use("load", "reading the weights", [weights], [], [_READING]),
+        use("load", "gathering the root", [weights], unit(in_root)),
+        use("load", "the self-check", [weights], [root, *layer_buffer, _checked_logits(model, setup)]),
+        use("step", "backward pass of a layer", before, [root, *layer, *head_gradient, *inputs]),
+        use("step", "end of the backward pass", state, end),
+        use("step", "a checkpoint is written", state, [], [copy]),
     ]
     if role == "policy":
-        alone = term("gathered embedding", embedding, each=gathered, copies=twice if num_ranks > 1 else 1)
-        experts = [term("its experts, one by one", one_layer, each=size)] * (model.experts is not None and is_whole)
+        alone = sized("gathered embedding", embedding, each=gathered, copies=twice if num_ranks > 1 else 1)
+        experts = [sized("its experts, one by one", one_layer, each=size)] * (model.experts is not None and is_whole)
         largest = max([alone], [*unit(one_layer), *experts], key=total)
-        moments += [
-            moment("step", "logits", before, [root, *logits, *inputs]),
-            moment("gather", "gathering the largest unit", state, largest),
-            moment("push", "sending a version, gathering the next", state, largest),
+        uses += [
+            use("step", "logits", before, [root, *logits, *inputs]),
+            use("gather", "gathering the largest unit", state, largest),
+            use("push", "sending a version, gathering the next", state, largest),
         ]
-    return moments
+    return uses
 
 
-def _frozen_moments(role: Role, model: ModelShape, num_ranks: int, setup: Setup) -> list[MemoryUse]:
+def _frozen_memory(role: Role, model: ModelShape, num_ranks: int, setup: Setup) -> list[MemoryUse]:
     """A reference or reward model: frozen weights, and forward passes only."""
     (whole, one_layer, in_root, _), size, tokens = _counts(model), setup.pushed_bytes, setup.micro_batch_tokens
-    weights = term("weights", whole, each=size, ranks=num_ranks)
-    root = [term("gathered root", in_root, each=size)] * (num_ranks > 1)
-    layer = [term("gathered layer, and its buffer", one_layer, each=size, copies=2)] * (num_ranks > 1)
+    weights = sized("weights", whole, each=size, ranks=num_ranks)
+    root = [sized("gathered root", in_root, each=size)] * (num_ranks > 1)
+    layer = [sized("gathered layer, and its buffer", one_layer, each=size, copies=2)] * (num_ranks > 1)
     twice = Count("(1 + 1/N)", 1 + 1 / num_ranks)
-    buffer = [term("buffer of the gather", in_root, each=size, copies=twice)] * (num_ranks > 1)
+    buffer = [sized("buffer of the gather", in_root, each=size, copies=twice)] * (num_ranks > 1)
     width = 4 * model.hidden_size + model.attention_size + 3 * model.active_intermediate_size
-    inside = term("inside one layer", tokens, width, each=size)
+    inside = sized("inside one layer", tokens, width, each=size)
     found = [
         MemoryUse("load", "reading the weights", (weights,), (_READING,)),
         MemoryUse("load", "gathering the root", (weights, *root, *buffer)),
@@ -309,13 +309,13 @@ def _frozen_moments(role: Role, model: ModelShape, num_ranks: int, setup: Setup)
     ]
     if role == "reference":
         found.append(MemoryUse("load", "the self-check", (weights, *root, *layer, _checked_logits(model, setup))))
-        states = term("hidden states", tokens, model.hidden_size, each=8)
+        states = sized("hidden states", tokens, model.hidden_size, each=8)
         logits = (_logits(model, setup, tokens, has_gradient=False), *_whole_logits(model, setup, 2))
         found.append(MemoryUse("step", "logits", (weights, *root, *layer, states, *logits)))
     return found
 
 
-def role_moments(role: Role, model: ModelShape, num_ranks: int, setup: Setup) -> list[MemoryUse]:
+def role_memory(role: Role, model: ModelShape, num_ranks: int, setup: Setup) -> list[MemoryUse]:
     """The moments at which a rank of the role needs the most memory. For the policy it is rank 0, which also holds the
     versions that are pushed. None for a reference that is the policy with its adapter switched off."""
     if role == "reference" and setup.lora_rank and setup.policy_is_reference:
@@ -323,23 +323,23 @@ def role_moments(role: Role, model: ModelShape, num_ranks: int, setup: Setup) ->
     lora_rank = 0 if role == "critic" else setup.lora_rank  # only the policy has an adapter
     setup = replace(setup, micro_batch_tokens=setup.tokens_of(role), lora_rank=lora_rank)
     shape = model if role in ("policy", "reference") else model.without_head()
-    moments = (_trained_moments if role in ("policy", "critic") else _frozen_moments)(role, shape, num_ranks, setup)
-    context, process = Term(CONTEXT, "", CONTEXT_BYTES), Term("process", "", PROCESS_BYTES)
-    return [replace(moment, device=(*moment.device, context), host=(*moment.host, process)) for moment in moments]
+    uses = (_trained_memory if role in ("policy", "critic") else _frozen_memory)(role, shape, num_ranks, setup)
+    context, process = Item(CONTEXT, "", CONTEXT_BYTES), Item("process", "", PROCESS_BYTES)
+    return [replace(use, device=(*use.device, context), host=(*use.host, process)) for use in uses]
 
 
 @cache
 def peak_bytes(role: Role, model: ModelShape, num_ranks: int, setup: Setup) -> float:
     """Bytes of a rank's GPU when that is fullest."""
-    moments = role_moments(role, model, num_ranks, setup)
-    return total(peak(moments).device) if moments else 0.0
+    uses = role_memory(role, model, num_ranks, setup)
+    return total(peak(uses).device) if uses else 0.0
 
 
-def server_moment(model: ModelShape, tensor_parallel: int, gpu: Gpu, utilization: float) -> MemoryUse:
-    """Memory of one GPU of a rollout server. The KV cache, the last term, gets what weights and activations leave."""
+def server_memory(model: ModelShape, tensor_parallel: int, gpu: Gpu, utilization: float) -> MemoryUse:
+    """Memory of one GPU of a rollout server. The KV cache, the last item, gets what weights and activations leave."""
     whole = Count("P", model.num_parameters)
-    fixed = [term("weights", whole, each=2, ranks=tensor_parallel), Term("activations and graphs", "", CONTEXT_BYTES)]
+    fixed = [sized("weights", whole, each=2, ranks=tensor_parallel), Item("activations and graphs", "", CONTEXT_BYTES)]
     room = max(0.0, gpu.memory_bytes * utilization - total(fixed))
-    kv_cache = Term("KV cache", f"{gpu.memory_bytes / 1e9:.0f} GB x {utilization:g} - the above", room)
-    staged = term("a version that is being received", whole, each=2)
+    kv_cache = Item("KV cache", f"{gpu.memory_bytes / 1e9:.0f} GB x {utilization:g} - the above", room)
+    staged = sized("a version that is being received", whole, each=2)
     return MemoryUse("step", "decoding", (*fixed, kv_cache), (staged,))

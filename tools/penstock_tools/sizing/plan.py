@@ -12,7 +12,7 @@ from penstock.config.learner import RoleConfig
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError
 from penstock_tools.sizing.hardware import USABLE_MEMORY, Gpu
-from penstock_tools.sizing.memory import PHASES, MemoryUse, Role, Setup, peak, role_moments, server_moment, total
+from penstock_tools.sizing.memory import PHASES, MemoryUse, Role, Setup, peak, role_memory, server_memory, total
 from penstock_tools.sizing.models import HUB_IDS, find_shape
 from penstock_tools.sizing.rates import LONGEST_SAMPLE, Pace, Task, Workload
 from penstock_tools.sizing.search import Deployment, Result
@@ -94,18 +94,18 @@ def merged(base: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 # ── a deployment ──
 
 
-def moments_of(found: Deployment) -> dict[str, list[MemoryUse]]:
+def deployment_memory(found: Deployment) -> dict[str, list[MemoryUse]]:
     """When the fullest rank of each role and a server need the most memory."""
     task, learner = found.task, found.learner
     return {
-        **{role: role_moments(role, shape, learner.ranks.get(role, learner.policy_ranks), learner.setup)
+        **{role: role_memory(role, shape, learner.ranks.get(role, learner.policy_ranks), learner.setup)
            for role, shape in task.shapes.items()},
-        "rollout": [server_moment(task.policy, found.server.tensor_parallel, task.gpu, found.utilization)],
+        "rollout": [server_memory(task.policy, found.server.tensor_parallel, task.gpu, found.utilization)],
     }  # fmt: skip
 
 
 def as_text(found: Deployment, run: dict[str, Any]) -> str:
-    """GPUs by role with the terms of their memory, rates, the pace and its reason, and the config to use."""
+    """GPUs by role with the items of their memory, rates, the pace and its reason, and the config to use."""
     learner, server, pace, model = found.learner, found.server, found.pace, found.task.policy
     gather_s, push_s, pause_s = found.push_s
     weights = (model.num_parameters, model.weights.largest_layer, model.weights.root, model.embedding_parameters)
@@ -118,7 +118,7 @@ def as_text(found: Deployment, run: dict[str, Any]) -> str:
         f"          P {whole} parameters, L {layer} in its largest layer, R {root} in embedding and head,",
         f"          E {embedding} in the embedding, N ranks",
         "",
-        *(line for role, moments in moments_of(found).items() for line in _role_lines(role, moments, found)),
+        *(line for role, uses in deployment_memory(found).items() for line in _role_lines(role, uses, found)),
         "",
         f"rollout   {found.num_servers} servers x {server.tensor_parallel} GPU, {server.concurrent_groups} groups "
         f"at once, {server.group_s:.1f} s each: {found.num_servers * rate:,.0f} tokens/s",
@@ -134,23 +134,23 @@ def as_text(found: Deployment, run: dict[str, Any]) -> str:
     ])  # fmt: skip
 
 
-def _role_lines(role: str, moments: Sequence[MemoryUse], found: Deployment) -> list[str]:
-    """Memory of a role's fullest GPU when it is fullest, term by term, and the peak of each phase."""
-    if not moments:
+def _role_lines(role: str, uses: Sequence[MemoryUse], found: Deployment) -> list[str]:
+    """Memory of a role's fullest GPU when it is fullest, item by item, and the peak of each phase."""
+    if not uses:
         return [f"{role:<9} the policy with its adapter switched off: no further memory"]
     owners = {roles[0]: count for roles, count in found.learner.groups} | {"rollout": found.server.tensor_parallel}
     shared = next((roles[0] for roles, _ in found.learner.groups if role in roles), role)
     where = f"{owners[shared]} GPU" if shared == role else f"on the {shared}'s GPUs"
-    fullest = peak(moments)
+    fullest = peak(uses)
     memory = f"{total(fullest.device) / 1e9:.1f} of {found.task.gpu.memory_bytes / 1e9:.0f} GB"
-    terms = [f"  {each.name:<45} {each.num_bytes / 1e9:7.2f} GB  {each.formula}".rstrip() for each in fullest.device]
-    return [f"{role:<9} {where}, {memory} ({fullest.what})", *terms, f"  {_phases(moments)}"]
+    items = [f"  {each.name:<45} {each.num_bytes / 1e9:7.2f} GB  {each.formula}".rstrip() for each in fullest.device]
+    return [f"{role:<9} {where}, {memory} ({fullest.what})", *items, f"  {_phases(uses)}"]
 
 
-def _phases(moments: Sequence[MemoryUse]) -> str:
-    present = {moment.phase for moment in moments}
-    peaks = [f"{phase} {total(peak(moments, phase).device) / 1e9:.1f}" for phase in PHASES if phase in present]
-    return f"{', '.join(peaks)} GB; {max(total(moment.host) for moment in moments) / 1e9:.1f} GB on the host"
+def _phases(uses: Sequence[MemoryUse]) -> str:
+    present = {use.phase for use in uses}
+    peaks = [f"{phase} {total(peak(uses, phase).device) / 1e9:.1f}" for phase in PHASES if phase in present]
+    return f"{', '.join(peaks)} GB; {max(total(use.host) for use in uses) / 1e9:.1f} GB on the host"
 
 
 def _why(pace: Pace) -> str:
@@ -203,13 +203,13 @@ class GroupMemory:
     """The memory of the roles that share GPUs, on one of them."""
 
     roles: dict[str, RoleConfig]
-    moments: dict[str, list[MemoryUse]]
+    uses: dict[str, list[MemoryUse]]
     """Empty for a worker class of the user: what it holds is not known."""
     gpu: Gpu
 
     @property
     def num_bytes(self) -> float:
-        return sum(total(peak(moments).device) for moments in self.moments.values() if moments)
+        return sum(total(peak(uses).device) for uses in self.uses.values() if uses)
 
     @property
     def fits(self) -> bool:
@@ -220,17 +220,17 @@ class GroupMemory:
 
 def memory_of(config: RunConfig, gpu: Gpu) -> list[GroupMemory]:
     return [
-        GroupMemory(group, {name: _moments(config, name, role) for name, role in group.items()}, gpu)
+        GroupMemory(group, {name: _memory(config, name, role) for name, role in group.items()}, gpu)
         for group in active_resource_groups(config.learner.placement, config.learner.needed_roles)
     ]
 
 
-def _moments(config: RunConfig, name: str, role: RoleConfig) -> list[MemoryUse]:
+def _memory(config: RunConfig, name: str, role: RoleConfig) -> list[MemoryUse]:
     own = config.learner.roles.get(name)
     if own is not None and own.is_own_class:
         return []
     kind = cast(Role, name if own is None else own.worker)
-    return role_moments(kind, find_shape(_model_of(config, role)), role.num_ranks, Setup.of(config))
+    return role_memory(kind, find_shape(_model_of(config, role)), role.num_ranks, Setup.of(config))
 
 
 def _model_of(config: RunConfig, role: RoleConfig) -> str:
@@ -244,13 +244,13 @@ def config_text(config: RunConfig, gpu: Gpu) -> tuple[str, bool]:
     lines, groups, whole = [], memory_of(config, gpu), f"{gpu.memory_bytes / 1e9:.0f} GB"
     for group in groups:
         for name, role in group.roles.items():
-            memory = _phases(group.moments[name]) if group.moments[name] else "memory not known"
+            memory = _phases(group.uses[name]) if group.uses[name] else "memory not known"
             lines.append(f"{name:<13} {f'{role.num_ranks} x {role.gpus_per_rank:g} GPU':<12} {memory}")
         used = f"{group.num_bytes / 1e9:.1f} of {whole} on {gpu.name}, {_verdict(group.fits)}"
         lines.append(f"  {' + '.join(group.roles)}: {used}")
     engine, num_servers = config.rollout.engine, config.rollout.num_servers
     size, shape = engine.tensor_parallel_size, find_shape(str(config.model.path))
-    server = server_moment(shape, size, gpu, engine.gpu_memory_utilization).device
+    server = server_memory(shape, size, gpu, engine.gpu_memory_utilization).device
     cache_bytes, num_for_learner = server[-1].num_bytes, num_gpus(config.learner.placement, config.learner.needed_roles)
     lines += [
         f"{'rollout':<13} {f'{num_servers} x {size} GPU':<12} {total(server) / 1e9:.1f} of {whole} on {gpu.name}, "

@@ -22,7 +22,7 @@ from typing import Any
 
 from penstock.errors import InvalidInput
 from penstock_tools.sizing.hardware import GPUS_PER_NODE
-from penstock_tools.sizing.memory import STAGINGS, Role, Setup, server_moment
+from penstock_tools.sizing.memory import STAGINGS, Role, Setup, server_memory
 from penstock_tools.sizing.rates import Pace, Placement, Task, group_s, pace, push_s, train_s
 
 PARALLEL = (1, 2, 4, 8)
@@ -196,7 +196,7 @@ def _micro_batches(task: Task, parallel: int) -> list[int]:
 
 def num_sequences(task: Task, num_gpus: int, utilization: float) -> int:
     """How many samples a server on so many GPUs decodes at once."""
-    cache_bytes = num_gpus * server_moment(task.policy, num_gpus, task.gpu, utilization).device[-1].num_bytes
+    cache_bytes = num_gpus * server_memory(task.policy, num_gpus, task.gpu, utilization).device[-1].num_bytes
     sample_bytes = task.policy.kv_bytes_per_token * (task.workload.prompt_tokens + task.workload.response_tokens)
     return int(min(task.workload.max_num_seqs, cache_bytes / sample_bytes))
 

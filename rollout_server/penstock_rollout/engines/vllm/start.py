@@ -21,6 +21,9 @@ LOAD_TIMEOUT_S = 600.0
 
 CHUNK_TOKENS = "penstock_chunk_tokens"
 """The key in the `extra_args` of a request: how many tokens EngineCore sends at once. Without it, it sends each one."""
+VERSION_MARK = "penstock-version-"
+"""An output of EngineCore whose request id is this and a version marks where the tokens of that version begin. vLLM's
+output handler ignores it, because there is no such request."""
 
 _WORKER = "penstock_rollout.engines.vllm.worker"
 _SCHEDULER = "penstock_rollout.engines.vllm.scheduler"

@@ -25,8 +25,7 @@ from penstock.errors import WeightPushFailed
 from penstock.v1 import weights_pb2
 from penstock_rollout.engines.child_process import end_with_parent
 from penstock_rollout.engines.vllm.copies import Copies, NamedTensors, NotPlain, learn
-from penstock_rollout.engines.vllm.start import CONTROL_TIMEOUT_S, LOAD_TIMEOUT_S
-from penstock_rollout.engines.vllm.version_stamps import begin_version
+from penstock_rollout.engines.vllm.start import CONTROL_TIMEOUT_S, LOAD_TIMEOUT_S, VERSION_MARK
 from penstock_rollout.weights.stage import StageSlot, device_uuid
 
 logger = logging.getLogger(__name__)
@@ -179,6 +178,17 @@ def flip(
 
     paused = core.pause_scheduler("keep", clear_cache)
     return load() if paused is None else _then(paused, load)
+
+
+def begin_version(core: Any, policy_version: int) -> None:
+    """Set the version of all tokens from now on. EngineCore calls it while no step is in flight. vLLM's own stamps
+    follow, where it has them."""
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+
+    if hasattr(core, "set_weight_version"):
+        core.set_weight_version(str(policy_version))
+    mark = EngineCoreOutput(f"{VERSION_MARK}{policy_version}", [])
+    core.output_queue.put_nowait((0, EngineCoreOutputs(outputs=[mark])))
 
 
 def _then(paused: Future[None], load: Any) -> Future[Flipped]:

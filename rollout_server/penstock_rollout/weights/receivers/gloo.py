@@ -20,12 +20,13 @@ import torch
 from torch._C._distributed_c10d import BroadcastOptions, GatherOptions, PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 from penstock.errors import WeightPushFailed, first_line_of
-from penstock.weights.deadline import POLL_S, Deadline
 from penstock.weights.manifest import RunningChecksum, wire_sizes
 from penstock.weights.transports import (
     GLOO_PIECE_BYTES,
     GLOO_PIECES_AT_ONCE,
+    POLL_S,
     PUBLISHER_RANK,
+    Deadline,
     GroupPlace,
     group_places,
     is_divided,

@@ -4,8 +4,8 @@ import { card, clock, confirmed, empty, h, number, say, table } from "/console/e
 
 const TEXTS = {
   promote: "It becomes the one version that is meant for use. Its snapshot is kept, and made if it is the newest version.",
-  rollback: "Every rollout server loads its snapshot and stays there until the roll back is released. The learner rewinds to its weights too.",
-  retire: "It can no longer be promoted, pinned or rolled back to.",
+  rewind: "Every rollout server loads its snapshot and stays there until the rewind is released. The learner rewinds to its weights too.",
+  retire: "It can no longer be promoted, pinned or rewound to.",
 };
 
 function actions(policy, isNewest, refresh) {
@@ -20,7 +20,7 @@ function actions(policy, isNewest, refresh) {
     h("button", { type: "button", disabled, "aria-label": `${title} version ${policy.policy_version}`, onclick: () => act(verb).catch(refused) }, title);
   return h("div", { class: "buttons" },
     button("promote", "Promote", isRetired || policy.state === "PROMOTED" || !(policy.snapshot_path || isNewest)),
-    button("rollback", "Roll back", isRetired || policy.is_held || !policy.snapshot_path));
+    button("rewind", "Rewind", isRetired || policy.is_held || !policy.snapshot_path));
 }
 
 function refused(error) {
@@ -40,7 +40,7 @@ export async function policies(refresh) {
   if (!page.policies.length) return [card("Policies", empty("No version has been published yet."))];
   const rows = page.policies.map((policy, index) => [
     number(policy.policy_version), number(policy.metrics.reward_mean), actions(policy, index === 0, refresh), state(policy),
-    policy.server_ids.join(", ") || "–", h("span", { title: policy.snapshot_path || "Its weights were not kept: it can be neither promoted nor rolled back to." }, policy.snapshot_path ? "kept" : "none"), number(policy.step),
+    policy.server_ids.join(", ") || "–", h("span", { title: policy.snapshot_path || "Its weights were not kept: it can be neither promoted nor rewound to." }, policy.snapshot_path ? "kept" : "none"), number(policy.step),
     clock(policy.published_at_ms),
   ]);
   const held = page.policies.find((policy) => policy.is_held);

@@ -19,6 +19,7 @@ from penstock_learner.checkpoints.store import (
     read_state,
     record_rewind,
 )
+from penstock_learner.checkpoints.trainer_state import Rewind
 
 
 def make(store: CheckpointStore, step: int, term: int = 1, resumed_from: str = "") -> Path:
@@ -100,6 +101,17 @@ def test_a_checkpoint_of_a_newer_version_is_resumed(tmp_path: Path) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | {"field_of_tomorrow": [1]}))
     write_manifest(folder, {})
     assert read_state(store.candidates("auto")[0]) == TrainerState(1, 1, 1, [(1, 1)])
+
+
+def test_the_lineage_of_an_older_release_is_read(tmp_path: Path) -> None:
+    """It named the versions of a rewind otherwise."""
+    store = CheckpointStore(tmp_path, keep=5)
+    folder = make(store, 1)
+    file = folder / TRAINER_FILE
+    old = [{"target": 3, "new_version": 6, "why": "restart"}, {"target": 4, "new_version": 9, "why": "order"}]
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"lineage": old}))
+    write_manifest(folder, {})
+    assert read_state(folder).lineage == [Rewind(3, 6, "restart"), Rewind(4, 9, "order")]
 
 
 def test_a_writer_whose_folder_a_successor_cleared_away_is_fenced(tmp_path: Path) -> None:

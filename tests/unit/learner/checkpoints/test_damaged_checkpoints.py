@@ -49,7 +49,7 @@ class OneRank:
     async def call_all(self, method: str, *arguments: Any) -> list[Any]:
         return [await self.call_rank(0, method, *arguments)]
 
-    async def call_all_beside(self, lane: str, method: str, *arguments: Any) -> list[Any]:
+    async def call_all_in_lane(self, lane: str, method: str, *arguments: Any) -> list[Any]:
         return [await self.call_rank(0, method, *arguments)]
 
     async def call_rank(self, rank: int, method: str, *arguments: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A roll back while a batch is read ahead: afterwards the batch is the one that a new read would give."""
+"""A rewind while a batch is read ahead: afterwards the batch is the one that a new read would give."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from support.replay_backends import assert_conserved, queue_with
 pytestmark = pytest.mark.usefixtures("one_rank")
 VERSION = 5
 """The version for which the batch is read ahead."""
-TO_3 = Rewind(target=3, new_version=6)
+TO_3 = Rewind(from_version=3, to_version=6)
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def training(tiny_models: dict[str, Path]) -> TrainingStep:
 
 
 class Setting:
-    """A queue with two groups per step, and its reader. Follows roll backs as the controller does."""
+    """A queue with two groups per step, and its reader. Follows rewinds as the controller does."""
 
     def __init__(self, queue: MemoryReplayQueue, training: TrainingStep, timeout_s: float) -> None:
         self.queue = queue
@@ -56,7 +56,7 @@ class Setting:
 
     def rewind(self, ahead: BatchAhead, rewind: Rewind) -> BatchAhead:
         self.reader.term.lineage.add(rewind)
-        replace = partial(self.reader.replace_outdated, policy_version=rewind.new_version, wanted=ahead.wanted)
+        replace = partial(self.reader.replace_outdated, policy_version=rewind.to_version, wanted=ahead.wanted)
         return ahead.replaced_by(self.training, replace)
 
     async def answer_anew(self, *versions: int) -> None:
@@ -115,7 +115,7 @@ async def test_the_new_number_makes_no_group_older(training: TrainingStep) -> No
     await again.forwards
 
 
-async def test_a_second_roll_back_counts_for_what_replaced_the_groups_of_the_first(training: TrainingStep) -> None:
+async def test_a_second_rewind_counts_for_what_replaced_the_groups_of_the_first(training: TrainingStep) -> None:
     setting = await Setting.of([made_by(1, 4), made_by(2, 5)], training)
     ahead = setting.begin()
     await ahead.reading
@@ -123,7 +123,7 @@ async def test_a_second_roll_back_counts_for_what_replaced_the_groups_of_the_fir
     await until(lambda: len(setting.queue.store.pending) == 2)
     await setting.answer_anew(3)
     await until(lambda: 1 in setting.queue.store.delivered)
-    second = setting.rewind(first, Rewind(target=2, new_version=7))
+    second = setting.rewind(first, Rewind(from_version=2, to_version=7))
     await setting.answer_anew(2)
     await until(lambda: 1 in setting.queue.store.pending)
     await setting.answer_anew(7)

@@ -194,7 +194,7 @@ async def test_a_run_without_its_checkpoints_is_refused(controller: LearnerContr
 
 
 @pytest.mark.parametrize("is_lost", [False, True])
-async def test_nothing_is_trained_while_redis_may_lose_that_the_run_went_back(
+async def test_nothing_is_trained_while_redis_may_lose_that_the_run_was_rewound(
     controller: LearnerController, is_lost: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise the groups that were abandoned would be missing in the weights, and no one would make them again."""

@@ -208,9 +208,9 @@ async def test_the_numbers_of_a_step_include_the_correction(tiny_models: dict[st
     assert kept["is_rejected_ratio"] == 0
 
 
-async def test_staleness_is_in_steps_through_a_roll_back(tiny_models: dict[str, Path]) -> None:
+async def test_staleness_is_in_steps_through_a_rewind(tiny_models: dict[str, Path]) -> None:
     step = make_step(tiny_models)
-    lineage = Lineage([Rewind(target=3, new_version=9)])
+    lineage = Lineage([Rewind(from_version=3, to_version=9)])
     metrics = (await step.run([made_by(1, 3), made_by(2, 2)], 1, 10, 0.0, lineage=lineage)).numbers
     assert metrics["staleness_max"] == 2 and 1 < metrics["staleness_mean"] < 2
 

@@ -18,7 +18,7 @@ from penstock.config.run import RunConfig
 from penstock.errors import RayDied, RoleDied
 from penstock_learner import __main__ as learner_main
 from penstock_learner.roles import ray_cluster as ray_cluster_module
-from penstock_learner.roles.ray_cluster import own_processes, ray_cluster, run_beside, watch_address, watch_processes
+from penstock_learner.roles.ray_cluster import own_processes, ray_cluster, run_watched, watch_address, watch_processes
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ async def for_ever() -> None:
 async def test_a_dead_process_of_ray_ends_the_work(gcs_server: subprocess.Popen[bytes]) -> None:
     watched = own_processes()
     assert watched == {"gcs_server": psutil.Process(gcs_server.pid)}
-    running = asyncio.create_task(run_beside(for_ever(), watch_processes(watched)))
+    running = asyncio.create_task(run_watched(for_ever(), watch_processes(watched)))
     await asyncio.sleep(0.05)
     assert not running.done()
     gcs_server.kill()
@@ -52,7 +52,7 @@ async def test_the_death_of_ray_explains_the_death_of_its_ranks(gcs_server: subp
         raise RoleDied("policy", "a rank of the policy role died in update")
 
     with pytest.raises(RayDied):
-        await run_beside(fail(), watch_processes(own_processes()))
+        await run_watched(fail(), watch_processes(own_processes()))
 
 
 async def test_other_errors_and_results_pass(gcs_server: subprocess.Popen[bytes]) -> None:
@@ -60,8 +60,8 @@ async def test_other_errors_and_results_pass(gcs_server: subprocess.Popen[bytes]
         raise RoleDied("policy", "a rank of the policy role died in update")
 
     with pytest.raises(RoleDied):
-        await run_beside(fail(), watch_processes(own_processes()))
-    await run_beside(asyncio.sleep(0), watch_processes(own_processes()))
+        await run_watched(fail(), watch_processes(own_processes()))
+    await run_watched(asyncio.sleep(0), watch_processes(own_processes()))
 
 
 async def test_the_gcs_of_a_joined_cluster_may_be_away_for_a_while() -> None:

@@ -76,7 +76,7 @@ class FakeCluster:
         self.sets: dict[int, list[FakeActor]] = {}
         self.outlive_controller = True
         self.can_be_adopted = True
-        self.is_given_up = False
+        self.is_released = False
 
     def make(self, number: int, owner: str) -> list[FakeActor]:
         assert number not in self.sets, "the name is taken"
@@ -87,8 +87,8 @@ class FakeCluster:
         alive = {number: [actor for actor in actors if not actor.is_dead] for number, actors in self.sets.items()}
         return {number: actors for number, actors in alive.items() if actors}
 
-    def give_up(self) -> None:
-        self.is_given_up = True
+    def release(self) -> None:
+        self.is_released = True
 
 
 def make_config(lr: float = 1e-3) -> RunConfig:
@@ -122,9 +122,9 @@ async def test_a_fenced_controller_does_not_end_the_ranks_of_its_successor() -> 
     await zombie.start()
     await successor.adopt()
     await zombie.end()
-    assert not cluster.is_given_up
+    assert not cluster.is_released
     await successor.end()
-    assert cluster.is_given_up
+    assert cluster.is_released
 
 
 async def test_a_set_with_a_dead_rank_is_not_adopted() -> None:
@@ -182,7 +182,7 @@ async def test_the_ranks_of_a_controller_that_was_told_to_stop_wait_for_the_next
     await stopped.start()
     before = cluster.sets[1][0].rank.beat_at
     await stopped.end(await_successor=True)
-    assert not cluster.is_given_up
+    assert not cluster.is_released
     assert cluster.sets[1][0].rank.beat_at < before, "they would wait as long as for a controller that has crashed"
     assert await successor.adopt()
     assert cluster.sets[1][0].rank.beat_at >= before
@@ -202,7 +202,7 @@ async def test_ranks_that_fail_are_not_left_to_the_next_controller(error: Except
 
     with pytest.raises(type(error)):
         await run_with_ranks(fail(), [role], asyncio.Event())
-    assert cluster.is_given_up == ends
+    assert cluster.is_released == ends
 
 
 async def test_a_controller_that_was_replaced_ends_no_ranks_when_it_fails() -> None:
@@ -216,7 +216,7 @@ async def test_a_controller_that_was_replaced_ends_no_ranks_when_it_fails() -> N
 
     with pytest.raises(ProcessDied):
         await run_with_ranks(fail(), [zombie], asyncio.Event())
-    assert not cluster.is_given_up
+    assert not cluster.is_released
 
 
 @pytest.mark.parametrize("error", [ObjectLostError("0" * 56, None, "update"), NodeDiedError("its node")])

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from penstock.errors import TrainingDiverged
-from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import TensorShape, build_manifest
+from penstock.weights.transports import Deadline
 from penstock_learner.model.tensors import first_nonfinite
 from penstock_learner.weights.staging import HostBuckets, StagedVersion
 

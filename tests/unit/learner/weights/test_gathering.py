@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch.distributed.fsdp import FSDPModule
 
 from penstock.config.loading import validate
-from penstock.weights.deadline import Deadline
+from penstock.weights.transports import Deadline
 from penstock_learner.roles.policy import PolicyWorker
 from support.learner_ranks import make_rank, one_rank_world, with_model
 from support.tiny_architectures import tiny_model

@@ -1,4 +1,4 @@
-"""A roll back loads a snapshot only if every byte is as it was published."""
+"""A rewind loads a snapshot only if every byte is as it was published."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 from penstock.config.loading import validate
 from penstock.errors import WeightPushFailed
-from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import weights_digest
 from penstock.weights.snapshot import FILE_NAME
+from penstock.weights.transports import Deadline
 from penstock_learner.roles.policy import PolicyWorker
 from support.learner_ranks import make_rank, with_model
 

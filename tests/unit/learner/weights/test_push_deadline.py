@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from penstock.v1 import weights_pb2
-from penstock.weights import deadline as deadline_module
-from penstock.weights.deadline import Deadline
+from penstock.weights import transports
+from penstock.weights.transports import Deadline
 from penstock_learner.weights.publisher import attempt
 from penstock_learner.weights.senders import PushReport, PushTarget, Shipment
 
@@ -53,7 +53,7 @@ class Push:
         return {}
 
     def run(self, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, str], PushReport]:
-        monkeypatch.setattr(deadline_module.time, "monotonic", lambda: self.now_s)
+        monkeypatch.setattr(transports.time, "monotonic", lambda: self.now_s)
         report = PushReport(1)
         itself: Any = self
         shipment: Any = Shipment(weights_pb2.WeightManifest(policy_version=1), itself)

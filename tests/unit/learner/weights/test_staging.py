@@ -11,8 +11,8 @@ import torch
 
 from penstock.config.loading import validate
 from penstock.weights import manifest as manifests
-from penstock.weights.deadline import Deadline
 from penstock.weights.manifest import TensorShape, build_manifest, host_checksum
+from penstock.weights.transports import Deadline
 from penstock_learner.weights import staging
 from penstock_learner.weights.publisher import WeightPublisher
 from penstock_learner.weights.staging import HostBuckets, StagedVersion, checksum_name
@@ -62,8 +62,8 @@ def test_memory_is_not_used_again_while_an_earlier_version_is_hashed(
         versions[-1].put("w", torch.full((100,), float(version)))
     first, second = versions
     second.wait_sealed(Deadline(30, "hashing"))
-    assert first.memory is not second.memory and not first.is_settled
+    assert first.memory is not second.memory and not first.is_idle
     hashed.set()
     third = publisher.begin(3, 1, [("w", (100,))], keep=[2])
-    assert first.is_settled and third.memory is first.memory, "the next version waits for it, and takes its memory"
+    assert first.is_idle and third.memory is first.memory, "the next version waits for it, and takes its memory"
     assert torch.equal(second.memory.buckets[0], torch.full((100,), 2.0).view(torch.uint8))

@@ -1,4 +1,4 @@
-"""A real fleet and learner that generate and train while the gateway rolls back, releases, pins and stops them."""
+"""A real fleet and learner that generate and train while the gateway rewinds, releases, pins and stops them."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def oldest_published(run: FleetRun) -> int:
     return min(version for version in run.policies() if version > 0)
 
 
-def returned_to(run: FleetRun, version: int) -> policies_pb2.Policy | None:
-    """The new version that has exactly the weights of an older one. The learner rolls back once."""
+def rewound_to(run: FleetRun, version: int) -> policies_pb2.Policy | None:
+    """The new version that has exactly the weights of an older one. The learner rewinds once."""
     policies = run.policies()
     found = [
         policy
@@ -55,7 +55,7 @@ def returned_to(run: FleetRun, version: int) -> policies_pb2.Policy | None:
     return found[0] if found else None
 
 
-def test_a_learner_that_was_away_follows_the_roll_back_when_it_is_back(
+def test_a_learner_that_was_away_follows_the_rewind_when_it_is_back(
     tmp_path: Path, redis_process: RedisProcess
 ) -> None:
     config = fleet_config(tmp_path, redis_process.url, "back-later")
@@ -74,14 +74,14 @@ def test_a_learner_that_was_away_follows_the_roll_back_when_it_is_back(
         run.ask(lambda client: control(client).hold(version))
         run.ask(lambda client: control(client).release())
         again = run.start_learner()
-        returned = run.until(lambda: returned_to(run, version), f"the learner to return to version {version}")
+        rewound = run.until(lambda: rewound_to(run, version), f"the learner to rewind to version {version}")
         assert f"rewound to version {version}, from" in again.output() and "checkpoints/term-" in again.output()
-        run.until_serving("a", above=returned.policy_version - 1)
+        run.until_serving("a", above=rewound.policy_version - 1)
         oldest = oldest_published(run)
         assert checkpoints.of_version(oldest) is None
         run.ask(lambda client: control(client).hold(oldest))
         run.ask(lambda client: control(client).release())
-        run.until(lambda: returned_to(run, oldest), f"the learner to return to version {oldest}, of no checkpoint")
+        run.until(lambda: rewound_to(run, oldest), f"the learner to rewind to version {oldest}, of no checkpoint")
         assert "the optimizer starts from zero" in again.output()
         assert not any(run.watch.conservation_errors)
 
@@ -103,7 +103,7 @@ def test_a_learner_that_waits_for_groups_in_the_place_of_those_it_dropped_hears_
         version = oldest_published(run)
         run.ask(lambda client: RunControl(client, config.run).hold(version))
         learner.go_on()
-        run.until(lambda: returned_to(run, version), f"the learner to return to version {version}")
+        run.until(lambda: rewound_to(run, version), f"the learner to rewind to version {version}")
         run.until(lambda: run.stat().queued == run.stat().delivered, "all groups to be trained or dropped")
         assert run.stat().expired >= 2 * num_groups, "the batch that was read ahead too"
         learner.may_end = True
@@ -114,25 +114,25 @@ def test_a_learner_that_waits_for_groups_in_the_place_of_those_it_dropped_hears_
 
 
 def test_servers_return_to_a_version_and_leave_it_again(tmp_path: Path, redis_process: RedisProcess) -> None:
-    config = fleet_config(tmp_path, redis_process.url, "rolled-back")
+    config = fleet_config(tmp_path, redis_process.url, "rewound")
     with FleetRun(config, redis_process.url) as run:
         run.start_server("a", "--rollout.engine.name", "torch")
         run.start_learner("--learner.policy.num_ranks", "2", "--learner.policy.cpus_per_rank", "0.5")
         gateway, http = start_gateway(run)
         run.until_serving("a", above=3, timeout_s=240)
         policies, version = f"/v1/runs/{config.run}/policies", oldest_published(run)
-        held = post(http, f"{policies}/{version}:rollback")
+        held = post(http, f"{policies}/{version}:rewind")
         assert held["is_held"] and held["snapshot_path"]
         before = run.current
-        said_again = post(http, f"{policies}/{version}:rollback")
+        said_again = post(http, f"{policies}/{version}:rewind")
         assert said_again == held | {"server_ids": ANY}, "once, however often it is ordered"
         run.until(lambda: run.servers()["a"].policy_version == version, f"the server to return to version {version}")
         run.until_serving("a", above=version - 1)
-        returned = run.until(lambda: returned_to(run, version), f"the learner to return to version {version}")
-        assert returned.policy_version > before
+        rewound = run.until(lambda: rewound_to(run, version), f"the learner to rewind to version {version}")
+        assert rewound.policy_version > before
         published = run.current
-        run.until(lambda: run.current > max(published, returned.policy_version) + 2, "the learner to go on")
-        assert returned_to(run, version) == returned, "it went back once"
+        run.until(lambda: run.current > max(published, rewound.policy_version) + 2, "the learner to go on")
+        assert rewound_to(run, version) == rewound, "it rewound once"
         assert run.stat().expired > 0, "groups of the versions between are dropped, and their prompts answered anew"
         assert run.servers()["a"].policy_version == version, "nothing is pushed meanwhile"
         body = {"model": config.run, "messages": [{"role": "user", "content": "1+1="}], "max_tokens": 4}

@@ -53,6 +53,7 @@ def json_text(value: Any, path: str) -> str:
         text = _ENCODER.encode(value)
         if "\\ud" in text:
             parse_json(text)
+        check_levels(text)
     except (ValueError, RecursionError) as error:
         raise InvalidInput(path, f"is not valid JSON: {error}") from error
     return text
@@ -60,17 +61,17 @@ def json_text(value: Any, path: str) -> str:
 
 def parse_json(text: str | bytes) -> Any:
     """Read JSON that can be stored, sent and read again by every part: no NaN, no number that Python reads as infinite
-    or cannot write again, no half of a surrogate pair, no more than 190 levels, so that answers with a value inside
-    have no more than the 200 that readers take. Raises ValueError otherwise."""
+    or cannot write again, no half of a surrogate pair, no more than 200 levels. Raises ValueError otherwise."""
     value = from_json(text, allow_inf_nan=False)
-    if len(text) <= 4:
-        return value
-    plain = text if isinstance(text, str) else text.decode()
-    if _MAY_OVERFLOW.search(plain):
+    if len(text) > 4 and _MAY_OVERFLOW.search(text if isinstance(text, str) else text.decode()):
         _ENCODER.encode(value)
-    if plain.count("[") + plain.count("{") > MAX_LEVELS:
-        from_json("[" * (201 - MAX_LEVELS) + plain + "]" * (201 - MAX_LEVELS))
     return value
+
+
+def check_levels(text: str) -> None:
+    """Raise ValueError if a value has more than 190 levels: `parse_json` reads no more than 200 in answers with it."""
+    if text.count("[") + text.count("{") > MAX_LEVELS:
+        from_json("[" * (201 - MAX_LEVELS) + text + "]" * (201 - MAX_LEVELS))
 
 
 def to_json(message: Message, record: type[BaseModel]) -> Json:

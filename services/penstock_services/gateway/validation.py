@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from penstock.api.conversion import parse_json
+from penstock.api.conversion import check_levels, parse_json
 from penstock.codec import prompt_to_proto, sampling_from_proto
 from penstock.errors import InvalidInput, NotFound
 from penstock.sampling import check_sampling as check_bounds
@@ -185,6 +185,7 @@ def check_json(text: str, path: str) -> Any:
     if text == "{}":
         return {}
     try:
+        check_levels(text)
         return parse_json(text)
     except ValueError as error:
         raise InvalidInput(path, f"is not valid JSON: {error}") from error

@@ -7,6 +7,7 @@ team, and an operator has the scope admin.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -574,8 +575,13 @@ async def test_nested_values_that_are_accepted_can_be_shown(tenants: Tenants) ->
         prompt = message()
         prompt.extra_info_json = f'{{"deep": {value}}}'
         request = prompts_pb2.SubmitPromptsRequest(prompts=[prompt])
-        if await tenants.alice.code("PromptService", "SubmitPrompts", request) == "OK":
+        by_rest = {"prompts": [PROMPT | {"extra_info": json.loads(prompt.extra_info_json)}]}
+        codes = {await tenants.alice.code("PromptService", "SubmitPrompts", request)}
+        codes.add(str(await tenants.alice.status("POST", f"{RUN}/prompts", json=by_rest)))
+        if codes == {"OK", "200"}:
             accepted.append(num_levels)
+        else:
+            assert codes == {"INVALID_ARGUMENT", "400"}
     assert accepted == [180, 189, 190]
     page = await tenants.alice.send("GET", f"{RUN}/prompts")
-    assert len(from_json(page.content)["prompts"]) == 3
+    assert len(from_json(page.content)["prompts"]) == 6

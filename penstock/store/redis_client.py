@@ -213,11 +213,13 @@ def send_all(sock: socket.socket, parts: Sequence[bytes]) -> None:
 
 
 async def check_primary(client: redis.asyncio.Redis) -> None:
-    """Raise ConfigError if Redis is a replica or a Sentinel. A cluster's client finds the primaries itself."""
-    if isinstance(client, RedisCluster):
-        return
-    asked: Any = client.execute_command("HELLO")  # type: ignore[no-untyped-call]
+    """Raise ConfigError if Redis is a replica or a Sentinel, and Unavailable if it does not answer. A cluster's client
+    finds the primaries itself."""
+    command = "PING" if isinstance(client, RedisCluster) else "HELLO"
+    asked: Any = client.execute_command(command)  # type: ignore[no-untyped-call]
     answer = await guarded(asked)
+    if command == "PING":
+        return
     fields = answer if isinstance(answer, dict) else dict(zip(answer[::2], answer[1::2], strict=True))
     if fields.get(b"mode") == b"sentinel" or fields.get(b"role", b"master") != b"master":
         raise ConfigError("redis.url names a replica or a Sentinel; set it to the primary. Failover is not supported")

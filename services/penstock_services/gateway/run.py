@@ -105,10 +105,8 @@ class ServedRun:
         try:
             async with asyncio.timeout(READY_TIMEOUT_S):
                 await check_primary(self.client)
-        except TimeoutError as error:
-            raise Unavailable("Redis does not answer; check redis.url and that the server runs") from error
-        except ConfigError as error:
-            raise Unavailable(str(error)) from error
+        except (TimeoutError, ConfigError) as error:
+            raise Unavailable(str(error) or "Redis does not answer; check that the server runs") from error
 
 
 class Alive(Record):

@@ -54,12 +54,12 @@ def _section(title: str, rows: Iterable[Key]) -> str:
         "Not needed": [f"`{row.verl}`" for row in rows if row.kind == "unneeded"],
     }
     tables = {
-        "| verl, with a difference | ours | difference |\n|---|---|---|": [
-            f"| `{row.verl}` | {_ours(row)} | {_note(row)} |" for row in fields if row.note
-        ],
-        "| verl, no counterpart | note |\n|---|---|": [
-            f"| `{row.verl}` | {_note(row)} |" for row in rows if row.kind == "missing"
-        ],
+        "| verl, with a difference | ours | difference |\n|---|---|---|": _merged(
+            (row.verl, f"{_ours(row)} | {_note(row)}") for row in fields if row.note
+        ),
+        "| verl, no counterpart | note |\n|---|---|": _merged(
+            (row.verl, _note(row)) for row in rows if row.kind == "missing"
+        ),
     }
     texts = [
         textwrap.fill(f"**{name}**: {'; '.join(items)}.", 140, break_on_hyphens=False)
@@ -68,6 +68,14 @@ def _section(title: str, rows: Iterable[Key]) -> str:
     ]
     texts += ["\n".join([head, *lines]) for head, lines in tables.items() if lines]
     return f"\n## {title}\n" + "\n\n".join(texts) + "\n"
+
+
+def _merged(cells: Iterable[tuple[str, str]]) -> list[str]:
+    """A line of the table for each text, with all keys that have it."""
+    keys: dict[str, list[str]] = {}
+    for key, text in cells:
+        keys.setdefault(text, []).append(f"`{key}`")
+    return [f"| {', '.join(names)} | {text} |" for text, names in keys.items()]
 
 
 def _ours(row: Key) -> str:

@@ -260,7 +260,7 @@ class PenstockClient:
         return await self._call(list[records.LeasedTask], "POST", "tasks", verb="lease", part="tasks", **body)
 
     async def heartbeat_tasks(self, session_ids: Sequence[str]) -> list[str]:
-        """Renew the leases of sessions; return those that are lost. Generate calls of a session renew its lease too."""
+        """Renew the leases of sessions; return the lost ones. Generate calls of a session renew its lease too."""
         body: dict[str, Any] = {"session_ids": list(session_ids)}
         return await self._call(list[str], "POST", "tasks", verb="heartbeat", part="lost_session_ids", **body)
 

@@ -302,7 +302,7 @@ class LearnerConfig(Config):
     metrics_host: str = "127.0.0.1"
     """Address that /metrics and the probes listen on; 0.0.0.0 lets Prometheus scrape from another machine."""
     metrics_port: int = Field(default=0, ge=0, le=65535)
-    """Port of /metrics and the probes. 0: take a free port and write it to `learner.json` in the run's folder."""
+    """Port of /metrics and the probes. 0 takes a free port and writes it to `learner.json` in the run's folder."""
     num_steps: int = Field(default=0, ge=0)
     """Number of steps; each trains one batch and makes one version. 0 trains until the dataset ends or the run
     stops."""
@@ -358,8 +358,8 @@ class LearnerConfig(Config):
     """Compile each layer and the log-probs with `torch.compile` while the first batch is generated. Faster on a GPU;
     the result is kept in `cache_dir`."""
     activation_memory: float = Field(default=1.0, ge=0, le=1)
-    """With `compile`: share of activations kept in layers that `activation_checkpointing` does not recompute; those
-    that are cheapest to recompute are dropped first."""
+    """With `compile`: share of activations kept in layers that `activation_checkpointing` does not recompute; the
+    cheapest ones to recompute are dropped first."""
     cpu_offload: bool = False
     """Keep and update weights and optimizer state in host memory. Slower, for models that do not fit otherwise."""
     sequence_parallel: int = Field(default=1, ge=1)

@@ -78,7 +78,7 @@ class McpServer(Config):
     command: list[str] = []
     """Program, with arguments, that each rollout server starts and talks to over stdin and stdout. Empty uses `url`."""
     url: str | None = Field(default=None, pattern=r"^https?://")
-    """Address of a server that talks over HTTP, such as `http://127.0.0.1:8000/mcp`. None: use `command`."""
+    """Address of a server that talks over HTTP, such as `http://127.0.0.1:8000/mcp`. Without it, `command` is used."""
     transport: Literal["streamable_http", "sse"] = "streamable_http"
     """How a server with a `url` talks: Streamable HTTP, or the older HTTP with server-sent events."""
     env: dict[str, str] = {}
@@ -387,9 +387,9 @@ class RolloutConfig(Config):
     advertise_host: str = ""
     """Address at which the learner and the gateway reach this server. Empty means `host`."""
     port: int = Field(default=0, ge=0, le=65535)
-    """Internal gRPC port. 0: take a free port."""
+    """Internal gRPC port. 0 takes a free port."""
     metrics_port: int = Field(default=0, ge=0, le=65535)
-    """Port of /metrics and the probes. 0: take a free port and write it to the run's folder."""
+    """Port of /metrics and the probes. 0 takes a free port and writes it to the run's folder."""
     engine: EngineConfig = EngineConfig()
     max_concurrent_groups: int = Field(default=64, ge=1)
     """Maximum number of whole groups that a server generates at once; a group counts by the share of its samples that

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
-from rich.console import RenderableType
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from penstock.api.records import Metrics, Run, Server
+from penstock.api.records import Finding, Metrics, Run, Server
 
 COLUMNS = 80
 _BARS = "▁▂▃▄▅▆▇█"
 _DIGEST_LENGTH = 8
+_LEVEL_STYLES = {"OK": "green", "WARN": "yellow", "FAIL": "bold red"}
 _STEP_METRICS = {
     "reward_mean": "reward", "staleness_mean": "staleness", "tokens_per_second": "tokens/s", "loss": "loss",
     "entropy": "entropy", "kl_reference": "KL", "grad_norm": "grad norm", "logprob_mismatch": "mismatch",
@@ -84,7 +85,7 @@ def step_numbers(metrics: Metrics) -> Text:
 
 
 def queue_numbers(run: Run) -> Text:
-    """The groups of the queue by state. `training` are those that the learner took for a step that is not done."""
+    """The groups of the queue by state. `training` are groups that the learner took for a step that is not done."""
     queue = run.queue
     trained = queue.trained if run.num_trained is None else run.num_trained
     numbers = {
@@ -161,3 +162,12 @@ def sparkline(values: Sequence[float], width: int) -> str:
         values = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
     low, high = min([0.0, *values]), max([1.0, *values])
     return "".join(_BARS[min(int((value - low) / (high - low) * len(_BARS)), len(_BARS) - 1)] for value in values)
+
+
+def print_findings(findings: Iterable[Finding]) -> None:
+    """A line for each finding, on stdout."""
+    console = Console(soft_wrap=True, highlight=False)
+    for finding in findings:
+        advice = f": {finding.advice}" if finding.advice else ""
+        level = (f"{finding.level.lower():<4}", _LEVEL_STYLES[finding.level])
+        console.print(Text.assemble(level, f"  {finding.check:<12}  {finding.text}{advice}"))

@@ -47,7 +47,7 @@ from penstock.store.redis_client import check_primary, connect
 from penstock.tracing import Tracing, open_tracing
 from penstock.v1 import generate_pb2_grpc, weights_pb2_grpc
 from penstock.weights.transports import ClusterKey
-from penstock_rollout.agents.registry import Agents
+from penstock_rollout.agents.loops import Agents
 from penstock_rollout.agents.saved_samples import TokenSaver
 from penstock_rollout.engines.engine import Engine
 from penstock_rollout.engines.factory import check_serves_model, create_engine, resolve_engine_name, start_engine

@@ -9,20 +9,21 @@ from typing import Any, cast
 
 import pytest
 
-from penstock.api.records import FIRST_BATCH, Notice, Part, Phase, QueueStat, Run, Server, Verdict
+from penstock.api.records import FIRST_BATCH, Finding, Notice, Part, Phase, QueueStat, Run, Server
+from penstock.diagnosis import log_lines
+from penstock.diagnosis.display import Display
 from penstock.diagnosis.facts import NO_LEARNER
-from penstock.errors import Conflict
-from penstock_tools.local import log_lines, processes
-from penstock_tools.local.demo import check_not_paused
-from penstock_tools.local.display import Display
-from penstock_tools.local.local_run import LocalRun
-from penstock_tools.local.log_lines import (
+from penstock.diagnosis.log_lines import (
     NO_PROMPTS_AFTER_S,
     SLOW_AFTER_S,
     STILL_AFTER_S,
     Announcements,
     waiting_for,
 )
+from penstock.errors import Conflict
+from penstock_tools.local import processes
+from penstock_tools.local.demo import check_not_paused
+from penstock_tools.local.local_run import LocalRun
 from penstock_tools.local.processes import Child, ProcessGroup
 from penstock_tools.local.supervisor import News
 
@@ -139,7 +140,7 @@ def test_a_learner_without_prompts_says_so_once_and_is_not_repeated(monkeypatch:
     clock = [0.0]
     monkeypatch.setattr(log_lines.time, "monotonic", lambda: clock[0])
     said, ready = Announcements(RUN), part("learner", (FIRST_BATCH, 1000))
-    lacking = Verdict(code="prompts", level="WARN", text="no step yet: no prompt", advice="submit some")
+    lacking = Finding(code="prompts", level="WARN", text="no step yet: no prompt", advice="submit some")
     idle = run_with(parts=(ready,), speed_verdict=lacking)
     assert said.new_lines(idle) == [f"learner: {FIRST_BATCH}"], "a feed needs a moment to submit the first prompts"
     clock[0] += NO_PROMPTS_AFTER_S

@@ -10,9 +10,9 @@ import pytest
 
 from penstock.api.records import QueueStat, Run
 from penstock.config.loading import validate
+from penstock.diagnosis import display
+from penstock.diagnosis.display import LINE_EVERY_S, WAITING_AFTER_S, LineDisplay
 from penstock.diagnosis.terminal import alarms, sparkline
-from penstock_tools.local import display
-from penstock_tools.local.display import LINE_EVERY_S, WAITING_AFTER_S, LineDisplay
 from penstock_tools.local.supervisor import print_validations
 
 QUEUE = QueueStat(**dict.fromkeys(QueueStat.model_fields, 0) | {"pending_prompts": 7, "queued": 5, "delivered": 3})

@@ -6,21 +6,21 @@ from typing import Any
 
 import pytest
 
-from penstock.api.records import QueueStat, Run, Verdict
+from penstock.api.records import Finding, QueueStat, Run
+from penstock.diagnosis import log_lines
+from penstock.diagnosis.log_lines import REPEAT_AFTER_S, SLOW_AFTER_S, Announcements
 from penstock.diagnosis.progress import FEW_STEPS, NEWEST_STEPS, SPEED_STEPS
-from penstock_tools.local import log_lines
-from penstock_tools.local.log_lines import REPEAT_AFTER_S, SLOW_AFTER_S, Announcements
 
 RUN = Run(
     run="test", step=100, policy_version=100, term=1, queue=QueueStat(**dict.fromkeys(QueueStat.model_fields, 0)),
     metrics={}, servers=(), state="RUNNING", held_version=None, detail="",
 )  # fmt: skip
-FLAT = Verdict(code="flat", level="WARN", text="reward 0.5 over 30 steps, flat", advice="read samples")
-NO_SPREAD = Verdict(code="no_spread", level="FAIL", text="100% of the groups have no spread", advice="other prompts")
-RISING = Verdict(code="rising", level="OK", text="reward 0.6, rising from 0.5 to 0.7", advice="")
-GROUPS = Verdict(code="groups", level="OK", text="the learner waits 60% of 2 s a step", advice="add servers")
-KV_FULL = Verdict(code="kv_full", level="WARN", text="the KV cache is full (97%)", advice="give more memory")
-LEARNER = Verdict(code="learner", level="OK", text="the learner is the bottleneck", advice="")
+FLAT = Finding(code="flat", level="WARN", text="reward 0.5 over 30 steps, flat", advice="read samples")
+NO_SPREAD = Finding(code="no_spread", level="FAIL", text="100% of the groups have no spread", advice="other prompts")
+RISING = Finding(code="rising", level="OK", text="reward 0.6, rising from 0.5 to 0.7", advice="")
+GROUPS = Finding(code="groups", level="OK", text="the learner waits 60% of 2 s a step", advice="add servers")
+KV_FULL = Finding(code="kv_full", level="WARN", text="the KV cache is full (97%)", advice="give more memory")
+LEARNER = Finding(code="learner", level="OK", text="the learner is the bottleneck", advice="")
 
 
 def after(num_steps: int, **changes: Any) -> Run:
@@ -34,7 +34,7 @@ class Said:
         self.announcements = Announcements(RUN)
         self.step = 0
 
-    def steps(self, num_steps: int, verdict: Verdict) -> dict[int, str]:
+    def steps(self, num_steps: int, verdict: Finding) -> dict[int, str]:
         """Make steps, each with this verdict. Returns what was said, by step."""
         lines = {}
         for _ in range(num_steps):
@@ -81,7 +81,7 @@ def test_a_slow_run_says_what_it_waits_for_after_a_while(monkeypatch: pytest.Mon
     monkeypatch.setattr(log_lines.time, "monotonic", lambda: clock[0])
     announcements = Announcements(RUN)
 
-    def lines(seconds: float, verdict: Verdict, num_steps: int = SPEED_STEPS) -> list[str]:
+    def lines(seconds: float, verdict: Finding, num_steps: int = SPEED_STEPS) -> list[str]:
         begin, said = announcements.new_lines(after(num_steps, speed_verdict=verdict)), list[str]()
         for _ in range(int(seconds)):
             clock[0] += 1

@@ -141,10 +141,10 @@ class Answers:
     run: str
     model: str
     data: str = ""
-    """Empty: clients submit the prompts."""
+    """Empty if clients submit the prompts."""
     validation: str = ""
     reward: str = ""
-    """A Python file, or one of BUILT_IN_REWARDS. Empty: by the data source of each prompt."""
+    """A Python file, or one of BUILT_IN_REWARDS. If empty, each prompt's data source decides."""
     algorithm: str = "grpo"
     gpus: int = 0
     placement: Placement | None = None
@@ -382,7 +382,7 @@ def _num_gpus_here() -> int:
 
 
 def _parsed(name: str, text: str) -> Any:
-    """The value of an answer. Of a path or Hub id, `none` and `auto` are empty, and built-in rewards pass."""
+    """The value of an answer. For a path or Hub id, `none` and `auto` are empty, and built-in rewards pass."""
     options = _QUESTIONS[name][1]
     if text not in options.get("choices", (text,)):
         raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(options['choices'])}")

@@ -147,7 +147,7 @@ class SequenceBatch:
         return self._with("sequence_fields", self.num_sequences, arrays)
 
     def select_fields(self, *names: str) -> SequenceBatch:
-        """The batch with these optional fields alone, besides those that every batch has. Ranks are sent less then."""
+        """The batch with only these optional fields, and the fields that every batch has. Ranks are sent less then."""
         unknown = [name for name in names if name not in self.arrays]
         if unknown:
             raise ValueError(f"the batch has no field {unknown[0]!r}; it has {', '.join(self.arrays)}")

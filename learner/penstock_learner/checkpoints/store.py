@@ -119,7 +119,7 @@ class CheckpointStore:
         return [Path(resume)]
 
     def of_the_run(self) -> list[Path]:
-        """The checkpoints of the run, newest first, without those that it abandoned in a rewind. Does not need Redis.
+        """The checkpoints of the run, newest first, without the ones abandoned in a rewind. Does not need Redis.
         Raises ConfigError if a learner was about to rewind and has not started again since."""
         rewind, is_done = read_rewind(self.folder)
         if rewind is None or is_done:

@@ -230,7 +230,7 @@ class BatchReader:
             await self.queue.expire(group.prompt_id, reason)
 
     async def _without_failed(self, groups: Sequence[Group]) -> list[Group]:
-        """The groups without those that the limit on failed rewards refuses. Their prompts are sampled again."""
+        """The groups that the limit on failed rewards accepts. The prompts of the others are sampled again."""
         refused = [group.prompt_id for group in groups if self.failed_rewards.is_refused(group)]
         return await self._without(groups, refused, REWARD_FAILED)
 

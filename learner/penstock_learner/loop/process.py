@@ -33,8 +33,7 @@ from penstock.store.heartbeats import LEARNER, Heartbeats, Phases
 from penstock.store.notices import Event, Notices
 from penstock.store.run_control import RunControl
 from penstock.tracing import Tracing
-from penstock_learner.agreement.comparison import LogProbCheck
-from penstock_learner.agreement.servers import ServerAgreement, ServerQuarantine
+from penstock_learner.agreement.servers import LogProbCheck, ServerAgreement, ServerQuarantine
 from penstock_learner.checkpoints.saving import CheckpointWriter, load_checkpoint
 from penstock_learner.checkpoints.store import CheckpointStore
 from penstock_learner.checkpoints.trainer_state import tokenizer_digest

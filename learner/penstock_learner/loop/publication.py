@@ -77,7 +77,7 @@ class Followers:
         return not is_stale and reading.first_silence_s(self.config.replay.lease_ttl_s) > 0
 
     async def record(self, report: PushReport, state: ServerState) -> None:
-        """Give the members that committed their state. Evict those that failed, and count the failure."""
+        """Set the state of members that committed. Evict members that failed, and count the failure."""
         await self.fleet.set_states(report.committed, state, self.term)
         for server_id in report.committed:
             self.failures.pop(server_id, None)
@@ -106,7 +106,7 @@ class Followers:
 
 @dataclass(eq=False)
 class VersionSnapshots:
-    """Has policy rank 0 write snapshots of staged versions, and keeps the newest ones and those that are in use."""
+    """Has policy rank 0 write snapshots of staged versions, and keeps the newest snapshots and the ones in use."""
 
     config: RunConfig
     policy: RoleGroup
@@ -127,7 +127,7 @@ class VersionSnapshots:
         return target
 
     async def write(self, policy_version: int) -> Path:
-        """Write a snapshot of a staged version, and remove those that are no longer needed."""
+        """Write a snapshot of a staged version, and remove snapshots that are no longer needed."""
         folder = self.config.folder / "snapshots"
         target = folder / f"version-{policy_version:08d}"
         timeout_s = self.config.learner.rank_timeout_s
@@ -323,7 +323,7 @@ class PolicyPublication:
                 await self.quarantine.loaded(server.server_id, version or 0, num_probes)
 
     async def _catch_up(self, servers: list[ServerRecord], transport: str | None) -> list[str]:
-        """Push the current version to these servers alone. Returns those that have loaded it."""
+        """Push the current version to these servers alone. Returns the servers that have loaded it."""
         version = self.current
         assert version is not None
         logger.info("bringing version %d to %s", version, [server.server_id for server in servers])

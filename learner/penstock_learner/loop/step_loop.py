@@ -163,7 +163,7 @@ class StepRecords:
     async def record(
         self, batch: Batch, metrics: Mapping[str, float], rewards: NDArray[np.float32], term: Term, loggers: StepLoggers
     ) -> None:
-        """Record one step. `rewards` are those that the batch was trained with, one per trajectory."""
+        """Record one step. `rewards` are the rewards that were trained on, one per trajectory."""
         loggers.log(metrics)
         self.metrics.record_step(metrics, mean_rewards(batch.groups, rewards))
         if self.recovering_since is not None:
@@ -318,7 +318,7 @@ class StepLoop:
         return BatchAhead.begin(self.reader, self.training, step, policy_version)
 
     def _replaced(self, batch: BatchAhead, replace: Callable[..., Awaitable[Batch]], **which: Any) -> BatchAhead:
-        """The same batch with other groups in place of those that may no longer be trained by the policy's weights."""
+        """The same batch with other groups in place of groups that the policy's weights may no longer train."""
         now = partial(replace, **which, policy_version=self.term.policy_version, wanted=batch.wanted)
         return batch.replaced_by(self.training, now)
 

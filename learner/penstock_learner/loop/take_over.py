@@ -204,7 +204,7 @@ async def _count_overdue(queue: GroupConsumer, manifests: Mapping[int, list[int]
     outcome = "trained with off-policy correction" if replay.stale_policy == "correct" else "dropped and made again"
     logger.warning(
         "%d groups wait, %d more than replay.groups_per_step %d can train within replay.max_staleness %d; "
-        "those that are too old by then are %s",
+        "groups that are too old by then are %s",
         num_waiting, num_overdue, replay.groups_per_step, replay.max_staleness, outcome,
     )  # fmt: skip
     return num_overdue

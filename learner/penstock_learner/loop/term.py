@@ -53,7 +53,7 @@ class Term:
     resumed_from: str = ""
     """The value of `checkpoint.resume` if the run was started from the checkpoint that it names, or empty."""
     num_orders: int = 0
-    """How many of the operator's orders to rewind were handled, including those that could not be followed."""
+    """How many of the operator's orders to rewind were handled, including orders that could not be followed."""
     lineage: Lineage = field(default_factory=Lineage)
     is_rewound: bool = False
     """Whether the term starts from a checkpoint that the run was rewound to. Newer versions are abandoned then."""

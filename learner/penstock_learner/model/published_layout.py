@@ -151,8 +151,8 @@ def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def sharded_units(lm: Any) -> Iterator[tuple[nn.Module, list[tuple[str, Tensor]]]]:
-    """Yield what is sharded and pushed separately, with its tensors: the model with those that belong to no layer, then
-    each layer."""
+    """Yield what is sharded and pushed separately, with its tensors: the model with the tensors of no layer, then each
+    layer."""
     list_name, layers = decoder_layers(lm)
     yield lm, [(name, tensor) for name, tensor in own_tensors(lm) if not name.startswith(f"{list_name}.")]
     for index, layer in enumerate(layers):
@@ -238,7 +238,7 @@ def model_without_weights(folder: Path) -> Any | None:
 
 
 def _candidates(lm: Any, folder_shapes: Shapes) -> Iterator[list[Any]]:
-    """The conversions that loading has used, those that loading this folder would use, and none."""
+    """The conversions that loading has used, the ones that loading this folder would use, and none."""
     if getattr(lm, "_weight_conversions", None) is not None:
         yield lm._weight_conversions
     yield _used_by(lm, folder_shapes)
@@ -277,3 +277,21 @@ def _difference(published: Shapes, wanted: Shapes) -> str:
         if published.get(name, shape) != shape:
             return f"{name} has shape {shape} in the folder and {published[name]} in the model"
     return ""
+
+
+# ── whether weights are finite ──
+
+
+def first_nonfinite(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """The name of the first tensor that holds a NaN or an infinity, or an empty text. Waits for the device once."""
+    checked = [(name, tensor) for name, tensor in tensors if tensor.is_floating_point() and tensor.numel()]
+    if not checked:
+        return ""
+    finite = torch.stack([is_finite(tensor).to(checked[0][1].device) for _, tensor in checked]).tolist()
+    return next((name for (name, _), each in zip(checked, finite, strict=True) if not each), "")
+
+
+def is_finite(tensor: Tensor) -> Tensor:
+    """A boolean on the tensor's device. Smallest and largest value cost a tenth of `isfinite`, and NaN is both."""
+    smallest, largest = tensor.detach().aminmax()
+    return smallest.isfinite() & largest.isfinite()

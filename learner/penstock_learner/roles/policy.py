@@ -26,25 +26,27 @@ from penstock.config.run import RunConfig
 from penstock.errors import WeightPushFailed
 from penstock.weights.snapshot import FILE_NAME, find_damage
 from penstock_learner.algorithms.aggregation import Denominators, aggregate, apply_mask
-from penstock_learner.algorithms.corrections import (
+from penstock_learner.algorithms.losses import (
     CorrectionStatistics,
+    LossInputs,
+    LossStatistics,
     Mismatch,
     correct,
     interpolate_log_probs,
+    kl_penalty,
     measure_mismatch,
+    policy_loss,
 )
-from penstock_learner.algorithms.losses import LossInputs, LossStatistics, kl_penalty, policy_loss
 from penstock_learner.batches.partition import RankShard
 from penstock_learner.batches.sequence_batch import SequenceBatch
 from penstock_learner.model.adapter import adapter_off, add_adapter
 from penstock_learner.model.architectures import require_parallel
-from penstock_learner.model.attention.packed_layout import ModelInputs, tree_of
+from penstock_learner.model.attention.packed_layout import ModelInputs, required_to_device, to_device, to_host, tree_of
 from penstock_learner.model.attention.sequence_parallel import SequenceParallel, make_sequence_parallel
 from penstock_learner.model.causal_lm import CausalLM, open_model
 from penstock_learner.model.published_layout import PushedWeights, fit_to_folder
 from penstock_learner.model.routers import Balance, watch_routers
 from penstock_learner.model.self_check import require_right
-from penstock_learner.model.tensors import required_to_device, to_device, to_host
 from penstock_learner.model.torch_settings import DTYPES, compute_dtype_of
 from penstock_learner.optim.optimizer import ScaledAdamW, apply_gradients
 from penstock_learner.roles.dispatch import RouterReport, UpdateReport, dispatched

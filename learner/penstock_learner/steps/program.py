@@ -215,7 +215,7 @@ async def update_critic(critic: Role, parts: Sequence[SequenceBatch], context: S
 
 
 def proximal_log_probs(batch: SequenceBatch, updates: Sequence[Update]) -> NDArray[np.float32] | None:
-    """[T] the policy's log-probs of the batch before its updates: those of the batch, or those that its only update
+    """[T] the policy's log-probs of the batch before its updates: those in the batch, or what its only update
     has computed. None if no pass gave them for every token."""
     if batch.old_log_probs is not None:
         return batch.old_log_probs

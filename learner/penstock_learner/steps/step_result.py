@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from penstock.config.algorithms import AlgorithmConfig
 from penstock.errors import TrainingDiverged
 from penstock.trajectory import Group
-from penstock_learner.algorithms.corrections import CorrectionStatistics
+from penstock_learner.algorithms.losses import CorrectionStatistics
 from penstock_learner.batches.partition import RankShard
 from penstock_learner.batches.sequence_batch import SequenceBatch
 from penstock_learner.checkpoints.trainer_state import Lineage

@@ -90,7 +90,7 @@ class WeightPublisher:
         exact: Collection[str] = (),
     ) -> StagedVersion:
         """Allocate the buckets of a new version. Drops every other version except those in `keep`. Tensors are sent in
-        `model.dtype`, and those that `exact` names in float32."""
+        `model.dtype`, and the ones that `exact` names in float32."""
         weights = self.config.weights
         dtype = SAFETENSORS_NAMES[DTYPES[self.config.model.dtype]]
         tensors = [TensorShape(name, "F32" if name in exact else dtype, shape) for name, shape in shapes]
@@ -253,7 +253,7 @@ def attempt(
     manifest, staged = shipment.manifest, shipment.staged
 
     def abort(targets: Sequence[PushTarget], reason: str) -> dict[str, str]:
-        """Tell members to drop the stage. Returns those that do not answer, which may still read the buckets."""
+        """Tell members to drop the stage. Returns members that do not answer: they may still read the buckets."""
         silent = calls.abort(
             targets, weights_pb2.AbortRequest(policy_version=manifest.policy_version, reason=reason, term=manifest.term)
         )

@@ -342,7 +342,7 @@ class GlooSender:
     def send(self, shipment: Shipment, members: Sequence[PushTarget], deadline: Deadline) -> None:
         """Send to all workers, or to the relays. With relays it ends when all workers have all bytes: one that dies
         late would take those with it that get their bytes from it. Every operation gets the rest of the deadline, also
-        because a group's destructor waits for those that were begun."""
+        because a group's destructor waits for sends that were begun."""
         try:
             [place] = group_places(PUBLISHER_RANK, num_ranks(members), self.group_size)
             store = PrefixStore(f"{self._prefix}/{place.name}", self._store)

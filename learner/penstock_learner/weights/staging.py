@@ -35,7 +35,7 @@ from penstock.weights.manifest import (
     piece_digest,
 )
 from penstock.weights.transports import SEALS, Deadline, has_cupy, header_bytes, make_header
-from penstock_learner.model.tensors import first_nonfinite, is_finite
+from penstock_learner.model.published_layout import first_nonfinite, is_finite
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 COPY_BYTES = 2**18

@@ -4,7 +4,7 @@ A receiver knows nothing about
 engines. Each of its waits has a deadline and ends early when the stage is aborted. So if a publisher stalls or never
 connects, it costs no more than a waiting thread. The receivers of shm and snapshot are here, the others in receivers/.
 
-Of a low-rank adapter only the adapter itself is sent. The engine loads the merged weights, so it decodes as fast as it
+For a low-rank adapter only the adapter itself is sent. The engine loads the merged weights, so it decodes as fast as it
 does without an adapter.
 """
 

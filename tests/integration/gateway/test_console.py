@@ -281,7 +281,7 @@ async def test_tokens_are_coloured_and_walked_by_keyboard(page: Any, gateway: Ga
     await tokens.locator("span").first.focus()
     await page.keyboard.press("ArrowRight")
     await page.keyboard.press("ArrowRight")
-    assert "token 2: version 4" in await page.locator("#said").inner_text()
+    assert "token 2: version 4" in await page.locator("#announcement").inner_text()
     await page.get_by_label("Colour by").select_option("log-prob")
     await page.get_by_text("The stronger the colour").wait_for()
     backgrounds = {
@@ -378,7 +378,7 @@ async def test_stored_markup_is_shown_and_not_run(gateway: Gateway, queue: Redis
                 await page.get_by_role("button", name="Prompt 7", exact=True).click()
                 await page.get_by_role("heading", name="Group of prompt 7").wait_for()
             if view != "Sessions":
-                await page.get_by_text("onerror=window.hacked").first.wait_for(state="attached")
+                await page.wait_for_function("document.body.outerHTML.includes('onerror=window.hacked')")
             made = "[...document.querySelectorAll('#bait, [onerror], [onload], [href^=javascript]')].length"
             assert await page.evaluate(f"[window.hacked ?? 0, {made}]") == [0, 0], view
         await browser.close()

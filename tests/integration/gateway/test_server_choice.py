@@ -118,4 +118,4 @@ async def test_a_server_that_died_is_left_out_in_time(redis_client: redis.Redis,
             await choosing.report("b", 1)
             await asyncio.sleep(0.05)
     assert await choosing.first(("a",)) == "b"
-    assert [server.server_id for server in (await choosing.choice.view.view.current()).servers] == ["a", "b"]
+    assert [server.server_id for server in (await choosing.choice.view.current()).servers] == ["a", "b"]

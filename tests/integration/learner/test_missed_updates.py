@@ -27,8 +27,7 @@ from penstock.trajectory import Group, Sampling, Trajectory
 from penstock.v1 import policies_pb2
 from penstock.weights.manifest import TensorShape, allocate_buckets, build_manifest, host_checksum, weights_digest
 from penstock.weights.snapshot import write_snapshot
-from penstock_learner.agreement.comparison import MIN_STEPS, LogProbCheck
-from penstock_learner.agreement.servers import ServerAgreement, ServerQuarantine
+from penstock_learner.agreement.servers import MIN_STEPS, LogProbCheck, ServerAgreement, ServerQuarantine
 from penstock_learner.batches.sequence_batch import batch_of
 from penstock_learner.checkpoints.trainer_state import Lineage
 from penstock_learner.metrics import LearnerMetrics

@@ -17,8 +17,14 @@ from penstock.errors import ConfigError
 from penstock.replay.queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, Quarantines, ServerRecord
 from penstock.trajectory import Group, Trajectory, VersionSegment
-from penstock_learner.agreement.comparison import STRIKES, LogProbCheck
-from penstock_learner.agreement.servers import NUM_PROBES, RELOADS_THAT_FAILED, ServerAgreement, ServerQuarantine
+from penstock_learner.agreement.servers import (
+    NUM_PROBES,
+    RELOADS_THAT_FAILED,
+    STRIKES,
+    LogProbCheck,
+    ServerAgreement,
+    ServerQuarantine,
+)
 from penstock_learner.checkpoints.trainer_state import Lineage
 from penstock_learner.metrics import OTHER_SERVERS, LearnerMetrics
 from support.groups import make_group

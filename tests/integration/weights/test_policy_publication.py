@@ -18,8 +18,7 @@ from penstock.replay.queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, Quarantines, ServerRecord
 from penstock.store.policies import PolicyRegistry
 from penstock.store.redis_client import connect
-from penstock_learner.agreement.comparison import ServerVerdict
-from penstock_learner.agreement.servers import ServerQuarantine
+from penstock_learner.agreement.servers import ServerQuarantine, ServerVerdict
 from penstock_learner.loop.publication import PolicyPublication
 from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.weights.senders import PushReport

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock_learner.batches.prefix_tree import PrefixTree
+from penstock_learner.batches.partition import PrefixTree
 from penstock_learner.steps.program import EQUAL, LONG, MIXED, TrainingStep, rehearsal_batch, rehearse
 from support.groups import make_group
 from support.learner_ranks import make_step

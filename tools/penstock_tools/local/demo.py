@@ -18,15 +18,15 @@ from rich.table import Table
 
 from penstock.api.records import Run
 from penstock.config.run import RunConfig
+from penstock.diagnosis.display import Display, make_display
 from penstock.diagnosis.facts import NO_LEARNER
+from penstock.diagnosis.log_lines import PAUSED_STATES
 from penstock.diagnosis.terminal import sparkline
 from penstock.errors import ConfigError, Conflict, DeadlineExceeded
 from penstock.feed.dataset_feed import seeded
 from penstock.feed.datasets import read_prompts
 from penstock.trajectory import Prompt, Sampling
-from penstock_tools.local.display import Display, make_display
 from penstock_tools.local.local_run import LocalRun
-from penstock_tools.local.log_lines import PAUSED_STATES
 from penstock_tools.local.supervisor import News
 
 POLL_S = 0.5

@@ -285,7 +285,7 @@ class Restarts:
         """The children that are not ready again, each with one line that says how it ended."""
 
     def check(self, may_finish: Sequence[str] = ()) -> list[Restart]:
-        """Restart the children whose wait is over, and return those that have newly ended. Raises ProcessDied for one
+        """Restart the children whose wait is over, and return the newly ended ones. Raises ProcessDied for one
         that is not started again."""
         found = []
         for child in self.processes.ended(may_finish):

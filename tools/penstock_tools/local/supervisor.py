@@ -11,12 +11,12 @@ from pathlib import Path
 
 from penstock.api.records import Run
 from penstock.config.run import RunConfig
+from penstock.diagnosis.display import SHOWN_METRICS, Display, History, LineDisplay
+from penstock.diagnosis.log_lines import PAUSED_STATES, Announcements, waiting_for
 from penstock.errors import ConfigError, DeadlineExceeded, NotFound, ProcessDied, Unavailable
 from penstock.feed.feed_process import feed_file
 from penstock.feed.validation import evaluation_id, read_results, result_line, validated_steps
-from penstock_tools.local.display import SHOWN_METRICS, Display, History, LineDisplay
 from penstock_tools.local.local_run import LocalRun
-from penstock_tools.local.log_lines import PAUSED_STATES, Announcements, waiting_for
 
 POLL_S = 0.5
 ANSWER_S = 0.5

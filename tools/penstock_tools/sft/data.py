@@ -104,7 +104,7 @@ class ConversationMasks:
         return self.encode(self._render(where, messages, tools, add_generation_prompt=True))
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """The tokens of a text alone, without those that a tokenizer puts around it."""
+        """The tokens of a text alone, without the tokens that a tokenizer puts around it."""
         return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _turn(

@@ -40,10 +40,9 @@ from penstock_learner.checkpoint_files import FileRecord
 from penstock_learner.checkpoints.store import CheckpointStore, first_intact
 from penstock_learner.checkpoints.trainer_state import TrainerState, read_state
 from penstock_learner.loggers.step_loggers import StepLoggers, check_loggers, open_loggers
-from penstock_learner.model.attention.packed_layout import ModelInputs
+from penstock_learner.model.attention.packed_layout import ModelInputs, to_device
 from penstock_learner.model.attention.sequence_parallel import make_sequence_parallel
 from penstock_learner.model.self_check import require_right
-from penstock_learner.model.tensors import to_device
 from penstock_learner.model.torch_settings import compute_dtype_of, set_up_torch
 from penstock_learner.optim.optimizer import apply_gradients
 from penstock_learner.roles.policy import open_policy

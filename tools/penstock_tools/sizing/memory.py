@@ -90,7 +90,7 @@ class Setup:
 
     micro_batch_tokens: int = 16384
     longest_sequence: int = 0
-    """Tokens of the longest sample with its prompt. 0: no sample is longer than a micro-batch."""
+    """Tokens of the longest sample with its prompt. 0 if no sample is longer than a micro-batch."""
     sequence_parallel: int = 1
     logprob_chunk_tokens: int = 2048
     master_bytes: int = 4
@@ -106,7 +106,7 @@ class Setup:
     """With `compiles`: share of activations that layers keep if they are not recomputed."""
     cpu_offload: bool = False
     lora_rank: int = 0
-    """Rank of the policy's adapter, which is trained instead of its weights. 0: no adapter."""
+    """Rank of the policy's adapter, which is trained instead of its weights. 0 without one."""
     policy_is_reference: bool = True
     """With an adapter: whether the policy, with its adapter switched off, is the reference."""
     staging: Staging = "device"

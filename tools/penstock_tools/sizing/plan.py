@@ -41,7 +41,7 @@ def new_run(model: str, means: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def task_of(config: RunConfig, gpu: Gpu, means: Mapping[str, int], *, is_padded: bool = False) -> Task:
-    """The task of a run's configuration. A config only has the longest prompt and response: the means are those that
+    """The task of a run's configuration. A config only has the longest prompt and response: the means are the ones that
     are given, or what `LONGEST_SAMPLE` makes of them."""
     dataset, engine, learner = config.dataset, config.rollout.engine, config.learner
     if learner.roles:

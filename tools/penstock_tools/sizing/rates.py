@@ -35,7 +35,7 @@ class Workload:
     prompt_tokens: int = 512
     response_tokens: int = 1024
     longest_tokens: int = 0
-    """Tokens of the longest sample with its prompt. 0: as many as `LONGEST_SAMPLE` says."""
+    """Tokens of the longest sample with its prompt. 0 for as many as `LONGEST_SAMPLE` says."""
     max_staleness: int = 2
     max_num_seqs: int = 256
     gpu_memory_utilization: float = 0.9

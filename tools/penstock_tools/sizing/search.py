@@ -53,7 +53,7 @@ class Learner:
     setup: Setup
     train_s: float
     utilization: float = 0.0
-    """Share of the only GPU that a rollout server takes. 0: servers have their own GPUs."""
+    """Share of the only GPU that a rollout server takes. 0 if servers have their own GPUs."""
 
     @property
     def num_gpus(self) -> int:

@@ -304,7 +304,7 @@ class Values:
         return ours
 
     def set_direct(self, *skipped: str) -> None:
-        """Set the fields of keys that have a converter, apart from those that begin with `skipped`. What is not given
+        """Set the fields of keys that have a converter, except keys that begin with `skipped`. What is not given
         and the same by default is not written."""
         for row in KEYS_BY_PROGRAM[self.program]:
             if not row.convert or row.verl.startswith(skipped):

@@ -169,8 +169,8 @@ def _unchanged(model: Any) -> Iterator[None]:
 
 
 class _Recorder(TorchDispatchMode):
-    """Records the copies and fills of a loader, and does not execute them. Other operations that write
-    are refused, and those that read values."""
+    """Records the copies and fills of a loader, and does not execute them. Other operations that write,
+    and operations that read values, are refused."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -585,9 +585,11 @@ async def answer_all(waiting: Sequence[asyncio.Future[T]], exchange: Awaitable[S
                 future.set_exception(error)
     else:
         for future, answer in zip(waiting, answers, strict=True):
-            if isinstance(answer, Exception) and not future.done():
+            if future.done():
+                continue
+            if isinstance(answer, Exception):
                 future.set_exception(answer)
-            elif not future.done():
+            else:
                 future.set_result(answer)
 
 

@@ -216,13 +216,12 @@ async def check_primary(client: redis.asyncio.Redis) -> None:
     """Raise ConfigError if Redis is a replica or a Sentinel, and Unavailable if it does not answer. A cluster's client
     finds the primaries itself."""
     command = "PING" if isinstance(client, RedisCluster) else "HELLO"
-    try:
-        asked: Any = client.execute_command(command)  # type: ignore[no-untyped-call]
-        answer = await asked
-    except NoPermissionError:  # users of Redis 6 may lack this right: then the first write finds out
-        return
-    except RedisError as error:
-        raise Unavailable(f"Redis does not answer ({error}); check redis.url and that the server runs") from error
+    with redis_errors():
+        try:
+            asked: Any = client.execute_command(command)  # type: ignore[no-untyped-call]
+            answer = await asked
+        except NoPermissionError:  # users of Redis 6 may lack this right: then the first write finds out
+            return
     if command == "PING":
         return
     fields = answer if isinstance(answer, dict) else dict(zip(answer[::2], answer[1::2], strict=True))

@@ -119,8 +119,7 @@ ALL_LINEAR: Literal["all-linear"] = "all-linear"
 OWN_ROLE_WORKERS = ("critic", "reference", "reward_model")
 """Workers that a role of the user's own can have by name."""
 TYPICAL_MISMATCH_NATS = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.05}
-"""Upper end of the usual mean difference per token between the log-probs of two correct implementations of the same
-model, by dtype."""
+"""Upper end of the usual mean difference per token between log-probs of two correct implementations, by dtype."""
 
 
 class RoleConfig(Config):
@@ -274,8 +273,7 @@ class LearnerConfig(Config):
     """The learner: its models and where they run, the optimizer, batches, checkpoints and logs."""
 
     placement: Literal["standalone", "split-collocate"] = "standalone"
-    """`standalone`: each model has its own GPUs. `split-collocate`: policy + reference, and critic + reward model,
-    share."""
+    """`standalone`: each model has its own GPUs. `split-collocate`: policy + reference, critic + reward model share."""
     policy: RoleConfig = RoleConfig()
     """The model that is trained."""
     reference: ReferenceConfig = ReferenceConfig()
@@ -304,8 +302,7 @@ class LearnerConfig(Config):
     metrics_port: int = Field(default=0, ge=0, le=65535)
     """Port of /metrics and the probes. 0 takes a free port and writes it to `learner.json` in the run's folder."""
     num_steps: int = Field(default=0, ge=0)
-    """Number of steps; each trains one batch and makes one version. 0 trains until the dataset ends or the run
-    stops."""
+    """Number of steps; each trains a batch and makes a version. 0 trains until the dataset ends or the run stops."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     lr: float = Field(default=1e-6, gt=0, le=10)
     """Learning rate of the policy's AdamW."""

@@ -210,8 +210,7 @@ class Gsm8kReward(RewardSettings):
 
 
 class MathReward(RewardSettings):
-    """Compares the answer, usually in `\\boxed{}`, with the ground truth as a mathematical expression, by
-    math-verify."""
+    """Compares the answer, usually in `\\boxed{}`, with the ground truth as an expression, by math-verify."""
 
     kind: Literal["math"] = "math"
     correct_score: float = 1.0
@@ -371,8 +370,7 @@ class PromptConfig(Config):
     max_tokens: int | None = Field(default=None, ge=1)
     """Maximum number of tokens in a rendered prompt. None means one less than `engine.max_model_len`."""
     overlong: Literal["filter", "truncate_left", "truncate_right", "truncate_middle"] = "filter"
-    """`filter` dead-letters longer prompts with the reason `prompt_too_long`; the others remove tokens from the left,
-    the right or the middle."""
+    """`filter` dead-letters longer prompts (`prompt_too_long`); the others cut tokens at that side or in the middle."""
     template_arguments: dict[str, Any] = {}
     """Further arguments of the model's chat template, such as `{enable_thinking: false}`."""
 

@@ -65,8 +65,7 @@ class BreakerConfig(Config):
 
 
 class GroupFilterConfig(Config):
-    """Which groups are trained, by rewards and lengths. Others are discarded, and other prompts are admitted
-    instead."""
+    """Which groups are trained, by rewards and lengths. Others are discarded, and other prompts admitted instead."""
 
     min_spread: float = Field(default=0.0, ge=0)
     """Least difference between the best and the worst reward of a group. 0 means no limit; see `dynamic_sampling`."""
@@ -196,8 +195,7 @@ class GatewayConfig(Config):
     `keys_file` for several keys or scopes. Without either, a gateway on loopback makes its own key in `gateway.key` in
     the run's folder, which commands and clients on this machine read."""
     keys_file: Path | None = None
-    """File with the names, scopes and hashes of API keys, written by `penstock keys make`. It is read again when it
-    changes."""
+    """File with names, scopes and hashes of API keys, by `penstock keys make`. It is read again when it changes."""
     keys_grace_s: float = Field(default=300.0, ge=0)
     """Seconds for which keys stay valid when their file cannot be read or parsed. Removed keys are invalid at once."""
     allowed_hosts: list[str] = Field(default_factory=list)

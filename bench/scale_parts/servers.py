@@ -28,8 +28,7 @@ from penstock.config.run import RunConfig
 from penstock.config.service import ReplayConfig
 from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import Lease
-from penstock.store.fleet import Fleet, Reported, ServerRecord
-from penstock.store.policies import PolicyRegistry
+from penstock.store.fleet import Fleet, PolicyRegistry, Reported, ServerRecord
 from penstock.store.redis_client import RedisClient, connect
 from penstock.trajectory import Group, Prompt, Trajectory, VersionSegment
 from penstock.v1 import generate_pb2, generate_pb2_grpc, groups_pb2, weights_pb2, weights_pb2_grpc

@@ -20,9 +20,8 @@ from penstock.feed.validation import Validator, VersionHold
 from penstock.metrics import write_endpoint
 from penstock.process_endpoint import Readiness, process_endpoint
 from penstock.replay.queue import RedisReplayQueue
-from penstock.store.fleet import Fleet
+from penstock.store.fleet import Fleet, PolicyRegistry
 from penstock.store.heartbeats import VALIDATOR, Heartbeats
-from penstock.store.policies import PolicyRegistry
 from penstock.store.redis_client import check_primary, connect
 from penstock.store.run_control import RunControl
 from penstock.tracing import open_tracing

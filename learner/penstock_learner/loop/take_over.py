@@ -29,7 +29,7 @@ from penstock.config.learner import CheckpointConfig
 from penstock.errors import CheckpointDamaged, ConfigError, NotFound, Unavailable, WeightPushFailed
 from penstock.replay.queue import GroupConsumer
 from penstock.replay.queue_types import Committed, RunRewind
-from penstock.store.policies import PolicyRegistry
+from penstock.store.fleet import PolicyRegistry
 from penstock_learner.checkpoints.saving import load_checkpoint
 from penstock_learner.checkpoints.store import CheckpointStore, record_rewind
 from penstock_learner.checkpoints.trainer_state import Ledger, Lineage, TrainerState, read_state

@@ -508,8 +508,3 @@ def shard(
 
 def is_quantized(model: FolderModel) -> bool:
     return getattr(model.lm.config, "quantization_config", None) is not None
-
-
-def full_weight(parameter: Tensor) -> Tensor:
-    """The whole parameter. Collective where it is sharded: every rank calls it, in the same order."""
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter

@@ -24,7 +24,7 @@ from penstock.errors import ConfigError
 from penstock.weights.folder_tensors import TIED_HEAD, read_json, tensor_shapes
 from penstock.weights.manifest import A_SUFFIX, B_SUFFIX
 from penstock_learner.model.causal_lm import CausalLM
-from penstock_learner.model.loading import LORA_A, decoder_layers, full_weight, is_adapter, split_conversions
+from penstock_learner.model.loading import LORA_A, decoder_layers, is_adapter, split_conversions
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -132,6 +132,11 @@ def _whole(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
     return full_weight(tensor.to(device=tensor.device_mesh.device_type, dtype=dtype))
+
+
+def full_weight(parameter: Tensor) -> Tensor:
+    """The whole parameter. Collective where it is sharded: every rank calls it, in the same order."""
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
 def pushed_name(adapted: dict[str, str], name: str) -> str:

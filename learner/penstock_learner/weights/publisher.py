@@ -27,7 +27,7 @@ from penstock.config.run import RunConfig
 from penstock.errors import TrainingDiverged, WeightPushFailed
 from penstock.machine import raise_file_limit
 from penstock.v1 import weights_pb2, weights_pb2_grpc
-from penstock.weights.cuda import libraries
+from penstock.weights import cuda
 from penstock.weights.manifest import TensorShape, build_manifest, weights_digest, wire_sizes
 from penstock.weights.transports import ClusterKey, Deadline, has_cupy, host_id
 from penstock_learner.model.torch_settings import DTYPES
@@ -202,7 +202,7 @@ class WeightPublisher:
         if configured != "auto":
             return configured
         device = device_uuid(self.device)
-        nccl_version = "" if device == "cpu" else libraries.nccl_version()
+        nccl_version = "" if device == "cpu" else cuda.nccl_version()
         place = PublisherPlace(host_id(), device, self._memory_kind, has_cupy(), nccl_version)
         chosen = choose_transport(place, members)
         if chosen != self._chosen:

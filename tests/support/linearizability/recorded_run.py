@@ -42,6 +42,12 @@ NUM_SUBMITTERS, NUM_SERVERS = 3, 2
 OWNERS = ("alice", "bob")
 """API keys. They take turns in owning submissions, and each pair of submissions has the same idempotency key."""
 GATEWAY_START_S = 60
+MOST_S = 120
+CALLS = {"submit", "lease", "append", "take", "commit", "cancel", "requeue"}
+INTRUSIONS = {
+    "take", "commit", "expire", "dead_letter", "discard", "finish", "rewind", "rewind_step", "allocate_version",
+}  # fmt: skip
+"""Calls that every history has: of the clients, and of learners whose term has passed."""
 POISON = {"prompts": [{"token_ids": [10**6, 0]}], "idempotency_key": "poison"}
 
 
@@ -142,6 +148,8 @@ class RecordedRun:
     recorder: Recorder = field(default_factory=Recorder)
     num_poisoned: int = 0
     """Submissions that failed because their key is of the wrong type."""
+    intruded: set[str] = field(default_factory=set)
+    """Calls that a learner has made after its term."""
     page_tokens: dict[str, str] = field(default_factory=dict)
     """The next page of the list of prompts, by client."""
 
@@ -218,7 +226,13 @@ class RecordedRun:
                 await asyncio.to_thread(self.parts[-1].kill)
                 await self._start_gateway()
         await asyncio.sleep(pause_s)
+        async with asyncio.timeout(MOST_S):  # a slow machine takes longer until every call was made
+            while self.intruded != INTRUSIONS or not self._called() >= CALLS:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
         self.is_over.set()
+
+    def _called(self) -> set[str]:
+        return {call.name for call, _ in self.recorder.history.calls}
 
     async def _start_gateway(self) -> None:
         command = [sys.executable, "-m", "penstock_services.gateway", "--config", str(self.folder / "gateway.yaml")]
@@ -501,7 +515,7 @@ class Learner:
 
     async def intrude(self) -> None:
         """Make a call of a term that has passed, on prompts that the successor may work on. It must be refused."""
-        ids = self.dice.sample(list(self.recorder.names), min(3, len(self.recorder.names)))
+        ids = self.dice.sample(list(self.recorder.names), min(3, len(self.recorder.names))) or [1]
         calls: dict[str, Callable[[], Awaitable[Any]]] = {
             "take": lambda: self.queue.take(self.step, 4), "commit": lambda: self.queue.commit(self.step, ids),
             "expire": lambda: self.queue.expire(ids[0]), "dead_letter": lambda: self.queue.dead_letter(ids[0], "bad"),
@@ -510,7 +524,10 @@ class Learner:
             "rewind_step": lambda: self.queue.rewind_step(0, 0),
             "allocate_version": lambda: self.queue.allocate_version(1),
         }  # fmt: skip
-        for name in self.dice.sample(list(calls), 3):
+        assert calls.keys() == INTRUSIONS
+        new = [name for name in calls if name not in self.run.intruded]
+        for name in self.dice.sample(new or list(calls), min(3, len(new) or 3)):
+            self.run.intruded.add(name)
             called_s = self.recorder.now_s()
             try:
                 timed = await self.recorder.timed(calls[name](), self.run.is_redis_up)

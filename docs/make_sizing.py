@@ -23,7 +23,7 @@ from penstock_tools.sizing.memory import (
 )
 from penstock_tools.sizing.models import KNOWN, ModelShape
 from penstock_tools.sizing.plan import deployment_memory
-from penstock_tools.sizing.rates import PLACEMENTS, Placement, Task, Workload
+from penstock_tools.sizing.rates import PLACEMENTS, Placement, PlanTask, Workload
 from penstock_tools.sizing.search import Deployment, cheapest
 
 PAGE = Path(__file__).parent / "sizing.md"
@@ -198,7 +198,7 @@ def build() -> str:
 
 def _plan(name: str, placement: Placement) -> Deployment:
     shapes: dict[Role, ModelShape] = {"policy": KNOWN[name], "reference": KNOWN[name]}
-    return cheapest(Task(shapes, GPU, WORKLOAD, (placement,)))
+    return cheapest(PlanTask(shapes, GPU, WORKLOAD, (placement,)))
 
 
 def _memory_table() -> str:

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
-from penstock_tools.verl_import.keys import ALL_KEYS, KEYS_BY_PROGRAM, Key
+from penstock_tools.verl_import.keys import ALL_KEYS, KEYS_BY_PROGRAM, VerlKey
 
 KEYS_FILE = Path(__file__).parent / "verl-keys.md"
 HEADER = """\
@@ -44,7 +44,7 @@ def build() -> str:
     return HEADER + "".join([*sections, older])
 
 
-def _section(title: str, rows: Iterable[Key]) -> str:
+def _section(title: str, rows: Iterable[VerlKey]) -> str:
     """The keys of a section: same meaning, with a difference, without counterpart, other names, not needed."""
     rows = list(rows)
     fields = [row for row in rows if row.kind == "set"]
@@ -78,11 +78,11 @@ def _merged(cells: Iterable[tuple[str, str]]) -> list[str]:
     return [f"| {', '.join(names)} | {text} |" for text, names in keys.items()]
 
 
-def _ours(row: Key) -> str:
+def _ours(row: VerlKey) -> str:
     return ", ".join(f"`{name}`" for name in row.ours)
 
 
-def _note(row: Key) -> str:
+def _note(row: VerlKey) -> str:
     return row.note.replace("|", "\\|")
 
 

@@ -9,6 +9,7 @@ from penstock.config.learner import TYPICAL_MISMATCH_NATS
 from penstock.diagnosis import Level, finding
 from penstock.diagnosis.facts import RunFacts
 from penstock.diagnosis.progress import learning_finding, speed_finding
+from penstock.diagnosis.servers import paused_finding, quarantine_finding
 
 FAILED_RATIO = "reward_failed_ratio"
 
@@ -48,11 +49,9 @@ def _pause(facts: RunFacts) -> Iterator[Finding]:
 
 def _breakers(facts: RunFacts) -> Iterator[Finding]:
     for breaker in facts.breakers.values():
-        text = (
-            f"{breaker.server_id} leases nothing: its last {breaker.num_failures} attempts failed, the newest with "
-            f"{breaker.reason}; it tries one prompt in {breaker.probe_in_s:.0f} s"
-        )
-        yield finding("leasing", "FAIL", text, "see docs/runbooks.md#leasingpaused")
+        found = paused_finding(breaker.server_id, breaker.num_failures, breaker.reason)
+        text = f"{found.text}; it tries one prompt in {breaker.probe_in_s:.0f} s"
+        yield found.model_copy(update={"text": text})
     if not facts.breakers:
         yield finding("leasing", "OK", "no server is paused by failures")
 
@@ -141,11 +140,7 @@ def _agreement(facts: RunFacts) -> Finding:
 def _quarantines(facts: RunFacts) -> Iterator[Finding]:
     """Servers that are kept out of training because their log-probs disagree with the learner's."""
     for held in facts.quarantines.values():
-        text = (
-            f"{held.server_id} differs from the learner by {held.mismatch_nats:.3g} nats a token, more than "
-            f"{held.limit_nats:.3g} (version {held.policy_version}); its weights were loaded again "
-            f"{held.num_reloads} times"
-        )
-        yield finding("quarantine", "FAIL", text, "see docs/runbooks.md#serverquarantined")
+        found = quarantine_finding(held.server_id, held.mismatch_nats, held.limit_nats, held.num_reloads)
+        yield found.model_copy(update={"text": f"{found.text} (found at version {held.policy_version})"})
     if not facts.quarantines:
         yield finding("quarantine", "OK", "no server is in quarantine")

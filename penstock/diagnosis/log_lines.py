@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from penstock.api.records import FIRST_BATCH, READY_PHASES, Finding, Part, Phase, Run
 from penstock.diagnosis.facts import NO_LEARNER
 from penstock.diagnosis.progress import FEW_STEPS, NEWEST_STEPS, SPEED_STEPS
+from penstock.diagnosis.servers import paused_finding
 
 STILL_AFTER_S = 15.0
 """A phase that takes this long is mentioned again, and then after each further time of this length."""
@@ -86,12 +87,12 @@ class Announcements:
         return lines
 
     def _breaker_lines(self, run: Run) -> list[str]:
-        broken = {(server.server_id, server.breaker_reason) for server in run.servers if server.breaker_reason}
-        new, self._broken = broken - self._broken, broken
+        paused = [server for server in run.servers if server.breaker_reason]
+        before, self._broken = self._broken, {(server.server_id, server.breaker_reason) for server in paused}
         return [
-            f"{server_id} leases nothing, because everything that it tried failed, the newest with {reason}; see "
-            "docs/runbooks.md#leasingpaused"
-            for server_id, reason in sorted(new)
+            paused_finding(server.server_id, server.breaker_failures, server.breaker_reason).line
+            for server in paused
+            if (server.server_id, server.breaker_reason) not in before
         ]
 
 

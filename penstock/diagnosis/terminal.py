@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.api.records import Finding, Metrics, Run, Server
+from penstock.diagnosis.servers import server_findings
 
 COLUMNS = 80
 _BARS = "▁▂▃▄▅▆▇█"
@@ -62,20 +63,7 @@ def alarms(run: Run) -> list[Text]:
 
 def server_alarms(servers: Sequence[Server]) -> list[Text]:
     """A line for each server whose breaker is open, and then for each in quarantine."""
-    paused = [
-        f"{server.server_id} leases nothing: its last {server.breaker_failures} attempts failed, the newest with "
-        f"{server.breaker_reason}; see docs/runbooks.md#leasingpaused"
-        for server in servers
-        if server.breaker_reason
-    ]
-    quarantined = [
-        f"{server.server_id} is in quarantine: its log-probs differ by {server.logprob_mismatch_nats:.3g} nats a "
-        f"token, more than {server.logprob_limit_nats:.3g}; weights loaded again {server.num_reloads} times; see "
-        "docs/runbooks.md#serverquarantined"
-        for server in servers
-        if server.is_quarantined
-    ]
-    return [Text(line, style="bold red") for line in (*paused, *quarantined)]
+    return [Text(finding.line, style="bold red") for finding in server_findings(servers)]
 
 
 def step_numbers(metrics: Metrics) -> Text:

@@ -62,7 +62,7 @@ async def feed_run(config: RunConfig, *, watch: bool = False) -> None:
         if dataset.file is not None and not dataset.validation.only:
             stream = await asyncio.to_thread(PromptStream.read, config)
         epoch_prompts = 0 if stream is None else stream.epoch_prompts
-        stack.callback(_say_plan(config, epoch_prompts, await earlier_work(queue, config), endpoint.port))
+        stack.callback(_print_plan(config, epoch_prompts, await earlier_work(queue, config), endpoint.port))
         validator = None
         if dataset.validation.file is not None:
             hold = VersionHold(
@@ -115,7 +115,7 @@ def _only_feed(config: RunConfig) -> Iterator[None]:
         yield
 
 
-def _say_plan(config: RunConfig, epoch_prompts: int, earlier: EarlierWork, port: int) -> Callable[[], None]:
+def _print_plan(config: RunConfig, epoch_prompts: int, earlier: EarlierWork, port: int) -> Callable[[], None]:
     """Print what the run will do, and write it to `feed-DATASET.json`, which `penstock up` reads. Returns what removes
     the port from that file at the end."""
     if epoch_prompts == 0 and not config.dataset.validation.only:

@@ -25,7 +25,7 @@ from penstock.store.fleet import PolicyRegistry
 from penstock.store.keys import RunKeys
 from penstock.store.redis_client import connect
 from penstock.trajectory import Group
-from penstock_learner.checkpoints.store import shards_folder
+from penstock_learner.checkpoints import shards_folder
 from support.groups import make_group
 
 GROUPS_PER_STEP = 2

@@ -132,7 +132,7 @@ def stage_and_restore(rank: int, num_ranks: int, folder: Path, name: str) -> Non
         trainer.optimizer.step()
     moved = not any(torch.equal(tensor, staged[n]) for n, tensor in state().items())
     trainer.finish_saving()
-    trainer.restore(folder / "shards")
+    trainer.load_checkpoint(folder / "shards")
     same = all(torch.equal(tensor, staged[n]) for n, tensor in state().items())
     if rank == 0:
         weights = {n.removeprefix("lm."): t.contiguous() for n, t in staged.items() if not n.endswith("exp_avg")}

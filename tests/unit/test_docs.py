@@ -7,9 +7,9 @@ import json
 import re
 import runpy
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_args, get_origin
 
 import jsonschema
 import pytest
@@ -18,6 +18,7 @@ from pydantic import Field
 
 from penstock.client import SyncPenstockClient
 from penstock.config.loading import validate
+from penstock.config.run import RunConfig
 from penstock_rollout.agents.verl import verl_names
 from support.monitoring import declared_names, documented_metrics
 
@@ -122,6 +123,35 @@ def test_every_path_in_backticks_exists(page: Path) -> None:
     sources = {word for word in words if re.fullmatch(r"[\w./-]+\.(py|lua|proto|sh|acl|yml|md|tpl|Dockerfile)", word)}
     in_repository = {word for word in words if re.match(rf"({'|'.join(FOLDERS)})/[\w./-]+$", word)}
     assert _missing((sources | in_repository) - PLACEHOLDERS) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_config_field_that_a_page_names_exists(page: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    if page.name in ("deploy.md", "coming-from-verl.md", "verl-keys.md"):
+        return  # they also name values of the chart and fields of other programs, under the same sections
+    dotted = re.compile(rf"(?<![\w./-])((?:{'|'.join(RunConfig.model_fields)})(?:\.[a-z_0-9]+)+)(?![\w/.<(])")
+    named = {name for code in re.findall(r"`([^`\n]+)`", text) for name in dotted.findall(code)}
+    files = {name for name in named if name.rpartition(".")[2] in ("json", "jsonl", "key", "py", "yaml")}
+    assert sorted(name for name in named - files if not _is_field(name)) == []
+
+
+def _is_field(path: str) -> bool:
+    """Whether the config has a field of this name. The keys of a mapping are free."""
+    kinds: list[Any] = [RunConfig]
+    for name in path.split("."):
+        fields = [kind.model_fields[name] for kind in kinds if name in getattr(kind, "model_fields", {})]
+        if not fields:
+            return dict in kinds
+        kinds = [part for field in fields for part in _parts(field.annotation)]
+    return True
+
+
+def _parts(annotation: Any) -> Iterator[Any]:
+    """The types that an annotation is made of."""
+    yield get_origin(annotation) or annotation
+    for argument in get_args(annotation):
+        yield from _parts(argument)
 
 
 def _missing(names: Iterable[str]) -> list[str]:

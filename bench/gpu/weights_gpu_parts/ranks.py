@@ -1,7 +1,7 @@
-"""Measures pushes between ranks in processes of their own, which share one GPU: nccl against a raw broadcast, the
+"""Measures pushes between ranks in separate processes, which share one GPU: nccl against a raw broadcast, the
 recovery from a member that is killed or stopped, and nccl from host memory against gloo.
 
-NCCL refuses two ranks on one GPU of one host. So each process says that it is a host of its own (NCCL_HOSTID), and the
+NCCL refuses two ranks on one GPU of one host. So each process says that it is a separate host (NCCL_HOSTID), and the
 ranks meet over sockets on loopback: everything is real, except that the bandwidth is a loopback's.
 """
 

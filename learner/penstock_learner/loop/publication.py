@@ -131,7 +131,9 @@ class VersionSnapshots:
         target = folder / f"version-{policy_version:08d}"
         timeout_s = self.config.learner.rank_timeout_s
         try:
-            await self.policy.call_in_lane("push", "write_snapshot", policy_version, target, timeout_s=timeout_s)
+            await self.policy.call_in_lane(
+                "push", "publisher.write_snapshot", policy_version, target, timeout_s=timeout_s
+            )
         except PenstockError as error:
             if not is_disk_full(error, folder):
                 raise
@@ -416,7 +418,7 @@ class PolicyPublication:
             for server in servers
         ]
         report: PushReport = await self.policy.call_in_lane(
-            lane, "push", policy_version, targets, transport, base_version, lane,
+            lane, "publisher.push", policy_version, targets, transport, base_version, lane,
             timeout_s=self._push_timeout_s(len(targets)),
         )  # fmt: skip
         state: ServerState = "READY" if policy_version == self._newest else "STALE"

@@ -134,7 +134,6 @@ class WeightPublisher:
         self,
         policy_version: int,
         targets: Sequence[PushTarget],
-        *,
         transport: str | None = None,
         base_version: int | None = None,
         lane: str = "push",

@@ -17,7 +17,7 @@ from penstock.config.dataset import DatasetConfig
 from penstock.store.fleet import PolicyRegistry
 from penstock.store.run_control import RunControl
 from penstock.v1 import policies_pb2
-from penstock_learner.checkpoints.store import CheckpointStore
+from penstock_learner.checkpoints import CheckpointStore
 from support.fleet_runs import EXAMPLE, FleetRun, Part, fleet_config
 from support.redis_server import RedisProcess
 

@@ -126,8 +126,8 @@ async def test_a_server_in_quarantine_is_named_with_its_numbers(
     [(level, text)] = of(await examine(config), "quarantine")
     assert level == "FAIL"
     assert text == (
-        "rollout-0 differs from the learner by 0.41 nats a token, more than 0.1 (version 3); its weights were loaded "
-        "again 1 times"
+        "rollout-0 is in quarantine: its log-probs differ by 0.41 nats a token, more than 0.1; weights loaded again 1 "
+        "times (found at version 3)"
     )
 
 

@@ -54,12 +54,12 @@ class ScriptedPolicy:
         return [1.5 * len(self.gathered), 2.0 * len(self.gathered)]
 
     async def call_in_lane(self, lane: str, method: str, *arguments: Any, timeout_s: float) -> Any:
-        if method == "write_snapshot":
+        if method == "publisher.write_snapshot":
             version, target = arguments
             self.snapshots.append(version)
             if self.makes_folders:
                 target.mkdir(parents=True)
-        if method != "push":
+        if method != "publisher.push":
             return None
         version, targets = arguments[0], arguments[1]
         names = [target.server_id for target in targets]

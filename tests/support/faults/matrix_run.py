@@ -34,7 +34,7 @@ from penstock.store.fleet import SERVING_STATES, Fleet, PolicyRegistry, ServerRe
 from penstock.store.keys import RunKeys
 from penstock.store.redis_client import connect
 from penstock.store.run_control import RunControl
-from penstock_learner.checkpoints.store import shards_folder
+from penstock_learner.checkpoints import shards_folder
 from support.chaos.processes import LosingRedis
 from support.faults.proxy import ProxyThread
 from support.faults.steady_server import SAMPLE_S

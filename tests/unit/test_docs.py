@@ -44,6 +44,8 @@ PLACEHOLDERS = {
 PACKAGES = {"penstock_rollout", "penstock_learner", "penstock_services", "penstock_tools"}
 NOT_PINNED = {"torch", "sglang", "vllm", "wandb"}
 """deploy/python/setup.sh pins torch; the others come from images or from the user."""
+UNUSUAL = re.compile(r"\b(anew|for ever|nobody|left out|given up|gave up|wrongly|rightly|beside)\b", re.IGNORECASE)
+"""Write: again, forever, no one, skipped, abandoned, incorrectly, correctly, alongside."""
 LINK = re.compile(r"\[[^\]]*\]\(([^()\s]+)\)")
 
 
@@ -159,6 +161,15 @@ def _missing(names: Iterable[str]) -> list[str]:
     found = [path for folder in (*FOLDERS, ".github") for path in (ROOT / folder).rglob("*")]
     paths = {f"/{path.relative_to(ROOT)}" for path in (*found, *ROOT.iterdir())}
     return sorted(name for name in names if not any(path.endswith(f"/{name.rstrip('/')}") for path in paths))
+
+
+def test_texts_use_the_everyday_words_of_the_field() -> None:
+    """Results keep the names under which they were measured."""
+    kinds = {".py", ".lua", ".md", ".proto", ".js", ".yaml", ".yml", ".tpl"}
+    files = [path for folder in FOLDERS if folder not in ("tests", "bench") for path in (ROOT / folder).rglob("*")]
+    texts = {path: path.read_text() for path in files if path.suffix in kinds and path.name != "benchmarks.md"}
+    found = [(path.name, word) for path, text in texts.items() for word in UNUSUAL.findall(text)]
+    assert len(texts) > 300 and not found, f"{found}: see UNUSUAL for what to write instead"
 
 
 def test_every_page_is_in_the_index() -> None:

@@ -81,7 +81,7 @@ class Operation:
     event: tuple[str, str] | None = None
     """For a stream of answers: the name of its server-sent events, and the field with their ids."""
     timeout_s: float | None = None
-    """The method is cancelled after this time; by default after that of its handlers."""
+    """The method is cancelled after this time; by default after its handlers' time."""
     keeps_deadline: bool = False
     """The method has a deadline itself, and raises only PenstockErrors."""
     is_documented: bool = True
@@ -169,7 +169,7 @@ class Handlers:
 
     @property
     def deadline_s(self) -> float:
-        """Longest time of an operation, unless it declares another: that of two Redis commands."""
+        """Longest time of an operation, unless it declares another: as long as two Redis commands may take."""
         return 2 * self.config.redis.timeout_s
 
 

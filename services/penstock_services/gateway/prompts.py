@@ -260,7 +260,7 @@ def _usable(status: PromptStatus, owner: Owner) -> prompts_pb2.PromptRecord:
 
 
 class ResultFeed:
-    """Wakes those who wait for results of one run.
+    """Wakes callers that wait for results of one run.
 
     A single task reads the stream of results while anyone waits, so any number of watchers hold one Redis connection.
     The task only wakes them: each watcher reads from its own cursor, and misses nothing when it is slow."""
@@ -407,7 +407,7 @@ class JoinedSubmissions:
             self._sent = []
 
     async def _linger(self) -> None:
-        """Wait for more requests, but not after a full exchange: those that arrived meanwhile waited already."""
+        """Wait for more requests, but not after a full exchange: what arrived meanwhile has waited already."""
         if self._usual_count < 1.5 or self._count >= MAX_REQUESTS:
             return
         for _ in range(MAX_LINGERS):
@@ -422,7 +422,7 @@ class JoinedSubmissions:
         return sum(len(waiting.request.payloads) for waiting in self._waiting)
 
     def _next(self) -> list[_Waiting]:
-        """The first waiting request, and those after it that fit into the same exchange."""
+        """The first waiting request, and the next ones that fit into the same exchange."""
         count, num_prompts = 1, len(self._waiting[0].request.payloads)
         for waiting in self._waiting[1:MAX_REQUESTS]:
             num_prompts += len(waiting.request.payloads)

@@ -172,7 +172,7 @@ quarter. It does not model that an engine decodes faster with fewer requests, th
 many pushes share.
 
 The event simulation of `make bench-simulate` ([benchmarks.md](benchmarks.md)), which draws the length of each sample,
-agrees with it within these bounds (`tests/unit/test_token_simulation.py`), and so do runs on two CPU cores with the
+agrees with it within these bounds (`tests/unit/test_sizing.py`), and so do runs on two CPU cores with the
 tiny model of the examples (`tests/integration/runs/test_simulation_against_a_run.py`). Predicted / measured, while
 other programs used the same cores:
 

@@ -8,7 +8,7 @@ export PENSTOCK_VENV := $(VENV)
 unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 
-.PHONY: help demo test test-forking test-ordinary lint lint-types lint-style unit integration bench bench-against bench-async chaos soak test-long setup setup-dev proto images chart clean
+.PHONY: help demo test test-forking test-others test-ordinary lint lint-types lint-style unit integration bench bench-against bench-async chaos soak test-long setup setup-dev proto images chart clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -19,9 +19,11 @@ demo: setup  ## train a tiny model on this machine, start to finish (ARGS="--lea
 # These tests start vLLM, which forks from the test process. That process must not have threads yet.
 FORKING_TESTS := $(addprefix tests/integration/engines/,test_engine_conformance.py test_engine_load.py test_constrained_output.py test_vllm_flips.py)
 
+# Tests wait for processes and deadlines about a third of their time, so two cores are busy with three workers.
+WORKERS ?= 3
+
 test: setup-dev  ## lint, and at least one case of every feature (what CI checks)
-	@$(MAKE) --no-print-directory -j 2 lint-types test-forking lint-style
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(addprefix --ignore=,$(FORKING_TESTS)) $(ARGS)
+	@$(MAKE) --no-print-directory -j 3 lint-types test-forking test-others lint-style
 
 # No permission stops root, so CI, which is often root, also runs these tests as an ordinary user: private files, folders that cannot be
 # written, the sandbox, and a whole run.
@@ -31,10 +33,13 @@ ORDINARY_TESTS := $(addprefix tests/integration/runs/test_,demo.py doctor.py) \
 	$(addprefix tests/unit/test_,private_redis.py logs.py compiled_code.py cluster_key.py disk_space.py init.py open_files.py samples.py)
 
 test-ordinary: setup-dev  ## the tests for which the user matters, as an ordinary user (for root)
-	OMP_NUM_THREADS=1 .ci/as-ordinary-user $(VENV)/bin/python $(VENV)/bin/python -m pytest -n 2 -p no:cacheprovider $(ORDINARY_TESTS) $(ARGS)
+	OMP_NUM_THREADS=1 .ci/as-ordinary-user $(VENV)/bin/python $(VENV)/bin/python -m pytest -n $(WORKERS) -p no:cacheprovider $(ORDINARY_TESTS) $(ARGS)
 
 test-forking:
 	$(VENV)/bin/python -m pytest $(FORKING_TESTS) $(ARGS)
+
+test-others:
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(addprefix --ignore=,$(FORKING_TESTS)) $(ARGS)
 
 lint: setup-dev  ## ruff, mypy (strict), import-linter
 	@$(MAKE) --no-print-directory -j 2 lint-types lint-style

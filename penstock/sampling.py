@@ -1,7 +1,8 @@
 """The sampling parameters: names, types, bounds, defaults and descriptions.
 
-This is their only list. Config fields, REST records, command-line flags, the checks of requests and the codec are
-derived from it; the protos, the engines and the protocols of others name the parameters again (docs/extending.md).
+This is their only list. Config fields, REST records, command-line flags, the checks of requests, the codec and
+recordings are derived from it; the protos, the engines and the protocols of others name the parameters again
+(docs/extending.md).
 """
 
 from __future__ import annotations
@@ -52,7 +53,14 @@ class Distribution:
     @property
     def is_truncated(self) -> bool:
         """Whether unlikely tokens are never sampled, so that the log-probs of the others are higher."""
-        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+        return self.temperature > 0 and self.kept_probability < 1
+
+    @property
+    def kept_probability(self) -> float:
+        """The least total probability of the tokens that may be sampled. Only top-p says it; under any other parameter
+        it may be anything, so 0."""
+        others = (name for name in DISTRIBUTION_FIELDS if name not in ("temperature", "top_p"))
+        return 0.0 if any(getattr(self, name) != getattr(Distribution, name) for name in others) else self.top_p
 
     @property
     def distribution(self) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def run_part(name: str, arguments: argparse.Namespace) -> Results:
 def main() -> int:
     parser = make_parser()
     parser.add_argument("--parts", default=sized(PARTS, "torch-tiny"))
-    parser.add_argument("--no-7b", action="store_true", help="leave out the 7B model")
+    parser.add_argument("--no-7b", action="store_true", help="skip the 7B model")
     parser.add_argument("--gigabytes", type=float, nargs="+", default=[1, 14], help="sizes of the pushes in part ipc")
     parser.add_argument("--rank-gigabytes", type=float, default=2.0, help="size of the pushes in part ranks")
     parser.add_argument("--host-gigabytes", type=float, nargs="+", default=[1, 4, 14], help="the same of part host")

@@ -25,7 +25,7 @@ from penstock.config.rollout import AdaptiveConcurrencyConfig, AgentsConfig, Eng
 from penstock.config.service import ReplayConfig
 from penstock.trajectory import Prompt, Sampling
 from penstock.weights.folder_tensors import stop_token_ids
-from penstock_rollout.agents.registry import Agents
+from penstock_rollout.agents.loops import Agents
 from penstock_rollout.engines.engine import EngineStats, GenerateRequest
 from penstock_rollout.engines.vllm.engine import VllmEngine, sampling_params
 from penstock_rollout.groups.group_maker import GroupMaker

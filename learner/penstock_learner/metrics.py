@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from penstock import __version__
 from penstock.metrics import LONG_SECONDS, PREFIX, CountedHistogram, DiskGauges, HostMemoryGauges
-from penstock_learner.algorithms.corrections import RATIO_EDGES
+from penstock_learner.algorithms.losses import RATIO_EDGES
 from penstock_learner.weights.senders import PushReport
 
 REWARD_PART, MAX_REWARD_PARTS = "reward_part/", 16

@@ -38,7 +38,7 @@ _MAY_OVERFLOW = re.compile(r"[eE]\+?\d{3}|\d{200}")
 
 
 def message_of(kind: type[M], source: object, **given: Any) -> M:
-    """A message with the fields of `source` that have the same names, and with those that are `given`."""
+    """A message with the fields of `source` that have the same names, and with the `given` fields."""
     names = kind.DESCRIPTOR.fields_by_name
     found = {name: getattr(source, name) for name in names if name not in given and hasattr(source, name)}
     return kind(**found, **given)
@@ -152,7 +152,7 @@ _COMPUTED: dict[tuple[type[BaseModel], str], Get] = {
 
 
 def request_of(kind: type[M], request: BaseModel, **given: Any) -> M:
-    """A message with the fields of a request and those that are `given`. Raises InvalidInput with the path of a field
+    """A message with the fields of a request and the `given` fields. Raises InvalidInput with the path of a field
     that does not fit.
 
     The constructor builds all parts in place: to set fields one by one takes twice as long."""

@@ -47,9 +47,9 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from penstock.codec import encode_group
 from penstock.config.service import ReplayConfig
@@ -82,6 +82,7 @@ from penstock.sample_scores import PromptSamples, scores_by_source, summarise
 from penstock.store.ownership import RUN_ITSELF, Owner
 from penstock.store.redis_client import QUEUE, RedisClient, RunRecords, guarded, read_columns, read_record, read_rows
 
+T = TypeVar("T")
 IDEMPOTENCY_TTL_S = 7 * 24 * 3600
 DURABLE_MARGIN_S = 10.0
 """Extra time for new ids to become durable, beyond twice the loss window."""
@@ -567,6 +568,20 @@ class GroupConsumer(QueueCalls):
 
 class RedisReplayQueue(PromptIntake, GroupProducer, GroupConsumer):
     """All calls of one run's queue. A process uses those of its own side."""
+
+
+async def answer_all(waiting: Sequence[asyncio.Future[T]], exchange: Awaitable[Sequence[T]]) -> None:
+    """Give each caller that still waits its answer of an exchange, or the error with which the exchange failed."""
+    try:
+        answers = await exchange
+    except Exception as error:
+        for future in waiting:
+            if not future.done():
+                future.set_exception(error)
+    else:
+        for future, answer in zip(waiting, answers, strict=True):
+            if not future.done():
+                future.set_result(answer)
 
 
 def _pairs(leases: Sequence[Lease]) -> list[int]:

@@ -28,6 +28,7 @@ from typing import Literal
 from penstock.codec import read_known_fields
 from penstock.errors import PenstockError, QueueFull, Unavailable
 from penstock.store.redis_client import RunRecords, guarded
+from penstock.store.reports import Notice
 
 logger = logging.getLogger(__name__)
 WRITE_S = 1.0
@@ -70,16 +71,6 @@ PostEvent = Callable[[Event], None]
 def ignore_event(event: Event) -> None:
     """For processes that have no run, whose log is enough."""
     del event
-
-
-@dataclass(frozen=True)
-class Notice:
-    kind: NoticeKind
-    text: str
-    detail: str = ""
-    count: int = 0
-    first_at_ms: int = 0
-    last_at_ms: int = 0
 
 
 class Notices(RunRecords):

@@ -39,15 +39,14 @@ from penstock.machine import is_loopback, keep_collectives_on_loopback
 from penstock.metrics import write_endpoint
 from penstock.process_endpoint import ProcessEndpoint, Readiness
 from penstock.replay.queue import RedisReplayQueue
-from penstock.store.fleet import Fleet
+from penstock.store.fleet import Fleet, PolicyRegistry
 from penstock.store.heartbeats import Heartbeats, Leaving, Phases
 from penstock.store.notices import Event, NoticeBoard, Notices
-from penstock.store.policies import PolicyRegistry
 from penstock.store.redis_client import connect
 from penstock.tracing import Tracing, open_tracing
 from penstock.v1 import generate_pb2_grpc, weights_pb2_grpc
 from penstock.weights.transports import ClusterKey
-from penstock_rollout.agents.registry import Agents
+from penstock_rollout.agents.loops import Agents
 from penstock_rollout.agents.saved_samples import TokenSaver
 from penstock_rollout.engines.engine import Engine
 from penstock_rollout.engines.factory import check_serves_model, create_engine, resolve_engine_name, start_engine

@@ -6,9 +6,6 @@ The learner is the one of the chaos runs. It has no model: its weights count how
 from __future__ import annotations
 
 import asyncio
-import os
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -24,11 +21,11 @@ from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import Lease, QueueStat
 from penstock.store.keys import RunKeys
 from penstock.store.redis_client import RedisClient, connect
-from penstock_learner.checkpoints.store import CheckpointStore
-from penstock_learner.checkpoints.trainer_state import read_state
+from penstock_learner.checkpoints import CheckpointStore, read_state
 from penstock_learner.crash_points import NAMES
 from support.chaos.learner_process import Folded
 from support.chaos.workload import RUN, Settings, make_numbered_group, make_payload
+from support.forked_process import ForkedProcess
 from support.redis_server import RedisProcess
 
 KILLED = -9
@@ -41,6 +38,7 @@ class Run:
 
     def __init__(self, folder: Path, redis: RedisProcess) -> None:
         self.folder = folder
+        self.log = folder / "learner.log"
         self.store = CheckpointStore(folder / "checkpoints", KEEP)
         self.redis = RedisConfig(url=redis.url)
         replay: dict[str, object] = {"groups_per_step": GROUPS_PER_STEP, "max_staleness": 1}
@@ -58,17 +56,14 @@ class Run:
         payloads = [make_payload(number) for number in range(NUM_PROMPTS)]
         assert (await queue.feed("train", "f", 0, payloads, [0] * NUM_PROMPTS)).position == NUM_PROMPTS
 
-    def start(self, crash_at: str = "", rewind_to: str = "") -> subprocess.Popen[str]:
+    def start(self, crash_at: str = "", rewind_to: str = "") -> ForkedProcess:
         path = self.folder / "settings.json"
         replace(self.settings, rewind_to=rewind_to).save(path)
-        return subprocess.Popen(
-            [sys.executable, "-m", "support.chaos.learner_process", "--settings", str(path)],
-            env=os.environ | {"PENSTOCK_CRASH_AT": crash_at},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        self.log.write_text("")
+        arguments = ["--settings", str(path)]
+        return ForkedProcess("support.chaos.learner_process", arguments, self.log, {"PENSTOCK_CRASH_AT": crash_at})
 
-    async def serve(self, learner: subprocess.Popen[str], until_trained: int = NUM_PROMPTS) -> QueueStat:
+    async def serve(self, learner: ForkedProcess, until_trained: int = NUM_PROMPTS) -> QueueStat:
         """Answer prompts until the learner ends, or has committed `until_trained`; then stop it."""
         queue, deadline = self.queue(), time.monotonic() + DEADLINE_S
         while learner.poll() is None and (await queue.stat()).trained < until_trained:
@@ -88,11 +83,10 @@ class Run:
         learner = self.start(crash_at, rewind_to)
         try:
             self.do(self.serve(learner, until_trained))
-            assert learner.stderr is not None
-            return learner.returncode, learner.stderr.read()
+            return learner.wait(0), self.log.read_text()
         finally:
             learner.kill()
-            learner.communicate()
+            learner.wait(DEADLINE_S)
 
     def do(self, call: object) -> object:
         async def with_clients() -> object:
@@ -185,9 +179,9 @@ def test_a_learner_rewinds_only_when_asked_and_only_once(run: Run) -> None:
     newest, _ = run.store.newest_first()
     newest.rename(run.folder / newest.name)
     learner = run.start()
-    output = learner.communicate(timeout=DEADLINE_S)[1]
+    code, output = learner.wait(DEADLINE_S), run.log.read_text()
     step, committed = read_state(older).step, read_state(run.folder / newest.name).step
-    assert learner.returncode == 1 and f"is at step {step}, but step {committed} is committed" in output, output
+    assert code == 1 and f"is at step {step}, but step {committed} is committed" in output, output
     term = run.stat().term
     (run.folder / newest.name).rename(newest)
 

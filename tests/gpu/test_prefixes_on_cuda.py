@@ -10,7 +10,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("these tests need a CUDA GPU", allow_module_level=True)
 
-from penstock_learner.batches.prefix_tree import PrefixTree
+from penstock_learner.batches.partition import PrefixTree
 from penstock_learner.batches.sequence_batch import SequenceBatch
 from penstock_learner.model.attention.packed_layout import ModelInputs
 from penstock_learner.model.causal_lm import CausalLM, load_model

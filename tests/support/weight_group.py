@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import multiprocessing
 import os
 import signal
 import threading
@@ -22,8 +21,8 @@ from prometheus_client import CollectorRegistry
 from penstock.config.loading import load_config
 from penstock.config.run import RunConfig
 from penstock.v1 import weights_pb2_grpc
-from penstock.weights.cuda import libraries
-from penstock.weights.cuda.nccl_group import NcclGroup
+from penstock.weights import cuda
+from penstock.weights.cuda import NcclGroup
 from penstock.weights.manifest import XXH3_PIECES, host_checksum, weights_digest
 from penstock.weights.transports import ClusterKey, Deadline, host_id
 from penstock_learner.weights.publisher import WeightPublisher
@@ -32,6 +31,7 @@ from penstock_rollout.fleet.membership import WeightMember, available_transports
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.weights.stage import device_uuid
 from support.cuda_stand_ins import NcclBinding
+from support.forked_process import fork_context
 from support.staging_engine import Fault, ForkedWorker, LocalWorker, Say, StagingEngine, Worker, digest_of, inject
 
 
@@ -92,7 +92,7 @@ async def _serve_member(
     weights_pb2_grpc.add_WeightMemberServiceServicer_to_server(member, listener)
     fault.grpc_port = listener.add_insecure_port("127.0.0.1:0")
     await listener.start()
-    say(port=fault.grpc_port, devices=devices, nccl_version=libraries.nccl_version())
+    say(port=fault.grpc_port, devices=devices, nccl_version=cuda.nccl_version())
     await listener.wait_for_termination()
 
 
@@ -188,16 +188,6 @@ class MemberProcess:
         if not self.output.exists():
             return []
         return [json.loads(line) for line in self.output.read_text().splitlines() if line.endswith("}")]
-
-
-def fork_context() -> Any:
-    """The fork server of members and publishers."""
-    context = multiprocessing.get_context("forkserver")
-    here = str(Path(__file__).parents[1])
-    if here not in os.environ.get("PYTHONPATH", ""):  # Python 3.11's fork server does not get sys.path
-        os.environ["PYTHONPATH"] = f"{here}:{os.environ.get('PYTHONPATH', '')}"
-    context.set_forkserver_preload(["support.weight_group"])
-    return context
 
 
 CALL_TIMEOUT_S = 100.0

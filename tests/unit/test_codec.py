@@ -142,8 +142,7 @@ def test_calls_with_different_sampling_are_told_apart_token_by_token() -> None:
     assert (mixed.sampling_segments, plain.sampling_segments) == (calls, ())
     assert mixed.token_temperatures(decoded.sampling).tolist() == [1.0, 0.25, 0.25, 0.25], "greedy is reported at 1"
     assert plain.token_temperatures(decoded.sampling).tolist() == [0.5] * 4
-    assert [t.min_top_p(decoded.sampling) for t in decoded.trajectories] == [0.5, 0.25]
-    assert [t.has_top_k_or_min_p(decoded.sampling) for t in decoded.trajectories] == [True, False]
+    assert [t.kept_probability(decoded.sampling) for t in decoded.trajectories] == [0.0, 0.25]
 
 
 def test_rewards_of_tokens_are_stored() -> None:

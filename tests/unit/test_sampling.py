@@ -2,10 +2,11 @@
 
 import argparse
 import math
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
 
 import penstock_rollout.engines
@@ -25,6 +26,8 @@ from penstock.sampling import (
 )
 from penstock.trajectory import SamplingSegment
 from penstock.v1 import groups_pb2, prompts_pb2
+from penstock_tools.offline import answers
+from penstock_tools.recordings import recording
 from support.groups import made_by
 
 OF_A_DATASET = tuple(field.name for field in fields(SamplingParameters))
@@ -99,6 +102,59 @@ def test_command_line_has_a_flag_for_every_parameter():
         words += [flag] if value is True else [flag, value[0] if isinstance(value, tuple) else str(value)]
     assert sampling_from_flags(parser.parse_args(words)) == replace(all_changed(), seed=None)
     assert all(name.replace("_", "-") in parser.format_help() for name in OF_A_DATASET)
+
+
+@dataclass(frozen=True)
+class WithNewParameters(Sampling):
+    """Sampling parameters as they would be with new ones of each kind."""
+
+    share: float = 0.0
+    count: int = 0
+    flag: bool = False
+    words: tuple[str, ...] = ()
+    start: int | None = None
+
+
+def test_recordings_keep_every_parameter():
+    segment = SamplingSegment(0, 4, **all_changed().distribution)
+    made = made_by(1, 0)
+    sampled = replace(made.trajectories[0], sampling_segments=(segment,))
+    group = replace(made, sampling=all_changed(), trajectories=(sampled,))
+    (read,) = recording.from_record_batch(recording.to_record_batch([recording.RecordedGroup(group, b"")]))
+    assert read.group.sampling == all_changed()
+    assert read.group.trajectories[0].sampling_segments == (segment,)
+
+
+def test_recordings_have_a_column_of_the_declared_type_for_a_new_parameter():
+    columns = dict(recording.sampling_columns(WithNewParameters))
+    assert set(columns) == {*SAMPLING_FIELDS, "share", "count", "flag", "words", "start"}
+    given = {"share": 0.25, "count": 3, "flag": True, "words": ["\n\n"], "start": 2**40}
+    table = pyarrow.Table.from_pylist([given], schema=pyarrow.schema([(name, columns[name]) for name in given]))
+    assert table.to_pylist() == [given]
+
+
+def test_recordings_without_a_parameter_are_read_with_its_default():
+    in_the_first = {"temperature", "top_p", "max_tokens", "seed"}
+    assert set(SAMPLING_FIELDS) - in_the_first <= recording.LATER
+    whole = recording.SCHEMA.field("sampling").type
+    older = pyarrow.struct([field for field in whole if field.name in in_the_first])
+    assert recording._is_readable(older, whole)
+
+
+def test_settings_of_offline_answers_name_every_parameter_that_is_not_usual():
+    assert answers.describe_sampling(Sampling()) == "temperature 1, top_p 1, max_tokens 256, seed None"
+    words = answers.describe_sampling(WithNewParameters(**vars(all_changed()), share=0.25, count=3, flag=True))
+    assert all(f"{name} " in words for name in (*SAMPLING_FIELDS, "share", "count", "flag"))
+
+
+@pytest.mark.parametrize("name", sorted(set(DISTRIBUTION_FIELDS) - {"temperature"}))
+def test_every_parameter_of_the_distribution_counts_as_a_truncation(name):
+    """So that the agreement of servers allows for it, whichever it is."""
+    changed = replace(Sampling(), **{name: other_value(name)})
+    assert changed.is_truncated
+    assert changed.kept_probability == (0.25 if name == "top_p" else 0.0)
+    assert not Sampling().is_truncated
+    assert not replace(changed, temperature=0.0).is_truncated
 
 
 @pytest.mark.parametrize("engine", ELSEWHERE)

@@ -30,7 +30,7 @@ from penstock_tools.sizing.rates import (
     LONGEST_GROUP,
     PLACEMENTS,
     Placement,
-    Task,
+    PlanTask,
     Workload,
     decode_step_s,
     pace,
@@ -57,7 +57,7 @@ DEFAULT = Workload()
 
 def _plan(name: str, gpu: Gpu, placement: Placement, workload: Workload = DEFAULT, num_roles: int = 2) -> Deployment:
     """The plan of the first so many roles."""
-    return cheapest(Task(dict.fromkeys(ROLES[:num_roles], KNOWN[name]), gpu, workload, (placement,)))
+    return cheapest(PlanTask(dict.fromkeys(ROLES[:num_roles], KNOWN[name]), gpu, workload, (placement,)))
 
 
 def _config(plan: Deployment, **learner: Any) -> RunConfig:

@@ -1,4 +1,5 @@
-"""Sums, means and recurrences over packed sequences, and the aggregation of per-token losses to one number.
+"""What advantages and losses share: sums, means and recurrences over packed sequences, the aggregation of per-token
+losses to one number, and functions by name.
 
 A segment is a run of tokens with the same `segment_ids` value. An aggregation's denominators count the whole batch,
 on all ranks and in all micro-batches. Each call returns its micro-batch's share, and the shares add up to the loss of
@@ -8,13 +9,17 @@ the number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from penstock.config.algorithms import Aggregation
+from penstock.config.algorithms import Aggregation, check_name
+from penstock.errors import ConfigError
+from penstock.user_code import load_callable
 
 _WHITEN_EPSILON = 1e-8
 
@@ -160,3 +165,24 @@ def aggregate(
     """This micro-batch's share of the batch's loss, a 0-d tensor. `mask` is the one that the denominators counted.
     Rejected tokens stay in it with a loss of 0, so rejecting tokens never increases the weight of the others."""
     return AGGREGATIONS[mode](per_token, mask, sequence_ids, denominators)
+
+
+# ── functions by name ──
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+
+def find_function(kind: str, name: str, known: Mapping[str, FunctionT]) -> FunctionT:
+    """The known function called `name`, or the one that `path/file.py:function` or `package.module:function` names.
+    Raises ValueError for an unknown name, and suggests the nearest known one. Raises ConfigError for a path that cannot
+    be imported, or whose function does not take two arguments."""
+    check_name(kind, name, tuple(known))
+    if name in known:
+        return known[name]
+    key = f"learner.algorithm.{kind}.name"
+    function = load_callable(name, key)
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError as error:
+        raise ConfigError(f"{key}: {name} must take the inputs and the config: {error}") from error
+    return cast(FunctionT, function)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, first_line_of
-from penstock_learner.model.tensors import soft_cap
+from penstock_learner.model.attention.packed_attention import soft_cap
 
 _PACKED_TYPES = """
     afmoe apertus arcee aria_text bitnet cohere cohere2 cohere2_moe cwm deepseek_v2 deepseek_v3 diffllama dots1

@@ -29,12 +29,11 @@ from penstock_learner.model.architectures import (
     require_text_decoder,
 )
 from penstock_learner.model.attention import packed_attention
-from penstock_learner.model.attention.packed_attention import prepare_masks
+from penstock_learner.model.attention.packed_attention import prepare_masks, soft_cap
 from penstock_learner.model.attention.packed_layout import ModelInputs, Packing
 from penstock_learner.model.attention.sequence_parallel import SequenceParallel
 from penstock_learner.model.loading import FolderModel, UnreadWeights, open_lm, read_weights
 from penstock_learner.model.routers import RouterWatch
-from penstock_learner.model.tensors import soft_cap
 
 logger = logging.getLogger(__name__)
 _PLAIN = LogitForm()

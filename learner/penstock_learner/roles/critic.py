@@ -12,10 +12,9 @@ from penstock_learner.algorithms.aggregation import Denominators, aggregate
 from penstock_learner.algorithms.losses import value_loss
 from penstock_learner.batches.partition import RankShard
 from penstock_learner.batches.sequence_batch import SequenceBatch
-from penstock_learner.model.attention.packed_layout import ModelInputs, tree_of
+from penstock_learner.model.attention.packed_layout import ModelInputs, required_to_device, to_device, tree_of
 from penstock_learner.model.scalar_model import check_tokenizer, open_scalar_model
 from penstock_learner.model.self_check import require_right
-from penstock_learner.model.tensors import required_to_device, to_device
 from penstock_learner.model.torch_settings import DTYPES, compute_dtype_of
 from penstock_learner.optim.optimizer import apply_gradients
 from penstock_learner.roles.dispatch import CriticReport, dispatched

@@ -50,7 +50,7 @@ local function label_of(reason)
 end
 
 -- Fails if one of these prompts could not be leased, returned, queued, forgotten or buried for this reason. It checks
--- more than most scripts need: those that run for every prompt check what they need themselves.
+-- more than most scripts need: scripts that run for every prompt check what they need themselves.
 local function check_prompts(ids, reason)
   check('HLEN', PROMPTS, ATTEMPTS, FAILURES, PRIORITIES, OWNERS, SPARED, META)
   check('ZCARD', PENDING, LEASES, OPEN, READY, FRESH)

@@ -1,6 +1,6 @@
-"""Builds the response of one sample, turn by turn.
+"""One sample of an agent: its context, which holds everything it may use, and its response, built turn by turn.
 
-Invariants, after every call:
+Invariants of a transcript, after every call:
 - Sampled ids stay as the engine returned them. The prompt of the next turn is the first prompt plus exactly these ids.
 - The arrays have one entry per token: mask 1 and the engine's log-prob if it was sampled, 0 and 0.0 if inserted.
 - Segments cover the response without gap or overlap. Inserted tokens belong to the segment of the sampled token before
@@ -10,20 +10,62 @@ Invariants, after every call:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
 
+from penstock.config.rollout import AgentsConfig
 from penstock.errors import PenstockError
-from penstock.trajectory import ExpertIds, FinishReason, Sampling, VersionSegment
-from penstock_rollout.agents.context import AgentContext
+from penstock.trajectory import ExpertIds, FinishReason, Prompt, Sampling, VersionSegment
 from penstock_rollout.agents.episode import Episode
+from penstock_rollout.agents.interactions import Interaction
 from penstock_rollout.agents.saved_samples import SampleProgress
-from penstock_rollout.engines.engine import GenerateRequest, TokenChunk
-from penstock_rollout.tokenization import Message
+from penstock_rollout.agents.tool_calls import ToolCallParser
+from penstock_rollout.agents.tools import Toolbox
+from penstock_rollout.engines.engine import Engine, GenerateRequest, TokenChunk
+from penstock_rollout.metrics import RolloutMetrics
+from penstock_rollout.tokenization import Message, Tokenization
+
+
+@dataclass(frozen=True)
+class AgentContext:
+    """One sample of one prompt. Each sample of a group has its own context."""
+
+    engine: Engine
+    tokenization: Tokenization
+    request_id: str
+    """Unique to the sample. Turn t is the engine request `<request_id>.<t>`."""
+    prompt: Prompt
+    """`prompt.extra_info` may hold `tools_kwargs`, `need_tools_kwargs` and `interaction_kwargs`, as in verl."""
+    prompt_token_ids: tuple[int, ...]
+    """The rendered prompt. It is the same for every sample of the group."""
+    sampling: Sampling
+    """Sampling parameters, with this sample's own seed. `max_tokens` limits sampled and inserted tokens together."""
+    config: AgentsConfig
+    max_model_len: int
+    """Upper bound on prompt plus response, in tokens."""
+    toolbox: Toolbox
+    """The tools that this prompt may use. Empty unless the agent is marked with `uses_tools`."""
+    parse_calls: ToolCallParser
+    """Parses the tool calls of a turn in the configured format."""
+    interactions: Mapping[str, Interaction]
+    metrics: RolloutMetrics
+    progress: SampleProgress | None = None
+    """Where the tokens of an unfinished sample are saved; None if they are not saved."""
+
+
+AgentLoop = Callable[[AgentContext], Coroutine[Any, Any, Episode]]
+"""Generates one sample. When cancelled, it must end what it started. `Transcript` and the sessions do that."""
+
+
+def uses_tools(loop: AgentLoop) -> AgentLoop:
+    """Mark an agent that offers tools: the chat template shows them to the model in the first prompt."""
+    loop.uses_tools = True  # type: ignore[attr-defined]
+    return loop
+
 
 SEED_STRIDE = 1_000_003
 """Distance between the seeds of two turns. Samples of a prompt have neighbouring seeds, so this must be large."""

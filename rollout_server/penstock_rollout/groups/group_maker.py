@@ -16,10 +16,10 @@ from penstock.logs import bind
 from penstock.replay.queue_types import Lease
 from penstock.tracing import Tracing
 from penstock.trajectory import Group, Prompt, Trajectory
-from penstock_rollout.agents.context import AgentContext, AgentLoop
 from penstock_rollout.agents.episode import Episode, RewardUse, combine_rewards, token_rewards_of
-from penstock_rollout.agents.registry import Agents
+from penstock_rollout.agents.loops import Agents
 from penstock_rollout.agents.saved_samples import SampleProgress, SavedSample, TokenSaver
+from penstock_rollout.agents.transcript import AgentContext, AgentLoop
 from penstock_rollout.engines.engine import Engine
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.rewards.function import SampleScore, place_scores

@@ -36,8 +36,7 @@ from penstock.errors import (
     first_error,
 )
 from penstock.logs import bind
-from penstock.replay.joined_submissions import answer_all
-from penstock.replay.queue import GroupProducer
+from penstock.replay.queue import GroupProducer, answer_all
 from penstock.replay.queue_types import AppendOutcome, FinishedGroup, Lease, is_numbered
 from penstock.sample_scores import ACCURACY
 from penstock.store.notices import Event, PostEvent, ignore_event
@@ -145,7 +144,7 @@ class Producer:
     reward_model: RewardModelConfig | None = None
     """The learner's, for which groups of evaluations are kept."""
     saver: TokenSaver | None = None
-    """That of the maker. It hands samples over when the server ends."""
+    """The maker's. It hands samples over when the server ends."""
 
     def __post_init__(self) -> None:
         self.appender = GroupAppender(self.queue)

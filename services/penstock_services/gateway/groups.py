@@ -24,9 +24,16 @@ from penstock.samples import Order, Place, Range, Sample, SampleFilter, SamplePa
 from penstock.store.ownership import Owner
 from penstock.trajectory import Group
 from penstock.v1 import groups_pb2, prompts_pb2
-from penstock_services.gateway import validation
 from penstock_services.gateway.access import Caller
-from penstock_services.gateway.operations import Handlers, operation
+from penstock_services.gateway.operations import (
+    Handlers,
+    check_prompt_id,
+    checked_page_size,
+    cut_page,
+    decode_page_token,
+    encode_page_token,
+    operation,
+)
 
 GROUPS_LOOKED_AT = 2_000
 """Groups that one request reads. Their text may be many megabytes."""
@@ -46,8 +53,7 @@ class ListSamples(records.Page):
 
 
 async def usable_prompts(queue: RedisReplayQueue, prompt_ids: Sequence[int], owner: Owner) -> set[int]:
-    """Those of the prompts that the owner may use. Of a prompt that has ended only its state is left, which every key
-    may see."""
+    """The prompts that the owner may use. A prompt that has ended keeps only its state, which every key may see."""
     if owner.sees_all:
         return set(prompt_ids)
     payloads = zip(prompt_ids, await queue.prompts(prompt_ids), strict=True)
@@ -94,19 +100,19 @@ class GroupHandlers(Handlers):
     @operation("GET", "groups/{prompt_id}", "read", records.Group)
     async def get_group(self, caller: Caller, request: groups_pb2.GetGroupRequest) -> groups_pb2.Group:
         """Return a queued group with every token of its trajectories."""
-        validation.check_prompt_id(request.prompt_id)
+        check_prompt_id(request.prompt_id)
         return await self.groups.get(request.prompt_id, caller.owner)
 
     @operation("GET", "groups", "read", records.GroupPage, takes=records.Page)
     async def list_groups(self, caller: Caller, request: groups_pb2.ListGroupsRequest) -> groups_pb2.ListGroupsResponse:
         """List the queued groups. A page may be short or empty and still have a next page."""
-        page_size = validation.checked_page_size(request.page_size)
-        after = validation.decode_page_token("groups", request.page_token, "[01][.][0-9]{1,10}") or "0.0"
+        page_size = checked_page_size(request.page_size)
+        after = decode_page_token("groups", request.page_token, "[01][.][0-9]{1,10}") or "0.0"
         place, _, last_id = after.partition(".")
         waiting, taken = await self.groups.queue.waiting(), await self.groups.queue.taken()
         places = [(0, prompt_id) for prompt_id in waiting - taken] + [(1, prompt_id) for prompt_id in taken]
         left = sorted(found for found in places if found > (int(place), int(last_id)))
-        shown, token = validation.cut_page("groups", left, page_size, lambda found: f"{found[0]}.{found[1]}")
+        shown, token = cut_page("groups", left, page_size, lambda found: f"{found[0]}.{found[1]}")
         answer = groups_pb2.ListGroupsResponse(next_page_token=token)
         usable = await usable_prompts(self.groups.queue, [prompt_id for _, prompt_id in shown], caller.owner)
         for group in await self.groups.decoded([prompt_id for _, prompt_id in shown if prompt_id in usable]):
@@ -120,14 +126,14 @@ class GroupHandlers(Handlers):
         self, caller: Caller, request: groups_pb2.ListSamplesRequest
     ) -> groups_pb2.ListSamplesResponse:
         """List trained samples as text, newest first, or by `order` (WORST or BEST). Bounds are included."""
-        page_size = validation.checked_page_size(request.page_size)
-        token = validation.decode_page_token("samples", request.page_token, r"[0-9]{1,20}\.[0-9]{1,20}\.[0-9]{0,20}")
+        page_size = checked_page_size(request.page_size)
+        token = decode_page_token("samples", request.page_token, r"[0-9]{1,20}\.[0-9]{1,20}\.[0-9]{0,20}")
         after = Place.parse(token) if token else None
         if request.order not in _ORDERS:
             raise InvalidInput("order", f"{request.order} is not the number of an order of ListSamplesRequest")
         wanted, order = _filter(request, caller.owner), _ORDERS[request.order]
         found = await asyncio.to_thread(self._read, wanted, order, page_size, after)
-        next_token = validation.encode_page_token("samples", str(found.next_place)) if found.next_place else ""
+        next_token = encode_page_token("samples", str(found.next_place)) if found.next_place else ""
         return groups_pb2.ListSamplesResponse(samples=map(_to_proto, found.samples), next_page_token=next_token)
 
     def _read(self, wanted: SampleFilter, order: Order, page_size: int, after: Place | None) -> SamplePage:

@@ -1,4 +1,8 @@
-"""Prompts: submission, listing, cancellation, and their results."""
+"""Prompts: submission, listing, cancellation, and their results.
+
+`JoinedSubmissions` joins the submissions of many clients: requests that arrive during one exchange with Redis share the
+next.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +18,30 @@ from pydantic import Field
 
 from penstock.api import records
 from penstock.cancellation import end_task
-from penstock.errors import Conflict, InvalidInput, NotFound, PenstockError
-from penstock.replay.joined_submissions import JoinedSubmissions
-from penstock.replay.queue import RedisReplayQueue
+from penstock.errors import Conflict, DeadlineExceeded, InvalidInput, NotFound, PenstockError
+from penstock.replay.queue import RedisReplayQueue, answer_all
 from penstock.replay.queue_types import PromptRequest, PromptState, PromptStatus
 from penstock.replay.queue_types import Submission as QueueSubmission
 from penstock.replay.results import PromptBook, PromptResult, entry_of, entry_order
 from penstock.store.ownership import Owner
 from penstock.tracing import Tracing
 from penstock.v1 import prompts_pb2
-from penstock_services.gateway import validation
 from penstock_services.gateway.access import Caller
 from penstock_services.gateway.groups import GroupReader, usable_prompts
-from penstock_services.gateway.operations import IDEMPOTENCY_KEY, Handlers, body_digest, bounded, operation
+from penstock_services.gateway.operations import (
+    IDEMPOTENCY_KEY,
+    Handlers,
+    body_digest,
+    bounded,
+    check_keys,
+    check_prompt_id,
+    checked_page_size,
+    checked_prompt_ids,
+    checked_prompts,
+    decode_page_token,
+    encode_page_token,
+    operation,
+)
 
 logger = logging.getLogger(__name__)
 LONGEST_WAIT_S = 60.0
@@ -94,8 +109,8 @@ class PromptHandlers(Handlers):
         self, caller: Caller, request: prompts_pb2.SubmitPromptsRequest
     ) -> prompts_pb2.SubmitPromptsResponse:
         """Submit prompts: all are accepted, or none."""
-        prompts = validation.checked_prompts(request.prompts, self.config.gateway.max_prompts_per_request)
-        validation.check_keys(request.idempotency_key, request.prompt_keys, len(prompts))
+        prompts = checked_prompts(request.prompts, self.config.gateway.max_prompts_per_request)
+        check_keys(request.idempotency_key, request.prompt_keys, len(prompts))
         owner = caller.owner.name
         for prompt in prompts:
             prompt.owner = owner
@@ -133,7 +148,7 @@ class PromptHandlers(Handlers):
 
     @operation("GET", "prompts/{prompt_id}", "read", records.PromptRecord)
     async def get_prompt(self, caller: Caller, request: prompts_pb2.GetPromptRequest) -> prompts_pb2.PromptRecord:
-        validation.check_prompt_id(request.prompt_id)
+        check_prompt_id(request.prompt_id)
         return _usable(await self.queue.get_prompt(request.prompt_id), caller.owner)
 
     @operation("GET", "prompts", "read", records.PromptPage, takes=ListPrompts)
@@ -141,15 +156,15 @@ class PromptHandlers(Handlers):
         self, caller: Caller, request: prompts_pb2.ListPromptsRequest
     ) -> prompts_pb2.ListPromptsResponse:
         """List prompts by id, oldest first."""
-        page_size = validation.checked_page_size(request.page_size)
-        after = int(validation.decode_page_token("prompts", request.page_token, "[0-9]{1,10}") or 0)
+        page_size = checked_page_size(request.page_size)
+        after = int(decode_page_token("prompts", request.page_token, "[0-9]{1,10}") or 0)
         if request.state and request.state not in _STATE_NAMES:
             raise InvalidInput("state", f"{request.state} is not the number of a state of PromptRecord")
         page = await self.book.page(after, page_size, _STATE_NAMES.get(request.state))
         shown = [record for record in map(_to_proto, page.prompts) if caller.owner.may_use(record.prompt.owner)]
         if request.data_source:
             shown = [record for record in shown if record.prompt.data_source == request.data_source]
-        token = validation.encode_page_token("prompts", page.after) if page.has_more else ""
+        token = encode_page_token("prompts", page.after) if page.has_more else ""
         return prompts_pb2.ListPromptsResponse(prompts=shown, next_page_token=token)
 
     @operation("POST", "prompts:cancel", "submit", records.CancelledPrompts, takes=CancelPrompts)
@@ -157,7 +172,7 @@ class PromptHandlers(Handlers):
         self, caller: Caller, request: prompts_pb2.CancelPromptsRequest
     ) -> prompts_pb2.CancelPromptsResponse:
         """Cancel prompts whose groups the learner has not taken."""
-        prompt_ids = validation.checked_prompt_ids(request.prompt_ids, MAX_CANCELLED)
+        prompt_ids = checked_prompt_ids(request.prompt_ids, MAX_CANCELLED)
         if not prompt_ids:
             raise InvalidInput("prompt_ids", "give at least one id")
         usable = await usable_prompts(self.queue, prompt_ids, caller.owner)
@@ -174,7 +189,7 @@ class PromptHandlers(Handlers):
     )
     async def wait_prompt(self, caller: Caller, request: prompts_pb2.WaitPromptRequest) -> prompts_pb2.PromptRecord:
         """Wait until the prompt is finished, for up to `timeout_s`, and return its record."""
-        validation.check_prompt_id(request.prompt_id)
+        check_prompt_id(request.prompt_id)
         if not 0 <= request.timeout_s <= LONGEST_WAIT_S:
             raise InvalidInput("timeout_s", f"must be between 0 and {LONGEST_WAIT_S:g}; wait again after it")
         deadline = time.monotonic() + request.timeout_s
@@ -197,7 +212,7 @@ class PromptHandlers(Handlers):
         self, caller: Caller, request: prompts_pb2.WatchResultsRequest
     ) -> AsyncIterator[prompts_pb2.Result]:
         """Send every prompt that finishes. The id of an event is the cursor to resume from."""
-        wanted = frozenset(validation.checked_prompt_ids(request.prompt_ids, MAX_CANCELLED))
+        wanted = frozenset(checked_prompt_ids(request.prompt_ids, MAX_CANCELLED))
         cursor = await self.feed.book.start(request.cursor)
         return self._results(cursor, wanted, caller.owner if request.with_groups else None)
 
@@ -245,7 +260,7 @@ def _usable(status: PromptStatus, owner: Owner) -> prompts_pb2.PromptRecord:
 
 
 class ResultFeed:
-    """Wakes those who wait for results of one run.
+    """Wakes callers that wait for results of one run.
 
     A single task reads the stream of results while anyone waits, so any number of watchers hold one Redis connection.
     The task only wakes them: each watcher reads from its own cursor, and misses nothing when it is slow."""
@@ -328,3 +343,102 @@ class ResultFeed:
             self._reader = None
             for event in set().union(*self._waits.values()):
                 event.set()
+
+
+# ── submissions of many clients in one exchange with Redis ──
+
+MAX_PROMPTS = 2_048
+"""Maximum number of prompts in one exchange, because Redis answers no other client meanwhile."""
+MAX_REQUESTS = 32
+"""Maximum number of requests in one exchange, so that some clients are answered while Redis works on the next one."""
+LINGER_S = 0.001
+MAX_LINGERS = 4
+"""An exchange costs more than the requests in it. If earlier exchanges held several requests, the next one waits for
+more: LINGER_S at a time, while more arrive, until it has the usual number."""
+FADE = 7 / 8
+"""Factor by which the usual number shrinks with every exchange."""
+ENOUGH_PROMPTS = 256
+"""An exchange that has this many prompts is sent without waiting for more."""
+
+
+@dataclass(slots=True)
+class _Waiting:
+    request: PromptRequest
+    answer: asyncio.Future[QueueSubmission]
+    deadline: float
+
+
+class JoinedSubmissions:
+    """Runs one exchange at a time, in the order of arrival. Each request is accepted whole or not at all, as if it were
+    alone. A failed exchange fails the requests in it and no others. A request that has no answer after `deadline_s`
+    fails with DeadlineExceeded; it may still have been accepted."""
+
+    def __init__(self, queue: RedisReplayQueue, deadline_s: float) -> None:
+        self.queue = queue
+        self.deadline_s = deadline_s
+        self._waiting: list[_Waiting] = []
+        self._sent: list[_Waiting] = []
+        self._sender: asyncio.Task[None] | None = None
+        self._alarm: asyncio.TimerHandle | None = None
+        """One timer for all requests, because their deadlines are in the order of their arrival."""
+        self._count = 0
+        self._usual_count = 1.0
+        """Number of requests in the last exchange (`_count`) and in the fullest recent one."""
+
+    async def submit(self, request: PromptRequest) -> QueueSubmission:
+        """`PromptIntake.submit_many`, joined with others. Cancelling the caller does not withdraw the request."""
+        loop = asyncio.get_running_loop()
+        waiting = _Waiting(request, loop.create_future(), loop.time() + self.deadline_s)
+        self._waiting.append(waiting)
+        if self._alarm is None:
+            self._alarm = loop.call_at(waiting.deadline, self._expire)
+        if self._sender is None or self._sender.done():
+            self._sender = asyncio.create_task(self._send())
+        return await waiting.answer
+
+    async def _send(self) -> None:
+        while self._waiting:
+            await self._linger()
+            self._sent = self._next()
+            self._count = len(self._sent)
+            self._usual_count = max(self._count, self._usual_count * FADE)
+            requests = [sent.request for sent in self._sent]
+            await answer_all([sent.answer for sent in self._sent], self.queue.submit_many(requests))
+            self._sent = []
+
+    async def _linger(self) -> None:
+        """Wait for more requests, but not after a full exchange: what arrived meanwhile has waited already."""
+        if self._usual_count < 1.5 or self._count >= MAX_REQUESTS:
+            return
+        for _ in range(MAX_LINGERS):
+            count = len(self._waiting)
+            if count >= self._usual_count or self._num_prompts() >= ENOUGH_PROMPTS:
+                return
+            await asyncio.sleep(LINGER_S)
+            if len(self._waiting) == count:
+                return
+
+    def _num_prompts(self) -> int:
+        return sum(len(waiting.request.payloads) for waiting in self._waiting)
+
+    def _next(self) -> list[_Waiting]:
+        """The first waiting request, and the next ones that fit into the same exchange."""
+        count, num_prompts = 1, len(self._waiting[0].request.payloads)
+        for waiting in self._waiting[1:MAX_REQUESTS]:
+            num_prompts += len(waiting.request.payloads)
+            if num_prompts > MAX_PROMPTS:
+                break
+            count += 1
+        chosen, self._waiting = self._waiting[:count], self._waiting[count:]
+        return chosen
+
+    def _expire(self) -> None:
+        """Fail the requests whose deadline has passed, and set the timer for the next one."""
+        loop, self._alarm = asyncio.get_running_loop(), None
+        for waiting in (*self._sent, *self._waiting):
+            if waiting.answer.done():
+                continue
+            if waiting.deadline > loop.time():
+                self._alarm = loop.call_at(waiting.deadline, self._expire)
+                return
+            waiting.answer.set_exception(DeadlineExceeded(f"Redis took longer than {self.deadline_s:g} s; try again"))

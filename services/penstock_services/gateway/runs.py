@@ -10,7 +10,6 @@ from pydantic import Field
 
 from penstock.api import records
 from penstock.api.conversion import message_of
-from penstock.diagnosis import Finding
 from penstock.diagnosis.facts import RunStores
 from penstock.diagnosis.progress import learning_finding, speed_finding
 from penstock.errors import InvalidInput, NotFound
@@ -21,9 +20,16 @@ from penstock.store.fleet import Quarantine, ServerRecord
 from penstock.store.keys import check_name
 from penstock.store.run_control import OpenBreaker
 from penstock.v1 import runs_pb2
-from penstock_services.gateway import validation
 from penstock_services.gateway.access import Caller
-from penstock_services.gateway.operations import RUN, Handlers, operation
+from penstock_services.gateway.operations import (
+    RUN,
+    Handlers,
+    checked_page_size,
+    checked_prompts,
+    cut_page,
+    decode_page_token,
+    operation,
+)
 
 _LETTER_ID = r"[0-9]{1,19}-[0-9]{1,19}"
 
@@ -63,8 +69,8 @@ class RunHandlers(Handlers):
             notices=[message_of(runs_pb2.Notice, notice) for notice in facts.notices],
             learning=learning.line,
             speed=speed.line,
-            learning_verdict=_verdict(learning),
-            speed_verdict=_verdict(speed),
+            learning_verdict=message_of(runs_pb2.Finding, learning),
+            speed_verdict=message_of(runs_pb2.Finding, speed),
             parts=[
                 runs_pb2.Part(component=component, phases=[message_of(runs_pb2.Phase, phase) for phase in phases])
                 for component, phases in facts.phases.items()
@@ -96,7 +102,7 @@ class RunHandlers(Handlers):
     @operation("GET", "metrics", "read", records.MetricsList, takes=ListMetrics)
     async def list_metrics(self, request: runs_pb2.ListMetricsRequest) -> runs_pb2.ListMetricsResponse:
         """List the metrics of the steps that made the newest versions, oldest first."""
-        newest = await self.stores.policies.newest_first(None, validation.checked_page_size(request.page_size))
+        newest = await self.stores.policies.newest_first(None, checked_page_size(request.page_size))
         history = await self.stores.queue.evaluation_history()
         scores = [(*name.rpartition("-")[::2], score) for name, score in history.items()]
         names = frozenset(request.names)
@@ -140,9 +146,7 @@ class RunHandlers(Handlers):
         check_name("evaluation_id", request.evaluation_id)
         if request.evaluation_id.startswith(VALIDATION) and not caller.owner.sees_all:
             raise InvalidInput("evaluation_id", f"begins with {VALIDATION}, as the run's own; choose another id")
-        prompts = validation.checked_prompts(
-            request.prompts, self.config.gateway.max_prompts_per_request, request.evaluation_id
-        )
+        prompts = checked_prompts(request.prompts, self.config.gateway.max_prompts_per_request, request.evaluation_id)
         for prompt in prompts:
             prompt.owner = caller.owner.name
         payloads = [prompt.SerializeToString() for prompt in prompts]
@@ -162,15 +166,15 @@ class RunHandlers(Handlers):
     @operation("GET", "dead-letters", "read", records.DeadLetterPage, takes=ListDeadLetters)
     async def list_dead_letters(self, request: runs_pb2.ListDeadLettersRequest) -> runs_pb2.ListDeadLettersResponse:
         """List dead letters, newest first."""
-        page_size = validation.checked_page_size(request.page_size)
-        before = validation.decode_page_token("dead", request.page_token, _LETTER_ID)
+        page_size = checked_page_size(request.page_size)
+        before = decode_page_token("dead", request.page_token, _LETTER_ID)
         found: list[DeadLetter] = []
         async for letter in self._inspector.dead_letters(request.kind, newest_first=True):
             if before is None or entry_order(letter.stream_id) < entry_order(before):
                 found.append(letter)
             if len(found) > page_size:
                 break
-        page, token = validation.cut_page("dead", found, page_size, lambda letter: letter.stream_id)
+        page, token = cut_page("dead", found, page_size, lambda letter: letter.stream_id)
         letters = [
             message_of(runs_pb2.DeadLetter, letter, letter_id=letter.stream_id, buried_at_ms=letter.time_ms)
             for letter in page
@@ -184,10 +188,6 @@ class RunHandlers(Handlers):
     ) -> runs_pb2.RequeueDeadLetterResponse:
         """Submit the letter's prompt under a new id and delete the letter."""
         return runs_pb2.RequeueDeadLetterResponse(prompt_id=await self._inspector.requeue(request.letter_id))
-
-
-def _verdict(finding: Finding) -> runs_pb2.Verdict:
-    return message_of(runs_pb2.Verdict, finding, level=finding.level.upper())
 
 
 def _servers(

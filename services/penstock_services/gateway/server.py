@@ -32,10 +32,9 @@ from penstock.store.heartbeats import Leaving
 from penstock.store.redis_client import connect
 from penstock.tracing import open_tracing
 from penstock_services.gateway.access import Access, check_gateway, read_certificates
-from penstock_services.gateway.connections import Connections, LimitedProtocol
 from penstock_services.gateway.metrics import GatewayMetrics
 from penstock_services.gateway.operations import AuditLog
-from penstock_services.gateway.rest import RestApp
+from penstock_services.gateway.rest import Connections, LimitedProtocol, RestApp
 from penstock_services.gateway.rpc import RpcServer
 from penstock_services.gateway.run import ServedRun, serve_operations
 

@@ -3,7 +3,7 @@
 Any server that serves the right version may answer, the least busy first. A session stays with the server that answered
 its earlier calls, because that has the keys and values of the conversation cached, unless the server
 
-    is gone, drained, quarantined or not ready      it is not among those that may answer
+    is gone, drained, quarantined or not ready      it is not among the candidates
     is overloaded                                   it has `gateway.sessions.max_extra_calls` more calls than another
     has a version that the run no longer admits     older than `replay.max_staleness` steps behind the newest one served
 """
@@ -20,8 +20,7 @@ from dataclasses import dataclass, field
 
 from penstock.config.run import RunConfig
 from penstock.errors import Conflict, ModelNotFound, PenstockError, Unavailable
-from penstock.store.fleet import SERVING_STATES, Fleet, FleetReading, FleetView, ServerRecord
-from penstock.store.policies import PolicyRegistry
+from penstock.store.fleet import SERVING_STATES, Fleet, FleetReading, FleetView, PolicyRegistry, ServerRecord
 from penstock.store.run_control import RunControl
 from penstock.v1 import generate_pb2
 
@@ -52,58 +51,22 @@ class ReadyServers:
             self.by_id[server.server_id] = server
 
 
-class ReadyServersView:
-    """Which servers answer calls.
-
-    Drains, quarantines, states and versions count at once: every call asks Redis for them. A server that has died is
-    skipped once it has been silent for `replay.lease_ttl_s`."""
-
-    def __init__(self, config: RunConfig, fleet: Fleet, control: RunControl) -> None:
-        self.max_silence_s = config.replay.lease_ttl_s
-        self.fleet = fleet
-        self.control = control
-        self.view = FleetView(fleet, MAX_VIEW_AGE_S, RARELY_USED_AGE_S)
-        self._last: tuple[FleetReading, frozenset[str], ReadyServers] | None = None
-
-    async def current(self) -> ReadyServers:
-        """Servers that answer calls now. Their loads may be MAX_VIEW_AGE_S older than in Redis, or RARELY_USED_AGE_S if
-        there are fewer calls than servers."""
-        ready = await self._arrange(self.view.current())
-        return ready if time.monotonic() < ready.first_silent_at else await self.read()
-
-    async def read(self) -> ReadyServers:
-        """The same, with loads as they are in Redis."""
-        return await self._arrange(self.view.read())
-
-    async def _arrange(self, looking: Awaitable[FleetReading]) -> ReadyServers:
-        drained, quarantined, reading = await asyncio.gather(self.control.drained(), self.fleet.quarantined(), looking)
-        excluded = drained | quarantined
-        if self._last is None or self._last[0] is not reading or self._last[1] != excluded:
-            self._last = reading, excluded, self._ready(reading, excluded)
-        return self._last[2]
-
-    def _ready(self, reading: FleetReading, excluded: Collection[str]) -> ReadyServers:
-        ready = [
-            server
-            for server in reading.servers
-            if server.state in SERVING_STATES
-            and server.heartbeat_age_ms <= 1000 * self.max_silence_s
-            and server.server_id not in excluded
-        ]
-        longest_ms = max((server.heartbeat_age_ms for server in ready), default=0)
-        return ReadyServers(ready, reading.read_at + self.max_silence_s - longest_ms / 1000)
-
-
 class ServerChoice:
-    """Chooses servers of one run. `running` has the number of this gateway's calls to each."""
+    """Chooses servers of one run. `running` has the number of this gateway's calls to each.
+
+    Drains, quarantines, states and versions count at once: every choice asks Redis for them. A server that has died is
+    skipped once it has been silent for `replay.lease_ttl_s`."""
 
     def __init__(self, config: RunConfig, fleet: Fleet, policies: PolicyRegistry, control: RunControl) -> None:
         self.config = config
         self.policies = policies
-        self.view = ReadyServersView(config, fleet, control)
+        self.fleet = fleet
+        self.control = control
+        self.view = FleetView(fleet, MAX_VIEW_AGE_S, RARELY_USED_AGE_S)
         self.running: Counter[str] = Counter()
         self._chosen: Counter[str] = Counter()
         """How often each server was the first choice. Servers that are equally busy take turns."""
+        self._last_ready: tuple[FleetReading, frozenset[str], ReadyServers] | None = None
         self._last_unpinned: tuple[ReadyServers, Mapping[str, int], list[ServerRecord], int] | None = None
 
     async def choose(
@@ -111,11 +74,11 @@ class ServerChoice:
     ) -> tuple[int | None, list[ServerRecord]]:
         """The version that the call must be answered with, if any, and up to MAX_TRIES servers to try, in order.
         `known` are the servers that have answered the session, the best one first."""
-        ready, pins = await asyncio.gather(self.view.current(), self.policies.pins())
+        ready, pins = await asyncio.gather(self._ready(), self.policies.pins())
         version = _version_for(key_name, request, pins)
         fit = self._fit(ready, version, pins)
         if not fit:  # a server of a Penstock that does not count its changes may have reported the version
-            ready = await self.view.read()
+            ready = await self._arrange(self.view.read())
             fit = self._fit(ready, version, pins)
         if not fit:
             raise _why_none_fits(ready, version, is_named=request.HasField("policy_version"))
@@ -130,8 +93,33 @@ class ServerChoice:
 
     async def served_versions(self) -> dict[int, list[str]]:
         """Ids of the servers that would answer, by version."""
-        ready = await self.view.read()
+        ready = await self._arrange(self.view.read())
         return {version: [server.server_id for server in servers] for version, servers in ready.by_version.items()}
+
+    async def _ready(self) -> ReadyServers:
+        """Servers that answer calls now. Their loads may be MAX_VIEW_AGE_S older than in Redis, or RARELY_USED_AGE_S if
+        there are fewer calls than servers."""
+        ready = await self._arrange(self.view.current())
+        return ready if time.monotonic() < ready.first_silent_at else await self._arrange(self.view.read())
+
+    async def _arrange(self, asked: Awaitable[FleetReading]) -> ReadyServers:
+        drained, quarantined, reading = await asyncio.gather(self.control.drained(), self.fleet.quarantined(), asked)
+        excluded = drained | quarantined
+        if self._last_ready is None or self._last_ready[0] is not reading or self._last_ready[1] != excluded:
+            self._last_ready = reading, excluded, self._without(excluded, reading)
+        return self._last_ready[2]
+
+    def _without(self, excluded: Collection[str], reading: FleetReading) -> ReadyServers:
+        max_silence_s = self.config.replay.lease_ttl_s
+        ready = [
+            server
+            for server in reading.servers
+            if server.state in SERVING_STATES
+            and server.heartbeat_age_ms <= 1000 * max_silence_s
+            and server.server_id not in excluded
+        ]
+        longest_ms = max((server.heartbeat_age_ms for server in ready), default=0)
+        return ReadyServers(ready, reading.read_at + max_silence_s - longest_ms / 1000)
 
     def _fit(self, ready: ReadyServers, version: int | None, pins: Mapping[str, int]) -> Sequence[ServerRecord]:
         """All servers that may answer a call for the version."""

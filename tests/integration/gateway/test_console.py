@@ -18,8 +18,7 @@ from penstock.codec import decode_group, encode_group
 from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.results import RecomputedLogProbs
 from penstock.samples import Sample
-from penstock.store.fleet import Fleet, ServerRecord
-from penstock.store.policies import PolicyRegistry
+from penstock.store.fleet import Fleet, PolicyRegistry, ServerRecord
 from penstock.v1 import policies_pb2
 from support.gateways import LAUNCH, PROMPT, RUN, SCREENSHOTS, Gateway, group_of, needs_chromium, run_config, running
 from support.groups import group_of_samples, write_samples
@@ -279,7 +278,7 @@ async def test_tokens_are_coloured_and_walked_by_keyboard(page: Any, gateway: Ga
     await tokens.locator("span").first.focus()
     await page.keyboard.press("ArrowRight")
     await page.keyboard.press("ArrowRight")
-    assert "token 2: version 4" in await page.locator("#said").inner_text()
+    assert "token 2: version 4" in await page.locator("#announcement").inner_text()
     await page.get_by_label("Colour by").select_option("log-prob")
     await page.get_by_text("The stronger the colour").wait_for()
     backgrounds = {

@@ -114,7 +114,7 @@ HALVES: dict[str, Callable[[Client], Awaitable[None]]] = {
 async def test_half_sent_requests_are_ended_and_others_answered(
     configure: Configure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock_services.gateway.connections.DISCARD_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("penstock_services.gateway.rest.DISCARD_TIMEOUT_S", 0.3)
     limits = {"header_timeout_s": 0.5, "body_timeout_s": 0.5, "keep_alive_s": 0.5}
     async with running(configure(**limits)) as gateway, contextlib.AsyncExitStack() as stack:
         clients = {}

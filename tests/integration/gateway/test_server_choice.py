@@ -11,8 +11,7 @@ import redis.asyncio as redis
 from penstock.config.run import ModelConfig, RunConfig
 from penstock.config.service import ReplayConfig
 from penstock.errors import ModelNotFound, Unavailable
-from penstock.store.fleet import Fleet, ServerRecord
-from penstock.store.policies import PolicyRegistry
+from penstock.store.fleet import Fleet, PolicyRegistry, ServerRecord
 from penstock.store.run_control import RunControl
 from penstock.v1 import generate_pb2
 from penstock_services.gateway.server_choice import MAX_COMPARED, MAX_TRIES, MAX_VIEW_AGE_S, ServerChoice
@@ -118,4 +117,4 @@ async def test_a_server_that_died_is_left_out_in_time(redis_client: redis.Redis,
             await choosing.report("b", 1)
             await asyncio.sleep(0.05)
     assert await choosing.first(("a",)) == "b"
-    assert [server.server_id for server in (await choosing.choice.view.view.current()).servers] == ["a", "b"]
+    assert [server.server_id for server in (await choosing.choice.view.current()).servers] == ["a", "b"]

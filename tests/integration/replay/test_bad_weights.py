@@ -21,7 +21,7 @@ from penstock.replay.queue import RedisReplayQueue
 from penstock.store.run_control import RunControl
 from penstock.trajectory import Prompt, Sampling
 from penstock_learner.weights.publisher import WeightPublisher
-from penstock_rollout.agents.registry import Agents
+from penstock_rollout.agents.loops import Agents
 from penstock_rollout.engines.engine import Engine
 from penstock_rollout.groups.group_maker import GroupMaker
 from penstock_rollout.groups.producer import Producer

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from penstock.errors import DeadlineExceeded, PenstockError
-from penstock.replay.joined_submissions import MAX_REQUESTS, JoinedSubmissions
 from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import PromptRequest, Submission
+from penstock_services.gateway.prompts import MAX_REQUESTS, JoinedSubmissions
 
 
 async def test_requests_that_are_joined_get_their_own_ids_and_keep_their_keys(queue: RedisReplayQueue) -> None:

@@ -19,7 +19,7 @@ from penstock.config.run import RunConfig
 from penstock.feed.datasets import read_prompts
 from penstock.replay.queue_types import Lease
 from penstock.trajectory import Group, Prompt, Sampling, Trajectory
-from penstock_rollout.agents.registry import Agents
+from penstock_rollout.agents.loops import Agents
 from penstock_rollout.engines.factory import create_engine
 from penstock_rollout.groups.group_maker import GroupMaker
 from penstock_rollout.metrics import RolloutMetrics

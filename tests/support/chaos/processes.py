@@ -7,13 +7,13 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 
 from penstock_tools.local.private_redis import find_redis_server
+from support.forked_process import ForkedProcess
 from support.redis_server import RedisProcess
 
 LOSS_WINDOW_S = 1.0
@@ -25,23 +25,17 @@ class Child:
 
     def __init__(self, name: str, module: str, arguments: list[str], folder: Path) -> None:
         self.name = name
-        self.command = [sys.executable, "-m", module, *arguments]
+        self.module, self.arguments = module, arguments
         self.log = folder / f"{name}.log"
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: ForkedProcess | None = None
         self.is_expected_to_die = False
         self._log_start = 0
 
     def start(self, environment: Mapping[str, str] | None = None) -> None:
-        path = os.pathsep.join(entry for entry in sys.path if entry)
         self.is_expected_to_die = bool(environment)
         with self.log.open("a") as output:
             self._log_start = output.tell()
-            self.process = subprocess.Popen(
-                self.command,
-                stdout=output,
-                stderr=output,
-                env=os.environ | {"PYTHONPATH": path} | dict(environment or {}),
-            )
+        self.process = ForkedProcess(self.module, self.arguments, self.log, environment or {})
 
     @property
     def exit_code(self) -> int | None:

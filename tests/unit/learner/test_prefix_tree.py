@@ -8,8 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock_learner.batches.partition import partition, unpermute
-from penstock_learner.batches.prefix_tree import SHORTEST, PrefixTree, shortest_shared
+from penstock_learner.batches.partition import SHORTEST, PrefixTree, partition, shortest_shared, unpermute
 from penstock_learner.batches.sequence_batch import SequenceBatch
 from support.groups import batch_of_sequences, forked_batch, short_batch
 

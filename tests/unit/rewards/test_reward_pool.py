@@ -29,7 +29,7 @@ def workers() -> set[int]:
     found = set()
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.ZombieProcess, psutil.NoSuchProcess):
-            if "penstock_rollout.rewards.worker" in child.cmdline():
+            if "penstock_rollout.rewards.pool" in child.cmdline():
                 found.add(child.pid)
     return found
 

@@ -260,7 +260,7 @@ async def test_users_are_told_of_failures_once_per_place_with_the_traceback(
     [raised] = [event for event in events if "raise" not in event.text and "one" in event.text]
     assert "sample 0 of prompt 17, data source 'any', failed (exception): ValueError: one" in raised.text
     assert raised.detail.startswith("Traceback") and raised.detail.rstrip().endswith("ValueError: one")
-    assert f'File "{tmp_path / "reward.py"}"' in raised.detail and "worker.py" not in raised.detail
+    assert f'File "{tmp_path / "reward.py"}"' in raised.detail and "pool.py" not in raised.detail
     [wrong] = [event for event in events if "returned nan" in event.text]
     assert wrong.detail == "", "a wrong result has no traceback that would lead to the function"
 
@@ -459,7 +459,7 @@ def _processes_with(word: str) -> list[int]:
 async def _no_workers_left() -> bool:
     for _ in range(100):
         children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
-        if not any(b"rewards.worker" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children):
+        if not any(b"rewards.pool" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children):
             return True
         await asyncio.sleep(0.05)
     return False

@@ -29,7 +29,7 @@ def test_a_signal_while_python_shuts_down_prints_nothing(tmp_path: Path, way: st
     }
     text = json.dumps({"settings": json.dumps(settings), "calls": [], "read": "score"}).encode()
     with subprocess.Popen(
-        [sys.executable, "-m", "penstock_rollout.rewards.worker"],
+        [sys.executable, "-m", "penstock_rollout.rewards.pool"],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     ) as worker:  # fmt: skip
         assert worker.stdin and worker.stdout and worker.stderr

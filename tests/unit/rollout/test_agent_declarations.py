@@ -10,7 +10,7 @@ import pytest
 from penstock.config.rollout import AgentsConfig
 from penstock.errors import ConfigError, InvalidInput
 from penstock.trajectory import Prompt
-from penstock_rollout.agents.registry import Agents
+from penstock_rollout.agents.loops import Agents
 from penstock_rollout.tokenization import Tokenization
 from support.scripted_engines import CHATML, make_tokenizer_folder
 

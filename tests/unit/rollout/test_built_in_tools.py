@@ -18,8 +18,7 @@ from penstock.config.rollout import AgentsConfig
 from penstock.errors import ConfigError
 from penstock_rollout.agents.builtin_tools import RetrievalService
 from penstock_rollout.agents.declarations import load_tools
-from penstock_rollout.agents.loops import tool_agent
-from penstock_rollout.agents.registry import Agents
+from penstock_rollout.agents.loops import Agents, tool_agent
 from penstock_rollout.tokenization import Tokenization
 from support.scripted_engines import END, ScriptedEngine, called, make_context, make_tokenizer_folder, spelled
 

@@ -16,10 +16,9 @@ from penstock.codec import decode_group, encode_prompt
 from penstock.config.rollout import AgentsConfig, RewardConfig, RolloutConfig
 from penstock.config.service import ReplayConfig
 from penstock.trajectory import Group, Prompt, Sampling
-from penstock_rollout.agents.context import AgentContext
 from penstock_rollout.agents.episode import Episode
-from penstock_rollout.agents.registry import Agents
-from penstock_rollout.agents.transcript import Transcript
+from penstock_rollout.agents.loops import Agents
+from penstock_rollout.agents.transcript import AgentContext, Transcript
 from penstock_rollout.engines.engine import EngineStats
 from penstock_rollout.groups.group_maker import GroupMaker
 from penstock_rollout.groups.producer import Producer

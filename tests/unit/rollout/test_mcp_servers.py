@@ -19,8 +19,7 @@ from pydantic import ValidationError
 from penstock.config.rollout import AgentsConfig, McpServer
 from penstock.errors import ConfigError
 from penstock_rollout.agents.declarations import load_tools
-from penstock_rollout.agents.loops import tool_agent
-from penstock_rollout.agents.registry import Agents
+from penstock_rollout.agents.loops import Agents, tool_agent
 from penstock_rollout.agents.tools import ToolError
 from penstock_rollout.tokenization import Tokenization
 from support.processes import until

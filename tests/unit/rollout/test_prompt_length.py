@@ -18,7 +18,7 @@ from penstock.errors import PromptTooLong
 from penstock.replay.queue_types import Lease
 from penstock.trajectory import SESSION_AGENT, Group, Prompt
 from penstock.v1 import generate_pb2, prompts_pb2
-from penstock_rollout.agents.registry import Agents
+from penstock_rollout.agents.loops import Agents
 from penstock_rollout.groups.producer import Producer
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.serving.generate_service import GenerateService

@@ -21,8 +21,7 @@ from penstock.errors import Unavailable
 from penstock.replay.queue_types import Lease, SavedTokens
 from penstock.trajectory import Group, Prompt, Sampling, VersionSegment
 from penstock_rollout.agents.episode import Episode
-from penstock_rollout.agents.loops import single_turn_agent
-from penstock_rollout.agents.registry import Agents
+from penstock_rollout.agents.loops import Agents, single_turn_agent
 from penstock_rollout.agents.saved_samples import (
     SampleProgress,
     SavedSample,

@@ -11,10 +11,10 @@ import pytest
 
 from penstock.cancellation import end_task
 from penstock.errors import InvalidInput
-from penstock_rollout.agents.context import AgentContext
 from penstock_rollout.agents.episode import Episode
 from penstock_rollout.agents.loops import tool_agent
 from penstock_rollout.agents.tools import Tool
+from penstock_rollout.agents.transcript import AgentContext
 from penstock_rollout.tokenization import Tokenization
 from support.scripted_engines import (
     END,

@@ -13,8 +13,7 @@ import pytest
 from penstock.config.rollout import AgentsConfig
 from penstock.errors import ConfigError
 from penstock_rollout.agents.episode import Episode
-from penstock_rollout.agents.loops import interaction_agent, tool_agent
-from penstock_rollout.agents.registry import Agents
+from penstock_rollout.agents.loops import Agents, interaction_agent, tool_agent
 from penstock_rollout.tokenization import Tokenization
 from support.scripted_engines import END, ScriptedEngine, called, make_context, make_tokenizer_folder, spelled
 

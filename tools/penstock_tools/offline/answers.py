@@ -11,7 +11,7 @@ import signal
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from penstock.replay.queue_types import Lease
 from penstock.sample_scores import ScoreSummary, summarise
 from penstock.sampling import Sampling
 from penstock.trajectory import Prompt
-from penstock_rollout.agents.registry import Agents
+from penstock_rollout.agents.loops import Agents
 from penstock_rollout.engines.factory import create_engine, start_engine
 from penstock_rollout.groups.group_maker import GroupMaker
 from penstock_rollout.metrics import RolloutMetrics
@@ -151,19 +151,26 @@ def describe_settings(config: RunConfig, file: Path, prompts: Sequence[Prompt], 
         encoded = encode_prompt(replace(prompt, sampling=Sampling(), num_samples=1))
         digest.update(len(encoded).to_bytes(8, "little") + encoded)
     sampling, engine, prompt_config = prompts[0].sampling, config.rollout.engine, config.rollout.prompt
-    seldom = {name: getattr(sampling, name) for name in ("top_k", "min_p", "ignore_eos", "stop")}
     return {
         "prompts": f"{file.name}, {len(prompts)} prompts, sha256 {digest.hexdigest()[:16]}",
         "model": str(config.model.path.resolve()),
         "dtype": config.model.dtype,
         "engine": f"{engine.name}, max_model_len {engine.max_model_len}, quantization {engine.quantization}",
         "prompt": f"max_tokens {prompt_config.max_tokens}, overlong {prompt_config.overlong}",
-        "sampling": f"n {prompts[0].num_samples}, temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, "
-        f"max_tokens {sampling.max_tokens}, seed {sampling.seed}"
-        + "".join(f", {name} {value}" for name, value in seldom.items() if value),
+        "sampling": f"n {prompts[0].num_samples}, {describe_sampling(sampling)}",
         "agents": _digest(config.rollout.agents),
         "rewards": _digest(config.rollout.reward) if scored else "",
     }
+
+
+def describe_sampling(sampling: Sampling) -> str:
+    """The usual parameters, and all others that do not have their defaults."""
+    usual = ("temperature", "top_p", "max_tokens", "seed")
+    others = [one for one in fields(sampling) if one.name not in usual and getattr(sampling, one.name) != one.default]
+    return (
+        f"temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, max_tokens {sampling.max_tokens}, "
+        f"seed {sampling.seed}" + "".join(f", {one.name} {getattr(sampling, one.name)}" for one in others)
+    )
 
 
 def _digest(config: BaseModel) -> str:

@@ -15,12 +15,12 @@ import asyncio
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self, cast, get_type_hints
 
 import pyarrow as pa
 from google.protobuf.message import DecodeError
@@ -31,25 +31,30 @@ from penstock.errors import InvalidInput, PenstockError, PoisonGroup, QueueFull
 from penstock.replay.inspection import QueueInspector
 from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import OfferedGroup, Origin
-from penstock.sampling import DISTRIBUTION_FIELDS, SAMPLING_FIELDS, Sampling
+from penstock.sampling import SAMPLING_FIELDS, Distribution, Sampling
 from penstock.trajectory import Group, SamplingSegment, Trajectory, VersionSegment
 from penstock.v1 import prompts_pb2
 
 # ── groups as Arrow columns, which have the names of their fields ──
 
-_SAMPLING_TYPES = {"seed": pa.int64(), "stop": pa.list_(pa.string()), "ignore_eos": pa.bool_()} | {
-    name: pa.float32() for name in ("temperature", "top_p", "min_p")
+_ARROW_TYPES: dict[Any, Any] = {
+    float: pa.float32(),
+    int: pa.int32(),
+    int | None: pa.int64(),
+    bool: pa.bool_(),
+    tuple[str, ...]: pa.list_(pa.string()),
 }
-"""The types of sampling parameters that are not int32."""
+"""The type of the column for each type that a sampling parameter is declared with."""
 
 
-def _sampling(names: Iterable[str]) -> list[tuple[str, Any]]:
-    return [(name, _SAMPLING_TYPES.get(name, pa.int32())) for name in names]
+def sampling_columns(declared: type[Distribution]) -> list[tuple[str, Any]]:
+    """A column for each sampling parameter that the class declares."""
+    return [(name, _ARROW_TYPES[kind]) for name, kind in get_type_hints(declared).items()]
 
 
 _RANGE = [("start", pa.int32()), ("end", pa.int32())]
 SEGMENT = pa.struct([*_RANGE, ("policy_version", pa.int64())])
-SAMPLING_SEGMENT = pa.struct([*_RANGE, *_sampling(DISTRIBUTION_FIELDS)])
+SAMPLING_SEGMENT = pa.struct([*_RANGE, *sampling_columns(Distribution)])
 TRAJECTORY = pa.struct(
     [
         ("token_ids", pa.list_(pa.int32())),
@@ -64,7 +69,7 @@ TRAJECTORY = pa.struct(
         ("episode", pa.int32()),
     ]
 )
-LATER = ("top_k", "min_p", "ignore_eos", "stop", "sampling_segments", "episode")
+LATER = {*SAMPLING_FIELDS, "sampling_segments", "episode"} - {"temperature", "top_p", "max_tokens", "seed"}
 """Fields that older recordings do not have. They have their defaults there."""
 SCHEMA = pa.schema(
     [
@@ -74,7 +79,7 @@ SCHEMA = pa.schema(
         ("server_id", pa.string()),
         ("data_source", pa.string()),
         ("agent_name", pa.string()),
-        ("sampling", pa.struct(_sampling(SAMPLING_FIELDS))),
+        ("sampling", pa.struct(sampling_columns(Sampling))),
         ("prompt_token_ids", pa.list_(pa.int32())),
         ("trajectories", pa.list_(TRAJECTORY)),
         ("finished_at_ms", pa.int64()),
@@ -158,7 +163,7 @@ def has_nulls(array: Any) -> bool:
 
 
 def _is_readable(found: Any, wanted: Any) -> bool:
-    """Whether a column of this type has all the fields that are wanted, but for those in LATER."""
+    """Whether a column of this type has all the fields that are wanted, except the ones in LATER."""
     if pa.types.is_list(found) and pa.types.is_list(wanted):
         return _is_readable(found.value_type, wanted.value_type)
     if not (pa.types.is_struct(found) and pa.types.is_struct(wanted)):

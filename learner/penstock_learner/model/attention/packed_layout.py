@@ -12,12 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock_learner.batches.partition import RankShard
-from penstock_learner.batches.prefix_tree import PrefixTree
+from penstock_learner.batches.partition import PrefixTree, RankShard
 from penstock_learner.batches.sequence_batch import SequenceBatch
 from penstock_learner.model.attention.prefix_kernels import DensePart
 from penstock_learner.model.attention.sequence_parallel import SequenceParallel
-from penstock_learner.model.tensors import to_device
 
 # ── prefix trees: the keys of each segment are the tokens of the path to it ──
 #
@@ -41,7 +39,7 @@ class PathBlock:
     keys: Tensor
     """[B, K] stored token of each key."""
     query_positions: Tensor
-    """[B, Q] position of each query, that of a row's first query at padding."""
+    """[B, Q] position of each query. Padding has the position of its row's first query."""
     key_positions: Tensor
     """[B, K] position of each key, beyond every query of its row at padding."""
 
@@ -117,7 +115,7 @@ class Paths:
 
     @classmethod
     def of(cls, tree: PrefixTree, device: torch.device, chunk: int | None = None) -> Paths:
-        """The paths of a tree. With `chunk`, tokens see only those of their own chunk of so many positions."""
+        """The paths of a tree. With `chunk`, tokens see only their own chunk of that many positions."""
         pieces = list(_pieces(tree, chunk))
         by_depth: dict[int, list[_PathPiece]] = {}
         for piece in pieces:
@@ -387,3 +385,26 @@ def tree_of(micro: SequenceBatch, part: RankShard, model: Any) -> PrefixTree | N
     if not (part.shares_prefixes and model.path.is_packed):
         return None
     return part.tree or PrefixTree.of(micro)
+
+
+# ── arrays between host and device ──
+
+
+def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
+    """Copy the array to the device, through pinned memory, so that the host does not wait for running kernels."""
+    tensor = torch.as_tensor(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def required_to_device(array: NDArray[Any] | None, device: torch.device) -> Tensor:
+    """Copy a field of a batch that the controller must have filled in, because the algorithm needs it."""
+    assert array is not None, "the controller did not fill in a field that the algorithm needs"
+    return to_device(array, device)
+
+
+def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copy small tensors to the host in one transfer: on a shared GPU each transfer waits for a turn. They travel as
+    float64, which holds float32 and integers below 2**53 exactly."""
+    joined = torch.cat([tensor.reshape(-1).double() for tensor in tensors]).cpu()
+    parts = joined.split([tensor.numel() for tensor in tensors])
+    return [part.to(tensor.dtype).view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

@@ -27,9 +27,19 @@ from penstock.sessions.task_store import TaskStore
 from penstock.store.keys import check_name
 from penstock.store.run_control import RunControl
 from penstock.v1 import generate_pb2, sessions_pb2, tasks_pb2
-from penstock_services.gateway import validation
 from penstock_services.gateway.access import Caller
-from penstock_services.gateway.operations import IDEMPOTENCY_KEY, Handlers, body_digest, bounded, operation
+from penstock_services.gateway.operations import (
+    IDEMPOTENCY_KEY,
+    Handlers,
+    body_digest,
+    bounded,
+    check_json,
+    check_keys,
+    checked_page_size,
+    decode_page_token,
+    encode_page_token,
+    operation,
+)
 from penstock_services.gateway.sessions.recorder import SessionRecorder
 from penstock_services.gateway.sessions.rewards import SessionRewards
 from penstock_services.gateway.sessions.tree import SessionTree
@@ -135,10 +145,10 @@ class SessionHandlers(Handlers):
         self, caller: Caller, request: sessions_pb2.ListSessionsRequest
     ) -> sessions_pb2.ListSessionsResponse:
         """List the sessions whose calls are kept, the one with the newest call first. A page may be short."""
-        page_size = validation.checked_page_size(request.page_size)
-        first = int(validation.decode_page_token("sessions", request.page_token, "[0-9]{1,9}") or 0)
+        page_size = checked_page_size(request.page_size)
+        first = int(decode_page_token("sessions", request.page_token, "[0-9]{1,9}") or 0)
         found, has_more = await self.recorder.store.summaries(first, page_size, caller.owner)
-        token = validation.encode_page_token("sessions", first + page_size) if has_more else ""
+        token = encode_page_token("sessions", first + page_size) if has_more else ""
         return sessions_pb2.ListSessionsResponse(sessions=found, next_page_token=token)
 
     def _describe(
@@ -210,7 +220,7 @@ class TaskHandlers(Handlers):
         limit = self.config.gateway.max_prompts_per_request
         if not 1 <= len(request.tasks) <= limit:
             raise InvalidInput("tasks", f"must be 1 to {limit} tasks")
-        validation.check_keys(request.idempotency_key, (), len(request.tasks))
+        check_keys(request.idempotency_key, (), len(request.tasks))
         tasks = [self._checked(task, f"tasks[{number}].") for number, task in enumerate(request.tasks)]
         if len({task.task_id for task in tasks}) < len(tasks):
             raise InvalidInput("tasks", "must have different ids")
@@ -278,7 +288,7 @@ class TaskHandlers(Handlers):
         longest_s = self.config.gateway.session_ttl_s / 2
         if not 0 <= task.deadline_s <= longest_s:
             raise InvalidInput(f"{path}deadline_s", f"must be 0 to {longest_s:g}, half of gateway.session_ttl_s")
-        validation.check_json(task.payload_json or "null", f"{path}payload_json")
+        check_json(task.payload_json or "null", f"{path}payload_json")
         return tasks_pb2.NewTask(
             task_id=task.task_id or f"task-{uuid.uuid4().hex[:16]}",
             payload_json=task.payload_json or "null",

@@ -153,7 +153,7 @@ class SessionRecorder:
         return tree
 
     def _keep(self, session_id: str, tree: SessionTree) -> None:
-        """Keep a tree in memory, and forget those that were not used for longest if it does not fit."""
+        """Keep a tree in memory, and forget the least recently used ones if it does not fit."""
         self._trees[session_id] = tree
         self._num_bytes += tree.num_bytes
         while self._num_bytes > self.store.limits.cache_bytes and self._trees:

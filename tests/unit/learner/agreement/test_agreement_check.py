@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from penstock_learner.agreement.comparison import (
+from penstock_learner.agreement.servers import (
     MIN_STEPS,
     STRIKES,
     Comparison,

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from penstock.trajectory import Group, Sampling
-from penstock_learner.agreement import comparison as samples
-from penstock_learner.agreement.comparison import PER_SERVER, choose, compare
+from penstock_learner.agreement import servers as samples
+from penstock_learner.agreement.servers import PER_SERVER, choose, compare
 from support.groups import made_by, make_group
 
 

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from penstock.config.algorithms import Aggregation, CorrectionConfig, LossConfig
 from penstock_learner.algorithms.aggregation import AGGREGATIONS, Denominators, aggregate
-from penstock_learner.algorithms.corrections import correct
-from penstock_learner.algorithms.losses import LOSSES, LossInputs, kl_penalty, policy_loss
+from penstock_learner.algorithms.losses import LOSSES, LossInputs, correct, kl_penalty, policy_loss
 
 MODES: tuple[Aggregation, ...] = get_args(Aggregation)
 

@@ -27,10 +27,9 @@ from penstock.config.algorithms import (
 from penstock.config.learner import LearnerConfig
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError
-from penstock_learner.algorithms import find_function
 from penstock_learner.algorithms.advantages import ADVANTAGES, AdvantageInputs, compute_advantages
-from penstock_learner.algorithms.corrections import REJECTIONS, WEIGHTS
-from penstock_learner.algorithms.losses import LOSSES, LossInputs, policy_loss
+from penstock_learner.algorithms.aggregation import find_function
+from penstock_learner.algorithms.losses import LOSSES, REJECTIONS, WEIGHTS, LossInputs, policy_loss
 from penstock_learner.start_check import try_functions
 
 MODELS = [AdvantageConfig, LossConfig, CorrectionConfig, KLConfig, ValueLossConfig, OverlongConfig, AlgorithmConfig]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.config.algorithms import CorrectionConfig
-from penstock_learner.algorithms.corrections import (
+from penstock_learner.algorithms.losses import (
     RATIO_EDGES,
     Correction,
     correct,

@@ -25,8 +25,15 @@ from penstock.config.algorithms import (
 )
 from penstock_learner.algorithms.advantages import ADVANTAGES, AdvantageInputs, compute_advantages
 from penstock_learner.algorithms.aggregation import Denominators, aggregate
-from penstock_learner.algorithms.corrections import correct
-from penstock_learner.algorithms.losses import LOSSES, PENALTIES, LossInputs, kl_penalty, policy_loss, value_loss
+from penstock_learner.algorithms.losses import (
+    LOSSES,
+    PENALTIES,
+    LossInputs,
+    correct,
+    kl_penalty,
+    policy_loss,
+    value_loss,
+)
 
 NUM_SEQUENCES, WIDTH = 8, 9
 GROUPS = torch.tensor([3, 3, 3, 5, 5, 9, 9, 1])

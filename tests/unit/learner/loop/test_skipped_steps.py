@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from penstock.errors import TrainingDiverged
-from penstock_learner.algorithms.corrections import CorrectionStatistics, Mismatch
-from penstock_learner.algorithms.losses import LossStatistics
+from penstock_learner.algorithms.losses import CorrectionStatistics, LossStatistics, Mismatch
 from penstock_learner.batches.partition import partition
 from penstock_learner.batches.sequence_batch import batch_of
 from penstock_learner.optim.optimizer import OptimizerStep

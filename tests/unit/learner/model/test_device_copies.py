@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from penstock_learner.model.tensors import to_host
+from penstock_learner.model.attention.packed_layout import to_host
 
 
 def test_tensors_of_several_types_and_shapes_are_copied_exactly() -> None:

@@ -12,7 +12,7 @@ import torch
 
 from penstock.config.learner import LearnerConfig, LoraConfig
 from penstock.config.loading import validate
-from penstock_learner.batches.prefix_tree import PrefixTree
+from penstock_learner.batches.partition import PrefixTree
 from penstock_learner.batches.sequence_batch import SequenceBatch
 from penstock_learner.model.adapter import add_adapter
 from penstock_learner.model.architectures import depends_on_length, path_of, prefix_sharing_roles

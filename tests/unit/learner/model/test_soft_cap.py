@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock_learner.model.tensors import soft_cap
+from penstock_learner.model.attention.packed_attention import soft_cap
 
 
 @pytest.mark.parametrize("cap", [2.0, 30.0, 50.0])

@@ -8,7 +8,7 @@ import torch
 from penstock.errors import TrainingDiverged
 from penstock.weights.manifest import TensorShape, build_manifest
 from penstock.weights.transports import Deadline
-from penstock_learner.model.tensors import first_nonfinite
+from penstock_learner.model.published_layout import first_nonfinite
 from penstock_learner.weights.staging import HostBuckets, StagedVersion
 
 NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}

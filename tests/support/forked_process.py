@@ -1,0 +1,68 @@
+"""Processes of tests/support that start by a fork. Imports of torch and Ray would cost each start 6 s of CPU time."""
+
+from __future__ import annotations
+
+import multiprocessing.context
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+PROGRAMS = ("support.chaos.learner_process", "support.chaos.producer_process")
+
+
+def fork_context() -> multiprocessing.context.ForkServerContext:
+    """The only fork server of a process of tests, which has imported what its processes need. It ends with that
+    process."""
+    context = multiprocessing.get_context("forkserver")
+    here = str(Path(__file__).parents[1])
+    if here not in os.environ.get("PYTHONPATH", ""):  # Python 3.11's fork server does not get sys.path
+        os.environ["PYTHONPATH"] = f"{here}:{os.environ.get('PYTHONPATH', '')}"
+    context.set_forkserver_preload([*PROGRAMS, "support.weight_group"])
+    return context
+
+
+class ForkedProcess:
+    """`python -m PROGRAM ARGUMENTS`, whose output is appended to a file. Has the methods of `subprocess.Popen`."""
+
+    def __init__(self, program: str, arguments: list[str], output: Path, environment: Mapping[str, str]) -> None:
+        assert program in PROGRAMS, f"add {program} to PROGRAMS"
+        words = (program, arguments, output, dict(environment))
+        self._process = fork_context().Process(target=_run, args=words, daemon=True)
+        self._process.start()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        code = self._process.exitcode
+        if code is None:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
+        return code
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _run(program: str, arguments: list[str], output: Path, environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    with output.open("a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.argv = [program, *arguments]
+    sys.exit(sys.modules[program].main())

@@ -2,7 +2,7 @@
 
     make bench-agents
 
-The gateway and Redis are processes of their own. This process plays the agents, and the rollout servers with engines
+The gateway and Redis are separate processes. This process plays the agents, and the rollout servers with engines
 that answer after the time of a decode. Each engine remembers the blocks of tokens that it has computed, as the prefix
 cache of a real engine does. The calls without a session are the same conversations without the header.
 """

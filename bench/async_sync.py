@@ -10,7 +10,7 @@ training it take about the same CPU time: two of the demo's batches (64 prompts 
 of 32 prompts each, as PPO does. A sample gives as much training as in the demo, but for the second update the policy
 has moved, so a step also computes the log-probs of the proximal policy, and a version is published half as often. On
 two ARM cores a batch then takes 0.45 s of CPU time to generate and 0.5 s to train, with all that the learner does
-beside it. With `--updates 1`, the demo's own batches, generating outweighs training. All groups of a batch are
+during it. With `--updates 1`, the demo's own batches, generating outweighs training. All groups of a batch are
 generated at once. All variants of a seed run after one another, in reverse order for every other seed. The learner
 keeps its weights every few steps; they are scored on held-out sums when the run is over, so scoring takes no time of
 the run. The time to 0.9 is interpolated between two scores.
@@ -67,7 +67,7 @@ def variants_of(arguments: argparse.Namespace, seed: int) -> list[Variant]:
 
 
 def measure(variant: Variant, serving: Serving = Serving()) -> dict[str, Any]:  # noqa: B008  # frozen
-    """Run a variant in a process of its own, and score its snapshots. Raises SystemExit if it did not finish."""
+    """Run a variant in a separate process, and score its snapshots. Raises SystemExit if it did not finish."""
     folder = Path(tempfile.mkdtemp(prefix="async-sync-"))
     settings, result = folder / "settings.json", folder / "result.json"
     served = asdict(serving) | {"reward_file": str(serving.reward_file)}

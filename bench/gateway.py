@@ -145,7 +145,7 @@ class Load:
 
 
 def p99(load: Load, name: str) -> Measurement:
-    """1 / p99, a rate, so that higher is better as for the other contenders. The warm-up round is left out."""
+    """1 / p99, a rate, so that higher is better as for the other contenders. The warm-up round is skipped."""
     return Measurement(f"{name}: 1 / p99", "1/s", [1 / latency for latency in load.latencies_s[name][1:]])
 
 

@@ -1,4 +1,4 @@
-"""Simulates asynchronous against synchronous training on 64 to 1,024 GPUs, beside what others have published.
+"""Simulates asynchronous against synchronous training on 64 to 1,024 GPUs, next to published figures.
 
     make bench-simulate            # some minutes; ARGS of bench/simulate.py: --gpus 64,128 --settings verl
 

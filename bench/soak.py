@@ -4,7 +4,7 @@
     make soak ARGS="--minutes 8 --seed 3"            a pilot
 
 Redis, gateway, feed, two rollout servers (torch engine), the learner's controller, and a Ray cluster with two FSDP
-ranks run as processes of their own (soak_parts/processes.py). All but Ray's own processes are targets of the killer; a
+ranks run as separate processes (soak_parts/processes.py). All but Ray's own processes are targets of the killer; a
 target is killed (75 %), asked to end (15 %) or suspended for 3 to 10 s (10 %). A part that ended is started again with
 a kubelet's back-off. Kills begin after a minute of undisturbed training and end with the measured time.
 
@@ -16,7 +16,7 @@ What is judged:
 - Conservation: `admitted = trained + expired + dead-lettered + queued + in flight`, every minute.
 - Memory: the resident memory of all parts in the last quarter against the first, and that of Redis against the second,
   because Redis keeps recomputed log-probs for a quarter of an hour. Its lists of results and of the newest 1,000
-  versions are left out: they are bounded, and fill for most of the hour.
+  versions are skipped: they are bounded, and fill for most of the hour.
 - ETTR = effective steps · median step / wall time. A step is effective if the final weights contain it: one that was
   trained again after the learner went back to a checkpoint counts once. Its duration is the median duration of the
   run's effective steps, so no step counts for more because a fault made it slow. The wall time runs from the first
@@ -58,8 +58,8 @@ from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import QueueStat
 from penstock.store.keys import RunKeys
 from penstock.store.redis_client import RedisClient, connect
-from penstock_learner.checkpoints.store import CheckpointStore
-from penstock_learner.checkpoints.trainer_state import Ledger, read_state
+from penstock_learner.checkpoints import CheckpointStore, read_state
+from penstock_learner.term import Ledger
 from penstock_tools.local.private_redis import find_redis_server, write_config
 from penstock_tools.local.processes import ProcessGroup
 from soak_parts.lineage import Account, Lineage, make_account
@@ -174,7 +174,7 @@ class Soak:
             print(f"{fault.at - self.begun_at:6.0f} s  {fault.signal} {fault.part}", flush=True)
 
     async def _check(self) -> None:
-        """Conservation and memory, once a minute, beside the kills. Redis may be down; the client waits for it."""
+        """Conservation and memory, once a minute, during the kills. Redis may be down; the client waits for it."""
         for name, part in self.parts.items():
             if rss := part.rss_bytes():
                 self.observed.rss[name].append(rss)

@@ -37,7 +37,7 @@ OURS, TRL = "ours", "TRL"
 
 
 def measure_trl(python: str, variant: Variant) -> dict[str, Any]:
-    """Train with TRL in a process of its own, and score the weights that it kept."""
+    """Train with TRL in a separate process, and score the weights that it kept."""
     with tempfile.TemporaryDirectory(prefix="trl-demo-") as folder:
         given = {"seed": variant.seed, "num_steps": variant.num_steps, "lr": variant.lr, "folder": folder}
         command = [python, str(TRL_RUN), json.dumps(given | {"keep_every": variant.snapshot_every})]

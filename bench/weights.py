@@ -105,7 +105,7 @@ def _stage(publisher: WeightPublisher, version: int, model: Any) -> None:
 
 
 async def _generate(engine: Engine, index: int) -> None:
-    """Send requests one after the other, for ever."""
+    """Send requests one after the other, forever."""
     number = 0
     while True:
         number += 1

@@ -32,7 +32,8 @@ One YAML file configures a run. Every process reads the same file. Any field can
 by its dotted name: `--learner.lr 3e-5` or `--learner.lr=3e-5`. Values are YAML in both places. Dashes and underscores
 in names are equivalent. Unknown keys are refused. Relative paths are relative to the working directory.
 
-Only `model.path` is required. Names that end in `_s` are in seconds, `_bytes` in bytes.
+Only `model.path` is required. Names that end in `_s` are in seconds, `_bytes` in bytes. A field may be null if that is
+its default.
 """
 
 
@@ -53,7 +54,7 @@ def build() -> str:
 
 
 def _names() -> str:
-    """The table of names. Those that are no part of a type come from the registries in which they are looked up."""
+    """The table of names. Those that are not part of a type come from the registries in which they are looked up."""
     named: dict[str, Iterable[str]] = {
         "learner.algorithm.advantage.name": ADVANTAGE_NAMES,
         "learner.algorithm.loss.name": LOSS_NAMES,
@@ -135,9 +136,10 @@ def _section(path: str, model: type[BaseModel], shown: dict[str, str]) -> str:
     for name in [name for name, row in rows.items() if row in shown]:
         repeated.setdefault(shown[rows.pop(name)], []).append(name)
     shown.update(dict.fromkeys(rows.values(), path))
-    texts = ["\n".join(["| field | type | default | meaning |", "|---|---|---|---|", *rows.values()])] if rows else []
+    texts = ["\n".join(["| field | type (default) | meaning |", "|---|---|---|", *rows.values()])] if rows else []
     for other, names in repeated.items():
-        texts.append(f"As in [`{other}`](#{_anchor(other)}): {', '.join(f'`{name}`' for name in names)}.")
+        place = other.rpartition(" of kind ")[2]
+        texts.append(f"As in [`{place}`](#{_anchor(other)}): {', '.join(f'`{name}`' for name in names)}.")
     if sections:
         texts.append(f"Sections: {', '.join(_link(path, name, field) for name, field in sections.items())}.")
     head = ["", f"## `{path}`" if path else "## Top level", *([_one_line(purpose)] if purpose and path else []), ""]
@@ -157,23 +159,26 @@ def _link(path: str, name: str, field: FieldInfo) -> str:
 
 
 def _row(name: str, field: FieldInfo) -> str:
-    cells = [f"`{name}`", _type(field), _default(field), _meaning(field)]
+    cells = [f"`{name}`", f"{_type(field)} ({_default(field)})", _meaning(field)]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def _meaning(field: FieldInfo) -> str:
     described = [part.text for part in field.metadata if isinstance(part, Description)]
-    return _one_line(field.description or "".join(described)).replace("None: ", "`null`: ")
+    return _one_line(field.description or "".join(described))
 
 
 def _type(field: FieldInfo) -> str:
-    return ", ".join([_kind(field.annotation), *_bounds(field.metadata)])
+    """Type and bounds. That null is allowed is not repeated where it is the default."""
+    kind = _kind(field.annotation)
+    kind = kind.removesuffix(" or null") if not field.is_required() and field.default is None else kind
+    return ", ".join([kind, *_bounds(field.metadata)])
 
 
 def _bounds(metadata: Sequence[Any]) -> list[str]:
-    """Bounds of a value, such as "≥ `1`"."""
+    """Bounds of a value, such as "≥1"."""
     return [
-        f"{sign} `{getattr(item, name)}`"
+        f"{sign}{getattr(item, name)}" if name != "pattern" else f"{sign} `{item.pattern}`"
         for item in metadata
         for name, sign in BOUNDS.items()
         if getattr(item, name, None) is not None

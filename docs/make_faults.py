@@ -29,7 +29,7 @@ A row passes if what must happen did happen, nothing was ever unaccounted for (c
   the same step. Samples of these runs depend on the prompt alone, and prompts are trained in the order of admission.
 
 **Recovery** is the time in seconds from the fault (or the end of one that lasts) until the run trains and the part
-serves again. An empty cell was not measured. Rows in **bold** are also part of `make test`. Tests are in
+serves again. Numbers that are absent were not measured. Rows in **bold** are also part of `make test`. Tests are in
 `tests/faults/` and `tests/integration/`.
 
 """
@@ -47,7 +47,7 @@ def build() -> str:
 
 def _table(rows: list[dict[str, Any]]) -> list[str]:
     """One line for each test: its cases differ in the fault alone."""
-    head = ("fault", "how it is made", "what must happen", "lost, doubled", "recovery", "test")
+    head = ("fault", "how it is made", "what must happen", "lost, doubled; recovery", "test")
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     cases: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for row in rows:
@@ -61,7 +61,7 @@ def _table(rows: list[dict[str, Any]]) -> list[str]:
         )
         cells = [
             f"**{fault}**" if command == "make test" else fault, how, must,
-            ", ".join(filter(None, (lost, doubled))), recovery_s,
+            "; ".join(filter(None, (", ".join(filter(None, (lost, doubled))), recovery_s))),
             f"`{test.rpartition('::')[2].removeprefix('test_')}`",
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")

@@ -14,13 +14,12 @@ from penstock.protocols import anthropic, bodies, chat, responses
 PAGE = Path(__file__).parent / "protocols.md"
 MARK = "<!-- The tables below are written by docs/make_protocol_fields.py. -->\n"
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
-ROUTES = {
+OPENAI = {
     "/v1/chat/completions": chat.ChatBody,
     "/v1/completions": chat.CompletionBody,
     "/v1/responses": responses.ResponsesBody,
-    MESSAGES: anthropic.MessagesBody,
-    COUNT: anthropic.CountBody,
 }
+ROUTES = {**OPENAI, MESSAGES: anthropic.MessagesBody, COUNT: anthropic.CountBody}
 
 
 def field_notes(body: type[bodies.Body]) -> dict[str, str]:
@@ -50,10 +49,14 @@ def treatment(name: str, body: type[bodies.Body], notes: dict[str, str]) -> tupl
 
 
 def build() -> str:
-    """The whole page, with its tables made again. Fields that all routes treat alike are in the first table alone."""
+    """The whole page, with its tables made again. Fields that all routes, or all of OpenAI's, treat alike are in the
+    first two tables alone."""
     treated = {route: treatments(body) for route, body in ROUTES.items()}
-    shared = set.intersection(*map(set, treated.values()))
-    tables = {"All routes": shared, **{f"`{route}`": treated[route] - shared for route in ROUTES if route != COUNT}}
+    shared = set.intersection(*treated.values())
+    of_openai = set.intersection(*(treated[route] for route in OPENAI)) - shared
+    tables = {"All routes": shared, "All routes of OpenAI": of_openai}
+    for route in (*OPENAI, MESSAGES):
+        tables[f"`{route}`"] = treated[route] - shared - (of_openai if route in OPENAI else set())
     absent = sorted(text for _, _, text in treated[MESSAGES] - treated[COUNT])
     assert treated[COUNT] <= treated[MESSAGES]
     return "".join([

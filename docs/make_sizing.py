@@ -22,8 +22,8 @@ from penstock_tools.sizing.memory import (
     total,
 )
 from penstock_tools.sizing.models import KNOWN, ModelShape
-from penstock_tools.sizing.plan import as_text, chosen_fields, deployment_memory, merged, new_run
-from penstock_tools.sizing.rates import PLACEMENTS, Placement, Task, Workload
+from penstock_tools.sizing.plan import deployment_memory
+from penstock_tools.sizing.rates import PLACEMENTS, Placement, PlanTask, Workload
 from penstock_tools.sizing.search import Deployment, cheapest
 
 PAGE = Path(__file__).parent / "sizing.md"
@@ -172,7 +172,7 @@ quarter. It does not model that an engine decodes faster with fewer requests, th
 many pushes share.
 
 The event simulation of `make bench-simulate` ([benchmarks.md](benchmarks.md)), which draws the length of each sample,
-agrees with it within these bounds (`tests/unit/test_token_simulation.py`), and so do runs on two CPU cores with the
+agrees with it within these bounds, and so do runs on two CPU cores with the
 tiny model of the examples (`tests/integration/runs/test_simulation_against_a_run.py`). Predicted / measured, while
 other programs used the same cores:
 
@@ -192,16 +192,13 @@ def build() -> str:
         f"{WORKLOAD.prompt_tokens} and responses of {WORKLOAD.response_tokens} tokens on "
         f"average, `max_staleness` at most {WORKLOAD.max_staleness}, 400 Gbit/s.\n"
     )
-    example = _plan("7b", "split-collocate")
-    text = as_text(example, merged(new_run("7b", {}), chosen_fields(example)))
-    arithmetic = f"\n## The arithmetic of one plan\n```\n{text}\n```\n"
     plans_table = "\n".join([HEAD, load, header, *map(_row, plans)]) + "\n"
-    return plans_table + arithmetic + MEMORY + _memory_table() + FORMULAS + SEARCH + TAIL
+    return plans_table + MEMORY + _memory_table() + FORMULAS + SEARCH + TAIL
 
 
 def _plan(name: str, placement: Placement) -> Deployment:
     shapes: dict[Role, ModelShape] = {"policy": KNOWN[name], "reference": KNOWN[name]}
-    return cheapest(Task(shapes, GPU, WORKLOAD, (placement,)))
+    return cheapest(PlanTask(shapes, GPU, WORKLOAD, (placement,)))
 
 
 def _memory_table() -> str:

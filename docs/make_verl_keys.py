@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
-from penstock_tools.verl_import.keys import ALL_KEYS, KEYS_BY_PROGRAM, Key
+from penstock_tools.verl_import.keys import ALL_KEYS, KEYS_BY_PROGRAM, VerlKey
 
 KEYS_FILE = Path(__file__).parent / "verl-keys.md"
 HEADER = """\
@@ -44,7 +44,7 @@ def build() -> str:
     return HEADER + "".join([*sections, older])
 
 
-def _section(title: str, rows: Iterable[Key]) -> str:
+def _section(title: str, rows: Iterable[VerlKey]) -> str:
     """The keys of a section: same meaning, with a difference, without counterpart, other names, not needed."""
     rows = list(rows)
     fields = [row for row in rows if row.kind == "set"]
@@ -54,12 +54,12 @@ def _section(title: str, rows: Iterable[Key]) -> str:
         "Not needed": [f"`{row.verl}`" for row in rows if row.kind == "unneeded"],
     }
     tables = {
-        "| verl, with a difference | ours | difference |\n|---|---|---|": [
-            f"| `{row.verl}` | {_ours(row)} | {_note(row)} |" for row in fields if row.note
-        ],
-        "| verl, no counterpart | note |\n|---|---|": [
-            f"| `{row.verl}` | {_note(row)} |" for row in rows if row.kind == "missing"
-        ],
+        "| verl, with a difference | ours | difference |\n|---|---|---|": _merged(
+            (row.verl, f"{_ours(row)} | {_note(row)}") for row in fields if row.note
+        ),
+        "| verl, no counterpart | note |\n|---|---|": _merged(
+            (row.verl, _note(row)) for row in rows if row.kind == "missing"
+        ),
     }
     texts = [
         textwrap.fill(f"**{name}**: {'; '.join(items)}.", 140, break_on_hyphens=False)
@@ -70,11 +70,19 @@ def _section(title: str, rows: Iterable[Key]) -> str:
     return f"\n## {title}\n" + "\n\n".join(texts) + "\n"
 
 
-def _ours(row: Key) -> str:
+def _merged(cells: Iterable[tuple[str, str]]) -> list[str]:
+    """A line of the table for each text, with all keys that have it."""
+    keys: dict[str, list[str]] = {}
+    for key, text in cells:
+        keys.setdefault(text, []).append(f"`{key}`")
+    return [f"| {', '.join(names)} | {text} |" for text, names in keys.items()]
+
+
+def _ours(row: VerlKey) -> str:
     return ", ".join(f"`{name}`" for name in row.ours)
 
 
-def _note(row: Key) -> str:
+def _note(row: VerlKey) -> str:
     return row.note.replace("|", "\\|")
 
 

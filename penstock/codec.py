@@ -4,7 +4,7 @@ A stored group is `MAGIC + schema version (uint16 LE) + zstd frame`. The frame h
 finds a flipped bit anywhere in the content. Arrays are raw little-endian bytes.
 
 A group is stored under the oldest schema version that can express it. So a reader of an older release reads all groups
-but those that it would misread, which it refuses:
+except the ones that it would misread, which it refuses:
 
     1   every group without the fields below
     2   trajectories with `sampling_segments`
@@ -104,7 +104,7 @@ def prompt_to_proto(prompt: Prompt) -> prompts_pb2.Prompt:
 def messages_from_proto(
     messages: Iterable[prompts_pb2.Message],
 ) -> tuple[tuple[tuple[str, str], ...], dict[int, dict[str, Any]]]:
-    """Role and content of each message, and the further fields of those that have some, by their number."""
+    """Role and content of each message, and the further fields of messages that have some, by number."""
     listed = list(messages)
     fields = {number: json.loads(m.fields_json) for number, m in enumerate(listed) if m.fields_json}
     return tuple((m.role, m.content) for m in listed), fields

@@ -239,7 +239,7 @@ def _from_folder(source: Path, target: Path) -> None:
         partial = path.with_name(f"{path.name}.partial")
         shutil.copyfile(file, partial)
         if _checksum(partial) != _checksum(file):
-            raise Unavailable(f"{file} was copied wrongly; check the disk of {target}")
+            raise Unavailable(f"{file} was damaged by copying; check the disk of {target}")
         partial.rename(path)
 
 

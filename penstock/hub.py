@@ -68,7 +68,7 @@ def local_model_config(path: Path, field: str) -> Path:
 def download_model(path: Path, target: Path) -> None:
     """Download a model into a folder, continuing an interrupted download, and compare it with the Hub's checksums."""
     found = _hub_id(path)
-    assert found is not None and not found["part"], f"{path} is no id of a model"
+    assert found is not None and not found["part"], f"{path} is not the id of a model"
     _download("model", found["id"], found["revision"], MODEL_FILES, "SOURCE", target)
 
 

@@ -51,7 +51,7 @@ class Readiness:
 
     state: ServingState
     """`loading`: it has not started yet, or starts a part again. `stale`: it is up, but must not work: it serves an old
-    version, or cannot reach Redis. `draining`: it was told to stop, and ends its work."""
+    version, or cannot reach Redis. `draining`: it was asked to stop, and ends its work."""
     detail: str = ""
 
 

@@ -113,8 +113,8 @@ def best_at_k(rewards: Sequence[float], k: int) -> float:
 
 
 def maj_at_k(rewards: Sequence[float], answers: Sequence[str], k: int, num_draws: int = 1000, seed: int = 42) -> float:
-    """Mean reward of the most frequent answer among k samples, over `num_draws` draws with replacement. Of answers that
-    are equally frequent the first one drawn counts."""
+    """Mean reward of the most frequent answer among k samples, over `num_draws` draws with replacement. Among
+    equally frequent answers the first one drawn counts."""
     draws = _draws(len(rewards), k, num_draws, seed)
     numbers = {answer: number for number, answer in enumerate(dict.fromkeys(answers))}
     drawn = np.array([numbers[answer] for answer in answers])[draws]

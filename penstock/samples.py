@@ -77,7 +77,7 @@ def line_of(group: list[Sample]) -> dict[str, Any]:
 
 
 def samples_of(line: Mapping[str, Any]) -> Iterator[Sample]:
-    """The samples of a line. Fields that a newer version has added are ignored, and those that an older one lacks have
+    """The samples of a line. Fields that a newer version has added are ignored, and fields that an older one lacks have
     their defaults."""
     for own in line["samples"]:
         values = {**line, **own}
@@ -208,7 +208,7 @@ def is_sampled(prompt_id: int, share: float) -> bool:
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from `low` to `high`, both included. None: no bound."""
+    """Numbers from `low` to `high`, both included. None is no bound."""
 
     low: float | None = None
     high: float | None = None
@@ -272,7 +272,7 @@ class SamplePage:
 
 
 def matching(folder: Path, wanted: SampleFilter, after: Place | None = None) -> Iterator[tuple[Place, list[Sample]]]:
-    """Every group in the range of steps, newest first, with those of its samples that match: perhaps none."""
+    """Every group in the range of steps, newest first, with its samples that match: perhaps none."""
     for place, line in groups_newest_first(folder, after):
         if wanted.steps.low is not None and line["step"] < wanted.steps.low:
             return  # steps never increase
@@ -282,7 +282,7 @@ def matching(folder: Path, wanted: SampleFilter, after: Place | None = None) -> 
 def select(
     folder: Path, wanted: SampleFilter, limit: int, order: Order = "newest", max_groups: int | None = None
 ) -> list[Sample]:
-    """Up to `limit` samples of the newest `max_groups` groups (None: of all), the newest first among equal rewards."""
+    """Up to `limit` samples of the newest `max_groups` groups (all if None), the newest first among equal rewards."""
     found = (sample for _, samples in islice(matching(folder, wanted), max_groups) for sample in samples)
     if order == "newest":
         return list(islice(found, limit))

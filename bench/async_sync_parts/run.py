@@ -107,7 +107,7 @@ class Serving:
 
 
 def config_of(variant: Variant, folder: Path, serving: Serving = Serving()) -> RunConfig:  # noqa: B008  # frozen
-    """The demo with one learner rank, and without a reference model, which would need a core of its own. A batch is
+    """The demo with one learner rank, and without a reference model, which would need its own core. A batch is
     generated at once: with fewer groups it takes longer, in a synchronous run too."""
     batch = GROUPS_PER_UPDATE * variant.updates_per_step
     settings = {
@@ -220,7 +220,7 @@ def _num_trained(local: LocalRun) -> int:
 
 
 def _prompts(config: RunConfig) -> Iterator[Prompt]:
-    """Endless training prompts, shuffled by the seed. Every sample has a seed of its own."""
+    """Endless training prompts, shuffled by the seed. Every sample has its own seed."""
     sampling = Sampling(temperature=config.demo.temperature, max_tokens=config.demo.max_tokens)
     file = ROOT / "examples" / "arithmetic" / "train.parquet"
     problems = list(read_prompts(file, num_samples=config.demo.num_samples, sampling=sampling))

@@ -12,7 +12,7 @@ learner rank, 8 prompts of 8 samples a step.
 | `cold`    | a start with an empty `cache_dir`                                                                    |
 | `warm`    | a start with the `cache_dir` that `cold` has left                                                    |
 
-`before` differs from `cold` in vLLM alone: the learner and the servers start beside the gateway in both.
+`before` differs from `cold` in vLLM alone: the learner and the servers start together with the gateway in both.
 Packages are imported once before the first start, so that no start reads them from the disk first, or compiles them.
 The time of every phase of every process is recorded as soon as the phase ends, and the times of vLLM's own lines with
 it. Each part has its own deadline, and its figures are saved even if it misses that. All parts take about 7 minutes,
@@ -124,7 +124,7 @@ class Timeline:
         return results
 
     def print_shares(self) -> None:
-        """Print each process's phases as shares of the whole start. Processes run beside each other."""
+        """Print each process's phases as shares of the whole start. Processes run concurrently."""
         if self.ended_s is None:
             return
         for component in self.phases:
@@ -184,7 +184,7 @@ def _run(part: str, arguments: argparse.Namespace, until: float) -> Results:
 
 
 def prepare(arguments: argparse.Namespace, parts: list[str]) -> None:
-    """Make the model, and import beside it what the processes will import, before the first start is timed."""
+    """Make the model, and meanwhile import what the processes will import, before the first start is timed."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     importing = None
     if "imports" not in parts:

@@ -132,7 +132,7 @@ class _ModelBench:
         try:
             from learner_parts.trl_steps import Trl
         except ImportError as error:
-            say(f"TRL is not installed, so its step is left out: {error}")
+            say(f"TRL is not installed, so its step is skipped: {error}")
             return
         try:
             contender = Trl(self.shape, self.device)
@@ -140,7 +140,7 @@ class _ModelBench:
             self._memory("TRL's GRPO loss", contender)
             self._mixed("TRL's GRPO loss", contender)
         except Exception as error:
-            say(f"TRL's step failed and is left out: {type(error).__name__}: {str(error)[:300]}")
+            say(f"TRL's step failed and is skipped: {type(error).__name__}: {str(error)[:300]}")
 
     def _agreement(self, contender: Any) -> None:
         """Compare the error of our log-probs, relative to float32, with the error of plain bfloat16."""

@@ -60,7 +60,7 @@ def run_part(name: str, arguments: argparse.Namespace) -> Results:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--parts", default=PARTS)
-    parser.add_argument("--no-7b", action="store_true", help="leave out the 7B model")
+    parser.add_argument("--no-7b", action="store_true", help="skip the 7B model")
     parser.add_argument("--gigabytes", type=float, nargs="+", default=[1, 14], help="sizes of the pushes in part ipc")
     parser.add_argument("--rank-gigabytes", type=float, default=2.0, help="size of the pushes in part ranks")
     parser.add_argument("--host-gigabytes", type=float, nargs="+", default=[1, 4, 14], help="the same of part host")

@@ -3,9 +3,9 @@
     PYTHONPATH=.:rollout_server:learner:services:bench python bench/gpu/whole_run.py [--parts ours-0.5b,trl-0.5b]
 
 All train a random Qwen2 in bfloat16 with AdamW for 15 steps of 32 prompts with 8 samples each, without recomputation,
-with the same rule as reward. The first 3 steps are left out. Ours is `penstock up` with one vLLM server and one learner
-rank, which share the GPU and run beside each other; weights go from one to the other inside it (cuda_ipc). TRL runs
-vLLM in its own process (`colocate`), verl beside its trainer; both generate and train in turns. All correct for the
+with the same rule as reward. The first 3 steps are skipped. Ours is `penstock up` with one vLLM server and one learner
+rank, which share the GPU and run concurrently; weights go from one to the other inside it (cuda_ipc). TRL runs
+vLLM in its own process (`colocate`), verl next to its trainer; both generate and train in turns. All correct for the
 difference between the engine's log-probs and their own, for which TRL and verl compute those of the samples once more;
 ours takes them from the pass of the update.
 
@@ -126,7 +126,7 @@ def _refuse_unknown(variants: Sequence[str], known: Sequence[str]) -> None:
 
 
 def _parsed(part: str) -> tuple[str, list[str], str]:
-    """Contender, variants and model of a part. Its round is left out."""
+    """Contender, variants and model of a part. Its round is skipped."""
     who, *variants, model = part.partition(ROUND)[0].split("-")
     return who, variants, model
 
@@ -176,7 +176,7 @@ def _rounds(measurements: Sequence[Measurement]) -> defaultdict[str, dict[str, f
 
 
 def overlap(measurements: Sequence[Measurement]) -> list[Measurement]:
-    """What it gives to generate beside training, for the models that ran both ways, in each round in which they did.
+    """What it gives to generate during training, for the models that ran both ways, in each round in which they did.
     Without overlap a step waits for its groups first, so its waiting is the generation."""
     rounds = _rounds(measurements)
     figures = []

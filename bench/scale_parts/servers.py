@@ -28,8 +28,7 @@ from penstock.config.run import RunConfig
 from penstock.config.service import ReplayConfig
 from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import Lease
-from penstock.store.fleet import Fleet, Reported, ServerRecord
-from penstock.store.policies import PolicyRegistry
+from penstock.store.fleet import Fleet, PolicyRegistry, Reported, ServerRecord
 from penstock.store.redis_client import RedisClient, connect
 from penstock.trajectory import Group, Prompt, Trajectory, VersionSegment
 from penstock.v1 import generate_pb2, generate_pb2_grpc, groups_pb2, weights_pb2, weights_pb2_grpc
@@ -175,7 +174,7 @@ class Servers:
         generate_pb2_grpc.add_GenerateServiceServicer_to_server(Answers(server_id, engine), listener)
         port = listener.add_insecure_port("127.0.0.1:0")
         await listener.start()
-        self.listeners.append(listener)  # it ends when nobody holds it
+        self.listeners.append(listener)  # it ends when nothing holds it
         belonging = FleetMembership(
             config, server_id, engine, fleet, PolicyRegistry(self.client, run),  # type: ignore[arg-type]
             member, self.metrics,
@@ -214,7 +213,7 @@ async def main() -> None:
     path, first, count, places, generate_s, slower = sys.argv[1:]
     membership.REPORT_S *= float(slower)
     producer.WAIT_S *= float(slower)
-    producer.NOT_READY_POLL_S = 1.0  # nobody waits for it here, and it would take much of a core
+    producer.NOT_READY_POLL_S = 1.0  # nothing waits for it here, and it would take much of a core
     config = load_config(Path(path))
     await Servers(config, int(first), int(count), int(places), float(generate_s)).run()
 

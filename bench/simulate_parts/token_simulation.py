@@ -58,7 +58,7 @@ class TokenFleet:
 
 @dataclass(frozen=True)
 class TokenForecast:
-    """Result of a simulation. The first steps, in which the queue fills, are left out."""
+    """Result of a simulation. The first steps, in which the queue fills, are skipped."""
 
     step_s: float
     tokens_per_s: float

@@ -1,4 +1,4 @@
-"""A judge on GPUs of its own: its score is added to the reward before advantages are computed.
+"""A judge on its own GPUs: its score is added to the reward before advantages are computed.
 
 The step is our own GRPO. Only what runs a step ahead is replaced, so the judge reads the next batch while the policy
 trains on this one.

@@ -69,7 +69,7 @@ def shrink(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     validation["file"] = str(folder / Path(validation["file"]).name)
     dataset |= {"file": str(folder / "train.parquet"), "max_tokens": MAX_TOKENS, "validation": validation}
     dataset["num_samples"] = min(2, dataset.get("num_samples", 2))
-    # A random model has the same reward for every sample, and dynamic sampling would wait for others for ever.
+    # A random model has the same reward for every sample, and dynamic sampling would wait for others forever.
     config["replay"] = {"groups_per_step": 4, "max_staleness": 1, "dynamic_sampling": False}
     rollout |= {"num_servers": 1, "max_concurrent_groups": 4}
     rollout["engine"] = {"name": "torch", "max_model_len": CONTEXT, "max_num_seqs": 16}

@@ -11,8 +11,7 @@ from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, PenstockError
 from penstock.start_checks import check_model, check_redis, check_roles, check_run_folder
 from penstock.weights.transports import ClusterKey
-from penstock_learner.checkpoints.store import CheckpointStore, read_rewind
-from penstock_learner.checkpoints.uploads import CheckpointUploads
+from penstock_learner.checkpoints import CheckpointStore, CheckpointUploads, read_rewind
 from penstock_learner.loggers.step_loggers import check_loggers
 
 

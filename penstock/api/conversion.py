@@ -33,12 +33,13 @@ ARRAYS = {
 }  # fmt: skip
 """Types of the numbers in fields of bytes. A name has the same type in all messages."""
 _ENCODER = json.JSONEncoder(allow_nan=False)
+MAX_LEVELS = 190
 _MAY_OVERFLOW = re.compile(r"[eE]\+?\d{3}|\d{200}")
 """Found in every JSON text with a number that Python reads as infinite, or cannot write again."""
 
 
 def message_of(kind: type[M], source: object, **given: Any) -> M:
-    """A message with the fields of `source` that have the same names, and with those that are `given`."""
+    """A message with the fields of `source` that have the same names, and with the `given` fields."""
     names = kind.DESCRIPTOR.fields_by_name
     found = {name: getattr(source, name) for name in names if name not in given and hasattr(source, name)}
     return kind(**found, **given)
@@ -52,6 +53,7 @@ def json_text(value: Any, path: str) -> str:
         text = _ENCODER.encode(value)
         if "\\ud" in text:
             parse_json(text)
+        check_levels(text)
     except (ValueError, RecursionError) as error:
         raise InvalidInput(path, f"is not valid JSON: {error}") from error
     return text
@@ -64,6 +66,12 @@ def parse_json(text: str | bytes) -> Any:
     if len(text) > 4 and _MAY_OVERFLOW.search(text if isinstance(text, str) else text.decode()):
         _ENCODER.encode(value)
     return value
+
+
+def check_levels(text: str) -> None:
+    """Raise ValueError if a value has more than 190 levels: `parse_json` reads no more than 200 in answers with it."""
+    if text.count("[") + text.count("{") > MAX_LEVELS:
+        from_json("[" * (201 - MAX_LEVELS) + text + "]" * (201 - MAX_LEVELS))
 
 
 def to_json(message: Message, record: type[BaseModel]) -> Json:
@@ -152,7 +160,7 @@ _COMPUTED: dict[tuple[type[BaseModel], str], Get] = {
 
 
 def request_of(kind: type[M], request: BaseModel, **given: Any) -> M:
-    """A message with the fields of a request and those that are `given`. Raises InvalidInput with the path of a field
+    """A message with the fields of a request and the `given` fields. Raises InvalidInput with the path of a field
     that does not fit.
 
     The constructor builds all parts in place: to set fields one by one takes twice as long."""

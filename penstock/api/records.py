@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler
 
 from penstock import samples, sampling, trajectory
 from penstock.replay import queue_types
+from penstock.store import reports
 
 Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
@@ -293,23 +294,12 @@ class Server(Record):
     """How often its weights were loaded again, while `is_quarantined`."""
 
 
-class Notice(Record):
+class Notice(Record, reports.Notice):  # type: ignore[misc]  # mypy does not know that it is frozen
     """What the processes of a run want its users to know. Equal events are one notice with a count."""
 
-    kind: str
-    """reward_failed, default_reward, prompt_failed, process_restarted, server_failed or server_lost."""
-    text: str
-    """One line about the first of the events."""
-    detail: str
-    """More about the first event, such as a traceback; may be empty."""
-    count: int
-    first_at_ms: int
-    last_at_ms: int
 
-
-class Phase(Record):
-    name: str
-    entered_at_ms: int
+class Phase(Record, reports.Phase):  # type: ignore[misc]  # mypy does not know that it is frozen
+    """A phase of the start of a process, such as `loading the model`."""
 
 
 class Part(Record):
@@ -324,17 +314,23 @@ class Part(Record):
         return self.phases[-1].name not in READY_PHASES
 
 
-class Verdict(Record):
-    """One judgement about a run."""
+class Finding(Record):
+    """One judgement about a run or a deployment, in one line."""
 
-    code: str
-    """The cause in one word: one of LEARNING_CODES or SPEED_CODES in penstock.diagnosis.progress."""
+    check: str = ""
+    """What was examined, for example `redis`, `learning` or `ports`. Empty from an older gateway."""
     level: str
     """OK, WARN or FAIL."""
     text: str
     """The judgement, with the numbers behind it."""
     advice: str
     """What to do about it; empty if there is nothing to do."""
+    code: str
+    """The cause in one word: one of LEARNING_CODES or SPEED_CODES in penstock.diagnosis.progress, or empty."""
+
+    @property
+    def line(self) -> str:
+        return f"{self.text}; {self.advice}" if self.advice else self.text
 
 
 class Run(Record):
@@ -355,14 +351,14 @@ class Run(Record):
     detail: str
     """Why the run is in its state, if there is more to say."""
     num_trained: int | None = None
-    """Groups that were trained, including those that no checkpoint covers yet. None from an older gateway."""
+    """Groups that were trained, including groups that no checkpoint covers yet. None from an older gateway."""
     learning: str = ""
     """Whether the reward rises, and if not, the most likely cause."""
     speed: str = ""
     """What the run waits for most."""
-    learning_verdict: Verdict | None = None
+    learning_verdict: Finding | None = None
     """The parts of `learning`. None from an older gateway."""
-    speed_verdict: Verdict | None = None
+    speed_verdict: Finding | None = None
     """The parts of `speed`."""
     parts: tuple[Part, ...] = ()
     """How far the learner and the rollout servers are with their start."""
@@ -471,7 +467,7 @@ class SessionSummary(Record):
     """None while it is open."""
     reward_parts: Metrics
     task_id: str
-    """Empty: it belongs to no task."""
+    """Empty if it belongs to no task."""
     num_calls: int
     num_bytes: int
     prompt_ids: tuple[int, ...]

@@ -57,7 +57,7 @@ def only_gateway() -> GatewayAddress:
 
 
 def newest_config() -> Path:
-    """Return the config of the newest run in `runs/`. Runs that are up come before those that are not."""
+    """Return the config of the newest run in `runs/`. Runs that are up come first."""
     folders = folders_up() or _folders("config.yaml")
     if not folders:
         raise ConfigError(f"there is no run in {RUNS_FOLDER}/; give --config FILE")

@@ -32,7 +32,7 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 class RawHelpFormatter(HelpFormatter):
-    """Keeps the lines of the description and of the epilog, and breaks only those that are too long."""
+    """Keeps the lines of the description and of the epilog, and breaks only lines that are too long."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         """Called by argparse. The second column of a table of actions stays one."""

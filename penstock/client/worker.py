@@ -216,7 +216,7 @@ class _Worker:
         return await result if inspect.isawaitable(result) else result
 
     async def _renew(self) -> None:
-        """Renew the leases of all running sessions; cancel the agents of those that are lost."""
+        """Renew the leases of all running sessions; cancel the agents of lost sessions."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.beat_s):
@@ -247,7 +247,7 @@ class _Worker:
 
 async def _in_thread(agent: Agent, attempt: Attempt) -> Any:
     """Run an agent in its own thread. A pool has fewer threads than agents that should run at once, and the end of
-    the process would wait for those that go on after they were cancelled."""
+    the process would wait for agents that go on after they were cancelled."""
     ended: Future[Any] = Future()
     context = contextvars.copy_context()
     ended.set_running_or_notify_cancel()

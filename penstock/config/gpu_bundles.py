@@ -3,7 +3,7 @@
     standalone         policy | reference | critic | reward model     one resource group each
     split-collocate    policy + reference | critic + reward model     two groups
 
-A role of the user's own is in a group of its own in the first placement. In the second its `shares_gpus_of` says in
+A role that a user adds has a separate group in the first placement. In the second its `shares_gpus_of` says in
 which one it is.
 
 Rank i of every role of a resource group is in bundle i of the group. Ray places a bundle as a whole: whole GPUs first,
@@ -39,7 +39,7 @@ R = TypeVar("R", bound=RoleShares)
 
 
 def active_resource_groups(placement: str, roles: Mapping[str, R]) -> list[dict[str, R]]:
-    """The resource groups of the placement, with the roles that a run needs. Empty groups are left out."""
+    """The resource groups of the placement, with the roles that a run needs. Empty groups are omitted."""
     listed = [set(names) for names in RESOURCE_GROUPS[placement]]
     for name in sorted(roles.keys() - {name for names in listed for name in names}):
         shared = getattr(roles[name], "shares_gpus_of", "none") if placement == "split-collocate" else "none"

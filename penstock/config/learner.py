@@ -119,8 +119,7 @@ ALL_LINEAR: Literal["all-linear"] = "all-linear"
 OWN_ROLE_WORKERS = ("critic", "reference", "reward_model")
 """Workers that a role of the user's own can have by name."""
 TYPICAL_MISMATCH_NATS = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.05}
-"""Upper end of the usual mean difference per token between the log-probs of two correct implementations of the same
-model, by dtype."""
+"""Upper end of the usual mean difference per token between log-probs of two correct implementations, by dtype."""
 
 
 class RoleConfig(Config):
@@ -274,8 +273,7 @@ class LearnerConfig(Config):
     """The learner: its models and where they run, the optimizer, batches, checkpoints and logs."""
 
     placement: Literal["standalone", "split-collocate"] = "standalone"
-    """`standalone`: each model has its own GPUs. `split-collocate`: policy + reference, and critic + reward model,
-    share."""
+    """`standalone`: each model has its own GPUs. `split-collocate`: policy + reference, critic + reward model share."""
     policy: RoleConfig = RoleConfig()
     """The model that is trained."""
     reference: ReferenceConfig = ReferenceConfig()
@@ -302,10 +300,9 @@ class LearnerConfig(Config):
     metrics_host: str = "127.0.0.1"
     """Address that /metrics and the probes listen on; 0.0.0.0 lets Prometheus scrape from another machine."""
     metrics_port: int = Field(default=0, ge=0, le=65535)
-    """Port of /metrics and the probes. 0: take a free port and write it to `learner.json` in the run's folder."""
+    """Port of /metrics and the probes. 0 takes a free port and writes it to `learner.json` in the run's folder."""
     num_steps: int = Field(default=0, ge=0)
-    """Number of steps; each trains one batch and makes one version. 0 trains until the dataset ends or the run
-    stops."""
+    """Number of steps; each trains a batch and makes a version. 0 trains until the dataset ends or the run stops."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     lr: float = Field(default=1e-6, gt=0, le=10)
     """Learning rate of the policy's AdamW."""
@@ -358,8 +355,8 @@ class LearnerConfig(Config):
     """Compile each layer and the log-probs with `torch.compile` while the first batch is generated. Faster on a GPU;
     the result is kept in `cache_dir`."""
     activation_memory: float = Field(default=1.0, ge=0, le=1)
-    """With `compile`: share of activations kept in layers that `activation_checkpointing` does not recompute; those
-    that are cheapest to recompute are dropped first."""
+    """With `compile`: share of activations kept in layers that `activation_checkpointing` does not recompute; the
+    cheapest ones to recompute are dropped first."""
     cpu_offload: bool = False
     """Keep and update weights and optimizer state in host memory. Slower, for models that do not fit otherwise."""
     sequence_parallel: int = Field(default=1, ge=1)
@@ -373,7 +370,7 @@ class LearnerConfig(Config):
     rank_timeout_s: float = Field(default=600.0, gt=0)
     """Deadline, in seconds, of one call to a role's ranks, including their collective operations."""
     peak_flops_per_rank: float = Field(default=0.0, ge=0)
-    """Peak FLOP/s of a policy rank's device, for `penstock_learner_mfu_ratio`. 0 means that of a known GPU."""
+    """Peak FLOP/s of a policy rank's device, for `penstock_learner_mfu_ratio`. 0 means the known value of the GPU."""
     threads_per_rank: int = Field(default=1, ge=1, le=1024)
     """Number of CPU threads that torch uses in each rank."""
     loggers: tuple[LoggerName, ...] = ("jsonl",)

@@ -78,7 +78,7 @@ class McpServer(Config):
     command: list[str] = []
     """Program, with arguments, that each rollout server starts and talks to over stdin and stdout. Empty uses `url`."""
     url: str | None = Field(default=None, pattern=r"^https?://")
-    """Address of a server that talks over HTTP, such as `http://127.0.0.1:8000/mcp`. None: use `command`."""
+    """Address of a server that talks over HTTP, such as `http://127.0.0.1:8000/mcp`. Without it, `command` is used."""
     transport: Literal["streamable_http", "sse"] = "streamable_http"
     """How a server with a `url` talks: Streamable HTTP, or the older HTTP with server-sent events."""
     env: dict[str, str] = {}
@@ -86,7 +86,7 @@ class McpServer(Config):
     pass_env: list[str] = []
     """Names of environment variables of the rollout server that the program gets too, such as a token's."""
     folder: Path | None = None
-    """Working directory of the program. None means that of the rollout server."""
+    """Working directory of the program. None means the rollout server's."""
     headers: dict[str, str] = {}
     """HTTP headers of requests to `url`."""
     api_key_file: Path | None = None
@@ -210,8 +210,7 @@ class Gsm8kReward(RewardSettings):
 
 
 class MathReward(RewardSettings):
-    """Compares the answer, usually in `\\boxed{}`, with the ground truth as a mathematical expression, by
-    math-verify."""
+    """Compares the answer, usually in `\\boxed{}`, with the ground truth as an expression, by math-verify."""
 
     kind: Literal["math"] = "math"
     correct_score: float = 1.0
@@ -371,8 +370,7 @@ class PromptConfig(Config):
     max_tokens: int | None = Field(default=None, ge=1)
     """Maximum number of tokens in a rendered prompt. None means one less than `engine.max_model_len`."""
     overlong: Literal["filter", "truncate_left", "truncate_right", "truncate_middle"] = "filter"
-    """`filter` dead-letters longer prompts with the reason `prompt_too_long`; the others remove tokens from the left,
-    the right or the middle."""
+    """`filter` dead-letters longer prompts (`prompt_too_long`); the others cut tokens at that side or in the middle."""
     template_arguments: dict[str, Any] = {}
     """Further arguments of the model's chat template, such as `{enable_thinking: false}`."""
 
@@ -387,9 +385,9 @@ class RolloutConfig(Config):
     advertise_host: str = ""
     """Address at which the learner and the gateway reach this server. Empty means `host`."""
     port: int = Field(default=0, ge=0, le=65535)
-    """Internal gRPC port. 0: take a free port."""
+    """Internal gRPC port. 0 takes a free port."""
     metrics_port: int = Field(default=0, ge=0, le=65535)
-    """Port of /metrics and the probes. 0: take a free port and write it to the run's folder."""
+    """Port of /metrics and the probes. 0 takes a free port and writes it to the run's folder."""
     engine: EngineConfig = EngineConfig()
     max_concurrent_groups: int = Field(default=64, ge=1)
     """Maximum number of whole groups that a server generates at once; a group counts by the share of its samples that

@@ -18,8 +18,7 @@ class WeightsConfig(Config):
     """How new weights get from the learner to the rollout servers."""
 
     transport: Literal["auto", "nccl", "cuda_ipc", "shm", "gloo", "snapshot"] = "auto"
-    """How weights are sent. `auto` takes the fastest transport that every rollout server in a push supports, and logs
-    it."""
+    """How weights are sent. `auto` takes the fastest transport that every server in a push supports, and logs it."""
     catch_up: Literal["publisher", "snapshot"] = "publisher"
     """How a late or recovered server gets the current version: `publisher` by its own push, `snapshot` from disk."""
     delta: bool | Literal["auto"] = "auto"
@@ -29,8 +28,7 @@ class WeightsConfig(Config):
     """Maximum number of workers in a gloo group, in which all ranks connect to each other. Beyond it, the learner sends
     to one relay per group, which forwards the weights."""
     staging: Literal["auto", "host", "device"] = "auto"
-    """Where the learner keeps a version until it is pushed. `auto`: on its GPU if it has one, otherwise in host
-    memory."""
+    """Where the learner keeps a version until it is pushed. `auto`: on its GPU if it has one, else in host memory."""
     bucket_bytes: int = Field(default=64 * 2**20, ge=1024)
     """Approximate size, in bytes, of the buckets that tensors are packed into."""
     ready_timeout_s: float = Field(default=30.0, gt=0)

@@ -65,8 +65,7 @@ class BreakerConfig(Config):
 
 
 class GroupFilterConfig(Config):
-    """Which groups are trained, by rewards and lengths. Others are discarded, and other prompts are admitted
-    instead."""
+    """Which groups are trained, by rewards and lengths. Others are discarded, and other prompts admitted instead."""
 
     min_spread: float = Field(default=0.0, ge=0)
     """Least difference between the best and the worst reward of a group. 0 means no limit; see `dynamic_sampling`."""
@@ -156,7 +155,7 @@ class GatewayLimits(Config):
     max_dataset_bytes: int = Field(default=256 * 2**20, ge=1)
     """Largest size of an uploaded Parquet dataset once it is decoded, in bytes."""
     max_redis_connections: int = Field(default=64, ge=1)
-    """Largest number of connections to Redis for requests. Streams and scrapes have as many of their own."""
+    """Largest number of connections to Redis for requests. Streams and scrapes have as many again."""
 
 
 class SessionLimits(Config):
@@ -188,16 +187,15 @@ class GatewayConfig(Config):
     host: str = "127.0.0.1"
     """Address to listen on. Anything but loopback needs `keys_file` or `api_key_file`."""
     port: int = Field(default=0, ge=0, le=65535)
-    """REST port. 0: take a free port and write it to `gateway.json` in the run's folder."""
+    """REST port. 0 takes a free port and writes it to `gateway.json` in the run's folder."""
     grpc_port: int = Field(default=0, ge=0, le=65535)
-    """gRPC port. 0: take a free port."""
+    """gRPC port. 0 takes a free port."""
     api_key_file: Path | None = None
     """File with a single API key, which has the scope admin. Clients send it as `Authorization: Bearer …`. Use
     `keys_file` for several keys or scopes. Without either, a gateway on loopback makes its own key in `gateway.key` in
     the run's folder, which commands and clients on this machine read."""
     keys_file: Path | None = None
-    """File with the names, scopes and hashes of API keys, written by `penstock keys make`. It is read again when it
-    changes."""
+    """File with names, scopes and hashes of API keys, by `penstock keys make`. It is read again when it changes."""
     keys_grace_s: float = Field(default=300.0, ge=0)
     """Seconds for which keys stay valid when their file cannot be read or parsed. Removed keys are invalid at once."""
     allowed_hosts: list[str] = Field(default_factory=list)
@@ -212,7 +210,7 @@ class GatewayConfig(Config):
     tls_key_file: Path | None = None
     """Private key of `tls_cert_file`."""
     tls_client_ca_file: Path | None = None
-    """Certificate authorities that must have signed a client's certificate. None: clients need no certificate."""
+    """Certificate authorities that must have signed a client's certificate. Without it, clients need none."""
     max_body_bytes: int = Field(default=16 * 2**20, ge=1024)
     """Largest request body in bytes. A larger one is refused with 413."""
     max_prompts_per_request: int = Field(default=1024, ge=1)

@@ -18,11 +18,11 @@ from penstock.api.records import FIRST_BATCH, READY_PHASES
 from penstock.config.run import RunConfig
 from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import QueueStat
-from penstock.store.fleet import SERVING_STATES, Fleet, Quarantine, ServerRecord
-from penstock.store.heartbeats import LEARNER, Heartbeats, Phase, Phases
-from penstock.store.notices import Notice, Notices
-from penstock.store.policies import PolicyRegistry
+from penstock.store.fleet import SERVING_STATES, Fleet, PolicyRegistry, Quarantine, ServerRecord
+from penstock.store.heartbeats import LEARNER, Heartbeats, Phases
+from penstock.store.notices import Notices
 from penstock.store.redis_client import RedisClient
+from penstock.store.reports import Notice, Phase
 from penstock.store.run_control import OpenBreaker, Orders, RunControl
 from penstock.v1 import policies_pb2
 

@@ -7,11 +7,11 @@ about the reward means anything.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from statistics import fmean, variance
 from typing import Literal, get_args
 
-from penstock.diagnosis import Finding, Level
+from penstock.api.records import Finding
+from penstock.diagnosis import Level, finding
 from penstock.diagnosis.facts import RunFacts
 
 NEWEST_STEPS = 30
@@ -50,12 +50,12 @@ LEARNING_CODES: tuple[LearningCode, ...] = get_args(LearningCode)
 SPEED_CODES: tuple[SpeedCode, ...] = get_args(SpeedCode)
 
 
-def _learning(code: LearningCode, text: str, level: Level = "ok", advice: str = "") -> Finding:
-    return Finding("learning", level, text, advice, code)
+def _learning(code: LearningCode, text: str, level: Level = "OK", advice: str = "") -> Finding:
+    return finding("learning", level, text, advice, code)
 
 
-def _speed(code: SpeedCode, text: str, level: Level = "ok", advice: str = "") -> Finding:
-    return Finding("speed", level, text, advice, code)
+def _speed(code: SpeedCode, text: str, level: Level = "OK", advice: str = "") -> Finding:
+    return finding("speed", level, text, advice, code)
 
 
 def learning_finding(facts: RunFacts) -> Finding:
@@ -70,7 +70,7 @@ def learning_finding(facts: RunFacts) -> Finding:
         return _learning("rising", f"{reward}, rising from {rewards[0]:.3g} to {rewards[-1]:.3g}")
     if cause := next(_causes(facts, steps), None):
         known = "" if trend == "unknown" else f", {trend}"
-        return replace(cause, text=f"{reward}{known}: {cause.text}")
+        return cause.model_copy(update={"text": f"{reward}{known}: {cause.text}"})
     if trend == "unknown" or (trend == "flat" and len(steps) < ENOUGH_STEPS):
         return _learning("few_steps", f"{reward}: too few steps to tell")
     if trend == "flat" and (share := _solved_share(steps)) >= NEARLY_SOLVED:
@@ -81,7 +81,7 @@ def learning_finding(facts: RunFacts) -> Finding:
         f"{_mean(steps, 'kl_reference'):.2g}, staleness {_mean(steps, 'staleness_mean'):.2g}"
     )
     advice = "read samples, and compare learner.lr with what worked for this model"
-    return _learning(trend, f"{reward}, {trend}, without an obvious cause ({numbers})", "warn", advice)
+    return _learning(trend, f"{reward}, {trend}, without an obvious cause ({numbers})", "WARN", advice)
 
 
 def _causes(facts: RunFacts, steps: Steps) -> Iterator[Finding]:
@@ -94,27 +94,27 @@ def _causes(facts: RunFacts, steps: Steps) -> Iterator[Finding]:
     effective, rejected = _mean(steps, "effective_sample_ratio", default=1.0), _mean(steps, "is_rejected_ratio")
     kl = _mean(steps, "kl_reference")
     causes: tuple[tuple[object, LearningCode, str, Level, str], ...] = (
-        (failed >= MANY, "rewards_fail", fails, "fail", "correct the reward"),
-        (truncated >= MANY, "truncated", f"{truncated:.0%} of the responses are cut at max_tokens", "fail", "raise it"),
+        (failed >= MANY, "rewards_fail", fails, "FAIL", "correct the reward"),
+        (truncated >= MANY, "truncated", f"{truncated:.0%} of the responses are cut at max_tokens", "FAIL", "raise it"),
         (_solved_share(steps) >= SOLVED,
-         "solved", "almost all samples get the highest reward, so there is little left to learn", "ok", ""),
+         "solved", "almost all samples get the highest reward, so there is little left to learn", "OK", ""),
         (flat >= MANY, "no_spread", f"{flat:.0%} of the groups have no spread in reward, so they train nothing",
-         "fail", "give easier or harder prompts, or a reward with more steps"),
+         "FAIL", "give easier or harder prompts, or a reward with more steps"),
         (skipped >= HALF, "skipped", f"{skipped:.0%} of the steps were skipped because a gradient was not finite",
-         "fail", "see docs/runbooks.md#nonfinitesteps"),
-        (lr <= LOWEST_LR, "learning_rate", f"the learning rate is {lr:.2g}", "fail", "see learner.lr and its schedule"),
+         "FAIL", "see docs/runbooks.md#nonfinitesteps"),
+        (lr <= LOWEST_LR, "learning_rate", f"the learning rate is {lr:.2g}", "FAIL", "see learner.lr and its schedule"),
         (lag > facts.config.replay.max_staleness + 2,
          "weights", f"new weights do not arrive: a server is {lag} versions behind the learner",
-         "fail", "see docs/runbooks.md#policyversionskew"),
+         "FAIL", "see docs/runbooks.md#policyversionskew"),
         (rejected >= HALF or effective <= LOW_EFFECTIVE,
          "stale", f"the samples are too old: staleness {_mean(steps, 'staleness_mean'):.2g}, {rejected:.0%} of the "
-         f"tokens rejected, an effective share of {effective:.0%}", "warn", "lower replay.max_staleness"),
+         f"tokens rejected, an effective share of {effective:.0%}", "WARN", "lower replay.max_staleness"),
         (entropy < COLLAPSED_ENTROPY_NATS,
          "collapsed", f"the policy gives almost the same answer every time: entropy {entropy:.2g} nats a token",
-         "warn", "rewind to an earlier version, with a lower learner.lr"),
+         "WARN", "rewind to an earlier version, with a lower learner.lr"),
         (kl >= FAR_KL_NATS, "kl", f"the policy is far from its reference: KL {kl:.2g} nats a token",
-         "warn", "lower learner.lr, or raise the KL coefficient"),
-        (failed, "rewards_fail", fails, "warn", "correct the reward"),
+         "WARN", "lower learner.lr, or raise the KL coefficient"),
+        (failed, "rewards_fail", fails, "WARN", "correct the reward"),
     )  # fmt: skip
     return (_learning(code, text, level, advice) for holds, code, text, level, advice in causes if holds)
 
@@ -127,10 +127,10 @@ def speed_finding(facts: RunFacts) -> Finding:
         return _speed("not_running", f"the run is {facts.state.lower()}{waits}")
     if not facts.serving:
         advice = "see docs/runbooks.md#rolloutserversdown"
-        return _speed("servers", f"no server serves, of {len(facts.servers)} in the list", "fail", advice)
+        return _speed("servers", f"no server serves, of {len(facts.servers)} in the list", "FAIL", advice)
     if len(facts.breakers) == len(facts.servers):
         text = "no server leases a prompt, because everything that they tried failed"
-        return _speed("failures", text, "fail", "see docs/runbooks.md#leasingpaused")
+        return _speed("failures", text, "FAIL", "see docs/runbooks.md#leasingpaused")
     step_s, wait_s = _mean(steps, "step_s"), _mean(steps, "wait_s")
     if step_s and wait_s < LEARNER_BOUND * step_s:
         return _learner_finding(steps, step_s, wait_s)
@@ -140,7 +140,7 @@ def speed_finding(facts: RunFacts) -> Finding:
         stat = facts.stat
         text = f"no step yet: {stat.in_flight} groups are being generated, and {stat.queued} wait for the learner"
         return _speed("groups", text)
-    return replace(cause, text=f"{waits}: {cause.text}")
+    return cause.model_copy(update={"text": f"{waits}: {cause.text}"})
 
 
 def _learner_finding(steps: Steps, step_s: float, wait_s: float) -> Finding:
@@ -148,7 +148,7 @@ def _learner_finding(steps: Steps, step_s: float, wait_s: float) -> Finding:
     listed = ", ".join(f"{name} {share:.0%}" for name, share in sorted(shares.items(), key=lambda item: -item[1]))
     text = f"{step_s:.3g} s a step, of which {listed}, waiting {wait_s / step_s:.0%}"
     if shares["gather"] >= LEARNER_BOUND:
-        return _speed("weights", f"gathering the weights takes long: {text}", "warn", "see docs/weight-push.md")
+        return _speed("weights", f"gathering the weights takes long: {text}", "WARN", "see docs/weight-push.md")
     return _speed("learner", f"the learner is the bottleneck: {text}")
 
 
@@ -164,16 +164,16 @@ def _producer_finding(facts: RunFacts) -> Finding:
     if not groups and stat.admission_room <= 0:
         ready = stat.queued - stat.delivered
         text = f"no prompt is admitted, because the staleness bound is reached; {ready} groups are ready"
-        return _speed("admission", text, "warn", "raise replay.max_staleness")
+        return _speed("admission", text, "WARN", "raise replay.max_staleness")
     if groups and scoring >= HALF * groups:
         text = f"rewards take long: {scoring} of {where} are being scored"
-        return _speed("rewards", text, "warn", "raise rollout.reward.num_processes")
+        return _speed("rewards", text, "WARN", "raise rollout.reward.num_processes")
     if waiting and kv_usage >= FULL_KV:
         text = f"the KV cache is full ({kv_usage:.0%}): {waiting} requests wait and {running} run"
-        return _speed("kv_full", text, "warn", "give the engines more memory, or ask for shorter responses")
+        return _speed("kv_full", text, "WARN", "give the engines more memory, or ask for shorter responses")
     if waiting > running:
         text = f"the engines are saturated: {waiting} requests wait and {running} run"
-        return _speed("engine", text, "warn", "add servers")
+        return _speed("engine", text, "WARN", "add servers")
     advice = "add servers, or raise rollout.max_concurrent_groups"
     return _speed("groups", f"generation takes long: {where}, {running} requests run", advice=advice)
 
@@ -188,7 +188,7 @@ def _prompts_finding(facts: RunFacts) -> Finding:
         return _speed("prompts", text, advice="submit some, or feed a dataset")
     if facts.config.dataset.file is not None:
         advice = "the log of the feed says what it does"
-        return _speed("prompts", "the feed has not submitted a prompt of the dataset", "warn", advice)
+        return _speed("prompts", "the feed has not submitted a prompt of the dataset", "WARN", advice)
     advice = "use `penstock submit FILE` or a client, or set dataset.file and start the run again"
     return _speed("prompts", "no prompt to train on has been submitted", advice=advice)
 

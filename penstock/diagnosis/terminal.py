@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
-from rich.console import RenderableType
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from penstock.api.records import Metrics, Run, Server
+from penstock.api.records import Finding, Metrics, Run, Server
+from penstock.diagnosis.servers import server_findings
 
 COLUMNS = 80
 _BARS = "▁▂▃▄▅▆▇█"
 _DIGEST_LENGTH = 8
+_LEVEL_STYLES = {"OK": "green", "WARN": "yellow", "FAIL": "bold red"}
 _STEP_METRICS = {
     "reward_mean": "reward", "staleness_mean": "staleness", "tokens_per_second": "tokens/s", "loss": "loss",
     "entropy": "entropy", "kl_reference": "KL", "grad_norm": "grad norm", "logprob_mismatch": "mismatch",
@@ -61,20 +63,7 @@ def alarms(run: Run) -> list[Text]:
 
 def server_alarms(servers: Sequence[Server]) -> list[Text]:
     """A line for each server whose breaker is open, and then for each in quarantine."""
-    paused = [
-        f"{server.server_id} leases nothing: its last {server.breaker_failures} attempts failed, the newest with "
-        f"{server.breaker_reason}; see docs/runbooks.md#leasingpaused"
-        for server in servers
-        if server.breaker_reason
-    ]
-    quarantined = [
-        f"{server.server_id} is in quarantine: its log-probs differ by {server.logprob_mismatch_nats:.3g} nats a "
-        f"token, more than {server.logprob_limit_nats:.3g}; weights loaded again {server.num_reloads} times; see "
-        "docs/runbooks.md#serverquarantined"
-        for server in servers
-        if server.is_quarantined
-    ]
-    return [Text(line, style="bold red") for line in (*paused, *quarantined)]
+    return [Text(finding.line, style="bold red") for finding in server_findings(servers)]
 
 
 def step_numbers(metrics: Metrics) -> Text:
@@ -84,7 +73,7 @@ def step_numbers(metrics: Metrics) -> Text:
 
 
 def queue_numbers(run: Run) -> Text:
-    """The groups of the queue by state. `training` are those that the learner took for a step that is not done."""
+    """The groups of the queue by state. `training` are groups that the learner took for a step that is not done."""
     queue = run.queue
     trained = queue.trained if run.num_trained is None else run.num_trained
     numbers = {
@@ -161,3 +150,12 @@ def sparkline(values: Sequence[float], width: int) -> str:
         values = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
     low, high = min([0.0, *values]), max([1.0, *values])
     return "".join(_BARS[min(int((value - low) / (high - low) * len(_BARS)), len(_BARS) - 1)] for value in values)
+
+
+def print_findings(findings: Iterable[Finding]) -> None:
+    """A line for each finding, on stdout."""
+    console = Console(soft_wrap=True, highlight=False)
+    for finding in findings:
+        advice = f": {finding.advice}" if finding.advice else ""
+        level = (f"{finding.level.lower():<4}", _LEVEL_STYLES[finding.level])
+        console.print(Text.assemble(level, f"  {finding.check:<12}  {finding.text}{advice}"))

@@ -273,7 +273,7 @@ class PromptStream:
 
 
 class Feeder:
-    """Keeps up to `dataset.max_pending` prompts waiting until the dataset ends. Of several feeders, one submits."""
+    """Keeps up to `dataset.max_pending` prompts waiting until the dataset ends. Only one of several feeders submits."""
 
     def __init__(
         self, queue: PromptIntake, stream: PromptStream, tracing: Tracing | None = None,

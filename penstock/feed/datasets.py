@@ -218,7 +218,7 @@ def _nested(where: str, row: dict[str, Any], column: str) -> Any:
 
 
 def read_messages(where: str, value: Any) -> tuple[tuple[tuple[str, str], ...], dict[int, dict[str, Any]]]:
-    """Role and content of each message, and the further fields of those that have some, by their number."""
+    """Role and content of each message, and the further fields of messages that have some, by number."""
     if isinstance(value, str):
         return (("user", value),), {}
     if not isinstance(value, list) or not value:

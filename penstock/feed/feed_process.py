@@ -20,10 +20,9 @@ from penstock.feed.validation import Validator, VersionHold
 from penstock.metrics import write_endpoint
 from penstock.process_endpoint import Readiness, process_endpoint
 from penstock.replay.queue import RedisReplayQueue
-from penstock.store.fleet import Fleet
+from penstock.store.fleet import Fleet, PolicyRegistry
 from penstock.store.heartbeats import VALIDATOR, Heartbeats
-from penstock.store.policies import PolicyRegistry
-from penstock.store.redis_client import connect
+from penstock.store.redis_client import check_primary, connect
 from penstock.store.run_control import RunControl
 from penstock.tracing import open_tracing
 
@@ -55,6 +54,7 @@ async def feed_run(config: RunConfig, *, watch: bool = False) -> None:
         endpoint.readiness = lambda: Readiness("loading", "reads the dataset")
         client = connect(config.redis)
         stack.push_async_callback(client.aclose)
+        await check_primary(client)
         queue = RedisReplayQueue(client, config.run, config.replay)
         tracing = open_tracing(config.tracing, "feed", config.run)
         stack.callback(tracing.close)
@@ -62,7 +62,7 @@ async def feed_run(config: RunConfig, *, watch: bool = False) -> None:
         if dataset.file is not None and not dataset.validation.only:
             stream = await asyncio.to_thread(PromptStream.read, config)
         epoch_prompts = 0 if stream is None else stream.epoch_prompts
-        stack.callback(_say_plan(config, epoch_prompts, await earlier_work(queue, config), endpoint.port))
+        stack.callback(_print_plan(config, epoch_prompts, await earlier_work(queue, config), endpoint.port))
         validator = None
         if dataset.validation.file is not None:
             hold = VersionHold(
@@ -115,7 +115,7 @@ def _only_feed(config: RunConfig) -> Iterator[None]:
         yield
 
 
-def _say_plan(config: RunConfig, epoch_prompts: int, earlier: EarlierWork, port: int) -> Callable[[], None]:
+def _print_plan(config: RunConfig, epoch_prompts: int, earlier: EarlierWork, port: int) -> Callable[[], None]:
     """Print what the run will do, and write it to `feed-DATASET.json`, which `penstock up` reads. Returns what removes
     the port from that file at the end."""
     if epoch_prompts == 0 and not config.dataset.validation.only:

@@ -21,8 +21,7 @@ from penstock.feed.run_end import RunEnd
 from penstock.replay.queue import PromptIntake
 from penstock.replay.queue_types import VALIDATION, Evaluation
 from penstock.sample_scores import ACCURACY
-from penstock.store.fleet import SERVING_STATES, Fleet, ServerRecord
-from penstock.store.policies import PolicyRegistry
+from penstock.store.fleet import SERVING_STATES, Fleet, PolicyRegistry, ServerRecord
 from penstock.trajectory import Prompt
 
 logger = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from penstock.protocols.bodies import (
     text_field,
     text_of,
 )
-from penstock.protocols.conversation import Conversation, Json, Message, ToolCall
+from penstock.protocols.conversation import Conversation, Json, Message, ToolUse
 from penstock.v1 import generate_pb2
 
 _CHOICES = {
@@ -41,7 +41,7 @@ class InputMessage(Body):
     content: str | list[Json]
 
 
-class Tool(ToolBody):
+class AnthropicTool(ToolBody):
     """A tool that the client runs. Anthropic's own tools, which have another `type`, are refused."""
 
     parameters: Annotated[Json, Field(alias="input_schema")]
@@ -71,7 +71,7 @@ class PromptBody(SamplingBody):
 
     messages: Annotated[list[InputMessage], Field(min_length=1)]
     system: str | list[Json] | None = None
-    tools: list[Tool] | None = None
+    tools: list[AnthropicTool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Annotated[
         Any, Refused("set it by chat_template_kwargs, if the template has it", ({"type": "disabled"},))
@@ -193,7 +193,7 @@ def _messages(message: InputMessage, number: int) -> list[Message]:
     if isinstance(message.content, str):
         return [Message(message.role, message.content)]
     text, reasoning = "", ""
-    calls: list[ToolCall] = []
+    calls: list[ToolUse] = []
     results: list[Message] = []
     for index, block in enumerate(message.content):
         kind, here = block.get("type"), f"{path}[{index}]"
@@ -201,7 +201,7 @@ def _messages(message: InputMessage, number: int) -> list[Message]:
             text += text_field(block, "text", here)
         elif kind == "tool_use" and message.role == "assistant":
             arguments = json_text(block.get("input") or {}, f"{here}.input")
-            calls.append(ToolCall(text_field(block, "id", here), text_field(block, "name", here), arguments))
+            calls.append(ToolUse(text_field(block, "id", here), text_field(block, "name", here), arguments))
         elif kind == "tool_result" and message.role == "user":
             content = text_of(block.get("content") or "", f"{here}.content")
             results.append(Message("tool", content, tool_call_id=text_field(block, "tool_use_id", here)))

@@ -27,7 +27,7 @@ from penstock.protocols.bodies import (
     set_format,
     text_of,
 )
-from penstock.protocols.conversation import Json, Message, ToolCall
+from penstock.protocols.conversation import Json, Message, ToolUse
 from penstock.v1 import generate_pb2
 
 DONE = "data: [DONE]\n\n"
@@ -129,7 +129,7 @@ class ChatMessage(Body):
     def message(self, path: str) -> Message:
         self.refuse(f"{path}.")
         calls = tuple(
-            ToolCall(call.id, call.function.name, call.function.arguments or "{}") for call in self.tool_calls or ()
+            ToolUse(call.id, call.function.name, call.function.arguments or "{}") for call in self.tool_calls or ()
         )
         return Message(
             role="system" if self.role == "developer" else self.role,
@@ -145,7 +145,7 @@ class TypedTool(Body):
     type: Literal["function"]
 
 
-class Tool(TypedTool):
+class ChatTool(TypedTool):
     function: ToolBody
 
 
@@ -167,7 +167,7 @@ class ChatBody(OpenAIBody):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
-    tools: list[Tool] | None = None
+    tools: list[ChatTool] | None = None
     tool_choice: str | Json | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None

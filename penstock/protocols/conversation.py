@@ -27,7 +27,7 @@ RESERVED_ARGUMENTS = frozenset(
 
 
 @dataclass(frozen=True)
-class ToolCall:
+class ToolUse:
     """One call of a tool, by the model."""
 
     call_id: str
@@ -42,7 +42,7 @@ class ToolCall:
         return {"id": self.call_id, "type": "function", "function": function}
 
     @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> ToolCall:
+    def from_json(cls, fields: Mapping[str, Any]) -> ToolUse:
         function, arguments = fields["function"], fields["function"].get("arguments", "")
         text = arguments if isinstance(arguments, str) else json.dumps(arguments)
         return cls(str(fields.get("id", "")), str(function["name"]), text)
@@ -55,7 +55,7 @@ class Message:
     role: str
     """`system`, `user`, `assistant`, `tool`, or another role that the chat template knows."""
     content: str = ""
-    tool_calls: tuple[ToolCall, ...] = ()
+    tool_calls: tuple[ToolUse, ...] = ()
     """The calls of an assistant's message, in order."""
     tool_call_id: str = ""
     """Which call a message of the role `tool` answers."""
@@ -84,7 +84,7 @@ class Message:
         return cls(
             role=message.role,
             content=message.content,
-            tool_calls=tuple(ToolCall.from_json(call) for call in fields.get("tool_calls", ())),
+            tool_calls=tuple(ToolUse.from_json(call) for call in fields.get("tool_calls", ())),
             tool_call_id=str(fields.get("tool_call_id", "")),
             name=str(fields.get("name", "")),
             reasoning=str(fields.get("reasoning_content", "")),
@@ -134,16 +134,16 @@ class AnswerMessage:
 
     def __init__(self) -> None:
         self._content = ""
-        self._calls: list[ToolCall] = []
+        self._calls: list[ToolUse] = []
 
     def add(self, chunk: generate_pb2.GenerateChunk) -> None:
         self._content += chunk.text
         for part in chunk.tool_calls:
             if part.index == len(self._calls):
-                self._calls.append(ToolCall(part.call_id, part.name, part.arguments))
+                self._calls.append(ToolUse(part.call_id, part.name, part.arguments))
             else:
                 before = self._calls[part.index]
-                self._calls[part.index] = ToolCall(before.call_id, before.name, before.arguments + part.arguments)
+                self._calls[part.index] = ToolUse(before.call_id, before.name, before.arguments + part.arguments)
 
     @property
     def message(self) -> Message:

@@ -29,7 +29,7 @@ from penstock.protocols.bodies import (
     text_of,
 )
 from penstock.protocols.chat import JsonSchema, OpenAIFields, TypedTool, chosen_tool, token_log_probs
-from penstock.protocols.conversation import Json, Message, ToolCall
+from penstock.protocols.conversation import Json, Message, ToolUse
 from penstock.v1 import generate_pb2
 
 LOG_PROBS = "message.output_text.logprobs"
@@ -223,7 +223,7 @@ def input_messages(given: str | list[Json], instructions: str | None) -> tuple[M
             else:
                 messages.append(message)
         elif kind == "function_call":
-            call = ToolCall(*(text_field(item, name, path) for name in ("call_id", "name", "arguments")))
+            call = ToolUse(*(text_field(item, name, path) for name in ("call_id", "name", "arguments")))
             last = messages[-1] if messages and messages[-1].role == "assistant" else None
             if last is not None:
                 messages[-1] = Message("assistant", last.content, (*last.tool_calls, call))

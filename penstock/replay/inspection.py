@@ -32,7 +32,7 @@ DELETE_PAGE = 1000
 
 
 @dataclass(frozen=True)
-class Place:
+class QueuePlace:
     """A place of prompts or groups. None means that the place does not know it."""
 
     name: str
@@ -46,10 +46,10 @@ class Place:
 class QueueReport:
     run: str
     stat: QueueStat
-    places: tuple[Place, ...]
+    places: tuple[QueuePlace, ...]
     """Read a moment after `stat`, so a busy queue may show different counts here."""
     dead_letter_reasons: dict[str, int]
-    """Counts over all dead letters that the run ever had, including those requeued or purged since."""
+    """Counts over all dead letters that the run ever had, including letters requeued or purged since."""
     expired_reasons: dict[str, int]
     limits_known: bool
     """False if the run's config is unknown: then the admission fields of `stat` are meaningless."""
@@ -118,7 +118,7 @@ class QueueInspector:
         ages = {name: await self._group_age_s(found[f"first_{name}"], found["now_ms"]) for name in _GROUP_PLACES}
         ages["dead"] = dead_age_s
         places = tuple(
-            Place(title, found[name], found.get(f"{name}_bytes"), ages.get(name), notes.get(name, ""))
+            QueuePlace(title, found[name], found.get(f"{name}_bytes"), ages.get(name), notes.get(name, ""))
             for name, title in _PLACES.items()
         )
         reasons = await self.queue.dead_letter_reasons(), await self.queue.expired_reasons()

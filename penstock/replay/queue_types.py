@@ -175,7 +175,7 @@ class QueueCounts:
     in_flight: int
     """Prompts that rollout servers work on."""
     queued: int
-    """Groups in the queue, including those that the learner has taken since its last checkpoint."""
+    """Groups in the queue, including groups that the learner has taken since its last checkpoint."""
     delivered: int
     """The part of `queued` that the learner has taken."""
     queued_bytes: int
@@ -223,7 +223,7 @@ class QueueStat(QueueCounts):
         return self.trained / self.inserted if self.inserted else 0.0
 
     def num_trained(self, groups_per_step: int) -> int:
-        """Groups that were trained, including those that no checkpoint covers yet, which count as delivered here."""
+        """Trained groups, including groups that no checkpoint covers yet, which count as delivered here."""
         return self.trained + min(self.delivered, max(0, self.step - self.committed_step) * groups_per_step)
 
 

@@ -14,13 +14,13 @@ import os
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass
 
 import redis.asyncio as redis
 
 from penstock.cancellation import end_task
 from penstock.errors import PenstockError, QueueFull, Unavailable
 from penstock.store.redis_client import RunRecords, guarded
+from penstock.store.reports import Phase
 
 logger = logging.getLogger(__name__)
 BEAT_S = 1.0
@@ -99,14 +99,6 @@ class Heartbeats(RunRecords):
 
 MAX_PHASES = 16
 """The newest phases of a part that are kept."""
-
-
-@dataclass(frozen=True)
-class Phase:
-    """A phase of the start of a process, such as `loading the model`. `penstock up` prints it, and the API shows it."""
-
-    name: str
-    entered_at_ms: int
 
 
 class Phases(RunRecords):

@@ -28,6 +28,7 @@ from typing import Literal
 from penstock.codec import read_known_fields
 from penstock.errors import PenstockError, QueueFull, Unavailable
 from penstock.store.redis_client import RunRecords, guarded
+from penstock.store.reports import Notice
 
 logger = logging.getLogger(__name__)
 WRITE_S = 1.0
@@ -37,6 +38,8 @@ MAX_TEXT_CHARS = 500
 SHOWN_S = 600.0
 """How long the end of a process is shown, if it does not end again. After it, Kubernetes takes it for healthy, too."""
 PASSING_KINDS = ("process_restarted", "server_failed")
+QUOTING_KINDS = ("reward_failed", "default_reward", "prompt_failed")
+"""Kinds whose texts may quote any team's prompts, so only operators see them."""
 
 NoticeKind = Literal[
     "reward_failed", "default_reward", "prompt_failed", "process_restarted", "server_failed", "server_lost"
@@ -70,16 +73,6 @@ PostEvent = Callable[[Event], None]
 def ignore_event(event: Event) -> None:
     """For processes that have no run, whose log is enough."""
     del event
-
-
-@dataclass(frozen=True)
-class Notice:
-    kind: NoticeKind
-    text: str
-    detail: str = ""
-    count: int = 0
-    first_at_ms: int = 0
-    last_at_ms: int = 0
 
 
 class Notices(RunRecords):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Owner:
-    """Owns what a call creates, and decides what it may use. Scripts get both fields, for `may_use` of their own."""
+    """Owns what a call creates, and decides what it may use. Scripts get both fields, for their own `may_use`."""
 
     name: str
     """`@TEAM` of an API key with a team; otherwise the key's own name, which no team has."""

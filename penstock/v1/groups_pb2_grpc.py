@@ -63,7 +63,7 @@ class GroupServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListGroups(self, request, context):
-        """Lists queued groups: those that wait for the learner, then those that it has taken, each by prompt id. PromptService.WatchResults follows new ones.
+        """Lists queued groups: groups that wait for the learner, then groups that it has taken, each by prompt id. PromptService.WatchResults follows new ones.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

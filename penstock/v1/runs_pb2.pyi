@@ -199,31 +199,33 @@ class Run(_message.Message):
     parts: _containers.RepeatedCompositeFieldContainer[Part]
     learning: str
     speed: str
-    learning_verdict: Verdict
-    speed_verdict: Verdict
-    def __init__(self, run: _Optional[str] = ..., step: _Optional[int] = ..., policy_version: _Optional[int] = ..., term: _Optional[int] = ..., queue: _Optional[_Union[QueueStat, _Mapping]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., servers: _Optional[_Iterable[_Union[Server, _Mapping]]] = ..., state: _Optional[_Union[Run.State, str]] = ..., held_version: _Optional[int] = ..., detail: _Optional[str] = ..., notices: _Optional[_Iterable[_Union[Notice, _Mapping]]] = ..., num_trained: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[Part, _Mapping]]] = ..., learning: _Optional[str] = ..., speed: _Optional[str] = ..., learning_verdict: _Optional[_Union[Verdict, _Mapping]] = ..., speed_verdict: _Optional[_Union[Verdict, _Mapping]] = ...) -> None: ...
+    learning_verdict: Finding
+    speed_verdict: Finding
+    def __init__(self, run: _Optional[str] = ..., step: _Optional[int] = ..., policy_version: _Optional[int] = ..., term: _Optional[int] = ..., queue: _Optional[_Union[QueueStat, _Mapping]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., servers: _Optional[_Iterable[_Union[Server, _Mapping]]] = ..., state: _Optional[_Union[Run.State, str]] = ..., held_version: _Optional[int] = ..., detail: _Optional[str] = ..., notices: _Optional[_Iterable[_Union[Notice, _Mapping]]] = ..., num_trained: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[Part, _Mapping]]] = ..., learning: _Optional[str] = ..., speed: _Optional[str] = ..., learning_verdict: _Optional[_Union[Finding, _Mapping]] = ..., speed_verdict: _Optional[_Union[Finding, _Mapping]] = ...) -> None: ...
 
-class Verdict(_message.Message):
-    __slots__ = ("code", "level", "text", "advice")
+class Finding(_message.Message):
+    __slots__ = ("code", "level", "text", "advice", "check")
     class Level(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
-        LEVEL_UNSPECIFIED: _ClassVar[Verdict.Level]
-        OK: _ClassVar[Verdict.Level]
-        WARN: _ClassVar[Verdict.Level]
-        FAIL: _ClassVar[Verdict.Level]
-    LEVEL_UNSPECIFIED: Verdict.Level
-    OK: Verdict.Level
-    WARN: Verdict.Level
-    FAIL: Verdict.Level
+        LEVEL_UNSPECIFIED: _ClassVar[Finding.Level]
+        OK: _ClassVar[Finding.Level]
+        WARN: _ClassVar[Finding.Level]
+        FAIL: _ClassVar[Finding.Level]
+    LEVEL_UNSPECIFIED: Finding.Level
+    OK: Finding.Level
+    WARN: Finding.Level
+    FAIL: Finding.Level
     CODE_FIELD_NUMBER: _ClassVar[int]
     LEVEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     ADVICE_FIELD_NUMBER: _ClassVar[int]
+    CHECK_FIELD_NUMBER: _ClassVar[int]
     code: str
-    level: Verdict.Level
+    level: Finding.Level
     text: str
     advice: str
-    def __init__(self, code: _Optional[str] = ..., level: _Optional[_Union[Verdict.Level, str]] = ..., text: _Optional[str] = ..., advice: _Optional[str] = ...) -> None: ...
+    check: str
+    def __init__(self, code: _Optional[str] = ..., level: _Optional[_Union[Finding.Level, str]] = ..., text: _Optional[str] = ..., advice: _Optional[str] = ..., check: _Optional[str] = ...) -> None: ...
 
 class Part(_message.Message):
     __slots__ = ("component", "phases")

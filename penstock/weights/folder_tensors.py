@@ -1,7 +1,7 @@
 """What a Hugging Face model folder says without loading it: names and shapes of its tensors, and its stop tokens.
 
 A push has exactly these tensors, so an engine can load it as it has loaded the folder. Skipped are tensors that no
-forward pass of the model uses: those that predict several tokens ahead, which are layers beyond `num_hidden_layers`
+forward pass of the model uses: tensors that predict several tokens ahead, which are layers beyond `num_hidden_layers`
 (GLM-4.5, DeepSeek-V3) or are named `mtp` (Qwen3-Next, MiMo-V2), and in old folders the tables of rotary embeddings and
 the causal masks of attention (GPT-2, GPT-NeoX).
 """

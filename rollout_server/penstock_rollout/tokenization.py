@@ -182,9 +182,7 @@ class Tokenization:
         """The rendered fixed conversation, split after the marker."""
         before, marker, after = self._render([*_BASE, *messages], tools, template_arguments).partition(_SPOKEN)
         if not marker:
-            raise ConfigError(
-                "the model's chat template leaves out the assistant's messages, which multi-turn agents need"
-            )
+            raise ConfigError("the model's chat template omits the assistant's messages, which multi-turn agents need")
         return before + marker, after
 
     def _render(

@@ -195,7 +195,7 @@ def test_a_checkpoint_that_was_not_uploaded_is_uploaded_before_its_groups_are_ac
     code, output = run_learner(config, "mid_upload")
     assert code == KILLED and queue_stat(config).trained == 0, output[-3000:]
     code, output = run_learner(config)  # it still has its disk
-    assert code == 0 and "resuming from" in output, output[-3000:]
+    assert code == 0 and "continuing from" in output, output[-3000:]
     check_equal(outcome(config), grpo[1])
     assert "checkpoints/uploaded-later/term-000001-step-00000002/manifest.json" in store.list_keys()
 
@@ -237,6 +237,6 @@ def test_a_redis_that_lost_the_run_is_refused_unless_training_begins_anew(grpo: 
     anew = config.model_copy(update={"learner": learner})
     asyncio.run(fill_queue(anew))
     code, output = run_learner(anew)
-    assert code == 0 and "resuming from" not in output, output[-3000:]
+    assert code == 0 and "continuing from" not in output, output[-3000:]
     again = outcome(anew)
     assert (again.losses, again.state_hashes) == (whole.losses, whole.state_hashes)

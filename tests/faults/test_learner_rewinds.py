@@ -21,8 +21,7 @@ from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import Lease, QueueStat
 from penstock.store.keys import RunKeys
 from penstock.store.redis_client import RedisClient, connect
-from penstock_learner.checkpoints.store import CheckpointStore
-from penstock_learner.checkpoints.trainer_state import read_state
+from penstock_learner.checkpoints import CheckpointStore, read_state
 from penstock_learner.crash_points import NAMES
 from support.chaos.learner_process import Folded
 from support.chaos.workload import RUN, Settings, make_numbered_group, make_payload

@@ -193,7 +193,7 @@ def test_a_learner_that_hangs_is_replaced_and_cannot_push_any_more(run: FleetRun
     successor = run.start_learner("--weights.transport", "gloo", name="learner-2")
     run.until_serving("a", "b", above=current + 5, timeout_s=150)
     assert run.stat().term == 2
-    assert "resuming from" in successor.output()
+    assert "continuing from" in successor.output()
     woken_s, before = run.redis_time_s(), run.current
     zombie.may_end = True
     zombie.go_on()

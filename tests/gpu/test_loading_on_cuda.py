@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from penstock.config.learner import LearnerConfig
 from penstock_learner.model.causal_lm import open_model
-from penstock_learner.model.loading import full_weight, prepare_for_training, read_weights
+from penstock_learner.model.loading import prepare_for_training, read_weights
+from penstock_learner.model.published_layout import full_weight
 from penstock_learner.model.self_check import require_right
 from support.tiny_architectures import tiny_model
 

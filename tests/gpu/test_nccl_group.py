@@ -12,14 +12,14 @@ import torch
 
 from penstock.errors import WeightPushFailed
 from penstock.v1 import weights_pb2
-from penstock.weights.cuda import libraries, nccl_group
-from penstock.weights.cuda.nccl_group import NcclGroup
+from penstock.weights import cuda
+from penstock.weights.cuda import NcclGroup
 from penstock.weights.manifest import TensorShape, build_manifest
 from penstock.weights.transports import Deadline, has_cupy
 from penstock_learner.weights import senders as sending
 from penstock_learner.weights.senders import NcclSender, PushTarget, Shipment
 from penstock_learner.weights.staging import HostBuckets, StagedVersion, checksum_name
-from penstock_rollout.weights.receivers import nccl as receiving
+from penstock_rollout.weights import stage as receiving
 from penstock_rollout.weights.stage import WeightStage
 from support.cuda_stand_ins import NcclBinding, NcclStandIn, install_nccl_stand_in
 
@@ -34,11 +34,11 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[NcclStandIn]:
-    monkeypatch.setattr(libraries, "runtime", libraries.runtime)  # restored after the test
-    monkeypatch.setattr(libraries, "nccl", libraries.nccl)
+    monkeypatch.setattr(cuda, "runtime", cuda.runtime)  # restored after the test
+    monkeypatch.setattr(cuda, "nccl", cuda.nccl)
     stand_in = install_nccl_stand_in()
     yield stand_in
-    receiving._groups.drop_all()
+    receiving._nccl_groups.drop_all()
     stand_in.stop()
 
 
@@ -54,7 +54,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 
 def group_of(world_size: int) -> NcclGroup:
-    return NcclGroup(libraries.nccl().unique_id(), world_size, rank=0, device_index=0)
+    return NcclGroup(cuda.nccl().unique_id(), world_size, rank=0, device_index=0)
 
 
 def test_a_group_of_one_broadcasts_until_it_is_aborted(device: torch.device) -> None:
@@ -106,7 +106,7 @@ def test_abort_from_another_thread_ends_a_start_that_waits(device: torch.device)
 
 def test_memory_is_held_until_nccl_is_off_it(nccl: NcclStandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     """An abort that hangs must not free memory that the GPU still writes to."""
-    monkeypatch.setattr(nccl_group, "ABORT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(cuda, "ABORT_TIMEOUT_S", 0.2)
     group, deadline = group_of(1), Deadline(DEADLINE_S, "broadcasting")
     group.open(deadline)
     gate = threading.Event()

@@ -18,13 +18,12 @@ import torch
 from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
 from penstock.errors import WeightPushFailed
-from penstock.weights.cuda import libraries
-from penstock.weights.cuda.libraries import UNIQUE_ID_BYTES
-from penstock.weights.cuda.stream import NOT_READY, SUCCESS
+from penstock.weights import cuda
+from penstock.weights.cuda import NOT_READY, SUCCESS, UNIQUE_ID_BYTES
 from penstock.weights.transports import Deadline
 from penstock_learner.weights import senders as sending
+from penstock_rollout.weights import stage as receiving
 from penstock_rollout.weights import stage as stage_module
-from penstock_rollout.weights.receivers import nccl as receiving
 from penstock_rollout.weights.receivers.gloo import InterruptibleStore, break_connections
 
 
@@ -300,7 +299,7 @@ class NcclBinding:
             os.environ["NCCL_HOSTID"] = f"pid-{os.getpid()}"
             os.environ["NCCL_SOCKET_IFNAME"] = "lo"
             os.environ["NCCL_IB_DISABLE"] = "1"
-            libraries.runtime()  # imports CuPy, which takes seconds, before a deadline runs
+            cuda.runtime()  # imports CuPy, which takes seconds, before a deadline runs
             if not self.in_place:
                 stage_module.SPARE_DEVICE_BYTES = 2**60
         else:
@@ -309,7 +308,7 @@ class NcclBinding:
                 sending.is_on_gpu = lambda wire: True
                 receiving.is_gpu = lambda device: True
         if self.version:
-            libraries.nccl_version = lambda: self.version
+            cuda.nccl_version = lambda: self.version
         return stand_in
 
 
@@ -317,6 +316,6 @@ def install_nccl_stand_in() -> NcclStandIn:
     """Replace NCCL in this process by gloo, with pointers to host memory."""
     runtime = RuntimeStandIn()
     nccl = NcclStandIn(runtime)
-    libraries.runtime = lambda: runtime
-    libraries.nccl = lambda: nccl
+    cuda.runtime = lambda: runtime
+    cuda.nccl = lambda: nccl
     return nccl

@@ -36,9 +36,8 @@ from penstock.feed.datasets import read_prompts
 from penstock.replay.inspection import QueueInspector
 from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import QueueStat
-from penstock.store.fleet import Fleet, ServerRecord
+from penstock.store.fleet import Fleet, PolicyRegistry, ServerRecord
 from penstock.store.keys import RunKeys
-from penstock.store.policies import PolicyRegistry
 from penstock.store.redis_client import connect
 from penstock.trajectory import Group, Prompt, Sampling
 from penstock.v1 import policies_pb2

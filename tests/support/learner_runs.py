@@ -21,11 +21,11 @@ from penstock.config.loading import dump_config, validate
 from penstock.config.run import RunConfig
 from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import QueueStat
+from penstock.store.fleet import PolicyRegistry
 from penstock.store.keys import RunKeys
-from penstock.store.policies import PolicyRegistry
 from penstock.store.redis_client import connect
 from penstock.trajectory import Group
-from penstock_learner.checkpoints.store import shards_folder
+from penstock_learner.checkpoints import shards_folder
 from support.groups import make_group
 
 GROUPS_PER_STEP = 2

@@ -31,7 +31,7 @@ import torch
 
 from penstock.errors import WeightPushFailed
 from penstock.v1 import weights_pb2
-from penstock.weights.cuda.nccl_group import NcclGroup
+from penstock.weights.cuda import NcclGroup
 from penstock.weights.manifest import XXH3_PIECES, host_checksum, weights_digest
 from penstock.weights.transports import Deadline
 from penstock_learner.weights.publisher import MemberCalls

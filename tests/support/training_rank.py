@@ -27,7 +27,8 @@ from penstock_learner.batches.sequence_batch import SequenceBatch, batch_of
 from penstock_learner.model.adapter import add_adapter
 from penstock_learner.model.attention.sequence_parallel import make_sequence_parallel
 from penstock_learner.model.causal_lm import open_model
-from penstock_learner.model.loading import TensorFiles, full_weight, prepare_for_training, read_weights
+from penstock_learner.model.loading import TensorFiles, prepare_for_training, read_weights
+from penstock_learner.model.published_layout import full_weight
 from penstock_learner.model.torch_settings import DTYPES, compute_dtype_of, set_up_torch
 from penstock_learner.optim.optimizer import make_optimizer
 from penstock_learner.roles.policy import PolicyUpdate
@@ -131,7 +132,7 @@ def stage_and_restore(rank: int, num_ranks: int, folder: Path, name: str) -> Non
         trainer.optimizer.step()
     moved = not any(torch.equal(tensor, staged[n]) for n, tensor in state().items())
     trainer.finish_saving()
-    trainer.restore(folder / "shards")
+    trainer.load_checkpoint(folder / "shards")
     same = all(torch.equal(tensor, staged[n]) for n, tensor in state().items())
     if rank == 0:
         weights = {n.removeprefix("lm."): t.contiguous() for n, t in staged.items() if not n.endswith("exp_avg")}

@@ -21,8 +21,8 @@ from prometheus_client import CollectorRegistry
 from penstock.config.loading import load_config
 from penstock.config.run import RunConfig
 from penstock.v1 import weights_pb2_grpc
-from penstock.weights.cuda import libraries
-from penstock.weights.cuda.nccl_group import NcclGroup
+from penstock.weights import cuda
+from penstock.weights.cuda import NcclGroup
 from penstock.weights.manifest import XXH3_PIECES, host_checksum, weights_digest
 from penstock.weights.transports import ClusterKey, Deadline, host_id
 from penstock_learner.weights.publisher import WeightPublisher
@@ -92,7 +92,7 @@ async def _serve_member(
     weights_pb2_grpc.add_WeightMemberServiceServicer_to_server(member, listener)
     fault.grpc_port = listener.add_insecure_port("127.0.0.1:0")
     await listener.start()
-    say(port=fault.grpc_port, devices=devices, nccl_version=libraries.nccl_version())
+    say(port=fault.grpc_port, devices=devices, nccl_version=cuda.nccl_version())
     await listener.wait_for_termination()
 
 

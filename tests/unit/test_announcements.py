@@ -9,20 +9,21 @@ from typing import Any, cast
 
 import pytest
 
-from penstock.api.records import FIRST_BATCH, Notice, Part, Phase, QueueStat, Run, Server, Verdict
+from penstock.api.records import FIRST_BATCH, Finding, Notice, Part, Phase, QueueStat, Run, Server
+from penstock.diagnosis import log_lines
+from penstock.diagnosis.display import Display
 from penstock.diagnosis.facts import NO_LEARNER
-from penstock.errors import Conflict
-from penstock_tools.local import log_lines, processes
-from penstock_tools.local.demo import check_not_paused
-from penstock_tools.local.display import Display
-from penstock_tools.local.local_run import LocalRun
-from penstock_tools.local.log_lines import (
+from penstock.diagnosis.log_lines import (
     NO_PROMPTS_AFTER_S,
     SLOW_AFTER_S,
     STILL_AFTER_S,
     Announcements,
     waiting_for,
 )
+from penstock.errors import Conflict
+from penstock_tools.local import processes
+from penstock_tools.local.demo import check_not_paused
+from penstock_tools.local.local_run import LocalRun
 from penstock_tools.local.processes import Child, ProcessGroup
 from penstock_tools.local.supervisor import News
 
@@ -64,67 +65,67 @@ def test_a_demo_ends_when_its_run_has_paused_itself(state: str, detail: str, mes
 
 
 def test_the_first_failure_is_said_once_with_its_traceback() -> None:
-    said = Announcements(RUN)
-    assert said.new_lines(run_with(notices=(FAILED,))) == [
+    announcements = Announcements(RUN)
+    assert announcements.new_lines(run_with(notices=(FAILED,))) == [
         "the reward of sample 0 failed", "    Traceback", "      line", "    KeyError: 'x'",
     ]  # fmt: skip
-    assert said.new_lines(run_with(notices=(FAILED.model_copy(update={"count": 624}),))) == []
+    assert announcements.new_lines(run_with(notices=(FAILED.model_copy(update={"count": 624}),))) == []
 
 
 def test_a_failure_of_an_earlier_start_is_said_when_it_happens_again() -> None:
-    said = Announcements(run_with(notices=(FAILED,)))
-    assert said.new_lines(run_with(notices=(FAILED,))) == []
-    assert said.new_lines(run_with(notices=(FAILED.model_copy(update={"count": 2}),)))[0] == FAILED.text
+    announcements = Announcements(run_with(notices=(FAILED,)))
+    assert announcements.new_lines(run_with(notices=(FAILED,))) == []
+    assert announcements.new_lines(run_with(notices=(FAILED.model_copy(update={"count": 2}),)))[0] == FAILED.text
 
 
 def test_a_rewind_and_its_end_are_said_once() -> None:
-    said, held = Announcements(RUN), run_with(held_version=3)
+    announcements, held = Announcements(RUN), run_with(held_version=3)
     begun, ended = held.rewind_text, "the rewind has ended: servers get the current version again, not 3"
     assert "holds the servers at version 3" in begun
-    assert [said.new_lines(run) for run in (held, held, RUN, RUN)] == [[begun], [], [ended], []]
+    assert [announcements.new_lines(run) for run in (held, held, RUN, RUN)] == [[begun], [], [ended], []]
 
 
 def test_a_pause_is_said_with_its_reason_once() -> None:
-    said, paused = (
+    announcements, paused = (
         Announcements(RUN, "penstock runs resume --run-dir r"),
         run_with(state="PAUSED", detail="rewards fail"),
     )
     line = "the run is paused: rewards fail; `penstock runs resume --run-dir r` continues it"
-    assert [said.new_lines(run) for run in (paused, paused, RUN, paused)] == [[line], [], [], [line]]
+    assert [announcements.new_lines(run) for run in (paused, paused, RUN, paused)] == [[line], [], [], [line]]
     starting = run_with(state="STOPPED", detail="no learner is alive")
-    assert said.new_lines(starting) == [], "the learner of a run that continues is not up yet"
+    assert announcements.new_lines(starting) == [], "the learner of a run that continues is not up yet"
     by_operator = "the run is paused by an operator; `penstock runs resume --run-dir r` continues it"
-    assert said.new_lines(run_with(state="STOPPED")) == [by_operator]
+    assert announcements.new_lines(run_with(state="STOPPED")) == [by_operator]
 
 
 def test_a_server_that_leases_nothing_is_said_once() -> None:
-    said = Announcements(RUN)
+    announcements = Announcements(RUN)
     broken = run_with(servers=(SERVER.model_copy(update={"breaker_reason": "invalid_input", "breaker_failures": 8}),))
-    assert [len(said.new_lines(run)) for run in (RUN, broken, broken)] == [0, 1, 0]
+    assert [len(announcements.new_lines(run)) for run in (RUN, broken, broken)] == [0, 1, 0]
 
 
 def test_each_phase_of_the_start_is_a_line_with_the_time_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(log_lines.time, "monotonic", lambda: clock[0])
     old = part("learner", ("training", 10))
-    said = Announcements(run_with(parts=(old,)))
-    assert said.new_lines(run_with(parts=(old,))) == []
+    announcements = Announcements(run_with(parts=(old,)))
+    assert announcements.new_lines(run_with(parts=(old,))) == []
     ray = part("learner", ("starting Ray", 1000))
-    assert said.new_lines(run_with(parts=(ray,))) == ["learner: starting Ray"]
+    assert announcements.new_lines(run_with(parts=(ray,))) == ["learner: starting Ray"]
     loading = part("learner", ("starting Ray", 1000), ("placing", 5200), ("loading", 5300))
-    assert said.new_lines(run_with(parts=(loading,))) == [
+    assert announcements.new_lines(run_with(parts=(loading,))) == [
         "learner: placing (starting Ray: 4.2 s)", "learner: loading (placing: 0.1 s)",
     ]  # fmt: skip
     clock[0] += STILL_AFTER_S
-    assert said.new_lines(run_with(parts=(loading,))) == ["learner: still loading"]
-    assert said.new_lines(run_with(parts=(loading,))) == []
+    assert announcements.new_lines(run_with(parts=(loading,))) == ["learner: still loading"]
+    assert announcements.new_lines(run_with(parts=(loading,))) == []
     clock[0] += STILL_AFTER_S
-    paused = [said.new_lines(run_with(parts=(loading,), state="PAUSED")) for _ in range(2)]
-    assert len(paused[0]) == 1 and paused[1] == [], "a paused run is said once, and its phases are not repeated"
+    paused = [announcements.new_lines(run_with(parts=(loading,), state="PAUSED")) for _ in range(2)]
+    assert len(paused[0]) == 1 and paused[1] == [], "a paused run is printed once, and its phases are not repeated"
     ready = part("learner", *((phase.name, phase.entered_at_ms) for phase in loading.phases), ("training", 9300))
-    assert said.new_lines(run_with(parts=(ready,))) == ["learner: training (loading: 4.0 s)"]
+    assert announcements.new_lines(run_with(parts=(ready,))) == ["learner: training (loading: 4.0 s)"]
     clock[0] += STILL_AFTER_S
-    assert said.new_lines(run_with(parts=(ready,))) == []
+    assert announcements.new_lines(run_with(parts=(ready,))) == []
 
 
 def test_a_run_that_is_stopped_while_it_starts_says_what_it_waited_for() -> None:
@@ -138,22 +139,26 @@ def test_a_run_that_is_stopped_while_it_starts_says_what_it_waited_for() -> None
 def test_a_learner_without_prompts_says_so_once_and_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(log_lines.time, "monotonic", lambda: clock[0])
-    said, ready = Announcements(RUN), part("learner", (FIRST_BATCH, 1000))
-    lacking = Verdict(code="prompts", level="WARN", text="no step yet: no prompt", advice="submit some")
+    announcements, ready = Announcements(RUN), part("learner", (FIRST_BATCH, 1000))
+    lacking = Finding(code="prompts", level="WARN", text="no step yet: no prompt", advice="submit some")
     idle = run_with(parts=(ready,), speed_verdict=lacking)
-    assert said.new_lines(idle) == [f"learner: {FIRST_BATCH}"], "a feed needs a moment to submit the first prompts"
+    assert announcements.new_lines(idle) == [f"learner: {FIRST_BATCH}"], (
+        "a feed needs a moment to submit the first prompts"
+    )
     clock[0] += NO_PROMPTS_AFTER_S
-    assert [said.new_lines(idle) for _ in range(2)] == [["no step yet: no prompt; submit some"], []]
+    assert [announcements.new_lines(idle) for _ in range(2)] == [["no step yet: no prompt; submit some"], []]
     clock[0] += max(STILL_AFTER_S, SLOW_AFTER_S)
-    assert said.new_lines(idle) == []
+    assert announcements.new_lines(idle) == []
     assert waiting_for(idle, RUN) == "no step yet: no prompt"
     few = idle.model_copy(update={"speed_verdict": lacking.model_copy(update={"text": "3 of 8 groups"})})
-    assert said.new_lines(few) == [], "more may follow at once"
+    assert announcements.new_lines(few) == [], "more may follow at once"
     clock[0] += NO_PROMPTS_AFTER_S
-    assert [said.new_lines(few) for _ in range(2)] == [["3 of 8 groups; submit some"], []]
+    assert [announcements.new_lines(few) for _ in range(2)] == [["3 of 8 groups; submit some"], []]
     generating = lacking.model_copy(update={"code": "groups"})
     clock[0] += STILL_AFTER_S
-    assert said.new_lines(run_with(parts=(ready,), speed_verdict=generating)) == [f"learner: still {FIRST_BATCH}"]
+    assert announcements.new_lines(run_with(parts=(ready,), speed_verdict=generating)) == [
+        f"learner: still {FIRST_BATCH}"
+    ]
 
 
 def test_a_process_that_takes_long_to_end_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,12 +176,12 @@ def test_a_process_that_takes_long_to_end_is_named(tmp_path: Path, monkeypatch: 
 def test_a_paused_run_that_is_stopped_is_not_called_starting() -> None:
     lines: list[str] = []
     news = News(
-        cast(LocalRun, SimpleNamespace(folder=Path("r"))), cast(Display, SimpleNamespace(say=lines.append)), RUN
+        cast(LocalRun, SimpleNamespace(folder=Path("r"))), cast(Display, SimpleNamespace(print=lines.append)), RUN
     )
     loading = part("learner", (FIRST_BATCH, 1))
     for status in (run_with(parts=(loading,)), run_with(parts=(loading,), state="PAUSED", detail="rewards fail")):
         news.status = status
-        news.say_stopping()
+        news.print_stopping()
     assert lines == [
         f"stopping the run; it was still starting (learner: {FIRST_BATCH})",
         "stopping the run; it was paused at step 0",

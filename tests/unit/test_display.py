@@ -10,9 +10,9 @@ import pytest
 
 from penstock.api.records import QueueStat, Run
 from penstock.config.loading import validate
+from penstock.diagnosis import display
+from penstock.diagnosis.display import LINE_EVERY_S, WAITING_AFTER_S, LineDisplay
 from penstock.diagnosis.terminal import alarms, sparkline
-from penstock_tools.local import display
-from penstock_tools.local.display import LINE_EVERY_S, WAITING_AFTER_S, LineDisplay
 from penstock_tools.local.supervisor import print_validations
 
 QUEUE = QueueStat(**dict.fromkeys(QueueStat.model_fields, 0) | {"pending_prompts": 7, "queued": 5, "delivered": 3})
@@ -22,13 +22,13 @@ RUN = Run(
 )  # fmt: skip
 
 
-def test_a_validation_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    results, said = tmp_path / "validation.jsonl", {0}
+def test_a_validation_is_printed_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results, printed = tmp_path / "validation.jsonl", {0}
     rows = [{"step": step, "score": step / 100, "pass_at": {"1": 0.25, "4": 0.5}} for step in (0, 25)]
     results.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 50')
     shown = LineDisplay(validate({"model": {"path": "m"}}, "test"))
-    print_validations(results, shown, said)
-    print_validations(results, shown, said)
+    print_validations(results, shown, printed)
+    print_validations(results, shown, printed)
     assert capsys.readouterr().out == "validation at step 25: mean 0.250  pass@1 0.250  pass@4 0.500\n"
 
 
@@ -72,7 +72,7 @@ def test_a_line_every_ten_steps_and_for_steps_that_take_long(
     assert lines(12, after_s=WAITING_AFTER_S - LINE_EVERY_S) == [waiting]
     assert lines(12, after_s=1) == []
     clock[0] += WAITING_AFTER_S
-    shown.say("scoring")
+    shown.print("scoring")
     assert lines(12, after_s=1) == ["scoring"], "the time without a line begins again"
 
 

@@ -20,10 +20,10 @@ def config_with(reward: RewardConfig, folder: Path) -> RunConfig:
 def test_the_sandbox_is_tried(tmp_path: Path) -> None:
     (finding,) = deployment.check_sandbox(config_with(RewardConfig(), tmp_path))
     assert finding.check == "sandbox"
-    assert "confined by" in finding.text if finding.level == "ok" else finding.advice
+    assert "confined by" in finding.text if finding.level == "OK" else finding.advice
 
 
-@pytest.mark.parametrize(("configured", "level"), [(True, "fail"), (False, "warn")])
+@pytest.mark.parametrize(("configured", "level"), [(True, "FAIL"), (False, "WARN")])
 def test_a_machine_without_a_sandbox_fails_only_runs_with_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, configured: bool, level: str
 ) -> None:

@@ -6,36 +6,36 @@ from typing import Any
 
 import pytest
 
-from penstock.api.records import QueueStat, Run, Verdict
+from penstock.api.records import Finding, QueueStat, Run
+from penstock.diagnosis import log_lines
+from penstock.diagnosis.log_lines import REPEAT_AFTER_S, SLOW_AFTER_S, Announcements
 from penstock.diagnosis.progress import FEW_STEPS, NEWEST_STEPS, SPEED_STEPS
-from penstock_tools.local import log_lines
-from penstock_tools.local.log_lines import REPEAT_AFTER_S, SLOW_AFTER_S, Announcements
 
 RUN = Run(
     run="test", step=100, policy_version=100, term=1, queue=QueueStat(**dict.fromkeys(QueueStat.model_fields, 0)),
     metrics={}, servers=(), state="RUNNING", held_version=None, detail="",
 )  # fmt: skip
-FLAT = Verdict(code="flat", level="WARN", text="reward 0.5 over 30 steps, flat", advice="read samples")
-NO_SPREAD = Verdict(code="no_spread", level="FAIL", text="100% of the groups have no spread", advice="other prompts")
-RISING = Verdict(code="rising", level="OK", text="reward 0.6, rising from 0.5 to 0.7", advice="")
-GROUPS = Verdict(code="groups", level="OK", text="the learner waits 60% of 2 s a step", advice="add servers")
-KV_FULL = Verdict(code="kv_full", level="WARN", text="the KV cache is full (97%)", advice="give more memory")
-LEARNER = Verdict(code="learner", level="OK", text="the learner is the bottleneck", advice="")
+FLAT = Finding(code="flat", level="WARN", text="reward 0.5 over 30 steps, flat", advice="read samples")
+NO_SPREAD = Finding(code="no_spread", level="FAIL", text="100% of the groups have no spread", advice="other prompts")
+RISING = Finding(code="rising", level="OK", text="reward 0.6, rising from 0.5 to 0.7", advice="")
+GROUPS = Finding(code="groups", level="OK", text="the learner waits 60% of 2 s a step", advice="add servers")
+KV_FULL = Finding(code="kv_full", level="WARN", text="the KV cache is full (97%)", advice="give more memory")
+LEARNER = Finding(code="learner", level="OK", text="the learner is the bottleneck", advice="")
 
 
 def after(num_steps: int, **changes: Any) -> Run:
     return RUN.model_copy(update={"step": 100 + num_steps, **changes})
 
 
-class Said:
+class PrintedLines:
     """The lines of a run that continues at step 100, step by step."""
 
     def __init__(self) -> None:
         self.announcements = Announcements(RUN)
         self.step = 0
 
-    def steps(self, num_steps: int, verdict: Verdict) -> dict[int, str]:
-        """Make steps, each with this verdict. Returns what was said, by step."""
+    def steps(self, num_steps: int, verdict: Finding) -> dict[int, str]:
+        """Make steps, each with this verdict. Returns what was printed, by step."""
         lines = {}
         for _ in range(num_steps):
             self.step += 1
@@ -44,28 +44,30 @@ class Said:
         return lines
 
 
-def test_a_reward_that_stays_flat_is_said_once_with_its_numbers() -> None:
+def test_a_reward_that_stays_flat_is_printed_once_with_its_numbers() -> None:
     line = "learning: reward 0.5 over 30 steps, flat; read samples"
-    assert Said().steps(200, FLAT) == {NEWEST_STEPS: line}
+    assert PrintedLines().steps(200, FLAT) == {NEWEST_STEPS: line}
 
 
-def test_a_failure_is_said_after_few_steps() -> None:
-    assert list(Said().steps(200, NO_SPREAD)) == [1 + FEW_STEPS]
+def test_a_failure_is_printed_after_few_steps() -> None:
+    assert list(PrintedLines().steps(200, NO_SPREAD)) == [1 + FEW_STEPS]
 
 
-def test_a_verdict_that_changes_is_said_again_and_so_is_a_reward_that_rises() -> None:
-    said = Said()
-    assert said.steps(100, RISING) == {}, "nothing was wrong before"
-    assert len(said.steps(30, FLAT)) == 1
-    assert said.steps(FEW_STEPS, NO_SPREAD) == {} and len(said.steps(1, NO_SPREAD)) == 1
-    assert said.steps(50, RISING) == {said.step - 50 + NEWEST_STEPS: f"learning: {RISING.text}"}
-    assert said.steps(20, FLAT) == {said.step - 20 + 10: f"learning: {FLAT.text}; {FLAT.advice}"}, "30 steps later"
+def test_a_verdict_that_changes_is_printed_again_and_so_is_a_reward_that_rises() -> None:
+    printed = PrintedLines()
+    assert printed.steps(100, RISING) == {}, "nothing was wrong before"
+    assert len(printed.steps(30, FLAT)) == 1
+    assert printed.steps(FEW_STEPS, NO_SPREAD) == {} and len(printed.steps(1, NO_SPREAD)) == 1
+    assert printed.steps(50, RISING) == {printed.step - 50 + NEWEST_STEPS: f"learning: {RISING.text}"}
+    assert printed.steps(20, FLAT) == {printed.step - 20 + 10: f"learning: {FLAT.text}; {FLAT.advice}"}, (
+        "30 steps later"
+    )
 
 
-def test_a_trend_that_comes_and_goes_is_not_said() -> None:
-    said = Said()
+def test_a_trend_that_comes_and_goes_is_not_printed() -> None:
+    printed = PrintedLines()
     for _ in range(20):
-        assert said.steps(FEW_STEPS - 1, FLAT) == said.steps(3, RISING) == {}
+        assert printed.steps(FEW_STEPS - 1, FLAT) == printed.steps(3, RISING) == {}
 
 
 def test_a_paused_run_and_one_of_an_older_gateway_have_no_verdict() -> None:
@@ -81,12 +83,12 @@ def test_a_slow_run_says_what_it_waits_for_after_a_while(monkeypatch: pytest.Mon
     monkeypatch.setattr(log_lines.time, "monotonic", lambda: clock[0])
     announcements = Announcements(RUN)
 
-    def lines(seconds: float, verdict: Verdict, num_steps: int = SPEED_STEPS) -> list[str]:
-        begin, said = announcements.new_lines(after(num_steps, speed_verdict=verdict)), list[str]()
+    def lines(seconds: float, verdict: Finding, num_steps: int = SPEED_STEPS) -> list[str]:
+        begin, printed = announcements.new_lines(after(num_steps, speed_verdict=verdict)), list[str]()
         for _ in range(int(seconds)):
             clock[0] += 1
-            said += announcements.new_lines(after(num_steps, speed_verdict=verdict))
-        return [*begin, *said]
+            printed += announcements.new_lines(after(num_steps, speed_verdict=verdict))
+        return [*begin, *printed]
 
     assert lines(SLOW_AFTER_S - 1, KV_FULL, num_steps=0) == [], "not for long enough"
     assert lines(600, LEARNER) == [], "nothing to do about it"

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import WeightPushFailed
-from penstock.weights.cuda import libraries
-from penstock.weights.cuda.libraries import UNIQUE_ID_BYTES, NcclLibrary
+from penstock.weights import cuda
+from penstock.weights.cuda import UNIQUE_ID_BYTES, NcclLibrary
 
 SOURCE = r"""
 #include <stddef.h>
@@ -77,6 +77,6 @@ def test_a_refused_call_says_why(nccl: NcclLibrary) -> None:
 
 
 def test_a_missing_library_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(libraries, "_path_in_package", lambda: str(tmp_path / "libnccl.so.2"))
+    monkeypatch.setattr(cuda, "_path_in_package", lambda: str(tmp_path / "libnccl.so.2"))
     with pytest.raises(WeightPushFailed, match="NCCL cannot be loaded .* install nvidia-nccl-cu13"):
-        libraries.nccl.__wrapped__()
+        cuda.nccl.__wrapped__()

@@ -22,7 +22,7 @@ from penstock_tools.sizing.hardware import GPUS, TRAIN_EFFICIENCY, USABLE_MEMORY
 from penstock_tools.sizing.memory import STAGINGS, Role, Setup, peak, peak_bytes, role_memory, server_memory, total
 from penstock_tools.sizing.models import KNOWN, shape_of_hub_id
 from penstock_tools.sizing.plan import ROLES, chosen_fields, deployment_memory, memory_of, merged, task_of
-from penstock_tools.sizing.rates import PLACEMENTS, Task, Workload, exchange_s, offload_s, train_s
+from penstock_tools.sizing.rates import PLACEMENTS, PlanTask, Workload, exchange_s, offload_s, train_s
 from penstock_tools.sizing.search import PARALLEL, SHARED_UTILIZATIONS, Deployment, Learner, search, servers_on
 
 WITH_CRITIC = ("policy", "reference", "critic")
@@ -33,8 +33,8 @@ SIZES = {
 """config.json of the shape `7b`."""
 
 
-def _task(name: str, gpu: Gpu, workload: Workload, roles: Sequence[str] = ("policy", "reference")) -> Task:
-    return Task({role: KNOWN[name] for role in ROLES if role in roles}, gpu, workload)
+def _task(name: str, gpu: Gpu, workload: Workload, roles: Sequence[str] = ("policy", "reference")) -> PlanTask:
+    return PlanTask({role: KNOWN[name] for role in ROLES if role in roles}, gpu, workload)
 
 
 def _long(*values: Any) -> Any:
@@ -42,7 +42,7 @@ def _long(*values: Any) -> Any:
 
 
 @st.composite
-def _tasks(draw: st.DrawFn) -> Task:
+def _tasks(draw: st.DrawFn) -> PlanTask:
     setup = Setup(
         lora_rank=draw(st.sampled_from([0, 0, 16])), master_bytes=draw(st.sampled_from([4, 2])),
         micro_batch_tokens=draw(st.sampled_from([4096, 16384])),
@@ -62,7 +62,7 @@ def _tasks(draw: st.DrawFn) -> Task:
 @pytest.mark.long
 @settings(max_examples=30, deadline=None)
 @given(task=_tasks(), num_gpus=st.integers(1, 16), more=st.integers(1, 8))
-def test_any_proposal_fits_and_more_gpus_are_never_slower(task: Task, num_gpus: int, more: int) -> None:
+def test_any_proposal_fits_and_more_gpus_are_never_slower(task: PlanTask, num_gpus: int, more: int) -> None:
     _check_proposals(task, num_gpus, more)
 
 
@@ -70,7 +70,7 @@ def test_a_proposal_fits_and_more_gpus_are_not_slower() -> None:
     _check_proposals(_task("7b", GPUS["h100"], Workload(max_staleness=1), WITH_CRITIC), 4, 2)
 
 
-def _check_proposals(task: Task, num_gpus: int, more: int) -> None:
+def _check_proposals(task: PlanTask, num_gpus: int, more: int) -> None:
     try:
         result = search(task, num_gpus)
     except InvalidInput as error:
@@ -93,7 +93,7 @@ def _check_proposals(task: Task, num_gpus: int, more: int) -> None:
         assert held <= items[-1].num_bytes * 1.000001, "the KV cache holds the groups that a server works on"
 
 
-def _brute(task: Task, num_gpus: int) -> Iterator[tuple[float, str]]:
+def _brute(task: PlanTask, num_gpus: int) -> Iterator[tuple[float, str]]:
     """The step time of every deployment, without any rule that leaves one out."""
     workload = task.workload
     for learner in _all_learners(task, num_gpus):
@@ -107,7 +107,7 @@ def _brute(task: Task, num_gpus: int) -> Iterator[tuple[float, str]]:
                 yield found.pace.step_s, f"{found}"
 
 
-def _all_learners(task: Task, num_gpus: int) -> Iterator[Learner]:
+def _all_learners(task: PlanTask, num_gpus: int) -> Iterator[Learner]:
     workload, policy = task.workload, task.policy
     base, longest = workload.setup, workload.longest_sequence
     ranks = range(1, num_gpus + 1)
@@ -137,7 +137,7 @@ def _all_learners(task: Task, num_gpus: int) -> Iterator[Learner]:
                     yield Learner(placement, split, setup, train_s(task, split, setup), share or 0.0)
 
 
-def _bytes(task: Task, role: Role, count: int, setup: Setup) -> float:
+def _bytes(task: PlanTask, role: Role, count: int, setup: Setup) -> float:
     uses = role_memory(role, task.shapes[role], count, setup)
     found = total(peak(uses).device) if uses else 0.0
     assert found == peak_bytes(role, task.shapes[role], count, setup)

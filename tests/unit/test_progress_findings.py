@@ -36,17 +36,17 @@ def with_rewards(*rewards: float, **numbers: float) -> Steps:
 @pytest.mark.parametrize(
     ("numbers", "code", "level", "said"),
     [
-        ({}, "flat", "warn", "60% of the groups have spread, learning rate 1e-06, gradient norm 0.3, KL 0.01"),
-        ({"reward_failed_ratio": 1.0, "zero_advantage_group_ratio": 1.0}, "rewards_fail", "fail", "fails on 100% of"),
-        ({"reward_failed_ratio": 0.2}, "rewards_fail", "warn", "fails on 20% of"),
-        ({"truncated_ratio": 0.95, "zero_advantage_group_ratio": 1.0}, "truncated", "fail", "95% of the responses"),
-        ({"zero_advantage_group_ratio": 0.96}, "no_spread", "fail", "96% of the groups have no spread"),
-        ({"skipped": 1.0}, "skipped", "fail", "100% of the steps were skipped"),
-        ({"lr": 0.0}, "learning_rate", "fail", "the learning rate is 0"),
-        ({"is_rejected_ratio": 0.6, "staleness_mean": 5.0}, "stale", "warn", "staleness 5, 60% of the tokens rejected"),
-        ({"effective_sample_ratio": 0.1}, "stale", "warn", "an effective share of 10%"),
-        ({"entropy": 0.001}, "collapsed", "warn", "entropy 0.001"),
-        ({"kl_reference": 2.0}, "kl", "warn", "KL 2 nats"),
+        ({}, "flat", "WARN", "60% of the groups have spread, learning rate 1e-06, gradient norm 0.3, KL 0.01"),
+        ({"reward_failed_ratio": 1.0, "zero_advantage_group_ratio": 1.0}, "rewards_fail", "FAIL", "fails on 100% of"),
+        ({"reward_failed_ratio": 0.2}, "rewards_fail", "WARN", "fails on 20% of"),
+        ({"truncated_ratio": 0.95, "zero_advantage_group_ratio": 1.0}, "truncated", "FAIL", "95% of the responses"),
+        ({"zero_advantage_group_ratio": 0.96}, "no_spread", "FAIL", "96% of the groups have no spread"),
+        ({"skipped": 1.0}, "skipped", "FAIL", "100% of the steps were skipped"),
+        ({"lr": 0.0}, "learning_rate", "FAIL", "the learning rate is 0"),
+        ({"is_rejected_ratio": 0.6, "staleness_mean": 5.0}, "stale", "WARN", "staleness 5, 60% of the tokens rejected"),
+        ({"effective_sample_ratio": 0.1}, "stale", "WARN", "an effective share of 10%"),
+        ({"entropy": 0.001}, "collapsed", "WARN", "entropy 0.001"),
+        ({"kl_reference": 2.0}, "kl", "WARN", "KL 2 nats"),
     ],
 )  # fmt: skip
 def test_the_cause_of_a_flat_reward(numbers: dict[str, float], code: str, level: str, said: str) -> None:
@@ -75,13 +75,13 @@ def test_a_learned_task_is_no_failure() -> None:
     """All groups are equal, because all samples are right; all wrong is a failure."""
     range_of = {"zero_advantage_group_ratio": 0.96, "reward_min": 0.0, "reward_max": 1.0}
     solved = learning_finding(facts(with_rewards(*[0.99] * 12, **range_of)))
-    assert (solved.code, solved.level) == ("solved", "ok")
+    assert (solved.code, solved.level) == ("solved", "OK")
     assert learning_finding(facts(with_rewards(*[0.02] * 12, **range_of))).code == "no_spread"
     all_wrong = with_rewards(*[0.0] * 12, **range_of | {"reward_max": 0.0})
     assert learning_finding(facts(all_wrong)).code == "no_spread"
     near_the_top = with_rewards(*[0.9] * 12, reward_min=0.0, reward_max=1.0)
     finding = learning_finding(facts(near_the_top))
-    assert (finding.code, finding.level) == ("solved", "ok") and "flat at 90% of the highest reward" in finding.text
+    assert (finding.code, finding.level) == ("solved", "OK") and "flat at 90% of the highest reward" in finding.text
 
 
 def test_failing_rewards_are_named_from_the_first_step_and_even_if_the_reward_rises() -> None:
@@ -141,8 +141,8 @@ def test_the_time_before_the_first_step_is_not_called_slow(server: dict[str, Any
 
 @pytest.mark.parametrize(
     ("dataset", "level", "text", "advice"),
-    [({}, "ok", "no prompt to train on has been submitted", "`penstock submit FILE`"),
-     ({"file": "train.jsonl"}, "warn", "the feed has not submitted a prompt of the dataset", "the log of the feed")],
+    [({}, "OK", "no prompt to train on has been submitted", "`penstock submit FILE`"),
+     ({"file": "train.jsonl"}, "WARN", "the feed has not submitted a prompt of the dataset", "the log of the feed")],
 )  # fmt: skip
 def test_a_run_that_nobody_submitted_a_prompt_to(dataset: dict[str, Any], level: str, text: str, advice: str) -> None:
     idle, empty = replace(SERVER, running_groups=0), replace(STAT, pending_prompts=0)

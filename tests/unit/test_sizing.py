@@ -24,7 +24,7 @@ from penstock_tools.sizing.hardware import GPUS, LOAD_RATE, TRAIN_EFFICIENCY, US
 from penstock_tools.sizing.memory import CONTEXT, PHASES, STAGED, Role, Setup, peak, role_memory, total
 from penstock_tools.sizing.models import KNOWN, find_shape
 from penstock_tools.sizing.plan import ROLES, chosen_fields, deployment_memory, memory_of, merged, new_run
-from penstock_tools.sizing.rates import PLACEMENTS, Placement, Task, Workload, decode_step_s
+from penstock_tools.sizing.rates import PLACEMENTS, Placement, PlanTask, Workload, decode_step_s
 from penstock_tools.sizing.search import Deployment, cheapest
 from penstock_tools.sizing.simulate_command import forecast
 
@@ -47,7 +47,7 @@ DEFAULT = Workload()
 
 def _plan(name: str, gpu: Gpu, placement: Placement, workload: Workload = DEFAULT, num_roles: int = 2) -> Deployment:
     """The plan of the first so many roles."""
-    return cheapest(Task(dict.fromkeys(ROLES[:num_roles], KNOWN[name]), gpu, workload, (placement,)))
+    return cheapest(PlanTask(dict.fromkeys(ROLES[:num_roles], KNOWN[name]), gpu, workload, (placement,)))
 
 
 def _config(plan: Deployment, **learner: Any) -> RunConfig:

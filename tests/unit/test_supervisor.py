@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from penstock.errors import ProcessDied
-from penstock_tools.local.supervisor import check_and_say
+from penstock_tools.local.supervisor import check_processes
 
 
 class DeadLearner:
@@ -17,14 +17,14 @@ class DeadLearner:
 
 class Display:
     def __init__(self) -> None:
-        self.said: list[str] = []
+        self.printed: list[str] = []
 
-    def say(self, line: str) -> None:
-        self.said.append(line)
+    def print(self, line: str) -> None:
+        self.printed.append(line)
 
 
 async def test_the_process_whose_death_ends_the_run_is_named_at_once() -> None:
     display = Display()
     with pytest.raises(ProcessDied, match=r"signal 9 .* fix the cause and start the run again"):
-        await check_and_say(cast(Any, DeadLearner()), cast(Any, display))
-    assert display.said == ["learner has died; stopping the others, which may take a minute"]
+        await check_processes(cast(Any, DeadLearner()), cast(Any, display))
+    assert display.printed == ["learner has died; stopping the others, which may take a minute"]

@@ -51,5 +51,5 @@ def check_model(folder: Path, dtype_name: str) -> int:
         rows["not causal"] = f"replacing the last token changes an earlier one by {check.leak:.1e}"
     for name, text in rows.items():
         print(f"{name:<12}{text}")
-    print("right" if check.ok else "WRONG: the learner would train this model wrongly; use another one")
+    print("right" if check.ok else "WRONG: the learner would train this model incorrectly; use another one")
     return 0 if check.ok else _EXIT_WRONG

@@ -151,7 +151,7 @@ def _require_finite(tensors: Iterable[tuple[str, torch.Tensor]], dtype: str, out
 
 def _intact(checkpoint: Path) -> Path:
     """The same folder. Raises CheckpointDamaged if one of its files is damaged."""
-    from penstock_learner.checkpoints.store import verify_in_this_process
+    from penstock_learner.checkpoints import verify_in_this_process
 
     if not (checkpoint / ".metadata").is_file():
         raise ConfigError(f"--checkpoint {checkpoint} is not a checkpoint; give a folder of RUN/checkpoints/")
@@ -161,7 +161,7 @@ def _intact(checkpoint: Path) -> Path:
 
 def _newest(config: RunConfig) -> Path:
     """The run's newest checkpoint. Raises CheckpointDamaged if it is damaged: an older one is only exported by name."""
-    from penstock_learner.checkpoints.store import CheckpointStore, first_intact
+    from penstock_learner.checkpoints import CheckpointStore, first_intact
 
     found, damaged = first_intact(CheckpointStore(config.folder / "checkpoints", keep=1).of_the_run())
     names = "; ".join(damaged)
@@ -179,7 +179,7 @@ def _load(config: RunConfig, checkpoint: Path) -> CausalLM:
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
-    from penstock_learner.checkpoints.store import shards_folder
+    from penstock_learner.checkpoints import shards_folder
     from penstock_learner.model.adapter import add_adapter
     from penstock_learner.shards import load_shards
 

@@ -141,10 +141,10 @@ class Answers:
     run: str
     model: str
     data: str = ""
-    """Empty: clients submit the prompts."""
+    """Empty if clients submit the prompts."""
     validation: str = ""
     reward: str = ""
-    """A Python file, or one of BUILT_IN_REWARDS. Empty: by the data source of each prompt."""
+    """A Python file, or one of BUILT_IN_REWARDS. If empty, each prompt's data source decides."""
     algorithm: str = "grpo"
     gpus: int = 0
     placement: Placement | None = None
@@ -153,7 +153,7 @@ class Answers:
     """None means a quarter of the model's context, at most 1024."""
     steps: int = 100
     lr: float | None = None
-    """None means that of the algorithm's preset."""
+    """None means the value of the algorithm's preset."""
 
     @property
     def learning_rate(self) -> float:
@@ -371,7 +371,7 @@ def _check(text: str, file: Path) -> None:
 
 
 def _run_name(file: Path) -> str:
-    """The file's name as that of a run: `My run.yaml` is `my-run`."""
+    """The name of a run from its file's name: `My run.yaml` is `my-run`."""
     return re.sub(r"[^a-z0-9_-]+", "-", file.stem.lower()).strip("-_")[:63] or "run"
 
 
@@ -382,7 +382,7 @@ def _num_gpus_here() -> int:
 
 
 def _parsed(name: str, text: str) -> Any:
-    """The value of an answer. Of a path or Hub id, `none` and `auto` are empty, and built-in rewards pass."""
+    """The value of an answer. For a path or Hub id, `none` and `auto` are empty, and built-in rewards pass."""
     options = _QUESTIONS[name][1]
     if text not in options.get("choices", (text,)):
         raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(options['choices'])}")

@@ -1,7 +1,7 @@
-"""Measures pushes between ranks in processes of their own, which share one GPU: nccl against a raw broadcast, the
+"""Measures pushes between ranks in separate processes, which share one GPU: nccl against a raw broadcast, the
 recovery from a member that is killed or stopped, and nccl from host memory against gloo.
 
-NCCL refuses two ranks on one GPU of one host. So each process says that it is a host of its own (NCCL_HOSTID), and the
+NCCL refuses two ranks on one GPU of one host. So each process says that it is a separate host (NCCL_HOSTID), and the
 ranks meet over sockets on loopback: everything is real, except that the bandwidth is a loopback's.
 """
 
@@ -19,14 +19,13 @@ import torch
 from harness import Child, Results, alternate, median_ratio, save, say
 from penstock.errors import WeightPushFailed
 from penstock.v1 import weights_pb2
-from penstock.weights.cuda import libraries
-from penstock.weights.cuda.nccl_group import NcclGroup
-from penstock.weights.cuda.stream import DeviceAllocation
+from penstock.weights import cuda
+from penstock.weights.cuda import DeviceAllocation, NcclGroup
 from penstock.weights.manifest import TensorShape, build_manifest
 from penstock.weights.transports import Deadline
 from penstock_learner.weights.senders import PushTarget, Shipment, make_sender
 from penstock_learner.weights.staging import MemoryKind, MemoryPool, StagedVersion, checksum_name
-from penstock_rollout.weights.receivers import nccl as receiving
+from penstock_rollout.weights import stage as receiving
 from penstock_rollout.weights.stage import WeightStage
 
 DEVICE = torch.device("cuda", 0)
@@ -111,7 +110,7 @@ class Publisher(Rank):
         return self._staged.manifest.SerializeToString(), self._checksums
 
     def unique_id(self) -> bytes:
-        return libraries.nccl().unique_id()
+        return cuda.nccl().unique_id()
 
     def open(self, transport: str, members: list[PushTarget], deadline_s: float) -> str:
         self._deadline = Deadline(deadline_s, "sending")
@@ -178,7 +177,7 @@ class Member(Rank):
     def forget(self) -> None:
         """Free the buffers and leave all groups."""
         self._stage = self._last = None
-        receiving._groups.drop_all()
+        receiving._nccl_groups.drop_all()
         torch.cuda.empty_cache()
 
 

@@ -49,9 +49,9 @@ class StepLog:
     tokens: list[float] = field(default_factory=list)
     phases: list[dict[str, float]] = field(default_factory=list)
     staleness: list[float] = field(default_factory=list)
-    """Mean staleness of each step's tokens, for a contender that generates beside training."""
+    """Mean staleness of each step's tokens, for a contender that generates during training."""
     generated_rate: float | None = None
-    """Tokens a second that the engine generated in the measured steps, if it generates beside training. It may be lower
+    """Tokens a second that the engine generated in the measured steps, if it generates during training. It may be lower
     than the trained ones by those that were generated before."""
 
     learner_times: list[LearnerTimes] = field(default_factory=list)

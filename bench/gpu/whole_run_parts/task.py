@@ -38,7 +38,7 @@ class Task:
     response_tokens: int = 256
     num_steps: int = 15
     num_warm: int = 3
-    """First steps that are left out of every figure."""
+    """First steps that are in no figure."""
     lr: float = 1e-6
 
     @property

@@ -10,7 +10,7 @@ has verl's default. The settings are those of a user who knows verl and has one 
 - Its trainer looks for finished samples every 2 s, which no setting changes, so generation takes a multiple of that.
 - The trainer's log-probs correct for vLLM's (`rollout_is=token`), as in the other contenders.
 
-verl is best installed in an environment of its own. Hydra needs an older antlr4 than math-verify, and with TRL 1 in
+verl is best installed in a separate environment. Hydra needs an older antlr4 than math-verify, and with TRL 1 in
 the same environment verl ends when it loads the model: it patches a class that TRL no longer has.
 """
 

@@ -59,7 +59,7 @@ spec:
       ports:
         - {name: weights, containerPort: 7070}
         - {name: metrics, containerPort: 9100}
-      # If the model takes too long to load, the server gives up before the probe does, and logs why.
+      # If the model takes too long to load, the server ends before the probe fails, and logs why.
       startupProbe:
         httpGet: {path: /startupz, port: metrics}
         periodSeconds: 10

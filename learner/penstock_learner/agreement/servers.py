@@ -41,8 +41,8 @@ from penstock.config.learner import TYPICAL_MISMATCH_NATS
 from penstock.errors import ConfigError
 from penstock.store.fleet import Fleet, Quarantine, Quarantines, ServerRecord
 from penstock.trajectory import Group, Trajectory
-from penstock_learner.checkpoints.trainer_state import Lineage
 from penstock_learner.metrics import LearnerMetrics
+from penstock_learner.term import Rewind, Term
 
 logger = logging.getLogger(__name__)
 NUM_PROBES = 2
@@ -185,7 +185,8 @@ class _Compared:
     step: int
     samples: list[ComparedSample]
     log_probs: NDArray[np.float32]
-    num_rewinds: int
+    last_rewind: tuple[Rewind, ...]
+    """The run's newest rewind at the time, if there was one."""
 
 
 @dataclass(eq=False)
@@ -218,9 +219,9 @@ class ServerAgreement:
             for server_id in list(self.quarantine.records):
                 await self.quarantine.end(server_id)
 
-    async def refused(self, step: int, groups: Sequence[Group], version: int, lineage: Lineage) -> list[int]:
-        """Prompts of a step's batch whose groups must not be trained by weights of `version`. Call it again for the
-        batch in which they were replaced. Raises ConfigError if every server disagrees."""
+    async def refused(self, step: int, groups: Sequence[Group], term: Term) -> list[int]:
+        """Prompts of a step's batch whose groups must not be trained by the weights of the term. Call it again for
+        the batch in which they were replaced. Raises ConfigError if every server disagrees."""
         if not self.check.is_on:
             return []
         if step != self._step:
@@ -231,25 +232,25 @@ class ServerAgreement:
         refused = [group.prompt_id for group in groups if await self.quarantine.refuses(group)]
         others = [group for group in groups if group.prompt_id not in refused]
         new = [group for group in others if group.server_id not in self._judged]
-        verdicts = await self._judge(new, version, lineage)
+        verdicts = await self._judge(new, term)
         self._judged.update(verdicts)
         found = {name: (verdict.mismatch_nats, verdict.limit_nats) for name, verdict in verdicts.items()}
         self.metrics.record_agreement(found, self._alive)
         self._raise_if_all_disagree(verdicts)
-        await self._follow(verdicts, version)
+        await self._follow(verdicts, term.policy_version)
         held = [group for group in others if self.quarantine.holds(group.server_id)]
         for server_id in {group.server_id for group in held} - self._judged:
             await self.quarantine.probe_again(server_id)
         return [*refused, *(group.prompt_id for group in held)]
 
-    async def _judge(self, groups: Sequence[Group], version: int, lineage: Lineage) -> dict[str, ServerVerdict]:
+    async def _judge(self, groups: Sequence[Group], term: Term) -> dict[str, ServerVerdict]:
         """Compare some trajectories. The samples of the step before are computed again, to see how they moved."""
         samples, before = choose(groups, self._step, self.quarantine.records), self._last
         if not samples:
             return {}
         if before is not None and before.step == self._step:
             before = None  # the weights are the same
-        elif before is not None and (before.step, before.num_rewinds) != (self._step - 1, len(lineage)):
+        elif before is not None and (before.step, before.last_rewind) != (self._step - 1, term.lineage[-1:]):
             self.check.forget_drift()
             before = None
         old = before.samples if before else []
@@ -264,10 +265,10 @@ class ServerAgreement:
         if self._last is None or self._last.step != self._step:
             kept = enough(samples, DRIFT_TOKENS)
             num_kept = sum(len(sample.trajectory.token_ids) for sample in kept)
-            self._last = _Compared(self._step, kept, log_probs[:num_kept], len(lineage))
+            self._last = _Compared(self._step, kept, log_probs[:num_kept], term.lineage[-1:])
         oldest = np.array([sample.trajectory.min_version for sample in samples])
-        staleness = version - lineage.in_steps(oldest)
-        for each in lineage.rewinds:  # versions from before a restart are not compared: a lost batch may change them
+        staleness = term.policy_version - term.in_steps(oldest)
+        for each in term.lineage:  # versions from before a restart are not compared: a lost batch may change them
             staleness[(each.from_version < oldest) & (oldest < each.to_version)] = -1
         return self.check.judge(compare(samples, staleness.tolist(), log_probs), frozenset(self.quarantine.records))
 
@@ -358,7 +359,7 @@ class Comparison:
 
     server_id: str
     staleness: int
-    """Steps of training since the oldest version that sampled a token. 0: both sides used the same weights."""
+    """Steps of training since the oldest version that sampled a token. 0 if both sides used the same weights."""
     num_tokens: int
     mean_nats: float
     """Mean absolute difference."""
@@ -418,7 +419,7 @@ def _in_order(placed: Sequence[tuple[int, ComparedSample]]) -> list[ComparedSamp
 def compare(
     samples: Sequence[ComparedSample], staleness: Sequence[int], log_probs: NDArray[np.float32]
 ) -> list[Comparison]:
-    """Compare the samples with the learner's log-probs [T] of all their tokens. `staleness` is that of each sample."""
+    """Compare the samples with the learner's log-probs [T] of all their tokens. `staleness` is per sample."""
     comparisons, start = [], 0
     for sample, steps in zip(samples, staleness, strict=True):
         trajectory, group = sample.trajectory, sample.group
@@ -435,7 +436,7 @@ METRIC = "logprob_mismatch"
 FACTOR = 3.0
 """How many times its usual value a difference may reach."""
 DRIFT_FACTOR = 3.0
-"""How many times the measured drift is allowed for. Servers sample other tokens than those on which it is measured."""
+"""How many times the measured drift is allowed for. Servers sample other tokens than it is measured on."""
 STRIKES = 3
 MIN_TOKENS = 16
 """Tokens on the learner's own weights that are enough to disagree at once."""

@@ -119,8 +119,8 @@ class _Groups:
         return self.sum(per_sequence * self.shares)
 
     def centered(self) -> Tensor:
-        """[S] `R - mu`, and 0 for sequences that are no members. Exactly 0 if a group's rewards are equal: the smallest
-        is subtracted before the mean."""
+        """[S] `R - mu`, and 0 for sequences that are not members. Exactly 0 if a group's rewards are equal: the
+        smallest is subtracted before the mean."""
         rewards = torch.where(self.is_member, self.rewards, torch.inf)
         lifted = apply_mask(rewards - segment_min(rewards, self.index, self.num_groups)[self.index], self.is_member)
         return apply_mask(lifted - self.sum_samples(lifted) / self.sizes.clamp(min=1), self.is_member)
@@ -139,7 +139,7 @@ class _Groups:
 
 
 def _shares(episodes: Tensor | None, groups: Tensor, is_member: Tensor, dtype: torch.dtype) -> Tensor:
-    """[S] 1 over the number of members of each sequence's episode, and 0 for a sequence that is no member."""
+    """[S] 1 over the number of members of each sequence's episode, and 0 for a sequence that is not a member."""
     if episodes is None:
         return is_member.to(dtype)
     alone = -1 - torch.arange(len(episodes), device=episodes.device)

@@ -98,7 +98,7 @@ class _SharedPartition:
         return [[sequence] for sequence in group]
 
     def _num_stored(self, sequences: list[int]) -> int:
-        """Tokens of these sequences, those that they share counted once."""
+        """Tokens of these sequences. Shared tokens are counted once."""
         places = self.tree.places[token_ranges(self.starts[sequences], self.batch.lengths[sequences])]
         first = int(places.min())  # the tokens of a group are neighbours
         is_stored = np.zeros(int(places.max()) + 1 - first, dtype=np.bool_)
@@ -168,9 +168,9 @@ def shortest_shared(length: int) -> int:
 
 @dataclass(frozen=True)
 class PrefixTree:
-    """M stored tokens in G segments. They stand for the N tokens of a batch's sequences. A segment comes before those
-    that continue it, and they follow it without a gap. So the tokens that a token sees are before it, and those that
-    see it are in one range after it."""
+    """M stored tokens in G segments. They stand for the N tokens of a batch's sequences. A segment comes before its
+    continuations, which follow it without a gap. So the tokens that a token sees are before it, and the tokens that see
+    it are in one range after it."""
 
     stored: NDArray[np.int64]
     """[M] the index, among the N tokens, of a token that each stored one stands for."""
@@ -213,7 +213,7 @@ class PrefixTree:
             if parents[index] >= 0:
                 ends[parents[index]] = max(ends[parents[index]], ends[index])
         paths = {segment.index: [each.index for each in _upwards(segment)][::-1] for segment in found.values()}
-        for segment in segments:  # a segment and those that continue it refer to each other, so none would be freed
+        for segment in segments:  # a segment and its continuations refer to each other, so none would be freed
             segment.parent = None
         on_paths = np.array([index for segment in last for index in paths[segment.index]], dtype=np.int64)
         places = token_ranges(offsets[on_paths], sizes[on_paths])
@@ -331,7 +331,7 @@ def _longest_match(contents: _Contents, root: _Segment, start: int, length: int)
 
 
 def _below(root: _Segment) -> Iterator[_Segment]:
-    """All segments of a group, each before those that continue it."""
+    """All segments of a group, each before its continuations."""
     waiting = [root]
     while waiting:
         segment = waiting.pop()

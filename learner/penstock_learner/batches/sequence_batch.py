@@ -147,7 +147,7 @@ class SequenceBatch:
         return self._with("sequence_fields", self.num_sequences, arrays)
 
     def select_fields(self, *names: str) -> SequenceBatch:
-        """The batch with these optional fields alone, besides those that every batch has. Ranks are sent less then."""
+        """The batch with only these optional fields, and the fields that every batch has. Ranks are sent less then."""
         unknown = [name for name in names if name not in self.arrays]
         if unknown:
             raise ValueError(f"the batch has no field {unknown[0]!r}; it has {', '.join(self.arrays)}")
@@ -291,7 +291,7 @@ def _token_rewards(trajectories: Sequence[Trajectory]) -> NDArray[np.float32] | 
 
 
 def _routed_experts(pairs: Sequence[tuple[Group, Trajectory]]) -> NDArray[np.int16] | None:
-    """[N, layers, top_k] of all trajectories, -1 where they have none or those of another model."""
+    """[N, layers, top_k] of all trajectories, -1 where there are none or another model's."""
     shape = next((t.routed_experts.shape[1:] for _, t in pairs if t.routed_experts is not None), None)
     if shape is None:
         return None

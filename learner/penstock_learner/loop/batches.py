@@ -30,8 +30,8 @@ from penstock.samples import is_sampled
 from penstock.trajectory import SESSION_AGENT, Group
 from penstock_learner.agreement.servers import ServerQuarantine
 from penstock_learner.batches.sequence_batch import SequenceBatch, check_tokens, unsampled_batch
-from penstock_learner.loop.term import Term
 from penstock_learner.steps.program import TrainingStep
+from penstock_learner.term import Term
 
 logger = logging.getLogger(__name__)
 NO_SPREAD, PASS_RATE, TOO_LONG = "no_spread", "pass_rate", "too_long"
@@ -215,7 +215,7 @@ class BatchReader:
         return await self._complete(batch.step, kept, policy_version, wanted)
 
     async def _without(self, groups: Sequence[Group], prompt_ids: Collection[int], reason: str) -> list[Group]:
-        """The groups without those of these prompts, which are expired for `reason`."""
+        """The groups of other prompts. The groups of these prompts are expired for `reason`."""
         for group in groups:
             if group.prompt_id in prompt_ids:
                 self._in_batches.discard(group.prompt_id)
@@ -230,7 +230,7 @@ class BatchReader:
             await self.queue.expire(group.prompt_id, reason)
 
     async def _without_failed(self, groups: Sequence[Group]) -> list[Group]:
-        """The groups without those that the limit on failed rewards refuses. Their prompts are sampled again."""
+        """The groups that the limit on failed rewards accepts. The prompts of the others are sampled again."""
         refused = [group.prompt_id for group in groups if self.failed_rewards.is_refused(group)]
         return await self._without(groups, refused, REWARD_FAILED)
 
@@ -346,10 +346,10 @@ class BatchReader:
     def _is_outdated(self, group: Group, policy_version: int) -> bool:
         """Whether the group is too old, or has tokens of an abandoned version. With `stale_policy` wait, none is too
         old unless more were admitted than this config would have admitted."""
-        staleness = policy_version - self.term.lineage.oldest_version(group)
+        staleness = policy_version - self.term.oldest_version(group)
         drops = self.replay.stale_policy == "drop" or (self.replay.stale_policy == "wait" and self.term.num_overdue)
         is_stale = drops and staleness > self.replay.max_staleness
-        return is_stale or self.term.lineage.abandons(group)
+        return is_stale or self.term.abandons(group)
 
 
 @dataclass(frozen=True, eq=False)

@@ -34,22 +34,19 @@ from penstock.store.notices import Event, Notices
 from penstock.store.run_control import RunControl
 from penstock.tracing import Tracing
 from penstock_learner.agreement.servers import LogProbCheck, ServerAgreement, ServerQuarantine
-from penstock_learner.checkpoints.saving import CheckpointWriter, load_checkpoint
-from penstock_learner.checkpoints.store import CheckpointStore
-from penstock_learner.checkpoints.trainer_state import tokenizer_digest
-from penstock_learner.checkpoints.uploads import CheckpointUploads
+from penstock_learner.checkpoints import CheckpointStore, CheckpointUploads, tokenizer_digest
 from penstock_learner.loggers.samples import SampleLog
 from penstock_learner.loggers.step_loggers import open_loggers
 from penstock_learner.loggers.validations import RewardModelValidation, ValidationLog
 from penstock_learner.loop.batches import BatchReader, DataEnd, FailedRewards
 from penstock_learner.loop.publication import PolicyPublication
-from penstock_learner.loop.step_loop import OperatorOrders, StepLoop, StepRecords
-from penstock_learner.loop.take_over import ChosenCheckpoint, choose_checkpoint, take_over
-from penstock_learner.loop.term import Term
+from penstock_learner.loop.step_loop import CheckpointWriter, OperatorOrders, StepLoop, StepRecords
+from penstock_learner.loop.take_over import ChosenCheckpoint, choose_checkpoint, load_checkpoint, take_over
 from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.roles.role_group import LANES, RoleGroup, RoleRecovery, gather_all, trained_roles
 from penstock_learner.steps.program import TrainingStep
 from penstock_learner.steps.step_result import SkippedSteps
+from penstock_learner.term import Term
 
 logger = logging.getLogger(__name__)
 FORGOTTEN_AFTER_S = 900.0
@@ -124,7 +121,7 @@ class LearnerController:
         self.control, self.phases = RunControl(fleet.client, config.run), Phases(fleet.client, config.run)
         self.stopping = asyncio.Event()
         """Set it to stop after the running step, with a checkpoint."""
-        self.resuming = config.learner.checkpoint
+        self.checkpoint_config = config.learner.checkpoint
         """Which checkpoint to continue from. `off` becomes `auto` when this process has written a checkpoint."""
         self._is_training = False
 
@@ -139,7 +136,7 @@ class LearnerController:
         while not self.stopping.is_set():
             try:
                 await self.phases.enter(LEARNER, f"loading the model into the ranks of {', '.join(self.roles)}")
-                chosen = await choose_checkpoint(self.queue, self.checkpoints, self.resuming)
+                chosen = await choose_checkpoint(self.queue, self.checkpoints, self.checkpoint_config)
                 await self._start_roles(died, chosen)
                 logger.info("the roles are ready")
                 if not self.stopping.is_set():
@@ -191,10 +188,11 @@ class LearnerController:
 
     async def _run_term(self, chosen: ChosenCheckpoint) -> None:
         """Train from the checkpoint on. Concurrent tasks handle publication and the operator's orders."""
-        await self.phases.enter(LEARNER, "taking over the run and restoring its newest checkpoint")
+        start = "" if chosen.checkpoint is None else f" and loading {chosen.checkpoint.name}"
+        await self.phases.enter(LEARNER, f"taking over the run{start}")
         load = partial(load_checkpoint, trained=self.trained)
         loss_window_s, kl = self.config.replay.loss_window_s, self.config.learner.algorithm.kl
-        term = await take_over(self.queue, self.checkpoints, self.resuming, chosen, load, loss_window_s, kl)
+        term = await take_over(self.queue, self.checkpoints, self.checkpoint_config, chosen, load, loss_window_s, kl)
         # A rank answers, because this process would import transformers for it, which takes seconds.
         self.training.share_prefixes(await self.policy.call_rank(0, "prefix_sharing_roles"))
         self._is_training = True
@@ -288,8 +286,8 @@ class LearnerController:
     def _on_durable_checkpoint(self, term: Term, prompt_ids: Sequence[int]) -> None:
         """Called after each checkpoint: this process has one to rewind to, and the roles have made progress."""
         term.mark_durable(prompt_ids)
-        if self.resuming.resume == "off":
-            self.resuming = self.resuming.model_copy(update={"resume": "auto"})
+        if self.checkpoint_config.resume == "off":
+            self.checkpoint_config = self.checkpoint_config.model_copy(update={"resume": "auto"})
         self.recovery.made_progress()
         self._watch_disk()
 

@@ -30,8 +30,7 @@ from penstock.config.run import RunConfig
 from penstock.errors import DeadlineExceeded, DiskFull, PenstockError, TrainingDiverged
 from penstock.machine import is_disk_full, measure_disk
 from penstock.replay.queue import GroupConsumer
-from penstock.store.fleet import SERVING_STATES, Fleet, FleetView, ServerRecord, ServerState
-from penstock.store.policies import PolicyRegistry
+from penstock.store.fleet import SERVING_STATES, Fleet, FleetView, PolicyRegistry, ServerRecord, ServerState
 from penstock.store.run_control import RunControl
 from penstock.tracing import Tracing
 from penstock.v1 import policies_pb2
@@ -77,7 +76,7 @@ class Followers:
         return not is_stale and reading.first_silence_s(self.config.replay.lease_ttl_s) > 0
 
     async def record(self, report: PushReport, state: ServerState) -> None:
-        """Give the members that committed their state. Evict those that failed, and count the failure."""
+        """Set the state of members that committed. Evict members that failed, and count the failure."""
         await self.fleet.set_states(report.committed, state, self.term)
         for server_id in report.committed:
             self.failures.pop(server_id, None)
@@ -106,7 +105,7 @@ class Followers:
 
 @dataclass(eq=False)
 class VersionSnapshots:
-    """Has policy rank 0 write snapshots of staged versions, and keeps the newest ones and those that are in use."""
+    """Has policy rank 0 write snapshots of staged versions, and keeps the newest snapshots and the ones in use."""
 
     config: RunConfig
     policy: RoleGroup
@@ -127,12 +126,14 @@ class VersionSnapshots:
         return target
 
     async def write(self, policy_version: int) -> Path:
-        """Write a snapshot of a staged version, and remove those that are no longer needed."""
+        """Write a snapshot of a staged version, and remove snapshots that are no longer needed."""
         folder = self.config.folder / "snapshots"
         target = folder / f"version-{policy_version:08d}"
         timeout_s = self.config.learner.rank_timeout_s
         try:
-            await self.policy.call_in_lane("push", "write_snapshot", policy_version, target, timeout_s=timeout_s)
+            await self.policy.call_in_lane(
+                "push", "publisher.write_snapshot", policy_version, target, timeout_s=timeout_s
+            )
         except PenstockError as error:
             if not is_disk_full(error, folder):
                 raise
@@ -150,7 +151,7 @@ class VersionSnapshots:
 
 
 def _remove_old_snapshots(folder: Path, num_newest: int, kept: Collection[int]) -> dict[int, str]:
-    """Remove all snapshots but the newest and those in `kept`. Returns the folders that remain, by version."""
+    """Remove all snapshots except the newest and the ones in `kept`. Returns the folders that remain, by version."""
     for old in sorted(folder.glob("version-*"))[:-num_newest]:
         if _version_of(old) not in kept:
             shutil.rmtree(old, ignore_errors=True)
@@ -323,7 +324,7 @@ class PolicyPublication:
                 await self.quarantine.loaded(server.server_id, version or 0, num_probes)
 
     async def _catch_up(self, servers: list[ServerRecord], transport: str | None) -> list[str]:
-        """Push the current version to these servers alone. Returns those that have loaded it."""
+        """Push the current version to these servers alone. Returns the servers that have loaded it."""
         version = self.current
         assert version is not None
         logger.info("bringing version %d to %s", version, [server.server_id for server in servers])
@@ -417,7 +418,7 @@ class PolicyPublication:
             for server in servers
         ]
         report: PushReport = await self.policy.call_in_lane(
-            lane, "push", policy_version, targets, transport, base_version, lane,
+            lane, "publisher.push", policy_version, targets, transport, base_version, lane,
             timeout_s=self._push_timeout_s(len(targets)),
         )  # fmt: skip
         state: ServerState = "READY" if policy_version == self._newest else "STALE"

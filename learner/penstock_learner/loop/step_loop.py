@@ -33,15 +33,14 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from penstock.api.records import FIRST_BATCH
+from penstock.cancellation import end_task
 from penstock.config.learner import LearnerConfig
 from penstock.config.run import RunConfig
 from penstock.logs import bind
@@ -53,20 +52,20 @@ from penstock.store.run_control import Orders, RunControl
 from penstock.tracing import Tracing
 from penstock_learner.agreement.servers import ServerAgreement
 from penstock_learner.batches.sequence_batch import SequenceBatch
-from penstock_learner.checkpoints.saving import CheckpointWriter
+from penstock_learner.checkpoints import CheckpointStore, FileRecord, shards_folder
 from penstock_learner.crash_points import crash_point
 from penstock_learner.loggers.samples import SampleLog, TrainedStep
 from penstock_learner.loggers.step_loggers import StepLoggers
 from penstock_learner.loop.batches import Batch, BatchAhead, BatchReader
 from penstock_learner.loop.publication import PolicyPublication
 from penstock_learner.loop.take_over import load_version
-from penstock_learner.loop.term import Term
 from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.roles.dispatch import RankUsage
 from penstock_learner.roles.ray_cluster import profiles_folder
-from penstock_learner.roles.role_group import RoleGroup, gather_all
-from penstock_learner.steps.program import TrainingStep, rehearse
+from penstock_learner.roles.role_group import SAVE_LANE, RoleGroup, gather_all
+from penstock_learner.steps.program import TrainingStep
 from penstock_learner.steps.step_result import StepResult, StepTimes, flattened, mean_rewards
+from penstock_learner.term import Term, TrainerState
 
 logger = logging.getLogger(__name__)
 POLL_S = 0.5
@@ -156,30 +155,29 @@ class StepRecords:
         ended_s = time.time()
         for group in batch.groups if batch.trace_parents else ():
             self.tracing.record("queue", group.trace_parent, group.finished_at_ms / 1000, started_s)
-            staleness = max(0, term.policy_version - term.lineage.oldest_version(group))
+            staleness = max(0, term.policy_version - term.oldest_version(group))
             fields = {"step": batch.step, "policy_version": term.policy_version, "staleness": staleness}
             self.tracing.record("train", group.trace_parent, started_s, ended_s, **fields)
 
     async def record(
-        self, batch: Batch, metrics: Mapping[str, float], rewards: NDArray[np.float32], term: Term, loggers: StepLoggers
+        self, batch: Batch, result: StepResult, metrics: Mapping[str, float], term: Term, loggers: StepLoggers
     ) -> None:
-        """Record one step. `rewards` are those that the batch was trained with, one per trajectory."""
+        """Record one step, which made the term's version. `metrics` are all its numbers by name."""
         loggers.log(metrics)
-        self.metrics.record_step(metrics, mean_rewards(batch.groups, rewards))
+        self.metrics.record_step(metrics, mean_rewards(batch.groups, result.rewards))
         if self.recovering_since is not None:
             self.metrics.recovery_seconds.labels("learner").observe(time.monotonic() - self.recovering_since)
             self.recovering_since = None
-        trained_version = metrics["policy_version"] - 1
-        oldest = [term.lineage.oldest_version(group) for group in batch.groups]
+        trained_version = term.policy_version - 1
+        oldest = [term.oldest_version(group) for group in batch.groups]
         self.metrics.staleness.observe_all([max(0.0, trained_version - version) for version in oldest])
         logger.info(
-            "step %d version %d reward %.3f staleness %.2f loss %.4f %.2fs",
-            metrics["step"], metrics["policy_version"], metrics["reward_mean"], metrics["staleness_mean"],
-            metrics["loss"], metrics["step_s"],
+            "step %d version %d reward %.3f staleness %.2f loss %.4f %.2fs", result.step, term.policy_version,
+            result.batch.reward_mean, result.batch.staleness_mean, result.update.loss, metrics["step_s"],
         )  # fmt: skip
-        await self._observe_usage(metrics)
+        await self._observe_usage(result)
 
-    async def _observe_usage(self, metrics: Mapping[str, float]) -> None:
+    async def _observe_usage(self, result: StepResult) -> None:
         """Memory of the policy's ranks, and how much of their FLOPs the update used."""
         if time.monotonic() - self.usage_at >= USAGE_EVERY_S:
             self.usage = await self.policy.call_all("usage")
@@ -187,9 +185,79 @@ class StepRecords:
         for rank, usage in enumerate(self.usage):
             self.metrics.memory_peak.labels(rank).set(usage.memory_peak_bytes)
         peak = sum(peak_flops(usage.device_name, self.config.peak_flops_per_rank) for usage in self.usage)
-        num_tokens = (metrics["prompt_tokens"] + metrics["response_tokens"]) * self.config.epochs_per_step
-        num_tokens -= metrics["shared_tokens"]
-        self.metrics.mfu.set(mfu(self.usage[0].num_parameters, num_tokens, metrics["update_s"], peak))
+        num_tokens: float = (result.batch.prompt_tokens + result.batch.response_tokens) * self.config.epochs_per_step
+        num_tokens -= result.update.shared_tokens
+        self.metrics.mfu.set(mfu(self.usage[0].num_parameters, num_tokens, result.update_s, peak))
+
+
+@dataclass(eq=False)
+class CheckpointWriter:
+    """Writes the checkpoints of one term, one at a time. Training waits while the ranks copy their shards, but not for
+    the files: shards, ledger and step are copied at the same moment.
+
+        stage (training waits) ─► ranks write ─► flush and rename ─► upload ─► acknowledge
+                                  └──────────────── during the next steps ───────────────┘
+
+    `on_durable` is called when a checkpoint is durable, with the prompts that it covers and no checkpoint before it."""
+
+    store: CheckpointStore
+    queue: GroupConsumer
+    trained: Mapping[str, RoleGroup]
+    metrics: LearnerMetrics
+    on_durable: Callable[[Sequence[int]], None]
+    _writing: asyncio.Task[None] | None = None
+
+    async def begin(self, state: TrainerState, prompt_ids: Sequence[int]) -> None:
+        """Copy the shards, then write the files in a task while training continues. `prompt_ids` were trained since the
+        last checkpoint."""
+        await self.wait_until_written()
+        started = time.monotonic()
+        partial = await asyncio.to_thread(self.store.partial_folder, state.step, state.term)
+        with self.store.writing(partial):
+            staging = (role.call_all("stage", shards_folder(partial, name)) for name, role in self.trained.items())
+            await gather_all(*staging)
+        self._writing = asyncio.create_task(self._write(state, list(prompt_ids), started))
+
+    async def wait_until_written(self) -> None:
+        """Wait until the checkpoint that is being written, if any, is durable and acknowledged. Raises its error."""
+        if self._writing is not None:
+            await self._writing
+            self._writing = None
+
+    def raise_if_failed(self) -> None:
+        """Raise the error of a checkpoint that failed. Called between steps, so that a failure is noticed soon."""
+        if self._writing is not None and self._writing.done():
+            self._writing.result()
+
+    async def abandon(self) -> None:
+        if self._writing is not None:
+            self.store.abandon_upload()
+            await end_task(self._writing)
+
+    async def _write(self, state: TrainerState, prompt_ids: list[int], started: float) -> None:
+        partial = self.store.partial_path(state.step, state.term)
+        with self.store.writing(partial):
+            saving = (role.call_all_in_lane(SAVE_LANE, "finish_saving") for role in self.trained.values())
+            written = dict(zip(self.trained, await gather_all(*saving), strict=True))
+        crash_point("before_flush")
+        checkpoint = await asyncio.to_thread(self.store.finish, partial, state, _shards(partial, written))
+        await asyncio.to_thread(self.store.upload, checkpoint)
+        self.on_durable(prompt_ids)
+        crash_point("after_flush")
+        await self.queue.commit(state.step, prompt_ids, await asyncio.to_thread(self.store.oldest_step))
+        crash_point("after_commit")
+        self.metrics.checkpoint_seconds.observe(time.monotonic() - started)
+        self.metrics.checkpoint_success.set_to_current_time()
+
+
+def _shards(partial: Path, written: Mapping[str, Sequence[Mapping[str, FileRecord]]]) -> dict[str, FileRecord]:
+    """The files of all ranks by their paths in the checkpoint. `written` has each rank's files by name, by role."""
+    return {
+        str((shards_folder(partial, role) / name).relative_to(partial)): record
+        for role, ranks in written.items()
+        for files in ranks
+        for name, record in files.items()
+    }
 
 
 SMALL_VOCABULARY = 256
@@ -246,8 +314,13 @@ class StepLoop:
         has_trained = False
         try:
             if self.config.learner.compile and not self._is_last(self.term.step):
-                following = self._read_ahead(self.term.step + 1, self.term.policy_version)
-                await self._rehearse(following)
+                first = following = self._read_ahead(self.term.step + 1, self.term.policy_version)
+                await self.phases.enter(LEARNER, "compiling, while the servers make the first batch")
+                await self.training.rehearse(
+                    self.config.dataset.num_samples, self.config.rollout.engine.max_model_len,
+                    self.reader.vocabulary_size or SMALL_VOCABULARY,
+                    lambda: not first.reading.done() and not self.orders.stopping.is_set(),
+                )  # fmt: skip
             freeze_loaded_objects()
             await self.phases.enter(LEARNER, FIRST_BATCH)
             while not self.orders.stopping.is_set() and not self._is_last(self.term.step):
@@ -265,8 +338,7 @@ class StepLoop:
                     logger.info("the dataset has ended after step %d", self.term.step)
                     break
                 wait_s = time.monotonic() - started
-                version = self.term.policy_version
-                if refused := await self.agreement.refused(batch.step, batch.groups, version, self.term.lineage):
+                if refused := await self.agreement.refused(batch.step, batch.groups, self.term):
                     following = self._replaced(current, self.reader.replace, prompt_ids=refused, reason="quarantined")
                     continue
                 crash_point("after_read")
@@ -287,18 +359,6 @@ class StepLoop:
                 if unused is not None:
                     await unused.end()
 
-    async def _rehearse(self, first: BatchAhead) -> None:
-        await self.phases.enter(LEARNER, "compiling, while the servers make the first batch")
-
-        def is_needed() -> bool:
-            return not first.reading.done() and not self.orders.stopping.is_set()
-
-        num_samples, max_tokens = self.config.dataset.num_samples, self.config.rollout.engine.max_model_len
-        vocabulary = self.reader.vocabulary_size or SMALL_VOCABULARY
-        trained, access = self.writer.trained, self.training.access
-        num_batches = await rehearse(trained, access, num_samples, max_tokens, vocabulary, is_needed)
-        logger.info("compiled with %d batches of random tokens", num_batches)
-
     async def _finish(self) -> None:
         """Publish and save what was trained. If no step follows, record that the run has finished."""
         if self.orders.stopping.is_set():
@@ -318,7 +378,7 @@ class StepLoop:
         return BatchAhead.begin(self.reader, self.training, step, policy_version)
 
     def _replaced(self, batch: BatchAhead, replace: Callable[..., Awaitable[Batch]], **which: Any) -> BatchAhead:
-        """The same batch with other groups in place of those that may no longer be trained by the policy's weights."""
+        """The same batch with other groups in place of groups that the policy's weights may no longer train."""
         now = partial(replace, **which, policy_version=self.term.policy_version, wanted=batch.wanted)
         return batch.replaced_by(self.training, now)
 
@@ -337,11 +397,11 @@ class StepLoop:
     async def _rewind(self, orders: Orders) -> None:
         """Rewind to the ordered version, if its weights still exist. An order is handled once."""
         self.term.handle_orders(orders.num_rewinds)
-        target = orders.rewind_version
-        if not await load_version(target, self.writer.trained, self.writer.store, self.publication.policies):
+        version = orders.rewind_version
+        if not await load_version(version, self.writer.trained, self.writer.store, self.publication.policies):
             return
-        self.term.rewind(target, await self.queue.allocate_version(self.term.policy_version + 1))
-        await self._publish_rewound(target)
+        self.term.rewind(version, await self.queue.allocate_version(self.term.policy_version + 1))
+        await self._publish_rewound(version)
 
     async def _publish_rewound(self, parent_version: int | None) -> None:
         """Publish weights that no step of this term has made, and wait until the servers have them: the next step's
@@ -368,15 +428,11 @@ class StepLoop:
         bind(step=batch.step, policy_version=self.term.policy_version)
         started_s = time.time()
         async with profiled(self.config, self.training.roles, batch.step):
-            result = await self.training.run(
-                batch.groups, batch.step, self.term.policy_version, self.term.kl.coefficient, forwards,
-                self.term.lineage,
-            )  # fmt: skip
-        numbers = result.numbers
-        self.agreement.check.remember(numbers)
+            result = await self.training.run(batch.groups, batch.step, self.term, forwards)
+        self.agreement.check.remember(result.others)
         if result.recomputed is not None:
             await self.recomputed.keep(batch.groups, result.recomputed)
-        self.term.add_trained(batch.step, batch.prompt_ids, numbers["kl_reference"], int(numbers["num_sequences"]))
+        self.term.add_trained(batch.step, batch.prompt_ids, result.update.kl_reference, result.batch.num_sequences)
         self.records.trace(batch, started_s, self.term)
         return result
 
@@ -391,7 +447,7 @@ class StepLoop:
         ended = time.monotonic()
         times = StepTimes(wait_s, between_s, ended - stage_started, ended - started, self.publication.computed_s)
         metrics = flattened(result, times, version, self.publication.in_flight_updates)
-        await self.records.record(batch, metrics, result.rewards, self.term, self.loggers)
+        await self.records.record(batch, result, metrics, self.term, self.loggers)
         self.samples.add(TrainedStep(batch.step, version, batch.groups, batch.prompts, result.rewards))
         await self.publication.publish(staged, batch.step, self.agreement.check.last | metrics)
         return ended

@@ -1,11 +1,11 @@
 """Taking over a run: a learner chooses a checkpoint, takes a new term, and continues from the checkpoint.
 
 The controller chooses once, before any role starts (`choose_checkpoint`). A choice that is refused ends the learner
-before it has fenced anyone. Until the term is taken, the learner before this one may still commit, and the checkpoint
-that was newest no longer covers everything that was acknowledged. So `take_over` looks for a newer one once it has the
-term: from then on no one else can commit.
+before it has fenced anyone. Until the term is taken, the learner before this one may still commit. If it has, the
+choice may no longer cover everything that was acknowledged, and is made again; otherwise the chosen checkpoint is
+loaded. Once the term is taken, no one else can commit.
 
-    newest checkpoint ─► does it cover every committed group? ─► load it, which verifies its files ─► restore the queue
+    newest checkpoint ─► does it cover every committed group? ─► load it, which verifies its files ─► rewind the queue
          ▲                 │ no: refuse it, or rewind if            │
          └ the one before ◄┼────────────────────────────────────────┘ damaged: name the file
                            └ `checkpoint.rewind` asks for it: the queue undoes the commits that it does not cover
@@ -23,23 +23,30 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from penstock.config.algorithms import KLConfig
 from penstock.config.learner import CheckpointConfig
 from penstock.errors import CheckpointDamaged, ConfigError, NotFound, Unavailable, WeightPushFailed
 from penstock.replay.queue import GroupConsumer
 from penstock.replay.queue_types import Committed, RunRewind
-from penstock.store.policies import PolicyRegistry
-from penstock_learner.checkpoints.saving import load_checkpoint
-from penstock_learner.checkpoints.store import CheckpointStore, record_rewind
-from penstock_learner.checkpoints.trainer_state import Ledger, Lineage, TrainerState, read_state
+from penstock.store.fleet import PolicyRegistry
+from penstock_learner.checkpoints import (
+    CheckpointStore,
+    raise_if_damaged,
+    read_manifest,
+    read_state,
+    record_rewind,
+    shards_folder,
+)
 from penstock_learner.crash_points import crash_point
-from penstock_learner.loop.term import Term, make_kl_controller
-from penstock_learner.roles.role_group import RoleGroup
+from penstock_learner.roles.role_group import RoleGroup, gather_all
+from penstock_learner.term import Ledger, Term, TrainerState, make_kl_controller
 
 logger = logging.getLogger(__name__)
 Load = Callable[[Path], Awaitable[None]]
 """Loads the weights of a checkpoint. Raises CheckpointDamaged if a file is damaged."""
+NO_DAMAGE: Mapping[Path, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -62,16 +69,17 @@ async def take_over(
     queue: GroupConsumer, checkpoints: CheckpointStore, config: CheckpointConfig, chosen: ChosenCheckpoint, load: Load,
     loss_window_s: float, kl: KLConfig,
 ) -> Term:  # fmt: skip
-    """Fence every earlier learner, then load the chosen checkpoint or a newer one that the learner before has finished
-    meanwhile, rewind to it if the config asks for that, and restore the queue to its state. A checkpoint that no longer
+    """Fence every earlier learner, then load the chosen checkpoint, or a newer one if the learner before has committed
+    since, rewind to it if the config asks for that, and bring the queue to its state. A checkpoint that no longer
     covers all committed groups is refused before the term is taken: such a learner fences no one."""
-    store_id = await queue.store_id()
-    if await queue.committed() != chosen.committed:
-        await choose_checkpoint(queue, checkpoints, config)
+    choice = await _unless_committed(queue, checkpoints, config, chosen)
     term = await queue.take_term(await asyncio.to_thread(checkpoints.newest_term))
     # Redis could still lose the new term, and the term before it would be valid again. So wait before acting under it.
     await asyncio.sleep(loss_window_s)
-    choice = await _choose(queue, checkpoints, config, store_id, load)
+    choice = await _unless_committed(queue, checkpoints, config, choice)
+    damaged: dict[Path, str] = {}
+    while choice.checkpoint is not None and not await _is_loaded(choice.checkpoint, load, damaged):
+        choice = await choose_checkpoint(queue, checkpoints, config, damaged)
     if choice.checkpoint is not None:
         # Its learner may have died before the upload. The groups that it covers are acknowledged next.
         await asyncio.to_thread(checkpoints.upload, choice.checkpoint)
@@ -94,17 +102,17 @@ async def take_over(
         # Rewinds that were ordered before belong to the steps that were abandoned.
         state = replace(state, num_orders=rewind.num_orders, resumed_from=rewind.checkpoint)
         is_rewound = True
-    manifests = await _restore_batches(queue, state)
+    manifests = await _rewind_batches(queue, state)
     return Term(
         number=term,
-        store_id=store_id,
+        store_id=await queue.store_id(),
         step=state.step,
         policy_version=state.policy_version,
         ledger=Ledger(state.ledger),
         kl=make_kl_controller(kl, state.kl_coefficient),
         resumed_from=state.resumed_from,
         num_orders=state.num_orders,
-        lineage=Lineage(state.lineage),
+        lineage=state.lineage,
         is_rewound=is_rewound,
         manifests=manifests,
         num_overdue=await _count_overdue(queue, manifests),
@@ -112,45 +120,59 @@ async def take_over(
 
 
 async def choose_checkpoint(
-    queue: GroupConsumer, checkpoints: CheckpointStore, config: CheckpointConfig
-) -> ChosenCheckpoint:
-    """The checkpoint to continue from: the newest one that is intact and may be used, fetched if it was uploaded.
-    Fences no one. Raises ConfigError if it does not cover all committed groups or belongs to another store or another
-    tokenizer, and CheckpointDamaged if none is intact."""
-    return await _choose(queue, checkpoints, config, await queue.store_id())
-
-
-async def _choose(
-    queue: GroupConsumer,
-    checkpoints: CheckpointStore,
-    config: CheckpointConfig,
-    store_id: str,
-    load: Load | None = None,
-) -> ChosenCheckpoint:
-    """The newest checkpoint that is intact and may be used. It is loaded if `load` is given."""
+    queue: GroupConsumer, checkpoints: CheckpointStore, config: CheckpointConfig,
+    damaged: Mapping[Path, str] = NO_DAMAGE,
+) -> ChosenCheckpoint:  # fmt: skip
+    """The checkpoint to continue from: the newest one that may be used and is not `damaged`, as far as its trainer
+    state says, fetched if it was uploaded. Fences no one. Raises ConfigError if it does not cover all committed groups
+    or belongs to another store or another tokenizer, and CheckpointDamaged if none is intact."""
+    store_id, damaged = await queue.store_id(), dict(damaged)
     # Read first: a commit that comes between the two reads belongs to a checkpoint that the second one sees.
     committed = await queue.committed()
-    damaged: list[str] = []
     for path in await asyncio.to_thread(checkpoints.candidates, config.resume, committed.rewind):
+        if path in damaged:
+            continue
         try:
             state = await asyncio.to_thread(read_state, path)
             state.check_tokenizer(checkpoints.tokenizer)
-            choice = _checked(path, state, committed, config, store_id, damaged)
-            if load is not None:
-                logger.info("resuming from %s", path)
-                await load(path)
-            return choice
+            return _checked(path, state, committed, config, store_id, damaged)
         except CheckpointDamaged as error:
             logger.error("checkpoint %s cannot be used: %s", path.name, error)
-            damaged.append(f"{path.name} ({error})")
+            damaged[path] = str(error)
     if damaged:
-        raise CheckpointDamaged(f"no checkpoint is intact: {'; '.join(damaged)}; restore the files from a backup")
+        raise CheckpointDamaged(f"no checkpoint is intact: {_listed(damaged)}; restore the files from a backup")
     return _checked(None, TrainerState(), committed, config, store_id, damaged)
+
+
+async def _unless_committed(
+    queue: GroupConsumer, checkpoints: CheckpointStore, config: CheckpointConfig, chosen: ChosenCheckpoint
+) -> ChosenCheckpoint:
+    """The choice, which is made again only if something was committed since."""
+    if await queue.committed() == chosen.committed:
+        return chosen
+    logger.info("the learner before has committed since the checkpoint was chosen; choosing again")
+    return await choose_checkpoint(queue, checkpoints, config)
+
+
+async def _is_loaded(path: Path, load: Load, damaged: dict[Path, str]) -> bool:
+    """Load the checkpoint. If it is damaged, say so and add it to `damaged`."""
+    logger.info("continuing from %s", path)
+    try:
+        await load(path)
+        return True
+    except CheckpointDamaged as error:
+        logger.error("checkpoint %s cannot be used: %s", path.name, error)
+        damaged[path] = str(error)
+        return False
+
+
+def _listed(damaged: Mapping[Path, str]) -> str:
+    return "; ".join(f"{path.name} ({error})" for path, error in damaged.items())
 
 
 def _checked(
     path: Path | None, state: TrainerState, committed: Committed, config: CheckpointConfig, store_id: str,
-    damaged: list[str],
+    damaged: Mapping[Path, str],
 ) -> ChosenCheckpoint:  # fmt: skip
     """The choice of this checkpoint. Raises ConfigError if the run may not continue from it."""
     state.check_store(store_id)
@@ -159,7 +181,7 @@ def _checked(
     choice = ChosenCheckpoint(path, state, Ledger(state.ledger).missing(committed.trained), committed)
     if not choice.uncovered:
         return choice
-    newer = f"; newer checkpoints are damaged: {'; '.join(damaged)}" if damaged else ""
+    newer = f"; newer checkpoints are damaged: {_listed(damaged)}" if damaged else ""
     name = f"checkpoint {path}" if path else "the model folder"
     text = (
         f"{name} is at step {state.step}, but step {committed.step} is committed{newer}; {len(choice.uncovered)} "
@@ -184,7 +206,7 @@ def _asks_for(config: CheckpointConfig, choice: ChosenCheckpoint) -> bool:
     return config.rewind and choice.checkpoint == Path(config.resume)
 
 
-async def _restore_batches(queue: GroupConsumer, state: TrainerState) -> dict[int, list[int]]:
+async def _rewind_batches(queue: GroupConsumer, state: TrainerState) -> dict[int, list[int]]:
     """Acknowledge the groups that the checkpoint covers. Returns the batches taken for later steps, by step."""
     ledger = Ledger(state.ledger)
     manifests = await queue.rewind_step(state.step, len(ledger))
@@ -204,17 +226,31 @@ async def _count_overdue(queue: GroupConsumer, manifests: Mapping[int, list[int]
     outcome = "trained with off-policy correction" if replay.stale_policy == "correct" else "dropped and made again"
     logger.warning(
         "%d groups wait, %d more than replay.groups_per_step %d can train within replay.max_staleness %d; "
-        "those that are too old by then are %s",
+        "groups that are too old by then are %s",
         num_waiting, num_overdue, replay.groups_per_step, replay.max_staleness, outcome,
     )  # fmt: skip
     return num_overdue
+
+
+async def load_checkpoint(path: Path, trained: Mapping[str, RoleGroup]) -> None:
+    """Verify a checkpoint, then load it into the trained roles. Raises CheckpointDamaged if a file is damaged; the
+    roles are unchanged then. It raises the same if the weights are not finite; they must be loaded again then.
+    All ranks share the verification."""
+    files = await asyncio.to_thread(read_manifest, path)
+    ranks = [(role, rank) for role in trained.values() for rank in range(role.num_ranks)]
+    shares = [dict(sorted(files.items())[index :: len(ranks)]) for index in range(len(ranks))]
+    found = await gather_all(
+        *(role.call_rank(rank, "find_damage", path, share) for (role, rank), share in zip(ranks, shares, strict=True))
+    )
+    raise_if_damaged([damage for of_rank in found for damage in of_rank])
+    await gather_all(*(role.call_all("load_checkpoint", shards_folder(path, name)) for name, role in trained.items()))
 
 
 async def load_version(
     policy_version: int, trained: Mapping[str, RoleGroup], checkpoints: CheckpointStore, policies: PolicyRegistry
 ) -> bool:
     """Load a version into the trained roles, because an operator ordered to rewind to it. False, changing nothing, if
-    no checkpoint or snapshot of it is intact. A checkpoint restores weights, optimizers and critic. From a snapshot the
+    no checkpoint or snapshot of it is intact. A checkpoint holds weights, optimizers and critic. From a snapshot the
     policy takes the weights, in the engines' precision: its optimizer starts from zero, and the critic stays as it is.
     Steps, the learning rate schedule and the ledger continue: trained prompts stay trained."""
     if (checkpoint := await asyncio.to_thread(checkpoints.of_version, policy_version)) is not None:

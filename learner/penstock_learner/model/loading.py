@@ -299,7 +299,7 @@ class Recipe:
     """Makes one parameter or buffer of tensors in files, or several if a tensor is split."""
 
     target: str
-    """The parameter's name, or that of the first one."""
+    """The parameter's name, or the first parameter's name."""
     sources: tuple[tuple[str, str], ...]
     """The tensors, each after the pattern of the conversion that it fits."""
     conversion: Any = None
@@ -508,8 +508,3 @@ def shard(
 
 def is_quantized(model: FolderModel) -> bool:
     return getattr(model.lm.config, "quantization_config", None) is not None
-
-
-def full_weight(parameter: Tensor) -> Tensor:
-    """The whole parameter. Collective where it is sharded: every rank calls it, in the same order."""
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter

@@ -24,7 +24,7 @@ from penstock.errors import ConfigError
 from penstock.weights.folder_tensors import TIED_HEAD, read_json, tensor_shapes
 from penstock.weights.manifest import A_SUFFIX, B_SUFFIX
 from penstock_learner.model.causal_lm import CausalLM
-from penstock_learner.model.loading import LORA_A, decoder_layers, full_weight, is_adapter, split_conversions
+from penstock_learner.model.loading import LORA_A, decoder_layers, is_adapter, split_conversions
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -134,6 +134,11 @@ def _whole(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return full_weight(tensor.to(device=tensor.device_mesh.device_type, dtype=dtype))
 
 
+def full_weight(parameter: Tensor) -> Tensor:
+    """The whole parameter. Collective where it is sharded: every rank calls it, in the same order."""
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
 def pushed_name(adapted: dict[str, str], name: str) -> str:
     """The name of an adapter's matrix as rollout servers know it: that of the weight in the folder, with a suffix, as
     `model.layers.0.mlp.up_proj.weight.lora_A`."""
@@ -151,8 +156,8 @@ def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def sharded_units(lm: Any) -> Iterator[tuple[nn.Module, list[tuple[str, Tensor]]]]:
-    """Yield what is sharded and pushed separately, with its tensors: the model with those that belong to no layer, then
-    each layer."""
+    """Yield what is sharded and pushed separately, with its tensors: the model with the tensors of no layer, then each
+    layer."""
     list_name, layers = decoder_layers(lm)
     yield lm, [(name, tensor) for name, tensor in own_tensors(lm) if not name.startswith(f"{list_name}.")]
     for index, layer in enumerate(layers):
@@ -238,7 +243,7 @@ def model_without_weights(folder: Path) -> Any | None:
 
 
 def _candidates(lm: Any, folder_shapes: Shapes) -> Iterator[list[Any]]:
-    """The conversions that loading has used, those that loading this folder would use, and none."""
+    """The conversions that loading has used, the ones that loading this folder would use, and none."""
     if getattr(lm, "_weight_conversions", None) is not None:
         yield lm._weight_conversions
     yield _used_by(lm, folder_shapes)

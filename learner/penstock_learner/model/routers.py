@@ -120,7 +120,7 @@ class RouterWatch:
         self.settings = settings
         self._used: list[RouterUsage] = []
         self._counted: Tensor | None = None
-        """[rows] how many tokens a row of a router's input stands for. None: one each."""
+        """[rows] how many tokens a row of a router's input stands for; None if it is one each."""
         self._experts: Tensor | None = None
         """[tokens, layers, top_k] to replay, also when the backward pass computes layers again."""
         self._measures = False
@@ -135,7 +135,7 @@ class RouterWatch:
         self._used = []
         experts = inputs.routed_experts if self.settings.replay else None
         if experts is not None and experts.shape[1] <= max(router.layer for router in self.routers):
-            experts = None  # those of another model
+            experts = None  # the experts of another model
         self._counted, self._experts = _laid_out(inputs, padded, experts)
         self._measures = self._is_recording = torch.is_grad_enabled()
         try:
@@ -216,7 +216,7 @@ def _usable(forced: Tensor, num_experts: int) -> Tensor:
 
 
 def _laid_out(inputs: ModelInputs, padded: bool, experts: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """How many tokens each row of a router's input stands for (None: one), and the experts to replay for it."""
+    """How many tokens each row of a router's input stands for (None if one), and the experts to replay for it."""
     packing = inputs.packing
     if padded:
         is_token = packing.is_token.flatten()

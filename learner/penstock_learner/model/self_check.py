@@ -69,7 +69,7 @@ def require_right(model: CausalLM | ScalarModel, key: str, device: torch.device,
         raise ConfigError(
             f"{key}: {model.lm.config.model_type} on the {'packed' if check.is_packed else 'padded'} path differs from "
             f"Hugging Face's own forward by {check.error:.3g} at one token (at most {check.limit:.3g} is rounding, "
-            f"sequences up to {check.longest} tokens); it would be trained wrongly, so use another model"
+            f"sequences up to {check.longest} tokens); it would be trained incorrectly, so use another model"
         )
     if not check.is_causal:
         raise ConfigError(
@@ -97,7 +97,7 @@ def compare_with_plain(model: CausalLM | ScalarModel, key: str, device: torch.de
                     plain.append(torch.cat(list(each)))
     except (TypeError, ValueError, AttributeError, KeyError, IndexError, NotImplementedError, RuntimeError) as error:
         first_line = first_line_of(error)
-        # torch has no type of its own for host memory.
+        # torch has no separate type for host memory.
         if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
             raise ConfigError(
                 f"{key}: {device} is out of memory in the first forward pass ({first_line}); use more ranks or "

@@ -29,7 +29,7 @@ Update = Callable[..., None]
 
 class ScaledAdamW(torch.optim.AdamW):
     """torch's AdamW with a step that scales the gradients. Its state is torch's, so a checkpoint loads into either.
-    Weights of at least `large` elements, by default none, get a kernel of their own, which `compiled` fuses."""
+    Weights of at least `large` elements, by default none, get a separate kernel, which `compiled` fuses."""
 
     def __init__(
         self, parameters: Sequence[Tensor], *, large: float = math.inf, compiled: bool = False, **options: Any

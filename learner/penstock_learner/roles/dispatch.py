@@ -68,8 +68,8 @@ def declarations(worker: type) -> dict[str, Dispatch]:
 
 @dataclass(frozen=True)
 class TrainedReport:
-    """What every trained role reports about one rank's part of an update. Of sums over it, the controller adds those of
-    all ranks and then divides once."""
+    """What every trained role reports about one rank's part of an update. The controller adds the sums of all
+    ranks and then divides once."""
 
     loss: float
     """This rank's share of the loss."""
@@ -124,4 +124,4 @@ class RankUsage:
     """Peak of the device's allocator, or on a CPU, peak of the process."""
     device_name: str
     num_parameters: int
-    """Parameters of the whole model. Of a mixture of experts, those that one token passes through."""
+    """Parameters of the whole model. For a mixture of experts, the ones that one token passes through."""

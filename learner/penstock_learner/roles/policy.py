@@ -52,7 +52,6 @@ from penstock_learner.optim.optimizer import ScaledAdamW, apply_gradients
 from penstock_learner.roles.dispatch import RouterReport, UpdateReport, dispatched
 from penstock_learner.roles.trainer import TrainerRank
 from penstock_learner.weights.publisher import WeightPublisher
-from penstock_learner.weights.senders import PushReport, PushTarget
 
 
 def open_policy(config: RunConfig) -> CausalLM:
@@ -107,10 +106,7 @@ class PolicyUpdate:
     ) -> UpdateReport:
         """Take one optimizer step from weights of `version`, of which this rank computes its part. Collective."""
         self.optimizer.zero_grad(set_to_none=True)
-        reports = [
-            self._accumulate(micro, self._inputs(micro, part), denominators, version, kl_coefficient)
-            for micro in part.micro_batches
-        ]
+        reports = [self.accumulate(micro, part, denominators, version, kl_coefficient) for micro in part.micro_batches]
         on_device = torch.stack([report.sums for report in reports])
         first = max(self.learner.critic_warmup_steps, 1)
         taken = apply_gradients(
@@ -139,27 +135,15 @@ class PolicyUpdate:
     def log_probs(self, part: RankShard) -> NDArray[np.float32]:
         return forward_log_probs(self.model, part, self.device, self.parallel)
 
-    def run_passes(self, part: RankShard, denominators: Denominators) -> None:
-        """Run the passes of a step, without the optimizer. They leave gradients behind. Collective."""
-        self.log_probs(part)
-        for micro in part.micro_batches:
-            self._accumulate(micro, self._inputs(micro, part), denominators, version=0, kl_coefficient=0.0)
-
-    def _inputs(self, micro: SequenceBatch, part: RankShard) -> ModelInputs:
-        return ModelInputs.of(micro, self.device, self.parallel, tree=tree_of(micro, part, self.model))
-
-    def _accumulate(
-        self,
-        micro: SequenceBatch,
-        inputs: ModelInputs,
-        denominators: Denominators,
-        version: int,
-        kl_coefficient: float,
+    def accumulate(
+        self, micro: SequenceBatch, part: RankShard, denominators: Denominators, version: int, kl_coefficient: float
     ) -> _MicroReport:
         """Run the forward and backward pass of one micro-batch. Gradients add up to those of the whole batch. Nothing
         is read back, so the host prepares the next micro-batch meanwhile."""
         config = self.learner.algorithm
-        log_probs, entropy = self.model(inputs)
+        log_probs, entropy = self.model(
+            ModelInputs.of(micro, self.device, self.parallel, tree=tree_of(micro, part, self.model))
+        )
         mask, sequence_ids = to_device(micro.loss_mask, self.device).bool(), to_device(micro.sequence_ids, self.device)
         behaviour = to_device(micro.behaviour_log_probs, self.device)
         advantages = required_to_device(micro.advantages, self.device)
@@ -262,6 +246,7 @@ class PolicyWorker(TrainerRank):
         self.policy_update = PolicyUpdate(self.model, self.optimizer, learner, self.device, parallel)
         host = self.config.learner.publish_host or self.node_address
         self.publisher = WeightPublisher(self.config, host, self.device) if self.rank == 0 else None
+        """The controller calls its `push` and `write_snapshot` in the lane of the push, while training continues."""
 
     @dispatched(join="tokens")
     def log_probs(self, part: RankShard) -> NDArray[np.float32]:
@@ -283,7 +268,9 @@ class PolicyWorker(TrainerRank):
         return self.policy_update.run(part, denominators, step, version, kl_coefficient)
 
     def run_passes(self, part: RankShard, denominators: Denominators) -> None:
-        self.policy_update.run_passes(part, denominators)
+        self.policy_update.log_probs(part)
+        for micro in part.micro_batches:
+            self.policy_update.accumulate(micro, part, denominators, version=0, kl_coefficient=0.0)
 
     def gather_weights(self, policy_version: int, term: int, keep: list[int]) -> float:
         """Stage the current weights as a version. Collective. `keep` lists the versions that pushes still read. Returns
@@ -313,15 +300,3 @@ class PolicyWorker(TrainerRank):
         with safe_open(folder / FILE_NAME, framework="pt") as kept:
             self.pushed.load(kept.get_tensor)
         self.optimizer.state.clear()
-
-    def push(
-        self, policy_version: int, targets: list[PushTarget], transport: str | None, base_version: int | None, lane: str
-    ) -> PushReport:
-        """Push a staged version to the targets. Called on rank 0, in the lane's thread, while training continues."""
-        assert self.publisher is not None
-        return self.publisher.push(policy_version, targets, transport=transport, base_version=base_version, lane=lane)
-
-    def write_snapshot(self, policy_version: int, folder: Path) -> None:
-        """Write a staged version to a folder. Called on rank 0, in the lane of pushes."""
-        assert self.publisher is not None
-        self.publisher.write_snapshot(policy_version, folder)

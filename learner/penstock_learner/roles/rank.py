@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from datetime import timedelta
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -63,12 +64,13 @@ class Rank:
             threading.Thread(target=self._end_when_orphaned, daemon=True).start()
 
     def call(self, owner: str, method: str, *arguments: Any) -> Any:
-        """Make a call of the controller. Raises Fenced if another controller has adopted this rank since."""
+        """Make a call of the controller, to this rank or a part of it (`publisher.push`). Raises Fenced if another
+        controller has adopted this rank since."""
         if owner != self.owner:
             raise Fenced(f"another learner has adopted {self.role} rank {self.rank}; stop this one")
         started = time.monotonic()
         try:
-            return getattr(self, method)(*arguments)
+            return attrgetter(method)(self)(*arguments)
         finally:
             if method in COMPUTES:
                 self.computed_s += time.monotonic() - started

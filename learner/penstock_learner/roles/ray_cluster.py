@@ -102,7 +102,7 @@ END_S = 10.0
 
 
 async def run_while_ray_lives(work: Coroutine[Any, Any, None]) -> None:
-    """Do the work. Raises RayDied, and gives the work up, when Ray dies. Call it when Ray is up."""
+    """Do the work. Raises RayDied, and cancels the work, when Ray dies. Call it when Ray is up."""
     own = own_processes()
     await run_watched(work, watch_processes(own) if own else watch_address(ray.get_runtime_context().gcs_address))
 

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from penstock.errors import CheckpointDamaged, TrainingDiverged
 from penstock_learner.algorithms.aggregation import Denominators
 from penstock_learner.batches.partition import RankShard
-from penstock_learner.checkpoint_files import READ_BYTES, FileRecord, PieceChecksums, find_damage
+from penstock_learner.checkpoints import READ_BYTES, FileRecord, PieceChecksums, find_damage
 from penstock_learner.model.causal_lm import CausalLM
 from penstock_learner.model.loading import prepare_for_training, read_weights
 from penstock_learner.model.published_layout import first_nonfinite
@@ -152,7 +152,7 @@ class TrainerRank(Rank):
     def find_damage(self, checkpoint: Path, files: dict[str, FileRecord]) -> list[str]:
         return find_damage(checkpoint, files)
 
-    def restore(self, folder: Path) -> None:
+    def load_checkpoint(self, folder: Path) -> None:
         """Load shards written by any number of ranks. Collective. Raises CheckpointDamaged if one is not finite. Waits
         for a checkpoint that is still being written: two at once would mix their collectives."""
         if isinstance(saving := getattr(self, "saving", None), Future):

@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,6 @@ from penstock_learner.algorithms.aggregation import Denominators, apply_mask, se
 from penstock_learner.algorithms.losses import kl_penalty, penalize_rewards
 from penstock_learner.batches.partition import unpermute
 from penstock_learner.batches.sequence_batch import REWARD_PART, SequenceBatch, batch_of, token_ranges, unsampled_batch
-from penstock_learner.checkpoints.trainer_state import Lineage
 from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.roles.role_group import RoleGroup, RoleRecovery, gather_all
 from penstock_learner.steps.roles import (
@@ -50,13 +50,13 @@ from penstock_learner.steps.roles import (
 from penstock_learner.steps.step_result import (
     SkippedSteps,
     StepResult,
-    batch_metrics,
+    batch_numbers,
     listed,
-    metrics_of_updates,
+    numbers_of_updates,
     ratio_counts,
     reward_part_means,
-    sample_metrics,
 )
+from penstock_learner.term import Term
 
 logger = logging.getLogger(__name__)
 
@@ -215,7 +215,7 @@ async def update_critic(critic: Role, parts: Sequence[SequenceBatch], context: S
 
 
 def proximal_log_probs(batch: SequenceBatch, updates: Sequence[Update]) -> NDArray[np.float32] | None:
-    """[T] the policy's log-probs of the batch before its updates: those of the batch, or those that its only update
+    """[T] the policy's log-probs of the batch before its updates: those in the batch, or what its only update
     has computed. None if no pass gave them for every token."""
     if batch.old_log_probs is not None:
         return batch.old_log_probs
@@ -389,19 +389,14 @@ class TrainingStep:
         return scores
 
     async def run(
-        self,
-        groups: Sequence[Group],
-        step: int,
-        version: int,
-        kl_coefficient: float,
-        ahead: Awaitable[SequenceBatch] | None = None,
-        lineage: Lineage | None = None,
+        self, groups: Sequence[Group], step: int, term: Term, ahead: Awaitable[SequenceBatch] | None = None
     ) -> StepResult:
-        """Train on the groups. The policy then holds new weights, not yet published. `ahead` is an earlier call to
-        `ahead`."""
+        """Train the weights of the term on the groups. The policy then holds new weights, not yet published. `ahead` is
+        an earlier call to `ahead`."""
         started = time.monotonic()
         computing = asyncio.ensure_future(ahead or self.ahead(groups))
-        context = StepContext(self.config, groups, step, version, kl_coefficient, AheadBatch(computing))
+        kl_coefficient = term.kl.coefficient
+        context = StepContext(self.config, groups, step, term.policy_version, kl_coefficient, AheadBatch(computing))
         roles = Roles(self.roles, self.access)
         batch = self._batch_of(groups)
         batch, own = await self.program.run_step(batch, roles, context)
@@ -410,18 +405,39 @@ class TrainingStep:
         ended = time.monotonic()
         self._observe(roles.calls, step)
         update_started = roles.calls.update_started or ended
-        numbers = {
-            **own,
-            "step": float(step),
-            **batch_metrics(batch, version, lineage),
-            **sample_metrics(groups),
-            **reward_part_means(groups),
-            **metrics_of_updates(roles.calls.updates, batch, self.config.algorithm, kl_coefficient),
-            "forward_s": update_started - started,
-            "update_s": ended - update_started,
-            "time": time.time(),
-        }
-        return StepResult(step, numbers, batch.rewards, proximal_log_probs(batch, roles.calls.updates))
+        update, others = numbers_of_updates(roles.calls.updates, batch, self.config.algorithm, kl_coefficient)
+        return StepResult(
+            step=step,
+            batch=batch_numbers(batch, groups, term),
+            update=update,
+            others=MappingProxyType({**own, **reward_part_means(groups), **others}),
+            forward_s=update_started - started,
+            update_s=ended - update_started,
+            ended_s=time.time(),
+            rewards=batch.rewards,
+            recomputed=proximal_log_probs(batch, roles.calls.updates),
+        )
+
+    async def rehearse(self, num_samples: int, max_tokens: int, vocabulary: int, is_needed: Callable[[], bool]) -> int:
+        """Compile what a step runs on policy and critic, form by form. Returns the number of batches. Forms with
+        sequences beyond `max_tokens` are skipped. It ends early if `is_needed` says no before a batch: there is
+        something to train on. Weights, optimizers and random numbers stay as they are."""
+        algorithm, access, done = self.config.algorithm, self.access, 0
+        losses: dict[str, LossConfig | ValueLossConfig] = {"policy": algorithm.loss, "critic": algorithm.value_loss}
+        for form, second in _forms(num_samples > 1 and "policy" in access.prefix_sharing, max_tokens):
+            if not is_needed():
+                break
+            calls = []
+            for role in (self.roles[name] for name in losses if name in access.trained):
+                batch = rehearsal_batch(form, second, 2 * role.num_ranks, num_samples, vocabulary)
+                shards, num_sharing = access.shards(role.name, role.num_ranks, batch)
+                denominators = denominators_of(batch, losses[role.name])
+                of_ranks = [(shard, denominators) for shard in shards for _ in range(num_sharing)]
+                calls.append(role.call_each("rehearse", of_ranks))
+            await gather_all(*calls)
+            done += 1
+        logger.info("compiled with %d batches of random tokens", done)
+        return done
 
     def _batch_of(self, groups: Sequence[Group]) -> SequenceBatch:
         keys = self.config.algorithm.advantage.reward_keys
@@ -439,32 +455,6 @@ class TrainingStep:
 MIXED, LONG, EQUAL = "mixed lengths", "long prompts", "equal lengths"
 _SIZES = {MIXED: ((48, 64), (80, 96)), LONG: ((560, 288), (592, 320)), EQUAL: ((1, 64), (1, 80))}
 """Tokens of the prompt and of the longest response, in the two batches of each form."""
-
-
-async def rehearse(
-    trained: Mapping[str, RoleGroup], access: RoleAccess, num_samples: int, max_tokens: int, vocabulary: int,
-    is_needed: Callable[[], bool],
-) -> int:  # fmt: skip
-    """Compile what a step runs on policy and critic, form by form. Returns the number of batches. Forms with sequences
-    beyond `max_tokens` are skipped. It ends early if `is_needed` says no before a batch: there is something to train
-    on. Weights, optimizers and random numbers stay as they are."""
-    algorithm = access.config.algorithm
-    losses: dict[str, LossConfig | ValueLossConfig] = {"policy": algorithm.loss, "critic": algorithm.value_loss}
-    done = 0
-    for form, second in _forms(num_samples > 1 and "policy" in access.prefix_sharing, max_tokens):
-        if not is_needed():
-            break
-        calls = []
-        for role in (trained[name] for name in losses if name in trained):
-            batch = rehearsal_batch(form, second, 2 * role.num_ranks, num_samples, vocabulary)
-            shards, num_sharing = access.shards(role.name, role.num_ranks, batch)
-            denominators = denominators_of(batch, losses[role.name])
-            calls.append(
-                role.call_each("rehearse", [(shard, denominators) for shard in shards for _ in range(num_sharing)])
-            )
-        await gather_all(*calls)
-        done += 1
-    return done
 
 
 def _forms(shares_prefixes: bool, max_tokens: int) -> Iterator[tuple[str, int]]:

@@ -134,7 +134,7 @@ class Role:
             raise ConfigError(f"{self.name}.{method} takes a batch first, not a {type(batch).__name__}")
         if batch.num_sequences == 0:
             if declared.join == "reports":
-                raise ConfigError(f"{self.name}.{method} was called with a batch without sequences; leave the call out")
+                raise ConfigError(f"{self.name}.{method} was called with a batch without sequences; omit the call")
             return np.zeros(0, dtype=np.float32)
         shards, num_sharing = self._access.shards(self.name, self._group.num_ranks, batch)
         calls = [(shard, *others) for shard in shards for _ in range(num_sharing)]

@@ -24,10 +24,52 @@ from penstock.trajectory import Group
 from penstock_learner.algorithms.losses import CorrectionStatistics
 from penstock_learner.batches.partition import RankShard
 from penstock_learner.batches.sequence_batch import SequenceBatch
-from penstock_learner.checkpoints.trainer_state import Lineage
 from penstock_learner.metrics import MAX_REWARD_PARTS, REWARD_PART
 from penstock_learner.roles.dispatch import CriticReport, TrainedReport, UpdateReport
 from penstock_learner.steps.roles import Update
+from penstock_learner.term import Term
+
+
+@dataclass(frozen=True)
+class BatchNumbers:
+    """Numbers about the data of a step. Staleness is in steps: the mean over tokens, and that of the oldest token.
+    Reward spread within groups includes their baseline samples, and omits samples without a trained token, as
+    advantages do. All other numbers are about the samples that train."""
+
+    reward_mean: float
+    reward_min: float
+    reward_max: float
+    reward_std: float
+    staleness_mean: float
+    staleness_max: float
+    num_sequences: int
+    prompt_tokens: int
+    response_tokens: int
+    response_length_mean: float
+    mixed_version_ratio: float
+    zero_advantage_group_ratio: float
+    singleton_group_ratio: float
+    reward_failed_ratio: float
+    """Share of the samples whose reward failed."""
+    truncated_ratio: float
+    """Share of the samples whose response was cut at a limit."""
+
+
+@dataclass(frozen=True)
+class UpdateNumbers:
+    """Numbers about the policy's updates that every step has. They are 0 if it did not update the policy."""
+
+    loss: float = 0.0
+    grad_norm: float = 0.0
+    lr: float = 0.0
+    skipped: float = 0.0
+    kl_reference: float = 0.0
+    kl_behaviour: float = 0.0
+    clip_ratio_low: float = 0.0
+    clip_ratio_high: float = 0.0
+    shared_tokens: float = 0.0
+    kl_coefficient: float = 0.0
+    kl_loss: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -35,12 +77,24 @@ class StepResult:
     """What training on a batch has computed. The policy's ranks hold the new weights, which have no version yet."""
 
     step: int
-    numbers: Mapping[str, float]
-    """Numbers about the batch, the samples and the updates, by their names."""
+    batch: BatchNumbers
+    update: UpdateNumbers
+    others: Mapping[str, float]
+    """Numbers by name, read-only, that depend on the model, the roles, the rewards or the user's own step."""
+    forward_s: float
+    update_s: float
+    ended_s: float
+    """When the step ended, in seconds since the epoch."""
     rewards: NDArray[np.float32]
     """[S] rewards that the batch was trained with, including the reward model's."""
     recomputed: NDArray[np.float32] | None
     """[T] the policy's log-probs of the batch before its update, if they were computed."""
+
+    def by_name(self) -> dict[str, float]:
+        """All numbers under the names of docs/metrics.md. None of `others` hides a number that every step has."""
+        times = {"forward_s": self.forward_s, "update_s": self.update_s, "time": self.ended_s}
+        of_step = {"step": self.step, **asdict(self.batch), **asdict(self.update), **times}
+        return {**self.others, **{name: float(number) for name, number in of_step.items()}}
 
 
 @dataclass(frozen=True)
@@ -75,54 +129,45 @@ class StepTimes:
 def flattened(result: StepResult, times: StepTimes, policy_version: int, in_flight_updates: int) -> dict[str, float]:
     """All numbers of a step under the names that loggers, the policy record and Prometheus know."""
     return {
-        **result.numbers,
+        **result.by_name(),
         **asdict(times),
         "overhead_ratio": times.overhead_ratio,
         "idle_ratio": times.idle_ratio,
         "policy_version": float(policy_version),
-        "tokens_per_second": result.numbers["response_tokens"] / times.step_s,
+        "tokens_per_second": result.batch.response_tokens / times.step_s,
         "in_flight_updates": float(in_flight_updates),
     }
 
 
-def batch_metrics(batch: SequenceBatch, policy_version: int, lineage: Lineage | None = None) -> dict[str, float]:
-    """Numbers about the data of a step. Staleness is in steps: the mean over tokens, and that of the oldest token.
-    Reward spread within groups includes their baseline samples, and omits samples without a trained token, as
-    advantages do. All other numbers are about the samples that train."""
+def batch_numbers(batch: SequenceBatch, groups: Sequence[Group], term: Term) -> BatchNumbers:
+    """The numbers of a batch of these groups, which the weights of the term train."""
     trained = batch.without_baselines()
     ends = np.cumsum(trained.response_lengths)
-    versions = trained.token_versions if lineage is None else lineage.in_steps(trained.token_versions)
-    staleness = np.maximum(0, policy_version - versions)
+    staleness = np.maximum(0, term.policy_version - term.in_steps(trained.token_versions))
     _, first = np.unique(batch.group_ids, return_index=True)
     starts = np.sort(first)
     has_loss = np.logical_or.reduceat(batch.loss_mask, np.cumsum(batch.response_lengths) - batch.response_lengths)
     sizes = np.add.reduceat(has_loss.astype(np.int64), starts)
     highest = np.maximum.reduceat(np.where(has_loss, batch.rewards, -np.inf), starts)
     lowest = np.minimum.reduceat(np.where(has_loss, batch.rewards, np.inf), starts)
-    return {
-        "reward_mean": float(trained.rewards.mean()),
-        "reward_min": float(trained.rewards.min()),
-        "reward_max": float(trained.rewards.max()),
-        "reward_std": _deviation(trained.rewards),
-        "staleness_mean": float(staleness.mean()),
-        "staleness_max": float(staleness.max()),
-        "num_sequences": float(trained.num_sequences),
-        "prompt_tokens": float(trained.prompt_lengths.sum()),
-        "response_tokens": float(len(trained.loss_mask)),
-        "response_length_mean": float(trained.response_lengths.mean()),
-        "mixed_version_ratio": float((trained.unmixed_versions[ends - 1] == -1).mean()),
-        "zero_advantage_group_ratio": float(((highest == lowest) & (sizes > 1)).mean()),
-        "singleton_group_ratio": float((sizes == 1).mean()),
-    }
-
-
-def sample_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Shares of the samples of a step: rewards that failed, and responses that were cut at a limit."""
     samples = [sample for group in groups for sample in group.trajectories if not sample.is_baseline]
-    return {
-        "reward_failed_ratio": sum(sample.reward_failed for sample in samples) / len(samples),
-        "truncated_ratio": sum(sample.finish_reason == "length" for sample in samples) / len(samples),
-    }
+    return BatchNumbers(
+        reward_mean=float(trained.rewards.mean()),
+        reward_min=float(trained.rewards.min()),
+        reward_max=float(trained.rewards.max()),
+        reward_std=_deviation(trained.rewards),
+        staleness_mean=float(staleness.mean()),
+        staleness_max=float(staleness.max()),
+        num_sequences=trained.num_sequences,
+        prompt_tokens=int(trained.prompt_lengths.sum()),
+        response_tokens=len(trained.loss_mask),
+        response_length_mean=float(trained.response_lengths.mean()),
+        mixed_version_ratio=float((trained.unmixed_versions[ends - 1] == -1).mean()),
+        zero_advantage_group_ratio=float(((highest == lowest) & (sizes > 1)).mean()),
+        singleton_group_ratio=float((sizes == 1).mean()),
+        reward_failed_ratio=sum(sample.reward_failed for sample in samples) / len(samples),
+        truncated_ratio=sum(sample.finish_reason == "length" for sample in samples) / len(samples),
+    )
 
 
 def _deviation(values: NDArray[np.float32]) -> float:
@@ -215,26 +260,24 @@ def listed(prompts: list[int], at_most: int = 8) -> str:
     return ", ".join(map(str, prompts[:at_most])) + more
 
 
-_WITHOUT_UPDATES = (
-    "loss", "grad_norm", "lr", "skipped", "kl_reference", "kl_behaviour", "clip_ratio_low", "clip_ratio_high"
-)  # fmt: skip
-"""Numbers that every step has. They are 0 if it did not update the policy."""
-
-
-def metrics_of_updates(
+def numbers_of_updates(
     updates: Sequence[Update], batch: SequenceBatch, algorithm: AlgorithmConfig, kl_coefficient: float
-) -> dict[str, float]:
-    metrics = dict.fromkeys(_WITHOUT_UPDATES, 0.0)
+) -> tuple[UpdateNumbers, dict[str, float]]:
+    """The numbers about updates that every step has, and those that depend on the model and the roles."""
     policy = [update for update in updates if update.role == "policy"]
-    if policy:
-        metrics |= update_metrics([update.reports for update in policy], sum(update.num_tokens for update in policy))
-    metrics["shared_tokens"] = float(sum(shard.num_shared for update in policy for shard in update.shards))
-    metrics["kl_coefficient"] = kl_coefficient
-    kl = algorithm.kl
-    metrics["kl_loss"] = kl.loss_factor(kl_coefficient) * metrics["kl_reference"] if kl.in_loss else 0.0
+    num_tokens = sum(update.num_tokens for update in policy)
+    others = update_metrics([update.reports for update in policy], num_tokens) if policy else {}
+    of_policy = {name: others.pop(name) for name in UpdateNumbers.__dataclass_fields__ if name in others}
     for role in dict.fromkeys(update.role for update in updates if update.role != "policy"):
-        metrics |= critic_metrics(role, [update for update in updates if update.role == role], batch)
-    return metrics
+        others |= critic_metrics(role, [update for update in updates if update.role == role], batch)
+    kl = algorithm.kl
+    found = UpdateNumbers(
+        **of_policy,
+        shared_tokens=sum(shard.num_shared for update in policy for shard in update.shards),
+        kl_coefficient=kl_coefficient,
+        kl_loss=kl.loss_factor(kl_coefficient) * of_policy.get("kl_reference", 0.0) if kl.in_loss else 0.0,
+    )
+    return found, others
 
 
 def update_metrics(updates: Sequence[Sequence[UpdateReport]], num_tokens: int) -> dict[str, float]:

@@ -27,7 +27,7 @@ from penstock.config.run import RunConfig
 from penstock.errors import TrainingDiverged, WeightPushFailed
 from penstock.machine import raise_file_limit
 from penstock.v1 import weights_pb2, weights_pb2_grpc
-from penstock.weights.cuda import libraries
+from penstock.weights import cuda
 from penstock.weights.manifest import TensorShape, build_manifest, weights_digest, wire_sizes
 from penstock.weights.transports import ClusterKey, Deadline, has_cupy, host_id
 from penstock_learner.model.torch_settings import DTYPES
@@ -89,8 +89,8 @@ class WeightPublisher:
         adapter_scale: float | None = None,
         exact: Collection[str] = (),
     ) -> StagedVersion:
-        """Allocate the buckets of a new version. Drops every other version except those in `keep`. Tensors are sent in
-        `model.dtype`, and those that `exact` names in float32."""
+        """Allocate the buckets of a new version. Drops all versions except those in `keep`. Tensors are sent in
+        `model.dtype`, and the ones that `exact` names in float32."""
         weights = self.config.weights
         dtype = SAFETENSORS_NAMES[DTYPES[self.config.model.dtype]]
         tensors = [TensorShape(name, "F32" if name in exact else dtype, shape) for name, shape in shapes]
@@ -120,7 +120,7 @@ class WeightPublisher:
                 self._leaving.append(staged)
 
     def _manifest(self, policy_version: int, term: int, tensors: list[TensorShape]) -> weights_pb2.WeightManifest:
-        """The manifest of a version. The layout is computed once: it is that of the version before."""
+        """The manifest of a version. The layout is computed once: all versions have the same."""
         before, layout = self._layout
         if tensors != before:
             layout = build_manifest(self.config.run, 0, 0, tensors, self.config.weights.bucket_bytes)
@@ -134,7 +134,6 @@ class WeightPublisher:
         self,
         policy_version: int,
         targets: Sequence[PushTarget],
-        *,
         transport: str | None = None,
         base_version: int | None = None,
         lane: str = "push",
@@ -202,7 +201,7 @@ class WeightPublisher:
         if configured != "auto":
             return configured
         device = device_uuid(self.device)
-        nccl_version = "" if device == "cpu" else libraries.nccl_version()
+        nccl_version = "" if device == "cpu" else cuda.nccl_version()
         place = PublisherPlace(host_id(), device, self._memory_kind, has_cupy(), nccl_version)
         chosen = choose_transport(place, members)
         if chosen != self._chosen:
@@ -253,7 +252,7 @@ def attempt(
     manifest, staged = shipment.manifest, shipment.staged
 
     def abort(targets: Sequence[PushTarget], reason: str) -> dict[str, str]:
-        """Tell members to drop the stage. Returns those that do not answer, which may still read the buckets."""
+        """Tell members to drop the stage. Returns members that do not answer: they may still read the buckets."""
         silent = calls.abort(
             targets, weights_pb2.AbortRequest(policy_version=manifest.policy_version, reason=reason, term=manifest.term)
         )

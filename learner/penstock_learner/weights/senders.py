@@ -21,10 +21,18 @@ from torch._C._distributed_c10d import BarrierOptions, BroadcastOptions, PrefixS
 
 from penstock.errors import Unavailable, WeightPushFailed, first_line_of
 from penstock.v1 import weights_pb2
-from penstock.weights.cuda import libraries
-from penstock.weights.cuda.ipc import IpcOffer, export_handle
-from penstock.weights.cuda.nccl_group import MAX_ENQUEUED, NUM_SLOTS, NcclGroup, NcclMeeting, Relay, version_mismatch
-from penstock.weights.cuda.stream import DeviceStream
+from penstock.weights import cuda
+from penstock.weights.cuda import (
+    MAX_ENQUEUED,
+    NUM_SLOTS,
+    DeviceStream,
+    IpcOffer,
+    NcclGroup,
+    NcclMeeting,
+    Relay,
+    export_handle,
+    version_mismatch,
+)
 from penstock.weights.manifest import wire_sizes
 from penstock.weights.snapshot import write_snapshot
 from penstock.weights.transports import (
@@ -179,7 +187,7 @@ def why_unable(transport: str, member: PushTarget) -> str:
     """Return why the member cannot receive by the transport, or an empty string if it can."""
     if transport not in member.transports:
         return f"it cannot receive by {transport}; set weights.transport to auto, or install what the transport needs"
-    if transport == "nccl" and (own := libraries.nccl_version()) != member.nccl_version:
+    if transport == "nccl" and (own := cuda.nccl_version()) != member.nccl_version:
         return version_mismatch(own, member.nccl_version)
     return ""
 
@@ -267,7 +275,7 @@ class NcclSender:
         if self._group is not None and self._group.is_open and self._members == tuple(members):
             return replace(self._meeting, kept=True).to_json()
         self._drop()
-        nccl = libraries.nccl()
+        nccl = cuda.nccl()
         unique_id = nccl.unique_id()
         self._meeting = NcclMeeting(self._name, uuid.uuid4().hex, unique_id.hex(), kept=False, version=nccl.version())
         self._group = NcclGroup(unique_id, num_ranks(members), 0, self._device_index)
@@ -342,7 +350,7 @@ class GlooSender:
     def send(self, shipment: Shipment, members: Sequence[PushTarget], deadline: Deadline) -> None:
         """Send to all workers, or to the relays. With relays it ends when all workers have all bytes: one that dies
         late would take those with it that get their bytes from it. Every operation gets the rest of the deadline, also
-        because a group's destructor waits for those that were begun."""
+        because a group's destructor waits for sends that were begun."""
         try:
             [place] = group_places(PUBLISHER_RANK, num_ranks(members), self.group_size)
             store = PrefixStore(f"{self._prefix}/{place.name}", self._store)

@@ -23,15 +23,15 @@ from numpy.typing import NDArray
 
 from penstock.errors import TrainingDiverged, first_line_of
 from penstock.v1 import weights_pb2
-from penstock.weights.cuda import libraries
-from penstock.weights.cuda.ipc import BUCKET_ALIGNMENT, HEADER, identity
-from penstock.weights.cuda.stream import DeviceAllocation, DeviceStream
+from penstock.weights import cuda
+from penstock.weights.cuda import BUCKET_ALIGNMENT, IPC_HEADER, DeviceAllocation, DeviceStream, identity
 from penstock.weights.manifest import (
     CHECKSUM_PIECE_BYTES,
     MIX64,
     XXH3_PIECES,
     bucket_offsets,
     combined_digests,
+    device_mix64,
     piece_digest,
 )
 from penstock.weights.transports import SEALS, Deadline, has_cupy, header_bytes, make_header
@@ -290,8 +290,6 @@ def checksum_name(memory: BucketMemory) -> str:
 def staged_checksum(bucket: torch.Tensor, digests: list[Future[bytes]]) -> str:
     """Return a bucket's checksum: mix64 on a GPU, else xxh3_pieces of the digests of its pieces."""
     if bucket.is_cuda:
-        from penstock.weights.cuda.mix64 import device_mix64
-
         return device_mix64(bucket.data_ptr(), bucket.numel(), bucket.get_device())
     return combined_digests([digest.result() for digest in digests])
 
@@ -367,7 +365,7 @@ class SharedBuckets(BucketMemory):
 
     def __del__(self) -> None:
         if getattr(self, "_pinned", 0) and not sys.is_finalizing():
-            libraries.runtime().hostUnregister(self._pinned)
+            cuda.runtime().hostUnregister(self._pinned)
         os.close(self._fd)
 
 
@@ -376,7 +374,7 @@ def pin(pointer: int, num_bytes: int) -> int:
     if not (has_cupy() and torch.cuda.is_available()):
         return 0
     try:
-        libraries.runtime().hostRegister(pointer, num_bytes, 0)
+        cuda.runtime().hostRegister(pointer, num_bytes, 0)
     except RuntimeError as error:
         logger.warning("the buckets stay unpinned, so nccl copies them more slowly: %s", first_line_of(error))
         return 0
@@ -385,7 +383,7 @@ def pin(pointer: int, num_bytes: int) -> int:
 
 class DeviceBuckets(BucketMemory):
     """Buckets in GPU memory that other processes on the same GPU can map: one allocation with the layout of
-    penstock/weights/cuda/ipc.py. The buckets are views, so they must not outlive this object."""
+    penstock/weights/weights/cuda.py. The buckets are views, so they must not outlive this object."""
 
     kind: MemoryKind = "device"
 
@@ -393,7 +391,7 @@ class DeviceBuckets(BucketMemory):
         super().__init__(sizes)
         self.device = torch.device(device.type, device_index(device))
         self.offsets = bucket_offsets(sizes, BUCKET_ALIGNMENT)
-        self.allocation = DeviceAllocation(self.offsets[-1] + HEADER.size, device_index(device))
+        self.allocation = DeviceAllocation(self.offsets[-1] + IPC_HEADER.size, device_index(device))
         self.buckets = [
             bytes_at(self.allocation.pointer + offset, size, self.device)
             for offset, size in zip(self.offsets, sizes, strict=False)
@@ -408,9 +406,9 @@ class DeviceBuckets(BucketMemory):
 
     def mark_ready(self, manifest: weights_pb2.WeightManifest, num_ready: int) -> None:
         """Tell members that the first `num_ready` buckets hold the manifest's version and may be copied."""
-        header = np.frombuffer(HEADER.pack(identity(manifest), num_ready), dtype=np.uint8)
+        header = np.frombuffer(IPC_HEADER.pack(identity(manifest), num_ready), dtype=np.uint8)
         with closing(DeviceStream(self.allocation.device_index)) as stream:
-            stream.copy(self.allocation.pointer + self.offsets[-1], header.ctypes.data, HEADER.size)
+            stream.copy(self.allocation.pointer + self.offsets[-1], header.ctypes.data, IPC_HEADER.size)
             stream.synchronize()
 
 

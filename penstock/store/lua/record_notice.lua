@@ -1,6 +1,6 @@
 -- ARGV: kind and fingerprint, the notice without its counts, number of new events, largest number of notices of a kind,
 -- how long a notice of this kind is shown in milliseconds (0: forever).
--- Adds the events to the notice, or does nothing if it would be one notice too many. Removes those that are shown no more.
+-- Adds the events to the notice, or does nothing if it would be one notice too many. Removes notices that are no longer shown.
 run_when_full()
 local now, shown_ms, text = now_ms(), tonumber(ARGV[5]), redis.call('HGET', NOTICES, ARGV[1])
 local notice, num_of_kind, outdated = cjson.decode(text or ARGV[2]), 0, {}

@@ -31,11 +31,10 @@ from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, NotFound, PenstockError, Unavailable, WeightPushFailed
 from penstock.logs import bind
 from penstock.process_endpoint import Readiness
-from penstock.store.fleet import SERVING_STATES, Fleet, Reported, ServerRecord, ServerState
-from penstock.store.policies import PolicyRegistry
+from penstock.store.fleet import SERVING_STATES, Fleet, PolicyRegistry, Reported, ServerRecord, ServerState
 from penstock.v1 import policies_pb2, weights_pb2, weights_pb2_grpc
-from penstock.weights.cuda import libraries
-from penstock.weights.cuda.nccl_group import NcclMeeting
+from penstock.weights import cuda
+from penstock.weights.cuda import NcclMeeting
 from penstock.weights.snapshot import read_published_manifest
 from penstock.weights.transports import TRANSPORTS, ClusterKey, has_cupy, host_id
 from penstock_rollout.engines.engine import Engine
@@ -235,7 +234,7 @@ def reported_nccl_version(devices: Sequence[str]) -> str:
 
 @cache
 def _nccl_version() -> str:
-    return libraries.nccl_version()
+    return cuda.nccl_version()
 
 
 # ── weight pushes ──
@@ -297,7 +296,7 @@ class WeightMember(weights_pb2_grpc.WeightMemberServiceServicer):
         self._begin_push(request.deadline_s)
         try:
             if request.transport == "nccl":
-                NcclMeeting.from_json(request.rendezvous).check_version(libraries.nccl_version())
+                NcclMeeting.from_json(request.rendezvous).check_version(cuda.nccl_version())
             await self.engine.stage_weights(request)
         except Exception as error:
             self._end_push()

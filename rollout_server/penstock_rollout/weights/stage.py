@@ -1,20 +1,24 @@
 """The stage of a push: a background thread receives and hashes one version while the engine keeps serving.
 
-A receiver knows nothing about
-engines. Each of its waits has a deadline and ends early when the stage is aborted. So if a publisher stalls or never
-connects, it costs no more than a waiting thread. The receivers of shm and snapshot are here, the others in receivers/.
+A receiver knows nothing about engines. Each of its waits has a deadline and ends early when the stage is aborted. So if
+a publisher stalls or never connects, it costs no more than a waiting thread. The receivers of nccl, shm and snapshot
+are here, the others in receivers/.
 
-Of a low-rank adapter only the adapter itself is sent. The engine loads the merged weights, so it decodes as fast as it
+For a low-rank adapter only the adapter itself is sent. The engine loads the merged weights, so it decodes as fast as it
 does without an adapter.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import fcntl
+import logging
 import mmap
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -27,8 +31,9 @@ from typing import Literal
 import torch
 from safetensors import safe_open
 
-from penstock.errors import WeightPushFailed
+from penstock.errors import WeightPushFailed, first_line_of
 from penstock.v1 import weights_pb2
+from penstock.weights.cuda import MAX_ENQUEUED, NUM_SLOTS, NcclGroup, NcclMeeting, Relay
 from penstock.weights.delta import HEADER, parse_layout
 from penstock.weights.folder_tensors import TIED_HEAD, tensor_shapes, weight_files
 from penstock.weights.manifest import (
@@ -37,6 +42,7 @@ from penstock.weights.manifest import (
     MIX64,
     RunningChecksum,
     bucket_offsets,
+    device_mix64,
     host_checksum,
     item_bytes,
     wire_sizes,
@@ -44,6 +50,7 @@ from penstock.weights.manifest import (
 from penstock.weights.snapshot import read_snapshot
 from penstock.weights.transports import SEALS, TRANSPORTS, Deadline, header_bytes, read_header
 
+logger = logging.getLogger(__name__)
 TORCH_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -282,8 +289,6 @@ def bucket_checksum(name: str, bucket: torch.Tensor, known: str = "") -> str:
     if known:
         return known
     if bucket.is_cuda and name == MIX64:
-        from penstock.weights.cuda.mix64 import device_mix64
-
         return device_mix64(bucket.data_ptr(), bucket.numel(), bucket.get_device())
     return _checksum_by_pieces(name, bucket) if bucket.is_cuda else host_checksum(name, bucket.numpy())
 
@@ -404,11 +409,11 @@ def merged_weights(folder: Path, adapter: dict[str, torch.Tensor], scale: float)
 
 
 def find_receiver(transport: str) -> Receiver:
-    """Return the receiver of a transport. One with dependencies is `receive` of a module, imported here."""
+    """Return the receiver of a transport. Those of receivers/ are imported here."""
     if transport not in TRANSPORTS:
         raise WeightPushFailed(f"unknown transport {transport!r}; this server knows {', '.join(TRANSPORTS)}")
-    if transport in _LIGHT_RECEIVERS:
-        return _LIGHT_RECEIVERS[transport]
+    if transport in _RECEIVERS:
+        return _RECEIVERS[transport]
     receiver: Receiver = import_module(f"penstock_rollout.weights.receivers.{transport}").receive
     return receiver
 
@@ -470,4 +475,129 @@ def receive_by_snapshot(reception: Reception) -> Iterator[Arrived]:
         raise WeightPushFailed(f"reading the snapshot in {folder} failed: {error.strerror or error}") from error
 
 
-_LIGHT_RECEIVERS: dict[str, Receiver] = {"shm": receive_by_shm, "snapshot": receive_by_snapshot}
+def receive_by_nccl(reception: Reception) -> Iterator[Arrived]:
+    """nccl: receive the publisher's broadcasts on a separate stream, while the engine decodes.
+
+    Yields buckets on the engine's GPU, or in pinned host memory through two buffers on the GPU. The rendezvous is an
+    NcclMeeting. The communicator is kept for the group's next push, unless this one fails."""
+    meeting = NcclMeeting.from_json(reception.rendezvous)
+    joined = _nccl_groups.join(meeting, reception)
+    try:
+        if not joined.group.is_open:
+            joined.group.open(reception.deadline)
+        yield from _broadcasts(joined, reception)
+    except BaseException as error:
+        _nccl_groups.drop(joined)
+        if isinstance(error, RuntimeError):
+            first_line = first_line_of(error)
+            raise WeightPushFailed(f"the NCCL broadcast broke: {first_line}") from error
+        raise
+
+
+def _broadcasts(joined: _Joined, reception: Reception) -> Iterator[Arrived]:
+    """Enqueue the broadcasts ahead, and yield each bucket when it has arrived."""
+    group, deadline = joined.group, reception.deadline
+    relay = None
+    if not is_gpu(reception.device):
+        relay = joined.relay_for(max(bucket.num_bytes for bucket in reception.manifest.buckets))
+    enqueued: deque[tuple[torch.Tensor, tuple[int, ...]]] = deque()
+
+    def oldest() -> Arrived:
+        wire, events = enqueued.popleft()
+        for event in events:
+            group.wait(event, deadline)
+        return Arrived(wire)
+
+    for num_bytes in wire_sizes(reception.manifest):
+        if len(enqueued) >= (MAX_ENQUEUED if relay is None else NUM_SLOTS):
+            yield oldest()
+        wire = reception.buffer(num_bytes, reception.device if relay is None else torch.device("cpu"))
+        if relay is None:
+            events: tuple[int, ...] = (group.broadcast(wire.data_ptr(), num_bytes, deadline, hold=wire),)
+        else:
+            events = relay.receive(wire.data_ptr(), num_bytes, deadline, hold=wire)
+        enqueued.append((wire, events))
+    # The barrier shows the publisher that this rank gets everything. It stays None if the group is broken: the waits
+    # for the buckets find out whether one is missing.
+    barrier = None
+    with contextlib.suppress(WeightPushFailed):
+        barrier = group.enter_barrier(deadline)
+    while enqueued:
+        yield oldest()
+    try:
+        if barrier is not None:
+            group.wait(barrier, deadline)
+            return
+    except WeightPushFailed as error:  # not a failure of this rank, which has every bucket
+        logger.warning("another member did not end the push: %s", error)
+    _nccl_groups.drop(joined)  # so that the barrier does not occupy the GPU forever
+
+
+@dataclass(eq=False)
+class _Joined:
+    """A group that this process has joined, and its rank in it."""
+
+    meeting: NcclMeeting
+    rank: int
+    term: int
+    group: NcclGroup
+    relay: Relay | None = None
+
+    def relay_for(self, max_bytes: int) -> Relay:
+        if self.relay is None or self.relay.max_bytes < max_bytes:
+            self.relay = Relay(self.group, max_bytes)
+        return self.relay
+
+
+class _JoinedGroups:
+    """The groups that this process has joined: one per sender, and none of a learner with an outdated term."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._joined: list[_Joined] = []
+
+    def join(self, meeting: NcclMeeting, reception: Reception) -> _Joined:
+        term = reception.manifest.term
+        with self._lock:
+            of_sender = [j for j in self._joined if j.meeting.sender == meeting.sender]
+            past = [j for j in self._joined if j.term < term or (j in of_sender and j.meeting.group != meeting.group)]
+            self._joined = [joined for joined in self._joined if joined not in past]
+            found = [j for j in self._joined if (j.meeting.group, j.rank) == (meeting.group, reception.rank)]
+        for joined in past:
+            joined.group.abort()
+        if found:
+            return found[0]
+        if meeting.kept:
+            raise WeightPushFailed("this worker has left the NCCL group of the push; the publisher must form a new one")
+        unique_id = bytes.fromhex(meeting.unique_id)
+        device_index = reception.worker_device.index or 0
+        group = NcclGroup(unique_id, reception.announcement.world_size, reception.rank, device_index)
+        joined = _Joined(meeting, reception.rank, term, group)
+        with self._lock:
+            self._joined.append(joined)
+        return joined
+
+    def drop(self, joined: _Joined) -> None:
+        with self._lock:
+            self._joined = [other for other in self._joined if other is not joined]
+        joined.group.abort()
+
+    def drop_all(self) -> None:
+        for joined in list(self._joined):
+            self.drop(joined)
+
+
+_nccl_groups = _JoinedGroups()
+atexit.register(_nccl_groups.drop_all)
+
+
+def is_gpu(device: torch.device) -> bool:
+    """Whether buckets arrive in the device's own memory."""
+    return device.type == "cuda"
+
+
+_RECEIVERS: dict[str, Receiver] = {
+    "nccl": receive_by_nccl,
+    "shm": receive_by_shm,
+    "snapshot": receive_by_snapshot,
+}

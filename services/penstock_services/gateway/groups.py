@@ -53,8 +53,7 @@ class ListSamples(records.Page):
 
 
 async def usable_prompts(queue: RedisReplayQueue, prompt_ids: Sequence[int], owner: Owner) -> set[int]:
-    """Those of the prompts that the owner may use. Of a prompt that has ended only its state is left, which every key
-    may see."""
+    """The prompts that the owner may use. A prompt that has ended keeps only its state, which every key may see."""
     if owner.sees_all:
         return set(prompt_ids)
     payloads = zip(prompt_ids, await queue.prompts(prompt_ids), strict=True)

@@ -143,7 +143,7 @@ class SessionCollector(Collector):
 _DEAD_REASONS = ("corrupt", "schema", "shape", "non_finite", "identity")
 _EXPIRED_REASONS = ("stale", "no_spread", "quarantined", "reward_failed")
 """Known reasons. Their series start at 0, so that a first increase is seen."""
-_LEVELS = {"ok": 1, "warn": 2, "fail": 3}
+_LEVELS = {"OK": 1, "WARN": 2, "FAIL": 3}
 """Value of the finding that a run has; the others are 0."""
 
 

@@ -3,7 +3,7 @@
 Any server that serves the right version may answer, the least busy first. A session stays with the server that answered
 its earlier calls, because that has the keys and values of the conversation cached, unless the server
 
-    is gone, drained, quarantined or not ready      it is not among those that may answer
+    is gone, drained, quarantined or not ready      it is not among the candidates
     is overloaded                                   it has `gateway.sessions.max_extra_calls` more calls than another
     has a version that the run no longer admits     older than `replay.max_staleness` steps behind the newest one served
 """
@@ -20,8 +20,7 @@ from dataclasses import dataclass, field
 
 from penstock.config.run import RunConfig
 from penstock.errors import Conflict, ModelNotFound, PenstockError, Unavailable
-from penstock.store.fleet import SERVING_STATES, Fleet, FleetReading, FleetView, ServerRecord
-from penstock.store.policies import PolicyRegistry
+from penstock.store.fleet import SERVING_STATES, Fleet, FleetReading, FleetView, PolicyRegistry, ServerRecord
 from penstock.store.run_control import RunControl
 from penstock.v1 import generate_pb2
 

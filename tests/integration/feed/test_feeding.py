@@ -25,9 +25,8 @@ from penstock.feed.dataset_feed import Feeder, PromptStream
 from penstock.feed.feed_process import feed_run
 from penstock.feed.validation import Validator, VersionHold, validated_steps
 from penstock.replay.queue import RedisReplayQueue
-from penstock.store.fleet import Fleet, Quarantine, ServerRecord
+from penstock.store.fleet import Fleet, PolicyRegistry, Quarantine, ServerRecord
 from penstock.store.heartbeats import VALIDATOR, Heartbeats
-from penstock.store.policies import PolicyRegistry
 from support.redis_server import RedisProcess
 
 NUM_PROMPTS = 2000

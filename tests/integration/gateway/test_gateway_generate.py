@@ -17,9 +17,8 @@ from penstock.codec import decode_group, decode_prompt
 from penstock.config.run import WeightsConfig
 from penstock.errors import PromptTooLong
 from penstock.replay.queue import RedisReplayQueue
-from penstock.store.fleet import Fleet, ServerRecord
+from penstock.store.fleet import Fleet, PolicyRegistry, ServerRecord
 from penstock.store.keys import RunKeys
-from penstock.store.policies import PolicyRegistry
 from penstock.trajectory import SESSION_AGENT
 from penstock.v1 import generate_pb2, generate_pb2_grpc, prompts_pb2
 from penstock.weights.transports import ClusterKey

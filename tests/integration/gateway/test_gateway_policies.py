@@ -12,8 +12,7 @@ from penstock.api import records
 from penstock.client import PenstockClient
 from penstock.errors import DeadlineExceeded
 from penstock.replay.queue import RedisReplayQueue
-from penstock.store.fleet import Fleet, ServerRecord
-from penstock.store.policies import PolicyRegistry
+from penstock.store.fleet import Fleet, PolicyRegistry, ServerRecord
 from penstock.trajectory import Prompt
 from penstock.v1 import (
     policies_pb2,

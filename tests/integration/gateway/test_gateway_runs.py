@@ -123,6 +123,7 @@ async def test_the_metrics_of_the_newest_step_stay_after_a_restart(gateway: Gate
     assert run["learning"].startswith("reward 0.5 over 1 step")
     verdict, speed = run["learning_verdict"], run["speed_verdict"]
     assert (verdict["code"], verdict["level"], verdict["text"]) == ("few_steps", "OK", run["learning"])
+    assert (verdict["check"], speed["check"]) == ("learning", "speed")
     assert speed["code"] == "not_running" and Run.model_validate(run).speed_verdict is not None
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from penstock.replay.queue import RedisReplayQueue
-from penstock.store.policies import PolicyRegistry
+from penstock.store.fleet import PolicyRegistry
 from penstock.store.redis_client import connect
 from penstock.trajectory import Group
 from support.groups import make_group

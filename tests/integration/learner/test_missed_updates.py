@@ -29,10 +29,10 @@ from penstock.weights.manifest import TensorShape, allocate_buckets, build_manif
 from penstock.weights.snapshot import write_snapshot
 from penstock_learner.agreement.servers import MIN_STEPS, LogProbCheck, ServerAgreement, ServerQuarantine
 from penstock_learner.batches.sequence_batch import batch_of
-from penstock_learner.checkpoints.trainer_state import Lineage
 from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.model.attention.packed_layout import ModelInputs
 from penstock_learner.model.causal_lm import load_model
+from penstock_learner.term import Term
 from penstock_rollout.engines.engine import GenerateRequest
 from penstock_rollout.engines.torch.engine import TorchEngine
 from penstock_rollout.fleet.membership import load_snapshot
@@ -121,7 +121,7 @@ class Setting:
     async def refused(self, groups: Sequence[Group]) -> set[str]:
         """Train a step on the groups. Returns the servers whose groups were refused."""
         self.step += 1
-        refused = await self.agreement.refused(self.step, groups, self.learner.version, Lineage())
+        refused = await self.agreement.refused(self.step, groups, Term(policy_version=self.learner.version))
         return {group.server_id for group in groups if group.prompt_id in refused}
 
     async def push(self, policy: policies_pb2.Policy) -> None:

@@ -14,10 +14,10 @@ import pytest
 from penstock.cli.commands.feed import TERMINATED
 from penstock.client.address import GatewayAddress
 from penstock.config.dataset import DatasetConfig
-from penstock.store.policies import PolicyRegistry
+from penstock.store.fleet import PolicyRegistry
 from penstock.store.run_control import RunControl
 from penstock.v1 import policies_pb2
-from penstock_learner.checkpoints.store import CheckpointStore
+from penstock_learner.checkpoints import CheckpointStore
 from support.fleet_runs import EXAMPLE, FleetRun, Part, fleet_config
 from support.redis_server import RedisProcess
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.config.run import RunConfig
-from penstock_learner.checkpoints.store import shards_folder
+from penstock_learner.checkpoints import shards_folder
 from support.learner_runs import GROUPS_PER_STEP, NUM_STEPS, fill_queue, make_config, outcome, run_learner, state_hash
 from support.redis_server import RedisProcess
 

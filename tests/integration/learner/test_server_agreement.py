@@ -25,8 +25,8 @@ from penstock_learner.agreement.servers import (
     ServerAgreement,
     ServerQuarantine,
 )
-from penstock_learner.checkpoints.trainer_state import Lineage
 from penstock_learner.metrics import OTHER_SERVERS, LearnerMetrics
+from penstock_learner.term import Term
 from support.groups import make_group
 
 
@@ -80,7 +80,7 @@ class Setting:
         self.step += 1
         version = self.step - 1
         groups = [self.group(server, version - staleness) for server in servers]
-        refused = await self.agreement.refused(self.step, groups, version, Lineage())
+        refused = await self.agreement.refused(self.step, groups, Term(policy_version=version))
         return [group.server_id for group in groups if group.prompt_id in refused]
 
     async def probe(self, server: str) -> list[str]:

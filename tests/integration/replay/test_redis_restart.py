@@ -17,7 +17,7 @@ from penstock.errors import Unavailable
 from penstock.replay.queue import RedisReplayQueue
 from penstock.store.redis_client import RedisClient, connect
 from penstock_learner.loop.batches import BatchReader
-from penstock_learner.loop.term import Term
+from penstock_learner.term import Term
 from support.groups import make_group
 from support.redis_server import RedisProcess
 

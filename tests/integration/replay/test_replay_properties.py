@@ -25,8 +25,8 @@ from penstock.errors import Fenced
 from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import Lease, OfferedGroup, Origin, SavedTokens
 from penstock.replay.results import PromptBook
+from penstock.store.fleet import PolicyRegistry
 from penstock.store.keys import RunKeys
-from penstock.store.policies import PolicyRegistry
 from penstock.store.redis_client import connect
 from penstock.store.run_control import RunControl
 from support.groups import made_by

@@ -104,7 +104,7 @@ def test_a_run_whose_learner_was_killed_goes_on_when_started_again(tmp_path: Pat
     second = DemoProcess(tmp_path, *overrides)
     try:
         assert second.wait() == 0, second.text()
-        assert "resuming from" in (second.folder / "logs" / "learner.log").read_text()
+        assert "continuing from" in (second.folder / "logs" / "learner.log").read_text()
         summary = json.loads((second.folder / "summary.json").read_text())
         assert (summary["steps"], summary["groups_trained"], summary["conservation_error"]) == (8, 8 * 32, 0)
         assert groups_by_step(second.folder) == dict.fromkeys(range(1, 9), 32), "no step is there twice"

@@ -68,16 +68,16 @@ async def test_a_stopped_run_is_no_fault_and_its_next_start_is_checked(config: R
     (config.folder / "checkpoints" / "term-000001-step-00000025").mkdir(parents=True)
     findings = await examine(config)
     [(level, text)] = of(findings, "run")
-    assert level == "ok" and "test is stopped" in text and "term-000001-step-00000025" in text
-    assert of(findings, "ports") == [("ok", "the run is not up here; its ports are free")]
+    assert level == "OK" and "test is stopped" in text and "term-000001-step-00000025" in text
+    assert of(findings, "ports") == [("OK", "the run is not up here; its ports are free")]
     assert of(findings, "redis") == []
     [(level, text)] = of(findings, "model")
-    assert level == "fail" and "the next start would fail: model.path" in text
-    assert of(findings, "rewards") == [("ok", "the next start finds it as it should be")]
+    assert level == "FAIL" and "the next start would fail: model.path" in text
+    assert of(findings, "rewards") == [("OK", "the next start finds it as it should be")]
 
     (config.folder / "lock").write_text(str(os.getpid()))  # it is up, so all of this is a fault
     findings = await examine(config)
-    assert of(findings, "run") == [] and of(findings, "redis")[0][0] == of(findings, "ports")[0][0] == "fail"
+    assert of(findings, "run") == [] and of(findings, "redis")[0][0] == of(findings, "ports")[0][0] == "FAIL"
 
 
 def test_a_run_is_examined_from_any_folder(
@@ -106,28 +106,28 @@ async def test_a_healthy_deployment_is_ok_throughout(
         await Fleet(redis_client, "test").set_state("rollout-0", "READY")
         await Heartbeats(redis_client, "test").beat("learner")
         findings = await examine(config)
-    assert {finding.level for finding in findings if finding.check != "disk"} == {"ok"}, findings
-    assert of(findings, "log-probs") == [("ok", "engine and learner differ by 1e-05 nats a token (version 3)")]
-    assert of(findings, "weights") == [("ok", "rollout-0 has exactly version 3")]
+    assert {finding.level for finding in findings if finding.check != "disk"} == {"OK"}, findings
+    assert of(findings, "log-probs") == [("OK", "engine and learner differ by 1e-05 nats a token (version 3)")]
+    assert of(findings, "weights") == [("OK", "rollout-0 has exactly version 3")]
     assert {text.split(",")[0] for _, text in of(findings, "heartbeat")} == {"learner", "rollout-0"}
     assert [text.endswith("the folder of Redis") for _, text in of(findings, "disk")] == [False, True]
-    assert of(findings, "conservation") == [("ok", "every admitted group is accounted for")]
+    assert of(findings, "conservation") == [("OK", "every admitted group is accounted for")]
     assert of(findings, "admission") == []
 
 
 async def test_a_server_in_quarantine_is_named_with_its_numbers(
     config: RunConfig, redis_client: redis.Redis, queue: RedisReplayQueue
 ) -> None:
-    assert of(await examine(config), "quarantine") == [("ok", "no server is in quarantine")]
+    assert of(await examine(config), "quarantine") == [("OK", "no server is in quarantine")]
     term = await queue.take_term(0)
     await Fleet(redis_client, "test").join(SERVER)
     record = Quarantine("rollout-0", 0.41, 0.1, policy_version=3, since_ms=1, num_reloads=1)
     await Quarantines(redis_client, "test").put(record, term)
     [(level, text)] = of(await examine(config), "quarantine")
-    assert level == "fail"
+    assert level == "FAIL"
     assert text == (
-        "rollout-0 differs from the learner by 0.41 nats a token, more than 0.1 (version 3); its weights were loaded "
-        "again 1 times"
+        "rollout-0 is in quarantine: its log-probs differ by 0.41 nats a token, more than 0.1; weights loaded again 1 "
+        "times (found at version 3)"
     )
 
 
@@ -138,9 +138,9 @@ async def test_a_run_that_can_admit_nothing_is_found(
     counters = {"step": 480, "committed_step": 485, "trained": 10_000_000, "admitted": 10_000_000}
     await redis_client.hset("penstock:{test}:counters", mapping=counters)
     findings = await examine(config)
-    assert of(findings, "conservation") == [("ok", "every admitted group is accounted for")]
+    assert of(findings, "conservation") == [("OK", "every admitted group is accounted for")]
     [(level, text)] = of(findings, "admission")
-    assert level == "fail" and "the learner is at step 480, below the committed step 485" in text
+    assert level == "FAIL" and "the learner is at step 480, below the committed step 485" in text
 
 
 async def test_a_server_paused_by_failures_is_found(
@@ -151,14 +151,14 @@ async def test_a_server_paused_by_failures_is_found(
     for _ in range(2):
         for lease in await queue.lease("rollout-0", 4):
             await queue.give_back("rollout-0", lease, "non_finite")
-    assert [level for level, _ in of(await examine(config), "leasing")] == ["fail"]
+    assert [level for level, _ in of(await examine(config), "leasing")] == ["FAIL"]
     await Fleet(redis_client, "test").leave("rollout-0")
-    assert [level for level, _ in of(await examine(config), "leasing")] == ["ok"], "a server that left is no fault"
+    assert [level for level, _ in of(await examine(config), "leasing")] == ["OK"], "a server that left is no fault"
 
 
 async def test_rewards_that_fail_before_the_first_step_are_found(config: RunConfig, redis_client: redis.Redis) -> None:
     await Notices(redis_client, "test").record(Event("reward_failed", "place", "KeyError"), 768)
-    assert of(await examine(config), "rewards") == [("fail", "768 failed before the first step; the first: KeyError")]
+    assert of(await examine(config), "rewards") == [("FAIL", "768 failed before the first step; the first: KeyError")]
 
 
 async def test_failing_rewards_and_prompts_are_found(
@@ -175,16 +175,16 @@ async def test_failing_rewards_and_prompts_are_found(
     await RunControl(redis_client, "test").pause("all rewards failed")
     findings = await examine(config)
     failing, unknown = of(findings, "rewards")
-    assert failing[0] == "fail" and failing[1].startswith(
+    assert failing[0] == "FAIL" and failing[1].startswith(
         "624 failed, 100% of the samples of step 0; the first: the reward"
     )
-    assert unknown == ("warn", "unknown data source 'mine'")
+    assert unknown == ("WARN", "unknown data source 'mine'")
     [(level, text)] = of(findings, "dead letters")
-    assert (level, text) == ("fail", "4 prompts, 100% of those that ended, were dead-lettered (4 prompt_too_long)")
-    assert of(findings, "state") == [("fail", "the run paused itself: all rewards failed")]
+    assert (level, text) == ("FAIL", "4 prompts, 100% of those that ended, were dead-lettered (4 prompt_too_long)")
+    assert of(findings, "state") == [("FAIL", "the run paused itself: all rewards failed")]
     [(level, text)] = of(findings, "learning")
-    assert level == "fail" and "the reward function fails on 100% of the samples" in text
-    assert all(finding.advice for finding in findings if finding.level != "ok")
+    assert level == "FAIL" and "the reward function fails on 100% of the samples" in text
+    assert all(finding.advice for finding in findings if finding.level != "OK")
 
 
 async def test_faults_are_found(config: RunConfig, redis_client: redis.Redis, queue: RedisReplayQueue) -> None:
@@ -196,20 +196,20 @@ async def test_faults_are_found(config: RunConfig, redis_client: redis.Redis, qu
     await redis_client.hset("penstock:{test}:heartbeats", "learner", 1)
     replay = config.replay.model_copy(update={"loss_window_s": 0})
     findings = await examine(config.model_copy(update={"replay": replay}))
-    assert of(findings, "conservation") == [("fail", "off by 2")]
-    assert of(findings, "weights") == [("fail", "rollout-0 has other weights than version 3")]
+    assert of(findings, "conservation") == [("FAIL", "off by 2")]
+    assert of(findings, "weights") == [("FAIL", "rollout-0 has other weights than version 3")]
     [(level, text)] = of(findings, "log-probs")
-    assert (level, text[:35]) == ("fail", "engine and learner differ by 0.5 na")
-    assert ("fail", "rollout-0") in [(level, text.split()[0]) for level, text in of(findings, "ports")]
-    assert [level for level, text in of(findings, "heartbeat") if text.startswith("learner")] == ["fail"]
-    assert [level for level, _ in of(findings, "durability")] == ["warn"]
-    assert all(finding.advice for finding in findings if finding.level != "ok")
+    assert (level, text[:35]) == ("FAIL", "engine and learner differ by 0.5 na")
+    assert ("FAIL", "rollout-0") in [(level, text.split()[0]) for level, text in of(findings, "ports")]
+    assert [level for level, text in of(findings, "heartbeat") if text.startswith("learner")] == ["FAIL"]
+    assert [level for level, _ in of(findings, "durability")] == ["WARN"]
+    assert all(finding.advice for finding in findings if finding.level != "OK")
 
 
 @pytest.mark.parametrize(
     ("setting", "value", "check", "level"),
-    [("appendonly", "no", "durability", "fail"), ("appendfsync", "no", "durability", "warn"),
-     ("maxmemory-policy", "allkeys-lru", "memory", "fail")],
+    [("appendonly", "no", "durability", "FAIL"), ("appendfsync", "no", "durability", "WARN"),
+     ("maxmemory-policy", "allkeys-lru", "memory", "FAIL")],
 )  # fmt: skip
 async def test_a_redis_that_may_lose_data_is_named(
     config: RunConfig, redis_client: redis.Redis, setting: str, value: str, check: str, level: str
@@ -240,12 +240,12 @@ def test_ports_of_a_run_that_is_down_and_of_one_that_died(config: RunConfig) -> 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         taken = config.gateway.model_copy(update={"port": listener.getsockname()[1]})
         [finding] = check_ports(config.model_copy(update={"gateway": taken}))
-        assert (finding.level, finding.advice) == ("fail", "set gateway.port to a free one, or 0")
+        assert (finding.level, finding.advice) == ("FAIL", "set gateway.port to a free one, or 0")
     config.folder.mkdir(parents=True)
     (config.folder / "summary.json").write_text("{}")
     (config.folder / "learner.json").write_text(json.dumps({"host": "127.0.0.1", "metrics_port": free_port()}))
     [finding] = check_ports(config)
-    assert finding.level == "fail" and finding.text.startswith("learner does not answer on")
+    assert finding.level == "FAIL" and finding.text.startswith("learner does not answer on")
 
 
 def test_gpus_are_counted_and_their_links_read(
@@ -258,10 +258,10 @@ def test_gpus_are_counted_and_their_links_read(
 
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     install("\tGPU0\tGPU1\\nGPU0\tX\tNV18\\nGPU1\tNV18\tX\\n")
-    assert [(f.level, f.text) for f in check_gpus(config)] == [("ok", "2 x H200, linked by NVLink")]
+    assert [(f.level, f.text) for f in check_gpus(config)] == [("OK", "2 x H200, linked by NVLink")]
     install("\tGPU0\tGPU1\\nGPU0\tX\tSYS\\nGPU1\tSYS\tX\\n")
-    assert [(f.level, f.text) for f in check_gpus(config)] == [("warn", "2 x H200, not all linked by NVLink (SYS)")]
+    assert [(f.level, f.text) for f in check_gpus(config)] == [("WARN", "2 x H200, not all linked by NVLink (SYS)")]
     one_each = {"path": "reward", "num_ranks": 3, "gpus_per_rank": 1}
     learner = config.learner.model_copy(update={"reward_model": RewardModelConfig(**one_each)})
     [found] = check_gpus(config.model_copy(update={"learner": learner}))
-    assert (found.level, found.text) == ("fail", "2 x H200, but the learner needs 3")
+    assert (found.level, found.text) == ("FAIL", "2 x H200, but the learner needs 3")

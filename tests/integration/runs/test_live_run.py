@@ -32,7 +32,7 @@ from penstock.api_keys import read_own_key
 from penstock.cli import main as cli
 from penstock.client import SyncPenstockClient
 from penstock.trajectory import Prompt, Sampling
-from penstock_learner.checkpoints.store import shards_folder
+from penstock_learner.checkpoints import shards_folder
 from support.gateways import LAUNCH, SCREENSHOTS, needs_chromium
 from support.learner_runs import checkpoint_state
 from support.monitoring import (

@@ -109,7 +109,7 @@ def test_a_learner_that_gets_sigterm_writes_a_checkpoint_and_the_next_continues(
     second = run.start_learner(every, name="second")
     run.until_serving("new", above=version + 2)
     stop_and_wait(run, second)
-    assert "resuming from" in second.output()
+    assert "continuing from" in second.output()
     assert steps(run) == list(range(1, steps(run)[-1] + 1)), "no step twice, none left out"
     assert run.stat().conservation_error == 0
 

@@ -175,7 +175,7 @@ async def test_the_console_shows_a_session_as_a_tree(talking: Talking, client: P
         assert await page.get_by_text("End of path 0: no reward yet").count() == 1
         await tree.locator(".tokens span").first.focus()
         await page.keyboard.press("ArrowRight")
-        assert "inserted before call 0" in await page.locator("#said").inner_text()
+        assert "inserted before call 0" in await page.locator("#announcement").inner_text()
 
         await client.reward_session(leased.session_id, 0.25)
         for theme, width in (("light", 1200), ("dark", 1200), ("light", 380)):

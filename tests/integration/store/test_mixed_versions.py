@@ -8,9 +8,8 @@ import pytest
 import redis.asyncio as redis
 
 from penstock.codec import read_known_fields
-from penstock.store.fleet import Fleet, ServerRecord
+from penstock.store.fleet import Fleet, PolicyRegistry, ServerRecord
 from penstock.store.keys import RunKeys
-from penstock.store.policies import PolicyRegistry
 from penstock.v1 import policies_pb2
 
 KEYS = RunKeys("test")

@@ -18,8 +18,7 @@ from penstock.config.service import RedisConfig, ReplayConfig
 from penstock.errors import ConfigError, Unavailable
 from penstock.machine import free_port, wait_for_port
 from penstock.replay.queue import RedisReplayQueue
-from penstock.store.fleet import Fleet, ServerRecord
-from penstock.store.policies import PolicyRegistry
+from penstock.store.fleet import Fleet, PolicyRegistry, ServerRecord
 from penstock.store.redis_client import connect
 from penstock.v1 import policies_pb2
 from penstock_tools.local.private_redis import find_redis_server

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from penstock.v1 import weights_pb2
-from penstock.weights.cuda import libraries
-from penstock.weights.cuda.ipc import IpcOffer
+from penstock.weights import cuda
+from penstock.weights.cuda import IpcOffer
 from penstock.weights.manifest import XXH3_PIECES, TensorShape, build_manifest
 from penstock.weights.transports import Deadline
 from penstock_learner.weights import senders as sending
@@ -39,7 +39,7 @@ def host_bytes(pointer: int, num_bytes: int, device: torch.device) -> torch.Tens
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[RuntimeStandIn]:
     stand_in = RuntimeStandIn()
     receiving._copy_stream.cache_clear()
-    monkeypatch.setattr(libraries, "runtime", lambda: stand_in)
+    monkeypatch.setattr(cuda, "runtime", lambda: stand_in)
     monkeypatch.setattr(bucket_memory, "bytes_at", host_bytes)
     monkeypatch.setattr(sending, "device_uuid", lambda device: "GPU-1")
     monkeypatch.setattr(receiving, "device_uuid", lambda device: "GPU-1")

@@ -15,8 +15,7 @@ from prometheus_client import CollectorRegistry
 from penstock.cancellation import end_task
 from penstock.errors import DeadlineExceeded, NotFound, TrainingDiverged
 from penstock.replay.queue import RedisReplayQueue
-from penstock.store.fleet import Fleet, Quarantines, ServerRecord
-from penstock.store.policies import PolicyRegistry
+from penstock.store.fleet import Fleet, PolicyRegistry, Quarantines, ServerRecord
 from penstock.store.redis_client import connect
 from penstock_learner.agreement.servers import ServerQuarantine, ServerVerdict
 from penstock_learner.loop.publication import PolicyPublication
@@ -55,12 +54,12 @@ class ScriptedPolicy:
         return [1.5 * len(self.gathered), 2.0 * len(self.gathered)]
 
     async def call_in_lane(self, lane: str, method: str, *arguments: Any, timeout_s: float) -> Any:
-        if method == "write_snapshot":
+        if method == "publisher.write_snapshot":
             version, target = arguments
             self.snapshots.append(version)
             if self.makes_folders:
                 target.mkdir(parents=True)
-        if method != "push":
+        if method != "publisher.push":
             return None
         version, targets = arguments[0], arguments[1]
         names = [target.server_id for target in targets]
@@ -147,7 +146,7 @@ async def test_the_time_that_ranks_computed_is_that_since_the_version_before(set
 async def test_old_versions_are_listed_only_with_a_mark_or_a_snapshot(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.store.policies.NUM_LISTED", 3)
+    monkeypatch.setattr("penstock.store.fleet.NUM_LISTED", 3)
     publication = setting.publication
     weights = publication.config.weights.model_copy(update={"snapshot_every_steps": 1})
     publication.snapshots.config = publication.config.model_copy(update={"weights": weights})

@@ -48,7 +48,7 @@ class OneRankPolicy:
         return [0.0]
 
     async def call_in_lane(self, lane: str, method: str, *arguments: Any, timeout_s: float) -> Any:
-        if method != "push":
+        if method != "publisher.push":
             return None
         version, targets, transport, base_version, name = arguments
         async with self.lanes.setdefault(lane, asyncio.Lock()):

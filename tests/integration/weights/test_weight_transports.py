@@ -14,7 +14,7 @@ import torch
 from penstock.config.loading import dump_config
 from penstock.config.run import RunConfig
 from penstock.v1 import weights_pb2, weights_pb2_grpc
-from penstock.weights.cuda import libraries
+from penstock.weights import cuda
 from penstock.weights.transports import ClusterKey, Deadline
 from penstock_learner.weights import deltas
 from penstock_learner.weights.publisher import WeightPublisher
@@ -40,8 +40,8 @@ def config_of(folder: Path, transport: str, **weights: object) -> RunConfig:
 @pytest.fixture(autouse=True)
 def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Replace CuPy's bindings by a stand-in over gloo, because the tests run without a GPU."""
-    monkeypatch.setattr(libraries, "runtime", libraries.runtime)  # restored after the test
-    monkeypatch.setattr(libraries, "nccl", libraries.nccl)
+    monkeypatch.setattr(cuda, "runtime", cuda.runtime)  # restored after the test
+    monkeypatch.setattr(cuda, "nccl", cuda.nccl)
     stand_in = install_nccl_stand_in()
     yield
     stand_in.stop()

@@ -29,8 +29,7 @@ from penstock.errors import PenstockError, Unavailable
 from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import QueueStat
 from penstock.store.redis_client import connect
-from penstock_learner.checkpoints.store import CheckpointStore
-from penstock_learner.checkpoints.trainer_state import read_state
+from penstock_learner.checkpoints import CheckpointStore, read_state
 from penstock_learner.crash_points import NAMES as CRASH_POINTS
 from support.chaos.learner_process import TOOK_OVER, Folded
 from support.chaos.processes import LOSS_WINDOW_S, Child, LosingRedis

@@ -23,11 +23,11 @@ from penstock.config.service import RedisConfig
 from penstock.errors import DeadlineExceeded, Fenced, Unavailable
 from penstock.replay.queue import RedisReplayQueue
 from penstock.store.redis_client import connect
-from penstock_learner.checkpoints.store import CheckpointStore
-from penstock_learner.checkpoints.trainer_state import TrainerState
+from penstock_learner.checkpoints import CheckpointStore
 from penstock_learner.crash_points import crash_point
 from penstock_learner.loop.batches import Batch, BatchReader
 from penstock_learner.loop.take_over import choose_checkpoint, take_over
+from penstock_learner.term import TrainerState
 from support.chaos.workload import (
     FENCED,
     RUN,

@@ -21,8 +21,8 @@ from penstock.trajectory import Group
 from penstock.v1 import groups_pb2, weights_pb2
 from penstock.weights.manifest import TensorShape, allocate_buckets, build_manifest, check_manifest
 from penstock.weights.snapshot import FILE_NAME, MANIFEST_NAME, read_manifest, read_snapshot, write_snapshot
-from penstock_learner.checkpoints.store import CheckpointStore
-from penstock_learner.checkpoints.trainer_state import TRAINER_FILE, Ledger, TrainerState, read_state
+from penstock_learner.checkpoints import TRAINER_FILE, CheckpointStore, read_state
+from penstock_learner.term import Ledger, TrainerState
 from penstock_rollout.agents.tool_calls import TOOL_FORMATS, MalformedCall, ToolCall
 from penstock_rollout.rewards.function import normalise_score
 from penstock_rollout.rewards.rules import exact_match, gsm8k, regex

@@ -17,6 +17,7 @@ from penstock_learner.roles.dispatch import dispatched
 from penstock_learner.roles.role_group import trained_roles
 from penstock_learner.start_check import check_step
 from penstock_learner.steps.program import TrainingStep, load_program
+from penstock_learner.term import Term
 from support.groups import make_group
 from support.learner_ranks import make_step
 from support.scripted_engines import make_tokenizer_folder
@@ -59,8 +60,8 @@ async def test_distillation_moves_the_policy_to_its_teacher(tiny_models: dict[st
         tiny_models, step=f"{file}:step", ahead=f"{file}:ahead", lr=1e-2,
         roles={"teacher": {"worker": "reference", "path": str(make_tiny_qwen2(tmp_path / "teacher", seed=11))}},
     )  # fmt: skip
-    results = [await step.run(GROUPS, number, 0, 0.0) for number in (1, 2, 3, 4)]
-    gaps = [result.numbers["teacher_kl"] for result in results]
+    results = [await step.run(GROUPS, number, Term()) for number in (1, 2, 3, 4)]
+    gaps = [result.by_name()["teacher_kl"] for result in results]
     assert gaps[-1] < gaps[0] - 0.01
     teacher = await step.ahead(GROUPS)
     assert teacher["teacher_log_probs"].shape == teacher.behaviour_log_probs.shape
@@ -72,7 +73,7 @@ async def test_a_second_critic_is_trained_beside_the_first(tiny_models: dict[str
         tiny_models, step=f"{EXAMPLES}/two_critics.py:step", critic={"lr": 1e-2},
         roles={"second_critic": {"worker": "critic", "lr": 1e-2}}, algorithm={"advantage": {"name": "gae"}},
     )  # fmt: skip
-    metrics = [(await step.run(GROUPS, number, 0, 0.0)).numbers for number in (1, 2)]
+    metrics = [(await step.run(GROUPS, number, Term())).by_name() for number in (1, 2)]
     assert metrics[0]["critic_gap"] == 0, "both heads start with zeros"
     assert metrics[1]["critic_gap"] > 0, "they learn from other samples"
     assert metrics[1]["second_critic_loss"] > 0 and metrics[1]["critic_loss"] != metrics[1]["second_critic_loss"]
@@ -89,7 +90,7 @@ async def test_a_judge_of_its_own_adds_to_the_rewards(tmp_path: Path) -> None:
     plain = np.array([trajectory.reward for group in GROUPS for trajectory in group.trajectories])
     np.testing.assert_allclose(batch.rewards, plain + 0.5 * batch["judge_scores"], atol=1e-6)
     assert ((batch["judge_scores"] > 0) & (batch["judge_scores"] < 1)).all()
-    metrics = (await step.run(GROUPS, 1, 0, 0.0)).numbers
+    metrics = (await step.run(GROUPS, 1, Term())).by_name()
     assert metrics["reward_mean"] == pytest.approx(batch.rewards.mean(), abs=1e-5)
 
 
@@ -130,7 +131,7 @@ async def step(batch, roles, context):
         algorithm={"correction": {"mode": "bypass"}},
     )  # fmt: skip
     assert trained_roles(step.config) == ["policy"]
-    metrics = (await step.run(GROUPS, 1, 0, 0.0)).numbers
+    metrics = (await step.run(GROUPS, 1, Term())).by_name()
     assert (metrics["right"], metrics["factor"]) == (1.0, 21.0)
 
 
@@ -160,7 +161,7 @@ async def step(batch, roles, context):
 """)
     step = make_step(tiny_models, step=f"{file}:step", roles={"wrong": {"worker": f"{file}:Wrong"}})
     with pytest.raises(ConfigError, match=rf"wrong\.numbers returned an array of shape .* for the \d+ {join}"):
-        await step.run(GROUPS, 1, 0, 0.0)
+        await step.run(GROUPS, 1, Term())
 
 
 ADVANTAGES = "batch = with_advantages(batch, context.algorithm, 0.0)\n    "
@@ -192,7 +193,7 @@ async def test_a_step_that_is_wrong_ends_with_one_line(
     own = write(tmp_path, f"async def step(batch, roles, context):\n    batch = await context.ahead()\n    {body}\n")
     gates: Any = {"forward": asyncio_barrier(2)} if "ensure_future" in body else {}
     with pytest.raises(ConfigError, match=message):
-        await make_step(tiny_models, gates, step=own).run(GROUPS, 1, 0, 0.0)
+        await make_step(tiny_models, gates, step=own).run(GROUPS, 1, Term())
 
 
 async def test_a_second_policy_is_refused_a_later_update_without_log_probs_too(
@@ -216,7 +217,7 @@ async def step(batch, roles, context):
     )
     step = make_step(tiny_models, step=own, roles={"second": {"worker": own.replace(":step", ":Second")}})
     with pytest.raises(ConfigError, match=r"second\.update was called more than once in a step.*by second\.log_probs"):
-        await step.run(GROUPS, 1, 0, 0.0)
+        await step.run(GROUPS, 1, Term())
 
 
 def asyncio_barrier(parties: int) -> Any:
@@ -230,7 +231,7 @@ async def test_a_step_that_does_not_read_what_was_computed_ahead_is_refused(
 ) -> None:
     own = write(tmp_path, "async def step(batch, roles, context):\n    return batch, {}\n")
     with pytest.raises(ConfigError, match=r"must await context.ahead\(\)"):
-        await make_step(tiny_models, step=own).run(GROUPS, 1, 0, 0.0)
+        await make_step(tiny_models, step=own).run(GROUPS, 1, Term())
 
 
 async def test_a_trained_role_cannot_be_called_ahead(tiny_models: dict[str, Path], tmp_path: Path) -> None:
@@ -278,7 +279,7 @@ async def test_the_death_of_a_trained_role_cannot_be_caught_by_a_step(
     step = make_step(tiny_models, step=own)
     with_dying_role(step, "policy")
     with pytest.raises(RoleDied, match="a rank of the policy role died in log_probs"):
-        await step.run(GROUPS, 1, 0, 0.0)
+        await step.run(GROUPS, 1, Term())
 
 
 async def test_a_frozen_role_that_dies_is_restarted_within_the_call(tiny_models: dict[str, Path]) -> None:

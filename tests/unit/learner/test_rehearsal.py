@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from penstock_learner.batches.partition import PrefixTree
-from penstock_learner.steps.program import EQUAL, LONG, MIXED, TrainingStep, rehearsal_batch, rehearse
+from penstock_learner.steps.program import EQUAL, LONG, MIXED, TrainingStep, rehearsal_batch
+from penstock_learner.term import Term
 from support.groups import make_group
 from support.learner_ranks import make_step
 
@@ -37,15 +38,11 @@ def state_of(step: TrainingStep) -> dict[str, Any]:
     return found
 
 
-async def rehearse_step(step: TrainingStep, num_samples: int, max_tokens: int, vocabulary: int, is_needed: Any) -> int:
-    return await rehearse(step.roles, step.access, num_samples, max_tokens, vocabulary, is_needed)
-
-
 @pytest.mark.parametrize("learner", [{}, PPO], ids=["grpo", "ppo"])
 async def test_a_rehearsal_changes_nothing(tiny_models: dict[str, Path], learner: dict[str, Any]) -> None:
     step = make_step(tiny_models, **learner)
     before, random = state_of(step), torch.get_rng_state()
-    assert await rehearse_step(step, 2, 4096, 16, lambda: True) == 4
+    assert await step.rehearse(2, 4096, 16, lambda: True) == 4
     after = state_of(step)
     ranks: list[Any] = [step.roles[name] for name in step.access.trained]
     assert all(parameter.grad is None for role in ranks for parameter in role.rank.model.parameters())
@@ -57,8 +54,8 @@ async def test_a_rehearsal_changes_nothing(tiny_models: dict[str, Path], learner
 async def test_a_step_after_a_rehearsal_is_the_same_step(tiny_models: dict[str, Path]) -> None:
     groups = [make_group(number) for number in (1, 2)]
     plain, rehearsed = make_step(tiny_models), make_step(tiny_models)
-    await rehearse_step(rehearsed, 2, 4096, 16, lambda: True)
-    first, second = [(await step.run(groups, 1, 0, 0.0)).numbers for step in (plain, rehearsed)]
+    await rehearsed.rehearse(2, 4096, 16, lambda: True)
+    first, second = [(await step.run(groups, 1, Term())).by_name() for step in (plain, rehearsed)]
     for name in ("loss", "grad_norm", "entropy"):
         assert first[name] == second[name], name
     assert all(torch.equal(value, state_of(rehearsed)[name]) for name, value in state_of(plain).items())
@@ -66,14 +63,14 @@ async def test_a_step_after_a_rehearsal_is_the_same_step(tiny_models: dict[str, 
 
 @pytest.mark.parametrize("number", [0, 1, 3])
 async def test_it_ends_when_there_is_something_to_train_on(tiny_models: dict[str, Path], number: int) -> None:
-    assert await rehearse_step(make_step(tiny_models), 2, 4096, 16, times(number)) == number
+    assert await make_step(tiny_models).rehearse(2, 4096, 16, times(number)) == number
 
 
 async def test_sequences_that_no_engine_makes_are_not_rehearsed(tiny_models: dict[str, Path]) -> None:
-    assert await rehearse_step(make_step(tiny_models), 2, 81, 16, lambda: True) == 2, (
+    assert await make_step(tiny_models).rehearse(2, 81, 16, lambda: True) == 2, (
         "only those of equal length are so short"
     )
-    assert await rehearse_step(make_step(tiny_models), 2, 64, 16, lambda: True) == 0
+    assert await make_step(tiny_models).rehearse(2, 64, 16, lambda: True) == 0
 
 
 @pytest.mark.parametrize("form", [MIXED, LONG, EQUAL])

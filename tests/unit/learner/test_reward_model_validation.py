@@ -20,6 +20,7 @@ from penstock.errors import Unavailable
 from penstock.trajectory import Group
 from penstock_learner.loggers.step_loggers import StepLoggers
 from penstock_learner.loggers.validations import RewardModelValidation, ValidationLog
+from penstock_learner.term import Term
 from support.groups import groups_of, make_group
 from support.learner_ranks import make_step
 from support.memory_queue import MemoryReplayQueue
@@ -97,7 +98,7 @@ async def test_the_scores_are_those_of_training_and_reach_the_loggers(tiny_model
         "val-core/math/reward/mean", "val-core/chat/reward_model/mean@4", "val-core/chat/combined_reward/mean@4",
         "val-core/chat/combined_reward/best@4/mean",
     }  # fmt: skip
-    trained = (await step.run(groups, 1, 0, 0.0)).numbers["reward_mean"]
+    trained = (await step.run(groups, 1, Term())).by_name()["reward_mean"]
     assert scores["val-core/chat/combined_reward/mean@4"] == pytest.approx(trained, abs=1e-5)
     rules = scores["val-core/math/reward/mean"]
     assert scores["val-core/chat/reward_model/mean@4"] == pytest.approx((trained - rules) / 0.1, abs=1e-4)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from penstock.protocols.answers import Choice
 from penstock.protocols.chat import token_log_probs
-from penstock.protocols.conversation import AnswerMessage, Conversation, Message, ToolCall
+from penstock.protocols.conversation import AnswerMessage, Conversation, Message, ToolUse
 from penstock.v1 import generate_pb2
 
-CALL = ToolCall("call-1", "add", '{"a": 2, "b": 2}')
+CALL = ToolUse("call-1", "add", '{"a": 2, "b": 2}')
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 
 
@@ -16,7 +16,7 @@ def test_a_conversation_survives_the_wire() -> None:
         (
             Message("system", "be brief"),
             Message("user", "2+2?", name="ann"),
-            Message("assistant", "", (CALL, ToolCall("call-2", "add", '{"a": 1'))),
+            Message("assistant", "", (CALL, ToolUse("call-2", "add", '{"a": 1'))),
             Message("tool", "4", tool_call_id="call-1"),
             Message("assistant", "four", reasoning="2 and 2"),
         ),
@@ -44,7 +44,7 @@ def test_the_message_of_an_answer_is_what_a_client_sends_back() -> None:
     answer.add(generate_pb2.GenerateChunk(tool_calls=[part(index=0, arguments='{"a": 2,')]))
     later = [part(index=0, arguments=' "b": 2}'), part(index=1, call_id="call-2", name="end", arguments="{}")]
     answer.add(generate_pb2.GenerateChunk(tool_calls=later))
-    assert answer.message == Message("assistant", "I add", (CALL, ToolCall("call-2", "end", "{}")))
+    assert answer.message == Message("assistant", "I add", (CALL, ToolUse("call-2", "end", "{}")))
 
 
 def test_bytes_of_a_part_of_a_character_are_not_made_up() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from support.vllm_stand_ins import imported_beside
+from support.vllm_stand_ins import imported_worker
 
 HIDDEN, VOCAB, PADDED, RANK, NUM_RANKS = 8, 10, 16, 1, 2
 SHAPES = {"embed": (VOCAB, HIDDEN), "q": (6, HIDDEN), "k": (2, HIDDEN), "down": (HIDDEN, 12), "norm": (HIDDEN,)}
@@ -106,13 +106,8 @@ def check_copies(copies: Any, model: Model, first: Tensors, second: Tensors) -> 
 
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    layers = "vllm.model_executor.layers"
-    contents = {
-        "vllm": {}, "vllm.model_executor": {}, layers: {}, f"{layers}.attention": {"Attention": Attention},
-        f"{layers}.linear": {"UnquantizedLinearMethod": Plain},
-        f"{layers}.vocab_parallel_embedding": {"UnquantizedEmbeddingMethod": Plain},
-    }  # fmt: skip
-    with imported_beside(monkeypatch, "penstock_rollout.engines.vllm.copies", contents) as module:
+    methods = {"UnquantizedLinearMethod": Plain, "UnquantizedEmbeddingMethod": Plain}
+    with imported_worker(monkeypatch, Attention=Attention, **methods) as module:
         yield module
 
 

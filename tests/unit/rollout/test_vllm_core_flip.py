@@ -15,7 +15,7 @@ import torch
 import torch._dynamo
 
 from penstock_rollout.engines.vllm.engine import VersionStamps
-from support.vllm_stand_ins import imported_beside
+from support.vllm_stand_ins import imported_worker
 
 TIMINGS = [(0.5, 0.01), (0.6, 0.02)]
 
@@ -81,24 +81,10 @@ class UniProcExecutor:
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The module that runs in EngineCore's process."""
-    contents: dict[str, dict[str, Any]] = {
-        "vllm": {}, "vllm.v1": {}, "vllm.v1.executor": {}, "vllm.model_executor": {},
-        "vllm.v1.engine": {
-            "EngineCoreOutput": Output, "EngineCoreOutputs": Message,
-            "EngineCoreRequestType": SimpleNamespace(WAKEUP="wake"),
-        },
-        "vllm.config": {"set_current_vllm_config": None},
-        "vllm.model_executor.model_loader": {},
-        "vllm.model_executor.model_loader.reload": {
-            "initialize_layerwise_reload": None, "finalize_layerwise_reload": None,
-        },
-        "vllm.v1.executor.multiproc_executor": {"MultiprocExecutor": object},
-        "vllm.v1.executor.uniproc_executor": {"UniProcExecutor": UniProcExecutor},
-        "penstock_rollout.engines.vllm.copies": {
-            "Copies": None, "NamedTensors": None, "NotPlain": Exception, "learn": None,
-        },
-    }  # fmt: skip
-    with imported_beside(monkeypatch, "penstock_rollout.engines.vllm.worker", contents) as module:
+    with imported_worker(
+        monkeypatch, EngineCoreOutput=Output, EngineCoreOutputs=Message,
+        EngineCoreRequestType=SimpleNamespace(WAKEUP="wake"), UniProcExecutor=UniProcExecutor,
+    ) as module:  # fmt: skip
         yield module
 
 

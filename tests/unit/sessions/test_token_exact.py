@@ -21,7 +21,7 @@ from penstock.v1 import generate_pb2, groups_pb2, prompts_pb2
 from penstock_learner.loop.batches import reason_to_discard
 from penstock_services.gateway.sessions.conversation_keys import message_keys
 from penstock_services.gateway.sessions.recorder import SessionCall, SessionRecorder
-from penstock_services.gateway.sessions.trajectories import RewardedSession, shared_prompts
+from penstock_services.gateway.sessions.trajectories import RewardedTree, shared_prompts
 from penstock_services.gateway.sessions.tree import SessionTree
 from support.memory_sessions import MemorySessionStore
 
@@ -218,7 +218,7 @@ def plain(messages: list[dict[str, Any]]) -> list[tuple[str, Any]]:
 def group_of_session(harness: Harness) -> list[Group]:
     tree = SessionTree()
     tree.add(asyncio.run(harness.store.calls(SESSION)))
-    made = shared_prompts([RewardedSession(tree, 0.5, {"part": 1.0})])
+    made = shared_prompts([RewardedTree(tree, 0.5, {"part": 1.0})])
     groups = [Group("r", 1, 1, "s", "session", one.sampling, one.prompt_token_ids, one.trajectories) for one in made]
     return [decode_group(encode_group(group)) for group in groups]
 

@@ -1,21 +1,14 @@
-"""`penstock doctor`: the command line, and what it prints."""
+"""`penstock doctor`: the command line."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from penstock.cli.connection import load_started_config, newest_config
 from penstock.cli.output import to_json
 from penstock.cli.parser import Parser, parse_with_overrides, run_interruptible
 from penstock.errors import ConfigError
-
-if TYPE_CHECKING:
-    from penstock.diagnosis import Finding
-
-_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -34,6 +27,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON")
     args, overrides = parse_with_overrides(parser, argv)
 
+    from penstock.diagnosis.terminal import print_findings
     from penstock_tools.doctor.examination import examine
 
     written = None if args.run_dir is None else args.run_dir / "config.yaml"
@@ -45,18 +39,7 @@ def main(argv: Sequence[str]) -> int:
         config = config.changed({"run_dir": args.run_dir.resolve().parent})
     findings = run_interruptible(examine(config), "while it examined the run")
     if args.json:
-        print(to_json([asdict(finding) for finding in findings]))
+        print(to_json([finding.model_dump() | {"level": finding.level.lower()} for finding in findings]))
     else:
         print_findings(findings)
-    return int(any(finding.level == "fail" for finding in findings))
-
-
-def print_findings(findings: Sequence[Finding]) -> None:
-    from rich.console import Console
-    from rich.markup import escape
-
-    console = Console(soft_wrap=True, highlight=False)
-    for finding in findings:
-        advice = f": {finding.advice}" if finding.advice else ""
-        level = f"[{_STYLES[finding.level]}]{finding.level:<4}[/]"
-        console.print(f"{level}  {finding.check:<12}  {escape(finding.text + advice)}")
+    return int(any(finding.level == "FAIL" for finding in findings))

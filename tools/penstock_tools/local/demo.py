@@ -18,15 +18,15 @@ from rich.table import Table
 
 from penstock.api.records import Run
 from penstock.config.run import RunConfig
+from penstock.diagnosis.display import Display, make_display
 from penstock.diagnosis.facts import NO_LEARNER
+from penstock.diagnosis.log_lines import PAUSED_STATES
 from penstock.diagnosis.terminal import sparkline
 from penstock.errors import ConfigError, Conflict, DeadlineExceeded
 from penstock.feed.dataset_feed import seeded
 from penstock.feed.datasets import read_prompts
 from penstock.trajectory import Prompt, Sampling
-from penstock_tools.local.display import Display, make_display
 from penstock_tools.local.local_run import LocalRun
-from penstock_tools.local.log_lines import PAUSED_STATES
 from penstock_tools.local.supervisor import News
 
 POLL_S = 0.5
@@ -44,22 +44,22 @@ async def run_demo(config: RunConfig) -> dict[str, Any]:
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, task.cancel)
     with make_display(config) as display:
-        display.say("starting Redis and the gateway")
+        display.print("starting Redis and the gateway")
         async with LocalRun(config) as run:
-            display.say(f"starting the rollout server and the learner; console: {run.console}")
+            display.print(f"starting the rollout server and the learner; console: {run.console}")
             news = await News.open(run, display)
             run.start_workers()
             try:
                 async with asyncio.timeout(config.demo.deadline_s) as deadline:
                     score_start = await _evaluate(run, "start", heldout, news)
                     await _show_fallback(run, display)
-                    display.say(f"held-out score before training: {score_start:.3f}")
+                    display.print(f"held-out score before training: {score_start:.3f}")
                     await _train(run, train, display, news)
-                    display.say("scoring the trained policy")
+                    display.print("scoring the trained policy")
                     score_end = await _evaluate(run, "end", heldout, news)
                     final = await run.client.get_run()
             except asyncio.CancelledError:
-                news.say_stopping()
+                news.print_stopping()
                 raise
             except TimeoutError as error:
                 if deadline.expired():
@@ -69,7 +69,7 @@ async def run_demo(config: RunConfig) -> dict[str, Any]:
                         f"{run.folder / 'logs'}, or raise demo.deadline_s"
                     ) from error
                 raise
-            display.say("stopping everything")
+            display.print("stopping everything")
     history = read_history(config.folder)
     summary = summarise(config, history, final, score_start, score_end, time.monotonic() - started)
     (config.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
@@ -100,7 +100,7 @@ async def _evaluate(run: LocalRun, evaluation_id: str, prompts: list[Prompt], ne
     evaluation = await run.client.create_evaluation(evaluation_id, prompts)
     while evaluation.num_finished < evaluation.num_prompts:
         await run.check()
-        check_not_paused(await news.say())
+        check_not_paused(await news.print_new())
         await asyncio.sleep(POLL_S)
         evaluation = await run.client.get_evaluation(evaluation_id)
     return evaluation.score
@@ -116,14 +116,14 @@ def check_not_paused(status: Run) -> None:
 async def _show_fallback(run: LocalRun, display: Display) -> None:
     engines = {server.engine for server in await run.client.servers()}
     if run.config.rollout.engine.name == "auto" and engines == {"torch"}:
-        display.say("vLLM is not installed here: the torch engine generates instead")
+        display.print("vLLM is not installed here: the torch engine generates instead")
 
 
 async def _train(run: LocalRun, prompts: Iterator[Prompt], display: Display, news: News) -> None:
     num_submitted = 0
     while not run.learner_finished:
         await run.check()
-        status = await news.say()
+        status = await news.print_new()
         check_not_paused(status)
         if status.queue.pending_prompts < SUBMIT_BATCH:
             batch = list(itertools.islice(prompts, SUBMIT_BATCH))

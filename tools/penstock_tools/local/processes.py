@@ -285,7 +285,7 @@ class Restarts:
         """The children that are not ready again, each with one line that says how it ended."""
 
     def check(self, may_finish: Sequence[str] = ()) -> list[Restart]:
-        """Restart the children whose wait is over, and return those that have newly ended. Raises ProcessDied for one
+        """Restart the children whose wait is over, and return the newly ended ones. Raises ProcessDied for one
         that is not started again."""
         found = []
         for child in self.processes.ended(may_finish):
@@ -334,7 +334,7 @@ class HungServers:
         self, servers: Sequence[Server] | None, may_hang: Collection[str], stopped: Collection[str] = ()
     ) -> dict[str, float]:
         """The servers that hang, with the seconds since their last heartbeat. `servers` is None if the status is
-        unknown. Only those in `may_hang` count; those in `stopped` have a stopped process."""
+        unknown. Only servers in `may_hang` count; servers in `stopped` have a stopped process."""
         self.newly_silent = {}
         if servers is None:
             return {}

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from penstock.api.records import Run
 from penstock.config.run import RunConfig
+from penstock.diagnosis.display import SHOWN_METRICS, Display, History, LineDisplay
+from penstock.diagnosis.log_lines import PAUSED_STATES, Announcements, waiting_for
 from penstock.errors import ConfigError, DeadlineExceeded, NotFound, ProcessDied, Unavailable
 from penstock.feed.feed_process import feed_file
 from penstock.feed.validation import evaluation_id, read_results, result_line, validated_steps
-from penstock_tools.local.display import SHOWN_METRICS, Display, History, LineDisplay
 from penstock_tools.local.local_run import LocalRun
-from penstock_tools.local.log_lines import PAUSED_STATES, Announcements, waiting_for
 
 POLL_S = 0.5
 ANSWER_S = 0.5
@@ -39,23 +39,23 @@ async def supervise(config: RunConfig) -> bool:
     for name in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(name, stop, name)
     display, started = LineDisplay(config), time.monotonic()
-    display.say(f"run {config.run}: starting Redis and the gateway; logs and checkpoints in {config.folder}")
+    display.print(f"run {config.run}: starting Redis and the gateway; logs and checkpoints in {config.folder}")
     async with LocalRun(config, workers_at_once=True) as run:
-        display.say(f"console and REST at {run.console}, after {time.monotonic() - started:.1f} s")
+        display.print(f"console and REST at {run.console}, after {time.monotonic() - started:.1f} s")
         news = await News.open(run, display)
         display.begin_at(news.status.step)
         run.start_workers()
         # A run that only validates prints what was found before too: a policy is not validated twice.
-        is_said = not config.dataset.validation.only
-        validated = validated_steps(run.folder / VALIDATIONS) if is_said else set[int]()
-        has_said_plan = False
+        were_printed = not config.dataset.validation.only
+        validated = validated_steps(run.folder / VALIDATIONS) if were_printed else set[int]()
+        has_plan = False
         for poll in itertools.count():
             if stopping.is_set() or run.learner_finished:
                 break
-            await check_and_say(run, display)
-            has_said_plan = has_said_plan or _say_plan(run, display)
+            await check_processes(run, display)
+            has_plan = has_plan or _print_plan(run, display)
             if poll % STATUS_POLLS == 0:
-                await news.say()
+                await news.print_new()
                 run.end_hung(news.status.servers if news.is_new else None)
                 print_validations(run.folder / VALIDATIONS, display, validated)
             if poll % PROGRESS_POLLS == PROGRESS_POLLS - 1:
@@ -65,20 +65,20 @@ async def supervise(config: RunConfig) -> bool:
             await _finish_validation(run, stopping)
         print_validations(run.folder / VALIDATIONS, display, validated)
         if run.learner_finished:
-            display.update_last(*_progress(await news.say()))
-            display.say("the learner has finished; stopping")
+            display.update_last(*_progress(await news.print_new()))
+            display.print("the learner has finished; stopping")
         else:
-            news.say_stopping("; the same command continues it")
+            news.print_stopping("; the same command continues it")
         return signal.SIGINT in received and not run.learner_finished
 
 
-async def check_and_say(run: LocalRun, display: LineDisplay) -> None:
+async def check_processes(run: LocalRun, display: LineDisplay) -> None:
     """Raise `Child.error` of a process whose death ends the run. Its name is printed before the others stop."""
     try:
         await run.check()
     except (ConfigError, ProcessDied) as error:
         name = str(error).partition(" ")[0]
-        display.say(f"{name} has died; stopping the others, which may take a minute")
+        display.print(f"{name} has died; stopping the others, which may take a minute")
         again = "fix the cause and start the run again: it continues from its last checkpoint"
         raise type(error)(f"{error}; {again}") from error
 
@@ -88,12 +88,12 @@ def _progress(status: Run) -> tuple[Run, History]:
     return status, [known | {"step": status.step}] if known.keys() >= set(SHOWN_METRICS) else []
 
 
-def _say_plan(run: LocalRun, display: LineDisplay) -> bool:
-    """Say the plan that the feed has made. Returns whether there is one yet."""
+def _print_plan(run: LocalRun, display: LineDisplay) -> bool:
+    """Print the plan that the feed has made. Returns whether there is one yet."""
     file = run.folder / f"{feed_file(run.config)}.json"
     if not file.exists():
         return False
-    display.say(json.loads(file.read_text())["plan"])
+    display.print(json.loads(file.read_text())["plan"])
     return True
 
 
@@ -102,7 +102,7 @@ def print_validations(results: Path, display: LineDisplay, printed: set[int]) ->
     for result in read_results(results):
         if result["step"] not in printed:
             printed.add(result["step"])
-            display.say(result_line(result))
+            display.print(result_line(result))
 
 
 async def _finish_validation(run: LocalRun, stopping: asyncio.Event) -> None:
@@ -147,10 +147,10 @@ class News:
 
     @classmethod
     async def open(cls, run: LocalRun, display: Display) -> News:
-        run.processes.on_wait = run.on_restart = display.say
+        run.processes.on_wait = run.on_restart = display.print
         return cls(run, display, await run.client.get_run())
 
-    async def say(self) -> Run:
+    async def print_new(self) -> Run:
         self.is_new = False
         try:
             async with asyncio.timeout(ANSWER_S):
@@ -159,13 +159,13 @@ class News:
             return self.status
         self.is_new = True
         for line in self._announcements.new_lines(self.status):
-            self.display.say(line)
+            self.display.print(line)
         return self.status
 
-    def say_stopping(self, after: str = "") -> None:
-        """Say that the run is stopped, and its step, or what it was waiting for if it was still starting."""
+    def print_stopping(self, after: str = "") -> None:
+        """Print that the run is stopped, and its step, or what it was waiting for if it was still starting."""
         waited = waiting_for(self.status, self.before)
         at = f"it was still starting ({waited})" if waited else f"it was at step {self.status.step}"
         if self.status.state == "PAUSED":
             at = f"it was paused at step {self.status.step}"
-        self.display.say(f"stopping the run; {at}{after}")
+        self.display.print(f"stopping the run; {at}{after}")

@@ -104,13 +104,13 @@ class ConversationMasks:
         return self.encode(self._render(where, messages, tools, add_generation_prompt=True))
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """The tokens of a text alone, without those that a tokenizer puts around it."""
+        """The tokens of a text alone, without the tokens that a tokenizer puts around it."""
         return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _turn(
         self, where: str, messages: Sequence[Message], tools: Sequence[Any]
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The tokens of the prompt of the last message, and those of the message."""
+        """The tokens of the prompt of the last message, and the tokens of the message."""
         prompt = self._render(where, messages[:-1], tools, add_generation_prompt=True)
         whole = self._render(where, messages, tools, add_generation_prompt=False)
         if not whole.startswith(prompt) or whole == prompt:

@@ -36,9 +36,7 @@ from penstock.feed.datasets import shown_files
 from penstock_learner.algorithms.aggregation import apply_mask
 from penstock_learner.batches.partition import partition
 from penstock_learner.batches.sequence_batch import SequenceBatch
-from penstock_learner.checkpoint_files import FileRecord
-from penstock_learner.checkpoints.store import CheckpointStore, first_intact
-from penstock_learner.checkpoints.trainer_state import TrainerState, read_state
+from penstock_learner.checkpoints import CheckpointStore, FileRecord, first_intact, read_state
 from penstock_learner.loggers.step_loggers import StepLoggers, check_loggers, open_loggers
 from penstock_learner.model.attention.packed_layout import ModelInputs, to_device
 from penstock_learner.model.attention.sequence_parallel import make_sequence_parallel
@@ -47,6 +45,7 @@ from penstock_learner.model.torch_settings import compute_dtype_of, set_up_torch
 from penstock_learner.optim.optimizer import apply_gradients
 from penstock_learner.roles.policy import open_policy
 from penstock_learner.roles.trainer import TrainerRank
+from penstock_learner.term import TrainerState
 from penstock_tools.export import export
 from penstock_tools.sft.data import ExampleReader, Examples, Row, batch_of_examples
 
@@ -339,7 +338,7 @@ class SupervisedTraining:
         if path is None:
             return 0
         self._require_same_data(path)
-        self.rank.restore(path)
+        self.rank.load_checkpoint(path)
         step = read_state(path).step
         logger.info("continuing after step %d, from %s", step, path)
         return step

@@ -48,7 +48,7 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
-class Item:
+class Size:
     """One part of a rank's memory, with the formula for its size."""
 
     name: str
@@ -63,14 +63,14 @@ class Count(NamedTuple):
     value: float
 
 
-def sized(name: str, *factors: Count | int, each: float, copies: Count | int = 1, ranks: int = 0) -> Item:
+def sized(name: str, *factors: Count | int, each: float, copies: Count | int = 1, ranks: int = 0) -> Size:
     """A product of factors and bytes: `P x 4 B / 8` for `sized("weights", P, each=4, ranks=8)`."""
     parts = [*(factor if isinstance(factor, Count) else Count(str(factor), factor) for factor in factors)]
     parts.append(Count(f"{each:g} B", each))
     if copies != 1:
         parts.append(copies if isinstance(copies, Count) else Count(str(copies), copies))
     formula = " x ".join(part.name for part in parts) + (f" / {ranks}" if ranks else "")
-    return Item(name, formula, math.prod(part.value for part in parts) / (ranks or 1))
+    return Size(name, formula, math.prod(part.value for part in parts) / (ranks or 1))
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ class MemoryUse:
 
     phase: Phase
     what: str
-    device: tuple[Item, ...]
-    host: tuple[Item, ...] = ()
+    device: tuple[Size, ...]
+    host: tuple[Size, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Setup:
 
     micro_batch_tokens: int = 16384
     longest_sequence: int = 0
-    """Tokens of the longest sample with its prompt. 0: no sample is longer than a micro-batch."""
+    """Tokens of the longest sample with its prompt. 0 if no sample is longer than a micro-batch."""
     sequence_parallel: int = 1
     logprob_chunk_tokens: int = 2048
     master_bytes: int = 4
@@ -106,7 +106,7 @@ class Setup:
     """With `compiles`: share of activations that layers keep if they are not recomputed."""
     cpu_offload: bool = False
     lora_rank: int = 0
-    """Rank of the policy's adapter, which is trained instead of its weights. 0: no adapter."""
+    """Rank of the policy's adapter, which is trained instead of its weights. 0 without one."""
     policy_is_reference: bool = True
     """With an adapter: whether the policy, with its adapter switched off, is the reference."""
     staging: Staging = "device"
@@ -142,7 +142,7 @@ class Setup:
         return max(self.micro_batch_tokens, -(-self.longest_sequence // num_sharing))
 
 
-def total(items: Sequence[Item]) -> float:
+def total(items: Sequence[Size]) -> float:
     return sum(item.num_bytes for item in items)
 
 
@@ -177,7 +177,7 @@ def _counts(model: ModelShape) -> tuple[Count, Count, Count, Count]:
     return whole, layer, root, embedding
 
 
-def _logits(model: ModelShape, setup: Setup, num_tokens: int, *, has_gradient: bool) -> Item:
+def _logits(model: ModelShape, setup: Setup, num_tokens: int, *, has_gradient: bool) -> Size:
     """Logits are computed for some tokens, or for some of the vocabulary, at a time."""
     each = EAGER_LOGIT_BYTES if has_gradient else EAGER_LOGIT_BYTES - 1
     if has_gradient and setup.compiles:
@@ -185,18 +185,18 @@ def _logits(model: ModelShape, setup: Setup, num_tokens: int, *, has_gradient: b
     return sized("logits of a chunk", min(setup.logprob_chunk_tokens, num_tokens), model.vocabulary_size, each=each)
 
 
-def _checked_logits(model: ModelShape, setup: Setup) -> Item:
+def _checked_logits(model: ModelShape, setup: Setup) -> Size:
     return _logits(model, setup, CHECKED_TOKENS, has_gradient=False)
 
 
-def _whole_logits(model: ModelShape, setup: Setup, num_copies: int) -> list[Item]:
+def _whole_logits(model: ModelShape, setup: Setup, num_copies: int) -> list[Size]:
     """All logits of a micro-batch, which only the padded path has: as the model returns them and those of the response
     tokens and, in a step, the gradients of both."""
     sizes = setup.micro_batch_tokens, model.vocabulary_size
     return [sized("logits of the micro-batch", *sizes, each=setup.compute_bytes, copies=num_copies)] * setup.is_padded
 
 
-_READING = Item("pieces of the files", "", READ_BYTES)
+_READING = Size("pieces of the files", "", READ_BYTES)
 
 
 def _trained_memory(role: Role, model: ModelShape, num_ranks: int, setup: Setup) -> list[MemoryUse]:
@@ -218,7 +218,7 @@ def _trained_memory(role: Role, model: ModelShape, num_ranks: int, setup: Setup)
     is_first = setup.num_micro_batches == 1
     twice = Count("(1 + 1/N)", 1 + 1 / num_ranks)
 
-    def unit(count: Count) -> list[Item]:
+    def unit(count: Count) -> list[Size]:
         """What it takes to gather a unit: the copies of all ranks arrive in a buffer and are then sorted into weights.
         A single rank casts one weight after the other."""
         if num_ranks > 1:
@@ -261,10 +261,10 @@ def _trained_memory(role: Role, model: ModelShape, num_ranks: int, setup: Setup)
     end = []
     if is_sharded and is_whole:
         reduced = max(size + REDUCED_BYTES, REDUCED_BYTES * twice.value) - (master / num_ranks if is_first else 0)
-        end = [Item("gradients of the root that are being reduced", "", reduced * in_root.value)]
-    copy = Item("copy for the checkpoint", "weights and Adam", total([*kept, adam]))
+        end = [Size("gradients of the root that are being reduced", "", reduced * in_root.value)]
+    copy = Size("copy for the checkpoint", "weights and Adam", total([*kept, adam]))
 
-    def use(phase: Phase, what: str, state: list[Item], others: list[Item], host: Sequence[Item] = ()) -> MemoryUse:
+    def use(phase: Phase, what: str, state: list[Size], others: list[Size], host: Sequence[Size] = ()) -> MemoryUse:
         """The moment with the state on the GPU, or with offload on the host, and with the versions for pushes."""
         staged = sized(STAGED, trained, each=setup.pushed_bytes, copies=1 if phase == "gather" else STAGED_VERSIONS)
         versions = [staged] * (role == "policy" and phase != "load")
@@ -324,7 +324,7 @@ def role_memory(role: Role, model: ModelShape, num_ranks: int, setup: Setup) -> 
     setup = replace(setup, micro_batch_tokens=setup.tokens_of(role), lora_rank=lora_rank)
     shape = model if role in ("policy", "reference") else model.without_head()
     uses = (_trained_memory if role in ("policy", "critic") else _frozen_memory)(role, shape, num_ranks, setup)
-    context, process = Item(CONTEXT, "", CONTEXT_BYTES), Item("process", "", PROCESS_BYTES)
+    context, process = Size(CONTEXT, "", CONTEXT_BYTES), Size("process", "", PROCESS_BYTES)
     return [replace(use, device=(*use.device, context), host=(*use.host, process)) for use in uses]
 
 
@@ -338,8 +338,8 @@ def peak_bytes(role: Role, model: ModelShape, num_ranks: int, setup: Setup) -> f
 def server_memory(model: ModelShape, tensor_parallel: int, gpu: Gpu, utilization: float) -> MemoryUse:
     """Memory of one GPU of a rollout server. The KV cache, the last item, gets what weights and activations leave."""
     whole = Count("P", model.num_parameters)
-    fixed = [sized("weights", whole, each=2, ranks=tensor_parallel), Item("activations and graphs", "", CONTEXT_BYTES)]
+    fixed = [sized("weights", whole, each=2, ranks=tensor_parallel), Size("activations and graphs", "", CONTEXT_BYTES)]
     room = max(0.0, gpu.memory_bytes * utilization - total(fixed))
-    kv_cache = Item("KV cache", f"{gpu.memory_bytes / 1e9:.0f} GB x {utilization:g} - the above", room)
+    kv_cache = Size("KV cache", f"{gpu.memory_bytes / 1e9:.0f} GB x {utilization:g} - the above", room)
     staged = sized("a version that is being received", whole, each=2)
     return MemoryUse("step", "decoding", (*fixed, kv_cache), (staged,))

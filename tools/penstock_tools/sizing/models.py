@@ -60,7 +60,7 @@ class ModelShape:
     experts: Experts | None = None
     counted: Counted | None = None
     kv_size: int = 0
-    """Numbers that the KV cache holds for each token and layer. 0: a key and a value of each key head."""
+    """Numbers that the KV cache holds for each token and layer. 0 for a key and a value of each key head."""
 
     @functools.cached_property
     def weights(self) -> Counted:
@@ -165,7 +165,7 @@ _EXPERT = re.compile(r"\.experts\.")
 
 
 def find_shape(name: str) -> ModelShape:
-    """Return a known shape, or the shape of the model in a folder. Of a Hub id only config.json is fetched, unless its
+    """Return a known shape, or the shape of the model in a folder. For a Hub id only config.json is fetched, unless its
     shape is known."""
     if name.lower() in KNOWN:
         return KNOWN[name.lower()]

@@ -14,8 +14,8 @@ from penstock.errors import ConfigError
 from penstock_tools.sizing.hardware import USABLE_MEMORY, Gpu
 from penstock_tools.sizing.memory import PHASES, MemoryUse, Role, Setup, peak, role_memory, server_memory, total
 from penstock_tools.sizing.models import HUB_IDS, find_shape
-from penstock_tools.sizing.rates import LONGEST_SAMPLE, Pace, Task, Workload
-from penstock_tools.sizing.search import Deployment, Result
+from penstock_tools.sizing.rates import LONGEST_SAMPLE, Pace, PlanTask, Workload
+from penstock_tools.sizing.search import Deployment, SearchResult
 from penstock_tools.starter import shares_of_gpus
 
 ROLES: tuple[Role, ...] = ("policy", "reference", "critic", "reward_model")
@@ -40,8 +40,8 @@ def new_run(model: str, means: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def task_of(config: RunConfig, gpu: Gpu, means: Mapping[str, int], *, is_padded: bool = False) -> Task:
-    """The task of a run's configuration. A config only has the longest prompt and response: the means are those that
+def task_of(config: RunConfig, gpu: Gpu, means: Mapping[str, int], *, is_padded: bool = False) -> PlanTask:
+    """The task of a run's configuration. A config only has the longest prompt and response: the means are the ones that
     are given, or what `LONGEST_SAMPLE` makes of them."""
     dataset, engine, learner = config.dataset, config.rollout.engine, config.learner
     if learner.roles:
@@ -60,7 +60,7 @@ def task_of(config: RunConfig, gpu: Gpu, means: Mapping[str, int], *, is_padded:
         epochs_per_step=learner.epochs_per_step, recomputes_log_probs=learner.recomputes_log_probs,
         setup=replace(Setup.of(config), is_padded=is_padded),
     )  # fmt: skip
-    return Task(shapes, gpu, workload)
+    return PlanTask(shapes, gpu, workload)
 
 
 def chosen_fields(found: Deployment) -> dict[str, Any]:
@@ -163,7 +163,7 @@ def _why(pace: Pace) -> str:
 # ── what a search found ──
 
 
-def search_text(result: Result, most: int) -> str:
+def search_text(result: SearchResult, most: int) -> str:
     """A table of the best deployment and its alternatives, and what does not fit."""
     task, workload = result.best.task, result.best.task.workload
     columns = ("", "placement", "learner", "servers", "staleness", "GPUs", "tokens/s", "costs", "why")
@@ -181,7 +181,7 @@ def search_text(result: Result, most: int) -> str:
     ])  # fmt: skip
 
 
-def _row(change: str, found: Deployment, result: Result) -> tuple[str, ...]:
+def _row(change: str, found: Deployment, result: SearchResult) -> tuple[str, ...]:
     learner = found.learner
     parts = [f"{' + '.join(roles)} {count}" for roles, count in learner.groups]
     if learner.setup.sequence_parallel > 1:

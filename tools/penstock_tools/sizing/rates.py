@@ -35,7 +35,7 @@ class Workload:
     prompt_tokens: int = 512
     response_tokens: int = 1024
     longest_tokens: int = 0
-    """Tokens of the longest sample with its prompt. 0: as many as `LONGEST_SAMPLE` says."""
+    """Tokens of the longest sample with its prompt. 0 for as many as `LONGEST_SAMPLE` says."""
     max_staleness: int = 2
     max_num_seqs: int = 256
     gpu_memory_utilization: float = 0.9
@@ -65,7 +65,7 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Task:
+class PlanTask:
     """What is to be placed: the models of a run, its workload, and the kind of GPU."""
 
     shapes: Mapping[Role, ModelShape]
@@ -119,7 +119,7 @@ def decode_step_s(model: ModelShape, gpu: Gpu, num_gpus: int, num_running: float
     return hardware.DECODE_FLOOR_S + max(memory_s, compute_s)
 
 
-def group_s(task: Task, num_gpus: int, concurrent_groups: int) -> float:
+def group_s(task: PlanTask, num_gpus: int, concurrent_groups: int) -> float:
     """Seconds of a group on a server that works on this many. Some samples of each group are finished already."""
     workload, model = task.workload, task.policy
     running = concurrent_groups * workload.num_samples / LONGEST_SAMPLE
@@ -133,7 +133,7 @@ def group_s(task: Task, num_gpus: int, concurrent_groups: int) -> float:
 # ── learner ──
 
 
-def train_s(task: Task, groups: Sequence[tuple[tuple[Role, ...], int]], setup: Setup) -> float:
+def train_s(task: PlanTask, groups: Sequence[tuple[tuple[Role, ...], int]], setup: Setup) -> float:
     """Seconds of the critical path of a step: all forward passes in parallel, then both updates. `groups` has the roles
     that share GPUs, which take turns, and the number of these GPUs, beginning with the policy's."""
     work = [(*task.work(roles, setup), count) for roles, count in groups]
@@ -146,7 +146,7 @@ def train_s(task: Task, groups: Sequence[tuple[tuple[Role, ...], int]], setup: S
     )
 
 
-def exchange_s(task: Task, num_ranks: int, setup: Setup) -> float:
+def exchange_s(task: PlanTask, num_ranks: int, setup: Setup) -> float:
     """Seconds in which Ulysses exchanges queries, keys, values and outputs of the policy: in the forward pass of the
     log-probs, if there is one, and in the forward pass, the recomputation and the backward pass of the update."""
     workload, model = task.workload, task.policy
@@ -170,7 +170,7 @@ def offload_s(role: str, model: ModelShape, num_ranks: int, workload: Workload, 
     return copied / hardware.HOST_LINK_RATE + epochs * 7 * size * trained * part / hardware.HOST_MEMORY_RATE
 
 
-def push_s(task: Task, policy_ranks: int, server_gpus: int, setup: Setup) -> tuple[float, float, float]:
+def push_s(task: PlanTask, policy_ranks: int, server_gpus: int, setup: Setup) -> tuple[float, float, float]:
     """Seconds to gather the weights on rank 0, of the whole push, and of the pause in decoding."""
     size = task.policy.num_parameters
     pushed = adapter_parameters(task.policy, setup.lora_rank) if setup.lora_rank else size

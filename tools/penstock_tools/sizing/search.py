@@ -23,7 +23,7 @@ from typing import Any
 from penstock.errors import InvalidInput
 from penstock_tools.sizing.hardware import GPUS_PER_NODE
 from penstock_tools.sizing.memory import STAGINGS, Role, Setup, server_memory
-from penstock_tools.sizing.rates import Pace, Placement, Task, group_s, pace, push_s, train_s
+from penstock_tools.sizing.rates import Pace, Placement, PlanTask, group_s, pace, push_s, train_s
 
 PARALLEL = (1, 2, 4, 8)
 """Sizes of tensor parallelism and of Ulysses."""
@@ -53,7 +53,7 @@ class Learner:
     setup: Setup
     train_s: float
     utilization: float = 0.0
-    """Share of the only GPU that a rollout server takes. 0: servers have their own GPUs."""
+    """Share of the only GPU that a rollout server takes. 0 if servers have their own GPUs."""
 
     @property
     def num_gpus(self) -> int:
@@ -69,7 +69,7 @@ class Learner:
 
 
 @dataclass(frozen=True)
-class Server:
+class PlannedServer:
     """A rollout server that fits, and the number of groups that it works on."""
 
     tensor_parallel: int
@@ -81,9 +81,9 @@ class Server:
 class Deployment:
     """A learner and servers that fit, and their pace."""
 
-    task: Task = field(repr=False, compare=False)
+    task: PlanTask = field(repr=False, compare=False)
     learner: Learner
-    server: Server
+    server: PlannedServer
     num_servers: int
     max_staleness: int
 
@@ -142,7 +142,7 @@ class Deployment:
 # ── candidates: each has its memory checked, and the seconds of its training step computed ──
 
 
-def learners(task: Task, num_gpus: int) -> Iterator[Learner]:
+def learners(task: PlanTask, num_gpus: int) -> Iterator[Learner]:
     """The learners that fit on less than `num_gpus` GPUs, or on one GPU, which they may share with a server. Versions
     are staged on the GPU, and micro-batches are as large as wanted, if there is room."""
     choices = rank_choices(num_gpus)
@@ -163,7 +163,7 @@ def learners(task: Task, num_gpus: int) -> Iterator[Learner]:
 
 
 def _fitting(
-    task: Task, groups: list[tuple[Role, ...]], num_ranks: int, share: float, setup: Setup, choices: Sequence[int]
+    task: PlanTask, groups: list[tuple[Role, ...]], num_ranks: int, share: float, setup: Setup, choices: Sequence[int]
 ) -> Iterator[tuple[Setup, tuple[int, ...]]]:
     """The setup with the largest micro-batch with which a policy on this many GPUs fits, and the ranks of the groups
     after the policy's: for each time that they may take, the fewest with which none of them takes longer."""
@@ -187,21 +187,21 @@ def _fitting(
             return
 
 
-def _micro_batches(task: Task, parallel: int) -> list[int]:
+def _micro_batches(task: PlanTask, parallel: int) -> list[int]:
     wanted, longest = task.workload.setup.micro_batch_tokens, task.workload.longest_sequence
     sizes = {max(16, wanted // divisor) for divisor in MICRO_BATCH_DIVISORS}
     sizes.add(max(16, min(wanted, -(-longest // parallel))))
     return sorted(sizes, reverse=True)
 
 
-def num_sequences(task: Task, num_gpus: int, utilization: float) -> int:
+def num_sequences(task: PlanTask, num_gpus: int, utilization: float) -> int:
     """How many samples a server on so many GPUs decodes at once."""
     cache_bytes = num_gpus * server_memory(task.policy, num_gpus, task.gpu, utilization).device[-1].num_bytes
     sample_bytes = task.policy.kv_bytes_per_token * (task.workload.prompt_tokens + task.workload.response_tokens)
     return int(min(task.workload.max_num_seqs, cache_bytes / sample_bytes))
 
 
-def servers_on(task: Task, num_gpus: int, utilization: float) -> list[Server]:
+def servers_on(task: PlanTask, num_gpus: int, utilization: float) -> list[PlannedServer]:
     """The servers with this tensor parallelism that fit. With fewer groups at once, each of them is ready earlier."""
     held, workload = num_sequences(task, num_gpus, utilization), task.workload
     fewest = min(workload.max_num_seqs, max(FEWEST_SEQUENCES, workload.num_samples))
@@ -209,14 +209,14 @@ def servers_on(task: Task, num_gpus: int, utilization: float) -> list[Server]:
         return []
     most = max(1, held // workload.num_samples)
     halves = [most >> power for power in range(most.bit_length())]
-    return [Server(num_gpus, groups, group_s(task, num_gpus, groups)) for groups in halves]
+    return [PlannedServer(num_gpus, groups, group_s(task, num_gpus, groups)) for groups in halves]
 
 
 # ── the search ──
 
 
 @dataclass(frozen=True)
-class Result:
+class SearchResult:
     best: Deployment
     alternatives: dict[str, Deployment]
     """The best deployments with one decision made differently, by that decision, the fastest first."""
@@ -239,7 +239,7 @@ DECISIONS: dict[str, Callable[[Deployment], Any]] = {
 """What a search decides, by the names of the configuration."""
 
 
-def search(task: Task, num_gpus: int) -> Result:
+def search(task: PlanTask, num_gpus: int) -> SearchResult:
     """Find the best deployment on at most `num_gpus` GPUs. Raises InvalidInput if none fits."""
     tried = list(_deployments(task, num_gpus, learners(task, num_gpus), _step_s))
     refusals = list(_refusals(task, num_gpus))
@@ -268,11 +268,11 @@ def search(task: Task, num_gpus: int) -> Result:
     if smallest.num_gpus < best.num_gpus:
         changes.setdefault(smallest, "fewer GPUs")
     others = {changes[each]: each for each in sorted(changes, key=_step_s) if each != best}
-    return Result(best, others, refusals)
+    return SearchResult(best, others, refusals)
 
 
 def _deployments(
-    task: Task, num_gpus: int, fitting: Iterable[Learner], cost: Callable[[Deployment], float]
+    task: PlanTask, num_gpus: int, fitting: Iterable[Learner], cost: Callable[[Deployment], float]
 ) -> Iterator[Deployment]:
     """The deployment of the least cost for each learner, tensor parallelism and staleness, with as many servers as
     there is room for. A server is on one node, and the ranks of the learner fill what is left of the nodes."""
@@ -300,7 +300,7 @@ def _best(tried: Sequence[Deployment]) -> Deployment:
     return min((each.trimmed for each in tried if each.pace.step_s <= step_s), key=lambda found: found.order)
 
 
-def _refusals(task: Task, num_gpus: int) -> Iterator[str]:
+def _refusals(task: PlanTask, num_gpus: int) -> Iterator[str]:
     """The largest policy of each placement that does not fit, and servers that are too small."""
     setup = replace(
         task.workload.setup, micro_batch_tokens=_micro_batches(task, 1)[-1],
@@ -319,7 +319,7 @@ def _refusals(task: Task, num_gpus: int) -> Iterator[str]:
             yield f"servers on {size} GPU{'s' * (size > 1)}: the KV cache holds {held} samples, too few to be worth it"
 
 
-def cheapest(task: Task) -> Deployment:
+def cheapest(task: PlanTask) -> Deployment:
     """The deployment that trains on the most tokens per GPU-second, on at most the budget after the first of `BUDGETS`
     on which one fits. Servers have their own GPUs. Ulysses is not used, nor is offload unless the task has it."""
 

@@ -149,7 +149,7 @@ CONVERTERS: dict[str, Callable[[Any], Any]] = {
 
 
 @dataclass(frozen=True)
-class Key:
+class VerlKey:
     section: str
     verl: str
     kind: str
@@ -161,19 +161,21 @@ class Key:
     note: str
 
 
-def _read(section: str, verl: str, kind: str, ours: str, convert: str, default: str, note: str) -> Key:
+def _read(section: str, verl: str, kind: str, ours: str, convert: str, default: str, note: str) -> VerlKey:
     value = parse_value(default) if default else None
     harmless = (*(value or ()), None) if kind == "missing" else ()
-    return Key(section, verl, kind, tuple(ours.split()), convert, harmless[0] if harmless else value, harmless, note)
+    return VerlKey(
+        section, verl, kind, tuple(ours.split()), convert, harmless[0] if harmless else value, harmless, note
+    )
 
 
 with (Path(__file__).parent / "keys.csv").open(newline="") as _file:
     ALL_KEYS = [_read(**row) for row in csv.DictReader(_file)]
 
 
-def _rows(*sections: str) -> tuple[Key, ...]:
+def _rows(*sections: str) -> tuple[VerlKey, ...]:
     """The rows of these sections, of which the first that has a key wins."""
-    rows: dict[str, Key] = {}
+    rows: dict[str, VerlKey] = {}
     for section in sections:
         for row in ALL_KEYS:
             if row.section == section:
@@ -182,7 +184,7 @@ def _rows(*sections: str) -> tuple[Key, ...]:
 
 
 _TRAINING = _rows("trainer", "data", "rewards", "rollout", "policy")
-KEYS_BY_PROGRAM: dict[str, tuple[Key, ...]] = {
+KEYS_BY_PROGRAM: dict[str, tuple[VerlKey, ...]] = {
     "ppo": _TRAINING,
     "dapo": _TRAINING,
     "generation": _rows("generation"),
@@ -194,7 +196,7 @@ KEYS_BY_PROGRAM: dict[str, tuple[Key, ...]] = {
 
 
 @functools.cache
-def find_key(program: str, name: str) -> Key | None:
+def find_key(program: str, name: str) -> VerlKey | None:
     """The row of a key: its own, or that of the first pattern it matches. None if the table does not have it."""
     rows = KEYS_BY_PROGRAM[program]
     exact = next((row for row in rows if row.verl == name), None)
@@ -304,7 +306,7 @@ class Values:
         return ours
 
     def set_direct(self, *skipped: str) -> None:
-        """Set the fields of keys that have a converter, apart from those that begin with `skipped`. What is not given
+        """Set the fields of keys that have a converter, except keys that begin with `skipped`. What is not given
         and the same by default is not written."""
         for row in KEYS_BY_PROGRAM[self.program]:
             if not row.convert or row.verl.startswith(skipped):

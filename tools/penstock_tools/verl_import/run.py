@@ -263,7 +263,7 @@ def number(value: Any, default: int) -> int:
 
 
 def _num_rollout_gpus(values: Values) -> int:
-    """GPUs of engines in verl's asynchronous trainers, which do not share GPUs either. 0: they take turns."""
+    """GPUs of engines in verl's asynchronous trainers, which do not share GPUs either. 0 if they take turns."""
     if not values.is_given("rollout.n_gpus_per_node"):
         return 0
     return number(values.get("rollout.n_gpus_per_node"), 0) * number(values.get("rollout.nnodes"), 1)

@@ -33,7 +33,7 @@ from penstock_learner.model.attention.prefix_kernels import prefix_attention
 
 NAME = "penstock_packed"
 _UNSUPPORTED = ("position_bias", "indices", "block_indices", "head_mask")
-"""Arguments of models whose attention is not of this kind. Left out, they would give other results without a word."""
+"""Arguments of models whose attention is not of this kind. If they were dropped, results would differ silently."""
 
 _TYPES_WITH_SINKS = frozenset({"gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"})
 
@@ -336,7 +336,7 @@ def flexible(q: Tensor, k: Tensor, v: Tensor, packing: Packing, form: ScoreForm)
 
 
 def _tiles(q: Tensor) -> dict[str, int] | None:
-    """FlexAttention's tiles for these queries. None: torch chooses them."""
+    """FlexAttention's tiles for these queries, or None to let torch choose them."""
     is_large = 128 < q.shape[2] <= 256 and q.element_size() == 2
     is_hopper = torch.cuda.get_device_capability(q.device)[0] == 9
     return _LARGE_HEADS_ON_HOPPER if is_large and is_hopper else None

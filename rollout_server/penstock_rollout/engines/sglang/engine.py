@@ -240,9 +240,9 @@ class SglangEngine(Engine):
         return CommitReport(receive_s, load_s, paused_s=paused_s, running_requests=in_flight)
 
     def _supersede_unstarted(self) -> None:
-        """Abort the requests without a token, and mark those that continue under the new version. Nothing decodes now.
-        `generate` submits the aborted requests again. The aborts are not awaited, because there may be hundreds. A
-        superseded request that an abort misses is dropped at its first token."""
+        """Abort the requests without a token, and mark the others, which continue with the new version. Nothing decodes
+        now. `generate` submits the aborted requests again. The aborts are not awaited, because there may be hundreds.
+        A superseded request that an abort misses is dropped at its first token."""
         for running in self._running.values():
             if running.has_begun:
                 running.spans_flip = True

@@ -54,7 +54,7 @@ class RowConstraint:
 
 @dataclass(eq=False)
 class ConstraintCompiler:
-    """Compiles constraints for one tokenizer. xgrammar keeps those that it has compiled."""
+    """Compiles constraints for one tokenizer. xgrammar keeps compiled ones."""
 
     model_path: Path
     vocab_size: int
@@ -75,7 +75,7 @@ class ConstraintCompiler:
                 else:
                     schema = constraint.text if constraint.kind == "json_schema" else '{"type": "object"}'
                     grammar = compiler.compile_json_schema(schema, any_whitespace=False)
-            except Exception as error:  # xgrammar raises errors of several kinds, some of its own
+            except Exception as error:  # xgrammar raises errors of several kinds
                 why = " ".join(str(error).split())[:200]
                 raise InvalidInput("response_format", f"the schema cannot be used: {why}") from error
         return RowConstraint(xgrammar.GrammarMatcher(grammar), self.vocab_size)
@@ -368,11 +368,11 @@ class SmallProducts:
     process, so one thread may use this."""
 
     def __init__(self, model: Any, machine: str | None = None) -> None:
-        """`machine` is the kind of CPU, by default that of this one."""
+        """`machine` is the kind of CPU, by default this machine's."""
         sizes = [module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear)]
         is_slow = (machine or platform.machine()) in ARM and model.device.type == "cpu" and bool(sizes)
         self.max_tokens = MAX_MULTIPLICATIONS * len(sizes) // sum(sizes) if is_slow else 0
-        """The longest forward pass without oneDNN. 0: none."""
+        """The longest forward pass without oneDNN; 0 if there is none."""
 
     @contextlib.contextmanager
     def passing(self, num_tokens: int) -> Iterator[None]:

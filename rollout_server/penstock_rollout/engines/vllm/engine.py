@@ -62,7 +62,7 @@ STOP_TIMEOUT_S = 10.0
 FLIP_TIMEOUT_S = LOAD_TIMEOUT_S + 2 * CONTROL_TIMEOUT_S
 """Timeout of a flip inside EngineCore: the calls to verify and to load the stage, and the steps in between."""
 MAX_CHUNK_TOKENS = 16
-"""Most tokens that EngineCore keeps before it sends them. An interrupt loses those that it keeps."""
+"""Most tokens that EngineCore keeps before it sends them. An interrupt loses the kept tokens."""
 
 _FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 _T = TypeVar("_T")

@@ -116,7 +116,7 @@ def _proportional_bytes(pid: int, resident_bytes: int) -> int:
 
 
 def files_are_exceeded(folder: Path, limit_bytes: int, pids: Iterable[int] = ()) -> bool:
-    """Whether the files below a folder, and those that processes have removed but still use, are too many, too large
+    """Whether the files below a folder, and removed files that processes still use, are too many, too large
     together or too deep, or cannot be counted."""
     removed = _removed_files(folder, pids)
     if removed is None:

@@ -21,7 +21,7 @@ _LOAD, _AND, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_SET, _RETURN = 0x20, 0x54, 0x15,
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _EPERM, _ENOSYS = 1, 38
 _AT_NUMBER, _AT_ARCHITECTURE, _AT_ARGUMENTS = 0, 4, (16, 24, 32, 40)
-"""Offsets into what a filter sees of a call. Of each argument it loads the lower half."""
+"""Offsets into what a filter sees of a call. It loads the lower half of each argument."""
 _X32 = 0x40000000
 _ANY_PID = 0x7EADBEEF
 """No process has this id."""
@@ -127,7 +127,7 @@ IOCTL_REQUESTS = {
     "TCGETS": 0x5401, "TCGETS2": 0x802C542A, "TIOCGWINSZ": 0x5413, "FIONREAD": 0x541B, "FIONBIO": 0x5421,
     "FIONCLEX": 0x5450, "FIOCLEX": 0x5451,
 }  # fmt: skip
-"""Allowed requests: those that Python and the C library make on ordinary files and pipes."""
+"""Allowed requests, which Python and the C library make on ordinary files and pipes."""
 
 AF_UNIX, SOCK_STREAM, SOCK_TYPE_MASK = 1, 1, 0xF
 MAP_SHARED, MAP_ANONYMOUS = 0x1, 0x20

@@ -8,8 +8,7 @@ from functools import cache
 import torch
 
 from penstock.errors import WeightPushFailed, first_line_of
-from penstock.weights.cuda.ipc import BUCKET_ALIGNMENT, HEADER, IpcOffer, Mappings, identity
-from penstock.weights.cuda.stream import DeviceStream
+from penstock.weights.cuda import BUCKET_ALIGNMENT, IPC_HEADER, DeviceStream, IpcOffer, Mappings, identity
 from penstock.weights.manifest import bucket_offsets, wire_sizes
 from penstock_rollout.weights.stage import Arrived, Reception, device_uuid
 
@@ -46,13 +45,13 @@ def _copies(
     """Copy all buckets that should be ready at once, right after reading the header on the same stream. `num_ready` is
     the number that the offer or the last header claimed to be ready. The header just read confirms the claim or not; if
     it does not, the buckets are copied again. Our memory has the same layout as the publisher's."""
-    header = torch.empty(HEADER.size, dtype=torch.uint8, pin_memory=reception.worker_device.type == "cuda")
+    header = torch.empty(IPC_HEADER.size, dtype=torch.uint8, pin_memory=reception.worker_device.type == "cuda")
     reception.spare.clear()  # freed memory stays in torch's cache, from which `buffer` takes it
     memory = reception.buffer(offsets[-1], reception.device)
     done = 0
     try:
         while done < len(sizes):
-            stream.copy(header.data_ptr(), pointer + offsets[-1], HEADER.size)
+            stream.copy(header.data_ptr(), pointer + offsets[-1], IPC_HEADER.size)
             start, claimed = offsets[done], range(done, num_ready)
             if claimed:
                 stream.copy(memory.data_ptr() + start, pointer + start, offsets[num_ready] - start)
@@ -60,7 +59,7 @@ def _copies(
             arrived = [Arrived(memory[offsets[bucket] : offsets[bucket] + sizes[bucket]]) for bucket in claimed]
             expected = identity(reception.manifest)
             stream.wait(copied, reception.deadline)
-            found, num_ready = HEADER.unpack(header.numpy().tobytes())
+            found, num_ready = IPC_HEADER.unpack(header.numpy().tobytes())
             if found != expected:  # the memory holds another version, or none
                 num_ready = 0
             if claimed and num_ready >= claimed.stop:

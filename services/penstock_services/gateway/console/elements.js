@@ -46,7 +46,7 @@ export const texts = (...entries) => h("div", { class: "texts" }, entries.map(([
 export const truth = (value) => (value === null || value === undefined ? "" : typeof value === "string" ? value : JSON.stringify(value, null, 1));
 
 export function say(text) {
-  document.getElementById("said").textContent = text;
+  document.getElementById("announcement").textContent = text;
 }
 
 export function warn(text) {

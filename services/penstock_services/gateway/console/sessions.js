@@ -18,12 +18,12 @@ function sampledToken(call, index, versions) {
   const version = call.policy_versions[index], logProb = number(call.log_probs[index]);
   return {
     text: call.tokens[index] ?? `⟨${call.token_ids[index]}⟩`, kind: `v${versions.indexOf(version) % NUM_COLOURS}`,
-    said: `sampled: version ${version}, log-prob ${logProb}, call ${call.number}`,
+    description: `sampled: version ${version}, log-prob ${logProb}, call ${call.number}`,
   };
 }
 
 function insertedToken(call, index) {
-  return { text: call.inserted_tokens[index] ?? `⟨${call.inserted_token_ids[index]}⟩`, kind: "inserted", said: `inserted before call ${call.number}, not sampled` };
+  return { text: call.inserted_tokens[index] ?? `⟨${call.inserted_token_ids[index]}⟩`, kind: "inserted", description: `inserted before call ${call.number}, not sampled` };
 }
 
 function tokensOf(call, versions) {

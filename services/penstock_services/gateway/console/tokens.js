@@ -1,4 +1,4 @@
-// A row of tokens, each with a kind (its colour) and what is said about it. Left and right arrows move.
+// A row of tokens, each with a kind (its colour) and its description. Left and right arrows move.
 import { h, say } from "/console/elements.js";
 
 export const NUM_COLOURS = 6;
@@ -17,5 +17,5 @@ function walk(event) {
 
 export const rowOf = (spans) => h("div", { class: "tokens", role: "group", "aria-label": "tokens; left and right arrows move", onkeydown: walk }, spans);
 
-export const tokenRow = (tokens) => rowOf(tokens.map(({ text, kind, said }, index) =>
-  h("span", { title: said, tabindex: index ? "-1" : "0", class: kind, "aria-label": `${text} ${said}` }, text)));
+export const tokenRow = (tokens) => rowOf(tokens.map(({ text, kind, description }, index) =>
+  h("span", { title: description, tabindex: index ? "-1" : "0", class: kind, "aria-label": `${text} ${description}` }, text)));

@@ -1,4 +1,4 @@
-// Lists groups that wait for the learner, and those that it has taken. Shows the tokens of one group, coloured by policy
+// Lists groups that wait for the learner, and groups that it has taken. Shows the tokens of one group, coloured by policy
 // version, by log-prob, or by how much the learner's log-prob differs, with its prompt and ground truth.
 import { get } from "/console/api.js";
 import { card, empty, filters, h, number, table, texts, truth } from "/console/elements.js";
@@ -20,8 +20,8 @@ function tokenSpan(trajectory, index, versions) {
   const text = trajectory.tokens[index] ?? `⟨${trajectory.token_ids[index]}⟩`;
   const version = trajectory.policy_versions[index], logProb = trajectory.log_probs[index];
   const isMasked = trajectory.loss_mask[index] === 0;
-  const said = `token ${index}: version ${version}, log-prob ${number(logProb)}${trajectory.learner_log_probs.length ? `, learner's ${number(trajectory.learner_log_probs[index])}` : ""}${isMasked ? ", not trained" : ""}`;
-  const span = h("span", { title: said, tabindex: index ? "-1" : "0", class: isMasked ? "masked" : "", "aria-label": `${text} ${said}` }, text);
+  const description = `token ${index}: version ${version}, log-prob ${number(logProb)}${trajectory.learner_log_probs.length ? `, learner's ${number(trajectory.learner_log_probs[index])}` : ""}${isMasked ? ", not trained" : ""}`;
+  const span = h("span", { title: description, tabindex: index ? "-1" : "0", class: isMasked ? "masked" : "", "aria-label": `${text} ${description}` }, text);
   if (chosen.colouring === "version") span.classList.add(`v${versions.indexOf(version) % NUM_COLOURS}`);
   else {
     const nats = chosen.colouring === "mismatch" ? Math.abs(mismatch(trajectory, index)) / DIFFERENT_NATS : -logProb / DOUBTFUL_NATS;

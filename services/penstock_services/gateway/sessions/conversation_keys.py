@@ -1,6 +1,6 @@
 """Keys by which the history of a call finds the call that sampled it.
 
-A harness sends the conversation back as text. Encoding that text again could give other ids than those that were
+A harness sends the conversation back as text. Encoding that text again could give other ids than the ones that were
 sampled, so the gateway looks for the call after which the conversation stood exactly like this, and continues from the
 ids of that call. A key stands for a whole conversation up to some message, and there are two kinds:
 
@@ -37,16 +37,16 @@ class MessageKeys:
 
     def then(self, answer: Message) -> tuple[bytes, bytes]:
         """Both keys of the conversation with one more message."""
-        return _joined(self.by_message[-1], _exact(answer)), _joined(self.by_text[-1], _said(answer))
+        return _joined(self.by_message[-1], _exact(answer)), _joined(self.by_text[-1], _text(answer))
 
 
 def message_keys(messages: Sequence[Message], context: str = "") -> MessageKeys:
     """`context` is whatever else shapes the prompt, such as the tools. Entry i of the keys is before message i."""
-    exact, said = [_digest(b"message " + context.encode())], [_digest(b"text " + context.encode())]
+    by_message, by_text = [_digest(b"message " + context.encode())], [_digest(b"text " + context.encode())]
     for message in messages:
-        exact.append(_joined(exact[-1], _exact(message)))
-        said.append(_joined(said[-1], _said(message)))
-    return MessageKeys(tuple(exact), tuple(said))
+        by_message.append(_joined(by_message[-1], _exact(message)))
+        by_text.append(_joined(by_text[-1], _text(message)))
+    return MessageKeys(tuple(by_message), tuple(by_text))
 
 
 def text_key(text: str) -> bytes:
@@ -68,8 +68,8 @@ def _exact(message: Message) -> bytes:
     return json.dumps(given, sort_keys=True).encode()
 
 
-def _said(message: Message) -> bytes:
-    """What the message says, without the form in which it says it."""
+def _text(message: Message) -> bytes:
+    """The text of the message, without its form."""
     content = str(message.get("content") or "").strip()
     if message.get("role") == "assistant":  # What others say may be code or YAML, where white space is meant.
         content = " ".join(_THINKING.sub("", content, count=1).split())

@@ -25,7 +25,7 @@ from penstock.sessions.task_store import TaskStore
 from penstock.store.ownership import Owner
 from penstock.trajectory import SESSION_AGENT, Group, Prompt
 from penstock.v1 import tasks_pb2
-from penstock_services.gateway.sessions.trajectories import RewardedSession, SharedPrompt, shared_prompts
+from penstock_services.gateway.sessions.trajectories import RewardedTree, SharedPrompt, shared_prompts
 from penstock_services.gateway.sessions.tree import SessionTree
 
 logger = logging.getLogger(__name__)
@@ -98,13 +98,13 @@ class SessionRewards:
                 logger.warning("%s is not yet in the queue: %s", name, error)
 
     async def _finish(self, name: str, rewards: Mapping[str, Reward], data_source: str) -> tuple[int, ...]:
-        sessions: list[RewardedSession] = []
+        sessions: list[RewardedTree] = []
         for session_id, reward in rewards.items():
             tree = SessionTree()
             tree.add(await self.store.calls(session_id))
             if not tree.calls and (answer := await self.store.answer(session_id)) is not None:
                 return answer  # Another gateway was faster.
-            sessions.append(RewardedSession(tree, reward.reward, reward.parts))
+            sessions.append(RewardedTree(tree, reward.reward, reward.parts))
         prompts = await asyncio.to_thread(shared_prompts, sessions)
         owner = await self.store.owner(next(iter(rewards), ""))
         groups = [self._offered(number, prompt, data_source, owner) for number, prompt in enumerate(prompts)]

@@ -22,7 +22,7 @@ from penstock_services.gateway.sessions.tree import Call, Ids, SessionTree
 
 
 @dataclass(frozen=True)
-class RewardedSession:
+class RewardedTree:
     """A session whose calls are complete, and its reward."""
 
     tree: SessionTree
@@ -36,15 +36,15 @@ class SharedPrompt:
 
     prompt_token_ids: Ids
     sampling: Sampling
-    """That of its first call."""
+    """The sampling parameters of its first call."""
     trajectories: tuple[Trajectory, ...]
 
 
 @dataclass(frozen=True)
 class _Path:
-    session: RewardedSession
+    session: RewardedTree
     episode: int
-    """Number of the session among those of the group, from 1; 0 if it has one path only."""
+    """Number of the session in the group, from 1; 0 if it has one path only."""
     prompt: Ids
     calls: tuple[int, ...]
     trained: frozenset[int]
@@ -55,7 +55,7 @@ class _Path:
         return self.session.tree.calls[self.calls[0]]
 
 
-def shared_prompts(sessions: Sequence[RewardedSession]) -> list[SharedPrompt]:
+def shared_prompts(sessions: Sequence[RewardedTree]) -> list[SharedPrompt]:
     """The groups of these sessions. Usually it is one; none if nothing was sampled."""
     paths = [path for number, session in enumerate(sessions, 1) for path in _paths(session, number)]
     by_first_token: dict[int, list[_Path]] = {}
@@ -64,7 +64,7 @@ def shared_prompts(sessions: Sequence[RewardedSession]) -> list[SharedPrompt]:
     return [_shared(alike) for alike in by_first_token.values()]
 
 
-def _paths(session: RewardedSession, number: int) -> list[_Path]:
+def _paths(session: RewardedTree, number: int) -> list[_Path]:
     lines = session.tree.trained_paths()
     episode = number if len(lines) > 1 else 0
     return [_Path(session, episode, session.tree.prompt_ids(line[0]), line, trained) for line, trained in lines]
@@ -132,7 +132,7 @@ def _merged(segments: Sequence[VersionSegment]) -> tuple[VersionSegment, ...]:
 
 
 def _sampling_segments(calls: Sequence[tuple[Sampling, int]], group: Sampling) -> tuple[SamplingSegment, ...]:
-    """One segment for calls in a row with the same parameters, or none if all calls have those of the group.
+    """One segment for calls in a row with the same parameters, or none if all calls have the group's parameters.
 
     Inserted tokens belong to the call that follows them."""
     segments: list[SamplingSegment] = []

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.config.algorithms import KLConfig, PenaltyName
 from penstock_learner.algorithms.losses import PENALTIES, kl_penalty, penalize_rewards
-from penstock_learner.loop.term import make_kl_controller
+from penstock_learner.term import make_kl_controller
 
 
 def tensor(values: list[float]) -> Tensor:

@@ -14,7 +14,7 @@ from penstock.config.loading import load_config, validate
 from penstock.config.run import RunConfig
 from penstock_learner.batches.partition import partition, unpermute
 from penstock_learner.batches.sequence_batch import SequenceBatch, batch_of
-from penstock_learner.model.loading import full_weight
+from penstock_learner.model.published_layout import full_weight
 from penstock_learner.roles.critic import CriticWorker
 from penstock_learner.roles.policy import PolicyWorker
 from penstock_learner.steps.program import denominators_of, with_advantages

@@ -11,15 +11,8 @@ import pytest
 
 from penstock.errors import ConfigError, DiskFull, Fenced
 from penstock.replay.queue_types import RunRewind
-from penstock_learner.checkpoint_files import write_manifest
-from penstock_learner.checkpoints.store import (
-    TRAINER_FILE,
-    CheckpointStore,
-    TrainerState,
-    read_state,
-    record_rewind,
-)
-from penstock_learner.checkpoints.trainer_state import Rewind
+from penstock_learner.checkpoints import TRAINER_FILE, CheckpointStore, read_state, record_rewind, write_manifest
+from penstock_learner.term import Rewind, TrainerState
 
 
 def make(store: CheckpointStore, step: int, term: int = 1, resumed_from: str = "") -> Path:
@@ -111,7 +104,7 @@ def test_the_lineage_of_an_older_release_is_read(tmp_path: Path) -> None:
     old = [{"target": 3, "new_version": 6, "why": "restart"}, {"target": 4, "new_version": 9, "why": "order"}]
     file.write_text(json.dumps(json.loads(file.read_text()) | {"lineage": old}))
     write_manifest(folder, {})
-    assert read_state(folder).lineage == [Rewind(3, 6, "restart"), Rewind(4, 9, "order")]
+    assert read_state(folder).lineage == (Rewind(3, 6, "restart"), Rewind(4, 9, "order"))
 
 
 def test_a_writer_whose_folder_a_successor_cleared_away_is_fenced(tmp_path: Path) -> None:

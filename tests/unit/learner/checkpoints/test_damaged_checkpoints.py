@@ -21,15 +21,13 @@ from penstock.config.loading import validate
 from penstock.config.service import ReplayConfig
 from penstock.errors import CheckpointDamaged, ConfigError, DiskFull, ProcessDied, TrainingDiverged
 from penstock.machine import folder_bytes
-from penstock_learner.checkpoint_files import MANIFEST_FILE
-from penstock_learner.checkpoints.saving import CheckpointWriter, load_checkpoint
-from penstock_learner.checkpoints.store import CheckpointStore
-from penstock_learner.checkpoints.trainer_state import TRAINER_FILE, TrainerState
-from penstock_learner.loop.take_over import choose_checkpoint, take_over
-from penstock_learner.loop.term import Term
+from penstock_learner.checkpoints import MANIFEST_FILE, TRAINER_FILE, CheckpointStore
+from penstock_learner.loop.step_loop import CheckpointWriter
+from penstock_learner.loop.take_over import choose_checkpoint, load_checkpoint, take_over
 from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.roles.critic import CriticWorker
 from penstock_learner.roles.policy import PolicyWorker
+from penstock_learner.term import Term, TrainerState
 from support.learner_ranks import make_rank, with_model
 from support.memory_queue import MemoryReplayQueue
 from support.memory_store import MemoryStore

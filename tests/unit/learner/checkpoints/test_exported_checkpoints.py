@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from penstock.cli.main import main
 from penstock.config.loading import validate
 from penstock.replay.queue_types import RunRewind
-from penstock_learner.checkpoints.store import CheckpointStore, record_rewind
-from penstock_learner.checkpoints.trainer_state import TrainerState
+from penstock_learner.checkpoints import CheckpointStore, record_rewind
 from penstock_learner.roles.policy import PolicyWorker
+from penstock_learner.term import TrainerState
 from support.learner_ranks import make_rank, with_model
 
 pytestmark = pytest.mark.usefixtures("one_rank")

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from penstock_learner import checkpoint_files
-from penstock_learner.checkpoint_files import FileRecord, PieceChecksums, find_damage
+from penstock_learner import checkpoints
+from penstock_learner.checkpoints import FileRecord, PieceChecksums, find_damage
 
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_files, "PIECE_BYTES", 1000)
-    monkeypatch.setattr(checkpoint_files, "READ_BYTES", 300)
+    monkeypatch.setattr(checkpoints, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(checkpoints, "READ_BYTES", 300)
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 999, 1000, 1001, 3500])

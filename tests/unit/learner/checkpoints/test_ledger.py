@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import CheckpointDamaged, ConfigError, Fenced
-from penstock_learner.checkpoints.store import CheckpointStore
-from penstock_learner.checkpoints.trainer_state import Ledger, TrainerState, read_state
+from penstock_learner.checkpoints import CheckpointStore, read_state
+from penstock_learner.term import Ledger, TrainerState
 
 
 @given(st.lists(st.sets(st.integers(1, 60), min_size=1), max_size=8))

@@ -16,11 +16,16 @@ from prometheus_client import CollectorRegistry
 from penstock.errors import ConfigError, Unavailable
 from penstock.fetching import ObjectFolder
 from penstock.replay.queue_types import RunRewind
-from penstock_learner.checkpoints.saving import CheckpointWriter
-from penstock_learner.checkpoints.store import CheckpointStore, verify_in_this_process
-from penstock_learner.checkpoints.trainer_state import TrainerState, read_state
-from penstock_learner.checkpoints.uploads import FIELD, CheckpointUploads
+from penstock_learner.checkpoints import (
+    UPLOAD_FIELD,
+    CheckpointStore,
+    CheckpointUploads,
+    read_state,
+    verify_in_this_process,
+)
+from penstock_learner.loop.step_loop import CheckpointWriter
 from penstock_learner.metrics import LearnerMetrics
+from penstock_learner.term import TrainerState
 from support.object_store import ObjectStore, in_environment, object_store
 
 URL = "s3://bucket/runs"
@@ -40,7 +45,7 @@ def empty(store: ObjectStore) -> ObjectStore:
 
 
 def checkpoints_in(folder: Path, keep: int = 5, keep_uploaded: int = 2) -> CheckpointStore:
-    return CheckpointStore(folder, keep, CheckpointUploads(ObjectFolder(f"{URL}/one", FIELD, 2), keep_uploaded))
+    return CheckpointStore(folder, keep, CheckpointUploads(ObjectFolder(f"{URL}/one", UPLOAD_FIELD, 2), keep_uploaded))
 
 
 def write(checkpoints: CheckpointStore, step: int, term: int = 1) -> Path:
@@ -170,9 +175,9 @@ def test_an_upload_that_is_abandoned_ends_between_files_and_a_wrong_url_is_refus
         first.upload(checkpoint)
     assert first.uploads is not None and first.uploads.newest_first() == []
     with pytest.raises(ConfigError, match=r"learner\.checkpoint\.upload: s3://nowhere/one does not exist"):
-        CheckpointUploads(ObjectFolder("s3://nowhere/one", FIELD, 2), 2).newest_first()
+        CheckpointUploads(ObjectFolder("s3://nowhere/one", UPLOAD_FIELD, 2), 2).newest_first()
     with pytest.raises(ConfigError, match="is not a URL that fsspec knows"):
-        ObjectFolder("other://x", FIELD)
+        ObjectFolder("other://x", UPLOAD_FIELD)
 
 
 class Commits:

@@ -16,10 +16,9 @@ from penstock.config.learner import LearnerConfig
 from penstock.config.service import ReplayConfig
 from penstock.errors import DeadlineExceeded
 from penstock.trajectory import Group
-from penstock_learner.checkpoints.trainer_state import Rewind
 from penstock_learner.loop.batches import BatchAhead, BatchReader
-from penstock_learner.loop.term import Term
 from penstock_learner.steps.program import TrainingStep
+from penstock_learner.term import Rewind, Term
 from support.groups import made_by
 from support.learner_ranks import make_step
 from support.memory_queue import MemoryReplayQueue
@@ -55,7 +54,7 @@ class Setting:
         return BatchAhead.begin(self.reader, self.training, 1, VERSION)
 
     def rewind(self, ahead: BatchAhead, rewind: Rewind) -> BatchAhead:
-        self.reader.term.lineage.add(rewind)
+        self.reader.term.rewind(rewind.from_version, rewind.to_version, rewind.why)
         replace = partial(self.reader.replace_outdated, policy_version=rewind.to_version, wanted=ahead.wanted)
         return ahead.replaced_by(self.training, replace)
 

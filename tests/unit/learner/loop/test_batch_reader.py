@@ -16,10 +16,9 @@ from penstock.config.learner import LearnerConfig
 from penstock.config.service import ReplayConfig
 from penstock.errors import DeadlineExceeded, InvalidInput
 from penstock.trajectory import SESSION_AGENT, Group
-from penstock_learner.checkpoints.trainer_state import Ledger, Lineage, Rewind
 from penstock_learner.loop import batches
 from penstock_learner.loop.batches import BatchReader, DataEnd, FailedRewards, reason_to_discard
-from penstock_learner.loop.term import Term
+from penstock_learner.term import Ledger, Rewind, Term
 from support.groups import made_by, make_group
 from support.memory_queue import MemoryReplayQueue
 from support.replay_backends import queue_with
@@ -294,7 +293,7 @@ async def test_groups_of_abandoned_versions_are_made_again() -> None:
     reader = reader_of(queue, replay)
     batch = await reader.read(1, 4)
     assert batch.prompt_ids == [1, 2]
-    reader.term.lineage.add(Rewind(from_version=3, to_version=9))
+    reader.term.rewind(from_version=3, to_version=9)
     batch = await reader.replace_outdated(batch, 9)
     assert batch.prompt_ids == [3, 4], "version 3 is not older than 9, which has the same weights"
     assert await reader.replace_outdated(batch, 9) is batch
@@ -304,33 +303,33 @@ async def test_groups_of_abandoned_versions_are_made_again() -> None:
 
 def test_age_is_in_steps_of_training_through_rewinds() -> None:
     """Version 9 has the weights of 3 (4 to 8 are given up), and version 12 those of 10 (11 is given up)."""
-    lineage = Lineage([Rewind(from_version=3, to_version=9), Rewind(from_version=10, to_version=12)])
-    ages = [13 - lineage.oldest_version(made_by(1, version)) for version in (13, 12, 10, 9, 3, 2, 1)]
+    term = Term(lineage=(Rewind(from_version=3, to_version=9), Rewind(from_version=10, to_version=12)))
+    ages = [13 - term.oldest_version(made_by(1, version)) for version in (13, 12, 10, 9, 3, 2, 1)]
     assert ages == [0, 1, 1, 2, 2, 3, 4]
-    assert 13 - Lineage().oldest_version(made_by(1, 3)) == 10
+    assert 13 - Term().oldest_version(made_by(1, 3)) == 10
 
 
 def test_a_version_that_is_published_again_after_a_restart_is_no_step() -> None:
     """The learner died at version 7 and starts again from the checkpoint of version 4, as version 8."""
     restart = Rewind(from_version=4, to_version=8, why="restart")
     versions = np.array([3, 4, 5, 6, 7, 8, 9])
-    assert Lineage([restart]).in_steps(versions).tolist() == [7, 8, 9, 10, 11, 8, 9]
+    assert Term(lineage=(restart,)).in_steps(versions).tolist() == [7, 8, 9, 10, 11, 8, 9]
     assert not restart.abandons(made_by(1, 6)), "its steps are trained again, so its samples are not lost"
     again = Rewind(from_version=9, to_version=11, why="restart")
-    assert Lineage([restart, again]).in_steps(versions).tolist() == [9, 10, 11, 12, 13, 10, 11]
+    assert Term(lineage=(restart, again)).in_steps(versions).tolist() == [9, 10, 11, 12, 13, 10, 11]
 
 
 def test_age_is_in_steps_where_a_rewind_goes_past_an_earlier_one() -> None:
     """Version 9 has the weights of 3, and version 12 those of 2, so everything between 2 and 12 is given up."""
-    lineage = Lineage([Rewind(from_version=3, to_version=9), Rewind(from_version=2, to_version=12)])
-    assert [13 - lineage.oldest_version(made_by(1, version)) for version in (13, 12, 2, 1)] == [0, 1, 1, 2]
+    term = Term(lineage=(Rewind(from_version=3, to_version=9), Rewind(from_version=2, to_version=12)))
+    assert [13 - term.oldest_version(made_by(1, version)) for version in (13, 12, 2, 1)] == [0, 1, 1, 2]
 
 
 async def test_groups_that_are_too_many_steps_old_are_expired_whatever_their_number() -> None:
     replay = REPLAY.model_copy(update={"stale_policy": "drop", "max_staleness": 1})
     queue = await queue_with(replay, [made_by(1, 1), made_by(2, 2), made_by(3, 3)])
     reader = reader_of(queue, replay)
-    reader.term.lineage.add(Rewind(from_version=3, to_version=9))
+    reader.term.rewind(from_version=3, to_version=9)
     assert (await reader.read(1, 9)).prompt_ids == [2, 3]
     assert (await queue.stat()).expired == 1
 

@@ -13,12 +13,10 @@ from prometheus_client import CollectorRegistry
 from penstock.config.loading import validate
 from penstock.config.run import RunConfig
 from penstock.fetching import ObjectFolder
-from penstock_learner.checkpoint_files import FileRecord, find_damage
-from penstock_learner.checkpoints.store import CheckpointStore
-from penstock_learner.checkpoints.trainer_state import TrainerState
-from penstock_learner.checkpoints.uploads import CheckpointUploads
+from penstock_learner.checkpoints import CheckpointStore, CheckpointUploads, FileRecord, find_damage
 from penstock_learner.loop.process import LearnerController
 from penstock_learner.metrics import LearnerMetrics
+from penstock_learner.term import TrainerState
 from support.memory_queue import MemoryReplayQueue
 from support.memory_store import MemoryStore
 from support.object_store import ObjectStore, in_environment, object_store
@@ -55,7 +53,7 @@ class KeptRole:
         return find_damage(checkpoint, files)
 
     async def call_all(self, method: str, folder: Path) -> None:
-        assert method == "restore"
+        assert method == "load_checkpoint"
         self.restored.append(folder)
         if len(self.restored) == 2:
             raise Restored(self.restored)

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from penstock.cli.main import main as cli
-from penstock_learner.checkpoint_files import write_manifest
-from penstock_learner.checkpoints.trainer_state import TRAINER_FILE, TrainerState
+from penstock_learner.checkpoints import TRAINER_FILE, write_manifest
+from penstock_learner.term import TrainerState
 from support.tiny_architectures import tiny_model
 from support.tiny_models import make_tiny_qwen2
 

@@ -16,6 +16,7 @@ from penstock_learner.batches.partition import partition
 from penstock_learner.batches.sequence_batch import SequenceBatch, batch_of
 from penstock_learner.steps.program import denominators_of, with_advantages
 from penstock_learner.steps.roles import AheadBatch, StepContext
+from penstock_learner.term import Term
 from support.groups import groups_of
 from support.learner_ranks import make_step
 
@@ -39,8 +40,8 @@ async def test_a_batch_is_trained_in_parts_against_the_policy_of_its_start(tiny_
     learner: dict[str, Any] = {"lr": 1e-2, "algorithm": {"loss": {"clip_low": 0.01, "clip_high": 0.01}}}
     groups = groups_of("a", "b", "c")
     step = make_step(tiny_models, **learner, minibatches_per_step=3, epochs_per_step=2)
-    result = await step.run(groups, 1, 0, 0.0)
-    metrics = result.numbers
+    result = await step.run(groups, 1, Term())
+    metrics = result.by_name()
     assert result.recomputed is not None
     batch = with_advantages(replace(batch_of(groups), old_log_probs=result.recomputed), step.config.algorithm, 0.0)
     expected = train_by_parts(tiny_models, batch, [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]] * 2, **learner)
@@ -49,7 +50,7 @@ async def test_a_batch_is_trained_in_parts_against_the_policy_of_its_start(tiny_
         assert torch.equal(weight, trained.rank.model.get_parameter(name)), name
     assert metrics["clip_ratio_low"] + metrics["clip_ratio_high"] > 0.1 and metrics["approx_kl"] != 0
     assert metrics["num_sequences"] == 12
-    whole = (await make_step(tiny_models, **learner).run(groups, 1, 0, 0.0)).numbers
+    whole = (await make_step(tiny_models, **learner).run(groups, 1, Term())).by_name()
     assert whole["clip_ratio_low"] == whole["clip_ratio_high"] == 0
     assert metrics["logprob_mismatch"] != whole["logprob_mismatch"], "of the first part, under the weights of the start"
 
@@ -61,9 +62,9 @@ async def test_the_critic_learns_in_parts_beside_the_policy(tiny_models: dict[st
         "minibatches_per_step": 4,
     }  # fmt: skip
     groups = groups_of("a", "b")
-    metrics = (await make_step(tiny_models, {"update": asyncio.Barrier(2)}, **learner).run(groups, 1, 0, 0.0)).numbers
+    metrics = (await make_step(tiny_models, {"update": asyncio.Barrier(2)}, **learner).run(groups, 1, Term())).by_name()
     assert metrics["critic_clip_ratio"] > 0
-    whole = (await make_step(tiny_models, **learner | {"minibatches_per_step": 1}).run(groups, 1, 0, 0.0)).numbers
+    whole = (await make_step(tiny_models, **learner | {"minibatches_per_step": 1}).run(groups, 1, Term())).by_name()
     assert whole["critic_clip_ratio"] == 0
 
 
@@ -83,7 +84,7 @@ async def test_minibatches_are_neighbours_in_the_order_of_the_batch(tiny_models:
 
     policy.rank.update = recorded
     groups = groups_of("a", "b", "c")
-    await step.run(groups, 1, 0, 0.0)
+    await step.run(groups, 1, Term())
     assert trained == [[group.prompt_id] * len(group.trajectories) for group in groups] * 2
 
 
@@ -116,8 +117,8 @@ async def test_a_single_update_computes_the_proximal_policy_itself(tiny_models: 
     (whole,) = partition(batch_of(groups), 1, 10**6)
     before = policy.rank.log_probs(whole)
     policy.rank.log_probs = None  # a call would fail
-    result = await step.run(groups, 1, 0, 0.0)
-    metrics = result.numbers
+    result = await step.run(groups, 1, Term())
+    metrics = result.by_name()
     assert result.recomputed is not None
     np.testing.assert_allclose(result.recomputed, before, atol=1e-6)
     given = with_advantages(replace(batch_of(groups), old_log_probs=before), step.config.algorithm, 0.0)
@@ -144,7 +145,7 @@ async def test_the_first_of_several_updates_computes_the_proximal_policy_itself(
         return log_probs(part)
 
     policy.rank.log_probs = recorded
-    result = await step.run(groups, 1, 0, 0.0)
+    result = await step.run(groups, 1, Term())
     assert passed == [8], "of twelve sequences, four are those of the first update"
     assert result.recomputed is not None
     np.testing.assert_allclose(result.recomputed, before, atol=1e-6)

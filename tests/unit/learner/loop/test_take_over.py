@@ -1,8 +1,10 @@
-"""A learner takes its term before it chooses a checkpoint, and takes none when it is to stop."""
+"""A learner loads the checkpoint that it has chosen, unless something was committed since; it takes no term when it is
+to stop."""
 
 from __future__ import annotations
 
 import asyncio
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,20 +16,19 @@ from penstock.config.algorithms import KLConfig
 from penstock.config.learner import CheckpointConfig
 from penstock.config.loading import validate
 from penstock.config.service import ReplayConfig
-from penstock.errors import ConfigError, Fenced, RoleDied, Unavailable
-from penstock_learner.checkpoint_files import find_damage
-from penstock_learner.checkpoints.store import CheckpointStore
-from penstock_learner.checkpoints.trainer_state import TrainerState, tokenizer_digest
+from penstock.errors import CheckpointDamaged, ConfigError, Fenced, RoleDied, Unavailable
+from penstock_learner.checkpoints import CheckpointStore, find_damage, tokenizer_digest
 from penstock_learner.loop import process as controller_module
 from penstock_learner.loop.process import LearnerController
 from penstock_learner.loop.take_over import choose_checkpoint, take_over
 from penstock_learner.metrics import LearnerMetrics
+from penstock_learner.term import TrainerState
 from support.memory_queue import MemoryReplayQueue
 from support.memory_store import MemoryStore
 
 
-class Restored(Exception):
-    """Ends a test's learner when its policy is restored from `folder`."""
+class Loaded(Exception):
+    """Ends a test's learner when its policy loads the checkpoint in `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -44,8 +45,8 @@ class OnePolicy:
         return False
 
     async def call_all(self, method: str, folder: Path) -> None:
-        assert method == "restore"
-        raise Restored(folder)
+        assert method == "load_checkpoint"
+        raise Loaded(folder)
 
     async def call_rank(self, rank: int, method: str, *arguments: Any) -> Any:
         if method == "prefix_sharing_roles":
@@ -56,14 +57,19 @@ class OnePolicy:
 
 class ContendedQueue(MemoryReplayQueue):
     """The queue of a learner that starts while another one trains. That one finishes `late_step` just before it is
-    fenced."""
+    fenced, and also commits it if `commits`."""
 
     controller: LearnerController
     late_step = 0
+    commits = True
 
     async def take_term(self, at_least: int) -> int:
         if self.late_step:
             save(self.controller, self.late_step)
+            if self.commits:
+                before = MemoryReplayQueue(self.store, self.config)
+                await before.take_term(0)
+                await before.commit(self.late_step, [])
         return await super().take_term(at_least)
 
 
@@ -96,24 +102,105 @@ def contended(controller: LearnerController) -> ContendedQueue:
 
 
 @pytest.mark.fault_row(
-    "learner", "take-over race", how="the first learner finishes a checkpoint while the second starts",
+    "learner", "take-over race", how="the first learner commits a checkpoint while the second starts",
     must="the second takes its term first and does not miss the checkpoint",
 )  # fmt: skip
 async def test_a_checkpoint_that_the_learner_before_finished_at_the_last_moment_is_not_missed(
-    controller: LearnerController,
+    controller: LearnerController, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(controller, 480)
     contended(controller).late_step = 485
-    with pytest.raises(Restored) as stopped:
+    with caplog.at_level("INFO"), pytest.raises(Loaded) as stopped:
         await controller.run()
     assert stopped.value.folder.name == "term-000001-step-00000485"
     assert contended(controller).term == 2
+    assert "has committed since the checkpoint was chosen; choosing again" in caplog.text
+
+
+async def test_the_checkpoint_is_chosen_once_if_nothing_was_committed_since(
+    controller: LearnerController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that the learner before has finished and not committed covers no group that was acknowledged."""
+    save(controller, 480)
+    queue = contended(controller)
+    queue.late_step, queue.commits = 485, False
+    looks: list[str] = []
+    candidates = CheckpointStore.candidates
+
+    def look(store: CheckpointStore, *arguments: Any) -> list[Path]:
+        looks.append(arguments[0])
+        return candidates(store, *arguments)
+
+    monkeypatch.setattr(CheckpointStore, "candidates", look)
+    with pytest.raises(Loaded) as stopped:
+        await controller.run()
+    assert stopped.value.folder.name == "term-000001-step-00000480"
+    assert looks == ["auto"]
+
+
+async def test_a_learner_whose_choice_a_commit_has_outdated_fences_nobody(controller: LearnerController) -> None:
+    """It is refused before it takes a term."""
+    target = save(controller, 480)
+    queue, config = contended(controller), CheckpointConfig(resume=str(target))
+    chosen = await choose_checkpoint(queue, controller.checkpoints, config)
+    before = MemoryReplayQueue(queue.store, queue.config)
+    await before.take_term(0)
+    await before.commit(485, [1])
+    with pytest.raises(ConfigError, match="step 485 is committed"):
+        await take_over(queue, controller.checkpoints, config, chosen, no_load, 0, KLConfig())
+    assert queue.store.counters["term"] == before.term
+
+
+async def test_a_checkpoint_that_is_damaged_when_it_is_loaded_is_replaced_by_the_one_before(
+    controller: LearnerController,
+) -> None:
+    older, newer = save(controller, 480), save(controller, 485)
+    loaded: list[Path] = []
+
+    async def load(path: Path) -> None:
+        if path == newer:
+            raise CheckpointDamaged("a shard is truncated")
+        loaded.append(path)
+
+    queue, config = contended(controller), CheckpointConfig()
+    chosen = await choose_checkpoint(queue, controller.checkpoints, config)
+    term = await take_over(queue, controller.checkpoints, config, chosen, load, 0, KLConfig())
+    assert loaded == [older] and term.step == 480
+    shutil.rmtree(older)
+    with pytest.raises(CheckpointDamaged, match=r"no checkpoint is intact: .*485 \(a shard is truncated\); restore"):
+        await take_over(
+            queue, controller.checkpoints, config, await choose_checkpoint(queue, controller.checkpoints, config),
+            load, 0, KLConfig(),
+        )  # fmt: skip
+
+
+async def test_a_first_start_does_not_speak_of_a_checkpoint(
+    controller: LearnerController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    phases: list[str] = []
+
+    async def enter(_: str, phase: str) -> None:
+        phases.append(phase)
+
+    monkeypatch.setattr(controller.phases, "enter", enter)
+    monkeypatch.setattr(controller, "_make_step_loop", end_at_once)
+    with pytest.raises(Loaded):
+        await controller.run()
+    save(controller, 480)
+    with pytest.raises(Loaded):
+        await controller.run()
+    [first, again] = [phase for phase in phases if phase.startswith("taking over")]
+    assert first == "taking over the run" and again == f"{first} and loading term-000001-step-00000480"
+
+
+def end_at_once(*_: object) -> None:
+    raise Loaded(Path())
 
 
 async def test_a_new_term_is_above_those_of_all_checkpoints(controller: LearnerController) -> None:
     """Redis may have lost its newest terms. A checkpoint of an older term would not count as the newest."""
     save(controller, 480, term=7)
-    with pytest.raises(Restored):
+    with pytest.raises(Loaded):
         await controller.run()
     assert contended(controller).term == 8
 
@@ -126,10 +213,10 @@ async def test_a_rank_says_which_roles_share_prefixes(
 
     def end(*_: object) -> None:
         shared.append(controller.training.access.prefix_sharing)
-        raise Restored(Path())
+        raise Loaded(Path())
 
     monkeypatch.setattr(controller, "_make_step_loop", end)
-    with pytest.raises(Restored):
+    with pytest.raises(Loaded):
         await controller.run()
     assert shared == [{"policy"}]
 
@@ -258,7 +345,7 @@ async def test_another_tokenizer_than_that_of_the_checkpoint_is_refused(controll
     controller.checkpoints.tokenizer = tokenizer_digest(folder)
     save(controller, 480)
     (folder / "chat_template.jinja").write_text("{{ messages }}")
-    with pytest.raises(Restored):
+    with pytest.raises(Loaded):
         await controller.run()
     (folder / "tokenizer.json").write_text('{"model": {"vocab": {"a": 1, "b": 0}}}')
     with pytest.raises(ConfigError, match=r"tokenizer in model\.path is not the one .*; restore its files, or start a"):

@@ -16,7 +16,7 @@ from penstock.v1 import groups_pb2, prompts_pb2, sessions_pb2
 from penstock_learner.batches.sequence_batch import batch_of
 from penstock_learner.model.attention.packed_layout import ModelInputs
 from penstock_learner.model.causal_lm import load_model
-from penstock_services.gateway.sessions.trajectories import RewardedSession, shared_prompts
+from penstock_services.gateway.sessions.trajectories import RewardedTree, shared_prompts
 from penstock_services.gateway.sessions.tree import SessionTree
 from support.tiny_models import make_tiny_qwen2
 
@@ -63,7 +63,7 @@ def test_the_learner_agrees_with_the_engine_at_the_temperatures_of_the_calls(
     second = sampled_call(lm, PROMPT + answer + BETWEEN, temperatures[1], len(PROMPT + answer))
     tree = SessionTree()
     tree.add([first.SerializeToString(), second.SerializeToString()])
-    [made] = shared_prompts([RewardedSession(tree, 1.0, {})])
+    [made] = shared_prompts([RewardedTree(tree, 1.0, {})])
     group = Group("run", 1, 1, "s", "session", made.sampling, made.prompt_token_ids, made.trajectories)
     group = decode_group(encode_group(group))
     batch = batch_of([group])

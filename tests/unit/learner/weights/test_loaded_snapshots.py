@@ -24,7 +24,7 @@ def test_a_damaged_snapshot_changes_nothing(tmp_path: Path, tiny_models: dict[st
     assert worker.publisher is not None
     worker.gather_weights(1, 1, [])
     folder = tmp_path / "version-00000001"
-    worker.write_snapshot(1, folder)
+    worker.publisher.write_snapshot(1, folder)
     digest = weights_digest(worker.publisher.staged[1].checksums(Deadline(10, "hashing")))
     with torch.no_grad():
         for parameter in worker.trained.parameters():

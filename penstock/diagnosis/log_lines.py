@@ -6,9 +6,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from penstock.api.records import FIRST_BATCH, READY_PHASES, Part, Phase, Run, Verdict
+from penstock.api.records import FIRST_BATCH, READY_PHASES, Finding, Part, Phase, Run
 from penstock.diagnosis.facts import NO_LEARNER
 from penstock.diagnosis.progress import FEW_STEPS, NEWEST_STEPS, SPEED_STEPS
+from penstock.diagnosis.servers import paused_finding
 
 STILL_AFTER_S = 15.0
 """A phase that takes this long is mentioned again, and then after each further time of this length."""
@@ -86,12 +87,12 @@ class Announcements:
         return lines
 
     def _breaker_lines(self, run: Run) -> list[str]:
-        broken = {(server.server_id, server.breaker_reason) for server in run.servers if server.breaker_reason}
-        new, self._broken = broken - self._broken, broken
+        paused = [server for server in run.servers if server.breaker_reason]
+        before, self._broken = self._broken, {(server.server_id, server.breaker_reason) for server in paused}
         return [
-            f"{server_id} leases nothing, because everything that it tried failed, the newest with {reason}; see "
-            "docs/runbooks.md#leasingpaused"
-            for server_id, reason in sorted(new)
+            paused_finding(server.server_id, server.breaker_failures, server.breaker_reason).line
+            for server in paused
+            if (server.server_id, server.breaker_reason) not in before
         ]
 
 
@@ -130,7 +131,7 @@ class LearningLine:
     def __init__(self, before: Run) -> None:
         self._first_step = before.step
         self._code, self._since_step = "", before.step
-        self._said_code, self._said_step = "", before.step
+        self._printed_code, self._printed_step = "", before.step
 
     def new_lines(self, run: Run) -> list[str]:
         verdict = run.learning_verdict
@@ -138,16 +139,16 @@ class LearningLine:
             return []
         if verdict.code != self._code:
             self._code, self._since_step = verdict.code, run.step
-        if verdict.code == self._said_code or run.step - self._since_step < FEW_STEPS:
+        if verdict.code == self._printed_code or run.step - self._since_step < FEW_STEPS:
             return []
-        is_better = verdict.code == "rising" and self._said_code
+        is_better = verdict.code == "rising" and self._printed_code
         if not verdict.advice and not is_better:
             return []
-        since = self._first_step if verdict.level == "FAIL" else max(self._first_step, self._said_step)
+        since = self._first_step if verdict.level == "FAIL" else max(self._first_step, self._printed_step)
         if run.step - since < (FEW_STEPS if verdict.level == "FAIL" else NEWEST_STEPS):
             return []
-        self._said_code, self._said_step = verdict.code, run.step
-        return [f"learning: {_line(verdict)}"]
+        self._printed_code, self._printed_step = verdict.code, run.step
+        return [f"learning: {verdict.line}"]
 
 
 def lacks_prompts(run: Run, part: Part) -> bool:
@@ -158,12 +159,12 @@ def lacks_prompts(run: Run, part: Part) -> bool:
 
 class SpeedLine:
     """Tells what a slow run waits for, once it has waited for that for SLOW_AFTER_S. That a learner waits for its first
-    batch because no prompts are submitted is told after NO_PROMPTS_AFTER_S, with how to submit some."""
+    batch because no prompts are submitted is printed after NO_PROMPTS_AFTER_S, with how to submit some."""
 
     def __init__(self, before: Run) -> None:
         self._first_step = before.step
         self._cause, self._since_s = "", 0.0
-        self._said_s: dict[str, float] = {}
+        self._printed_s: dict[str, float] = {}
 
     def new_lines(self, run: Run) -> list[str]:
         verdict, now_s = run.speed_verdict, time.monotonic()
@@ -176,15 +177,11 @@ class SpeedLine:
         held_s = now_s - self._since_s
         if not (held_s >= NO_PROMPTS_AFTER_S if has_none else self._is_due(run, verdict, held_s)):
             return []
-        is_new = now_s - self._said_s.get(cause, -REPEAT_AFTER_S) >= REPEAT_AFTER_S
-        self._said_s[cause] = now_s
-        return [_line(verdict) if has_none else f"speed: {_line(verdict)}"] if is_new else []
+        is_new = now_s - self._printed_s.get(cause, -REPEAT_AFTER_S) >= REPEAT_AFTER_S
+        self._printed_s[cause] = now_s
+        return [verdict.line if has_none else f"speed: {verdict.line}"] if is_new else []
 
-    def _is_due(self, run: Run, verdict: Verdict, held_s: float) -> bool:
+    def _is_due(self, run: Run, verdict: Finding, held_s: float) -> bool:
         if run.state != "RUNNING" or not verdict.advice or held_s < SLOW_AFTER_S:
             return False
         return verdict.level != "OK" or run.step - self._first_step >= SPEED_STEPS
-
-
-def _line(verdict: Verdict) -> str:
-    return f"{verdict.text}; {verdict.advice}" if verdict.advice else verdict.text

@@ -43,7 +43,7 @@ class TerminalDisplay:
     def __exit__(self, *_: object) -> None:
         self._live.stop()
 
-    def say(self, message: str) -> None:
+    def print(self, message: str) -> None:
         self.console.print(message, style="dim", highlight=False, soft_wrap=True)
 
     def update(self, status: Run, history: History) -> None:
@@ -75,7 +75,7 @@ class LineDisplay:
     def __exit__(self, *_: object) -> None:
         return None
 
-    def say(self, message: str) -> None:
+    def print(self, message: str) -> None:
         self._last_s = time.monotonic()
         print(message, flush=True)
 
@@ -86,7 +86,7 @@ class LineDisplay:
         if num_new >= LINE_EVERY_STEPS or (num_new > 0 and (is_first or quiet_s >= LINE_EVERY_S)):
             self._print_step(status, history)
         elif quiet_s >= WAITING_AFTER_S:
-            self.say(_waiting(status))
+            self.print(_waiting(status))
 
     def begin_at(self, step: int) -> None:
         """Print no line for the steps up to this one, which an earlier start of the run has made."""
@@ -100,7 +100,7 @@ class LineDisplay:
     def _print_step(self, status: Run, history: History) -> None:
         self._last_step = int(history[-1]["step"])
         cells = _cells(status, history, self.config)
-        self.say("  ".join(f"{name} {cell}" for name, cell in zip(COLUMNS, cells, strict=True)))
+        self.print("  ".join(f"{name} {cell}" for name, cell in zip(COLUMNS, cells, strict=True)))
 
 
 Display = TerminalDisplay | LineDisplay

@@ -136,7 +136,7 @@ def _section(path: str, model: type[BaseModel], shown: dict[str, str]) -> str:
     for name in [name for name, row in rows.items() if row in shown]:
         repeated.setdefault(shown[rows.pop(name)], []).append(name)
     shown.update(dict.fromkeys(rows.values(), path))
-    texts = ["\n".join(["| field | type | default | meaning |", "|---|---|---|---|", *rows.values()])] if rows else []
+    texts = ["\n".join(["| field | type (default) | meaning |", "|---|---|---|", *rows.values()])] if rows else []
     for other, names in repeated.items():
         place = other.rpartition(" of kind ")[2]
         texts.append(f"As in [`{place}`](#{_anchor(other)}): {', '.join(f'`{name}`' for name in names)}.")
@@ -159,7 +159,7 @@ def _link(path: str, name: str, field: FieldInfo) -> str:
 
 
 def _row(name: str, field: FieldInfo) -> str:
-    cells = [f"`{name}`", _type(field), _default(field), _meaning(field)]
+    cells = [f"`{name}`", f"{_type(field)} ({_default(field)})", _meaning(field)]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

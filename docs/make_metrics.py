@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -55,13 +56,20 @@ def tables() -> dict[str, list[str]]:
     learner, rollout = CollectorRegistry(), CollectorRegistry()
     LearnerMetrics(learner, placement="standalone")
     RolloutMetrics(rollout)
-    names = [f"| `{own}` | `{verl}` | {DIFFERENCES.get(own, '')} |" for own, verl in VERL_NAMES.items()]
+    alike = [f"`{own}`: `{verl}`" for own, verl in VERL_NAMES.items() if own not in DIFFERENCES]
+    others = [f"| `{own}` | `{VERL_NAMES[own]}` | {difference} |" for own, difference in DIFFERENCES.items()]
     return {
         "run": rows([gateway.run]),
         "gateway": rows(collector for collector in _collectors(gateway.registry) if collector is not gateway.run),
         "rollout": rows(_collectors(rollout)),
         "learner": rows(_collectors(learner)),
-        "verl": ["| metrics.jsonl | verl | difference from verl |", "|---|---|---|", *names],
+        "verl": [
+            *textwrap.wrap(f"The same: {'; '.join(alike)}.", 140, break_on_hyphens=False),
+            "",
+            "| metrics.jsonl | verl | difference from verl |",
+            "|---|---|---|",
+            *others,
+        ],
     }
 
 

@@ -26,7 +26,7 @@ from penstock.store.ownership import Owner
 
 Scope = Literal["read", "submit", "admin"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
-"""Each scope includes those before it. `read` reads, `submit` also submits prompts, evaluates and generates, and
+"""Each scope includes the ones before it. `read` reads, `submit` also submits prompts, evaluates and generates, and
 `admin` also changes the run."""
 OWN_KEY_FILE = "gateway.key"
 """File in a run's folder with the key of a gateway that has no other. Commands and clients on this machine read it."""

@@ -272,7 +272,7 @@ class SamplePage:
 
 
 def matching(folder: Path, wanted: SampleFilter, after: Place | None = None) -> Iterator[tuple[Place, list[Sample]]]:
-    """Every group in the range of steps, newest first, with those of its samples that match: perhaps none."""
+    """Every group in the range of steps, newest first, with its samples that match: perhaps none."""
     for place, line in groups_newest_first(folder, after):
         if wanted.steps.low is not None and line["step"] < wanted.steps.low:
             return  # steps never increase

@@ -147,7 +147,7 @@ class Trajectory:
         return versions
 
     def token_temperatures(self, sampling: Sampling) -> NDArray[np.float32]:
-        """The temperature at which the log-prob of every token was taken. `sampling` is that of the group."""
+        """The temperature at which the log-prob of every token was taken. `sampling` is the group's."""
         whole = temperature_of_log_probs(sampling.temperature)
         temperatures = np.full(len(self.token_ids), whole, dtype=np.float32)
         for segment in self.sampling_segments:
@@ -155,7 +155,7 @@ class Trajectory:
         return temperatures
 
     def kept_probability(self, sampling: Sampling) -> float:
-        """The smallest `kept_probability` that a token was sampled with. `sampling` is that of the group."""
+        """The smallest `kept_probability` that a token was sampled with. `sampling` is the group's."""
         return min(each.kept_probability for each in self.sampling_segments or (sampling,))
 
 

@@ -70,7 +70,7 @@ async def serve(config: RunConfig) -> None:
     from penstock.replay.queue import RedisReplayQueue
     from penstock.store.fleet import Fleet
     from penstock.store.heartbeats import LEARNER, Heartbeats, Leaving, Phases
-    from penstock.store.redis_client import connect
+    from penstock.store.redis_client import check_primary, connect
     from penstock.tracing import open_tracing
     from penstock_learner.loggers.step_loggers import check_loggers
     from penstock_learner.loop.process import LearnerController
@@ -93,6 +93,7 @@ async def serve(config: RunConfig) -> None:
         tracing = stack.enter_context(contextlib.closing(open_tracing(config.tracing, "learner", config.run)))
         client = connect(config.redis, patient=True)
         stack.push_async_callback(client.aclose)
+        await check_primary(client)
         await stack.enter_async_context(Leaving(client, config.run, LEARNER).holding(stopping))
         heartbeats, phases = Heartbeats(client, config.run), Phases(client, config.run)
         silence_s = await stack.enter_async_context(heartbeats.beating(LEARNER))

@@ -555,7 +555,7 @@ def verify_in_this_process(path: Path) -> None:
 
 
 def first_intact(checkpoints: Iterable[Path]) -> tuple[Path | None, list[str]]:
-    """The first checkpoint without damage, or None, and the names and damages of those before it. Blocks."""
+    """The first checkpoint without damage, or None, and the names and damages of the ones before it. Blocks."""
     damaged: list[str] = []
     for path in checkpoints:
         try:

@@ -33,6 +33,7 @@ ARRAYS = {
 }  # fmt: skip
 """Types of the numbers in fields of bytes. A name has the same type in all messages."""
 _ENCODER = json.JSONEncoder(allow_nan=False)
+MAX_LEVELS = 190
 _MAY_OVERFLOW = re.compile(r"[eE]\+?\d{3}|\d{200}")
 """Found in every JSON text with a number that Python reads as infinite, or cannot write again."""
 
@@ -52,6 +53,7 @@ def json_text(value: Any, path: str) -> str:
         text = _ENCODER.encode(value)
         if "\\ud" in text:
             parse_json(text)
+        check_levels(text)
     except (ValueError, RecursionError) as error:
         raise InvalidInput(path, f"is not valid JSON: {error}") from error
     return text
@@ -64,6 +66,12 @@ def parse_json(text: str | bytes) -> Any:
     if len(text) > 4 and _MAY_OVERFLOW.search(text if isinstance(text, str) else text.decode()):
         _ENCODER.encode(value)
     return value
+
+
+def check_levels(text: str) -> None:
+    """Raise ValueError if a value has more than 190 levels: `parse_json` reads no more than 200 in answers with it."""
+    if text.count("[") + text.count("{") > MAX_LEVELS:
+        from_json("[" * (201 - MAX_LEVELS) + text + "]" * (201 - MAX_LEVELS))
 
 
 def to_json(message: Message, record: type[BaseModel]) -> Json:

@@ -158,7 +158,7 @@ class PenstockClient:
     async def samples(
         self, /, order: str = "", page_size: int = 50, page_token: str = "", **filters: str | float
     ) -> records.SamplePage:
-        """Return one page of trained samples as text, newest first, or those with `order` WORST or BEST.
+        """Return one page of trained samples as text, newest first, or by reward with `order` WORST or BEST.
 
         Filters are `min_step`, `max_step`, `min_reward`, `max_reward`, `prompt_id`, `data_source` and `text`."""
         wanted: dict[str, Any] = {"order": order, "page_size": page_size, "page_token": page_token} | filters
@@ -307,7 +307,7 @@ class PenstockClient:
         return await self._call(records.Run, "POST", verb="stop")
 
     async def metrics(self, page_size: int = 50, names: Sequence[str] = ()) -> list[records.StepMetrics]:
-        """Return the metrics of the newest steps, oldest first; all of them, or those in `names`."""
+        """Return the metrics of the newest steps, oldest first; all metrics, or the ones in `names`."""
         query: dict[str, Any] = {"page_size": page_size, "name": list(names)}
         return await self._call(list[records.StepMetrics], "GET", "metrics", part="steps", **query)
 

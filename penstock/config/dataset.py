@@ -124,7 +124,9 @@ class DatasetConfig(SamplingConfig):  # type: ignore[misc]  # mypy does not know
 
     def refused(self) -> tuple[tuple[object, str], ...]:
         text = "file: the rows of a loader have no weights; remove the weights, or repeat rows there"
-        return (self.loader and has_weights(self.file), text), refused_weights(self.validation.file)
+        taken = "name: names that begin with upload- are those of uploaded datasets; choose another"
+        has_taken = self.name.startswith("upload-")
+        return (self.loader and has_weights(self.file), text), refused_weights(self.validation.file), (has_taken, taken)
 
 
 def refused_weights(files: Files | None) -> tuple[bool, str]:

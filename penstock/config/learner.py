@@ -370,7 +370,7 @@ class LearnerConfig(Config):
     rank_timeout_s: float = Field(default=600.0, gt=0)
     """Deadline, in seconds, of one call to a role's ranks, including their collective operations."""
     peak_flops_per_rank: float = Field(default=0.0, ge=0)
-    """Peak FLOP/s of a policy rank's device, for `penstock_learner_mfu_ratio`. 0 means that of a known GPU."""
+    """Peak FLOP/s of a policy rank's device, for `penstock_learner_mfu_ratio`. 0 means the known value of the GPU."""
     threads_per_rank: int = Field(default=1, ge=1, le=1024)
     """Number of CPU threads that torch uses in each rank."""
     loggers: tuple[LoggerName, ...] = ("jsonl",)

@@ -78,7 +78,7 @@ def explain(error: ValidationError, model: type[BaseModel]) -> list[Mistake]:
 
 
 def describe(errors: Sequence[ErrorDetails]) -> str:
-    """What is wrong with one value, in a line. Several errors are those of the types that it may have."""
+    """What is wrong with one value, in a line. There is one error for each type that it may have."""
     first = errors[0]
     if first["type"] == "missing":
         return "is missing"

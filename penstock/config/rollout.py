@@ -86,7 +86,7 @@ class McpServer(Config):
     pass_env: list[str] = []
     """Names of environment variables of the rollout server that the program gets too, such as a token's."""
     folder: Path | None = None
-    """Working directory of the program. None means that of the rollout server."""
+    """Working directory of the program. None means the rollout server's."""
     headers: dict[str, str] = {}
     """HTTP headers of requests to `url`."""
     api_key_file: Path | None = None

@@ -22,7 +22,7 @@ from penstock.process_endpoint import Readiness, process_endpoint
 from penstock.replay.queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, PolicyRegistry
 from penstock.store.heartbeats import VALIDATOR, Heartbeats
-from penstock.store.redis_client import connect
+from penstock.store.redis_client import check_primary, connect
 from penstock.store.run_control import RunControl
 from penstock.tracing import open_tracing
 
@@ -54,6 +54,7 @@ async def feed_run(config: RunConfig, *, watch: bool = False) -> None:
         endpoint.readiness = lambda: Readiness("loading", "reads the dataset")
         client = connect(config.redis)
         stack.push_async_callback(client.aclose)
+        await check_primary(client)
         queue = RedisReplayQueue(client, config.run, config.replay)
         tracing = open_tracing(config.tracing, "feed", config.run)
         stack.callback(tracing.close)

@@ -204,7 +204,7 @@ async def collect(streams: Sequence[Chunks]) -> list[Choice]:
 
 async def collect_unless_left(streams: Sequence[Chunks], receive: Receive) -> list[Choice] | None:
     """The same, but None if the client closes its connection before. Then all answers are aborted, because no one reads
-    them: a client that has waited for too long asks again. `receive` is that of ASGI, after the request's body."""
+    them: a client that has waited for too long asks again. `receive` is ASGI's, after the request's body."""
 
     async def wait_until_left() -> None:
         while (await receive())["type"] != "http.disconnect":

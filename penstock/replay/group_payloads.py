@@ -34,22 +34,22 @@ class GroupPayloads:
         self.keys = keys
 
     async def append(self, groups: Sequence[FinishedGroup], config: ReplayConfig) -> list[AppendOutcome]:
+        """Redis works on one part while the next is on its way. It is asked to run the script by its digest. If it does
+        not know the script, because it was restarted, the payloads are sent again with the script. A process that is
+        killed between the two leaves payloads that nothing names."""
         parts, limits = _parts(groups), (config.capacity_bytes, config.take_order)
-        if isinstance(self.client, RedisClusterClient):
+        script = QUEUE.load("append")
+        send = _append_one_by_one if isinstance(self.client, RedisClusterClient) else _append_at_once
+
+        async def append(*call: str) -> list[AppendOutcome]:
             return await self.client.payloads.run(
-                lambda client: _append_one_by_one(client, (self._transaction(part, limits) for part in parts))
+                lambda client: send(client, (self._transaction(part, limits, call) for part in parts))
             )
+
         try:
-            # Redis works on one transaction while the next is on its way. Only the first has to send the script.
-            return await self.client.payloads.run(
-                lambda client: _append_at_once(
-                    client, (self._transaction(part, limits, by_digest=index > 0) for index, part in enumerate(parts))
-                )
-            )
-        except NoScriptError:  # Redis forgot the script after the first; groups that were appended answer `duplicate`
-            return await self.client.payloads.run(
-                lambda client: _append_at_once(client, (self._transaction(part, limits) for part in parts))
-            )
+            return await append("EVALSHA", script.sha)
+        except NoScriptError:  # if Redis forgot the script after the first part, its groups now answer `duplicate`
+            return await append("EVAL", script.text)
 
     async def take(self, *arguments: Any) -> tuple[dict[int, int], dict[int, bytes]]:
         """Run take.lua. Returns the attempts of the groups that were taken, and their payloads if these are small.
@@ -95,10 +95,9 @@ class GroupPayloads:
         return {prompt_id: payload for prompt_id, payload in zip(keys, found, strict=True) if payload is not None}
 
     def _transaction(
-        self, groups: Sequence[FinishedGroup], limits: tuple[Any, ...], *, by_digest: bool = False
+        self, groups: Sequence[FinishedGroup], limits: tuple[Any, ...], call: tuple[str, ...]
     ) -> list[tuple[Any, ...]]:
-        """Set the payloads, then run append.lua. Calls the script by its digest only if Redis knows it for certain:
-        otherwise the payloads could be set without being appended."""
+        """Set the payloads, then run append.lua by `call`, which names its digest or has its text."""
         ids = [str(group.lease.prompt_id) for group in groups]
         attempts = [str(group.lease.attempt) for group in groups]
         prefix = self.keys.group("")
@@ -107,8 +106,6 @@ class GroupPayloads:
             for prompt_id, attempt, group in zip(ids, attempts, groups, strict=True)
         }
         sizes, versions = [str(len(group.payload)) for group in groups], [str(group.min_version) for group in groups]
-        script = QUEUE.load("append")
-        call = ("EVALSHA", script.sha) if by_digest else ("EVAL", script.text)
         return [
             ("MSET", *chain.from_iterable(payloads.items())),
             (*call, 1, self.keys.prefix, *limits, json.dumps([ids, attempts, sizes, versions])),

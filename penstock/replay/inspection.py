@@ -49,7 +49,7 @@ class QueueReport:
     places: tuple[QueuePlace, ...]
     """Read a moment after `stat`, so a busy queue may show different counts here."""
     dead_letter_reasons: dict[str, int]
-    """Counts over all dead letters that the run ever had, including those requeued or purged since."""
+    """Counts over all dead letters that the run ever had, including letters requeued or purged since."""
     expired_reasons: dict[str, int]
     limits_known: bool
     """False if the run's config is unknown: then the admission fields of `stat` are meaningless."""

@@ -170,7 +170,8 @@ class PromptIntake(QueueCalls):
         new ones have no ids either."""
         flat: list[Any] = []
         for request in requests:
-            flat += (request.idempotency_key, request.owner, request.digest, len(request.payloads))
+            key = request.idempotency_key
+            flat += (key, request.owner, request.digest, len(request.payloads)) if key else ("", len(request.payloads))
             flat += [item for pair in zip(request.payloads, request.priorities, strict=True) for item in pair]
         return [
             Submission(tuple(range(row["first_id"], row["first_id"] + row["count"])), bool(row["replayed"]))
@@ -191,14 +192,18 @@ class PromptIntake(QueueCalls):
         return FeedPosition(feed["position"], fingerprint, feed["epoch_prompts"], feed["last_id"], owner)
 
     async def create_evaluation(
-        self, evaluation_id: str, payloads: Sequence[bytes], owner: Owner = RUN_ITSELF
+        self, evaluation_id: str, payloads: Sequence[bytes], owner: Owner = RUN_ITSELF, digest: str = ""
     ) -> Evaluation:
-        """Queue held-out prompts. Repeating an id changes nothing and returns the first one, if it may be used."""
-        await self.call("create_evaluation", evaluation_id, owner.name, *payloads)
+        """Queue held-out prompts. Repeating an id with the same digest changes nothing and returns the first one, if it
+        may be used."""
+        is_other = await self.call("create_evaluation", evaluation_id, *owner.arguments, digest, *payloads) < 0
         try:
-            return await self.get_evaluation(evaluation_id, owner)
+            evaluation = await self.get_evaluation(evaluation_id, owner)
         except NotFound as error:
             raise Conflict(f"evaluation {evaluation_id!r} is another key's; choose another id") from error
+        if is_other:
+            raise Conflict(f"evaluation {evaluation_id!r} has other prompts; choose another id")
+        return evaluation
 
     async def get_evaluation(self, evaluation_id: str, owner: Owner = RUN_ITSELF) -> Evaluation:
         fields = await guarded(self.client.hgetall(self.keys.evaluation(evaluation_id)))
@@ -570,8 +575,8 @@ class RedisReplayQueue(PromptIntake, GroupProducer, GroupConsumer):
     """All calls of one run's queue. A process uses those of its own side."""
 
 
-async def answer_all(waiting: Sequence[asyncio.Future[T]], exchange: Awaitable[Sequence[T]]) -> None:
-    """Give each caller that still waits its answer of an exchange, or the error with which the exchange failed."""
+async def answer_all(waiting: Sequence[asyncio.Future[T]], exchange: Awaitable[Sequence[T | Exception]]) -> None:
+    """Give each caller that still waits its answer, or its error, or the error with which the exchange failed."""
     try:
         answers = await exchange
     except Exception as error:
@@ -580,7 +585,11 @@ async def answer_all(waiting: Sequence[asyncio.Future[T]], exchange: Awaitable[S
                 future.set_exception(error)
     else:
         for future, answer in zip(waiting, answers, strict=True):
-            if not future.done():
+            if future.done():
+                continue
+            if isinstance(answer, Exception):
+                future.set_exception(answer)
+            else:
                 future.set_result(answer)
 
 

@@ -70,7 +70,7 @@ class TaskStore(RunRecords):
         self, tasks: Sequence[tasks_pb2.NewTask], idempotency_key: str = "", digest: str = "", owner: Owner = RUN_ITSELF
     ) -> tuple[list[str], bool]:
         """Accept all tasks or none. Returns their ids, and whether the owner has used the key before, which is bound to
-        the digest. Known ids are kept."""
+        the digest. A task that exists is kept, if it is the same."""
         rows: list[Any] = []
         for task in tasks:
             deadline_ms = int(1000 * task.deadline_s)
@@ -81,7 +81,7 @@ class TaskStore(RunRecords):
         if answer == b"other":
             raise Conflict("idempotency_key was used for other tasks before; choose a new key")
         if answer[0] == b"taken":
-            raise Conflict(f"task {answer[1].decode()!r} is another key's; choose another id")
+            raise Conflict(f"task {answer[1].decode()!r} is another key's, or not the same; choose another id")
         if answer == b"full":
             raise QueueFull("as many tasks wait as gateway.sessions.max_task_places allows; submit again later")
         replayed, ids = answer

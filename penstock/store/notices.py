@@ -38,6 +38,8 @@ MAX_TEXT_CHARS = 500
 SHOWN_S = 600.0
 """How long the end of a process is shown, if it does not end again. After it, Kubernetes takes it for healthy, too."""
 PASSING_KINDS = ("process_restarted", "server_failed")
+QUOTING_KINDS = ("reward_failed", "default_reward", "prompt_failed")
+"""Kinds whose texts may quote any team's prompts, so only operators see them."""
 
 NoticeKind = Literal[
     "reward_failed", "default_reward", "prompt_failed", "process_restarted", "server_failed", "server_lost"

@@ -37,8 +37,6 @@ import redis.asyncio
 from hiredis import pack_command
 from redis.asyncio.cluster import RedisCluster
 from redis.asyncio.connection import AbstractConnection
-from redis.asyncio.retry import Retry
-from redis.backoff import ConstantBackoff
 from redis.exceptions import (
     AuthenticationError,
     NoPermissionError,
@@ -54,19 +52,20 @@ from penstock.config.service import RedisConfig
 from penstock.errors import ConfigError, Fenced, PenstockError, QueueFull, Unavailable
 from penstock.store.keys import RunKeys, lua_names
 
+REFUSALS = {
+    "MISCONF": "Redis accepts no writes because it cannot write to its disk; free space on the disk of its append-only "
+    "file, then it goes on by itself",
+    "read only replica": "Redis accepts no writes because it has become a replica; set redis.url to the primary",
+}
+"""Words of the answers of a Redis that accepts no writes, and what to do. It may recover."""
 
-class RedisCannotWrite(RedisConnectionError):
-    """Redis answers MISCONF: it accepts no writes until it can write to its disk again. It may recover."""
 
-
-def cannot_write(message: str) -> RedisCannotWrite | None:
-    """The error for an answer of Redis that says MISCONF; None for any other."""
-    if "MISCONF" not in message:
-        return None
-    return RedisCannotWrite(
-        "Redis accepts no writes because it cannot write to its disk; free space on the disk of its append-only file, "
-        f"then it goes on by itself ({' '.join(message[message.index('MISCONF') :].split())[:200]})"
-    )
+def cannot_write(message: str) -> str:
+    """What to do about an answer of Redis that says that it accepts no writes; empty for any other."""
+    for words, text in REFUSALS.items():
+        if words in message:
+            return f"{text} ({' '.join(message[message.index(words) :].split())[:200]})"
+    return ""
 
 
 @contextmanager
@@ -79,8 +78,6 @@ def redis_errors() -> Iterator[None]:
     except AuthenticationError as error:
         advice = "correct redis.url, or redis.password_file"
         raise Unavailable(f"Redis refuses the user or password ({error}); {advice}") from error
-    except RedisCannotWrite as error:
-        raise Unavailable(str(error)) from error
     except (RedisConnectionError, RedisTimeoutError) as error:
         raise Unavailable(f"Redis does not answer ({error}); check redis.url and that the server runs") from error
     except OutOfMemoryError as error:
@@ -108,7 +105,7 @@ def _translate_response(message: str) -> PenstockError:
     if "FENCED" in message:
         return Fenced(message[message.index("FENCED") + 7 :] + "; another learner has taken over, stop this one")
     if refusal := cannot_write(message):
-        return Unavailable(str(refusal))
+        return Unavailable(refusal)
     if "OOM command not allowed" in message:
         return QueueFull("Redis is out of memory; producers wait until the learner has committed")
     return PenstockError(f"Redis refused a command: {message}")
@@ -215,6 +212,23 @@ def send_all(sock: socket.socket, parts: Sequence[bytes]) -> None:
             left[first] = memoryview(left[first])[sent:]
 
 
+async def check_primary(client: redis.asyncio.Redis) -> None:
+    """Raise ConfigError if Redis is a replica or a Sentinel, and Unavailable if it does not answer. A cluster's client
+    finds the primaries itself."""
+    command = "PING" if isinstance(client, RedisCluster) else "HELLO"
+    with redis_errors():
+        try:
+            asked: Any = client.execute_command(command)  # type: ignore[no-untyped-call]
+            answer = await asked
+        except NoPermissionError:  # users of Redis 6 may lack this right: then the first write finds out
+            return
+    if command == "PING":
+        return
+    fields = answer if isinstance(answer, dict) else dict(zip(answer[::2], answer[1::2], strict=True))
+    if fields.get(b"mode") == b"sentinel" or fields.get(b"role", b"master") != b"master":
+        raise ConfigError("redis.url names a replica or a Sentinel; set it to the primary. Failover is not supported")
+
+
 @dataclass(frozen=True)
 class RedisMemory:
     """Memory that Redis uses, and how much it may use."""
@@ -257,27 +271,19 @@ async def call_patiently(call: Callable[[], Awaitable[T]], retry_s: float) -> T:
     Redis may have executed the call and only the answer was lost, so use this only for clients whose calls may all be
     executed twice. The learner's may: its term fences them, and the second execution changes nothing except numbers
     that may have gaps (terms, versions). A repeated take returns the groups that the first one took."""
-    if retry_s <= 0:
-        return await call()
     started, has_warned = time.monotonic(), False
-
-    async def check_deadline(error: Exception) -> None:
-        nonlocal has_warned
-        if time.monotonic() - started >= retry_s or isinstance(error, AuthenticationError):
-            raise error
-        if not has_warned:
-            what = error if isinstance(error, RedisCannotWrite) else f"Redis does not answer ({error})"
-            logger.warning("%s; retrying for %.0f s", what, retry_s)
-        has_warned = True
-
-    async def attempt() -> T:
+    while True:
         try:
-            return await call()
-        except ResponseError as error:
-            raise cannot_write(str(error)) or error from error
-
-    retry: Any = Retry(ConstantBackoff(RETRY_PAUSE_S), -1, (RedisConnectionError, RedisTimeoutError))
-    answer: T = await retry.call_with_retry(attempt, check_deadline)
+            answer = await call()
+            break
+        except (RedisConnectionError, RedisTimeoutError, ResponseError) as error:
+            what = cannot_write(str(error)) if isinstance(error, ResponseError) else f"Redis does not answer ({error})"
+            if not what or isinstance(error, AuthenticationError) or time.monotonic() - started >= retry_s:
+                raise
+            if not has_warned:
+                logger.warning("%s; retrying for %.0f s", what, retry_s)
+            has_warned = True
+            await asyncio.sleep(RETRY_PAUSE_S)
     if has_warned:
         logger.warning("Redis answers again after %.1f s", time.monotonic() - started)
     return answer

@@ -124,7 +124,7 @@ class NcclLibrary:
 
 @cache
 def nccl() -> NcclLibrary:
-    """Load NCCL: the library of the Python package, which torch uses too, or else that of the system."""
+    """Load NCCL: the library of the Python package, which torch uses too, or else the system's."""
     try:
         return NcclLibrary(ctypes.CDLL(_path_in_package() or _SONAME))
     except (OSError, AttributeError) as error:

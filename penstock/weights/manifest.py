@@ -34,7 +34,7 @@ from penstock.weights.folder_tensors import TIED_HEAD
 ALIGNMENT = 16
 ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "I64": 8, "I32": 4, "U8": 1}
 A_SUFFIX, B_SUFFIX = ".lora_A", ".lora_B"
-"""The names of an adapter's two matrices are that of the weight with these suffixes."""
+"""The names of an adapter's two matrices are the weight's name with these suffixes."""
 XXH3_PIECES = "xxh3_pieces"
 MIX64 = "mix64"
 CHECKSUM_PIECE_BYTES = 2**20

@@ -42,7 +42,7 @@ from penstock.replay.queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, PolicyRegistry
 from penstock.store.heartbeats import Heartbeats, Leaving, Phases
 from penstock.store.notices import Event, NoticeBoard, Notices
-from penstock.store.redis_client import connect
+from penstock.store.redis_client import check_primary, connect
 from penstock.tracing import Tracing, open_tracing
 from penstock.v1 import generate_pb2_grpc, weights_pb2_grpc
 from penstock.weights.transports import ClusterKey
@@ -98,6 +98,8 @@ class RolloutServer:
             closing.callback(self.endpoint.close)
             closing.push_async_callback(asyncio.to_thread, self.tracing.close)
             closing.push_async_callback(self.client.aclose)
+            with contextlib.suppress(Unavailable):  # Redis may start later
+                await check_primary(self.client)
             leaving = Leaving(self.client, self.config.run, self.server_id)
             await closing.enter_async_context(leaving.holding(self.stopping))
             closing.push_async_callback(self.scorer.close)

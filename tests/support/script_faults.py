@@ -42,8 +42,9 @@ WRITES = {
 TYPES = {command: kind for table in (READS, WRITES) for kind, commands in table.items() for command in commands.split()}
 """The type of the keys that a command takes. Every command of a script must be listed."""
 WRONG = {"string": ("SET", "?"), "list": ("RPUSH", "?"), "hash": ("HSET", "?", "?"), "zset": ("ZADD", "1", "?")}
-BROKEN = (b"\xc1broken", b"[]", b"7")
-"""The first is not JSON, MessagePack or a number. The others are, and not what a record would be."""
+BROKEN = (b"\xc1broken", b"[]", b"7", b"1.5", b"9223372036854775807")
+"""The first is not JSON, MessagePack or a number. The others are, and not what a record would be, nor a count that Lua
+and HINCRBY can both add to."""
 State = dict[bytes, Any]
 READ_STATE = """
 local READS = {hash = {'HGETALL'}, zset = {'ZRANGE', 0, -1, 'WITHSCORES'}, set = {'SMEMBERS'}, list = {'LRANGE', 0, -1},
@@ -175,7 +176,8 @@ class ScriptFaults:
             return await take(payloads, *arguments)
 
         async def checked_append(payloads: GroupPayloads, groups: Sequence[Any], config: Any) -> Any:
-            set_payloads, run = payloads._transaction(groups, (config.capacity_bytes, config.take_order))
+            limits = (config.capacity_bytes, config.take_order)
+            set_payloads, run = payloads._transaction(groups, limits, ("EVALSHA", ""))
             before = self._save()
             self.client.execute_command(*set_payloads)
             self.check(QUEUE, "append", payloads.keys.prefix, run[4:])

@@ -201,6 +201,12 @@ def test_a_column_that_the_config_names_must_be_there(tmp_path: Path, name: str)
         read_files(path, misspelt, 1, SAMPLING)
 
 
+def test_a_dataset_of_the_config_has_no_name_of_an_uploaded_one() -> None:
+    """Both are positions in one list, so each would be submitted where the other has ended."""
+    with pytest.raises(ValueError, match="names that begin with upload- are those of uploaded datasets"):
+        DatasetConfig(name="upload-x")
+
+
 def test_weights_that_would_have_no_effect_are_refused(tmp_path: Path) -> None:
     weighted = [{"file": "a.jsonl", "weight": 0.5}]
     with pytest.raises(ValueError, match="the rows of a loader have no weights"):

@@ -7,9 +7,9 @@ import json
 import re
 import runpy
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_args, get_origin
 
 import jsonschema
 import pytest
@@ -18,6 +18,7 @@ from pydantic import Field
 
 from penstock.client import SyncPenstockClient
 from penstock.config.loading import validate
+from penstock.config.run import RunConfig
 from penstock_rollout.agents.verl import verl_names
 from support.monitoring import declared_names, documented_metrics
 
@@ -43,6 +44,8 @@ PLACEHOLDERS = {
 PACKAGES = {"penstock_rollout", "penstock_learner", "penstock_services", "penstock_tools"}
 NOT_PINNED = {"torch", "sglang", "vllm", "wandb"}
 """deploy/python/setup.sh pins torch; the others come from images or from the user."""
+UNUSUAL = re.compile(r"\b(anew|for ever|nobody|left out|given up|gave up|wrongly|rightly|beside)\b", re.IGNORECASE)
+"""Write: again, forever, no one, skipped, abandoned, incorrectly, correctly, alongside."""
 LINK = re.compile(r"\[[^\]]*\]\(([^()\s]+)\)")
 
 
@@ -124,11 +127,49 @@ def test_every_path_in_backticks_exists(page: Path) -> None:
     assert _missing((sources | in_repository) - PLACEHOLDERS) == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_config_field_that_a_page_names_exists(page: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    if page.name in ("deploy.md", "coming-from-verl.md", "verl-keys.md"):
+        return  # they also name values of the chart and fields of other programs, under the same sections
+    dotted = re.compile(rf"(?<![\w./-])((?:{'|'.join(RunConfig.model_fields)})(?:\.[a-z_0-9]+)+)(?![\w/.<(])")
+    named = {name for code in re.findall(r"`([^`\n]+)`", text) for name in dotted.findall(code)}
+    files = {name for name in named if name.rpartition(".")[2] in ("json", "jsonl", "key", "py", "yaml")}
+    assert sorted(name for name in named - files if not _is_field(name)) == []
+
+
+def _is_field(path: str) -> bool:
+    """Whether the config has a field of this name. The keys of a mapping are free."""
+    kinds: list[Any] = [RunConfig]
+    for name in path.split("."):
+        fields = [kind.model_fields[name] for kind in kinds if name in getattr(kind, "model_fields", {})]
+        if not fields:
+            return dict in kinds
+        kinds = [part for field in fields for part in _parts(field.annotation)]
+    return True
+
+
+def _parts(annotation: Any) -> Iterator[Any]:
+    """The types that an annotation is made of."""
+    yield get_origin(annotation) or annotation
+    for argument in get_args(annotation):
+        yield from _parts(argument)
+
+
 def _missing(names: Iterable[str]) -> list[str]:
     """The names that are not the end of a path in the repository."""
     found = [path for folder in (*FOLDERS, ".github") for path in (ROOT / folder).rglob("*")]
     paths = {f"/{path.relative_to(ROOT)}" for path in (*found, *ROOT.iterdir())}
     return sorted(name for name in names if not any(path.endswith(f"/{name.rstrip('/')}") for path in paths))
+
+
+def test_texts_use_the_everyday_words_of_the_field() -> None:
+    """Results keep the names under which they were measured."""
+    kinds = {".py", ".lua", ".md", ".proto", ".js", ".yaml", ".yml", ".tpl"}
+    files = [path for folder in FOLDERS if folder not in ("tests", "bench") for path in (ROOT / folder).rglob("*")]
+    texts = {path: path.read_text() for path in files if path.suffix in kinds and path.name != "benchmarks.md"}
+    found = [(path.name, word) for path, text in texts.items() for word in UNUSUAL.findall(text)]
+    assert len(texts) > 300 and not found, f"{found}: see UNUSUAL for what to write instead"
 
 
 def test_every_page_is_in_the_index() -> None:

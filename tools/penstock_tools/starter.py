@@ -153,7 +153,7 @@ class Answers:
     """None means a quarter of the model's context, at most 1024."""
     steps: int = 100
     lr: float | None = None
-    """None means that of the algorithm's preset."""
+    """None means the value of the algorithm's preset."""
 
     @property
     def learning_rate(self) -> float:
@@ -371,7 +371,7 @@ def _check(text: str, file: Path) -> None:
 
 
 def _run_name(file: Path) -> str:
-    """The file's name as that of a run: `My run.yaml` is `my-run`."""
+    """The name of a run from its file's name: `My run.yaml` is `my-run`."""
     return re.sub(r"[^a-z0-9_-]+", "-", file.stem.lower()).strip("-_")[:63] or "run"
 
 

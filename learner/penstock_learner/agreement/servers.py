@@ -419,7 +419,7 @@ def _in_order(placed: Sequence[tuple[int, ComparedSample]]) -> list[ComparedSamp
 def compare(
     samples: Sequence[ComparedSample], staleness: Sequence[int], log_probs: NDArray[np.float32]
 ) -> list[Comparison]:
-    """Compare the samples with the learner's log-probs [T] of all their tokens. `staleness` is that of each sample."""
+    """Compare the samples with the learner's log-probs [T] of all their tokens. `staleness` is per sample."""
     comparisons, start = [], 0
     for sample, steps in zip(samples, staleness, strict=True):
         trajectory, group = sample.trajectory, sample.group
@@ -436,7 +436,7 @@ METRIC = "logprob_mismatch"
 FACTOR = 3.0
 """How many times its usual value a difference may reach."""
 DRIFT_FACTOR = 3.0
-"""How many times the measured drift is allowed for. Servers sample other tokens than those on which it is measured."""
+"""How many times the measured drift is allowed for. Servers sample other tokens than it is measured on."""
 STRIKES = 3
 MIN_TOKENS = 16
 """Tokens on the learner's own weights that are enough to disagree at once."""

@@ -49,7 +49,7 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class LossStatistics:
-    """0-d sums without gradient. Add those of micro-batches and ranks; shares are computed at the end."""
+    """0-d sums without gradient. Add them over micro-batches and ranks; shares are computed at the end."""
 
     num_tokens: Tensor
     num_clipped_low: Tensor

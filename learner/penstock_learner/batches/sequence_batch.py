@@ -291,7 +291,7 @@ def _token_rewards(trajectories: Sequence[Trajectory]) -> NDArray[np.float32] | 
 
 
 def _routed_experts(pairs: Sequence[tuple[Group, Trajectory]]) -> NDArray[np.int16] | None:
-    """[N, layers, top_k] of all trajectories, -1 where they have none or those of another model."""
+    """[N, layers, top_k] of all trajectories, -1 where there are none or another model's."""
     shape = next((t.routed_experts.shape[1:] for _, t in pairs if t.routed_experts is not None), None)
     if shape is None:
         return None

@@ -215,7 +215,7 @@ class BatchReader:
         return await self._complete(batch.step, kept, policy_version, wanted)
 
     async def _without(self, groups: Sequence[Group], prompt_ids: Collection[int], reason: str) -> list[Group]:
-        """The groups without those of these prompts, which are expired for `reason`."""
+        """The groups of other prompts. The groups of these prompts are expired for `reason`."""
         for group in groups:
             if group.prompt_id in prompt_ids:
                 self._in_batches.discard(group.prompt_id)

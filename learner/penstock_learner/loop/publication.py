@@ -151,7 +151,7 @@ class VersionSnapshots:
 
 
 def _remove_old_snapshots(folder: Path, num_newest: int, kept: Collection[int]) -> dict[int, str]:
-    """Remove all snapshots but the newest and those in `kept`. Returns the folders that remain, by version."""
+    """Remove all snapshots except the newest and the ones in `kept`. Returns the folders that remain, by version."""
     for old in sorted(folder.glob("version-*"))[:-num_newest]:
         if _version_of(old) not in kept:
             shutil.rmtree(old, ignore_errors=True)

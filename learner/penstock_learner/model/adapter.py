@@ -17,7 +17,7 @@ from penstock_learner.model.routers import find_routers
 
 
 def add_adapter(model: CausalLM, config: LoraConfig) -> None:
-    """Freeze the weights and add a low-rank adapter to those it targets. At first the adapter changes nothing. Raises
+    """Freeze the weights and add a low-rank adapter to its target modules. At first the adapter changes nothing. Raises
     ConfigError if a target does not exist, or if engines could not add the adapter to it."""
     import peft
 

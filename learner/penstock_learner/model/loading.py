@@ -299,7 +299,7 @@ class Recipe:
     """Makes one parameter or buffer of tensors in files, or several if a tensor is split."""
 
     target: str
-    """The parameter's name, or that of the first one."""
+    """The parameter's name, or the first parameter's name."""
     sources: tuple[tuple[str, str], ...]
     """The tensors, each after the pattern of the conversion that it fits."""
     conversion: Any = None

@@ -135,7 +135,7 @@ class RouterWatch:
         self._used = []
         experts = inputs.routed_experts if self.settings.replay else None
         if experts is not None and experts.shape[1] <= max(router.layer for router in self.routers):
-            experts = None  # those of another model
+            experts = None  # the experts of another model
         self._counted, self._experts = _laid_out(inputs, padded, experts)
         self._measures = self._is_recording = torch.is_grad_enabled()
         try:

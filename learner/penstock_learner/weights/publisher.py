@@ -89,7 +89,7 @@ class WeightPublisher:
         adapter_scale: float | None = None,
         exact: Collection[str] = (),
     ) -> StagedVersion:
-        """Allocate the buckets of a new version. Drops every other version except those in `keep`. Tensors are sent in
+        """Allocate the buckets of a new version. Drops all versions except those in `keep`. Tensors are sent in
         `model.dtype`, and the ones that `exact` names in float32."""
         weights = self.config.weights
         dtype = SAFETENSORS_NAMES[DTYPES[self.config.model.dtype]]
@@ -120,7 +120,7 @@ class WeightPublisher:
                 self._leaving.append(staged)
 
     def _manifest(self, policy_version: int, term: int, tensors: list[TensorShape]) -> weights_pb2.WeightManifest:
-        """The manifest of a version. The layout is computed once: it is that of the version before."""
+        """The manifest of a version. The layout is computed once: all versions have the same."""
         before, layout = self._layout
         if tensors != before:
             layout = build_manifest(self.config.run, 0, 0, tensors, self.config.weights.bucket_bytes)

@@ -5,7 +5,7 @@
 -- Returns position, fingerprint, prompts of an epoch and owner of the feed after the call.
 local name, position, epoch_prompts = ARGV[1], tonumber(ARGV[3]), tonumber(ARGV[4])
 numbers(COUNTERS, 'next_prompt_id')
-local stored = tonumber(redis.call('HGET', FEEDS, name) or '0')
+local stored = numbers(FEEDS, name, name .. ':prompts')
 local fingerprint = redis.call('HGET', FEEDS, name .. ':fingerprint') or ARGV[2]
 if fingerprint == ARGV[2] then
   if #ARGV > 5 and stored == position then

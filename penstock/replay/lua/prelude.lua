@@ -61,7 +61,7 @@ local function check_prompts(ids, reason)
   numbers(DEAD_REASONS, label_of(reason))
   for _, key in ipairs({ATTEMPTS, FAILURES, PRIORITIES}) do
     for _, value in ipairs(ask_many('HMGET', key, ids)) do
-      if value and not tonumber(value) then error(key .. ' has a value that is not a number: ' .. value) end
+      if value then integer(key, value) end
     end
   end
   check_saved(ids)
@@ -309,13 +309,14 @@ local function check_evaluations(ids)
   check_prompts(ids, '')
 end
 
--- Counts a prompt of an evaluation as finished. When the evaluation is complete, its score is kept under its benchmark,
--- which is its id without the number at the end.
+-- Counts a prompt of an evaluation as finished. When an evaluation of the run or an operator is complete, its score is
+-- kept under its benchmark, which is its id without the number at the end.
 local function finish_evaluation_prompt(evaluation_id)
   local evaluation = EVALUATION .. evaluation_id
   local num_finished = redis.call('HINCRBY', evaluation, 'num_finished', 1)
-  local num_prompts, num_samples, sum = unpack(redis.call('HMGET', evaluation, 'num_prompts', 'num_samples', 'reward_sum'))
-  if num_finished ~= tonumber(num_prompts) or num_samples == '0' then return end
+  local fields = redis.call('HMGET', evaluation, 'num_prompts', 'num_samples', 'reward_sum', 'is_kept')
+  local num_prompts, num_samples, sum, is_kept = unpack(fields)
+  if num_finished ~= tonumber(num_prompts) or num_samples == '0' or is_kept == '0' then return end
   local benchmark = string.match(evaluation_id, '^(.*)%-%d+$') or evaluation_id
   keep_score(benchmark, evaluation_id, tostring(sum / num_samples))
 end

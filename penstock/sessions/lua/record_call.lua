@@ -17,7 +17,7 @@ if reward then return 'closed' end
 local num_calls = redis.call('LLEN', calls)
 if ARGV[4] ~= '' and (num_calls == 0 or list ~= ARGV[4]) then return 'expired' end
 if num_calls >= tonumber(ARGV[6]) then return 'long' end
-if tonumber(redis.call('HGET', SESSION_SIZES, session) or '0') + num_bytes > tonumber(ARGV[7]) then return 'large' end
+if numbers(SESSION_SIZES, session) + num_bytes > tonumber(ARGV[7]) then return 'large' end
 if counter('session_bytes') + num_bytes > tonumber(ARGV[8]) then return 'full' end
 if num_calls == 0 then redis.call('HSET', state, 'list', ARGV[3]) end
 if not owner then redis.call('HSET', state, 'owner', ARGV[9]) end

@@ -1,7 +1,8 @@
 -- ARGV: idempotency key (empty: none), its owner, the digest that it is bound to, its seconds to live, largest number of
 -- places that wait, then id, number of sessions, deadline in ms (0: none), data source and payload of each task. Accepts
 -- all tasks or none. A task of the owner whose id exists stays as it is. Returns full, other (the key stands for another
--- digest), taken (another owner has a task of this id) and the id, or whether the key was known (0 or 1) and the ids.
+-- digest), taken (another owner has a task of this id, or it asks for something else) and the id, or whether the key was
+-- known (0 or 1) and the ids.
 local key, owner, digest = TASK_IDEMPOTENCY .. ARGV[2] .. ':' .. ARGV[1], ARGV[2], ARGV[3]
 if ARGV[1] ~= '' then
   local known = redis.call('GET', key)
@@ -13,10 +14,13 @@ if ARGV[1] ~= '' then
 end
 local ids, num_places = {}, redis.call('ZCARD', TASK_PENDING)
 for i = 6, #ARGV, 5 do
-  local state, known_owner = unpack(redis.call('HMGET', task_key(ARGV[i]), 'state', 'owner'))
+  local known = redis.call('HMGET', task_key(ARGV[i]), 'owner', 'num_sessions', 'deadline_ms', 'data_source', 'payload')
   ids[#ids + 1] = ARGV[i]
-  if not state then num_places = num_places + ARGV[i + 1] end
-  if not may_use(known_owner, owner, '0') then return {'taken', ARGV[i]} end
+  if not known[2] then
+    num_places = num_places + ARGV[i + 1]
+  elseif not may_use(known[1], owner, '0') or table.concat(known, ' ', 2) ~= table.concat(ARGV, ' ', i + 1, i + 4) then
+    return {'taken', ARGV[i]}
+  end
 end
 if num_places > tonumber(ARGV[5]) then return 'full' end
 local number = numbers(COUNTERS, 'task_owner:' .. owner, 'task_owners', 'tasks_submitted', 'task_places_submitted')

@@ -12,15 +12,18 @@ local function check_stream(key)
   redis.call('XREVRANGE', key, '+', '+')
 end
 
--- Fields of a hash as integers, as HINCRBY takes them and Lua counts them; 0 for a missing one. Fails if a value is none.
+-- A value of this key as a number. Fails if it is not an integer that HINCRBY takes and Lua counts exactly.
+local function integer(key, value)
+  local number = string.match(value, '^%-?%d+$') and tonumber(value)
+  if not number or math.abs(number) > 2 ^ 53 then error(key .. ' has a value that is not a whole number: ' .. value) end
+  return number
+end
+
+-- Fields of a hash as integers; 0 for a missing one. Fails if a value is none.
 local function numbers(key, ...)
   local values = redis.call('HMGET', key, ...)
   for i, value in ipairs(values) do
-    local number = tonumber(value or 0)
-    if value and (not string.match(value, '^-?%d+$') or math.abs(number) > 2 ^ 53) then
-      error(key .. ' has a value that is not a whole number: ' .. value)
-    end
-    values[i] = number
+    values[i] = value and integer(key, value) or 0
   end
   return unpack(values)
 end
@@ -37,7 +40,7 @@ local function now_ms()
 end
 
 local function counter(name)
-  return tonumber(redis.call('HGET', COUNTERS, name) or '0')
+  return (numbers(COUNTERS, name))
 end
 
 local function count(name, by)

@@ -81,7 +81,7 @@ class Toolbox:
         self.tools[tool.name] = tool
 
     def offered(self, extra_info: Mapping[str, Any]) -> Toolbox:
-        """The tools that a prompt may use: all of them, or with `need_tools_kwargs` those named in `tools_kwargs`."""
+        """The tools that a prompt may use: all of them, or with `need_tools_kwargs` the ones in `tools_kwargs`."""
         kwargs = tools_kwargs(extra_info)
         if unknown := sorted(set(kwargs) - set(self.tools)):
             raise InvalidInput("extra_info.tools_kwargs", f"there is no tool {unknown[0]!r}; {self._known()}")

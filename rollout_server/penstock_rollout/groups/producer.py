@@ -144,7 +144,7 @@ class Producer:
     reward_model: RewardModelConfig | None = None
     """The learner's, for which groups of evaluations are kept."""
     saver: TokenSaver | None = None
-    """That of the maker. It hands samples over when the server ends."""
+    """The maker's. It hands samples over when the server ends."""
 
     def __post_init__(self) -> None:
         self.appender = GroupAppender(self.queue)

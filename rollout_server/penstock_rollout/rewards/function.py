@@ -225,7 +225,7 @@ _RULES: dict[str, tuple[RewardFunction, tuple[str, ...]]] = {
     "math": (rules.math, ("correct_score", "wrong_score")),
     "search_qa": (rules.search_qa, ()),
 }
-"""For each kind that is a function, the function and those of its arguments that are settings."""
+"""For each kind that is a function, the function and the arguments of it that are settings."""
 
 
 def build(settings: Settings) -> RewardFunction:

@@ -38,7 +38,7 @@ from google.protobuf.message_factory import GetMessageClass
 from pydantic import BaseModel
 from redis.exceptions import RedisError
 
-from penstock.api.conversion import parse_json
+from penstock.api.conversion import check_levels, parse_json
 from penstock.api_keys import Scope
 from penstock.codec import prompt_to_proto, sampling_from_proto
 from penstock.config.run import RunConfig
@@ -81,7 +81,7 @@ class Operation:
     event: tuple[str, str] | None = None
     """For a stream of answers: the name of its server-sent events, and the field with their ids."""
     timeout_s: float | None = None
-    """The method is cancelled after this time; by default after that of its handlers."""
+    """The method is cancelled after this time; by default after its handlers' time."""
     keeps_deadline: bool = False
     """The method has a deadline itself, and raises only PenstockErrors."""
     is_documented: bool = True
@@ -169,7 +169,7 @@ class Handlers:
 
     @property
     def deadline_s(self) -> float:
-        """Longest time of an operation, unless it declares another: that of two Redis commands."""
+        """Longest time of an operation, unless it declares another: as long as two Redis commands may take."""
         return 2 * self.config.redis.timeout_s
 
 
@@ -396,6 +396,8 @@ def _check_prompt(prompt: prompts_pb2.Prompt, evaluation_id: str) -> None:
         raise InvalidInput("num_samples", f"must be between 1 and {MAX_NUM_SAMPLES}, not {prompt.num_samples}")
     if not -MAX_PRIORITY <= prompt.priority <= MAX_PRIORITY:
         raise InvalidInput("priority", f"must be between -{MAX_PRIORITY} and {MAX_PRIORITY}")
+    if len(prompt.data_source) > MAX_KEY_LENGTH or not prompt.data_source.isprintable():
+        raise InvalidInput("data_source", f"may have {MAX_KEY_LENGTH} characters, none of them a control character")
     check_sampling(prompt.sampling)
     if prompt.evaluation_id not in ("", evaluation_id):
         raise InvalidInput("evaluation_id", "leave it empty; create an evaluation for held-out prompts")
@@ -433,6 +435,7 @@ def check_json(text: str, path: str) -> Any:
     if text == "{}":
         return {}
     try:
+        check_levels(text)
         return parse_json(text)
     except ValueError as error:
         raise InvalidInput(path, f"is not valid JSON: {error}") from error

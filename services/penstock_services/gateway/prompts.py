@@ -18,7 +18,7 @@ from pydantic import Field
 
 from penstock.api import records
 from penstock.cancellation import end_task
-from penstock.errors import Conflict, DeadlineExceeded, InvalidInput, NotFound, PenstockError
+from penstock.errors import Conflict, DeadlineExceeded, InvalidInput, NotFound, PenstockError, QueueFull, Unavailable
 from penstock.replay.queue import RedisReplayQueue, answer_all
 from penstock.replay.queue_types import PromptRequest, PromptState, PromptStatus
 from penstock.replay.queue_types import Submission as QueueSubmission
@@ -235,14 +235,19 @@ class PromptHandlers(Handlers):
         return {group.prompt_id: (await self.watched.with_details(group)).SerializeToString() for group in groups}
 
 
-def _digests(prompts: Sequence[prompts_pb2.Prompt], request: prompts_pb2.SubmitPromptsRequest) -> list[str]:
-    """Digests of what the request asks for: one for each of its keys. How a try is traced does not count."""
-    if not request.prompt_keys and not request.idempotency_key:
-        return []
+def digest_of(prompts: Sequence[prompts_pb2.Prompt]) -> str:
+    """Digest of what the prompts ask for. How a try is traced does not count."""
     bodies = [prompts_pb2.Prompt.FromString(p.SerializeToString()) if p.trace_parent else p for p in prompts]
     for body in bodies:
         body.ClearField("trace_parent")
-    return [body_digest([body]) for body in bodies] if request.prompt_keys else [body_digest(bodies)]
+    return body_digest(bodies)
+
+
+def _digests(prompts: Sequence[prompts_pb2.Prompt], request: prompts_pb2.SubmitPromptsRequest) -> list[str]:
+    """One digest for each key of the request."""
+    if request.prompt_keys:
+        return [digest_of([prompt]) for prompt in prompts]
+    return [digest_of(prompts)] if request.idempotency_key else []
 
 
 def _to_proto(status: PromptStatus) -> prompts_pb2.PromptRecord:
@@ -260,7 +265,7 @@ def _usable(status: PromptStatus, owner: Owner) -> prompts_pb2.PromptRecord:
 
 
 class ResultFeed:
-    """Wakes those who wait for results of one run.
+    """Wakes callers that wait for results of one run.
 
     A single task reads the stream of results while anyone waits, so any number of watchers hold one Redis connection.
     The task only wakes them: each watcher reads from its own cursor, and misses nothing when it is slow."""
@@ -370,8 +375,8 @@ class _Waiting:
 
 class JoinedSubmissions:
     """Runs one exchange at a time, in the order of arrival. Each request is accepted whole or not at all, as if it were
-    alone. A failed exchange fails the requests in it and no others. A request that has no answer after `deadline_s`
-    fails with DeadlineExceeded; it may still have been accepted."""
+    alone: if Redis refuses an exchange, which then has stored nothing, its requests are sent one by one. A request that
+    has no answer after `deadline_s` fails with DeadlineExceeded; it may still have been accepted."""
 
     def __init__(self, queue: RedisReplayQueue, deadline_s: float) -> None:
         self.queue = queue
@@ -403,11 +408,21 @@ class JoinedSubmissions:
             self._count = len(self._sent)
             self._usual_count = max(self._count, self._usual_count * FADE)
             requests = [sent.request for sent in self._sent]
-            await answer_all([sent.answer for sent in self._sent], self.queue.submit_many(requests))
+            await answer_all([sent.answer for sent in self._sent], self._exchange(requests))
             self._sent = []
 
+    async def _exchange(self, requests: Sequence[PromptRequest]) -> list[QueueSubmission | Exception]:
+        try:
+            return [*await self.queue.submit_many(requests)]
+        except (Unavailable, QueueFull):  # each request would fail alike
+            raise
+        except Exception as error:
+            if len(requests) == 1:
+                return [error]
+            return [answer for request in requests for answer in await self._exchange([request])]
+
     async def _linger(self) -> None:
-        """Wait for more requests, but not after a full exchange: those that arrived meanwhile waited already."""
+        """Wait for more requests, but not after a full exchange: what arrived meanwhile has waited already."""
         if self._usual_count < 1.5 or self._count >= MAX_REQUESTS:
             return
         for _ in range(MAX_LINGERS):
@@ -422,7 +437,7 @@ class JoinedSubmissions:
         return sum(len(waiting.request.payloads) for waiting in self._waiting)
 
     def _next(self) -> list[_Waiting]:
-        """The first waiting request, and those after it that fit into the same exchange."""
+        """The first waiting request, and the next ones that fit into the same exchange."""
         count, num_prompts = 1, len(self._waiting[0].request.payloads)
         for waiting in self._waiting[1:MAX_REQUESTS]:
             num_prompts += len(waiting.request.payloads)

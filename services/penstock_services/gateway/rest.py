@@ -321,10 +321,19 @@ def _number(name: str, text: str) -> int:
 
 async def _encoded(operation: Operation, answer: ProtoMessage) -> bytes:
     assert not isinstance(operation.answer, str)
-    record = operation.answer
     if answer.ByteSize() < LARGE_BYTES:
-        return encode_json(to_json(answer, record))
-    return await asyncio.to_thread(lambda: encode_json(to_json(answer, record)))
+        return _encode(answer, operation.answer)
+    return await asyncio.to_thread(_encode, answer, operation.answer)
+
+
+def _encode(answer: ProtoMessage, record: type[BaseModel]) -> bytes:
+    """The answer as JSON, whatever an older gateway has accepted: NaN is null, half of a surrogate pair is `?`."""
+    value = to_json(answer, record)
+    try:
+        return encode_json(value, inf_nan_mode="null")
+    except ValueError:
+        plain = json.loads(json.dumps(value), parse_constant=lambda _: None)
+        return json.dumps(plain, ensure_ascii=False).encode(errors="replace")
 
 
 def event_stream(operation: Operation, items: AsyncIterator[Any]) -> Response:

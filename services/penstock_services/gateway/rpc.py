@@ -67,7 +67,7 @@ class RpcServer:
             await self.health.set(name, health_pb2.HealthCheckResponse.SERVING)
 
     async def stop(self, grace_s: float) -> None:
-        """Report NOT_SERVING first, then accept no more calls and give those in flight `grace_s`."""
+        """Report NOT_SERVING first, then accept no more calls and give calls in flight `grace_s`."""
         await self.health.enter_graceful_shutdown()
         await self.server.stop(grace_s)
 

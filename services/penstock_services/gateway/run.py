@@ -14,12 +14,12 @@ from starlette.responses import JSONResponse, Response
 from penstock.api.records import Record
 from penstock.config.run import RunConfig
 from penstock.diagnosis.facts import RunStores
-from penstock.errors import PenstockError, Unavailable
+from penstock.errors import ConfigError, PenstockError, Unavailable
 from penstock.replay.queue import RedisReplayQueue
 from penstock.samples import TokenText
 from penstock.sessions.session_store import SessionStore
 from penstock.sessions.task_store import TaskStore
-from penstock.store.redis_client import RedisClient
+from penstock.store.redis_client import RedisClient, check_primary
 from penstock.tracing import Tracing
 from penstock_services.gateway import problems
 from penstock_services.gateway.access import Access
@@ -99,15 +99,14 @@ class ServedRun:
         await self.generation.close()
 
     async def check_ready(self) -> None:
-        """Raise Unavailable unless Redis answers at once and the gateway is not stopping."""
+        """Raise Unavailable unless Redis answers at once, is a primary, and the gateway is not stopping."""
         if self.stopping.is_set():
             raise Unavailable("the gateway is stopping; use another one")
         try:
             async with asyncio.timeout(READY_TIMEOUT_S):
-                ping: Any = self.client.ping()
-                await ping
-        except (TimeoutError, RedisError) as error:
-            raise Unavailable(f"Redis does not answer ({error}); check redis.url and that the server runs") from error
+                await check_primary(self.client)
+        except (TimeoutError, ConfigError) as error:
+            raise Unavailable(str(error) or "Redis does not answer; check that the server runs") from error
 
 
 class Alive(Record):

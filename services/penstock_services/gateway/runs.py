@@ -18,6 +18,7 @@ from penstock.replay.queue_types import VALIDATION
 from penstock.replay.results import entry_order
 from penstock.store.fleet import Quarantine, ServerRecord
 from penstock.store.keys import check_name
+from penstock.store.notices import QUOTING_KINDS
 from penstock.store.run_control import OpenBreaker
 from penstock.v1 import runs_pb2
 from penstock_services.gateway.access import Caller
@@ -30,6 +31,7 @@ from penstock_services.gateway.operations import (
     decode_page_token,
     operation,
 )
+from penstock_services.gateway.prompts import digest_of
 
 _LETTER_ID = r"[0-9]{1,19}-[0-9]{1,19}"
 
@@ -53,7 +55,7 @@ class RunHandlers(Handlers):
     stores: RunStores
 
     @operation("GET", RUN, "read", records.Run)
-    async def get_run(self, _: runs_pb2.GetRunRequest) -> runs_pb2.Run:
+    async def get_run(self, caller: Caller, _: runs_pb2.GetRunRequest) -> runs_pb2.Run:
         facts = await self.stores.read(self.config)
         learning, speed, stat = learning_finding(facts), speed_finding(facts), facts.stat
         return message_of(
@@ -66,7 +68,11 @@ class RunHandlers(Handlers):
             state=facts.state,
             held_version=facts.orders.held_version,
             detail=facts.state_detail,
-            notices=[message_of(runs_pb2.Notice, notice) for notice in facts.notices],
+            notices=[
+                message_of(runs_pb2.Notice, notice)
+                for notice in facts.notices
+                if caller.owner.sees_all or notice.kind not in QUOTING_KINDS
+            ],
             learning=learning.line,
             speed=speed.line,
             learning_verdict=message_of(runs_pb2.Finding, learning),
@@ -79,25 +85,25 @@ class RunHandlers(Handlers):
         )
 
     @operation("GET", "/v1/runs", "read", records.RunList)
-    async def list_runs(self, _: runs_pb2.ListRunsRequest) -> runs_pb2.ListRunsResponse:
-        return runs_pb2.ListRunsResponse(runs=[await self.get_run(runs_pb2.GetRunRequest())])
+    async def list_runs(self, caller: Caller, _: runs_pb2.ListRunsRequest) -> runs_pb2.ListRunsResponse:
+        return runs_pb2.ListRunsResponse(runs=[await self.get_run(caller, runs_pb2.GetRunRequest())])
 
     @operation("POST", f"{RUN}:pause", "admin", records.Run)
-    async def pause_run(self, _: runs_pb2.ChangeRunRequest) -> runs_pb2.Run:
+    async def pause_run(self, caller: Caller, _: runs_pb2.ChangeRunRequest) -> runs_pb2.Run:
         """Pause the run: no prompt is leased until it is resumed."""
         await self.stores.control.pause()
-        return await self.get_run(runs_pb2.GetRunRequest())
+        return await self.get_run(caller, runs_pb2.GetRunRequest())
 
     @operation("POST", f"{RUN}:resume", "admin", records.Run)
-    async def resume_run(self, _: runs_pb2.ChangeRunRequest) -> runs_pb2.Run:
+    async def resume_run(self, caller: Caller, _: runs_pb2.ChangeRunRequest) -> runs_pb2.Run:
         await self.stores.control.resume()
-        return await self.get_run(runs_pb2.GetRunRequest())
+        return await self.get_run(caller, runs_pb2.GetRunRequest())
 
     @operation("POST", f"{RUN}:stop", "admin", records.Run)
-    async def stop_run(self, _: runs_pb2.ChangeRunRequest) -> runs_pb2.Run:
+    async def stop_run(self, caller: Caller, _: runs_pb2.ChangeRunRequest) -> runs_pb2.Run:
         """Pause the run. The learner finishes its step, writes a checkpoint and ends."""
         await self.stores.control.stop()
-        return await self.get_run(runs_pb2.GetRunRequest())
+        return await self.get_run(caller, runs_pb2.GetRunRequest())
 
     @operation("GET", "metrics", "read", records.MetricsList, takes=ListMetrics)
     async def list_metrics(self, request: runs_pb2.ListMetricsRequest) -> runs_pb2.ListMetricsResponse:
@@ -150,7 +156,8 @@ class RunHandlers(Handlers):
         for prompt in prompts:
             prompt.owner = caller.owner.name
         payloads = [prompt.SerializeToString() for prompt in prompts]
-        created = await self.stores.queue.create_evaluation(request.evaluation_id, payloads, caller.owner)
+        digest = digest_of(prompts)
+        created = await self.stores.queue.create_evaluation(request.evaluation_id, payloads, caller.owner, digest)
         return message_of(runs_pb2.Evaluation, created)
 
     @operation("GET", "evaluations/{evaluation_id}", "read", records.Evaluation)

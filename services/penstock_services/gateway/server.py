@@ -29,7 +29,7 @@ from penstock.machine import DiskWatch
 from penstock.metrics import write_endpoint
 from penstock.start_checks import check_redis
 from penstock.store.heartbeats import Leaving
-from penstock.store.redis_client import connect
+from penstock.store.redis_client import check_primary, connect
 from penstock.tracing import open_tracing
 from penstock_services.gateway.access import Access, check_gateway, read_certificates
 from penstock_services.gateway.metrics import GatewayMetrics
@@ -65,6 +65,8 @@ async def serve(config: RunConfig, ready: Ready | None = None, stop: asyncio.Eve
         )
         stack.push_async_callback(client.aclose)
         stack.push_async_callback(streams.aclose)
+        with contextlib.suppress(Unavailable):  # Redis may start later
+            await check_primary(client)
         await stack.enter_async_context(Leaving(client, config.run, "gateway").holding(stop))
         tracing = open_tracing(config.tracing, "gateway", config.run)
         stack.callback(tracing.close)

@@ -19,6 +19,8 @@ from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.results import RecomputedLogProbs
 from penstock.samples import Sample
 from penstock.store.fleet import Fleet, PolicyRegistry, ServerRecord
+from penstock.store.notices import Event, Notices
+from penstock.store.run_control import RunControl
 from penstock.v1 import policies_pb2
 from support.gateways import LAUNCH, PROMPT, RUN, SCREENSHOTS, Gateway, group_of, needs_chromium, run_config, running
 from support.groups import group_of_samples, write_samples
@@ -321,3 +323,62 @@ async def test_a_gateway_that_is_gone_is_said(page: Any, gateway: Gateway) -> No
     await page.route("**/v1/**", lambda route: route.abort())
     await page.get_by_role("link", name="Dead letters").click()
     await page.get_by_role("alert").filter(has_text="The gateway does not answer.").wait_for()
+
+
+MARKUP = (
+    "</script></textarea><script>window.hacked=1</script><img src=x onerror=window.hacked=2>"
+    "<svg onload=window.hacked=3><a id=bait href=javascript:window.hacked=4>[bait](javascript:window.hacked=5)</a>"
+)
+
+
+async def store_markup(queue: RedisReplayQueue, gateway: Gateway) -> None:
+    """Put markup into every text of a client, a model, a reward or a server that a view shows."""
+    write_samples(
+        gateway.config.folder,
+        group_of_samples(13, 9, 1.0, response=MARKUP, prompt=MARKUP, ground_truth=MARKUP, data_source=MARKUP[:200]),
+    )
+    prompt = PROMPT | {"messages": [{"role": "user", "content": MARKUP}], "priority": 9, "ground_truth": MARKUP}
+    assert (await gateway.rest.post(f"{RUN}/prompts", json={"prompts": [prompt] * 2})).status_code == 200
+    bad, good = await queue.lease("rollout-0", 2)
+    await queue.give_back("rollout-0", bad, f"reward_failed: {MARKUP}", is_final=True)
+    group = group_of(good.prompt_id, good.attempt)
+    trajectory = replace(group.trajectories[0], reward_parts={MARKUP: 1.0})
+    await queue.append(good, encode_group(replace(group, trajectories=(trajectory,), data_source=MARKUP)), 3)
+    await Notices(queue.client, "test").record(Event("reward_failed", "place", MARKUP, MARKUP))
+    await RunControl(queue.client, "test").pause(MARKUP)
+    await Fleet(queue.client, "test").join(ServerRecord(MARKUP, MARKUP, MARKUP, devices=(MARKUP,)))
+    await queue.record_scores(40, {MARKUP: 1.0})
+    policy = policies_pb2.Policy(
+        policy_version=41, step=41, weights_digest=MARKUP, state=policies_pb2.Policy.PUBLISHED, snapshot_path=MARKUP,
+        metrics={MARKUP: 1.0},
+    )  # fmt: skip
+    await queue.publish(41, 41, policy.SerializeToString())
+
+
+async def test_stored_markup_is_shown_and_not_run(gateway: Gateway, queue: RedisReplayQueue, secret: str) -> None:
+    """Without the content security policy, so that the views themselves must be right."""
+    from playwright.async_api import async_playwright
+
+    gateway.rest.headers["Authorization"] = f"Bearer {secret}"
+    await store_markup(queue, gateway)
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(**LAUNCH)
+        page = await browser.new_page(bypass_csp=True)
+        page.set_default_timeout(15_000)
+        foreign: list[str] = []
+        page.on("request", lambda sent: sent.url.startswith(gateway.url) or foreign.append(sent.url))
+        page.on("dialog", lambda dialog: foreign.append(dialog.message))
+        await page.goto(f"{gateway.url}/#key={secret}")
+        for view in ("Overview", "Policies", "Trajectories", "Samples", "Sessions", "Dead letters"):
+            await page.get_by_role("link", name=view).click()
+            await page.locator(f"main[data-view={view.lower().replace(' ', '-')}]").wait_for()
+            await page.evaluate("document.querySelectorAll('main details').forEach(e => { e.open = true; })")
+            if view == "Trajectories":
+                await page.get_by_role("button", name="Prompt 7", exact=True).click()
+                await page.get_by_role("heading", name="Group of prompt 7").wait_for()
+            if view != "Sessions":
+                await page.wait_for_function("document.body.outerHTML.includes('onerror=window.hacked')")
+            made = "[...document.querySelectorAll('#bait, [onerror], [onload], [href^=javascript]')].length"
+            assert await page.evaluate(f"[window.hacked ?? 0, {made}]") == [0, 0], view
+        await browser.close()
+    assert foreign == []

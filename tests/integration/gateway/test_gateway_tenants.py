@@ -7,6 +7,7 @@ team, and an operator has the scope admin.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import grpc
 import httpx
 import pytest
 import redis.asyncio as redis
+from pydantic_core import from_json
 
 from penstock.api import records
 from penstock.api.conversion import request_of
@@ -27,6 +29,7 @@ from penstock.config.service import SessionLimits
 from penstock.replay.queue import RedisReplayQueue
 from penstock.samples import Sample, SampleFile, line_of
 from penstock.store.keys import RunKeys
+from penstock.store.notices import Event, Notices
 from penstock.v1 import (
     datasets_pb2,
     datasets_pb2_grpc,
@@ -517,3 +520,68 @@ async def test_a_stranger_neither_reads_nor_takes_an_evaluation(tenants: Tenants
     own = {"json": {"evaluation_id": "validation-train-7", "prompts": [PROMPT]}}
     refused = await tenants.bob.send("POST", f"{RUN}/evaluations", **own)
     assert (refused.status_code, refused.json()["field"]) == (400, "evaluation_id"), "it would stand for the run's own"
+
+
+async def test_scores_of_a_stranger_are_not_among_those_of_the_run(tenants: Tenants, queue: RedisReplayQueue) -> None:
+    """/metrics needs no key, and each name would be one that an evaluation of the run can no longer have."""
+    for who, name in (("alice", "secret-2"), ("operator", "math-2")):
+        await getattr(tenants, who).rest(
+            "POST", f"{RUN}/evaluations", json={"evaluation_id": name, "prompts": [PROMPT]}
+        )
+        [lease] = await queue.lease("s", 4)
+        await queue.record_evaluation(name, lease, [1.0], 0, 0)
+    assert (await tenants.alice.rest("GET", f"{RUN}/evaluations/secret-2"))["score"] == 1.0
+    assert [found["benchmark"] for found in (await tenants.bob.rest("GET", f"{RUN}/metrics"))["scores"]] == ["math"]
+    text = (await tenants.bob.send("GET", "/metrics")).text
+    assert 'penstock_eval_score{benchmark="math"} 1.0' in text and "secret" not in text
+
+
+async def test_an_id_that_is_known_does_not_swallow_another_body(tenants: Tenants) -> None:
+    evaluation = {"evaluation_id": "e", "prompts": [PROMPT]}
+    task = {"task_id": "t", "payload": 1}
+    other = PROMPT | {"num_samples": 3}
+    for path, good, bad in (
+        (f"{RUN}/evaluations", evaluation, evaluation | {"prompts": [other]}),
+        ("/v1/tasks", {"tasks": [task]}, {"tasks": [{"task_id": "new", "payload": 1}, task | {"payload": 2}]}),
+    ):
+        for body, status in ((good, 200), (good, 200), (bad, 409)):
+            assert await tenants.alice.status("POST", path, json=body) == status
+    assert await tenants.alice.status("GET", "/v1/tasks/new") == 404, "all tasks are accepted, or none"
+
+
+async def test_notices_do_not_quote_another_team(tenants: Tenants, redis_client: redis.Redis) -> None:
+    notices = Notices(redis_client, "test")
+    await notices.record(Event("reward_failed", "place", "the reward of 'secret' failed", "Traceback: secret"))
+    await notices.record(Event("server_lost", "r1", "r1 was silent"))
+    for path, run in ((RUN, lambda answer: answer), ("/v1/runs", lambda answer: answer["runs"][0])):
+        shown = {found["kind"]: found for found in run(await tenants.bob.rest("GET", path))["notices"]}
+        assert [*shown] == ["server_lost"] and shown["server_lost"]["text"] == "r1 was silent"
+        assert "Traceback: secret" in str(run(await tenants.operator.rest("GET", path))["notices"])
+
+
+@pytest.mark.parametrize("source", ["a\0b", "a\nb", "x" * 257])
+async def test_a_data_source_is_a_short_line(tenants: Tenants, source: str) -> None:
+    refused = await tenants.alice.send("POST", f"{RUN}/prompts", json={"prompts": [PROMPT | {"data_source": source}]})
+    assert (refused.status_code, refused.json()["field"]) == (400, "prompts[0].data_source")
+    request = prompts_pb2.SubmitPromptsRequest(prompts=[message(data_source=source)])
+    assert await tenants.alice.code("PromptService", "SubmitPrompts", request) == "INVALID_ARGUMENT"
+
+
+async def test_nested_values_that_are_accepted_can_be_shown(tenants: Tenants) -> None:
+    """Every answer with a value inside has at most as many levels as our own client reads."""
+    accepted = []
+    for num_levels in (180, 189, 190, 191, 201):
+        value = "[" * (num_levels - 1) + "]" * (num_levels - 1)
+        prompt = message()
+        prompt.extra_info_json = f'{{"deep": {value}}}'
+        request = prompts_pb2.SubmitPromptsRequest(prompts=[prompt])
+        by_rest = {"prompts": [PROMPT | {"extra_info": json.loads(prompt.extra_info_json)}]}
+        codes = {await tenants.alice.code("PromptService", "SubmitPrompts", request)}
+        codes.add(str(await tenants.alice.status("POST", f"{RUN}/prompts", json=by_rest)))
+        if codes == {"OK", "200"}:
+            accepted.append(num_levels)
+        else:
+            assert codes == {"INVALID_ARGUMENT", "400"}
+    assert accepted == [180, 189, 190]
+    page = await tenants.alice.send("GET", f"{RUN}/prompts")
+    assert len(from_json(page.content)["prompts"]) == 6

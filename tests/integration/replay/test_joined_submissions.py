@@ -69,6 +69,35 @@ async def test_every_request_has_its_deadline_and_those_after_it_are_served(
     assert (again.prompt_ids, again.replayed) == ((2,), True), "submissions in progress were accepted, once"
 
 
+async def test_a_request_that_redis_refuses_fails_alone(
+    queue: RedisReplayQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also a poison that no check knows: the requests of its exchange are sent again, one by one."""
+    submit_many = queue.submit_many
+
+    async def refuse(requests: list[PromptRequest]) -> list[Submission]:
+        if any(b"poison" in request.payloads for request in requests):
+            raise PenstockError("Redis refused a command")
+        return await submit_many(requests)
+
+    monkeypatch.setattr(queue, "submit_many", refuse)
+    joined = JoinedSubmissions(queue, deadline_s=10)
+    payloads = [b"poison" if n == 3 else b"%d" % n for n in range(MAX_REQUESTS)]
+    answers = await asyncio.gather(
+        *(joined.submit(PromptRequest([payload], [0], "")) for payload in payloads), return_exceptions=True
+    )
+    assert isinstance(answers.pop(3), PenstockError)
+    assert [getattr(answer, "prompt_ids", answer) for answer in answers] == [(n,) for n in range(1, MAX_REQUESTS)]
+
+
+async def test_a_key_of_tasks_of_an_older_gateway_does_not_stand_for_prompts(queue: RedisReplayQueue) -> None:
+    """It kept the ids of tasks as a text, under a name that a client can choose for prompts."""
+    await queue.client.set(queue.keys.idempotency("tasks:fooX"), '["t1"]')
+    requests = [PromptRequest([b"p"], [0], key, "a", "1") for key in ("", "tasks:fooX", "=tasks:fooX", "new")]
+    assert await queue.submit_many(requests) == [Submission((n,), False) for n in (1, 2, 3, 4)]
+    assert await queue.submit_many(requests[1:]) == [Submission((n,), True) for n in (2, 3, 4)]
+
+
 @pytest.mark.parametrize("key", ["idempotency:bad", "prompts", "priorities", "pending", "submitted", "lease_signals"])
 async def test_a_script_that_fails_has_stored_neither_prompts_nor_keys(queue: RedisReplayQueue, key: str) -> None:
     """Otherwise the repeated request would be answered with the ids of prompts that were never stored."""

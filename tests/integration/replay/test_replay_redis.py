@@ -202,16 +202,28 @@ async def test_a_redis_that_forgot_its_scripts_keeps_no_payload_without_a_group(
     assert await queue.client.keys(f"{queue.keys.prefix}group:*") == []
 
 
+async def test_append_names_its_script_which_redis_has(queue: RedisReplayQueue) -> None:
+    """Its text is longer than a small group, and is read by Redis whenever it is sent."""
+    await queue.submit([b"p"] * 2, [0, 0], "")
+    first, second = await queue.lease("s", 2)
+    await queue.append(first, b"group", 0)
+    await queue.client.config_resetstat()
+    await queue.append(second, b"group", 0)
+    calls = await queue.client.info("commandstats")
+    assert "cmdstat_evalsha" in calls and "cmdstat_eval" not in calls
+
+
 async def test_scripts_forgotten_in_the_middle_of_a_batch_lose_no_group(
     queue: RedisReplayQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The transactions after the first name the script by a digest, here by one that Redis does not know."""
+    """The transactions name the script by its digest, here by one that Redis does not know."""
     load = ScriptFolder.load
+    await queue.submit([b"p"] * 3, [0] * 3, "")
+    groups = [FinishedGroup(lease, b"group", 0) for lease in await queue.lease("s", 3)]
+    assert await queue.append_many(groups[:1]) == ["accepted"]
     monkeypatch.setattr(group_payloads, "APPENDED_BYTES", 1)
     script = replace(QUEUE.load("append"), sha="0" * 40)
     monkeypatch.setattr(ScriptFolder, "load", lambda self, name: script if name == "append" else load(self, name))
-    await queue.submit([b"p"] * 3, [0] * 3, "")
-    groups = [FinishedGroup(lease, b"group", 0) for lease in await queue.lease("s", 3)]
     assert await queue.append_many(groups) == ["duplicate", "accepted", "accepted"]
     assert (await queue.stat()).queued == len(await queue.client.keys(f"{queue.keys.prefix}group:*")) == 3
 

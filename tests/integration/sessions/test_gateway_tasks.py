@@ -9,14 +9,16 @@ import grpc
 import openai
 import pytest
 import redis.asyncio as redis
+from pydantic_core import from_json
 
 from penstock.client import PenstockClient
 from penstock.codec import decode_group
 from penstock.errors import InvalidInput
 from penstock.replay.queue import RedisReplayQueue
+from penstock.sessions.task_store import TaskStore
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.keys import RunKeys
-from penstock.v1 import tasks_pb2, tasks_pb2_grpc
+from penstock.v1 import prompts_pb2, tasks_pb2, tasks_pb2_grpc
 from support.gateways import RUN, Gateway
 from support.scripted_engines import ANSWER, TalkingEngine
 
@@ -270,3 +272,21 @@ async def test_a_payload_that_cannot_be_sent_to_a_worker_is_refused(
     async with client, asked:
         await client.submit_tasks(["innocent \U0001f600 \\ud83d", 1e308])
         assert [task.payload for task in await client.lease_tasks("w", 4)] == ["innocent \U0001f600 \\ud83d", 1e308]
+
+
+async def test_poison_that_an_older_gateway_has_stored_stops_neither_a_worker_nor_a_page(
+    talking: tuple[Gateway, dict[str, TalkingEngine]], queue: RedisReplayQueue
+) -> None:
+    gateway, _ = talking
+    tasks = TaskStore(queue.client, queue.run, 60, gateway.config.gateway.sessions)
+    poison = ('{"text": "\\ud83d"}', "[NaN, 1e999]", '"innocent \U0001f600"')
+    await tasks.submit(
+        [tasks_pb2.NewTask(task_id=f"t{n}", payload_json=text, num_sessions=1) for n, text in enumerate(poison)]
+    )
+    prompts = [prompts_pb2.Prompt(ground_truth_json=text, extra_info_json="{}", num_samples=1) for text in poison]
+    await queue.submit([prompt.SerializeToString() for prompt in prompts], [0] * 3, "")
+    leased = await gateway.rest.post("/v1/tasks:lease", json={"worker": "w", "max_tasks": 3})
+    page = await gateway.rest.get(f"{RUN}/prompts")
+    shown = [{"text": "?"}, [None, None], "innocent \U0001f600"]
+    assert [task["payload"] for task in from_json(leased.content)["tasks"]] == shown
+    assert [found["prompt"]["ground_truth"] for found in from_json(page.content)["prompts"]] == shown

@@ -49,7 +49,9 @@ def stores(redis_client: redis.Redis) -> Stores:
 async def test_a_task_is_complete_with_its_sessions(stores: Stores) -> None:
     assert await stores.tasks.submit([new_task("t", '{"a": 1}', 2), new_task("u", "2")], "key") == (["t", "u"], False)
     assert await stores.tasks.submit([new_task("v", "1")], "key") == (["t", "u"], True)
-    assert await stores.tasks.submit([new_task("t", "other", 9)]) == (["t"], False)
+    assert await stores.tasks.submit([new_task("u", "2")]) == (["u"], False)
+    with pytest.raises(Conflict):
+        await stores.tasks.submit([new_task("t", "other", 9)])
     leases = await stores.tasks.lease("w", 9, MANY)
     assert [(lease.task_id, lease.session_id) for lease in leases] == [("t", "t.0.1"), ("t", "t.1.1"), ("u", "u.0.1")]
     first = leases[0]

@@ -19,7 +19,7 @@ from redis.exceptions import BusyLoadingError, RedisError, ResponseError
 
 from penstock.codec import encode_prompt
 from penstock.config.service import BreakerConfig, RedisConfig, ReplayConfig, SessionLimits
-from penstock.errors import Conflict, NotFound, PenstockError
+from penstock.errors import Conflict, NotFound, PenstockError, QueueFull
 from penstock.replay.inspection import QueueInspector
 from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import FinishedGroup, Lease, OfferedGroup, Origin, PromptRequest, SavedTokens
@@ -397,3 +397,33 @@ def test_a_redis_that_is_killed_inside_a_script_forgets_the_script(faults: Scrip
     finally:
         client.close()
         server.kill()
+
+
+async def test_scripts_take_more_values_than_lua_passes_to_a_function(queue: RedisReplayQueue) -> None:
+    """Lua's `unpack` fails beyond about 8,000 values. A script that fails so has perhaps written before."""
+    num_prompts = 9_000
+    queue = make_queue(queue.client, groups_per_step=num_prompts)
+    await queue.take_term(0)
+    ids = list((await queue.submit([PROMPT] * num_prompts, [1] * num_prompts, "key")).prompt_ids)
+    leases = await queue.lease("s", num_prompts)
+    assert await queue.heartbeat("s", leases) == []
+    assert await queue.save_tokens("s", [(lease, SavedTokens(0, 0, b"t")) for lease in leases]) == []
+    assert await queue.append_many([FinishedGroup(lease, b"g", 0) for lease in leases]) == ["accepted"] * num_prompts
+    assert set((await queue.reconcile(leases)).done) == set()
+    assert await queue.take(1, num_prompts) == ids
+    assert await queue.commit(1, ids) == num_prompts
+    await queue.rewind("/checkpoints/0", 0, ids)
+    await PromptBook(queue.client, "test").cancel(ids)
+    stat = await queue.stat()
+    assert (stat.conservation_error, stat.pending_prompts, stat.trained) == (0, 0, 0)
+
+
+async def test_a_key_of_tasks_that_were_refused_stands_for_nothing(queue: RedisReplayQueue) -> None:
+    tasks = TaskStore(queue.client, "test", 60, SessionLimits(max_task_places=1))
+    wanted = [tasks_pb2.NewTask(task_id="t", payload_json="1", num_sessions=2)]
+    before = await queue.client.keys("*")
+    with pytest.raises(QueueFull):
+        await tasks.submit(wanted, "key")
+    assert await queue.client.keys("*") == before
+    more = TaskStore(queue.client, "test", 60, SessionLimits())
+    assert [await more.submit(wanted, "key") for _ in range(2)] == [(["t"], False), (["t"], True)]

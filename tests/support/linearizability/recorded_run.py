@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from penstock.api_keys import read_own_key
+from penstock.api_keys import make_key
 from penstock.codec import decode_prompt
 from penstock.config.loading import dump_config, validate
 from penstock.errors import DeadlineExceeded, Fenced, Unavailable
@@ -39,7 +39,15 @@ LOST = (Unavailable, DeadlineExceeded, httpx.TransportError, TimeoutError)
 """The call may have been executed."""
 MAX_PAUSE_S = 0.03
 NUM_SUBMITTERS, NUM_SERVERS = 3, 2
+OWNERS = ("alice", "bob")
+"""API keys. They take turns in owning submissions, and each pair of submissions has the same idempotency key."""
 GATEWAY_START_S = 60
+MOST_S = 120
+CALLS = {"submit", "lease", "append", "take", "commit", "cancel", "requeue"}
+INTRUSIONS = {
+    "take", "commit", "expire", "dead_letter", "discard", "finish", "rewind", "rewind_step", "allocate_version",
+}  # fmt: skip
+"""Calls that every history has: of the clients, and of learners whose term has passed."""
 POISON = {"prompts": [{"token_ids": [10**6, 0]}], "idempotency_key": "poison"}
 
 
@@ -140,6 +148,8 @@ class RecordedRun:
     recorder: Recorder = field(default_factory=Recorder)
     num_poisoned: int = 0
     """Submissions that failed because their key is of the wrong type."""
+    intruded: set[str] = field(default_factory=set)
+    """Calls that a learner has made after its term."""
     page_tokens: dict[str, str] = field(default_factory=dict)
     """The next page of the list of prompts, by client."""
 
@@ -149,6 +159,9 @@ class RecordedRun:
         text = self.redis.config.read_text().replace("appendfsync everysec", "appendfsync always")
         self.redis.config.write_text(text)
         self.redis.start()
+        made = {name: make_key(name, "admin" if name == "operator" else "submit") for name in ("operator", *OWNERS)}
+        (self.folder / "keys").write_text("\n".join(key.line for _, key in made.values()))
+        self.headers = {name: {"Authorization": f"Bearer {secret}"} for name, (secret, _) in made.items()}
         replay = {
             "groups_per_step": 10_000, "lease_ttl_s": LEASE_TTL_S, "max_attempts": MAX_ATTEMPTS,
             "breaker": {"failures": 0},
@@ -156,7 +169,8 @@ class RecordedRun:
         self.config = validate(
             {
                 "run": RUN, "run_dir": str(self.folder), "model": {"path": str(EXAMPLE / "model")}, "replay": replay,
-                "redis": {"url": self.redis.url, "timeout_s": 3}, "gateway": {"port": free_port()},
+                "redis": {"url": self.redis.url, "timeout_s": 3},
+                "gateway": {"port": free_port(), "keys_file": str(self.folder / "keys")},
             },
             "test",
         )  # fmt: skip
@@ -167,10 +181,9 @@ class RecordedRun:
         self.client = connect(self.config.redis)
         self.parts: list[Part] = []
         await self._start_gateway()
-        key = read_own_key(self.config.folder)
         self.rest = httpx.AsyncClient(
             base_url=f"http://127.0.0.1:{self.config.gateway.port}/v1/runs/{RUN}", timeout=10, trust_env=False,
-            headers={"Authorization": f"Bearer {key}"},
+            headers=self.headers["operator"],
         )  # fmt: skip
         return self
 
@@ -213,7 +226,13 @@ class RecordedRun:
                 await asyncio.to_thread(self.parts[-1].kill)
                 await self._start_gateway()
         await asyncio.sleep(pause_s)
+        async with asyncio.timeout(MOST_S):  # a slow machine takes longer until every call was made
+            while self.intruded != INTRUSIONS or not self._called() >= CALLS:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
         self.is_over.set()
+
+    def _called(self) -> set[str]:
+        return {call.name for call, _ in self.recorder.history.calls}
 
     async def _start_gateway(self) -> None:
         command = [sys.executable, "-m", "penstock_services.gateway", "--config", str(self.folder / "gateway.yaml")]
@@ -233,7 +252,7 @@ class RecordedRun:
         await self.client.rpush(key, "not a hash")
 
     async def _poison(self, client: str, dice: random.Random) -> None:
-        """Submit under that key. The script fails, and with it the submissions that the gateway has joined."""
+        """Submit under that key. The script fails, and the submissions that were joined with it are sent one by one."""
         while await self._may_go_on(self.is_redis_up, self.is_gateway_up):
             try:
                 response = await self.rest.post("/prompts", json=POISON)
@@ -276,8 +295,9 @@ class RecordedRun:
     async def _post(self, client: str, number: int) -> None:
         size = self.recorder.history.sizes[number]
         prompts = [{"token_ids": [number, index]} for index in range(size)]
-        body = {"prompts": prompts, "idempotency_key": f"key-{number}"}
-        timed = await self.recorder.timed(self._send("POST", "prompts", json=body))
+        body = {"prompts": prompts, "idempotency_key": f"key-{number // 2}"}
+        headers = self.headers[OWNERS[number % 2]]
+        timed = await self.recorder.timed(self._send("POST", "prompts", json=body, headers=headers))
         if timed.is_lost:
             named, replayed, text = {(number, index): Seen(index) for index in range(size)}, None, f"key-{number} = ?"
         else:
@@ -324,7 +344,13 @@ class RecordedRun:
     async def _cancel(self, client: str, dice: random.Random) -> None:
         if (prompt_id := self._some_id(dice)) is None:
             return
-        timed = await self.recorder.timed(self._send("POST", "prompts:cancel", json={"prompt_ids": [prompt_id]}))
+        number, body = self.recorder.names[prompt_id][0], {"prompt_ids": [prompt_id]}
+        own, stranger = self.headers[OWNERS[number % 2]], self.headers[OWNERS[(number + 1) % 2]]
+        tried = await self.recorder.timed(self._send("POST", "prompts:cancel", json=body, headers=stranger))
+        if not tried.is_lost:  # it has no part in the history, because it must do nothing
+            state = tried.answer.json()["prompts"][0]["state"]
+            assert state in ("STATE_UNSPECIFIED", "TRAINED", "DEAD_LETTERED", "CANCELLED"), tried.answer.text
+        timed = await self.recorder.timed(self._send("POST", "prompts:cancel", json=body, headers=own))
         state, attempt = "", 0
         if not timed.is_lost:
             assert timed.answer.status_code == 200, timed.answer.text
@@ -416,10 +442,10 @@ class RecordedRun:
             count += 1
             learner = Learner(self, f"{client}.{count}", dice, step)
             await learner.take_over()
-            while await self._may_go_on(self.is_redis_up) and dice.random() > 0.04:
+            while await self._may_go_on(self.is_redis_up) and dice.random() > 0.08:
                 await learner.make_step()
-                if zombie is not None and dice.random() < 0.1:
-                    await zombie.take()
+                if zombie is not None and dice.random() < 0.3:
+                    await zombie.intrude()
                 await asyncio.sleep(dice.uniform(0, MAX_PAUSE_S))
             step, zombie = learner.step, learner
 
@@ -486,6 +512,30 @@ class Learner:
             seen = {(number, index): Seen(index, delivery.prompt_id)}
             self.recorder.add(self.client, "fetch", fetched, seen, str(delivery.prompt_id))
         return True
+
+    async def intrude(self) -> None:
+        """Make a call of a term that has passed, on prompts that the successor may work on. It must be refused."""
+        ids = self.dice.sample(list(self.recorder.names), min(3, len(self.recorder.names))) or [1]
+        calls: dict[str, Callable[[], Awaitable[Any]]] = {
+            "take": lambda: self.queue.take(self.step, 4), "commit": lambda: self.queue.commit(self.step, ids),
+            "expire": lambda: self.queue.expire(ids[0]), "dead_letter": lambda: self.queue.dead_letter(ids[0], "bad"),
+            "discard": lambda: self.queue.discard(ids[0], "bad"), "finish": lambda: self.queue.finish(self.step),
+            "rewind": lambda: self.queue.rewind("/checkpoints/0", 0, []),
+            "rewind_step": lambda: self.queue.rewind_step(0, 0),
+            "allocate_version": lambda: self.queue.allocate_version(1),
+        }  # fmt: skip
+        assert calls.keys() == INTRUSIONS
+        new = [name for name in calls if name not in self.run.intruded]
+        for name in self.dice.sample(new or list(calls), min(3, len(new) or 3)):
+            self.run.intruded.add(name)
+            called_s = self.recorder.now_s()
+            try:
+                timed = await self.recorder.timed(calls[name](), self.run.is_redis_up)
+            except Fenced:
+                self._record_term(name, Timed(called_s, self.recorder.now_s()), is_fenced=True)
+            else:
+                if not timed.is_lost:
+                    self._record_term(name, timed)
 
     async def _drop(self, name: str, prompt_id: int, call: Callable[[], Awaitable[Any]]) -> None:
         named = self.recorder.of_ids([prompt_id])

@@ -25,7 +25,6 @@ from penstock.errors import ConfigError
 from penstock.samples import Sample
 from penstock_learner.loggers.step_loggers import (
     MAX_WAITING,
-    VERL_NAMES,
     ConsoleLogger,
     LoggerThread,
     StepLoggers,
@@ -33,8 +32,6 @@ from penstock_learner.loggers.step_loggers import (
     open_loggers,
     under_verl_names,
 )
-
-METRICS_PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
 
 
 def make_config(folder: Path, *loggers: str, **learner: Any) -> RunConfig:
@@ -67,11 +64,6 @@ def test_numbers_go_under_verls_names() -> None:
         "penstock/staleness_mean": 1.5, "penstock/num_sequences": 4, "penstock/prompt_tokens": 24,
         "penstock/response_tokens": 16, "penstock/clip_ratio_low": 0.25, "penstock/clip_ratio_high": 0.5,
     }  # fmt: skip
-
-
-def test_the_page_has_the_table() -> None:
-    rows = dict(re.findall(r"^\| `(\w+)` \| `([\w/]+)` \|", METRICS_PAGE.read_text(), re.MULTILINE))
-    assert VERL_NAMES.items() <= rows.items()
 
 
 def test_jsonl_drops_what_comes_again_after_a_resume(tmp_path: Path) -> None:

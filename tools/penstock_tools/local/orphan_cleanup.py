@@ -100,7 +100,7 @@ class Sessions:
         return False
 
     def end(self, grace_s: float) -> None:
-        """End all processes, those of `last` after the others."""
+        """End all processes, the ones in `last` after the others."""
         for leaders in (self.first, self.last):
             for pid in leaders:
                 _signal(pid, signal.SIGTERM)

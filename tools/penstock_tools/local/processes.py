@@ -334,7 +334,7 @@ class HungServers:
         self, servers: Sequence[Server] | None, may_hang: Collection[str], stopped: Collection[str] = ()
     ) -> dict[str, float]:
         """The servers that hang, with the seconds since their last heartbeat. `servers` is None if the status is
-        unknown. Only those in `may_hang` count; those in `stopped` have a stopped process."""
+        unknown. Only servers in `may_hang` count; servers in `stopped` have a stopped process."""
         self.newly_silent = {}
         if servers is None:
             return {}

@@ -39,7 +39,7 @@ def report_record(report: QueueReport) -> dict[str, Any]:
 
 
 def _stat(report: QueueReport) -> dict[str, int]:
-    """The fields of QueueStat; those of admission only if the run's limits are known."""
+    """The fields of QueueStat; the fields of admission only if the run's limits are known."""
     return {
         name: value
         for name, value in asdict(report.stat).items()
@@ -88,7 +88,7 @@ def summary_record(queued: QueuedGroup) -> dict[str, Any]:
 
 
 def print_groups(records: Sequence[dict[str, Any]]) -> None:
-    """`records` are those of `summary_record`. The problem of a group that cannot be decoded stands for its server."""
+    """`records` are made by `summary_record`. The problem of a group that cannot be decoded stands for its server."""
     names = ("attempt", "server_id", "min_version", "max_version", "num_samples", "num_response_tokens", "mean_reward")
     shown = [{"server_id": group.get("problem")} | group for group in records]
     rows = [(group["prompt_id"], *map(group.get, names), group["num_bytes"]) for group in shown]

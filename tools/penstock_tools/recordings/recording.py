@@ -163,7 +163,7 @@ def has_nulls(array: Any) -> bool:
 
 
 def _is_readable(found: Any, wanted: Any) -> bool:
-    """Whether a column of this type has all the fields that are wanted, but for those in LATER."""
+    """Whether a column of this type has all the fields that are wanted, except the ones in LATER."""
     if pa.types.is_list(found) and pa.types.is_list(wanted):
         return _is_readable(found.value_type, wanted.value_type)
     if not (pa.types.is_struct(found) and pa.types.is_struct(wanted)):

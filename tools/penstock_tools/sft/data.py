@@ -110,7 +110,7 @@ class ConversationMasks:
     def _turn(
         self, where: str, messages: Sequence[Message], tools: Sequence[Any]
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The tokens of the prompt of the last message, and those of the message."""
+        """The tokens of the prompt of the last message, and the tokens of the message."""
         prompt = self._render(where, messages[:-1], tools, add_generation_prompt=True)
         whole = self._render(where, messages, tools, add_generation_prompt=False)
         if not whole.startswith(prompt) or whole == prompt:

@@ -39,7 +39,7 @@ class PathBlock:
     keys: Tensor
     """[B, K] stored token of each key."""
     query_positions: Tensor
-    """[B, Q] position of each query, that of a row's first query at padding."""
+    """[B, Q] position of each query. Padding has the position of its row's first query."""
     key_positions: Tensor
     """[B, K] position of each key, beyond every query of its row at padding."""
 
@@ -115,7 +115,7 @@ class Paths:
 
     @classmethod
     def of(cls, tree: PrefixTree, device: torch.device, chunk: int | None = None) -> Paths:
-        """The paths of a tree. With `chunk`, tokens see only those of their own chunk of so many positions."""
+        """The paths of a tree. With `chunk`, tokens see only their own chunk of that many positions."""
         pieces = list(_pieces(tree, chunk))
         by_depth: dict[int, list[_PathPiece]] = {}
         for piece in pieces:

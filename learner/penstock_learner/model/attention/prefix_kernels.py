@@ -111,7 +111,7 @@ def _dense_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tenso
 def _dense_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Tensor, log_sums: Tensor, scale: float
 ) -> tuple[Tensor, ...]:
-    """The padding has no gradient, so it adds nothing to those of keys and values."""
+    """The padding has no gradient, so it adds nothing to the gradients of keys and values."""
     padding = -len(q) % QUERY_BLOCK
     log_sums = functional.pad(log_sums, (0, padding)).contiguous().view(1, q.shape[1], -1, 1)
     nothing = torch.zeros((), dtype=torch.int64, device=q.device)

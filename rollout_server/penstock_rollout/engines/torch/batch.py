@@ -368,7 +368,7 @@ class SmallProducts:
     process, so one thread may use this."""
 
     def __init__(self, model: Any, machine: str | None = None) -> None:
-        """`machine` is the kind of CPU, by default that of this one."""
+        """`machine` is the kind of CPU, by default this machine's."""
         sizes = [module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear)]
         is_slow = (machine or platform.machine()) in ARM and model.device.type == "cpu" and bool(sizes)
         self.max_tokens = MAX_MULTIPLICATIONS * len(sizes) // sum(sizes) if is_slow else 0

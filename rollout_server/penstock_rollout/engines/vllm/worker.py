@@ -361,7 +361,7 @@ def refuse_other_weights(model: Any) -> None:
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensor, or those in a container."""
+    """The tensor, or the tensors in a container."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple | set | dict):

@@ -92,11 +92,7 @@ class SessionRecorder:
     def __init__(self, store: SessionStore) -> None:
         self.store = store
         self._trees: OrderedDict[str, SessionTree] = OrderedDict()
-        self._num_bytes = 0
-
-    @property
-    def cached_bytes(self) -> int:
-        return self._num_bytes
+        self.cached_bytes = 0
 
     async def prepare(self, request: generate_pb2.GenerateRequest, owner: Owner) -> SessionCall:
         """Read the session and let the request continue the call that its history belongs to. Changes the request."""
@@ -135,7 +131,7 @@ class SessionRecorder:
 
     def forget(self, session_id: str) -> None:
         if tree := self._trees.pop(session_id, None):
-            self._num_bytes -= tree.num_bytes
+            self.cached_bytes -= tree.num_bytes
 
     async def _read(self, session_id: str, owner: Owner) -> SessionTree:
         """The session's tree with all calls that are recorded now."""
@@ -155,9 +151,9 @@ class SessionRecorder:
     def _keep(self, session_id: str, tree: SessionTree) -> None:
         """Keep a tree in memory, and forget the least recently used ones if it does not fit."""
         self._trees[session_id] = tree
-        self._num_bytes += tree.num_bytes
-        while self._num_bytes > self.store.limits.cache_bytes and self._trees:
-            self._num_bytes -= self._trees.popitem(last=False)[1].num_bytes
+        self.cached_bytes += tree.num_bytes
+        while self.cached_bytes > self.store.limits.cache_bytes and self._trees:
+            self.cached_bytes -= self._trees.popitem(last=False)[1].num_bytes
 
     def _match_messages(self, call: SessionCall, request: generate_pb2.GenerateRequest) -> None:
         others = f"{request.tools_json} {request.template_arguments_json}"

@@ -36,7 +36,7 @@ class SharedPrompt:
 
     prompt_token_ids: Ids
     sampling: Sampling
-    """That of its first call."""
+    """The sampling parameters of its first call."""
     trajectories: tuple[Trajectory, ...]
 
 
@@ -44,7 +44,7 @@ class SharedPrompt:
 class _Path:
     session: RewardedTree
     episode: int
-    """Number of the session among those of the group, from 1; 0 if it has one path only."""
+    """Number of the session in the group, from 1; 0 if it has one path only."""
     prompt: Ids
     calls: tuple[int, ...]
     trained: frozenset[int]
@@ -132,7 +132,7 @@ def _merged(segments: Sequence[VersionSegment]) -> tuple[VersionSegment, ...]:
 
 
 def _sampling_segments(calls: Sequence[tuple[Sampling, int]], group: Sampling) -> tuple[SamplingSegment, ...]:
-    """One segment for calls in a row with the same parameters, or none if all calls have those of the group.
+    """One segment for calls in a row with the same parameters, or none if all calls have the group's parameters.
 
     Inserted tokens belong to the call that follows them."""
     segments: list[SamplingSegment] = []

@@ -144,7 +144,7 @@ class SessionTree:
         return [self._line(number) for number in sampled if number not in inner]
 
     def trained_paths(self) -> list[tuple[tuple[int, ...], frozenset[int]]]:
-        """Each path with those of its calls that are trained in it. A call is trained in the first path that has it."""
+        """Each path with the calls that are trained in it. A call is trained in the first path that has it."""
         found, trained = [], set[int]()
         for line in self.paths():
             new = frozenset(line) - trained

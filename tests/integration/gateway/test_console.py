@@ -18,9 +18,8 @@ from penstock.codec import decode_group, encode_group
 from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.results import RecomputedLogProbs
 from penstock.samples import Sample
-from penstock.store.fleet import Fleet, PolicyRegistry, ServerRecord
+from penstock.store.fleet import Fleet, PolicyRegistry, RunControl, ServerRecord
 from penstock.store.notices import Event, Notices
-from penstock.store.run_control import RunControl
 from penstock.v1 import policies_pb2
 from support.gateways import LAUNCH, PROMPT, RUN, SCREENSHOTS, Gateway, group_of, needs_chromium, run_config, running
 from support.groups import group_of_samples, write_samples
@@ -172,7 +171,7 @@ async def test_samples_are_shown_with_prompt_and_truth_filtered_and_paged(page: 
     await apply.click()
     await page.get_by_text("No sample matches here.").wait_for()
 
-    write_samples(gateway.config.folder, *(sampled(20 + n, 100 + n, 0.5) for n in range(30)), resume_step=12)
+    write_samples(gateway.config.folder, *(sampled(20 + n, 100 + n, 0.5) for n in range(30)), start_step=12)
     await page.reload()
     await page.get_by_role("button", name="Older").wait_for()
     assert await summaries.count() == 20 and "step 49" in await summaries.first.inner_text()

@@ -19,8 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from harness import Bar, alternate, median_ratio, report, sized
-from penstock.weights.manifest import TensorShape, build_manifest
-from penstock.weights.transports import Deadline
+from penstock.weights.transports import Deadline, TensorShape, build_manifest
 from penstock_learner.checkpoints import FileRecord, find_damage
 from penstock_learner.model.published_layout import first_nonfinite
 from penstock_learner.roles.trainer import HashingWriter

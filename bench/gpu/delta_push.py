@@ -28,8 +28,7 @@ from delta_push_parts.model import MemberProcess, free, shares_of_steps, tensor_
 from harness import Child, Results, run_parts, save, say, sized
 from penstock.config.loading import validate
 from penstock.config.run import RunConfig
-from penstock_learner.weights.deltas import DELTA_TRANSPORTS, DeltaChoice
-from penstock_learner.weights.publisher import WeightPublisher
+from penstock_learner.weights.publisher import DELTA_TRANSPORTS, DeltaChoice, WeightPublisher
 from penstock_learner.weights.senders import PushTarget
 from weights_gpu_parts.engine import HOST, RUN
 from weights_gpu_parts.ranks import be_a_host_of_its_own

@@ -32,8 +32,8 @@ from harness import Bar, Measurement, ends_without, report, say
 from penstock.config.rollout import EngineConfig
 from penstock.trajectory import Sampling
 from penstock.v1 import weights_pb2
-from penstock.weights.manifest import XXH3_PIECES, TensorShape, allocate_buckets, build_manifest, host_checksum
 from penstock.weights.snapshot import write_snapshot
+from penstock.weights.transports import XXH3_PIECES, TensorShape, allocate_buckets, build_manifest, host_checksum
 from penstock_rollout.engines.engine import Engine, GenerateRequest, TokenChunk
 from penstock_rollout.engines.factory import create_engine
 from penstock_rollout.engines.sglang.server import honours_seeds

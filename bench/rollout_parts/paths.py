@@ -28,8 +28,7 @@ from penstock.weights.folder_tensors import stop_token_ids
 from penstock_rollout.agents.loops import Agents
 from penstock_rollout.engines.engine import EngineStats, GenerateRequest
 from penstock_rollout.engines.vllm.engine import VllmEngine, sampling_params
-from penstock_rollout.groups.group_maker import GroupMaker
-from penstock_rollout.groups.producer import Producer
+from penstock_rollout.groups.producer import GroupMaker, Producer
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.rewards.scorer import Scorer
 from penstock_rollout.tokenization import Tokenization

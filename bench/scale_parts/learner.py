@@ -13,9 +13,8 @@ from prometheus_client import CollectorRegistry
 from penstock.config.run import RunConfig
 from penstock.machine import freeze_loaded_objects
 from penstock.replay.queue import RedisReplayQueue
-from penstock.store.fleet import SERVING_STATES, Fleet
+from penstock.store.fleet import SERVING_STATES, Fleet, RunControl
 from penstock.store.redis_client import connect
-from penstock.store.run_control import RunControl
 from penstock.v1 import weights_pb2
 from penstock_learner.loop.batches import GATHER_S, WAIT_S
 from penstock_learner.loop.publication import PolicyPublication

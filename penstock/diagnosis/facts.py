@@ -18,12 +18,20 @@ from penstock.api.records import FIRST_BATCH, READY_PHASES
 from penstock.config.run import RunConfig
 from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import QueueStat
-from penstock.store.fleet import SERVING_STATES, Fleet, PolicyRegistry, Quarantine, ServerRecord
+from penstock.store.fleet import (
+    SERVING_STATES,
+    Fleet,
+    OpenBreaker,
+    Orders,
+    PolicyRegistry,
+    Quarantine,
+    RunControl,
+    ServerRecord,
+)
 from penstock.store.heartbeats import LEARNER, Heartbeats, Phases
 from penstock.store.notices import Notices
 from penstock.store.redis_client import RedisClient
 from penstock.store.reports import Notice, Phase
-from penstock.store.run_control import OpenBreaker, Orders, RunControl
 from penstock.v1 import policies_pb2
 
 RunState = Literal["WAITING", "RUNNING", "PAUSED", "STOPPED", "FINISHED"]

@@ -20,10 +20,9 @@ from penstock.feed.validation import Validator, VersionHold
 from penstock.metrics import write_endpoint
 from penstock.process_endpoint import Readiness, process_endpoint
 from penstock.replay.queue import RedisReplayQueue
-from penstock.store.fleet import Fleet, PolicyRegistry
+from penstock.store.fleet import Fleet, PolicyRegistry, RunControl
 from penstock.store.heartbeats import VALIDATOR, Heartbeats
 from penstock.store.redis_client import check_primary, connect
-from penstock.store.run_control import RunControl
 from penstock.tracing import open_tracing
 
 FEED = "feed"

@@ -37,8 +37,7 @@ import xxhash
 
 from penstock.errors import WeightPushFailed
 from penstock.v1 import weights_pb2
-from penstock.weights.manifest import wire_sizes
-from penstock.weights.transports import PUBLISHER_RANK, Deadline, Rendezvous
+from penstock.weights.transports import PUBLISHER_RANK, Deadline, Rendezvous, wire_sizes
 
 UNIQUE_ID_BYTES = 128
 SUCCESS, IN_PROGRESS, NOT_READY = 0, 7, 600

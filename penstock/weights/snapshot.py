@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import WeightPushFailed
 from penstock.v1 import weights_pb2
-from penstock.weights.manifest import host_checksum, weights_digest
+from penstock.weights.transports import host_checksum, weights_digest
 
 FILE_NAME = "model.safetensors"
 MANIFEST_NAME = "manifest.binpb"

@@ -25,6 +25,21 @@ The layout of shm: the buckets, each at the start of a page, then a header with 
 as JSON. The publisher writes the header when the buckets are complete and hashed, and clears it before it writes to
 them again. Members wait until it names the announced version. They see the same pages that the publisher hashed, and
 the kernel lets no one else write to them. So members compare the header's checksums and do not hash again.
+
+The layout of buckets: tensors are packed into buckets of at most `bucket_bytes`, in the given order. A larger tensor
+gets its own bucket. Each tensor is aligned to 16 bytes and lies inside one bucket. The manifest describes the layout
+completely.
+
+Checksums detect torn, reordered and corrupted transfers. They do not protect against attackers.
+
+| name        | fast in     | definition                                                                 |
+|-------------|-------------|----------------------------------------------------------------------------|
+| xxh3_pieces | host memory | xxh3_128 over the xxh3_128 digests of the bucket's pieces of 1 MiB         |
+| mix64       | GPU memory  | sum over the words i of splitmix64(word[i] + (i + 1) * 2^64/phi), mod 2^64 |
+
+The publisher uses xxh3_pieces for host memory, because several threads can hash the pieces of a bucket: on many ARM
+processors one thread hashes no faster than another one copies. mix64 is a sum in any order, so a GPU computes it at the
+speed of its memory (`device_mix64`).
 """
 
 from __future__ import annotations
@@ -44,11 +59,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, WeightPushFailed
 from penstock.v1 import weights_pb2
+from penstock.weights.folder_tensors import TIED_HEAD
 
 TRANSPORTS = ("nccl", "cuda_ipc", "shm", "gloo", "snapshot")
 """In the order in which `auto` prefers them."""
@@ -275,3 +294,277 @@ class Deadline:
         with condition:
             while not condition.wait_for(is_done, self.remaining_s):
                 self.check()
+
+
+# ── the layout and the checksums of buckets ──
+
+ALIGNMENT = 16
+ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "I64": 8, "I32": 4, "U8": 1}
+A_SUFFIX, B_SUFFIX = ".lora_A", ".lora_B"
+"""The names of an adapter's two matrices are the weight's name with these suffixes."""
+XXH3_PIECES = "xxh3_pieces"
+MIX64 = "mix64"
+CHECKSUM_PIECE_BYTES = 2**20
+"""Size of the pieces of xxh3_pieces."""
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_CHUNK_WORDS = 2**20
+
+
+@dataclass(frozen=True)
+class TensorShape:
+    name: str
+    dtype: str
+    """Name of the type in safetensors, such as BF16."""
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * ITEM_BYTES[self.dtype]
+
+
+def build_manifest(
+    run: str, policy_version: int, term: int, tensors: Iterable[TensorShape], bucket_bytes: int
+) -> weights_pb2.WeightManifest:
+    """Lay out the tensors. The checksums come with the commit, when every bucket has been gathered."""
+    manifest = weights_pb2.WeightManifest(run=run, policy_version=policy_version, term=term, checksum=XXH3_PIECES)
+    used = 0
+    for tensor in tensors:
+        padded = -(-tensor.num_bytes // ALIGNMENT) * ALIGNMENT
+        if not manifest.buckets or used + padded > bucket_bytes:
+            manifest.buckets.add()
+            used = 0
+        manifest.tensors.add(
+            name=tensor.name,
+            dtype=tensor.dtype,
+            shape=tensor.shape,
+            bucket=len(manifest.buckets) - 1,
+            offset_bytes=used,
+            num_bytes=tensor.num_bytes,
+        )
+        used += padded
+        manifest.buckets[-1].num_bytes = used
+    return manifest
+
+
+def check_manifest(manifest: weights_pb2.WeightManifest, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Raise WeightPushFailed unless the push has exactly the tensors of the model, whose shapes are given.
+
+    Without this check a push that does not match would fail in the middle of its load. A push may contain a tied head,
+    although `shapes` does not."""
+    _check_layout(manifest)
+    pushed = {spec.name: tuple(spec.shape) for spec in manifest.tensors}
+    if manifest.HasField("adapter"):
+        check_adapter(pushed, shapes)
+        return
+    if missing := sorted(shapes.keys() - pushed.keys()):
+        raise WeightPushFailed(f"the push lacks {len(missing)} tensors of the model, the first is {missing[0]}")
+    if unknown := sorted(pushed.keys() - shapes.keys() - {TIED_HEAD}):
+        raise WeightPushFailed(f"the push has {len(unknown)} tensors the model lacks, the first is {unknown[0]}")
+    for name, shape in pushed.items():
+        if shapes.get(name, shape) != shape:
+            raise WeightPushFailed(f"{name} has shape {shape} in the push and {shapes[name]} in the model")
+
+
+def _check_layout(manifest: weights_pb2.WeightManifest) -> None:
+    """Raise WeightPushFailed unless each tensor has the size of its shape and lies inside its bucket."""
+    for spec in manifest.tensors:
+        shape = tuple(spec.shape)
+        if spec.dtype not in ITEM_BYTES or spec.num_bytes != TensorShape(spec.name, spec.dtype, shape).num_bytes:
+            raise WeightPushFailed(f"{spec.name} is not {spec.num_bytes} bytes of {spec.dtype}")
+        if not 0 <= spec.bucket < len(manifest.buckets):
+            raise WeightPushFailed(f"{spec.name} is in bucket {spec.bucket}, but there are {len(manifest.buckets)}")
+        if spec.offset_bytes < 0 or spec.offset_bytes + spec.num_bytes > manifest.buckets[spec.bucket].num_bytes:
+            raise WeightPushFailed(f"{spec.name} does not lie inside its bucket")
+
+
+def check_adapter(adapter: dict[str, tuple[int, ...]], shapes: dict[str, tuple[int, ...]]) -> None:
+    """Raise WeightPushFailed unless each lora_A and lora_B form a pair that matches a weight of the model."""
+    names = {name.removesuffix(A_SUFFIX).removesuffix(B_SUFFIX) for name in adapter}
+    for name in sorted(names):
+        low, up = adapter.get(name + A_SUFFIX), adapter.get(name + B_SUFFIX)
+        if low is None or up is None:
+            raise WeightPushFailed(f"the adapter has only one of lora_A and lora_B for {name}")
+        if name not in shapes:
+            raise WeightPushFailed(f"the adapter changes {name}, which the model does not have")
+        if len(low) != 2 or len(up) != 2 or (up[0], low[1]) != shapes[name] or up[1] != low[0]:
+            raise WeightPushFailed(f"lora_B {up} @ lora_A {low} does not match {name} of shape {shapes[name]}")
+
+
+def allocate_buckets(manifest: weights_pb2.WeightManifest) -> list[NDArray[np.uint8]]:
+    """Allocate host buffers. They are zeroed, so alignment padding has the same hash everywhere."""
+    return [np.zeros(bucket.num_bytes, dtype=np.uint8) for bucket in manifest.buckets]
+
+
+def wire_sizes(manifest: weights_pb2.WeightManifest) -> list[int]:
+    """Return the number of bytes sent for each bucket: the size of its delta, or of the whole bucket."""
+    return [bucket.wire_bytes or bucket.num_bytes for bucket in manifest.buckets]
+
+
+def bucket_offsets(sizes: Iterable[int], alignment: int) -> list[int]:
+    """Return the offset of each bucket in one block of memory, aligned, and the offset after the last bucket."""
+    offsets = [0]
+    for size in sizes:
+        offsets.append(offsets[-1] + -(-size // alignment) * alignment)
+    return offsets
+
+
+def item_bytes(manifest: weights_pb2.WeightManifest) -> int:
+    """Return the size of the items that a delta consists of: that of the smallest dtype in the manifest."""
+    return min(ITEM_BYTES[dtype] for dtype in {spec.dtype for spec in manifest.tensors})
+
+
+class RunningChecksum:
+    """The checksum of a bucket in host memory, updated piece by piece as the pieces are copied or arrive.
+
+    A piece that has just been written is still in the processor's cache. Hashing it there costs a quarter of what it
+    costs from memory. The size of every piece except the last must be a multiple of 8 bytes."""
+
+    def __init__(self, name: str) -> None:
+        if name not in (XXH3_PIECES, MIX64):
+            raise WeightPushFailed(f"unknown checksum {name!r}; learner and rollout server must have the same version")
+        self._name = name
+        self._xxh3 = xxhash.xxh3_128()
+        self._digests: list[bytes] = []
+        self._num_in_piece = 0
+        self._mix64 = 0
+        self._num_words = 0
+
+    def update(self, piece: NDArray[np.uint8]) -> None:
+        if self._name == XXH3_PIECES:
+            self._update_pieces(piece)
+            return
+        words = piece.view(np.uint64)
+        self._mix64 = (self._mix64 + _mix64(words, self._num_words)) % 2**64
+        self._num_words += len(words)
+
+    def _update_pieces(self, piece: NDArray[np.uint8]) -> None:
+        while len(piece):
+            part = piece[: CHECKSUM_PIECE_BYTES - self._num_in_piece]
+            self._xxh3.update(part.data)
+            self._num_in_piece += len(part)
+            piece = piece[len(part) :]
+            if self._num_in_piece == CHECKSUM_PIECE_BYTES:
+                self._digests.append(self._xxh3.digest())
+                self._xxh3, self._num_in_piece = xxhash.xxh3_128(), 0
+
+    @property
+    def value(self) -> str:
+        if self._name == XXH3_PIECES:
+            return combined_digests([*self._digests, self._xxh3.digest()] if self._num_in_piece else self._digests)
+        return f"{self._mix64:016x}"
+
+
+def piece_digest(piece: NDArray[np.uint8]) -> bytes:
+    """Return the digest of one piece of xxh3_pieces. Other threads run meanwhile."""
+    return xxhash.xxh3_128_digest(piece.data)
+
+
+def combined_digests(digests: Sequence[bytes]) -> str:
+    """Return the value of xxh3_pieces, from the digests of all pieces in order."""
+    return xxhash.xxh3_128_hexdigest(b"".join(digests))
+
+
+def host_checksum(name: str, bucket: NDArray[np.uint8]) -> str:
+    checksum = RunningChecksum(name)
+    checksum.update(bucket)
+    return checksum.value
+
+
+def weights_digest(bucket_checksums: Sequence[str]) -> str:
+    """Combine the bucket checksums of a version into one digest, which is equal only if every byte is equal."""
+    return xxhash.xxh3_128_hexdigest("".join(bucket_checksums).encode())
+
+
+def _mix64(words: NDArray[np.uint64], num_before: int) -> int:
+    """Return the part of the sum that these words contribute. `num_before` words come before them."""
+    total = np.uint64(0)
+    with np.errstate(over="ignore"):
+        for start in range(0, len(words), _CHUNK_WORDS):
+            chunk = words[start : start + _CHUNK_WORDS]
+            first = num_before + start + 1
+            index = np.arange(first, first + len(chunk), dtype=np.uint64)
+            total += _splitmix64(chunk + index * _GOLDEN).sum(dtype=np.uint64)
+    return int(total)
+
+
+def _splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: NDArray[np.uint64] = x ^ (x >> np.uint64(31))
+    return mixed
+
+
+# ── mix64 of bytes in GPU memory, in one pass ──
+
+LOAD_BYTES = 16
+_THREADS = 256
+_BLOCKS_PER_MULTIPROCESSOR = 8
+KERNEL = "penstock_mix64"
+SOURCE = r"""
+__device__ __forceinline__ unsigned long long splitmix64(unsigned long long x) {
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ULL;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EBULL;
+    return x ^ (x >> 31);
+}
+
+extern "C" __global__ void penstock_mix64(
+    const ulonglong2* __restrict__ pairs, unsigned long long num_pairs, unsigned long long* __restrict__ total
+) {
+    const unsigned long long golden = 0x9E3779B97F4A7C15ULL;
+    const unsigned long long stride = (unsigned long long)gridDim.x * blockDim.x;
+    const unsigned long long first = (unsigned long long)blockIdx.x * blockDim.x + threadIdx.x;
+    const unsigned long long step = 2 * stride * golden;
+    unsigned long long salt = (2 * first + 1) * golden;
+    unsigned long long sum = 0;
+    #pragma unroll 4
+    for (unsigned long long i = first; i < num_pairs; i += stride) {
+        const ulonglong2 pair = pairs[i];
+        sum += splitmix64(pair.x + salt) + splitmix64(pair.y + salt + golden);
+        salt += step;
+    }
+    for (int offset = 16; offset > 0; offset /= 2) {
+        sum += __shfl_down_sync(0xffffffffu, sum, offset);
+    }
+    if (threadIdx.x % 32 == 0) {
+        atomicAdd(total, sum);
+    }
+}
+"""
+
+
+def device_mix64(pointer: int, num_bytes: int, device_index: int) -> str:
+    """Return the checksum as 16 hex digits. The bytes must be complete. Runs on its own stream and waits for it."""
+    if num_bytes % LOAD_BYTES or pointer % LOAD_BYTES:
+        raise WeightPushFailed(f"mix64 on a GPU takes multiples of {LOAD_BYTES} bytes, not {num_bytes} at {pointer}")
+    return f"{_hasher(device_index).run(pointer, num_bytes):016x}"
+
+
+class _Hasher:
+    """The compiled kernel of one device, with its stream and the memory of its result."""
+
+    def __init__(self, device_index: int) -> None:
+        import cupy
+
+        self._device = cupy.cuda.Device(device_index)
+        self._lock = threading.Lock()
+        with self._device:
+            self._max_blocks = self._device.attributes["MultiProcessorCount"] * _BLOCKS_PER_MULTIPROCESSOR
+            self._kernel = cupy.RawKernel(SOURCE, KERNEL)
+            self._stream = cupy.cuda.Stream(non_blocking=True)
+            with self._stream:
+                self._total = cupy.zeros(1, dtype=np.uint64)
+
+    def run(self, pointer: int, num_bytes: int) -> int:
+        num_pairs = num_bytes // LOAD_BYTES
+        num_blocks = max(1, min(-(-num_pairs // _THREADS), self._max_blocks))
+        arguments = (np.uint64(pointer), np.uint64(num_pairs), self._total)
+        with self._lock, self._device, self._stream:
+            self._total.fill(0)
+            self._kernel((num_blocks,), (_THREADS,), arguments)
+            total: Any = self._total.get(stream=self._stream)
+        return int(total[0])
+
+
+@functools.cache
+def _hasher(device_index: int) -> _Hasher:
+    return _Hasher(device_index)

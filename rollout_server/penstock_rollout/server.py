@@ -51,8 +51,7 @@ from penstock_rollout.agents.saved_samples import TokenSaver
 from penstock_rollout.engines.engine import Engine
 from penstock_rollout.engines.factory import check_serves_model, create_engine, resolve_engine_name, start_engine
 from penstock_rollout.fleet.membership import FleetMembership, WeightMember, make_listener
-from penstock_rollout.groups.group_maker import GroupMaker
-from penstock_rollout.groups.producer import Producer
+from penstock_rollout.groups.producer import GroupMaker, Producer
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.rewards.scorer import Scorer
 from penstock_rollout.serving.generate_service import GenerateService

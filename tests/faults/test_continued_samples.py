@@ -21,8 +21,8 @@ from penstock.replay.queue_types import QueueStat
 from penstock.store.redis_client import connect
 from penstock.trajectory import Group, Prompt, Sampling, Trajectory
 from penstock.v1 import policies_pb2
-from penstock.weights.manifest import weights_digest
 from penstock.weights.snapshot import write_snapshot
+from penstock.weights.transports import weights_digest
 from support.answers import Answer
 from support.fleet_runs import Part, counters, start_server
 from support.redis_server import RedisProcess

@@ -26,8 +26,8 @@ from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import Evaluation
 from penstock.store.fleet import SERVING_STATES
 from penstock.trajectory import Group, Trajectory
-from penstock.weights.manifest import host_checksum, weights_digest
 from penstock.weights.snapshot import read_manifest, read_snapshot
+from penstock.weights.transports import host_checksum, weights_digest
 from penstock_learner.weights.publisher import WeightPublisher
 from penstock_learner.weights.senders import PushTarget
 from support.fleet_runs import FleetRun, Move, Part, fleet_config, training_prompts

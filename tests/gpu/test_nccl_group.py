@@ -14,8 +14,7 @@ from penstock.errors import WeightPushFailed
 from penstock.v1 import weights_pb2
 from penstock.weights import cuda
 from penstock.weights.cuda import NcclGroup
-from penstock.weights.manifest import TensorShape, build_manifest
-from penstock.weights.transports import Deadline, has_cupy
+from penstock.weights.transports import Deadline, TensorShape, build_manifest, has_cupy
 from penstock_learner.weights import senders as sending
 from penstock_learner.weights.senders import NcclSender, PushTarget, Shipment
 from penstock_learner.weights.staging import HostBuckets, StagedVersion, checksum_name

@@ -9,8 +9,7 @@ from typing import Any
 from penstock.config.loading import validate
 from penstock.diagnosis.facts import RunFacts
 from penstock.replay.queue_types import QueueStat
-from penstock.store.fleet import ServerRecord
-from penstock.store.run_control import Orders
+from penstock.store.fleet import Orders, ServerRecord
 from penstock.v1 import policies_pb2
 
 STAT = QueueStat(**{field.name: 0 for field in fields(QueueStat)} | {"finished_step": -1, "term": 3})

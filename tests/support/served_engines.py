@@ -22,8 +22,14 @@ from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, T
 from penstock.config.rollout import EngineConfig
 from penstock.trajectory import Sampling, VersionSegment
 from penstock.v1 import weights_pb2
-from penstock.weights.manifest import XXH3_PIECES, TensorShape, allocate_buckets, build_manifest, host_checksum
-from penstock.weights.transports import group_places
+from penstock.weights.transports import (
+    XXH3_PIECES,
+    TensorShape,
+    allocate_buckets,
+    build_manifest,
+    group_places,
+    host_checksum,
+)
 from penstock_learner.model.architectures import ModelPath
 from penstock_learner.model.causal_lm import CausalLM
 from penstock_learner.model.published_layout import PushedWeights

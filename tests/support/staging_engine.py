@@ -32,8 +32,7 @@ import torch
 from penstock.errors import WeightPushFailed
 from penstock.v1 import weights_pb2
 from penstock.weights.cuda import NcclGroup
-from penstock.weights.manifest import XXH3_PIECES, host_checksum, weights_digest
-from penstock.weights.transports import Deadline
+from penstock.weights.transports import XXH3_PIECES, Deadline, host_checksum, weights_digest
 from penstock_learner.weights.publisher import MemberCalls
 from penstock_rollout.engines.engine import CommitReport, EngineStats, GenerateRequest, TokenChunk
 from penstock_rollout.weights import stage as stage_module

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.weights import manifest
-from penstock.weights.manifest import MIX64, XXH3_PIECES, RunningChecksum, host_checksum
+from penstock.weights import transports as manifest
+from penstock.weights.transports import MIX64, XXH3_PIECES, RunningChecksum, host_checksum
 
 MASK = 2**64 - 1
 PUBLISHED = {

@@ -9,8 +9,7 @@ import pytest
 
 from penstock.diagnosis.facts import RunFacts
 from penstock.diagnosis.progress import Steps, learning_finding, speed_finding
-from penstock.store.fleet import ServerRecord
-from penstock.store.run_control import OpenBreaker, Orders
+from penstock.store.fleet import OpenBreaker, Orders, ServerRecord
 from support import run_facts
 
 STAT = replace(run_facts.STAT, policy_version=20, pending_prompts=100)

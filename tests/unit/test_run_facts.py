@@ -9,9 +9,8 @@ import pytest
 
 from penstock.cli.commands.submit import submitted_line
 from penstock.diagnosis.facts import PROCESS_START_S, PROCESS_STARTED, RUN_STATES, progress
-from penstock.store.fleet import ServerRecord
+from penstock.store.fleet import Orders, ServerRecord
 from penstock.store.reports import Phase
-from penstock.store.run_control import Orders
 from penstock.v1 import runs_pb2
 from support.run_facts import STAT, run_facts
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from penstock.store.fleet import Orders
 from penstock.store.redis_client import RedisMemory
-from penstock.store.run_control import Orders
 from penstock_services.gateway.metrics import RunCollector, RunSnapshot
 from support.run_facts import STAT, run_facts
 

@@ -11,14 +11,6 @@ import pytest
 
 from penstock.errors import WeightPushFailed
 from penstock.v1 import weights_pb2
-from penstock.weights.manifest import (
-    XXH3_PIECES,
-    TensorShape,
-    allocate_buckets,
-    build_manifest,
-    host_checksum,
-    weights_digest,
-)
 from penstock.weights.snapshot import (
     FILE_NAME,
     MANIFEST_NAME,
@@ -26,6 +18,14 @@ from penstock.weights.snapshot import (
     read_published_manifest,
     read_snapshot,
     write_snapshot,
+)
+from penstock.weights.transports import (
+    XXH3_PIECES,
+    TensorShape,
+    allocate_buckets,
+    build_manifest,
+    host_checksum,
+    weights_digest,
 )
 
 

@@ -21,7 +21,7 @@ import torch
 from penstock.config.learner import LearnerConfig
 from penstock.config.run import RunConfig
 from penstock.v1 import weights_pb2
-from penstock.weights.manifest import MIX64, weights_digest
+from penstock.weights.transports import MIX64, weights_digest
 from penstock_rollout.engines.engine import CommitReport
 from penstock_rollout.fleet.membership import reported_nccl_version
 from penstock_rollout.weights.stage import StageSlot, bucket_checksum, device_uuid

@@ -21,8 +21,7 @@ from penstock.errors import WeightPushFailed
 from penstock.v1 import weights_pb2
 from penstock.weights import cuda
 from penstock.weights.cuda import DeviceAllocation, NcclGroup
-from penstock.weights.manifest import TensorShape, build_manifest
-from penstock.weights.transports import Deadline
+from penstock.weights.transports import Deadline, TensorShape, build_manifest
 from penstock_learner.weights.senders import PushTarget, Shipment, make_sender
 from penstock_learner.weights.staging import MemoryKind, MemoryPool, StagedVersion, checksum_name
 from penstock_rollout.weights import stage as receiving

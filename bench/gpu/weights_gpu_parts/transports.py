@@ -12,8 +12,7 @@ import torch
 from harness import Child, Results, alternate, median_ratio, say
 from penstock.v1 import weights_pb2
 from penstock.weights.cuda import IpcOffer, Mappings
-from penstock.weights.manifest import TensorShape, build_manifest, weights_digest
-from penstock.weights.transports import Deadline
+from penstock.weights.transports import Deadline, TensorShape, build_manifest, weights_digest
 from penstock_learner.weights.senders import CudaIpcSender, Shipment
 from penstock_learner.weights.staging import MemoryPool, StagedVersion, checksum_name
 from penstock_rollout.weights.receivers import cuda_ipc

@@ -28,10 +28,9 @@ from penstock.machine import DiskWatch, folder_bytes
 from penstock.process_endpoint import Readiness
 from penstock.replay.queue import GroupConsumer
 from penstock.replay.results import RecomputedLogProbs
-from penstock.store.fleet import Fleet, Quarantines
+from penstock.store.fleet import Fleet, Quarantines, RunControl
 from penstock.store.heartbeats import LEARNER, Heartbeats, Phases
 from penstock.store.notices import Event, Notices
-from penstock.store.run_control import RunControl
 from penstock.tracing import Tracing
 from penstock_learner.agreement.servers import LogProbCheck, ServerAgreement, ServerQuarantine
 from penstock_learner.checkpoints import CheckpointStore, CheckpointUploads, tokenizer_digest

@@ -30,8 +30,7 @@ from penstock.config.run import RunConfig
 from penstock.errors import DeadlineExceeded, DiskFull, PenstockError, TrainingDiverged
 from penstock.machine import is_disk_full, measure_disk
 from penstock.replay.queue import GroupConsumer
-from penstock.store.fleet import SERVING_STATES, Fleet, FleetView, PolicyRegistry, ServerRecord, ServerState
-from penstock.store.run_control import RunControl
+from penstock.store.fleet import SERVING_STATES, Fleet, FleetView, PolicyRegistry, RunControl, ServerRecord, ServerState
 from penstock.tracing import Tracing
 from penstock.v1 import policies_pb2
 from penstock_learner.agreement.servers import NUM_PROBES, ServerQuarantine

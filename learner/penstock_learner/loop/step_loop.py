@@ -47,8 +47,8 @@ from penstock.logs import bind
 from penstock.machine import freeze_loaded_objects
 from penstock.replay.queue import GroupConsumer
 from penstock.replay.results import RecomputedLogProbs
+from penstock.store.fleet import Orders, RunControl
 from penstock.store.heartbeats import LEARNER, Phases
-from penstock.store.run_control import Orders, RunControl
 from penstock.tracing import Tracing
 from penstock_learner.agreement.servers import ServerAgreement
 from penstock_learner.batches.sequence_batch import SequenceBatch

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from penstock.errors import ConfigError
 from penstock.weights.folder_tensors import TIED_HEAD, read_json, tensor_shapes
-from penstock.weights.manifest import A_SUFFIX, B_SUFFIX
+from penstock.weights.transports import A_SUFFIX, B_SUFFIX
 from penstock_learner.model.causal_lm import CausalLM
 from penstock_learner.model.loading import LORA_A, decoder_layers, is_adapter, split_conversions
 

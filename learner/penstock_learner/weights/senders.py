@@ -33,7 +33,6 @@ from penstock.weights.cuda import (
     export_handle,
     version_mismatch,
 )
-from penstock.weights.manifest import wire_sizes
 from penstock.weights.snapshot import write_snapshot
 from penstock.weights.transports import (
     GLOO_PIECE_BYTES,
@@ -43,6 +42,7 @@ from penstock.weights.transports import (
     GroupPlace,
     group_places,
     is_divided,
+    wire_sizes,
 )
 from penstock_learner.rendezvous import open_store
 from penstock_learner.weights.staging import (

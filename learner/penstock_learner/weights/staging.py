@@ -25,16 +25,20 @@ from penstock.errors import TrainingDiverged, first_line_of
 from penstock.v1 import weights_pb2
 from penstock.weights import cuda
 from penstock.weights.cuda import BUCKET_ALIGNMENT, IPC_HEADER, DeviceAllocation, DeviceStream, identity
-from penstock.weights.manifest import (
+from penstock.weights.transports import (
     CHECKSUM_PIECE_BYTES,
     MIX64,
+    SEALS,
     XXH3_PIECES,
+    Deadline,
     bucket_offsets,
     combined_digests,
     device_mix64,
+    has_cupy,
+    header_bytes,
+    make_header,
     piece_digest,
 )
-from penstock.weights.transports import SEALS, Deadline, has_cupy, header_bytes, make_header
 from penstock_learner.model.published_layout import first_nonfinite, is_finite
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}

@@ -24,7 +24,7 @@ from penstock.errors import InvalidInput, Unavailable
 from penstock.trajectory import ExpertIds, FinishReason, Sampling, VersionSegment
 from penstock.v1 import weights_pb2
 from penstock.weights.folder_tensors import stop_token_ids, tensor_shapes
-from penstock.weights.manifest import check_manifest, weights_digest
+from penstock.weights.transports import check_manifest, weights_digest
 
 
 @dataclass(frozen=True)

@@ -36,19 +36,23 @@ from penstock.v1 import weights_pb2
 from penstock.weights.cuda import MAX_ENQUEUED, NUM_SLOTS, NcclGroup, NcclMeeting, Relay
 from penstock.weights.delta import HEADER, parse_layout
 from penstock.weights.folder_tensors import TIED_HEAD, tensor_shapes, weight_files
-from penstock.weights.manifest import (
+from penstock.weights.snapshot import read_snapshot
+from penstock.weights.transports import (
     A_SUFFIX,
     B_SUFFIX,
     MIX64,
+    SEALS,
+    TRANSPORTS,
+    Deadline,
     RunningChecksum,
     bucket_offsets,
     device_mix64,
+    header_bytes,
     host_checksum,
     item_bytes,
+    read_header,
     wire_sizes,
 )
-from penstock.weights.snapshot import read_snapshot
-from penstock.weights.transports import SEALS, TRANSPORTS, Deadline, header_bytes, read_header
 
 logger = logging.getLogger(__name__)
 TORCH_DTYPES = {

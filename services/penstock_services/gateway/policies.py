@@ -12,9 +12,8 @@ from google.protobuf.message import Message
 from penstock.api.records import Int64, Page, Policy, PolicyComparison, PolicyPage, Record, Unpinned
 from penstock.cancellation import end_task
 from penstock.errors import Conflict, InvalidInput, NotFound, PenstockError
-from penstock.store.fleet import SERVING_STATES, Fleet, PolicyRegistry
+from penstock.store.fleet import SERVING_STATES, Fleet, PolicyRegistry, RunControl
 from penstock.store.keys import check_name
-from penstock.store.run_control import RunControl
 from penstock.v1 import policies_pb2
 from penstock_services.gateway.operations import (
     Handlers,

@@ -16,10 +16,9 @@ from penstock.errors import InvalidInput, NotFound
 from penstock.replay.inspection import DeadLetter, QueueInspector
 from penstock.replay.queue_types import VALIDATION
 from penstock.replay.results import entry_order
-from penstock.store.fleet import Quarantine, ServerRecord
+from penstock.store.fleet import OpenBreaker, Quarantine, ServerRecord
 from penstock.store.keys import check_name
 from penstock.store.notices import QUOTING_KINDS
-from penstock.store.run_control import OpenBreaker
 from penstock.v1 import runs_pb2
 from penstock_services.gateway.access import Caller
 from penstock_services.gateway.operations import (

@@ -20,8 +20,15 @@ from dataclasses import dataclass, field
 
 from penstock.config.run import RunConfig
 from penstock.errors import Conflict, ModelNotFound, PenstockError, Unavailable
-from penstock.store.fleet import SERVING_STATES, Fleet, FleetReading, FleetView, PolicyRegistry, ServerRecord
-from penstock.store.run_control import RunControl
+from penstock.store.fleet import (
+    SERVING_STATES,
+    Fleet,
+    FleetReading,
+    FleetView,
+    PolicyRegistry,
+    RunControl,
+    ServerRecord,
+)
 from penstock.v1 import generate_pb2
 
 MAX_TRIES = 3

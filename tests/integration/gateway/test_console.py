@@ -18,9 +18,8 @@ from penstock.codec import decode_group, encode_group
 from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.results import RecomputedLogProbs
 from penstock.samples import Sample
-from penstock.store.fleet import Fleet, PolicyRegistry, ServerRecord
+from penstock.store.fleet import Fleet, PolicyRegistry, RunControl, ServerRecord
 from penstock.store.notices import Event, Notices
-from penstock.store.run_control import RunControl
 from penstock.v1 import policies_pb2
 from support.gateways import LAUNCH, PROMPT, RUN, SCREENSHOTS, Gateway, group_of, needs_chromium, run_config, running
 from support.groups import group_of_samples, write_samples

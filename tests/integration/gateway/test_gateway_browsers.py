@@ -19,7 +19,7 @@ from penstock.client.address import GatewayAddress
 from penstock.config.run import RunConfig
 from penstock.config.service import GatewayConfig
 from penstock.errors import Unauthenticated
-from penstock.store.run_control import RunControl
+from penstock.store.fleet import RunControl
 from penstock.v1 import runs_pb2, runs_pb2_grpc
 from penstock_services.gateway.access import AllowedHosts
 from support.gateways import PROMPT, RUN, Gateway, assert_problem, run_config, running

@@ -10,9 +10,8 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
 from penstock.replay.queue import RedisReplayQueue
-from penstock.store.fleet import PolicyRegistry
+from penstock.store.fleet import PolicyRegistry, RunControl
 from penstock.store.keys import RunKeys
-from penstock.store.run_control import RunControl
 from penstock.v1 import datasets_pb2, generate_pb2, groups_pb2, policies_pb2, prompts_pb2, runs_pb2
 from support.fuzzing import answer_of, damaged_requests, methods_of, path_of, whole_request
 from support.gateways import Gateway, publish

@@ -12,10 +12,9 @@ from penstock.api.records import Run
 from penstock.cli.commands.observe import parse_series
 from penstock.diagnosis.terminal import alarms, server_alarms
 from penstock.replay.queue import RedisReplayQueue
-from penstock.store.fleet import Fleet, Quarantine, Quarantines, ServerRecord
+from penstock.store.fleet import Fleet, Quarantine, Quarantines, RunControl, ServerRecord
 from penstock.store.heartbeats import LEARNER, Heartbeats, Phases
 from penstock.store.notices import MAX_OF_KIND, Event, NoticeBoard, Notices
-from penstock.store.run_control import RunControl
 from penstock.v1 import (
     policies_pb2,
     policies_pb2_grpc,

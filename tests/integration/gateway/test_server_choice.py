@@ -11,8 +11,7 @@ import redis.asyncio as redis
 from penstock.config.run import ModelConfig, RunConfig
 from penstock.config.service import ReplayConfig
 from penstock.errors import ModelNotFound, Unavailable
-from penstock.store.fleet import Fleet, PolicyRegistry, ServerRecord
-from penstock.store.run_control import RunControl
+from penstock.store.fleet import Fleet, PolicyRegistry, RunControl, ServerRecord
 from penstock.v1 import generate_pb2
 from penstock_services.gateway.server_choice import MAX_COMPARED, MAX_TRIES, MAX_VIEW_AGE_S, ServerChoice
 

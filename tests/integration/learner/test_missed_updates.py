@@ -25,8 +25,8 @@ from penstock.replay.queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, Quarantines, ServerRecord
 from penstock.trajectory import Group, Sampling, Trajectory
 from penstock.v1 import policies_pb2
-from penstock.weights.manifest import TensorShape, allocate_buckets, build_manifest, host_checksum, weights_digest
 from penstock.weights.snapshot import write_snapshot
+from penstock.weights.transports import TensorShape, allocate_buckets, build_manifest, host_checksum, weights_digest
 from penstock_learner.agreement.servers import MIN_STEPS, LogProbCheck, ServerAgreement, ServerQuarantine
 from penstock_learner.batches.sequence_batch import batch_of
 from penstock_learner.metrics import LearnerMetrics

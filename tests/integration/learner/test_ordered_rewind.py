@@ -14,8 +14,7 @@ import pytest
 from penstock.cli.commands.feed import TERMINATED
 from penstock.client.address import GatewayAddress
 from penstock.config.dataset import DatasetConfig
-from penstock.store.fleet import PolicyRegistry
-from penstock.store.run_control import RunControl
+from penstock.store.fleet import PolicyRegistry, RunControl
 from penstock.v1 import policies_pb2
 from penstock_learner.checkpoints import CheckpointStore
 from support.fleet_runs import EXAMPLE, FleetRun, Part, fleet_config

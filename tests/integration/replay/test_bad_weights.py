@@ -18,13 +18,12 @@ from penstock.codec import decode_group, encode_prompt
 from penstock.config.rollout import AgentsConfig, RolloutConfig
 from penstock.config.service import BreakerConfig, ReplayConfig
 from penstock.replay.queue import RedisReplayQueue
-from penstock.store.run_control import RunControl
+from penstock.store.fleet import RunControl
 from penstock.trajectory import Prompt, Sampling
 from penstock_learner.weights.publisher import WeightPublisher
 from penstock_rollout.agents.loops import Agents
 from penstock_rollout.engines.engine import Engine
-from penstock_rollout.groups.group_maker import GroupMaker
-from penstock_rollout.groups.producer import Producer
+from penstock_rollout.groups.producer import GroupMaker, Producer
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.rewards.function import SampleScore
 from penstock_rollout.tokenization import Tokenization

@@ -8,8 +8,7 @@ import pytest
 
 from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import Lease
-from penstock.store.fleet import Fleet, PolicyRegistry, ServerRecord
-from penstock.store.run_control import RunControl
+from penstock.store.fleet import Fleet, PolicyRegistry, RunControl, ServerRecord
 from support.memory_queue import MemoryReplayQueue
 from support.replay_backends import MakeQueue, ReplayQueue, assert_conserved, finish, queue_maker, submit
 

@@ -25,10 +25,9 @@ from penstock.errors import Fenced
 from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import Lease, OfferedGroup, Origin, SavedTokens
 from penstock.replay.results import PromptBook
-from penstock.store.fleet import PolicyRegistry
+from penstock.store.fleet import PolicyRegistry, RunControl
 from penstock.store.keys import RunKeys
 from penstock.store.redis_client import connect
-from penstock.store.run_control import RunControl
 from support.groups import made_by
 from support.memory_queue import MemoryReplayQueue
 from support.memory_store import MemoryStore

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.errors import Conflict
 from penstock.replay.queue import RedisReplayQueue
-from penstock.store.run_control import RunControl
+from penstock.store.fleet import RunControl
 from support.replay_backends import ReplayQueue, assert_conserved, finish, queue_maker, queue_of_backend, submit
 
 __all__ = ["queue_maker", "queue_of_backend"]

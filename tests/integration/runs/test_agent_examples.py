@@ -21,7 +21,7 @@ from penstock.replay.queue_types import Lease
 from penstock.trajectory import Group, Prompt, Sampling, Trajectory
 from penstock_rollout.agents.loops import Agents
 from penstock_rollout.engines.factory import create_engine
-from penstock_rollout.groups.group_maker import GroupMaker
+from penstock_rollout.groups.producer import GroupMaker
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.rewards.scorer import Scorer
 from penstock_rollout.tokenization import Tokenization

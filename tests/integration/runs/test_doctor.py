@@ -21,10 +21,9 @@ from penstock.config.service import RedisConfig
 from penstock.diagnosis import Finding
 from penstock.machine import free_port
 from penstock.replay.queue import RedisReplayQueue
-from penstock.store.fleet import Fleet, Quarantine, Quarantines, ServerRecord
+from penstock.store.fleet import Fleet, Quarantine, Quarantines, RunControl, ServerRecord
 from penstock.store.heartbeats import Heartbeats
 from penstock.store.notices import Event, Notices
-from penstock.store.run_control import RunControl
 from penstock.v1 import policies_pb2
 from penstock_tools.doctor.examination import check_gpus, check_ports, examine
 from support.redis_server import RedisProcess

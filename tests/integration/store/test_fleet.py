@@ -9,9 +9,8 @@ import redis.asyncio as redis
 
 from penstock.errors import Fenced
 from penstock.replay.queue import RedisReplayQueue
-from penstock.store.fleet import Fleet, PolicyRegistry, Reported, ServerRecord
+from penstock.store.fleet import Fleet, PolicyRegistry, Reported, RunControl, ServerRecord
 from penstock.store.notices import Notices
-from penstock.store.run_control import RunControl
 from penstock_learner.loop.process import FORGOTTEN_AFTER_S, SilentServers
 
 

@@ -27,11 +27,10 @@ from penstock.replay.results import PromptBook
 from penstock.sessions.session_store import Reward, SessionStore
 from penstock.sessions.task_store import TaskStore
 from penstock.store import redis_client
-from penstock.store.fleet import Fleet, PolicyRegistry, Quarantine, Quarantines, ServerRecord
+from penstock.store.fleet import Fleet, PolicyRegistry, Quarantine, Quarantines, RunControl, ServerRecord
 from penstock.store.heartbeats import Heartbeats, Phases
 from penstock.store.notices import Event, Notices
 from penstock.store.redis_client import RedisClient, connect
-from penstock.store.run_control import RunControl
 from penstock.trajectory import Prompt
 from penstock.v1 import tasks_pb2
 from support.groups import make_group

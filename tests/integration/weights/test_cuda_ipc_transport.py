@@ -16,8 +16,7 @@ import torch
 from penstock.v1 import weights_pb2
 from penstock.weights import cuda
 from penstock.weights.cuda import IpcOffer
-from penstock.weights.manifest import XXH3_PIECES, TensorShape, build_manifest
-from penstock.weights.transports import Deadline
+from penstock.weights.transports import XXH3_PIECES, Deadline, TensorShape, build_manifest
 from penstock_learner.weights import senders as sending
 from penstock_learner.weights import staging as bucket_memory
 from penstock_learner.weights.senders import CudaIpcSender, Shipment

@@ -18,8 +18,14 @@ from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGro
 
 from penstock.errors import WeightPushFailed
 from penstock.v1 import weights_pb2
-from penstock.weights.manifest import XXH3_PIECES, TensorShape, build_manifest, host_checksum
-from penstock.weights.transports import GLOO_PIECE_BYTES, Deadline
+from penstock.weights.transports import (
+    GLOO_PIECE_BYTES,
+    XXH3_PIECES,
+    Deadline,
+    TensorShape,
+    build_manifest,
+    host_checksum,
+)
 from penstock_learner.weights.senders import GlooSender, PushTarget, Shipment
 from penstock_learner.weights.staging import HostBuckets, StagedVersion
 from penstock_rollout.weights.receivers import gloo

@@ -15,8 +15,7 @@ from penstock.config.run import RunConfig
 from penstock.errors import Unavailable
 from penstock.machine import free_port
 from penstock.v1 import weights_pb2, weights_pb2_grpc
-from penstock.weights.manifest import TensorShape, build_manifest
-from penstock.weights.transports import ClusterKey, Deadline
+from penstock.weights.transports import ClusterKey, Deadline, TensorShape, build_manifest
 from penstock_learner.weights.publisher import WeightPublisher
 from penstock_learner.weights.senders import PushTarget
 from support.engine_member import HOST, config_of, greedy_log_probs, member

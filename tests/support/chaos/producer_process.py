@@ -25,7 +25,7 @@ from support.chaos.workload import RUN, Settings, make_numbered_group, while_dri
 
 
 class NumberedGroupMaker:
-    """Takes the place of penstock_rollout.groups.group_maker.GroupMaker."""
+    """Takes the place of penstock_rollout.groups.producer.GroupMaker."""
 
     def __init__(self, server_id: str, group_s: tuple[float, float]) -> None:
         self.server_id = server_id

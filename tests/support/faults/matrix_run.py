@@ -30,10 +30,9 @@ from penstock.config.run import RunConfig
 from penstock.errors import PenstockError
 from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import QueueStat
-from penstock.store.fleet import SERVING_STATES, Fleet, PolicyRegistry, ServerRecord
+from penstock.store.fleet import SERVING_STATES, Fleet, PolicyRegistry, RunControl, ServerRecord
 from penstock.store.keys import RunKeys
 from penstock.store.redis_client import connect
-from penstock.store.run_control import RunControl
 from penstock_learner.checkpoints import shards_folder
 from support.chaos.processes import LosingRedis
 from support.faults.proxy import ProxyThread

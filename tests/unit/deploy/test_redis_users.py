@@ -22,11 +22,10 @@ from penstock.replay.queue_types import Lease, SavedTokens
 from penstock.replay.results import PromptBook
 from penstock.sessions.session_store import Reward, SessionStore
 from penstock.sessions.task_store import TaskStore
-from penstock.store.fleet import Fleet, PolicyRegistry, Quarantine, Quarantines, ServerRecord
+from penstock.store.fleet import Fleet, PolicyRegistry, Quarantine, Quarantines, RunControl, ServerRecord
 from penstock.store.heartbeats import Heartbeats, Phases
 from penstock.store.notices import Event, Notices
 from penstock.store.redis_client import connect
-from penstock.store.run_control import RunControl
 from penstock.v1 import policies_pb2, tasks_pb2
 from penstock_services.gateway.metrics import RunSnapshot
 from support.redis_server import SCRIPTS, redis_with_users

@@ -19,8 +19,8 @@ from penstock.config.loading import load_config
 from penstock.errors import CheckpointDamaged, ConfigError, PoisonGroup, WeightPushFailed
 from penstock.trajectory import Group
 from penstock.v1 import groups_pb2, weights_pb2
-from penstock.weights.manifest import TensorShape, allocate_buckets, build_manifest, check_manifest
 from penstock.weights.snapshot import FILE_NAME, MANIFEST_NAME, read_manifest, read_snapshot, write_snapshot
+from penstock.weights.transports import TensorShape, allocate_buckets, build_manifest, check_manifest
 from penstock_learner.checkpoints import TRAINER_FILE, CheckpointStore, read_state
 from penstock_learner.term import Ledger, TrainerState
 from penstock_rollout.agents.tool_calls import TOOL_FORMATS, MalformedCall, ToolCall

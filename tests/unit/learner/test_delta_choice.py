@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock_learner.weights.deltas import DeltaChoice
+from penstock_learner.weights.publisher import DeltaChoice
 
 MEMBERS = ["a", "b"]
 

@@ -20,8 +20,7 @@ from penstock_rollout.agents.episode import Episode
 from penstock_rollout.agents.loops import Agents
 from penstock_rollout.agents.transcript import AgentContext, Transcript
 from penstock_rollout.engines.engine import EngineStats
-from penstock_rollout.groups.group_maker import GroupMaker
-from penstock_rollout.groups.producer import Producer
+from penstock_rollout.groups.producer import GroupMaker, Producer
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.rewards.scorer import Scorer
 from penstock_rollout.tokenization import Tokenization

@@ -30,8 +30,7 @@ from penstock_rollout.agents.saved_samples import (
     encode_piece,
     read_samples,
 )
-from penstock_rollout.groups.group_maker import GroupMaker
-from penstock_rollout.groups.producer import Producer
+from penstock_rollout.groups.producer import GroupMaker, Producer
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.rewards.scorer import Scorer
 from penstock_rollout.tokenization import Tokenization

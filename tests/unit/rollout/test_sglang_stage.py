@@ -13,8 +13,8 @@ import torch
 
 from penstock.errors import WeightPushFailed
 from penstock.v1 import weights_pb2
-from penstock.weights.manifest import XXH3_PIECES, TensorShape, allocate_buckets, build_manifest, host_checksum
 from penstock.weights.snapshot import write_snapshot
+from penstock.weights.transports import XXH3_PIECES, TensorShape, allocate_buckets, build_manifest, host_checksum
 from penstock_rollout.engines.sglang.plugin import StageCalls, StageWorker, announce_plugin, serve_stage, socket_path
 
 

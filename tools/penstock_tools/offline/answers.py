@@ -32,7 +32,7 @@ from penstock.sampling import Sampling
 from penstock.trajectory import Prompt
 from penstock_rollout.agents.loops import Agents
 from penstock_rollout.engines.factory import create_engine, start_engine
-from penstock_rollout.groups.group_maker import GroupMaker
+from penstock_rollout.groups.producer import GroupMaker
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.rewards.function import SampleScore
 from penstock_rollout.rewards.scorer import Scorer

@@ -9,7 +9,7 @@ import torch
 
 from penstock.errors import WeightPushFailed, first_line_of
 from penstock.weights.cuda import BUCKET_ALIGNMENT, IPC_HEADER, DeviceStream, IpcOffer, Mappings, identity
-from penstock.weights.manifest import bucket_offsets, wire_sizes
+from penstock.weights.transports import bucket_offsets, wire_sizes
 from penstock_rollout.weights.stage import Arrived, Reception, device_uuid
 
 READY_POLL_S = 0.0005

@@ -20,7 +20,6 @@ import torch
 from torch._C._distributed_c10d import BroadcastOptions, GatherOptions, PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 from penstock.errors import WeightPushFailed, first_line_of
-from penstock.weights.manifest import RunningChecksum, wire_sizes
 from penstock.weights.transports import (
     GLOO_PIECE_BYTES,
     GLOO_PIECES_AT_ONCE,
@@ -28,8 +27,10 @@ from penstock.weights.transports import (
     PUBLISHER_RANK,
     Deadline,
     GroupPlace,
+    RunningChecksum,
     group_places,
     is_divided,
+    wire_sizes,
 )
 from penstock_rollout.weights.stage import Arrived, Reception
 

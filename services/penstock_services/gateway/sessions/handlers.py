@@ -24,8 +24,8 @@ from penstock.replay.queue import RedisReplayQueue
 from penstock.reward_bounds import RANGE, is_reward
 from penstock.samples import TokenText
 from penstock.sessions.task_store import TaskStore
+from penstock.store.fleet import RunControl
 from penstock.store.keys import check_name
-from penstock.store.run_control import RunControl
 from penstock.v1 import generate_pb2, sessions_pb2, tasks_pb2
 from penstock_services.gateway.access import Caller
 from penstock_services.gateway.operations import (

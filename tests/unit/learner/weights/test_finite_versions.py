@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from penstock.errors import TrainingDiverged
-from penstock.weights.manifest import TensorShape, build_manifest
-from penstock.weights.transports import Deadline
+from penstock.weights.transports import Deadline, TensorShape, build_manifest
 from penstock_learner.model.published_layout import first_nonfinite
 from penstock_learner.weights.staging import HostBuckets, StagedVersion
 

@@ -9,9 +9,8 @@ import torch
 
 from penstock.config.loading import validate
 from penstock.errors import WeightPushFailed
-from penstock.weights.manifest import weights_digest
 from penstock.weights.snapshot import FILE_NAME
-from penstock.weights.transports import Deadline
+from penstock.weights.transports import Deadline, weights_digest
 from penstock_learner.roles.policy import PolicyWorker
 from support.learner_ranks import make_rank, with_model
 

@@ -14,7 +14,7 @@ from penstock.config.learner import LoraConfig
 from penstock.config.loading import validate
 from penstock.errors import ConfigError
 from penstock.weights.folder_tensors import tensor_shapes
-from penstock.weights.manifest import check_adapter
+from penstock.weights.transports import check_adapter
 from penstock_learner.model.adapter import add_adapter
 from penstock_learner.model.causal_lm import CausalLM, load_model
 from penstock_learner.model.published_layout import PushedWeights, fit_to_folder, model_without_weights

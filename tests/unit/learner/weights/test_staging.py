@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from penstock.config.loading import validate
-from penstock.weights import manifest as manifests
-from penstock.weights.manifest import TensorShape, build_manifest, host_checksum
-from penstock.weights.transports import Deadline
+from penstock.weights import transports as manifests
+from penstock.weights.transports import Deadline, TensorShape, build_manifest, host_checksum
 from penstock_learner.weights import staging
 from penstock_learner.weights.publisher import WeightPublisher
 from penstock_learner.weights.staging import HostBuckets, StagedVersion, checksum_name

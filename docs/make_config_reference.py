@@ -165,7 +165,7 @@ def _row(name: str, field: FieldInfo) -> str:
 
 def _meaning(field: FieldInfo) -> str:
     described = [part.text for part in field.metadata if isinstance(part, Description)]
-    return _one_line(field.description or "".join(described))
+    return re.sub(r"\bNone\b", "`null`", _one_line(field.description or "".join(described)))
 
 
 def _type(field: FieldInfo) -> str:
@@ -178,11 +178,17 @@ def _type(field: FieldInfo) -> str:
 def _bounds(metadata: Sequence[Any]) -> list[str]:
     """Bounds of a value, such as "≥1"."""
     return [
-        f"{sign}{getattr(item, name)}" if name != "pattern" else f"{sign} `{item.pattern}`"
+        sign + _bound(bound)
         for item in metadata
         for name, sign in BOUNDS.items()
-        if getattr(item, name, None) is not None
+        if (bound := getattr(item, name, None)) is not None
     ]
+
+
+def _bound(value: Any) -> str:
+    if isinstance(value, str):
+        return f" `{value}`"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _kind(annotation: Any) -> str:

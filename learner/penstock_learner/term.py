@@ -108,7 +108,7 @@ class TrainerState:
     ledger: list[tuple[int, int]] = field(default_factory=list)
     kl_coefficient: float | None = None
     feed_positions: dict[str, int] = field(default_factory=dict)
-    """How far each dataset had been submitted. For information only: a resumed run uses the positions in Redis."""
+    """How far each dataset had been submitted. For information only: a later term uses the positions in Redis."""
     store_id: str = ""
     """Identifies the queue whose prompt ids the ledger holds."""
     resumed_from: str = ""
@@ -154,9 +154,9 @@ class KLController:
 
 
 def make_kl_controller(config: KLConfig, coefficient: float | None = None) -> KLController:
-    """The controller of a run. `coefficient` is the value from which an adaptive one resumes."""
-    resumes = config.controller != "fixed" and coefficient is not None
-    return KLController(config, coefficient if resumes and coefficient is not None else config.coefficient)
+    """The controller of a run. `coefficient` is the value from which an adaptive one continues."""
+    continues = config.controller != "fixed" and coefficient is not None
+    return KLController(config, coefficient if continues and coefficient is not None else config.coefficient)
 
 
 @dataclass

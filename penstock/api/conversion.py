@@ -70,7 +70,7 @@ def parse_json(text: str | bytes) -> Any:
 
 def check_levels(text: str) -> None:
     """Raise ValueError if a value has more than 190 levels: `parse_json` reads no more than 200 in answers with it."""
-    if text.count("[") + text.count("{") > MAX_LEVELS:
+    if len(text) > MAX_LEVELS and text.count("[") + text.count("{") > MAX_LEVELS:
         from_json("[" * (201 - MAX_LEVELS) + text + "]" * (201 - MAX_LEVELS))
 
 

@@ -6,10 +6,9 @@ from collections.abc import Iterator, Mapping
 
 from penstock.api.records import Finding
 from penstock.config.learner import TYPICAL_MISMATCH_NATS
-from penstock.diagnosis import Level, finding
+from penstock.diagnosis import Level, finding, paused_finding, quarantine_finding
 from penstock.diagnosis.facts import RunFacts
 from penstock.diagnosis.progress import learning_finding, speed_finding
-from penstock.diagnosis.servers import paused_finding, quarantine_finding
 
 FAILED_RATIO = "reward_failed_ratio"
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.api.records import Finding, Metrics, Run, Server
-from penstock.diagnosis.servers import server_findings
+from penstock.diagnosis import paused_finding, quarantine_finding
 
 COLUMNS = 80
 _BARS = "▁▂▃▄▅▆▇█"
@@ -63,7 +63,13 @@ def alarms(run: Run) -> list[Text]:
 
 def server_alarms(servers: Sequence[Server]) -> list[Text]:
     """A line for each server whose breaker is open, and then for each in quarantine."""
-    return [Text(finding.line, style="bold red") for finding in server_findings(servers)]
+    paused = [paused_finding(s.server_id, s.breaker_failures, s.breaker_reason) for s in servers if s.breaker_reason]
+    quarantined = [
+        quarantine_finding(s.server_id, s.logprob_mismatch_nats, s.logprob_limit_nats, s.num_reloads)
+        for s in servers
+        if s.is_quarantined
+    ]
+    return [Text(found.line, style="bold red") for found in (*paused, *quarantined)]
 
 
 def step_numbers(metrics: Metrics) -> Text:

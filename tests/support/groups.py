@@ -71,10 +71,10 @@ def group_of_samples(step: int, prompt_id: int, *rewards: float, **changes: Any)
     return [replace(made, sample=number, reward=reward) for number, reward in enumerate(rewards or (1.0,))]
 
 
-def write_samples(folder: Path, *groups: list[Sample], resume_step: int = 0, max_bytes: int = 0) -> None:
-    """As a learner that starts from `resume_step`."""
+def write_samples(folder: Path, *groups: list[Sample], start_step: int = 0, max_bytes: int = 0) -> None:
+    """As a learner that starts from `start_step`."""
     file = SampleFile(folder, max_bytes)
-    file.begin(resume_step)
+    file.begin(start_step)
     for group in groups:
         file.write([line_of(group)])
 

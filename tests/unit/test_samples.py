@@ -57,7 +57,7 @@ def test_a_repeated_step_after_a_restart_is_shown_once(tmp_path: Path) -> None:
     write_samples(
         tmp_path, group_of_samples(1, 1), group_of_samples(2, 2), group_of_samples(2, 3), group_of_samples(3, 4)
     )
-    write_samples(tmp_path, group_of_samples(2, 3, 0.5), group_of_samples(2, 5), resume_step=1)
+    write_samples(tmp_path, group_of_samples(2, 3, 0.5), group_of_samples(2, 5), start_step=1)
     assert read(tmp_path) == [(2, 5), (2, 3), (1, 1)], "steps 2 and 3 of the first learner were given up"
     assert [sample.reward for sample in select(tmp_path, SampleFilter(prompt_id=3), 10)] == [0.5]
 
@@ -67,7 +67,7 @@ def test_a_line_that_a_crash_cut_off_is_left_out_and_spoils_no_other(tmp_path: P
     path = tmp_path / NEWEST
     path.write_bytes(path.read_bytes()[:-20])
     assert read(tmp_path) == [(1, 1)]
-    write_samples(tmp_path, group_of_samples(2, 2), resume_step=1)
+    write_samples(tmp_path, group_of_samples(2, 2), start_step=1)
     assert read(tmp_path) == [(2, 2), (1, 1)]
 
 
@@ -90,11 +90,11 @@ def test_lines_longer_than_what_is_read_at_once(tmp_path: Path, monkeypatch: pyt
 
 def test_pages_go_on_where_they_were_while_the_learner_writes_and_renames(tmp_path: Path) -> None:
     write_samples(tmp_path, *(group_of_samples(step, step) for step in range(1, 7)))
-    write_samples(tmp_path, group_of_samples(5, 50), resume_step=4)
+    write_samples(tmp_path, group_of_samples(5, 50), start_step=4)
     first = page(tmp_path, SampleFilter(), 2, None, 100)
     assert [sample.prompt_id for sample in first.samples] == [50, 4]
     (tmp_path / NEWEST).rename(tmp_path / OLDER)
-    write_samples(tmp_path, group_of_samples(6, 60), resume_step=5)
+    write_samples(tmp_path, group_of_samples(6, 60), start_step=5)
     second = page(tmp_path, SampleFilter(), 2, Place.parse(str(first.next_place)), 100)
     assert [sample.prompt_id for sample in second.samples] == [3, 2]
     last = page(tmp_path, SampleFilter(), 2, second.next_place, 100)

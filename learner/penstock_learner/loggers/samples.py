@@ -50,12 +50,12 @@ class TrainedStep:
 
 
 class SampleLog:
-    """The samples of one term, which starts from `resume_step`."""
+    """The samples of one term, which starts from `start_step`."""
 
-    def __init__(self, config: RunConfig, resume_step: int, loggers: StepLoggers) -> None:
+    def __init__(self, config: RunConfig, start_step: int, loggers: StepLoggers) -> None:
         self.config = config.learner.samples
         self.model_path = config.model.path
-        self.resume_step = resume_step
+        self.start_step = start_step
         self.loggers = loggers
         self.file = SampleFile(config.folder, self.config.max_bytes)
         self.waiting: queue.Queue[TrainedStep | None] = queue.Queue(MAX_WAITING)
@@ -113,7 +113,7 @@ class SampleLog:
         """Write the groups, or leave them out if the disk takes nothing. The next ones are tried again."""
         try:
             if not self._has_begun:
-                self.file.begin(self.resume_step)
+                self.file.begin(self.start_step)
                 self._has_begun = True
             self.file.write(line_of(group) for group in groups)
             self._has_failed = False

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 class StepLogger:
     """A logger is made, called and closed in one separate thread, so it may be slow. An error ends only the logger. It
-    is made for the steps after `resume_step`. An earlier logger of the run may have logged some of them already."""
+    is made for the steps after `start_step`. An earlier logger of the run may have logged some of them already."""
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """Write the numbers of one step, under the learner's own names. `step` is one of them."""
@@ -63,10 +63,10 @@ def check_loggers(names: Sequence[LoggerName]) -> None:
             raise ConfigError(f"learner.loggers has {name}, which needs a package: pip install {package}")
 
 
-def open_loggers(config: RunConfig, resume_step: int) -> StepLoggers:
-    """Start the loggers of `learner.loggers`, for the steps after `resume_step`."""
+def open_loggers(config: RunConfig, start_step: int) -> StepLoggers:
+    """Start the loggers of `learner.loggers`, for the steps after `start_step`."""
     names = dict.fromkeys(config.learner.loggers)
-    return StepLoggers([LoggerThread(name, partial(_open, name, config, resume_step)) for name in names])
+    return StepLoggers([LoggerThread(name, partial(_open, name, config, start_step)) for name in names])
 
 
 class LoggerThread:
@@ -134,11 +134,11 @@ class StepLoggers:
                 logger.error("logger %s did not end in %.0f s; its last steps may be missing", each.name, timeout_s)
 
 
-def _open(name: LoggerName, config: RunConfig, resume_step: int) -> StepLogger:
+def _open(name: LoggerName, config: RunConfig, start_step: int) -> StepLogger:
     if name == "jsonl":
-        return JsonlLogger(config.folder / "metrics.jsonl", resume_step)
+        return JsonlLogger(config.folder / "metrics.jsonl", start_step)
     if name == "tensorboard":
-        return TensorBoardLogger(config.folder / "tensorboard", resume_step)
+        return TensorBoardLogger(config.folder / "tensorboard", start_step)
     if name == "wandb":
         return WandbLogger(config)
     from rich.console import Console
@@ -249,15 +249,15 @@ def _text(value: Any) -> str:
 
 
 class JsonlLogger(StepLogger):
-    """Writes one line per step, with the learner's own names, and flushes it at once. When a run resumes, the lines of
-    steps after `resume_step` are dropped: they are trained again."""
+    """Writes one line per step, with the learner's own names, and flushes it at once. When a run continues, lines of
+    steps after `start_step` are dropped: they are trained again."""
 
-    def __init__(self, path: Path, resume_step: int) -> None:
+    def __init__(self, path: Path, start_step: int) -> None:
         kept = []
         if path.is_file():
             for line in path.read_text().splitlines():
                 try:
-                    if json.loads(line)["step"] <= resume_step:
+                    if json.loads(line)["step"] <= start_step:
                         kept.append(line + "\n")
                 except (ValueError, KeyError):
                     continue
@@ -311,12 +311,12 @@ FLUSH_S = 10
 
 
 class TensorBoardLogger(StepLogger):
-    """Writes event files to a folder. When a run resumes, steps after `resume_step` replace those written before."""
+    """Writes event files to a folder. When a run continues, steps after `start_step` replace those written before."""
 
-    def __init__(self, folder: Path, resume_step: int) -> None:
+    def __init__(self, folder: Path, start_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder), purge_step=resume_step + 1, flush_secs=FLUSH_S)
+        self._writer = SummaryWriter(str(folder), purge_step=start_step + 1, flush_secs=FLUSH_S)
 
     def log(self, metrics: Mapping[str, float]) -> None:
         for name, value in under_verl_names(metrics).items():

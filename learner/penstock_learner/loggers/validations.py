@@ -43,11 +43,11 @@ MAX_SILENCE_S = 120.0
 
 @dataclass(eq=False)
 class ValidationLog:
-    """The validations of one term, which starts from `resume_step`. Those of earlier steps were logged before."""
+    """The validations of one term, which starts from `start_step`. Those of earlier steps were logged before."""
 
     queue: GroupConsumer
     loggers: StepLoggers
-    resume_step: int
+    start_step: int
     _known: set[str] | None = None
     """Evaluations that were logged. None before the first call of `log_new`."""
 
@@ -66,7 +66,7 @@ class ValidationLog:
         history = await self.queue.evaluation_history()
         if self._known is None:
             # A new run is validated before its first step, perhaps before this call. No one has logged that.
-            self._known = {name for name in history if 0 < self.resume_step >= name_and_step(name)[1]}
+            self._known = {name for name in history if 0 < self.start_step >= name_and_step(name)[1]}
         for name in history.keys() - self._known:
             benchmark, step = name_and_step(name)
             named = benchmark if is_named_score(benchmark) else f"{benchmark}/reward/mean"

@@ -387,7 +387,7 @@ class RoleRecovery:
             if self._in_a_row[role.name] >= self.max_restarts:
                 raise ProcessDied(
                     f"{error}; it was restarted {self.max_restarts} times in a row (learner.max_role_restarts); see "
-                    "the logs of its ranks, then start the learner again; it resumes from its checkpoint"
+                    "the logs of its ranks, then start the learner again; it continues from its checkpoint"
                 ) from error
             self._in_a_row[role.name] += 1
             self.metrics.role_restarts.labels(role.name).inc()

@@ -396,7 +396,8 @@ def _check_prompt(prompt: prompts_pb2.Prompt, evaluation_id: str) -> None:
         raise InvalidInput("num_samples", f"must be between 1 and {MAX_NUM_SAMPLES}, not {prompt.num_samples}")
     if not -MAX_PRIORITY <= prompt.priority <= MAX_PRIORITY:
         raise InvalidInput("priority", f"must be between -{MAX_PRIORITY} and {MAX_PRIORITY}")
-    if len(prompt.data_source) > MAX_KEY_LENGTH or not prompt.data_source.isprintable():
+    source = prompt.data_source
+    if len(source) > MAX_KEY_LENGTH or not source.isprintable():
         raise InvalidInput("data_source", f"may have {MAX_KEY_LENGTH} characters, none of them a control character")
     check_sampling(prompt.sampling)
     if prompt.evaluation_id not in ("", evaluation_id):

@@ -171,7 +171,7 @@ async def test_samples_are_shown_with_prompt_and_truth_filtered_and_paged(page: 
     await apply.click()
     await page.get_by_text("No sample matches here.").wait_for()
 
-    write_samples(gateway.config.folder, *(sampled(20 + n, 100 + n, 0.5) for n in range(30)), resume_step=12)
+    write_samples(gateway.config.folder, *(sampled(20 + n, 100 + n, 0.5) for n in range(30)), start_step=12)
     await page.reload()
     await page.get_by_role("button", name="Older").wait_for()
     assert await summaries.count() == 20 and "step 49" in await summaries.first.inner_text()

@@ -26,7 +26,7 @@ from penstock_learner.agreement.servers import (
     ServerQuarantine,
 )
 from penstock_learner.metrics import OTHER_SERVERS, LearnerMetrics
-from penstock_learner.term import Term
+from penstock_learner.term import MAX_REWINDS, Rewind, Term
 from support.groups import make_group
 
 
@@ -120,6 +120,18 @@ async def test_a_server_that_disagrees_is_kept_out_and_let_in_when_its_probes_ag
     assert await setting.quarantine.store.read() == {}
     assert await setting.train("a", "b") == []
     assert setting.metrics.quarantines._value.get() == 1
+
+
+async def test_the_drift_is_forgotten_after_each_rewind_of_a_run_with_many(setting: Setting) -> None:
+    """A term remembers the newest rewinds only, so their number stays the same."""
+    await setting.join("a")
+    term = Term(lineage=tuple(Rewind(0, 1, "restart") for _ in range(MAX_REWINDS)))
+    for step in (1, 2):
+        await setting.agreement.refused(step, [setting.group("a", 1)], term)
+    assert setting.check._drifts, "nothing was rewound between the two"
+    term.rewind(from_version=1, to_version=2)
+    await setting.agreement.refused(3, [setting.group("a", 2)], term)
+    assert not setting.check._drifts
 
 
 async def test_the_run_ends_only_if_every_server_disagrees(setting: Setting) -> None:

@@ -49,8 +49,8 @@ def metrics_of(step: int, **more: float) -> dict[str, float]:
     }  # fmt: skip
 
 
-def written(config: RunConfig, *steps: int, resume_step: int = 0) -> None:
-    loggers = open_loggers(config, resume_step)
+def written(config: RunConfig, *steps: int, start_step: int = 0) -> None:
+    loggers = open_loggers(config, start_step)
     for step in steps:
         loggers.log(metrics_of(step))
     loggers.close()
@@ -69,7 +69,7 @@ def test_numbers_go_under_verls_names() -> None:
 def test_jsonl_drops_what_comes_again_after_a_resume(tmp_path: Path) -> None:
     config = make_config(tmp_path, "jsonl")
     written(config, 1, 2, 3)
-    written(config, 3, 4, resume_step=2)
+    written(config, 3, 4, start_step=2)
     rows = [json.loads(line) for line in (config.folder / "metrics.jsonl").read_text().splitlines()]
     assert rows == [metrics_of(step) for step in (1, 2, 3, 4)]
 
@@ -97,7 +97,7 @@ def test_tensorboard_reads_the_events_and_purges_what_comes_again(tmp_path: Path
 
     config = make_config(tmp_path, "tensorboard")
     written(config, 1, 2, 3)
-    written(config, 3, 4, resume_step=2)
+    written(config, 3, 4, start_step=2)
     events = EventAccumulator(str(config.folder / "tensorboard"))
     events.Reload()
     losses = events.Scalars("actor/pg_loss")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import shutil
-from dataclasses import replace
+from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +206,19 @@ async def test_the_numbers_of_a_step_include_the_correction(tiny_models: dict[st
     assert 0 < metrics["is_rejected_ratio"] < 1 and 0 < metrics["is_truncated_ratio"] < 1
     kept = (await make_step(tiny_models).run(groups_of("a", "b"), 1, Term())).by_name()
     assert kept["is_rejected_ratio"] == 0
+
+
+async def test_the_result_of_a_step_does_not_change_and_a_users_number_hides_none_of_it(
+    tiny_models: dict[str, Path],
+) -> None:
+    result: Any = await make_step(tiny_models).run(groups_of("a", "b"), 1, Term())
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        result.others["more"] = 1.0
+    for part, name in ((result, "step"), (result.batch, "reward_mean"), (result.update, "loss")):
+        with pytest.raises(FrozenInstanceError):
+            setattr(part, name, 9.0)
+    named = replace(result, others={"loss": 9.0, "own": 8.0}).by_name()
+    assert (named["loss"], named["own"]) == (result.update.loss, 8.0)
 
 
 async def test_staleness_is_in_steps_through_a_rewind(tiny_models: dict[str, Path]) -> None:

@@ -11,7 +11,6 @@ the gateway are this tree's for all. A whole run takes up to 15 minutes, and the
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -33,6 +32,7 @@ from harness import (
     Measurement,
     end_session,
     listening,
+    make_parser,
     ratios,
     redis_process,
     report,
@@ -261,7 +261,7 @@ def export(commit: str, folder: Path) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = make_parser()
     parser.add_argument("base", nargs="?", default="HEAD", help="the commit to compare with")
     parser.add_argument("--parts", default="queue" if SMOKE else ",".join(PARTS))
     parser.add_argument("--quick", action="store_true", help="small amounts and two rounds, and no results written")

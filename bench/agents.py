@@ -22,7 +22,7 @@ from typing import Any
 import httpx
 import psutil
 
-from harness import Bar, Measurement, gateway_process, median_ratio, redis_process, report, sized, turns
+from harness import Bar, Measurement, gateway_process, make_parser, median_ratio, redis_process, report, sized, turns
 from penstock.config.run import ModelConfig, RunConfig, WeightsConfig
 from penstock.config.service import GatewayConfig, GatewayLimits, RedisConfig, SessionLimits
 from penstock.machine import free_port
@@ -203,6 +203,7 @@ async def measure(folder: Path, url: str) -> tuple[list[Measurement], list[Bar]]
 
 
 def main() -> int:
+    make_parser().parse_args()
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as name:
         folder = Path(name)
         make_tokenizer_folder(folder)

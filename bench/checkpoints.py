@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from harness import Bar, alternate, median_ratio, report, sized
+from harness import Bar, alternate, make_parser, median_ratio, report, sized
 from penstock.weights.transports import Deadline, TensorShape, build_manifest
 from penstock_learner.checkpoints import FileRecord, find_damage
 from penstock_learner.model.published_layout import first_nonfinite
@@ -66,6 +66,7 @@ def stage(kind: type[StagedVersion], weights: dict[str, torch.Tensor], memory: H
 
 
 def main() -> int:
+    make_parser().parse_args()
     warnings.simplefilter("ignore", UserWarning)  # DCP warns that one process saves and loads, and overwrites
     torch.set_num_threads(1)
     weights = {f"layer.{index}": torch.randn(SHAPE) for index in range(NUM_TENSORS)}

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from harness import Bar, alternate, median_ratio, report, sized
+from harness import Bar, alternate, make_parser, median_ratio, report, sized
 from penstock.codec import decode_group, encode_group
 from penstock.trajectory import Group, Sampling, Trajectory, VersionSegment
 
@@ -62,6 +62,7 @@ def rate_of(call: Callable[[], object]) -> Callable[[], float]:
 
 
 def main() -> int:
+    make_parser().parse_args()
     group = make_group()
     framed, text = encode_group(group), to_json(group)
     measured = alternate(

@@ -22,7 +22,18 @@ from typing import Any
 
 import grpc
 
-from harness import Bar, Measurement, alternate, gateway_process, listening, median_ratio, redis_process, report, sized
+from harness import (
+    Bar,
+    Measurement,
+    alternate,
+    gateway_process,
+    listening,
+    make_parser,
+    median_ratio,
+    redis_process,
+    report,
+    sized,
+)
 from penstock.api.conversion import request_of
 from penstock.api.records import SubmittedPrompt
 from penstock.config.run import ModelConfig, RunConfig
@@ -191,6 +202,7 @@ def submission_of(count: int) -> prompts_pb2.SubmitPromptsRequest:
 
 
 def main() -> int:
+    make_parser().parse_args()
     ports = {key: free_port() for key in ("rest", "grpc", "echo_rest", "echo_grpc")}
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-bench-")))

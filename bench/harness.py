@@ -3,8 +3,10 @@
 The machine is shared and noisy, so no absolute time is judged. A bar is a ratio between two contenders whose rounds
 alternate in the same run. Programs for a GPU run in parts (`run_parts`): each part is a process with a deadline.
 
-Every program takes `--smoke`: the smallest sizes (`sized`), one round, no results written, no bar judged. `make test`
-runs all of them so. A program that needs a GPU or vLLM then ends where it would start them (`ends_without`).
+Every program takes `--smoke`: the smallest sizes (`sized`), one round, no bar judged. `make test` runs all of them so.
+A smoke run measures on a CPU and says what it cannot measure there (`leaves_out`). It writes its results to the folder
+that PENSTOCK_BENCH_RESULTS names, and nowhere without it. Programs that start a whole run follow the run in the folder
+PENSTOCK_BENCH_RUN instead (`followed_run`).
 """
 
 from __future__ import annotations
@@ -40,6 +42,8 @@ RESULTS = ROOT / "bench" / "results"
 STARTED_AT = "PENSTOCK_BENCH_STARTED"
 WRITE_TO = "PENSTOCK_BENCH_WRITE"
 SMOKE_VARIABLE = "PENSTOCK_BENCH_SMOKE"
+RESULTS_VARIABLE = "PENSTOCK_BENCH_RESULTS"
+RUN_VARIABLE = "PENSTOCK_BENCH_RUN"
 CALL_TIMEOUT_S = 120.0
 GPU_SAMPLE_S = 1.0
 T = TypeVar("T")
@@ -49,6 +53,7 @@ if "--smoke" in sys.argv:
     os.environ[SMOKE_VARIABLE] = "1"
 SMOKE = SMOKE_VARIABLE in os.environ
 """Whether this is a smoke run. Processes that a benchmark starts inherit it."""
+os.environ.setdefault(STARTED_AT, str(time.time()))
 if str(ROOT / "tests") not in sys.path:
     sys.path.append(str(ROOT / "tests"))  # for stand-ins of tests/support
 
@@ -58,11 +63,24 @@ def sized(full: T, smoke: T) -> T:
     return smoke if SMOKE else full
 
 
-def ends_without(what: str) -> None:
-    """End a smoke run here: the rest needs `what`, which takes minutes to start or is not on this machine."""
-    if SMOKE:
-        print(f"smoke run: ends before it starts {what}", flush=True)
-        raise SystemExit(0)
+def leaves_out(what: str, why: str) -> None:
+    """Say what this smoke run does not measure."""
+    print(f"smoke run: {what} is not measured: {why}", flush=True)
+
+
+def followed_run() -> Path:
+    """The folder of the run that a smoke run follows. It may not be there yet."""
+    if RUN_VARIABLE not in os.environ:
+        raise SystemExit(f"a smoke run of this program follows a run: set {RUN_VARIABLE} to the folder of one")
+    return Path(os.environ[RUN_VARIABLE])
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The options of every program. `--help` prints the first paragraph of its docstring, and nothing is measured."""
+    first, _, _ = (sys.modules["__main__"].__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(description=" ".join(first.split()))
+    parser.add_argument("--smoke", action="store_true", help="measure the smallest sizes once, and judge nothing")
+    return parser
 
 
 @dataclass
@@ -147,7 +165,7 @@ def median_ratio(ours: Measurement, limit: Measurement) -> float:
 
 def earlier(name: str, parts: Sequence[str]) -> Results:
     """The entries of results/NAME.json that do not begin with one of these parts, which are measured again."""
-    path = RESULTS / f"{name}.json"
+    path = results_folder() / f"{name}.json"
     said = json.loads(path.read_text()) if path.exists() else {"measurements": [], "bars": []}
 
     def is_other(entry: str) -> bool:
@@ -160,8 +178,8 @@ def earlier(name: str, parts: Sequence[str]) -> Results:
 
 
 def provenance() -> dict[str, str]:
-    """What the figures were measured on: the commit, the day and the machine."""
-    git = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=, changed"]
+    """What the figures were measured on: the commit, with `+changes` if the tree had any, the day and the machine."""
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+changes"]
     said = subprocess.run(git, capture_output=True, text=True, check=False)
     return {
         "commit": os.environ.get("PENSTOCK_BENCH_COMMIT") or said.stdout.strip() or "unknown",
@@ -170,11 +188,16 @@ def provenance() -> dict[str, str]:
     }
 
 
+def results_folder() -> Path:
+    """Where results are read and written. A smoke run never touches the results that are kept."""
+    return Path(os.environ.get(RESULTS_VARIABLE, os.devnull)) if SMOKE else RESULTS
+
+
 def write_results(name: str, result: Mapping[str, Any]) -> None:
-    """Write NAME.json with its provenance. A smoke run writes nothing."""
-    if SMOKE:
-        return
-    (RESULTS / f"{name}.json").write_text(json.dumps(provenance() | dict(result), indent=1) + "\n")
+    """Write NAME.json with its provenance, if there is a folder for it."""
+    if results_folder().is_dir():
+        path = results_folder() / f"{name}.json"
+        path.write_text(json.dumps(provenance() | dict(result), indent=1) + "\n")
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -280,22 +303,24 @@ class Results:
 def run_parts(
     name: str, title: str, parts: Sequence[str], timeouts_s: Mapping[str, float], run: Callable[[str], Results]
 ) -> bool:
-    """Start this program again for each part, which calls `run` there. Returns whether every bar is met."""
-    os.environ.setdefault(STARTED_AT, str(time.time()))
+    """Start this program again for each part, which calls `run` there. Returns whether every bar is met. A smoke run
+    calls `run` here."""
     if WRITE_TO in os.environ:
         part, _, _ = os.environ[WRITE_TO].partition("=")
         save(run(part))
         return True
-    merged = Results() if SMOKE else earlier(name, parts)
+    merged = earlier(name, parts)
     met = True
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
         for part in parts:
-            results = _start(part, Path(folder) / f"{part}.json", timeouts_s[part])
+            if SMOKE:
+                results = run(part)
+                results.bars.append(Bar("part ended well", 1, 1))
+            else:
+                results = _start(part, Path(folder) / f"{part}.json", timeouts_s[part])
             merged.measurements += [replace(m, name=f"{part}: {m.name}") for m in results.measurements]
             merged.bars += [replace(b, name=f"{part}: {b.name}") for b in results.bars]
             met = report(name, title, merged.measurements, merged.bars)
-            if SMOKE and not results.bars[0].ok:
-                return False
     return met
 
 
@@ -303,11 +328,10 @@ def run_models(
     name: str, title: str, models: str, timeouts_s: Mapping[str, float], run: Callable[[str, bool], Results]
 ) -> int:
     """The program whose parts are models, which `run` measures, compiled or not. Returns its exit code."""
-    parser = argparse.ArgumentParser()
+    parser = make_parser()
     parser.add_argument("--models", default=models)
     parser.add_argument("--no-compile", action="store_true", help="do not use torch.compile")
     arguments = parser.parse_args()
-    ends_without("a GPU")
     compiles = not arguments.no_compile
 
     def run_part(part: str) -> Results:
@@ -318,8 +342,9 @@ def run_models(
 
 def save(results: Results) -> None:
     """Save the results so far. A part calls this repeatedly, so that a missed deadline loses only later figures."""
-    _, _, path = os.environ[WRITE_TO].partition("=")
-    Path(path).write_text(json.dumps(asdict(results)))
+    if WRITE_TO in os.environ:
+        _, _, path = os.environ[WRITE_TO].partition("=")
+        Path(path).write_text(json.dumps(asdict(results)))
 
 
 def _start(part: str, written: Path, timeout_s: float) -> Results:
@@ -347,10 +372,11 @@ def end_session(process: subprocess.Popen[bytes]) -> None:
 
 
 class Child:
-    """Calls `make(*arguments)` in a fresh process. `call` calls methods of the object that it returned."""
+    """Calls `make(*arguments)` in a fresh process. `call` calls methods of the object that it returned. In a smoke run
+    the process is a fork, which need not import everything again."""
 
     def __init__(self, make: Callable[..., Any], *arguments: Any) -> None:
-        context = multiprocessing.get_context("spawn")
+        context: Any = multiprocessing.get_context(sized("spawn", "fork"))
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, make, arguments), daemon=True)
         self._process.start()

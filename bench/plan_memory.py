@@ -2,9 +2,9 @@
 
     PYTHONPATH=.:tools:bench python bench/plan_memory.py
 
-It reads bench/results/learner.json (training steps of one rank) and bench/results/loading_gpu.json: a list `rows`, one
-for each model, number of ranks and phase. Versions are staged on the host. Both have the peak of torch's allocator,
-which does not know the CUDA context, so the plan is compared without it.
+It reads bench/results/learner.json (training steps of one rank) and plan_memory_parts/phases.json: peaks of ranks that
+shared one H200, by model, number of ranks and phase. Versions are staged on the host. Both have the peak of torch's
+allocator, which does not know the CUDA context, so the plan is compared without it.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ import json
 import re
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from harness import RESULTS, Bar, Measurement, report
+from harness import RESULTS, Bar, Measurement, make_parser, report
 from penstock_tools.sizing.memory import CONTEXT, Phase, Setup, peak, role_memory, total
 from penstock_tools.sizing.models import KNOWN, find_shape
 
 NAME = "plan_memory"
+PHASES = Path(__file__).parent / "plan_memory_parts" / "phases.json"
 TOLERANCE = 0.1
 _BYTES = {"float32": 4, "bfloat16": 2}
 _BATCH_TOKENS = {"0.5b": 8 * 4096, "1.5b": 4 * 4096, "7b": 2 * 4096}
@@ -89,10 +91,9 @@ def compare(rows: list[Row]) -> tuple[list[Measurement], list[Bar]]:
 
 
 def main() -> int:
+    make_parser().parse_args()
     rows = rows_of_steps(json.loads((RESULTS / "learner.json").read_text())["measurements"])
-    phases = RESULTS / "loading_gpu.json"
-    if phases.is_file():
-        rows += rows_of_phases(json.loads(phases.read_text())["rows"])
+    rows += rows_of_phases(json.loads(PHASES.read_text())["rows"])
     return 0 if report(NAME, "memory of a rank, planned and measured", *compare(rows)) else 1
 
 

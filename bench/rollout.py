@@ -14,8 +14,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
+import importlib.util
 import math
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator
@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from harness import Bar, Measurement, ends_without, redis_process, report, say
+from harness import SMOKE, Bar, Measurement, leaves_out, make_parser, redis_process, report, say, sized
 from penstock.config.service import RedisConfig
 from penstock.replay.queue import RedisReplayQueue
 from penstock.store.redis_client import connect
@@ -50,6 +50,11 @@ SIZES = {
         ModelShape(vocab_size=4096, hidden_size=256, intermediate_size=768, num_layers=4, num_heads=4, num_kv_heads=2),
         Load(8, prompt_tokens=32, mean_tokens=64, concurrency=64, groups_at_once=32, window_tokens=6_000),
         goal=0.95,
+    ),
+    "smoke": Size(
+        ModelShape(vocab_size=512, hidden_size=64, intermediate_size=128, num_layers=2, num_heads=2, num_kv_heads=1),
+        Load(2, prompt_tokens=8, mean_tokens=8, concurrency=8, groups_at_once=8, window_tokens=100),
+        goal=0.0, num_rounds=1,
     ),
     "gpu": Size(
         ModelShape(
@@ -94,8 +99,12 @@ async def measure(name: str, size: Size, folder: Path) -> tuple[list[Measurement
 
 
 def main() -> int:
-    name = sys.argv[1] if len(sys.argv) > 1 else "small"
-    ends_without("vLLM")
+    parser = make_parser()
+    parser.add_argument("size", nargs="?", default=sized("small", "smoke"), choices=SIZES)
+    name = parser.parse_args().size
+    if SMOKE and importlib.util.find_spec("vllm") is None:
+        leaves_out("generation", "vLLM is not installed")
+        return 0
     if name == "gpu":
         faulthandler.dump_traceback_later(DEADLINE_S, exit=True)
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:

@@ -33,7 +33,7 @@ import contextlib
 import tempfile
 from pathlib import Path
 
-from harness import Bar, Measurement, gateway_process, redis_process, report, sized
+from harness import Bar, Measurement, gateway_process, make_parser, redis_process, report, sized
 from penstock.codec import encode_prompt
 from penstock.config.run import ModelConfig, RunConfig, WeightsConfig
 from penstock.config.service import GatewayConfig, RedisConfig, ReplayConfig
@@ -195,7 +195,7 @@ async def run(scale: Scale, arguments: argparse.Namespace) -> tuple[list[Measure
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser()
+    parser = make_parser()
     parser.add_argument("--servers", type=int, nargs="+", default=sized([10, 100, 1000], [2]))
     parser.add_argument("--prompts", type=int, nargs="+", default=sized([1_000_000, 4_000_000, 8_000_000], [4_000]))
     parser.add_argument("--rounds", type=int, default=sized(2, 1))

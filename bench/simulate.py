@@ -3,8 +3,8 @@
     make bench-simulate            # some minutes; ARGS of bench/simulate.py: --gpus 64,128 --settings verl
 
 Nothing here is timed, so the result is the same on every machine. The simulator is
-`simulate_parts/token_simulation.py`. It agrees with closed forms for equal lengths, and with the arithmetic of
-`penstock simulate` where both apply (tests/unit/test_token_simulation.py), which agrees with real runs on a CPU
+`simulate_parts/token_simulation.py`. With equal lengths overlap gives its ideal, which is judged, and it agrees with
+the arithmetic of `penstock simulate` where both apply (tests/unit/test_sizing.py), which agrees with real runs on a CPU
 (tests/integration/runs/test_simulation_against_a_run.py).
 
 | what | where it is from |
@@ -29,7 +29,6 @@ the mean length, and with an engine whose steps take nothing but the traffic of 
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import math
@@ -38,7 +37,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 
-from harness import RESULTS, SMOKE, Bar, Measurement, report, sized
+from harness import RESULTS, SMOKE, Bar, Measurement, make_parser, report, sized
 from penstock_tools.sizing import hardware
 from penstock_tools.sizing.hardware import GPUS
 from penstock_tools.sizing.models import KNOWN, ModelShape
@@ -228,7 +227,7 @@ def check_verl() -> tuple[list[Measurement], list[Bar]]:
     low, high = 0.0, 0.05
     for _ in range(12):
         fixed_s = (low + high) / 2
-        step_s = simulate_tokens(replace(fleet(fixed_s, 128, 0, VERL_TRAINING_S), num_steps=8)).step_s
+        step_s = simulate_tokens(replace(fleet(fixed_s, 128, 0, VERL_TRAINING_S), num_steps=sized(8, 1))).step_s
         low, high = (fixed_s, high) if step_s - VERL_TRAINING_S < VERL_GENERATION_S else (low, fixed_s)
     predicted = simulate_tokens(fleet(fixed_s, 64, setting.max_staleness, VERL_ASYNC_UPDATE_S))
     name = "verl's own times, 128 GPUs"
@@ -272,7 +271,7 @@ def check_limits() -> list[Bar]:
     train_s = equal.train_s_of(setting.groups_per_step * setting.num_samples * setting.mean_tokens)
     equal = replace(equal, samples_at_once=size)  # no gain by larger batches, which overlap allows
     synchronous = simulate_tokens(equal)
-    overlapped = simulate_tokens(replace(equal, max_staleness=2, num_steps=40))
+    overlapped = simulate_tokens(replace(equal, max_staleness=2, num_steps=sized(40, 4)))
     ideal = (generation_s + train_s) / max(generation_s, train_s)
     return [
         Bar("equal lengths: synchronous step / (generation + training)", synchronous.step_s / (generation_s + train_s),
@@ -299,7 +298,7 @@ def variants_of(setting: Setting) -> dict[str, Setting]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = make_parser()
     parser.add_argument(
         "--gpus", default=sized(",".join(map(str, SCALES)), ""), help="besides the published number, with commas"
     )

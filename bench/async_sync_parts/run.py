@@ -176,7 +176,10 @@ async def run(variant: Variant, folder: Path, serving: Serving = Serving()) -> d
         started = time.time()
         await asyncio.wait_for(_train(local, _prompts(config)), TRAIN_S)
         after = {name: seconds - before[name] for name, seconds in _cpu_seconds(local).items()}
-    rows = read_history(config.folder)
+    return row_of(variant, read_history(config.folder), started, after)
+
+
+def row_of(variant: Variant, rows: list[dict[str, float]], started: float, cpu_s: dict[str, float]) -> dict[str, Any]:
     return {
         "variant": asdict(variant),
         "ended_s": [round(row["time"] - started, 3) for row in rows],
@@ -184,7 +187,7 @@ async def run(variant: Variant, folder: Path, serving: Serving = Serving()) -> d
         "step_s": [row["step_s"] for row in rows],
         "reward": [row["reward_mean"] for row in rows],
         "staleness": [row["staleness_mean"] for row in rows],
-        "cpu_s": after,
+        "cpu_s": cpu_s,
     }
 
 

@@ -37,7 +37,22 @@ from typing import Any
 
 import yaml
 
-from harness import WRITE_TO, Bar, Measurement, Results, earlier, ends_without, report, run_parts, save, say
+from harness import (
+    SMOKE,
+    WRITE_TO,
+    Bar,
+    Measurement,
+    Results,
+    earlier,
+    followed_run,
+    leaves_out,
+    make_parser,
+    report,
+    run_parts,
+    save,
+    say,
+    sized,
+)
 from learner_parts.models import SHAPES
 from penstock.client import SyncPenstockClient
 from penstock.errors import PenstockError
@@ -146,6 +161,8 @@ def bench(part: str, arguments: argparse.Namespace) -> Results:
     if arguments.cpu:
         os.environ |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     try:
+        if SMOKE:
+            return _follow(followed_run(), until)
         return _imports(arguments, until) if part == "imports" else _run(part, arguments, until - STOP_S)
     except BaseException:
         traceback.print_exc()
@@ -212,20 +229,32 @@ def _start(task: Task, settings: dict[str, Any], folder: Path, until: float) -> 
             stop(process)
             if timeline.ended_s is None:
                 print_logs(folder, log)
-    _read_engine_log(timeline, run / "logs" / "rollout-0.log")
-    timeline.print_shares()
-    results = timeline.results()
-    save(results)
-    results.bar("the first step was trained", float(timeline.ended_s is not None), 1)
+    results = _results(timeline, run)
     size = sum(path.stat().st_size for path in Path(settings["cache_dir"]).rglob("*") if path.is_file())
     results.add("size of the cache", "MB", size / 1e6)
     return results
 
 
-def _watch(process: subprocess.Popen[bytes], timeline: Timeline, run: Path, until: float) -> None:
+def _follow(run: Path, until: float) -> Results:
+    """The start of a run that others begin now."""
+    timeline = Timeline(time.time())
+    _watch(None, timeline, run, until)
+    return _results(timeline, run)
+
+
+def _results(timeline: Timeline, run: Path) -> Results:
+    _read_engine_log(timeline, run / "logs" / "rollout-0.log")
+    timeline.print_shares()
+    results = timeline.results()
+    save(results)
+    results.bar("the first step was trained", float(timeline.ended_s is not None), 1)
+    return results
+
+
+def _watch(process: subprocess.Popen[bytes] | None, timeline: Timeline, run: Path, until: float) -> None:
     """Follow the phases until the first step is in metrics.jsonl."""
     client: SyncPenstockClient | None = None
-    while time.time() < until and process.poll() is None:
+    while time.time() < until and (process is None or process.poll() is None):
         time.sleep(POLL_S)
         try:
             if client is None and (run / "gateway.json").exists():
@@ -276,8 +305,8 @@ def compare() -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--parts", default=",".join(TIMEOUTS_S))
+    parser = make_parser()
+    parser.add_argument("--parts", default=sized(",".join(TIMEOUTS_S), "cold"))
     parser.add_argument("--engine", default="vllm", choices=["vllm", "torch"])
     parser.add_argument("--model", default="0.5b", choices=sorted(SHAPES))
     parser.add_argument("--compile", action="store_true", help="compile the learner without a GPU too")
@@ -286,8 +315,9 @@ def main() -> int:
     parts = arguments.parts.split(",")
     if unknown := [part for part in parts if part not in TIMEOUTS_S]:
         parser.error(f"unknown part {unknown[0]}: give some of {', '.join(TIMEOUTS_S)}")
-    ends_without("a run on a GPU")
-    if WRITE_TO not in os.environ:
+    if SMOKE:
+        leaves_out("a start on a GPU, with kept and with empty caches", "there is no GPU; a run of others is followed")
+    elif WRITE_TO not in os.environ:
         prepare(arguments, parts)
     ended_well = run_parts(NAME, TITLE, parts, TIMEOUTS_S, lambda part: bench(part, arguments))
     if WRITE_TO in os.environ:

@@ -13,7 +13,6 @@ It needs torch, CuPy, transformers, pydantic and grpcio, takes about 3 minutes, 
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import tempfile
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 
 from delta_push_parts.model import MemberProcess, free, shares_of_steps, tensor_checksums, versions_of_a_step
-from harness import Child, Results, run_parts, save, say, sized
+from harness import Child, Results, make_parser, run_parts, save, say, sized
 from penstock.config.loading import validate
 from penstock.config.run import RunConfig
 from penstock_learner.weights.publisher import DELTA_TRANSPORTS, DeltaChoice, WeightPublisher
@@ -187,7 +186,7 @@ def auto_takes_delta(transport: str, delta: list[dict[str, Any]], whole: list[di
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = make_parser()
     parser.add_argument("--shape", default=sized("7b", "tiny"), choices=["7b", "0.5b", "tiny"])
     parser.add_argument("--transports", default=sized("nccl,cuda_ipc,gloo", "gloo"))
     parser.add_argument("--steps", type=int, default=NUM_STEPS, help="steps whose share of changed weights is measured")

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from harness import Bar, Measurement, ends_without, report, say
+from harness import SMOKE, Bar, Measurement, leaves_out, make_parser, report, say, sized
 from penstock.config.rollout import EngineConfig
 from penstock.trajectory import Sampling
 from penstock.v1 import weights_pb2
@@ -40,7 +40,7 @@ from penstock_rollout.engines.sglang.server import honours_seeds
 from support.answers import Answer
 
 DEADLINE_S = 400.0
-NUM_REQUESTS = 64
+NUM_REQUESTS = sized(64, 2)
 BUCKET_BYTES = 256 << 20
 OLD, NEW, NEWEST = 3, 4, 5
 MIN_DIFFERENCE = 6
@@ -85,7 +85,9 @@ class Size:
         )
 
 
-TINY = Size(hidden=128, layers=2, heads=4, intermediate=256, vocab=512, short=32, long=400)
+TINY = Size(
+    hidden=128, layers=2, heads=4, intermediate=256, vocab=512, short=sized(32, 4), long=sized(400, 40)
+)  # fmt: skip
 
 
 @dataclass
@@ -250,7 +252,7 @@ class Check:
             extra=self._arguments.extra,
         )
         engine = create_engine(config, model, "bfloat16", seed=0)
-        client = Client(engine, self._size, seeded=config.name == "vllm" or honours_seeds(config))
+        client = Client(engine, self._size, seeded=config.name != "sglang" or honours_seeds(config))
         self._say("starting the engine")
         await engine.start(OLD)
         self._say("the engine is ready")
@@ -403,17 +405,20 @@ async def main_async(arguments: argparse.Namespace) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--engine", choices=["vllm", "sglang"], default="vllm")
+    parser = make_parser()
+    parser.add_argument("--engine", choices=["vllm", "sglang", "torch"], default=sized("vllm", "torch"))
     parser.add_argument("--extra", type=json.loads, default={}, help="additional arguments of the engine, as JSON")
-    parser.add_argument("--tiny", action="store_true", help="use a small model")
+    parser.add_argument("--tiny", action="store_true", default=SMOKE, help="use a small model")
     parser.add_argument(
         "--graphs", action="store_true", help="use CUDA graphs and torch.compile, which are slower to start"
     )
     parser.add_argument("--quantization", choices=["fp8"], help="quantize in the engine")
-    parser.add_argument("--modes", default="keep,recompute", help="keep, recompute, or both, separated by a comma")
+    parser.add_argument(
+        "--modes", default=sized("keep,recompute", "recompute"), help="keep, recompute, or both, separated by a comma"
+    )
     arguments = parser.parse_args()
-    ends_without("vLLM or SGLang")
+    if SMOKE:
+        leaves_out("vLLM and SGLang", "they need a GPU or take long to start; the torch engine is in their place")
     code = asyncio.run(main_async(arguments))
     os._exit(code)  # a start that hangs in its thread would keep the interpreter alive; the engine ends with its parent
 

@@ -20,7 +20,7 @@ from learner_parts.models import Setting
 
 NAME = "learner"
 TIMEOUTS_S = {"tiny": 300.0, "0.5b": 150.0, "1.5b": 170.0, "7b": 250.0}
-MASTERS = ("bfloat16", "float32")
+MASTERS = sized(("bfloat16", "float32"), ("bfloat16",))
 NUM_STEPS = sized(3, 1)
 NOMINAL_FLOPS = {"H200": 989.4e12, "H100": 989.4e12, "A100": 312e12, "L40S": 362e12, "B200": 2250e12}
 """FLOP/s of dense bfloat16 products that the makers' data sheets state (SXM forms), by a part of the device's name."""

@@ -22,7 +22,7 @@ GOALS = {(1024, 1024): 1.5, (4096, 1024): 2.5, (128, 1024): 1.0}
 """Speed-up by (prompt, response) tokens of a sequence, for the 1.5B model."""
 MIXED = (1024, 1024)
 """The shape that is measured with random lengths, too."""
-NUM_GROUPS, NUM_SAMPLES, NUM_ROUNDS = 8, 8, 3
+NUM_GROUPS, NUM_SAMPLES, NUM_ROUNDS = sized((8, 8, 3), (2, 2, 1))
 MICRO_BATCH_TOKENS = 16384
 
 
@@ -34,7 +34,9 @@ def make_batch(prompt: int, response: int, vocabulary: int, *, is_mixed: bool = 
 
     random = np.random.default_rng(3)
     num_sequences = NUM_GROUPS * NUM_SAMPLES
-    sizes = random.integers(response // 8, response + 1, num_sequences) if is_mixed else [response] * num_sequences
+    sizes = (
+        random.integers(max(1, response // 8), response + 1, num_sequences) if is_mixed else [response] * num_sequences
+    )
     prompts = random.integers(0, vocabulary, (NUM_GROUPS, prompt))
     sequences = [
         np.concatenate([prompts[index // NUM_SAMPLES], random.integers(0, vocabulary, size)])
@@ -71,9 +73,9 @@ def bench_model(name: str, compiled: bool) -> Results:
     results, shape = Results(), SHAPES[name]
     setting = shape.settings[0]
     contender = Ours(shape, device, "bfloat16", Setting(setting.recomputed, MICRO_BATCH_TOKENS, setting.kept), compiled)
-    for (prompt, response), is_mixed in [*((shape, False) for shape in GOALS), (MIXED, True)]:
-        scale = 1 if name != "tiny" else 64
-        batch = make_batch(prompt // scale, response // scale, shape.vocabulary, is_mixed=is_mixed)
+    for (prompt, response), is_mixed in [*((shape, False) for shape in sized(list(GOALS), [])), (MIXED, True)]:
+        scale = 1 if name != "tiny" else sized(64, 256)
+        batch = make_batch(max(1, prompt // scale), response // scale, shape.vocabulary, is_mixed=is_mixed)
         label = f"{prompt} + {response}" + (", mixed" if is_mixed else "")
         bench = _ShapeBench(contender, batch, device, results, label)
         bench.agreement()

@@ -20,7 +20,7 @@ import argparse
 import json
 import sys
 
-from harness import Results, ends_without, run_parts
+from harness import SMOKE, Results, leaves_out, make_parser, run_parts, sized
 
 NAME = "weights_gpu"
 PARTS = "ipc,ranks,host,vllm-0.5b,vllm-7b"
@@ -32,6 +32,7 @@ TIMEOUTS_S = {
     "vllm-0.5b": 200.0,
     "vllm-7b": 260.0,
     "sglang-0.5b": 260.0,
+    "torch-tiny": 200.0,
 }
 
 
@@ -52,14 +53,12 @@ def run_part(name: str, arguments: argparse.Namespace) -> Results:
     from weights_gpu_parts.engine import bench_engine
 
     engine, _, shape = name.partition("-")
-    return bench_engine(
-        "sglang" if engine == "sglang" else "vllm", shape, arguments.graphs, json.loads(arguments.extra)
-    )
+    return bench_engine(engine, shape, arguments.graphs, json.loads(arguments.extra))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--parts", default=PARTS)
+    parser = make_parser()
+    parser.add_argument("--parts", default=sized(PARTS, "torch-tiny"))
     parser.add_argument("--no-7b", action="store_true", help="skip the 7B model")
     parser.add_argument("--gigabytes", type=float, nargs="+", default=[1, 14], help="sizes of the pushes in part ipc")
     parser.add_argument("--rank-gigabytes", type=float, default=2.0, help="size of the pushes in part ranks")
@@ -68,7 +67,8 @@ def main() -> int:
     parser.add_argument("--extra", default="{}", help="additional engine arguments, as JSON")
     arguments = parser.parse_args()
     parts = [part for part in arguments.parts.split(",") if not (arguments.no_7b and part == "vllm-7b")]
-    ends_without("a GPU")
+    if SMOKE:
+        leaves_out("pushes by cuda_ipc and nccl", "they need a GPU")
     is_met = run_parts(NAME, "weight push on one GPU", parts, TIMEOUTS_S, lambda part: run_part(part, arguments))
     return 0 if is_met else 1
 

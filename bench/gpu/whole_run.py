@@ -34,7 +34,20 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness import Bar, Measurement, Results, earlier, ends_without, report, run_parts, say
+from harness import (
+    SMOKE,
+    Bar,
+    Measurement,
+    Results,
+    earlier,
+    followed_run,
+    leaves_out,
+    make_parser,
+    report,
+    run_parts,
+    say,
+    sized,
+)
 from learner_parts.models import SHAPES
 from whole_run_parts.steps import RATE
 from whole_run_parts.task import Task
@@ -63,7 +76,7 @@ def bench(part: str, arguments: argparse.Namespace) -> Results:
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_NO_USAGE_STATS": "1"}
     with tempfile.TemporaryDirectory(prefix="whole-run-", ignore_cleanup_errors=True) as folder:
         try:
-            model = model_folder(name)
+            model = Path() if SMOKE else model_folder(name)
             say(f"{part}: starting")
             run = {"ours": _ours, "trl": _trl, "verl": _verl}[who]
             return run(task, model, Path(folder), arguments.engine, time.time(), until, variants)
@@ -89,9 +102,11 @@ def model_folder(name: str) -> Path:
 def _ours(
     task: Task, model: Path, folder: Path, engine: str, started_at: float, until: float, variants: list[str]
 ) -> Results:
-    from whole_run_parts.ours import run_ours, settings_of
+    from whole_run_parts.ours import follow, run_ours, settings_of
 
     _refuse_unknown(variants, (SYNC,))
+    if SMOKE:
+        return follow(task, followed_run(), until)
     settings = settings_of(task, model, folder, engine, MICRO_BATCH_TOKENS, max_staleness=0 if SYNC in variants else 2)
     return run_ours(task, settings, folder, started_at, until)
 
@@ -200,10 +215,12 @@ def overlap(measurements: Sequence[Measurement]) -> list[Measurement]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--parts", default=PARTS, help="WHO-MODEL or WHO-VARIANT-MODEL, with commas")
+    parser = make_parser()
+    parser.add_argument(
+        "--parts", default=sized(PARTS, "ours-tiny"), help="WHO-MODEL or WHO-VARIANT-MODEL, with commas"
+    )
     parser.add_argument("--engine", default="vllm", choices=["vllm", "torch"])
-    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=sized(15, 5))
     parser.add_argument("--prompts", type=int, default=32, help="prompts of a step")
     parser.add_argument("--samples", type=int, default=8, help="samples of a prompt")
     parser.add_argument("--prompt-tokens", type=int, default=128)
@@ -215,7 +232,8 @@ def main() -> int:
         who, _, model = _parsed(part)
         if who not in ("ours", *PEERS) or model not in SHAPES:
             parser.error(f"unknown part {part}: give ours-, trl- or verl-MODEL, MODEL one of {', '.join(SHAPES)}")
-    ends_without("a run on a GPU")
+    if SMOKE:
+        leaves_out("a run on a GPU, TRL's and verl's", "there is no GPU; a run of others is followed")
     ended_well = run_parts(
         NAME, TITLE, parts, dict.fromkeys(parts, arguments.timeout), lambda part: bench(part, arguments)
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -24,7 +25,16 @@ from penstock_tools.sizing.hardware import GPUS, LOAD_RATE, TRAIN_EFFICIENCY, US
 from penstock_tools.sizing.memory import CONTEXT, PHASES, STAGED, Role, Setup, peak, role_memory, total
 from penstock_tools.sizing.models import KNOWN, find_shape
 from penstock_tools.sizing.plan import ROLES, chosen_fields, deployment_memory, memory_of, merged, new_run
-from penstock_tools.sizing.rates import PLACEMENTS, Placement, PlanTask, Workload, decode_step_s
+from penstock_tools.sizing.rates import (
+    GROUP_VARIATION,
+    LONGEST_GROUP,
+    PLACEMENTS,
+    Placement,
+    PlanTask,
+    Workload,
+    decode_step_s,
+    pace,
+)
 from penstock_tools.sizing.search import Deployment, cheapest
 from penstock_tools.sizing.simulate_command import forecast
 
@@ -330,6 +340,29 @@ def test_servers_that_are_slower_than_the_learner_set_the_pace() -> None:
     assert found["idle_share"] == pytest.approx(1 - 1.5 / found["step_s"])
     assert found["busy_share"] == 1
     assert found["staleness_mean"] == pytest.approx((5 + 1 + 1) / found["step_s"]), "trained as soon as it is ready"
+
+
+@pytest.mark.parametrize("groups_per_step", [16, 64])
+@pytest.mark.parametrize("max_staleness", [0, 1, 2, 4])
+@pytest.mark.parametrize("slots", [16, 64, 256])
+def test_the_pace_agrees_with_a_simulation_of_every_group(groups_per_step: int, max_staleness: int, slots: int) -> None:
+    """With one sample a group and a speed that does not depend on the load, a group takes as long as its tokens."""
+    simulation = runpy.run_path(str(ROOT / "bench" / "simulate_parts" / "token_simulation.py"))
+    for train_s, push_s in itertools.product((1.0, 5.0, 10.0, 40.0), (0.2, 3.0)):
+        fleet = simulation["TokenFleet"](
+            num_servers=4, samples_at_once=slots // 4, step_s_of=lambda num_running: 0.02, mean_tokens=500,
+            length_variation=GROUP_VARIATION, max_tokens=500 * LONGEST_GROUP, num_samples=1,
+            groups_per_step=groups_per_step, max_staleness=max_staleness,
+            train_s_of=lambda tokens, train_s=train_s: train_s, push_s=push_s, pause_s=0.1, num_steps=30,
+        )  # fmt: skip
+        simulated = simulation["simulate_tokens"](fleet)
+        found = pace((train_s, 0.0, push_s, 0.1), 10, slots, max_staleness, groups_per_step)
+        assert found.step_s == pytest.approx(simulated.step_s, rel=0.25), fleet
+        assert found.learner_idle == pytest.approx(simulated.wait_share, abs=0.15), fleet
+        if found.servers_idle > 0.05 or found.learner_idle > 0.05:  # otherwise the queue may fill, or may not
+            # Half a group's versions are younger than the one that its first token is of, which the simulation counts.
+            youngest = simulated.staleness_mean - found.generation_s / found.step_s
+            assert youngest - 0.5 <= found.staleness <= simulated.staleness_mean + 0.5, fleet
 
 
 def test_without_staleness_training_is_synchronous() -> None:

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from harness import sized
+
 
 class Setting(NamedTuple):
     """A trade-off between time and memory."""
@@ -85,7 +87,18 @@ class Shape:
 
 
 SHAPES = {
-    "tiny": Shape(64, 128, 2, 2, 1, 512, True, 2, 64, 8, (Setting(0.0, 128), Setting(0.5, 64)), 0.0),
+    "tiny": Shape(
+        64,
+        128,
+        2,
+        2,
+        1,
+        512,
+        True,
+        2,
+        *sized((64, 8), (4, 2)),
+        sized((Setting(0.0, 128), Setting(0.5, 64)), (Setting(0.5, 64),)),
+    ),  # fmt: skip
     "0.5b": Shape(896, 4864, 24, 14, 2, 151936, True, 8, settings=(Setting(0.0, 16384),), mfu_goal=0.45, mixed_goal=2),
     "1.5b": Shape(
         1536, 8960, 28, 12, 2, 151936, True, 4, settings=(Setting(0.25, 8192, 0.7),), mfu_goal=0.55, mixed_goal=2

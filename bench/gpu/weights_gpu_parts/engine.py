@@ -10,9 +10,9 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from harness import Child, Results, say
+from harness import Child, Results, say, sized
 from penstock.config.rollout import EngineConfig
 from penstock.config.run import RunConfig
 from penstock.trajectory import Sampling
@@ -20,9 +20,9 @@ from penstock.weights.transports import Deadline
 
 HOST = "127.0.0.1"
 RUN = "bench"
-NUM_REQUESTS = 64
-NUM_PUSHES = 4
-MAX_MODEL_LEN = 4096
+NUM_REQUESTS = sized(64, 2)
+NUM_PUSHES = sized(4, 2)
+MAX_MODEL_LEN = sized(4096, 512)
 START_TIMEOUT_S = 180.0
 SHAPES: dict[str, dict[str, Any]] = {
     "0.5b": {
@@ -228,16 +228,12 @@ class Load:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-def bench_engine(name: Literal["vllm", "sglang"], shape: str, graphs: bool, extra: dict[str, Any]) -> Results:
+def bench_engine(name: str, shape: str, graphs: bool, extra: dict[str, Any]) -> Results:
     results = Results()
-    config = EngineConfig(
-        name=name,
-        max_model_len=MAX_MODEL_LEN,
-        max_num_seqs=NUM_REQUESTS,
-        gpu_memory_utilization=GPU_MEMORY[shape],
-        enforce_eager=not graphs,
-        extra=extra,
-    )
+    config = EngineConfig.model_validate(
+        {"name": name, "max_model_len": MAX_MODEL_LEN, "max_num_seqs": NUM_REQUESTS, "enforce_eager": not graphs,
+         "gpu_memory_utilization": GPU_MEMORY[shape], "extra": extra}
+    )  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
         asyncio.run(_bench(results, shape, Path(folder) / "model", config))
     return results
@@ -301,7 +297,7 @@ async def _push_in_flight(results: Results, shape: str, publisher: Child, target
 
 async def _compare_log_probs(results: Results, shape: str, publisher: Child, load: Load) -> None:
     """Compare new requests with a Hugging Face forward pass of the weights that were pushed last."""
-    answers = await asyncio.gather(*(load.generate(seed, 64) for seed in range(8)))
+    answers = await asyncio.gather(*(load.generate(seed, sized(64, 4)) for seed in range(sized(8, 1))))
     samples = [(prompt, answer) for prompt, answer, _, _ in answers]
     bf16, exact = await asyncio.to_thread(publisher.call, "log_probs", samples)
     found = [value for _, _, log_probs, _ in answers for value in log_probs]

@@ -100,7 +100,15 @@ def run_ours(task: Task, settings: dict[str, Any], folder: Path, started_at: flo
     return steps.finish()
 
 
-def _watch(process: subprocess.Popen[bytes], steps: StepLog, run: Path, until: float) -> None:
+def follow(task: Task, run: Path, until: float) -> Results:
+    """The figures of the steps of a run that others have started."""
+    with GpuSamples() as gpu:
+        steps = StepLog(task, gpu, time.time())
+        _watch(None, steps, run, until)
+    return steps.finish()
+
+
+def _watch(process: subprocess.Popen[bytes] | None, steps: StepLog, run: Path, until: float) -> None:
     """Record each step as soon as it is in metrics.jsonl."""
     task = steps.task
     counted: list[tuple[float, ServerCounts]] = []
@@ -119,7 +127,7 @@ def _watch(process: subprocess.Popen[bytes], steps: StepLog, run: Path, until: f
             steps.staleness.append(row["staleness_mean"])
             rest = {"rest": row["step_s"] - sum(phases.values())}
             steps.add(row["time"], row["response_tokens"], phases | rest)
-        if process.poll() is not None:
+        if process is not None and process.poll() is not None:
             break
         time.sleep(POLL_S)
 

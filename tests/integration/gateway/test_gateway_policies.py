@@ -10,7 +10,7 @@ import pytest
 
 from penstock.api import records
 from penstock.client import PenstockClient
-from penstock.errors import DeadlineExceeded
+from penstock.errors import Conflict, DeadlineExceeded
 from penstock.replay.queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, PolicyRegistry, ServerRecord
 from penstock.trajectory import Prompt
@@ -195,7 +195,9 @@ async def test_an_evaluation_from_creation_to_score(gateway: Gateway, queue: Red
     async with PenstockClient(gateway.url, api_key=gateway.key) as client:
         created = await client.create_evaluation("heldout", prompts)
         assert (created.num_prompts, created.num_finished) == (2, 0)
-        assert await client.create_evaluation("heldout", prompts[:1]) == created
+        assert await client.create_evaluation("heldout", prompts) == created
+        with pytest.raises(Conflict, match="has other prompts"):
+            await client.create_evaluation("heldout", prompts[:1])
         with pytest.raises(DeadlineExceeded, match="0 of 2 prompts"):
             await client.wait_for_evaluation("heldout", timeout_s=0)
         for lease in await queue.lease("s", 2):

@@ -20,7 +20,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers import utils
 from vllm.model_executor.model_loader import get_model
 
-from penstock_rollout.engines.vllm.worker import NotPlain, learn, reload
+from penstock_rollout.engines.vllm.core import NotPlain, learn, reload
 
 
 def leave_unpacked(layer: Any, remove_weight: bool) -> None:

@@ -3,7 +3,7 @@
 penstock/weights/delta.py describes the format. There are two encoders, with the same result: torch's for a GPU, and
 numpy's for host memory, which is three times as fast there as torch's and leaves the other cores to other buckets.
 
-Deltas stay although engines load by plain copies (engines/vllm/worker.py of the rollout server): a delta saves bytes on
+Deltas stay although engines load by plain copies (engines/vllm/core.py of the rollout server): a delta saves bytes on
 the wire, copies shorten the pause of decoding. Measured with 7B on an H200, a push by nccl takes 0.6 s with a delta and
 3.8 s whole; where a delta is slower, as by gloo on one host, `weights.delta: auto` sends whole buckets."""
 

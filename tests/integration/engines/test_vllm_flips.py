@@ -80,7 +80,7 @@ async def test_requests_without_a_token_use_nothing_of_the_old_weights(tmp_path:
 async def test_a_load_that_fails_ends_all_requests_and_stops_serving(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from penstock_rollout.engines.vllm.worker import WeightStaging
+    from penstock_rollout.engines.vllm.core import WeightStaging
 
     def fail(worker: Any) -> None:
         raise RuntimeError("no memory is left")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from support.vllm_stand_ins import imported_worker
+from support.vllm_stand_ins import imported_core
 
 HIDDEN, VOCAB, PADDED, RANK, NUM_RANKS = 8, 10, 16, 1, 2
 SHAPES = {"embed": (VOCAB, HIDDEN), "q": (6, HIDDEN), "k": (2, HIDDEN), "down": (HIDDEN, 12), "norm": (HIDDEN,)}
@@ -107,7 +107,7 @@ def check_copies(copies: Any, model: Model, first: Tensors, second: Tensors) -> 
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     methods = {"UnquantizedLinearMethod": Plain, "UnquantizedEmbeddingMethod": Plain}
-    with imported_worker(monkeypatch, Attention=Attention, **methods) as module:
+    with imported_core(monkeypatch, Attention=Attention, **methods) as module:
         yield module
 
 

@@ -15,7 +15,7 @@ import torch
 import torch._dynamo
 
 from penstock_rollout.engines.vllm.engine import VersionStamps
-from support.vllm_stand_ins import imported_worker
+from support.vllm_stand_ins import imported_core
 
 TIMINGS = [(0.5, 0.01), (0.6, 0.02)]
 
@@ -81,7 +81,7 @@ class UniProcExecutor:
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The module that runs in EngineCore's process."""
-    with imported_worker(
+    with imported_core(
         monkeypatch, EngineCoreOutput=Output, EngineCoreOutputs=Message,
         EngineCoreRequestType=SimpleNamespace(WAKEUP="wake"), UniProcExecutor=UniProcExecutor,
     ) as module:  # fmt: skip

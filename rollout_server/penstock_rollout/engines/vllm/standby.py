@@ -40,11 +40,7 @@ SWITCH = "PENSTOCK_VLLM_STANDBY"
 """The environment variable that turns standby processes on (1) or off (0). Without it, they are used on CUDA."""
 READY_S = 180.0
 """How long an engine waits for its standby process. It has imported about as much as the server by then."""
-_MODULES = (
-    "vllm.v1.engine.core",
-    "penstock_rollout.engines.vllm.worker",
-    "penstock_rollout.engines.vllm.scheduler",
-)
+_MODULES = ("vllm.v1.engine.core", "penstock_rollout.engines.vllm.core")
 _WORKERS = {
     True: ("vllm.v1.worker.cpu_worker",),
     False: ("vllm.v1.worker.gpu_worker", "vllm.v1.worker.gpu_model_runner"),

@@ -25,8 +25,7 @@ VERSION_MARK = "penstock-version-"
 """An output of EngineCore whose request id is this and a version marks where the tokens of that version begin. vLLM's
 output handler ignores it, because there is no such request."""
 
-_WORKER = "penstock_rollout.engines.vllm.worker"
-_SCHEDULER = "penstock_rollout.engines.vllm.scheduler"
+_CORE = "penstock_rollout.engines.vllm.core"
 
 
 class SchedulerLoad:
@@ -102,8 +101,8 @@ def engine_arguments(config: EngineConfig, model_path: Path, dtype: str, seed: i
         "quantization": config.quantization,
         "logprobs_mode": "processed_logprobs",
         "enable_prefix_caching": True,
-        "worker_extension_cls": f"{_WORKER}.WeightStaging",
-        "distributed_executor_backend": f"{_WORKER}.{executor}",
+        "worker_extension_cls": f"{_CORE}.WeightStaging",
+        "distributed_executor_backend": f"{_CORE}.{executor}",
     }
     if is_cpu_build():
         arguments["enforce_eager"] = True
@@ -142,7 +141,7 @@ def create_llm(
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = start_method
     scheduler = vllm_config.scheduler_config
     name = "ChunkedAsyncScheduler" if scheduler.async_scheduling else "ChunkedScheduler"
-    scheduler.scheduler_cls = f"{_SCHEDULER}.{name}"
+    scheduler.scheduler_cls = f"{_CORE}.{name}"
     try:
         with starting:
             return AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[load])
@@ -156,7 +155,7 @@ def _check_flips(arguments: dict[str, Any], config: Any) -> None:
     """Raise ConfigError if `rollout.engine.extra` takes away what a flip inside EngineCore needs (worker.py): our
     executor and scheduler, all KV inside vLLM, and one EngineCore, because several would have to pause together."""
     needed = {
-        "distributed_executor_backend": str(arguments["distributed_executor_backend"]).startswith(_WORKER),
+        "distributed_executor_backend": str(arguments["distributed_executor_backend"]).startswith(_CORE),
         "scheduler_cls": config.scheduler_config.scheduler_cls is None,
         "kv_transfer_config": config.kv_transfer_config is None,
         "data_parallel_size": config.parallel_config.data_parallel_size == 1,

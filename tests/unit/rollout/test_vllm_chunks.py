@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from support.vllm_stand_ins import imported_beside
+from support.vllm_stand_ins import imported_core
 
 SIZE = 4
 UNPAUSED, PAUSED = "unpaused", "paused"
@@ -106,15 +106,11 @@ class StandIn:
 @pytest.fixture
 def scheduler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A scheduler with the request `a`, which wants SIZE tokens at once, and `b`, which wants each."""
-    contents: dict[str, dict[str, Any]] = {
-        "vllm": {}, "vllm.v1": {}, "vllm.v1.core": {}, "vllm.v1.core.sched": {},
-        "vllm.v1.core.sched.scheduler": {"Scheduler": StandIn},
-        "vllm.v1.core.sched.async_scheduler": {"AsyncScheduler": StandIn},
-        "vllm.v1.core.sched.interface": {"PauseState": SimpleNamespace(UNPAUSED=UNPAUSED)},
-        "vllm.v1.engine": {"EngineCoreOutput": Output, "EngineCoreOutputs": Message},
-        "vllm.v1.request": {"RequestStatus": SimpleNamespace(RUNNING="running")},
+    values: dict[str, Any] = {
+        "Scheduler": StandIn, "AsyncScheduler": StandIn, "PauseState": SimpleNamespace(UNPAUSED=UNPAUSED),
+        "EngineCoreOutput": Output, "EngineCoreOutputs": Message, "RequestStatus": SimpleNamespace(RUNNING="running"),
     }  # fmt: skip
-    with imported_beside(monkeypatch, "penstock_rollout.engines.vllm.scheduler", contents) as module:
+    with imported_core(monkeypatch, **values) as module:
         found = module.ChunkedAsyncScheduler()
         for request_id, wanted in (("a", {module.CHUNK_TOKENS: SIZE}), ("b", None)):
             parameters = SimpleNamespace(extra_args=wanted)

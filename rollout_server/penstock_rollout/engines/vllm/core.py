@@ -1,20 +1,30 @@
-"""Code that runs inside vLLM's own processes: it stages weights in the workers and flips versions in EngineCore.
+"""Code that runs inside vLLM's own processes, EngineCore and its workers. They end with the server.
 
-The processes end with the server.
+vLLM loads it by name (`worker_extension_cls`, `distributed_executor_backend`, `scheduler_cls`). collective_rpc calls
+methods of workers between two decode steps, so none blocks. Arguments and results are plain values, never weights.
 
-vLLM loads it by name (`worker_extension_cls`, `distributed_executor_backend`). collective_rpc calls the methods between
-two decode steps, so no method blocks. Arguments and results are plain values, never weights.
+Flips: the workers stage a version while they decode with the old one, and EngineCore flips all of them between two
+steps (`flip`).
 
-A version is loaded by plain copies, where that is proven to be all that vLLM's loader does. vLLM's reload prepares
-every layer for weights that have to be repacked or quantized, in Python, while decoding stands still. Most models keep
-their weights as they arrive. `learn` finds out where to copy each tensor, after vLLM's own reload of the same version,
-and proves four things or refuses:
+Copies: a version is loaded by plain copies, where that is proven to be all that vLLM's loader does. vLLM's reload
+prepares every layer for weights that have to be repacked or quantized, in Python, while decoding stands still. Most
+models keep their weights as they arrive. `learn` finds out where to copy each tensor, after vLLM's own reload of the
+same version, and proves four things or refuses:
 
 - The loader only copies parts of staged tensors into parameters, and fills padding with a number. It reads no values,
   and replaces nothing of a layer.
 - These copies reach every element of every parameter, and none twice.
 - Each part has the values that the reload left there.
 - No layer has anything else that is made from weights: no quantization, no experts, no latent attention.
+
+Chunks: vLLM sends every token of every request to the front end by itself. With hundreds of requests of a small model,
+packing and unpacking them takes longer than the model. So a request says how many tokens it wants at once. EngineCore
+keeps its tokens until so many are there, the request has ended, or the scheduler is paused. When a pause is answered,
+every token has left: the version stamps stay exact. Tokens that are kept of an aborted request are lost.
+
+Salts: the server salts the prefix-cache entries of a request with the load under which it submits the request. If
+weights are loaded before its first token, the request gets the salt of that load, and nothing that was computed for it
+before is used.
 """
 
 from __future__ import annotations
@@ -28,10 +38,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.config import set_current_vllm_config
@@ -39,13 +50,18 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequestType
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from vllm.v1.request import RequestStatus
 
 from penstock.errors import WeightPushFailed
 from penstock.v1 import weights_pb2
 from penstock_rollout.engines.child_process import end_with_parent
-from penstock_rollout.engines.vllm.start import CONTROL_TIMEOUT_S, LOAD_TIMEOUT_S, VERSION_MARK
+from penstock_rollout.engines.vllm.start import CHUNK_TOKENS, CONTROL_TIMEOUT_S, LOAD_TIMEOUT_S, VERSION_MARK
 from penstock_rollout.weights.stage import StageSlot, device_uuid
 
 logger = logging.getLogger(__name__)
@@ -174,14 +190,12 @@ def flip(
     Decoding would otherwise wait for a round trip between two busy processes at every stage of the flip: pause, load,
     set the version, resume. This call does everything at the first moment at which no step is in flight:
     - It refuses a stage that does not verify, before anything is paused.
-    - Every token of the old version leaves before the scheduler answers the pause (scheduler.py).
+    - Every token of the old version leaves before the scheduler answers the pause (`ChunkedOutputs`).
     - The version is set while no step is in flight. A mark among the outputs shows where its tokens begin.
     - Requests without a token begin under the new version, and share no KV with an earlier load.
 
     If the load fails, the scheduler stays paused and the call fails. `salt` is that of requests which the server
     submits under the new version. The pause is counted from here: steps in flight are finished, and no other begins."""
-    from vllm.v1.engine import EngineCoreRequestType
-
     workers = core.model_executor
     mismatches = workers.collective_rpc("penstock_mismatch", CONTROL_TIMEOUT_S, (policy_version, bucket_checksums))
     if found := next(filter(None, mismatches), ""):
@@ -204,8 +218,6 @@ def flip(
 def begin_version(core: Any, policy_version: int) -> None:
     """Set the version of all tokens from now on. EngineCore calls it while no step is in flight. vLLM's own stamps
     follow, where it has them."""
-    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-
     if hasattr(core, "set_weight_version"):
         core.set_weight_version(str(policy_version))
     mark = EngineCoreOutput(f"{VERSION_MARK}{policy_version}", [])
@@ -471,3 +483,183 @@ def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
     num_rows = max(1, COMPARED_ELEMENTS * len(one) // max(one.numel(), 1))
     pieces = zip(one.split(num_rows), other.split(num_rows), strict=True)
     return any(not torch.equal(mine, theirs.to(mine)) for mine, theirs in pieces)
+
+
+# ── vLLM's scheduler: chunks and salts ──
+
+Row = tuple[float, int]
+"""The log-prob and the rank of a sampled token."""
+
+
+class StepRows:
+    """Takes the place of a step's log-probs, of class LogprobsLists, in vLLM's loop over the requests."""
+
+    __slots__ = ("_logprobs", "_ranks", "_table")
+
+    def __init__(self, table: Any) -> None:
+        self._table = table
+        self._logprobs: list[float] = table.logprobs[:, 0].tolist()
+        self._ranks: list[int] = table.sampled_token_ranks.tolist()
+
+    def slice_request(self, index: int, num_tokens: int) -> Row | Any:
+        """The row of the request at `index`. With several tokens, from speculation, it is vLLM's own slice."""
+        if num_tokens != 1:
+            return self._table.slice_request(index, num_tokens)
+        starts = self._table.cu_num_generated_tokens
+        row = index if starts is None else starts[index]
+        return self._logprobs[row], self._ranks[row]
+
+
+def as_lists(token_ids: list[int], rows: Sequence[Any], table: Any) -> Any:
+    """The rows of the tokens, one after another in one list, as a LogprobsLists with the types of `table`."""
+    return table._replace(
+        logprob_token_ids=np.array(token_ids, table.logprob_token_ids.dtype)[:, None],
+        logprobs=np.array(rows[0::2], table.logprobs.dtype)[:, None],
+        sampled_token_ranks=np.array(rows[1::2], table.sampled_token_ranks.dtype),
+        cu_num_generated_tokens=None,
+    )
+
+
+@dataclass(slots=True)
+class Chunk:
+    """The newest outputs of a request, until there are `size` tokens. Its log-probs are those of the sampled tokens."""
+
+    size: int
+    token_ids: list[int] = field(default_factory=list)
+    _last: Any = None
+    _rows: list[Any] = field(default_factory=list)
+    _events: list[Any] = field(default_factory=list)
+    _experts: list[Any] = field(default_factory=list)
+
+    def add(self, output: Any) -> None:
+        self._last = output
+        self.token_ids += output.new_token_ids
+        logprobs = output.new_logprobs
+        if type(logprobs) is tuple:
+            self._rows += logprobs
+        elif logprobs is not None:
+            for row in zip(logprobs.logprobs[:, 0].tolist(), logprobs.sampled_token_ranks.tolist(), strict=True):
+                self._rows += row
+        if output.events:
+            self._events += output.events
+        if output.routed_experts is not None:
+            self._experts.append(output.routed_experts)
+
+    def whole(self, table: Any) -> Any:
+        """All outputs as one. `table` is as for `as_lists`."""
+        whole = self._last
+        whole.new_token_ids = self.token_ids
+        whole.new_logprobs = as_lists(self.token_ids, self._rows, table) if self._rows else None
+        whole.events = self._events or None
+        whole.routed_experts = np.concatenate(self._experts) if self._experts else None
+        return whole
+
+
+class ChunkedOutputs:
+    """Mixed into a scheduler class of vLLM."""
+
+    requests: dict[str, Any]
+    pause_state: PauseState
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._kept: dict[str, Chunk] = {}
+        self._table: Any = None
+        """The log-probs of the newest step that has some."""
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, EngineCoreOutputs]:
+        table = model_runner_output.logprobs
+        if table is not None:
+            self._table = table
+            if table.logprobs.shape[1] == 1:  # no request asks for other tokens than the sampled one
+                model_runner_output.logprobs = StepRows(table)
+        messages: dict[int, EngineCoreOutputs] = super().update_from_output(  # type: ignore[misc]
+            scheduler_output, model_runner_output
+        )
+        for message in messages.values():
+            message.outputs = [whole for output in message.outputs if (whole := self._add(output)) is not None]
+        if self.pause_state != PauseState.UNPAUSED:
+            for request_id, kept in self._kept.items():
+                message = messages.setdefault(self.requests[request_id].client_index, EngineCoreOutputs())
+                message.outputs.append(kept.whole(self._table))
+            self._kept.clear()
+        return messages
+
+    def _add(self, output: EngineCoreOutput) -> EngineCoreOutput | None:
+        """Return what is to be sent of the output's request now, or None."""
+        kept = self._kept.get(output.request_id)
+        if kept is None:
+            size = self._chunk_tokens(output)
+            if size == 1:
+                if type(output.new_logprobs) is tuple:
+                    output.new_logprobs = as_lists(output.new_token_ids, output.new_logprobs, self._table)
+                return output
+            kept = self._kept[output.request_id] = Chunk(size)
+        kept.add(output)
+        if output.finish_reason is None and len(kept.token_ids) < kept.size:
+            return None
+        del self._kept[output.request_id]
+        return kept.whole(self._table)
+
+    def _chunk_tokens(self, output: EngineCoreOutput) -> int:
+        """How many tokens are sent together, from this output on. The first token is sent at once."""
+        if output.finish_reason is not None or output.prefill_stats is not None:
+            return 1
+        settings = self.requests[output.request_id].sampling_params.extra_args or {}
+        return int(settings.get(CHUNK_TOKENS, 1))
+
+    def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: Any) -> Any:
+        finished = super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
+        for request in finished:
+            self._kept.pop(request.request_id, None)
+        return finished
+
+    def has_requests(self) -> bool:
+        """True also for kept tokens of a paused scheduler: EngineCore takes one more step, which sends them."""
+        is_paused = self.pause_state != PauseState.UNPAUSED
+        return bool(super().has_requests() or (is_paused and self._kept))  # type: ignore[misc]
+
+
+class SaltedRequests:
+    """Mixed into a scheduler class of vLLM. A request never finds KV of another load than the one it starts under."""
+
+    requests: dict[str, Any]
+    running: list[Any]
+    prev_step_scheduled_req_ids: set[str]
+    _preempt_request: Any
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._salt: str | None = None
+
+    def begin_load(self, salt: str) -> None:
+        """Let the requests without a token start under the weights that were just loaded, whose salt this is. Call it
+        while the scheduler is paused and no step is in flight."""
+        self._salt = salt
+        unstarted = [request for request in self.requests.values() if request.num_output_tokens == 0]
+        for request in reversed(unstarted):  # vLLM puts each one at the front of its queue
+            if request.status == RequestStatus.RUNNING:  # a part of its prompt was computed with the old weights
+                self.running.remove(request)
+                self._preempt_request(request, time.monotonic())
+                self.prev_step_scheduled_req_ids.discard(request.request_id)
+            _set_salt(request, salt)
+
+    def add_request(self, request: Any) -> None:
+        if self._salt is not None and request.cache_salt != self._salt:
+            _set_salt(request, self._salt)  # it was submitted before the server heard of the load
+        super().add_request(request)  # type: ignore[misc]
+
+
+def _set_salt(request: Any, salt: str) -> None:
+    """The hashes of all blocks depend on the salt, because each one depends on the one before."""
+    request.cache_salt = salt
+    request.block_hashes.clear()
+    request.update_block_hashes()
+
+
+class ChunkedScheduler(ChunkedOutputs, SaltedRequests, Scheduler):  # type: ignore[misc]
+    """For synchronous scheduling."""
+
+
+class ChunkedAsyncScheduler(ChunkedOutputs, SaltedRequests, AsyncScheduler):  # type: ignore[misc]
+    """For asynchronous scheduling, vLLM's default."""

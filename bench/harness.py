@@ -65,7 +65,7 @@ def sized(full: T, smoke: T) -> T:
 
 def leaves_out(what: str, why: str) -> None:
     """Say what this smoke run does not measure."""
-    print(f"smoke run: {what} is not measured: {why}", flush=True)
+    print(f"smoke run: not measured: {what}: {why}", flush=True)
 
 
 def followed_run() -> Path:

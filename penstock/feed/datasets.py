@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.api.conversion import parse_json
+from penstock.api.conversion import check_levels, parse_json
 from penstock.config.dataset import ColumnsConfig, DatasetConfig, Files, listed_files
 from penstock.errors import ConfigError, InvalidInput
 from penstock.feed.parquet_rows import ReadLimits, all_rows, column_names, limited_rows
@@ -268,7 +268,9 @@ def row_field(where: str, row: dict[str, Any], name: str, kind: type, absent: An
 
 def _check_json(where: str, value: Any) -> None:
     try:
-        parse_json(json.dumps(value, allow_nan=False))
+        text = json.dumps(value, allow_nan=False)
+        check_levels(text)
+        parse_json(text)
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidInput(
             where, f"cannot be written as JSON ({error}); use text, numbers, lists and objects"

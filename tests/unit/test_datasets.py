@@ -122,6 +122,7 @@ def test_a_line_that_is_no_json_is_named(tmp_path: Path) -> None:
         ('{"prompt": "a", "extra_info": {"x": ' + 5000 * "1" + "}}", "line 1: is not JSON"),
         (r'{"prompt": "\ud800"}', "line 1: holds text that UTF-8 cannot write"),
         (r'{"prompt": "a", "data_source": "\ud800"}', "line 1: holds text that UTF-8 cannot write"),
+        (f'{{"prompt": "a", "extra_info": {{"x": {195 * "["}{195 * "]"}}}}}', "extra_info: cannot be written as JSON"),
         (r'{"prompt": "a", "extra_info": {"x": "\ud800"}}', "line 1: extra_info: cannot be written as JSON"),
         (r'{"prompt": "a", "reward_model": {"ground_truth": "\ud800"}}', "ground_truth: cannot be written as JSON"),
         ('{"prompt": "a", "extra_info": {"x": ' + "[" * 300 + "]" * 300 + "}}", "extra_info: cannot be written"),

@@ -29,12 +29,14 @@ def post(http: httpx.Client, path: str, **body: Any) -> Any:
     return response.json()
 
 
-def start_gateway(run: FleetRun) -> tuple[Part, httpx.Client]:
-    """The gateway and a client of it."""
+def start_gateway(run: FleetRun, request: pytest.FixtureRequest) -> tuple[Part, httpx.Client]:
+    """The gateway and a client of it, which is closed when the test ends."""
     gateway = run._start("gateway", "penstock_services.gateway")
     run.until((run.config.folder / "gateway.json").exists, "the gateway")
     address = GatewayAddress.from_run_dir(run.config.folder)
-    return gateway, httpx.Client(base_url=address.url, headers=address.headers, timeout=60, trust_env=False)
+    http = httpx.Client(base_url=address.url, headers=address.headers, timeout=60, trust_env=False)
+    request.addfinalizer(http.close)
+    return gateway, http
 
 
 def oldest_published(run: FleetRun) -> int:
@@ -112,12 +114,14 @@ def test_a_learner_that_waits_for_groups_in_the_place_of_those_it_dropped_hears_
         assert not any(run.watch.conservation_errors)
 
 
-def test_servers_return_to_a_version_and_leave_it_again(tmp_path: Path, redis_process: RedisProcess) -> None:
+def test_servers_return_to_a_version_and_leave_it_again(
+    tmp_path: Path, redis_process: RedisProcess, request: pytest.FixtureRequest
+) -> None:
     config = fleet_config(tmp_path, redis_process.url, "rewound")
     with FleetRun(config, redis_process.url) as run:
         run.start_server("a", "--rollout.engine.name", "torch")
         run.start_learner("--learner.policy.num_ranks", "2", "--learner.policy.cpus_per_rank", "0.5")
-        gateway, http = start_gateway(run)
+        gateway, http = start_gateway(run, request)
         run.until_serving("a", above=3, timeout_s=240)
         policies, version = f"/v1/runs/{config.run}/policies", oldest_published(run)
         held = post(http, f"{policies}/{version}:rewind")
@@ -149,14 +153,14 @@ def test_servers_return_to_a_version_and_leave_it_again(tmp_path: Path, redis_pr
 
 
 def test_a_version_is_evaluated_by_a_pinned_server_while_the_others_train(
-    tmp_path: Path, redis_process: RedisProcess
+    tmp_path: Path, redis_process: RedisProcess, request: pytest.FixtureRequest
 ) -> None:
     config = fleet_config(tmp_path, redis_process.url, "pinned")
     with FleetRun(config, redis_process.url) as run:
         for server_id in ("a", "b"):
             run.start_server(server_id, "--rollout.engine.name", "torch")
         run.start_learner()
-        _, http = start_gateway(run)
+        _, http = start_gateway(run, request)
         run.until_serving("a", "b", above=3, timeout_s=240)
         pins, evaluations = f"/v1/runs/{config.run}/pins", f"/v1/runs/{config.run}/evaluations"
         version = oldest_published(run)

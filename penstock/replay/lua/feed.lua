@@ -10,9 +10,9 @@ local fingerprint = redis.call('HGET', FEEDS, name .. ':fingerprint') or ARGV[2]
 if fingerprint == ARGV[2] then
   if #ARGV > 5 and stored == position then
     local places = {}
-    check_intake()
+    local num_pending, num_submitted = check_intake()
     for place = 6, #ARGV, 2 do places[#places + 1] = place end
-    add_prompts(places)
+    add_prompts(places, num_pending, num_submitted)
     stored = position + #places
   end
   if stored > 0 or epoch_prompts > 0 then

@@ -37,11 +37,11 @@ local function ask_many(command, key, fields)
   return answers
 end
 
--- Fails if add_prompts would fail.
+-- Fails if add_prompts would fail. Returns what it needs to know: how many prompts and submissions there are.
 local function check_intake()
   check('HLEN', PROMPTS, PRIORITIES)
-  check('ZCARD', PENDING, SUBMITTED)
   check_stream(LEASE_SIGNALS)
+  return redis.call('ZCARD', PENDING), redis.call('ZCARD', SUBMITTED)
 end
 
 -- The label of a reason in a hash of counts is its first word.
@@ -91,7 +91,7 @@ end
 
 -- `places` are the positions of payloads in ARGV. The priority of each follows it. The prompts get the next ids, in
 -- order.
-local function add_prompts(places)
+local function add_prompts(places, num_pending, num_submitted)
   if #places == 0 then return end
   local before = redis.call('HINCRBY', COUNTERS, 'next_prompt_id', #places) - #places
   local prompts, priorities, pending = {}, {}, {}
@@ -111,9 +111,9 @@ local function add_prompts(places)
   call_many('HSET', PRIORITIES, priorities)
   call_many('ZADD', PENDING, pending)
   redis.call('ZADD', SUBMITTED, before + 1, now_ms() .. ':' .. before + 1)
-  if redis.call('ZCARD', SUBMITTED) > MAX_SUBMITTED then redis.call('ZREMRANGEBYRANK', SUBMITTED, 0, 0) end
+  if num_submitted >= MAX_SUBMITTED then redis.call('ZREMRANGEBYRANK', SUBMITTED, 0, 0) end
   -- Servers that wait although there were prompts wait for room. More prompts would wake all of them for nothing.
-  if redis.call('ZCARD', PENDING) == #places then signal_lease() end
+  if num_pending == 0 then signal_lease() end
 end
 
 local function drop_lease(id)

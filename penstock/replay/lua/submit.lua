@@ -1,14 +1,14 @@
 -- ARGV: the idempotency keys' seconds to live, 1 if all submissions are accepted or none, then for each submission its
 -- idempotency key, unless that is empty the key's owner and the digest of what it asks for, its number of prompts, and
--- payload and priority of each prompt. Returns a row for each submission: without ids but replayed if its key stands for something else, which with all
--- or none refuses all; then new keys have no ids either.
+-- payload and priority of each prompt. Returns a row for each submission: without ids but replayed if its key stands for
+-- something else, which with all or none refuses all; then new keys have no ids either.
 -- Redis does not undo what a failed script has written, so everything is read before the first write, and a key is
 -- written after its prompts: a key never stands for prompts that were not stored.
 -- All new prompts are added together: a command for each submission would take most of the script's time.
 local columns = {'first_id', 'count', 'replayed'}
 local answers, places, new_keys, is_refused = {}, {}, {}, false
 local place, next_id = 3, counter('next_prompt_id') + 1
-check_intake()
+local num_pending, num_submitted = check_intake()
 
 -- An older gateway kept the ids of tasks as texts under `tasks:KEY`. Prompts whose key begins like this have another name.
 local function name_of(key)
@@ -54,7 +54,7 @@ if ARGV[2] == '1' and is_refused then
   return rows(columns, answers)
 end
 
-add_prompts(places)
+add_prompts(places, num_pending, num_submitted)
 for _, new in pairs(new_keys) do
   local key, owner, first, count, digest = unpack(new)
   redis.call('HSET', name_of(key), 'of:' .. owner, first .. ' ' .. count .. ' ' .. digest)

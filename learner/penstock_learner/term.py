@@ -220,9 +220,25 @@ class Term:
         self.lineage = (*self.lineage, Rewind(from_version, to_version, why))[-MAX_REWINDS:]
         self.policy_version = to_version
 
+    @property
+    def last_rewind(self) -> Rewind | None:
+        return self.lineage[-1] if self.lineage else None
+
+    def has_trained(self, prompt_id: int) -> bool:
+        return prompt_id in self.ledger
+
+    def is_durable(self, prompt_id: int) -> bool:
+        """Whether a durable checkpoint covers the prompt."""
+        return self.ledger.is_durable(prompt_id)
+
     def abandons(self, group: Group) -> bool:
         """Whether a version that a rewind has abandoned sampled a token of the group."""
         return any(rewind.abandons(group) for rewind in self.lineage)
+
+    def were_rewound(self, versions: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which versions lie between those of a rewind. After a restart too, a lost batch may have changed them."""
+        between = [(each.from_version < versions) & (versions < each.to_version) for each in self.lineage]
+        return np.any(between, axis=0) if between else np.zeros(versions.shape, dtype=bool)
 
     def oldest_version(self, group: Group) -> int:
         """The oldest version that sampled a token of the group, renumbered by `in_steps`."""

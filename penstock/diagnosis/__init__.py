@@ -1,6 +1,6 @@
-"""What people read about a run: facts (`facts.py`) become findings (`progress.py`, `health.py`), which printers
-format: `terminal.py` for `penstock status`, `top` and `doctor`, `log_lines.py` and `display.py` for `penstock up` and
-the demo, and the gateway, whose answers contain findings as JSON."""
+"""What people read about a run: facts (`facts.py`) become findings (`progress.py`, `health.py`; those of machines are
+in `penstock doctor`), which printers format: `terminal.py` for `penstock status`, `top` and `doctor`, `log_lines.py`
+and `display.py` for `penstock up` and the demo, and the gateway, whose answers contain findings as JSON."""
 
 from __future__ import annotations
 

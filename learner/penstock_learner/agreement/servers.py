@@ -185,8 +185,8 @@ class _Compared:
     step: int
     samples: list[ComparedSample]
     log_probs: NDArray[np.float32]
-    last_rewind: tuple[Rewind, ...]
-    """The run's newest rewind at the time, if there was one."""
+    last_rewind: Rewind | None
+    """The run's newest rewind at the time."""
 
 
 @dataclass(eq=False)
@@ -250,7 +250,7 @@ class ServerAgreement:
             return {}
         if before is not None and before.step == self._step:
             before = None  # the weights are the same
-        elif before is not None and (before.step, before.last_rewind) != (self._step - 1, term.lineage[-1:]):
+        elif before is not None and (before.step, before.last_rewind) != (self._step - 1, term.last_rewind):
             self.check.forget_drift()
             before = None
         old = before.samples if before else []
@@ -265,11 +265,10 @@ class ServerAgreement:
         if self._last is None or self._last.step != self._step:
             kept = enough(samples, DRIFT_TOKENS)
             num_kept = sum(len(sample.trajectory.token_ids) for sample in kept)
-            self._last = _Compared(self._step, kept, log_probs[:num_kept], term.lineage[-1:])
+            self._last = _Compared(self._step, kept, log_probs[:num_kept], term.last_rewind)
         oldest = np.array([sample.trajectory.min_version for sample in samples])
         staleness = term.policy_version - term.in_steps(oldest)
-        for each in term.lineage:  # versions from before a restart are not compared: a lost batch may change them
-            staleness[(each.from_version < oldest) & (oldest < each.to_version)] = -1
+        staleness[term.were_rewound(oldest)] = -1  # they are not compared
         return self.check.judge(compare(samples, staleness.tolist(), log_probs), frozenset(self.quarantine.records))
 
     def _raise_if_all_disagree(self, verdicts: Mapping[str, ServerVerdict]) -> None:

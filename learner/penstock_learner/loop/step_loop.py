@@ -16,6 +16,7 @@
 | CheckpointWriter        | the ranks' files, the upload, the commit  | the ranks, the object store, Redis        |
 | publish_loop, catch_up  | see publication.py                        |                                           |
 | OperatorOrders.watch    | orders, every POLL_S                      | an operator                               |
+| validations, silences   | scores and reports of servers, by a timer | rollout servers                           |
 
 Groups of a server whose log-probs disagree with the learner's are replaced before the step (agreement/servers.py).
 

@@ -267,7 +267,7 @@ class Producer:
             await self.saver.flush()
         await asyncio.gather(*(end_task(worker) for worker in list(self._workers.values())))
         if self._leasing is not None:
-            with contextlib.suppress(QueueFull, Unavailable, TimeoutError):
+            with contextlib.suppress(PenstockError, TimeoutError):
                 for lease in await asyncio.wait_for(self._leasing, LAST_APPEND_S):
                     self._leases[lease.prompt_id] = lease
         for lease in list(self._leases.values()):

@@ -144,7 +144,7 @@ class PromptHandlers(Handlers):
             return [await self.submissions.submit(whole)]
         rows = zip(payloads, priorities, request.prompt_keys, digests, strict=True)
         each = [PromptRequest([payload], [priority], key, owner, digest) for payload, priority, key, digest in rows]
-        return await self.queue.submit_many(each, all_or_none=True)
+        return await bounded(self.queue.submit_many(each, all_or_none=True), self.deadline_s)
 
     @operation("GET", "prompts/{prompt_id}", "read", records.PromptRecord)
     async def get_prompt(self, caller: Caller, request: prompts_pb2.GetPromptRequest) -> prompts_pb2.PromptRecord:
@@ -414,8 +414,8 @@ class JoinedSubmissions:
     async def _exchange(self, requests: Sequence[PromptRequest]) -> list[QueueSubmission | Exception]:
         try:
             return [*await self.queue.submit_many(requests)]
-        except (Unavailable, QueueFull):  # each request would fail alike
-            raise
+        except (Unavailable, QueueFull) as error:  # each request would fail alike
+            return [error] * len(requests)
         except Exception as error:
             if len(requests) == 1:
                 return [error]

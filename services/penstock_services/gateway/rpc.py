@@ -109,9 +109,14 @@ class Servicers(grpc.GenericRpcHandler):
         self, route: str, rpc: MethodDescriptor, served: ServedOperation, caller: Caller
     ) -> grpc.RpcMethodHandler[Any, Any]:
         async def answer(caller: Caller, data: bytes) -> Any:
-            request = _parse(served.operation.request, data)
+            try:
+                request: Message | InvalidInput = _parse(served.operation.request, data)
+            except InvalidInput as error:
+                request = error  # it is raised when the caller may call: others learn nothing of their request
 
             async def read() -> Message:
+                if isinstance(request, InvalidInput):
+                    raise request
                 return request
 
             return await served.call(caller, read, getattr(request, "run", ""))

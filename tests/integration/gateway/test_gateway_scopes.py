@@ -262,7 +262,15 @@ async def test_the_role_is_checked_before_the_run_is_looked_up(guarded: tuple[Ga
         runs: Any = runs_pb2_grpc.RunServiceStub(gateway.channel)
         with pytest.raises(grpc.aio.AioRpcError):
             await runs.StopRun(runs_pb2.ChangeRunRequest(run="nowhere"), metadata=(("authorization", headers[key]),))
+        pause = gateway.channel.unary_unary("/penstock.v1.RunService/PauseRun")
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await pause(b"\xff", metadata=(("authorization", headers[key]),))
+        expected = grpc.StatusCode.INVALID_ARGUMENT if key == "admin" else grpc.StatusCode.PERMISSION_DENIED
+        assert refused.value.code() == expected, "a caller without the right learns nothing of its request"
     written = [json.loads(line) for line in (gateway.config.folder / "audit.jsonl").read_text().splitlines()]
+    damaged = [entry["outcome"] for entry in written if not entry["request"]["run"]]
+    assert damaged == ["PERMISSION_DENIED", "PERMISSION_DENIED", "INVALID_INPUT"]
+    written = [entry for entry in written if entry["request"]["run"]]
     assert [(e["key"], e["operation"], e["request"], e["outcome"]) for e in written] == [
         (key, operation, {"run": "nowhere"}, "NOT_FOUND" if key == "admin" else "PERMISSION_DENIED")
         for key in ("read", "submit", "admin")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.errors import DeadlineExceeded, PenstockError
+from penstock.errors import DeadlineExceeded, PenstockError, QueueFull
 from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import PromptRequest, Submission
 from penstock_services.gateway.prompts import MAX_REQUESTS, JoinedSubmissions
@@ -88,6 +88,27 @@ async def test_a_request_that_redis_refuses_fails_alone(
     )
     assert isinstance(answers.pop(3), PenstockError)
     assert [getattr(answer, "prompt_ids", answer) for answer in answers] == [(n,) for n in range(1, MAX_REQUESTS)]
+
+
+async def test_a_request_that_was_accepted_alone_is_answered_with_its_ids_whatever_the_next_one_meets(
+    queue: RedisReplayQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise its client would send it again, and it would be trained twice."""
+    submit_many = queue.submit_many
+
+    async def with_full_queue(requests: list[PromptRequest]) -> list[Submission]:
+        if len(requests) > 1:
+            raise PenstockError("a poison")
+        if b"last" in requests[0].payloads:
+            raise QueueFull("no memory")
+        return await submit_many(requests)
+
+    monkeypatch.setattr(queue, "submit_many", with_full_queue)
+    joined = JoinedSubmissions(queue, 30.0)
+    first, last = await asyncio.gather(
+        *(joined.submit(PromptRequest([payload], [0], "")) for payload in (b"first", b"last")), return_exceptions=True
+    )
+    assert first == Submission((1,), replayed=False) and isinstance(last, QueueFull)
 
 
 async def test_a_key_of_tasks_of_an_older_gateway_does_not_stand_for_prompts(queue: RedisReplayQueue) -> None:

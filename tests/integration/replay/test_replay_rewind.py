@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 
 from penstock.errors import Conflict
-from penstock.replay.queue import RedisReplayQueue
-from penstock.store.fleet import RunControl
 from support.replay_backends import ReplayQueue, assert_conserved, finish, queue_maker, queue_of_backend, submit
 
 __all__ = ["queue_maker", "queue_of_backend"]
@@ -75,18 +73,3 @@ async def test_the_bitmap_of_trained_prompts_says_which(queue: ReplayQueue) -> N
         await train(queue, step)
     trained = (await queue.committed()).trained
     assert [i for i in range(8 * len(trained)) if trained[i // 8] & 128 >> i % 8] == ids[:38]
-
-
-async def test_orders_that_an_older_gateway_has_counted_still_count(queue: ReplayQueue) -> None:
-    """The learner compares their number with that of its checkpoint, so none may be forgotten or followed twice."""
-    if not isinstance(queue, RedisReplayQueue):
-        return
-    control, counters = RunControl(queue.client, "test"), queue.keys.counters
-    await queue.client.hset(counters, mapping={"roll_backs": 2, "roll_back_version": 7})
-    await queue.take_term(0)
-    assert ((await control.orders()).num_rewinds, (await control.orders()).rewind_version) == (2, 7)
-    assert not any(name.startswith(b"roll") for name in await queue.client.hkeys(counters))
-    await queue.client.hset(counters, mapping={"roll_backs": 1, "roll_back_version": 5})  # an old gateway still runs
-    await control.hold(8)
-    await queue.take_term(0)
-    assert ((await control.orders()).num_rewinds, (await control.orders()).rewind_version) == (4, 8)

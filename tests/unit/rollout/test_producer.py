@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from penstock.codec import decode_group, encode_prompt
 from penstock.config.learner import RewardModelConfig
 from penstock.config.rollout import RolloutConfig
 from penstock.config.service import BreakerConfig, ReplayConfig
-from penstock.errors import PoisonGroup
+from penstock.errors import PenstockError, PoisonGroup
 from penstock.replay.queue_types import AppendOutcome, FinishedGroup, Lease
 from penstock.trajectory import Group, Prompt, Sampling
 from penstock_rollout.groups.producer import Producer
@@ -141,6 +142,31 @@ async def test_a_server_that_ends_gives_back_prompts_whose_lease_was_on_its_way(
     assert len(await queue.lease("other", 1)) == 1
     stat = await queue.stat()
     assert (stat.reclaimed, stat.conservation_error) == (0, 0)
+
+
+class RefusedLeases(LateLeases):
+    """Answers the first lease. The second is refused as a command that Redis does not take."""
+
+    async def lease(self, server_id: str, max_prompts: int) -> list[Lease]:
+        if self.leased.is_set():
+            raise PenstockError("Redis refused a command")
+        self.answer.set()
+        return await super().lease(server_id, max_prompts)
+
+
+async def test_a_server_whose_lease_was_refused_gives_back_what_it_has() -> None:
+    replay = ReplayConfig()
+    queue = RefusedLeases(replay)
+    prompt = Prompt(messages=(("user", "1+1"),), sampling=Sampling(), num_samples=1)
+    await queue.submit([encode_prompt(prompt)], [0], "")
+    maker: Any = SimpleNamespace(make=lambda *_: asyncio.Event().wait())
+    metrics, config = RolloutMetrics(CollectorRegistry()), RolloutConfig()
+    producer = Producer(queue, "server", maker, config, replay, metrics, may_lease=lambda: True)
+    async with asyncio.timeout(20):
+        with pytest.raises(PenstockError, match="refused"):
+            await producer.lease_loop()
+        await producer.drain()
+    assert len(await MemoryReplayQueue.lease(queue, "other", 1)) == 1
 
 
 async def test_a_freed_place_is_taken_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,9 +72,15 @@ def first_finding(check: str, *rules: tuple[object, Level, str, str], ok: str) -
 # ── a stopped run ──
 
 
+def newest_checkpoint(config: RunConfig) -> Path | None:
+    """The newest checkpoint that is whole: one that is being written has another name."""
+    found = config.folder.glob("checkpoints/term-*-step-*")
+    return max((path for path in found if path.suffix != ".partial"), default=None)
+
+
 def check_stopped(config: RunConfig) -> list[Finding]:
     """Say that the run is stopped and from where it continues, and check what its next start needs."""
-    newest = max(config.folder.glob("checkpoints/term-*-step-*"), default=None)
+    newest = newest_checkpoint(config)
     where = f"at its newest checkpoint, {newest.name}" if newest else "from the start: it has no checkpoint yet"
     findings = [finding("run", "OK", f"{config.run} is stopped; `penstock up` with its config continues it {where}")]
     for name, check in RUN_CHECKS.items():
@@ -124,7 +130,7 @@ def check_listens(part: str, host: str, port: int | str) -> Finding:
 def check_disk(config: RunConfig) -> Finding:
     """Check the space for checkpoints and snapshots. Two times the newest checkpoint must fit."""
     space = measure_disk(config.folder)
-    newest = max(config.folder.glob("checkpoints/term-*-step-*"), default=None)
+    newest = newest_checkpoint(config)
     needed = 2 * folder_bytes(newest) if newest else 0
     is_low, advice = space.free_bytes < max(MIN_FREE_BYTES, needed), "free space for checkpoints, or move run_dir"
     return first_finding("disk", (is_low, "WARN", str(space), advice), ok=str(space))

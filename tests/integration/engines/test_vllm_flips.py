@@ -116,19 +116,19 @@ async def test_versions_after_the_first_are_copied(tmp_path: Path, monkeypatch: 
     """On a CPU vLLM multiplies with packed weights. Here it does not, as on a GPU."""
     from vllm.model_executor.layers import utils
 
-    from penstock_rollout.engines.vllm import worker
+    from penstock_rollout.engines.vllm import core
     from support.vllm_models import leave_unpacked
 
     monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", leave_unpacked)
-    monkeypatch.setattr(worker, "COPYING_DEVICES", ("cpu",))
-    load, copied = worker.Copies.load, tmp_path / "copied"
+    monkeypatch.setattr(core, "COPYING_DEVICES", ("cpu",))
+    load, copied = core.Copies.load, tmp_path / "copied"
 
-    def loaded(self: worker.Copies, tensors: worker.NamedTensors) -> None:
+    def loaded(self: core.Copies, tensors: core.NamedTensors) -> None:
         load(self, tensors)
         with copied.open("a") as file:
             file.write("1")
 
-    monkeypatch.setattr(worker.Copies, "load", loaded)
+    monkeypatch.setattr(core.Copies, "load", loaded)
     async with serving(tmp_path / "model") as (served, engine):
         for num_copied in range(3):
             chunks = served.chunks((3, 4, 5), LONG)

@@ -196,8 +196,8 @@ async def run(scale: Scale, arguments: argparse.Namespace) -> tuple[list[Measure
 
 def main() -> int:
     parser = make_parser()
-    parser.add_argument("--servers", type=int, nargs="+", default=sized([10, 100, 1000], [1, 2]))
-    parser.add_argument("--prompts", type=int, nargs="+", default=sized([1_000_000, 4_000_000, 8_000_000], [4_000]))
+    parser.add_argument("--servers", type=int, nargs="+", default=sized([10, 100, 1000], [2, 4]))
+    parser.add_argument("--prompts", type=int, nargs="+", default=sized([1_000_000, 4_000_000, 8_000_000], [20_000]))
     parser.add_argument("--rounds", type=int, default=sized(2, 1))
     parser.add_argument("--seconds", type=float, default=sized(15.0, 0.8), help="length of a phase")
     parser.add_argument("--generate-s", type=float, default=sized(10.0, 0.3), help="how long a server works on a group")

@@ -96,7 +96,7 @@ BENCHES = {
     ),
     "against": (
         "Against another commit", "make bench-against BASE=<commit>",
-        "a commit and an earlier one in alternating rounds; goals are 1 less the noise of the base against itself",
+        "this tree and `429205a6` in alternating rounds; goals are 1 less the noise of the base against itself",
     ),
     "plan_memory": (
         "Planned memory",

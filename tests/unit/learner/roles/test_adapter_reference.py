@@ -10,12 +10,14 @@ import pytest
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 
+from penstock.config.algorithms import KLConfig
 from penstock.config.loading import validate
 from penstock.errors import ConfigError
 from penstock_learner.batches.partition import RankShard
 from penstock_learner.batches.sequence_batch import batch_of
 from penstock_learner.roles.frozen import ReferenceWorker
 from penstock_learner.roles.policy import PolicyWorker
+from penstock_learner.term import KLController, Term
 from support.groups import make_group
 from support.learner_ranks import make_rank, make_step, with_model
 
@@ -61,7 +63,8 @@ async def test_a_step_is_the_same_with_and_without_a_reference_of_its_own(tiny_m
         step = make_step(tiny_models, lora=LORA, algorithm={"kl": {"placement": "loss", "coefficient": 0.1}}, **learner)
         assert ("reference" in step.roles) == bool(learner)
         change_adapter(step.roles["policy"].rank)  # type: ignore[attr-defined]
-        return dict((await step.run([make_group(1), make_group(2)], 1, 0, 0.1)).numbers)
+        term = Term(kl=KLController(KLConfig(), 0.1))
+        return (await step.run([make_group(1), make_group(2)], 1, term)).by_name()
 
     alone, beside = await metrics(), await metrics(reference={"path": str(tiny_models["policy"])})
     assert alone["kl_reference"] == pytest.approx(beside["kl_reference"], abs=1e-6) and alone["kl_reference"] > 0.01

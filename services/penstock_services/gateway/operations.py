@@ -38,7 +38,7 @@ from google.protobuf.message_factory import GetMessageClass
 from pydantic import BaseModel
 from redis.exceptions import RedisError
 
-from penstock.api.conversion import check_levels, parse_json
+from penstock.api.conversion import MAX_KEY_LENGTH, check_data_source, check_levels, parse_json
 from penstock.api_keys import Scope
 from penstock.codec import prompt_to_proto, sampling_from_proto
 from penstock.config.run import RunConfig
@@ -274,7 +274,6 @@ MAX_PROMPT_ID = 2**32 - 1
 MAX_NUM_SAMPLES = 1024
 MAX_PRIORITY = 1000
 """The queue sorts by priority · 1e12 + id as a double, which is exact up to a priority of about 9000."""
-MAX_KEY_LENGTH = 256
 DEFAULT_PAGE_SIZE = 50
 MAX_PAGE_SIZE = 1000
 _DEFAULT = prompt_to_proto(Prompt())
@@ -396,9 +395,7 @@ def _check_prompt(prompt: prompts_pb2.Prompt, evaluation_id: str) -> None:
         raise InvalidInput("num_samples", f"must be between 1 and {MAX_NUM_SAMPLES}, not {prompt.num_samples}")
     if not -MAX_PRIORITY <= prompt.priority <= MAX_PRIORITY:
         raise InvalidInput("priority", f"must be between -{MAX_PRIORITY} and {MAX_PRIORITY}")
-    source = prompt.data_source
-    if len(source) > MAX_KEY_LENGTH or not source.isprintable():
-        raise InvalidInput("data_source", f"may have {MAX_KEY_LENGTH} characters, none of them a control character")
+    check_data_source(prompt.data_source, "data_source")
     check_sampling(prompt.sampling)
     if prompt.evaluation_id not in ("", evaluation_id):
         raise InvalidInput("evaluation_id", "leave it empty; create an evaluation for held-out prompts")

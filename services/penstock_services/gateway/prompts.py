@@ -414,11 +414,9 @@ class JoinedSubmissions:
     async def _exchange(self, requests: Sequence[PromptRequest]) -> list[QueueSubmission | Exception]:
         try:
             return [*await self.queue.submit_many(requests)]
-        except (Unavailable, QueueFull) as error:  # each request would fail alike
-            return [error] * len(requests)
         except Exception as error:
-            if len(requests) == 1:
-                return [error]
+            if len(requests) == 1 or isinstance(error, (Unavailable, QueueFull)):  # each request would fail alike
+                return [error] * len(requests)
             return [answer for request in requests for answer in await self._exchange([request])]
 
     async def _linger(self) -> None:

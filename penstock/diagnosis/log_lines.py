@@ -6,10 +6,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from penstock.api.records import FIRST_BATCH, READY_PHASES, Finding, Part, Phase, Run
+from penstock.api.records import Finding, Part, Phase, Run
 from penstock.diagnosis import paused_finding
 from penstock.diagnosis.facts import NO_LEARNER
 from penstock.diagnosis.progress import FEW_STEPS, NEWEST_STEPS, SPEED_STEPS
+from penstock.store.reports import FIRST_BATCH, READY_PHASES
 
 STILL_AFTER_S = 15.0
 """A phase that takes this long is mentioned again, and then after each further time of this length."""

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from penstock.api.records import FIRST_BATCH, Finding, Notice, Part, Phase, QueueStat, Run, Server
+from penstock.api.records import Finding, Notice, Part, Phase, QueueStat, Run, Server
 from penstock.diagnosis import log_lines
 from penstock.diagnosis.display import Display
 from penstock.diagnosis.facts import NO_LEARNER
@@ -21,6 +21,7 @@ from penstock.diagnosis.log_lines import (
     waiting_for,
 )
 from penstock.errors import Conflict
+from penstock.store.reports import FIRST_BATCH
 from penstock_tools.local import processes
 from penstock_tools.local.demo import check_not_paused
 from penstock_tools.local.local_run import LocalRun

@@ -25,12 +25,11 @@ from penstock_services.gateway.operations import (
     RUN,
     Handlers,
     checked_page_size,
-    checked_prompts,
     cut_page,
     decode_page_token,
     operation,
 )
-from penstock_services.gateway.prompts import digest_of
+from penstock_services.gateway.prompts import checked_prompts, digest_of
 
 _LETTER_ID = r"[0-9]{1,19}-[0-9]{1,19}"
 

@@ -350,10 +350,9 @@ class JoinedGroups:
         with self._lock:
             of_sender = [j for j in self._joined if j.meeting.sender == meeting.sender]
             past = [j for j in self._joined if j.term < term or (j in of_sender and j.meeting.group != meeting.group)]
-            self._joined = [joined for joined in self._joined if joined not in past]
-            found = [j for j in self._joined if (j.meeting.group, j.rank) == (meeting.group, reception.rank)]
         for joined in past:
-            _leave(joined.group)
+            self.drop(joined)
+        found = [j for j in self._joined if (j.meeting.group, j.rank) == (meeting.group, reception.rank)]
         if found:
             return found[0]
         if meeting.kept:
@@ -370,16 +369,12 @@ class JoinedGroups:
     def drop(self, joined: _Joined) -> None:
         with self._lock:
             self._joined = [other for other in self._joined if other is not joined]
-        _leave(joined.group)
+        atexit.unregister(joined.group.abort)
+        joined.group.abort()
 
     def drop_all(self) -> None:
         for joined in list(self._joined):
             self.drop(joined)
-
-
-def _leave(group: NcclGroup) -> None:
-    atexit.unregister(group.abort)
-    group.abort()
 
 
 @dataclass(eq=False)

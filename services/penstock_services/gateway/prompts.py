@@ -52,7 +52,7 @@ from penstock_services.gateway.operations import (
 
 logger = logging.getLogger(__name__)
 LONGEST_WAIT_S = 60.0
-MAX_CANCELLED = 1000
+MAX_PROMPT_IDS = 1000
 MAX_PRIORITY = 1000
 """The queue sorts by priority · 1e12 + id as a double, which is exact up to a priority of about 9000."""
 _DEFAULT = prompt_to_proto(Prompt())
@@ -182,7 +182,7 @@ class PromptHandlers(Handlers):
         self, caller: Caller, request: prompts_pb2.CancelPromptsRequest
     ) -> prompts_pb2.CancelPromptsResponse:
         """Cancel prompts whose groups the learner has not taken."""
-        prompt_ids = checked_prompt_ids(request.prompt_ids, MAX_CANCELLED)
+        prompt_ids = checked_prompt_ids(request.prompt_ids)
         if not prompt_ids:
             raise InvalidInput("prompt_ids", "give at least one id")
         usable = await usable_prompts(self.queue, prompt_ids, caller.owner)
@@ -222,7 +222,7 @@ class PromptHandlers(Handlers):
         self, caller: Caller, request: prompts_pb2.WatchResultsRequest
     ) -> AsyncIterator[prompts_pb2.Result]:
         """Send every prompt that finishes. The id of an event is the cursor to resume from."""
-        wanted = frozenset(checked_prompt_ids(request.prompt_ids, MAX_CANCELLED))
+        wanted = frozenset(checked_prompt_ids(request.prompt_ids))
         cursor = await self.feed.book.start(request.cursor)
         return self._results(cursor, wanted, caller.owner if request.with_groups else None)
 
@@ -306,12 +306,12 @@ def _check_prompt(prompt: prompts_pb2.Prompt, evaluation_id: str) -> None:
         raise InvalidInput("evaluation_id", "leave it empty; create an evaluation for held-out prompts")
 
 
-def checked_prompt_ids(prompt_ids: Sequence[int], max_ids: int, field: str = "prompt_ids") -> list[int]:
-    if len(prompt_ids) > max_ids:
-        raise InvalidInput(field, f"a request may have {max_ids}, not {len(prompt_ids)}; split it")
+def checked_prompt_ids(prompt_ids: Sequence[int]) -> list[int]:
+    if len(prompt_ids) > MAX_PROMPT_IDS:
+        raise InvalidInput("prompt_ids", f"a request may have {MAX_PROMPT_IDS}, not {len(prompt_ids)}; split it")
     for index, prompt_id in enumerate(prompt_ids):
         if not 1 <= prompt_id <= MAX_PROMPT_ID:
-            raise InvalidInput(f"{field}[{index}]", f"must be between 1 and {MAX_PROMPT_ID}")
+            raise InvalidInput(f"prompt_ids[{index}]", f"must be between 1 and {MAX_PROMPT_ID}")
     return list(prompt_ids)
 
 

@@ -350,9 +350,9 @@ class Run(Record):
     """Whether the reward rises, and if not, the most likely cause."""
     speed: str = ""
     """What the run waits for most."""
-    learning_verdict: Finding | None = None
+    learning_finding: Finding | None = None
     """The parts of `learning`. None from an older gateway."""
-    speed_verdict: Finding | None = None
+    speed_finding: Finding | None = None
     """The parts of `speed`."""
     parts: tuple[Part, ...] = ()
     """How far the learner and the rollout servers are with their start."""

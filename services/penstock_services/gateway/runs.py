@@ -73,8 +73,8 @@ class RunHandlers(Handlers):
             ],
             learning=learning.line,
             speed=speed.line,
-            learning_verdict=message_of(runs_pb2.Finding, learning),
-            speed_verdict=message_of(runs_pb2.Finding, speed),
+            learning_finding=message_of(runs_pb2.Finding, learning),
+            speed_finding=message_of(runs_pb2.Finding, speed),
             parts=[
                 runs_pb2.Part(component=component, phases=[message_of(runs_pb2.Phase, phase) for phase in phases])
                 for component, phases in facts.phases.items()

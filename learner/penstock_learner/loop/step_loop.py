@@ -88,7 +88,6 @@ class StepLoop:
     orders: OperatorOrders
     reader: BatchReader
     training: TrainingStep
-
     agreement: ServerAgreement
     recomputed: RecomputedLogProbs
     """Keeps the learner's own log-probs of a few groups, which the gateway shows."""

@@ -66,7 +66,6 @@ TORCH_DTYPES = {
 }
 SPARE_DEVICE_BYTES = 512 * 2**20
 """GPU memory that a stage leaves free for the engine."""
-
 HASH_PIECE_BYTES = 8 * 2**20
 """Size of the pieces in which a bucket is copied from the GPU and hashed."""
 NUM_DELTA_HASHERS = 3
@@ -74,7 +73,6 @@ NUM_DELTA_HASHERS = 3
 ITEMS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 CHUNK_ITEMS = 2**22
 """Items that are written at once. It bounds the memory that decoding needs, which on a GPU is the engine's."""
-
 Phase = Literal["receiving", "received", "failed"]
 Tensors = list[tuple[str, torch.Tensor]]
 

@@ -78,7 +78,7 @@ bench: $(addprefix bench-,$(BENCHES))  ## every benchmark that runs on a CPU (or
 bench-async: setup-dev  ## asynchronous against synchronous training (25 minutes; ARGS="--seeds 1 --staleness 0,2")
 	$(VENV)/bin/python bench/async_sync.py $(ARGS)
 
-bench-against: setup-dev  ## this tree against another commit, part by part (15 minutes; BASE=<commit>, ARGS="--quick")
+bench-against: setup-dev  ## this tree against another commit, part by part (25 minutes; BASE=<commit>, ARGS="--parts demo")
 	$(VENV)/bin/python bench/against.py $(BASE) $(ARGS)
 
 bench-%: setup-dev

@@ -38,7 +38,7 @@ from google.protobuf.message_factory import GetMessageClass
 from pydantic import BaseModel
 from redis.exceptions import RedisError
 
-from penstock.api.conversion import check_levels, parse_json
+from penstock.api.conversion import MAX_KEY_LENGTH, check_levels, parse_json
 from penstock.api_keys import Scope
 from penstock.codec import sampling_from_proto
 from penstock.config.run import RunConfig
@@ -272,7 +272,6 @@ def _plain(value: Any) -> Any:
 MAX_PROMPT_ID = 2**32 - 1
 """The queue keeps trained prompts in a Redis bitmap, which has no higher bits."""
 MAX_NUM_SAMPLES = 1024
-MAX_KEY_LENGTH = 256
 DEFAULT_PAGE_SIZE = 50
 MAX_PAGE_SIZE = 1000
 

@@ -17,6 +17,7 @@ from typing import Any, get_args
 from pydantic import Field
 
 from penstock.api import records
+from penstock.api.conversion import check_data_source
 from penstock.cancellation import end_task
 from penstock.codec import prompt_to_proto
 from penstock.errors import Conflict, DeadlineExceeded, InvalidInput, NotFound, PenstockError, QueueFull, Unavailable
@@ -32,7 +33,6 @@ from penstock_services.gateway.access import Caller
 from penstock_services.gateway.groups import GroupReader, usable_prompts
 from penstock_services.gateway.operations import (
     IDEMPOTENCY_KEY,
-    MAX_KEY_LENGTH,
     MAX_NUM_SAMPLES,
     MAX_PROMPT_ID,
     Handlers,
@@ -298,9 +298,7 @@ def _check_prompt(prompt: prompts_pb2.Prompt, evaluation_id: str) -> None:
         raise InvalidInput("num_samples", f"must be between 1 and {MAX_NUM_SAMPLES}, not {prompt.num_samples}")
     if not -MAX_PRIORITY <= prompt.priority <= MAX_PRIORITY:
         raise InvalidInput("priority", f"must be between -{MAX_PRIORITY} and {MAX_PRIORITY}")
-    source = prompt.data_source
-    if len(source) > MAX_KEY_LENGTH or not source.isprintable():
-        raise InvalidInput("data_source", f"may have {MAX_KEY_LENGTH} characters, none of them a control character")
+    check_data_source(prompt.data_source, "data_source")
     check_sampling(prompt.sampling)
     if prompt.evaluation_id not in ("", evaluation_id):
         raise InvalidInput("evaluation_id", "leave it empty; create an evaluation for held-out prompts")
@@ -494,11 +492,9 @@ class JoinedSubmissions:
     async def _exchange(self, requests: Sequence[PromptRequest]) -> list[QueueSubmission | Exception]:
         try:
             return [*await self.queue.submit_many(requests)]
-        except (Unavailable, QueueFull) as error:  # each request would fail alike
-            return [error] * len(requests)
         except Exception as error:
-            if len(requests) == 1:
-                return [error]
+            if len(requests) == 1 or isinstance(error, (Unavailable, QueueFull)):  # each request would fail alike
+                return [error] * len(requests)
             return [answer for request in requests for answer in await self._exchange([request])]
 
     async def _linger(self) -> None:

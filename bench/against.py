@@ -1,12 +1,15 @@
 """Compares this tree with another commit: gateway, queue, weight push, rollout server and demo are no slower.
 
     make bench-against BASE=<commit>
+    make bench-against BASE=<commit> ARGS="--parts demo"        one part; the figures of the others stay
     make bench-against BASE=<commit> ARGS="--quick --parts queue,weights"
 
 Both trees run as separate processes, which take turns within each round. The base runs twice in every round, in two
 sets of processes: what one differs from the other is the noise of this machine. A bar is the median of the ratios
 within the rounds, and its goal is 1 less that noise, but at least 2 % and at most 10 % less. Redis and the clients of
-the gateway are this tree's for all. A whole run takes up to 15 minutes, and the machine should do nothing else.
+the gateway are this tree's for all. A demo is `penstock demo` of each tree, with the demo's config and fewer steps. A
+whole run takes up to 25 minutes, and the machine should do nothing else. Results are written after each part, with the
+commits, the day, and the load of the machine in the minute before the program started.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,10 +34,12 @@ from harness import (
     SMOKE_VARIABLE,
     Bar,
     Measurement,
+    Results,
     end_session,
     listening,
     make_parser,
     ratios,
+    record_part,
     redis_process,
     report,
     say,
@@ -41,6 +47,7 @@ from harness import (
 )
 from penstock.machine import free_port
 
+NAME = "against"
 SMALLEST_LOSS, LARGEST_NOISE = 0.02, 0.10
 """A loss below the first counts as noise. More noise than the second excuses no more."""
 PACKAGES = ("", "learner", "rollout_server", "services", "tools", "bench", "tests")
@@ -64,8 +71,8 @@ class Amounts:
     num_pushes: int = 3
     groups_encoded: int = 200
     window_tokens: int = 1_000_000
-    demo_rounds: int = 2
-    demo_steps: int = 50
+    demo_rounds: int = 3
+    demo_steps: int = 30
 
 
 QUICK = Amounts(
@@ -179,33 +186,40 @@ def rollout_part(tree: Tree, amounts: Amounts) -> Iterator[Turn]:
 
 @contextlib.contextmanager
 def demo_part(tree: Tree, amounts: Amounts) -> Iterator[Turn]:
-    """Whole demos. Steps per second are counted from the end of the first step, and the CPU time from the start."""
+    """Whole demos, after one of a single step, which reads all packages from the disk and compiles the tree's code."""
 
     def turn() -> Rates:
-        with tempfile.TemporaryDirectory(dir=tree.folder) as folder:
-            given = {"run": "demo", "run_dir": folder, "learner.num_steps": str(amounts.demo_steps)}
-            overrides = [word for field, value in given.items() for word in (f"--{field}", value)]
-            command, log = [sys.executable, "-c", DEMO, "demo", *overrides], tree.folder / "demo.log"
-            with log.open("w") as out:
-                process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True, **tree.options)
-                try:
-                    _, status, used = os.wait4(process.pid, 0)
-                except BaseException:
-                    process.terminate()  # it ends its processes, which have their own sessions
-                    process.wait(60)
-                    raise
-                process.returncode = os.waitstatus_to_exitcode(status)
-            if process.returncode:
-                raise SystemExit(f"the demo of {tree.name} failed: {log.read_text()[-2000:]}")
-            lines = (Path(folder) / "demo" / "metrics.jsonl").read_text().splitlines()
-            times = [json.loads(line)["time"] for line in lines]
-        cpu_s = used.ru_utime + used.ru_stime
+        to_first_s, rest_s = run_demo(tree, amounts.demo_steps)
         return {
-            "steps/s": (len(times) - 1) / (times[-1] - times[0]),
-            "steps per CPU second of all processes": len(times) / cpu_s,
+            "steps/s after the first step": (amounts.demo_steps - 1) / rest_s,
+            "1 / seconds to the end of the first step": 1 / to_first_s,
         }
 
+    if amounts.demo_rounds > 1:
+        run_demo(tree, num_steps=1)
     yield turn
+
+
+def run_demo(tree: Tree, num_steps: int) -> tuple[float, float]:
+    """The seconds from the command to the end of the first step, and from there to the end of the last."""
+    with tempfile.TemporaryDirectory(dir=tree.folder) as folder:
+        given = {"run": "demo", "run_dir": folder, "learner.num_steps": str(num_steps)}
+        overrides = [word for field, value in given.items() for word in (f"--{field}", value)]
+        command, log = [sys.executable, "-c", DEMO, "demo", *overrides], tree.folder / "demo.log"
+        started = time.time()
+        with log.open("w") as out:
+            process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True, **tree.options)
+            try:
+                process.wait()
+            finally:
+                process.terminate()  # it ends its processes, which have their own sessions
+                process.wait(60)
+        if process.returncode:
+            raise SystemExit(f"the demo of {tree.name} failed: {log.read_text()[-2000:]}")
+        lines = (Path(folder) / "demo" / "metrics.jsonl").read_text().splitlines()
+    ended = [json.loads(line)["time"] for line in lines]
+    assert len(ended) == num_steps, f"{tree.name} trained {len(ended)} steps"
+    return ended[0] - started, ended[-1] - ended[0]
 
 
 PARTS = {
@@ -213,7 +227,7 @@ PARTS = {
 }  # fmt: skip
 
 
-def measure(part: str, code: dict[str, Path], amounts: Amounts, folder: Path) -> tuple[list[Measurement], list[Bar]]:
+def measure(part: str, code: dict[str, Path], amounts: Amounts, folder: Path) -> Results:
     """All contenders of a part, in turn. The first round warms up, but not that of the demo, which always starts."""
     measured: dict[str, dict[str, Measurement]] = {}
     num_rounds = amounts.demo_rounds - 1 if part == "demo" else amounts.num_rounds
@@ -232,18 +246,17 @@ def measure(part: str, code: dict[str, Path], amounts: Amounts, folder: Path) ->
     return judge(part, measured)
 
 
-def judge(part: str, measured: dict[str, dict[str, Measurement]]) -> tuple[list[Measurement], list[Bar]]:
+def judge(part: str, measured: dict[str, dict[str, Measurement]]) -> Results:
     """The ratios to the base, and a bar for each figure: this tree loses no more than the noise."""
-    measurements: list[Measurement] = []
-    bars: list[Bar] = []
+    results = Results()
     for figure, by in measured.items():
         noise = ratios(f"{part}: {figure}: {AGAIN} / {BASE}", by[AGAIN], by[BASE])
         ratio = ratios(f"{part}: {figure}: {THIS} / {BASE}", by[THIS], by[BASE])
         low, high = noise.interval
         margin = min(max(SMALLEST_LOSS, 1 - low, high - 1), LARGEST_NOISE)
-        measurements += [Measurement(f"{part}: {figure}: {BASE}", "1/s", by[BASE].rates), noise, ratio]
-        bars.append(Bar(ratio.name, ratio.median, 1 - margin))
-    return measurements, bars
+        results.measurements += [Measurement(f"{part}: {figure}: {BASE}", "1/s", by[BASE].rates), noise, ratio]
+        results.bars.append(Bar(ratio.name, ratio.median, 1 - margin))
+    return results
 
 
 def export(commit: str, folder: Path) -> str:
@@ -266,19 +279,22 @@ def main() -> int:
     parser.add_argument("--parts", default="queue" if SMOKE else ",".join(PARTS))
     parser.add_argument("--quick", action="store_true", help="small amounts and two rounds, and no results written")
     arguments = parser.parse_args()
-    amounts = QUICK if arguments.quick or SMOKE else Amounts()
-    measurements: list[Measurement] = []
-    bars: list[Bar] = []
+    amounts, load = QUICK if arguments.quick or SMOKE else Amounts(), f"{os.getloadavg()[0]:.1f}"
+    parts = arguments.parts.split(",")
+    if unknown := [part for part in parts if part not in PARTS]:
+        parser.error(f"unknown part {unknown[0]}: give some of {', '.join(PARTS)}")
+    is_met = True
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as name:
         folder = Path(name)
         base, where = ("", ROOT) if SMOKE else (export(arguments.base, folder / "base"), folder / "base")
         code = {BASE: where, AGAIN: where, THIS: ROOT}
-        for part in arguments.parts.split(","):
-            measured, judged = measure(part, code, amounts, folder)
-            measurements += measured
-            bars += judged
-    title = f"this tree and {base[:12]}"
-    return 0 if report("against", title, measurements, bars, keep=not arguments.quick, base=base[:12]) else 1
+        for part in parts:
+            results = measure(part, code, amounts, folder)
+            if arguments.quick:
+                is_met &= report(NAME, f"{part}, quickly", results.measurements, results.bars, keep=False)
+            else:
+                is_met = record_part(NAME, f"this tree and {base[:12]}", part, results, base=base[:12], load=load)
+    return 0 if is_met else 1
 
 
 if __name__ == "__main__":

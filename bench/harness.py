@@ -165,8 +165,7 @@ def median_ratio(ours: Measurement, limit: Measurement) -> float:
 
 def earlier(name: str, parts: Sequence[str]) -> Results:
     """The entries of results/NAME.json that do not begin with one of these parts, which are measured again."""
-    path = results_folder() / f"{name}.json"
-    said = json.loads(path.read_text()) if path.exists() else {"measurements": [], "bars": []}
+    said = {"measurements": [], "bars": []} | saved(name)
 
     def is_other(entry: str) -> bool:
         return entry.partition(": ")[0] not in parts
@@ -177,12 +176,25 @@ def earlier(name: str, parts: Sequence[str]) -> Results:
     )
 
 
+def saved(name: str) -> dict[str, Any]:
+    """What results/NAME.json says. Empty if it is not there."""
+    path = results_folder() / f"{name}.json"
+    return dict(json.loads(path.read_text())) if path.exists() else {}
+
+
 def provenance() -> dict[str, str]:
-    """What the figures were measured on: the commit, with `+changes` if the tree had any, the day and the machine."""
-    git = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+changes"]
-    said = subprocess.run(git, capture_output=True, text=True, check=False)
+    """What the figures were measured on: the commit, with `+changes` if the code had any, the day and the machine."""
+
+    def git(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=False)
+
+    commit = git("rev-parse", "--short=12", "HEAD").stdout.strip()
+    records = [
+        f":!{path}" for path in ("bench/results", "docs/benchmarks.md")
+    ]  # a benchmark before this may write them
+    changes = "+changes" if commit and git("diff", "--quiet", "HEAD", "--", ".", *records).returncode else ""
     return {
-        "commit": os.environ.get("PENSTOCK_BENCH_COMMIT") or said.stdout.strip() or "unknown",
+        "commit": os.environ.get("PENSTOCK_BENCH_COMMIT") or commit + changes or "unknown",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
     }
@@ -213,7 +225,7 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
 
 
 def report(
-    name: str, title: str, measurements: list[Measurement], bars: list[Bar], *, keep: bool = True, **facts: str
+    name: str, title: str, measurements: list[Measurement], bars: list[Bar], *, keep: bool = True, **facts: Any
 ) -> bool:
     """Print both tables, write NAME.json with these facts if it is to be kept, and return whether every bar is met. A
     smoke run meets all bars."""
@@ -233,6 +245,14 @@ def report(
     if keep:
         write_results(name, result)
     return SMOKE or all(bar.ok for bar in bars)
+
+
+def record_part(name: str, title: str, part: str, results: Results, **facts: str) -> bool:
+    """Report the results of a part, whose names begin with it, and write them with these facts. What NAME.json says of
+    other parts stays, and what those were measured on. Returns whether every bar of all parts is met."""
+    others, parts = earlier(name, [part]), saved(name).get("parts", {})
+    measurements, bars = others.measurements + results.measurements, others.bars + results.bars
+    return report(name, title, measurements, bars, parts=parts | {part: provenance() | facts})
 
 
 # ── processes ──
@@ -309,7 +329,6 @@ def run_parts(
         part, _, _ = os.environ[WRITE_TO].partition("=")
         save(run(part))
         return True
-    merged = earlier(name, parts)
     met = True
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
         for part in parts:
@@ -318,9 +337,11 @@ def run_parts(
                 results.bars.append(Bar("part ended well", 1, 1))
             else:
                 results = _start(part, Path(folder) / f"{part}.json", timeouts_s[part])
-            merged.measurements += [replace(m, name=f"{part}: {m.name}") for m in results.measurements]
-            merged.bars += [replace(b, name=f"{part}: {b.name}") for b in results.bars]
-            met = report(name, title, merged.measurements, merged.bars)
+            named = Results(
+                [replace(m, name=f"{part}: {m.name}") for m in results.measurements],
+                [replace(b, name=f"{part}: {b.name}") for b in results.bars],
+            )
+            met = record_part(name, title, part, named)
     return met
 
 

@@ -96,7 +96,7 @@ BENCHES = {
     ),
     "against": (
         "Against another commit", "make bench-against BASE=<commit>",
-        "this tree and `429205a6` in alternating rounds; goals are 1 less the noise of the base against itself",
+        "this tree and another commit in alternating rounds; goals are 1 less the noise of that commit against itself",
     ),
     "plan_memory": (
         "Planned memory",
@@ -115,18 +115,28 @@ def _section(name: str) -> str:
     title, command, what = BENCHES[name]
     results = json.loads((RESULTS / f"{name}.json").read_text())
     rows = [_row(bar) for bar in _merged(results["bars"])]
-    commit = f"`{results['commit']}`" if "commit" in results else f"recorded in `{results['recorded_in']}`"
-    measured = f"({commit}, {results['date']}, {results['machine']})"
     return "\n".join(
         [
             f"## {title}",
-            f"`{command}`: {what} {measured}.\n",
+            f"`{command}`: {what} ({_provenance(results)}).\n",
             "| | measured | goal |",
             "|---|---|---|",
             *rows,
             "",
         ]
     )
+
+
+def _provenance(results: dict[str, Any]) -> str:
+    """What the figures were measured on. If that differs, it follows the names of the parts."""
+    named: dict[str, list[str]] = {}
+    for part, facts in results.get("parts", {"": results}).items():
+        commit = f"`{facts['commit']}`" if "commit" in facts else f"recorded in `{facts['recorded_in']}`"
+        against = f" against `{facts['base']}`" if "base" in facts else ""
+        load = f"load {facts['load']} before" if "parts" in results and "load" in facts else ""
+        words = filter(None, (commit + against, facts["date"], facts["machine"], load))
+        named.setdefault(", ".join(words), []).append(part)
+    return "; ".join(words if len(named) == 1 else f"{', '.join(parts)}: {words}" for words, parts in named.items())
 
 
 def _merged(bars: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -50,6 +50,7 @@ from harness import (
     report,
     run_parts,
     save,
+    saved,
     say,
     sized,
 )
@@ -301,7 +302,7 @@ def compare() -> bool:
             name, ratio = f"{part} / {other}: {FIRST_STEP}", totals[part] / totals[other]
             results.measurements.append(Measurement(name, "×", [ratio]))
             results.bars.append(Bar(name, ratio, goal, at_most=True))
-    return report(NAME, TITLE, results.measurements, results.bars)
+    return report(NAME, TITLE, results.measurements, results.bars, parts=saved(NAME).get("parts", {}))
 
 
 def main() -> int:

@@ -45,6 +45,7 @@ from harness import (
     make_parser,
     report,
     run_parts,
+    saved,
     say,
     sized,
 )
@@ -166,7 +167,7 @@ def compare() -> bool:
                 figure = Measurement(f"{ratio_name}: {model}, response tokens a second", "×", found)
                 results.measurements.append(figure)
                 results.bars.append(Bar(figure.name, figure.median, GOAL))
-    return report(NAME, TITLE, results.measurements, results.bars)
+    return report(NAME, TITLE, results.measurements, results.bars, parts=saved(NAME).get("parts", {}))
 
 
 def ratios_of_rounds(measurements: Sequence[Measurement], who: str, model: str) -> list[float]:

@@ -54,9 +54,19 @@ def json_text(value: Any, path: str) -> str:
         if "\\ud" in text:
             parse_json(text)
         check_levels(text)
-    except (ValueError, RecursionError) as error:
-        raise InvalidInput(path, f"is not valid JSON: {error}") from error
+    except (TypeError, ValueError, RecursionError) as error:
+        text = f"cannot be written as JSON ({error}); use text, numbers, lists and objects"
+        raise InvalidInput(path, text) from error
     return text
+
+
+MAX_KEY_LENGTH = 256
+"""Characters of an idempotency key, and of a data source."""
+
+
+def check_data_source(source: str, path: str) -> None:
+    if len(source) > MAX_KEY_LENGTH or not source.isprintable():
+        raise InvalidInput(path, f"may have {MAX_KEY_LENGTH} characters, none of them a control character")
 
 
 def parse_json(text: str | bytes) -> Any:

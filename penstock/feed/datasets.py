@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.api.conversion import check_levels, parse_json
+from penstock.api.conversion import check_data_source, json_text
 from penstock.config.dataset import ColumnsConfig, DatasetConfig, Files, listed_files
 from penstock.errors import ConfigError, InvalidInput
 from penstock.feed.parquet_rows import ReadLimits, all_rows, column_names, limited_rows
@@ -180,22 +180,23 @@ def make_prompt(where: str, row: Any, num_samples: int, sampling: Sampling, row_
         raise InvalidInput(f"{where}: {media[0]}", "images, videos and audio are not supported; remove such rows")
     extra_info = row_field(where, row, columns.extra_info, dict, {})
     ground_truth = _nested(where, row, columns.ground_truth)
-    _check_json(f"{where}: {columns.ground_truth}", ground_truth)
-    _check_json(f"{where}: {columns.extra_info}", extra_info)
+    json_text(ground_truth, f"{where}: {columns.ground_truth}")
+    json_text(extra_info, f"{where}: {columns.extra_info}")
     messages, message_fields = read_messages(f"{where}: {columns.prompt}", row.get(columns.prompt))
     agent_name = row_field(where, row, columns.agent_name, str, "")
-    data_source = row_field(where, row, columns.data_source, str, "")
+    data_source = row_field(where, row, columns.data_source, str, "") or row_format.data_source
     try:
         "".join((agent_name, data_source, *(text for message in messages for text in message))).encode()
     except UnicodeEncodeError as error:
         raise InvalidInput(where, f"holds text that UTF-8 cannot write ({error.reason}); write it again") from error
+    check_data_source(data_source, f"{where}: {columns.data_source}")
     return Prompt(
         messages=messages,
         message_fields=message_fields,
         sampling=sampling,
         num_samples=num_samples,
         agent_name=agent_name,
-        data_source=data_source or row_format.data_source,
+        data_source=data_source,
         ground_truth=ground_truth,
         extra_info=extra_info,
     )
@@ -235,7 +236,7 @@ def read_messages(where: str, value: Any) -> tuple[tuple[tuple[str, str], ...], 
             raise InvalidInput(place, "must have a `role` and a `content`, both text")
         if unknown := sorted(fields.keys() - MESSAGE_FIELDS):
             raise InvalidInput(place, f"has the field {unknown[0]}, which is not one of {', '.join(MESSAGE_FIELDS)}")
-        _check_json(place, fields)
+        json_text(fields, place)
         messages.append((role, content))
         if fields:
             further[index] = fields
@@ -264,17 +265,6 @@ def row_field(where: str, row: dict[str, Any], name: str, kind: type, absent: An
         expected = "an object" if kind is dict else "text"
         raise InvalidInput(f"{where}: {name}", f"must be {expected}, not {_kind(value)}")
     return value
-
-
-def _check_json(where: str, value: Any) -> None:
-    try:
-        text = json.dumps(value, allow_nan=False)
-        check_levels(text)
-        parse_json(text)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidInput(
-            where, f"cannot be written as JSON ({error}); use text, numbers, lists and objects"
-        ) from error
 
 
 def _kind(value: Any) -> str:

@@ -62,6 +62,7 @@ from penstock.replay.queue_types import (
     AppendOutcome,
     Committed,
     Delivery,
+    DropReason,
     Evaluation,
     FeedPosition,
     FinishedGroup,
@@ -536,11 +537,11 @@ class GroupConsumer(QueueCalls):
             raise Conflict(f"{num_missing} prompts that were trained after step {step} are no longer kept")
         self._manifests, self._attempts, self._fetched_ahead = {}, {}, {}
 
-    async def expire(self, prompt_id: int, reason: str = "stale") -> None:
+    async def expire(self, prompt_id: int, reason: DropReason = "stale") -> None:
         """Drop a group that must not be trained and admit its prompt again. The prompt loses no attempt."""
         await self._drop("expire", prompt_id, reason)
 
-    async def discard(self, prompt_id: int, reason: str) -> None:
+    async def discard(self, prompt_id: int, reason: DropReason) -> None:
         """Drop a group that is not worth training and forget its prompt. Another prompt may be admitted instead."""
         await self._drop("discard", prompt_id, reason)
 

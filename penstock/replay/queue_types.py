@@ -10,6 +10,11 @@ from penstock.trajectory import Group
 
 PromptState = Literal["pending", "leased", "queued", "trained", "dead_lettered", "cancelled"]
 AppendOutcome = Literal["accepted", "duplicate", "full", "unknown"]
+DropReason = Literal[
+    "stale", "no_spread", "pass_rate", "too_long", "quarantined", "reward_failed", "remainder", "cancelled", "abandoned"
+]
+"""Why a group was dropped. `remainder` did not fill the last batch (`dataset.last_batch: drop`), and `abandoned` was
+trained after the checkpoint that the run was rewound to."""
 
 
 @dataclass(frozen=True)

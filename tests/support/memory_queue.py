@@ -22,6 +22,7 @@ from penstock.replay.queue_types import (
     AppendOutcome,
     Committed,
     Delivery,
+    DropReason,
     Evaluation,
     FeedPosition,
     FinishedGroup,
@@ -625,7 +626,7 @@ class MemoryConsumer:
         store.rewind = RunRewind(checkpoint, self.term, 0)
         store.lease_signal.send()
 
-    async def expire(self, prompt_id: int, reason: str = "stale") -> None:
+    async def expire(self, prompt_id: int, reason: DropReason = "stale") -> None:
         self._check_term()
         if self._drop(prompt_id) is not None:
             self.store.prompts[prompt_id].attempt += 1
@@ -633,7 +634,7 @@ class MemoryConsumer:
             self.store.expired_reasons[reason_label(reason)] += 1
             self.store.make_pending(prompt_id)
 
-    async def discard(self, prompt_id: int, reason: str) -> None:
+    async def discard(self, prompt_id: int, reason: DropReason) -> None:
         self._check_term()
         if self._drop(prompt_id) is not None:
             self.store.drop_saved(prompt_id)

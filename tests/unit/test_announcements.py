@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from penstock.api.records import FIRST_BATCH, Finding, Notice, Part, Phase, QueueStat, Run, Server
+from penstock.api.records import Finding, Notice, Part, Phase, QueueStat, Run, Server
 from penstock.diagnosis import log_lines
 from penstock.diagnosis.display import Display
 from penstock.diagnosis.facts import NO_LEARNER
@@ -21,6 +21,7 @@ from penstock.diagnosis.log_lines import (
     waiting_for,
 )
 from penstock.errors import Conflict
+from penstock.store.reports import FIRST_BATCH
 from penstock_tools.local import processes
 from penstock_tools.local.demo import check_not_paused
 from penstock_tools.local.local_run import LocalRun
@@ -141,7 +142,7 @@ def test_a_learner_without_prompts_says_so_once_and_is_not_repeated(monkeypatch:
     monkeypatch.setattr(log_lines.time, "monotonic", lambda: clock[0])
     announcements, ready = Announcements(RUN), part("learner", (FIRST_BATCH, 1000))
     lacking = Finding(code="prompts", level="WARN", text="no step yet: no prompt", advice="submit some")
-    idle = run_with(parts=(ready,), speed_verdict=lacking)
+    idle = run_with(parts=(ready,), speed_finding=lacking)
     assert announcements.new_lines(idle) == [f"learner: {FIRST_BATCH}"], (
         "a feed needs a moment to submit the first prompts"
     )
@@ -150,13 +151,13 @@ def test_a_learner_without_prompts_says_so_once_and_is_not_repeated(monkeypatch:
     clock[0] += max(STILL_AFTER_S, SLOW_AFTER_S)
     assert announcements.new_lines(idle) == []
     assert waiting_for(idle, RUN) == "no step yet: no prompt"
-    few = idle.model_copy(update={"speed_verdict": lacking.model_copy(update={"text": "3 of 8 groups"})})
+    few = idle.model_copy(update={"speed_finding": lacking.model_copy(update={"text": "3 of 8 groups"})})
     assert announcements.new_lines(few) == [], "more may follow at once"
     clock[0] += NO_PROMPTS_AFTER_S
     assert [announcements.new_lines(few) for _ in range(2)] == [["3 of 8 groups; submit some"], []]
     generating = lacking.model_copy(update={"code": "groups"})
     clock[0] += STILL_AFTER_S
-    assert announcements.new_lines(run_with(parts=(ready,), speed_verdict=generating)) == [
+    assert announcements.new_lines(run_with(parts=(ready,), speed_finding=generating)) == [
         f"learner: still {FIRST_BATCH}"
     ]
 

@@ -100,6 +100,8 @@ def test_only_the_prompt_is_needed(tmp_path: Path, name: str) -> None:
         ({"extra_info": [1]}, "line 3: extra_info: must be an object, not list"),
         ({"extra_info": {"x": float("nan")}}, "line 3: extra_info: cannot be written as JSON"),
         ({"data_source": 7}, "line 3: data_source: must be text, not int"),
+        ({"data_source": "x" * 257}, "line 3: data_source: may have 256 characters, none of them a control"),
+        ({"data_source": "a\nb"}, "line 3: data_source: may have 256 characters, none of them a control"),
     ],
 )
 def test_a_wrong_line_is_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from penstock.replay import queue
 from penstock.store.fleet import Orders
 from penstock.store.redis_client import RedisMemory
 from penstock_services.gateway.metrics import RunCollector, RunSnapshot
@@ -38,11 +41,20 @@ def test_who_paused_a_run(is_paused: bool, reason: str, paused: dict[str, float]
     assert collected("penstock_run_paused", **changes) == paused
 
 
-def test_one_verdict_applies_and_its_value_is_its_level() -> None:
+def test_one_finding_applies_and_its_value_is_its_level() -> None:
     speed, learning = collected("penstock_run_speed"), collected("penstock_run_learning")
-    assert {verdict: level for verdict, level in speed.items() if level} == {"learner": 1}
-    assert {verdict: level for verdict, level in learning.items() if level} == {"no_spread": 3}
-    assert "solved" in learning and "kv_full" in speed, "a verdict that does not apply is 0"
+    assert {finding: level for finding, level in speed.items() if level} == {"learner": 1}
+    assert {finding: level for finding, level in learning.items() if level} == {"no_spread": 3}
+    assert "solved" in learning and "kv_full" in speed, "a finding that does not apply is 0"
+
+
+def test_every_reason_to_drop_a_group_starts_at_0() -> None:
+    scripts = [path.read_text() for path in (Path(queue.__file__).parent / "lua").glob("*.lua")]
+    by_scripts = {reason for text in scripts for reason in re.findall(r"'HINCRBY', EXPIRED_REASONS, '(\w+)'", text)}
+    expected = {"stale", "no_spread", "pass_rate", "too_long", "quarantined", "reward_failed", "remainder"} | by_scripts
+    assert by_scripts == {"cancelled", "abandoned"} and collected("penstock_expired_total") == dict.fromkeys(
+        expected, 0
+    )
 
 
 def test_rewinds_and_the_memory_of_redis() -> None:

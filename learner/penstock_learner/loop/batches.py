@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from penstock.config.service import ReplayConfig
 from penstock.errors import DeadlineExceeded, InvalidInput, PoisonGroup
 from penstock.feed.run_end import data_has_ended
 from penstock.replay.queue import GroupConsumer
-from penstock.replay.queue_types import Delivery
+from penstock.replay.queue_types import Delivery, DropReason
 from penstock.samples import is_sampled
 from penstock.trajectory import SESSION_AGENT, Group
 from penstock_learner.agreement.servers import ServerQuarantine
@@ -34,10 +35,9 @@ from penstock_learner.steps.program import TrainingStep
 from penstock_learner.term import Term
 
 logger = logging.getLogger(__name__)
-NO_SPREAD, PASS_RATE, TOO_LONG = "no_spread", "pass_rate", "too_long"
 
 
-def reason_to_discard(group: Group, config: ReplayConfig) -> str:
+def reason_to_discard(group: Group, config: ReplayConfig) -> DropReason | Literal[""]:
     """Why the group is not trained, as one word; empty if it is. Only samples with a trained token count."""
     limits = config.group_filter
     samples = [sample for sample in group.trajectories if sample.has_trained_token]
@@ -47,13 +47,13 @@ def reason_to_discard(group: Group, config: ReplayConfig) -> str:
     spread = max(rewards, default=0.0) - min(rewards, default=0.0)
     num_samples = len({sample.episode or -number for number, sample in enumerate(samples, 1)})
     if num_samples != 1 and (config.dynamic_sampling and spread == 0 or spread < limits.min_spread):
-        return NO_SPREAD
+        return "no_spread"
     drawn = [sample.reward for sample in samples if not sample.is_baseline]
     rate = sum(reward >= limits.pass_reward for reward in drawn) / len(drawn) if drawn else 0.0
     if not limits.min_pass_rate <= rate <= limits.max_pass_rate:
-        return PASS_RATE
+        return "pass_rate"
     longest = max((len(sample.token_ids) for sample in group.trajectories), default=0)
-    return TOO_LONG if limits.max_response_tokens is not None and longest > limits.max_response_tokens else ""
+    return "too_long" if limits.max_response_tokens is not None and longest > limits.max_response_tokens else ""
 
 
 class FailedRewards:
@@ -110,10 +110,6 @@ def num_failed_rewards(group: Group) -> int:
     return sum(trajectory.reward_failed for trajectory in group.trajectories)
 
 
-REMAINDER = "remainder"
-"""Reason of groups that are dropped because they do not fill the last batch (`dataset.last_batch: drop`)."""
-
-
 @dataclass(frozen=True)
 class DataEnd:
     """The end of the dataset of one run: the feed has submitted all epochs, and every prompt has left the queue."""
@@ -138,7 +134,7 @@ class DataEnd:
         advice = "correct the dataset, the model's chat template or rollout.prompt, and start a new run"
         if not stat.inserted:
             what = f"all {stat.dead_lettered} prompts were dead-lettered, and there is nothing to train on"
-        if (await self.queue.expired_reasons()).get(REMAINDER):
+        if (await self.queue.expired_reasons()).get("remainder"):
             what = "it has fewer prompts than replay.groups_per_step"
             advice = "set dataset.last_batch to train, or lower replay.groups_per_step"
         raise InvalidInput(f"dataset {self.config.name!r}", f"it ended before the first step: {what}; {advice}")
@@ -148,7 +144,6 @@ WAIT_S = 1.0
 """Longest wait for a signal that a group is ready. A lost signal costs no more than this."""
 GATHER_S = 0.02
 """Pause after the signal, so that groups that come shortly after each other are taken together."""
-REWARD_FAILED = "reward_failed"
 DECODED_AT_ONCE = 32
 """Groups that one thread call decodes. It bounds how long a cancelled read keeps a thread busy."""
 
@@ -204,7 +199,7 @@ class BatchReader:
         return await self.replace(batch, outdated, "stale", policy_version, wanted)
 
     async def replace(
-        self, batch: Batch, prompt_ids: Collection[int], reason: str, policy_version: int,
+        self, batch: Batch, prompt_ids: Collection[int], reason: DropReason, policy_version: int,
         wanted: asyncio.Event | None = None,
     ) -> Batch:  # fmt: skip
         """The batch with other groups in place of these, which are expired for `reason`. The same object if there are
@@ -214,7 +209,7 @@ class BatchReader:
         kept = await self._without(batch.groups, prompt_ids, reason)
         return await self._complete(batch.step, kept, policy_version, wanted)
 
-    async def _without(self, groups: Sequence[Group], prompt_ids: Collection[int], reason: str) -> list[Group]:
+    async def _without(self, groups: Sequence[Group], prompt_ids: Collection[int], reason: DropReason) -> list[Group]:
         """The groups of other prompts. The groups of these prompts are expired for `reason`."""
         for group in groups:
             if group.prompt_id in prompt_ids:
@@ -222,7 +217,7 @@ class BatchReader:
                 await self._expire(group, reason)
         return [group for group in groups if group.prompt_id not in prompt_ids]
 
-    async def _expire(self, group: Group, reason: str) -> None:
+    async def _expire(self, group: Group, reason: DropReason) -> None:
         """Drop a group. Its prompt is sampled again, unless it was a session of a harness."""
         if group.agent_name == SESSION_AGENT:
             await self.queue.discard(group.prompt_id, reason)
@@ -232,7 +227,7 @@ class BatchReader:
     async def _without_failed(self, groups: Sequence[Group]) -> list[Group]:
         """The groups that the limit on failed rewards accepts. The prompts of the others are sampled again."""
         refused = [group.prompt_id for group in groups if self.failed_rewards.is_refused(group)]
-        return await self._without(groups, refused, REWARD_FAILED)
+        return await self._without(groups, refused, "reward_failed")
 
     async def _complete(
         self, step: int, groups: list[Group], policy_version: int, wanted: asyncio.Event | None = None
@@ -269,7 +264,7 @@ class BatchReader:
         if data_end.drops_remainder:
             for group in groups:
                 self._in_batches.discard(group.prompt_id)
-                await self.queue.discard(group.prompt_id, REMAINDER)
+                await self.queue.discard(group.prompt_id, "remainder")
             groups = []
         return Batch(step, tuple(groups), await self._prompts(groups))
 
@@ -334,7 +329,7 @@ class BatchReader:
             return None
         await self.failed_rewards.observe(decoded)
         if self.failed_rewards.is_refused(decoded):
-            await self._expire(decoded, REWARD_FAILED)
+            await self._expire(decoded, "reward_failed")
             return None
         if reason := reason_to_discard(decoded, self.replay):
             await self.queue.discard(decoded.prompt_id, reason)

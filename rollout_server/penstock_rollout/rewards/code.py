@@ -368,6 +368,7 @@ class Interpreter:
             "output": f"printed more than {self.output_bytes} bytes",
             "memory": "used too much memory",
             "files": "wrote too much to its files",
+            "processes": "started too many processes",
         }
         if outcome.ended != "itself":
             return f"Error: the program {reasons[outcome.ended]} and was ended"

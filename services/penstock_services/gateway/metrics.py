@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Self
+from typing import Self, get_args
 
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -20,6 +20,7 @@ from penstock.config.run import RunConfig
 from penstock.diagnosis.facts import RUN_STATES, RunFacts, RunStores
 from penstock.diagnosis.progress import LEARNING_CODES, SPEED_CODES, learning_finding, speed_finding
 from penstock.metrics import SHORT_SECONDS, DiskGauges, HostMemoryGauges
+from penstock.replay.queue_types import DropReason
 from penstock.sessions.task_store import TaskStat
 from penstock.store.redis_client import RedisMemory, read_redis_memory
 from penstock.v1 import runs_pb2
@@ -141,8 +142,7 @@ class SessionCollector(Collector):
 
 
 _DEAD_REASONS = ("corrupt", "schema", "shape", "non_finite", "identity")
-_EXPIRED_REASONS = ("stale", "no_spread", "quarantined", "reward_failed")
-"""Known reasons. Their series start at 0, so that a first increase is seen."""
+"""Known reasons. Their series, and those of DropReason, start at 0, so that a first increase is seen."""
 _LEVELS = {"OK": 1, "WARN": 2, "FAIL": 3}
 """Value of the finding that a run has; the others are 0."""
 
@@ -197,7 +197,7 @@ def _run_counters(snapshot: RunSnapshot) -> Iterator[Row]:
     ):
         yield name, text, "", getattr(stat, name)
     dead = dict.fromkeys(_DEAD_REASONS, 0) | snapshot.dead_letter_reasons
-    expired = dict.fromkeys(_EXPIRED_REASONS, 0) | snapshot.expired_reasons
+    expired = dict.fromkeys(get_args(DropReason), 0) | snapshot.expired_reasons
     yield "dead_lettered", "Prompts moved to the dead letters, by the first word of the reason.", "reason", dead
     yield "expired", "Groups dropped: too old, not worth training, or cancelled.", "reason", expired
     yield "rewinds", "Orders to rewind the policy to an older version.", "", snapshot.facts.orders.num_rewinds
@@ -235,7 +235,7 @@ def _run_gauges(snapshot: RunSnapshot) -> Iterator[Row]:
         ("run_speed", "What the run waits for most.", SPEED_CODES, speed_finding(facts)),
     ):
         levels: dict[str, float] = {code: _LEVELS[finding.level] if code == finding.code else 0 for code in codes}
-        yield name, text, "verdict", levels
+        yield name, text, "finding", levels
     if memory := snapshot.redis_memory:
         yield "redis_memory_used_bytes", "Memory of Redis.", "", memory.used_bytes
         yield "redis_memory_limit_bytes", "`maxmemory` of Redis, or the memory of its machine.", "", memory.limit_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -11,7 +12,8 @@ import pytest
 
 from support.tiny_architectures import tiny_model
 
-pytest.importorskip("vllm")
+# The import takes seconds, and only the other process needs it.
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
 
 ROOT = Path(__file__).parents[3]
 FEW = ["qwen2"]

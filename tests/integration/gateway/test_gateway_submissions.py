@@ -61,9 +61,14 @@ async def test_a_dataset_is_uploaded_and_submitted_once(gateway: Gateway, queue:
     record = await rest(gateway, "GET", f"{RUN}/prompts/600")
     assert (record["prompt"]["ground_truth"], record["prompt"]["num_samples"]) == (1198, 2)
 
+    long_source = b'{"prompt": "x", "data_source": "%b"}' % (b"s" * 257)
+    wrong = datasets_pb2.UploadDatasetRequest(name="wrong", format="jsonl", content=long_source)
+    with pytest.raises(grpc.aio.AioRpcError, match="data_source: may have 256 characters"):
+        await datasets.UploadDataset(wrong)
     for name, sent, kind, status, field in (
         ("sums", b'{"prompt": "x"}', "application/x-ndjson", 409, ""),
         ("wrong", b'{"prompt": 3}', "application/x-ndjson", 400, "content"),
+        ("wrong", long_source, "application/x-ndjson", 400, "content"),
         ("wrong", b"no parquet", "application/vnd.apache.parquet", 400, "content"),
         ("wrong", b"", "text/csv", 400, "content-type"),
         (".hidden", content, "application/x-ndjson", 400, "name"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -13,8 +15,9 @@ from penstock.cancellation import end_task
 from penstock.codec import encode_group
 from penstock.config.learner import LearnerConfig
 from penstock.config.service import RedisConfig, ReplayConfig
-from penstock.errors import Unavailable
+from penstock.errors import PenstockError, Unavailable
 from penstock.replay.queue import RedisReplayQueue
+from penstock.replay.results import PromptBook
 from penstock.store.redis_client import RedisClient, connect
 from penstock_learner.loop.batches import BatchReader
 from penstock_learner.term import Term
@@ -77,3 +80,53 @@ async def test_patience_ends_and_is_not_for_everyone(server: RedisProcess) -> No
             with pytest.raises(Unavailable, match="does not answer"):
                 await queue.get_group(1)
         await client.aclose()
+
+
+KILLED_BEFORE_THE_SCRIPT_IS_SENT = """
+import asyncio, os, signal, sys
+from penstock.config.service import RedisConfig, ReplayConfig
+from penstock.replay.group_payloads import GroupPayloads
+from penstock.replay.queue import RedisReplayQueue
+from penstock.replay.results import PromptBook
+from penstock.replay.queue_types import Lease
+from penstock.store.redis_client import connect
+transaction = GroupPayloads._transaction
+
+def killed(payloads, groups, limits, call):
+    if call[0] == "EVAL":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return transaction(payloads, groups, limits, call)
+
+GroupPayloads._transaction = killed
+queue = RedisReplayQueue(connect(RedisConfig(url=sys.argv[1])), "restart", ReplayConfig())
+asyncio.run(queue.append(Lease(int(sys.argv[2]), 1, b""), b"group", 0))
+"""
+
+
+@pytest.mark.parametrize("end", ["expires", "cancelled"])
+@pytest.mark.parametrize("fault", ["killed", "script fails"])
+async def test_payloads_that_no_group_names_end_with_their_lease(
+    server: RedisProcess, client: RedisClient, fault: str, end: str
+) -> None:
+    queue = RedisReplayQueue(client, "restart", REPLAY.model_copy(update={"lease_ttl_s": 0.2, "loss_window_s": 0}))
+    await queue.submit([b"p"], [0], "")
+    [lease] = await queue.lease("s", 1)
+    if fault == "killed":  # Redis does not know append.lua yet, as after a restart
+        words = [sys.executable, "-c", KILLED_BEFORE_THE_SCRIPT_IS_SENT, server.url, str(lease.prompt_id)]
+        process = await asyncio.create_subprocess_exec(*words)
+        assert await process.wait() == -signal.SIGKILL
+    else:
+        await client.set(queue.keys.meta, "not a hash")
+        with pytest.raises(PenstockError, match="WRONGTYPE"):
+            await queue.append(lease, b"group", 0)
+        await client.delete(queue.keys.meta)
+    payloads = queue.keys.group("*")
+    assert await client.keys(payloads) == [queue.keys.group(lease.prompt_id, lease.attempt).encode()]
+    if end == "cancelled":
+        await PromptBook(client, "restart").cancel([lease.prompt_id])
+    else:
+        async with asyncio.timeout(20):
+            while not await queue.lease("t", 1):
+                await asyncio.sleep(0.01)
+    assert await client.keys(payloads) == []
+    assert (await queue.stat()).conservation_error == 0

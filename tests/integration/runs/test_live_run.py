@@ -200,8 +200,8 @@ def test_the_first_row_gives_the_answers_of_the_api(live: DemoProcess, prometheu
     stale = dict(answers(prometheus, "How stale?"))
     assert 0 <= stale["mean"] <= stale["bound"] + 1
     for title in ("What is the bottleneck?", "Is the reward rising?"):
-        [(verdict, level)] = answers(prometheus, title)
-        assert verdict and level in (1, 2, 3)
+        [(finding, level)] = answers(prometheus, title)
+        assert finding and level in (1, 2, 3)
     assert answers(prometheus, "Firing alerts") == [("none", 0)]
     ends = dict(answers(prometheus, "What runs out next?"))
     assert {"Redis' memory", "disk of run_dir", f"memory of {endpoint(live, 'learner')}", "prompts"} <= ends.keys()

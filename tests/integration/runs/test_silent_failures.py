@@ -81,7 +81,7 @@ def test_a_reward_that_never_differs_is_said_with_the_cause(tmp_path: Path) -> N
         "--dataset.epochs", "0",
     )  # fmt: skip
     try:
-        until(lambda: "learning: reward 0.5 over " in log.read_text(), "the verdict", timeout_s=240)
+        until(lambda: "learning: reward 0.5 over " in log.read_text(), "the finding", timeout_s=240)
         assert "100% of the groups have no spread in reward, so they train nothing; give easier or" in log.read_text()
         process.terminate()
         assert process.wait(120) == 0, log.read_text()

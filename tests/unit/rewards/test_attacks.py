@@ -271,5 +271,46 @@ def test_without_the_right_to_change_the_user_every_attack_is_refused(server: Se
     assert bitten & biting <= KNOWN_WITHOUT_NAMESPACES, reports
 
 
+MANY = """
+import json, os, subprocess, sys
+from penstock_rollout.rewards.sandbox import builtin
+from penstock_rollout.rewards.sandbox.program import Limits
+from penstock_rollout.rewards.sandbox.run import Sandbox
+settings = json.load(sys.stdin)
+num_threads = builtin._num_threads_of(os.getuid())
+later = [subprocess.Popen(["/bin/sleep", "60"]) for _ in range(settings["num_later"])]
+builtin._num_threads_of = lambda user: num_threads  # as if the others had started after this count
+sandbox = Sandbox(builtin.Builtin(builtin.Layers(1, has_seccomp=True, has_namespaces=False, drops_user=False)), None)
+limits = Limits(cpu_s=20, memory_bytes=2**30, file_bytes=2**20, folder_bytes=2**22, max_processes=8)
+program = f'''
+import os, time
+for _ in range({settings["num_children"]}):
+    if os.fork() == 0:
+        time.sleep(30)
+        os._exit(0)
+print("started", flush=True)
+time.sleep(30 * {settings["is_bomb"]})
+'''
+outcome = sandbox.run(["p.py"], {"p.py": program}, b"", limits, wall_s=20, output_bytes=2**20)
+for other in later:
+    other.kill()
+    other.wait()
+print(json.dumps([outcome.ended, outcome.stdout.decode(), outcome.error_tail.decode()]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("num_children", "num_later", "ended"), [(6, 40, "itself"), (200, 0, "processes")], ids=["allowed", "too many"]
+)
+def test_where_the_kernel_counts_all_processes_of_the_user_only_the_programs_own_count(
+    server: Server, num_children: int, num_later: int, ended: str
+) -> None:
+    request = {"num_children": num_children, "num_later": num_later, "is_bomb": ended == "processes"}
+    output, errors = server.run(server.python, "-c", MANY, stdin=json.dumps(request).encode())
+    assert not errors
+    assert json.loads(output)[0] == ended, output
+    assert ended != "itself" or json.loads(output)[1] == "started\n", output
+
+
 def test_there_are_enough_attacks() -> None:
     assert len(ATTACKS) >= MIN_ATTACKS and len(FILES) >= 20 and len(PROCESSES) >= 20

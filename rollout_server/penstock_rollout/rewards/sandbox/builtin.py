@@ -49,6 +49,8 @@ from penstock_rollout.rewards.sandbox.seccomp import check, load_libc
 logger = logging.getLogger(__name__)
 PREFIX = "penstock-code-"
 _MAX_ATTEMPTS = 5
+_MAX_LATER_OTHERS = 1024
+"""How many threads other programs of the server's user may start while a program runs."""
 _OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -261,9 +263,10 @@ class Restrictions:
         self._libc = load_libc() if sys.platform == "linux" else None
         self._ruleset = -1
         self._user = own_user()
-        # Without namespaces or a separate user, the kernel counts all processes of this user.
+        # Without namespaces or a separate user, the kernel counts all processes of this user, also those that start
+        # later. Its limit then only bounds a burst; the sandbox counts the program's own processes.
         counts_all = not layers.drops_user and not layers.has_namespaces
-        process_limits = limits.of_a_process(_num_threads_of(os.getuid()) if counts_all else 0)
+        process_limits = limits.of_a_process(_num_threads_of(os.getuid()) + _MAX_LATER_OTHERS if counts_all else 0)
         self._limits = [(getattr(resource, f"RLIMIT_{name}"), (soft, hard)) for name, soft, hard in process_limits]
 
     def __enter__(self) -> Restrictions:

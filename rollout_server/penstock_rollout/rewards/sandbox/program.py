@@ -47,8 +47,8 @@ class Limits:
     max_processes: int
 
     def of_a_process(self, num_others: int = 0) -> list[tuple[str, int, int]]:
-        """Resource limits as (name, soft, hard). `num_others` processes of the same user do not belong to the program.
-        RLIMIT_AS comes last: the fork of a large process already exceeds it and cannot allocate any more."""
+        """Resource limits as (name, soft, hard). Up to `num_others` processes of the same user do not belong to the
+        program. RLIMIT_AS comes last: the fork of a large process already exceeds it and cannot allocate any more."""
         max_processes = self.max_processes + num_others
         return [
             ("CPU", self.cpu_s, self.cpu_s + 1),
@@ -67,6 +67,7 @@ class ProcessEntry:
 
     parent: int
     session: int
+    num_threads: int
     resident_bytes: int
 
 
@@ -82,7 +83,7 @@ def read_processes() -> dict[int, ProcessEntry]:
             fields = Path(f"/proc/{name}/stat").read_bytes().rpartition(b")")[2].split()
         except OSError:
             continue  # it has ended
-        found[int(name)] = ProcessEntry(int(fields[1]), int(fields[3]), int(fields[21]) * page_bytes)
+        found[int(name)] = ProcessEntry(int(fields[1]), int(fields[3]), int(fields[17]), int(fields[21]) * page_bytes)
     return found
 
 
@@ -306,12 +307,12 @@ READ_BYTES = 65536
 MEASURE_S = 0.2
 """How often the memory and the files of a running program are measured."""
 
-Ending = Literal["itself", "deadline", "output", "memory", "files"]
+Ending = Literal["itself", "deadline", "output", "memory", "files", "processes"]
 
 
 class RunningProgram:
     """A program that has been started. What its processes and files use together is measured, unless the kernel holds
-    the limit: it holds the memory if there is a control group, and the files if there is no `folder`."""
+    the limit: it holds memory and processes if there is a control group, and the files if there is no `folder`."""
 
     def __init__(
         self, process: subprocess.Popen[bytes], limits: Limits, group: ControlGroup | None, folder: Path | None = None
@@ -319,7 +320,7 @@ class RunningProgram:
         self.process = process
         """The process to wait for. Its standard streams are the program's."""
         self._limits = limits
-        self._holds_memory = group is not None
+        self._has_group = group is not None
         self._folder = folder
 
     def pids(self, processes: Mapping[int, ProcessEntry]) -> list[int]:
@@ -330,13 +331,16 @@ class RunningProgram:
         """Kill every process of the program and wait for their end. May be called again."""
         raise NotImplementedError
 
-    def exceeded(self) -> Literal["memory", "files"] | None:
+    def exceeded(self) -> Literal["memory", "files", "processes"] | None:
         """The limit that all processes or all files together exceed, if any."""
-        if self._holds_memory and self._folder is None:
+        if self._has_group and self._folder is None:
             return None
         processes = read_processes() if sys.platform == "linux" else {}
         pids = self.pids(processes)
-        if not self._holds_memory and memory_is_exceeded(pids, processes, self._limits.memory_bytes):
+        # bubblewrap's own first process may be one of them.
+        if not self._has_group and sum(processes[pid].num_threads for pid in pids) > self._limits.max_processes + 1:
+            return "processes"
+        if not self._has_group and memory_is_exceeded(pids, processes, self._limits.memory_bytes):
             return "memory"
         if self._folder is not None and files_are_exceeded(self._folder, self._limits.folder_bytes, pids):
             return "files"
@@ -371,8 +375,8 @@ class Outcome:
     error_tail: bytes
     """The last ERROR_TAIL_BYTES of standard error."""
     ended: Ending
-    """Why the program ended: it exited by itself, its time was up, it printed too much, or it exceeded its memory or
-    the size of its files."""
+    """Why the program ended: it exited by itself, its time was up, it printed too much, or it exceeded its memory, the
+    size of its files or the number of its processes."""
 
     @property
     def succeeded(self) -> bool:

@@ -312,14 +312,16 @@ local function check_evaluations(ids)
   check_prompts(ids, '')
 end
 
--- Counts a prompt of an evaluation as finished. When an evaluation of the run or an operator is complete, its score is
--- kept under its benchmark, which is its id without the number at the end.
+-- Counts a prompt of an evaluation as finished. A complete evaluation can be read for a week. If it is one of the run or
+-- an operator, its score is kept under its benchmark, which is its id without the number at the end.
 local function finish_evaluation_prompt(evaluation_id)
   local evaluation = EVALUATION .. evaluation_id
   local num_finished = redis.call('HINCRBY', evaluation, 'num_finished', 1)
   local fields = redis.call('HMGET', evaluation, 'num_prompts', 'num_samples', 'reward_sum', 'is_kept')
   local num_prompts, num_samples, sum, is_kept = unpack(fields)
-  if num_finished ~= tonumber(num_prompts) or num_samples == '0' or is_kept == '0' then return end
+  if num_finished ~= tonumber(num_prompts) then return end
+  redis.call('EXPIRE', evaluation, 604800)
+  if num_samples == '0' or is_kept == '0' then return end
   local benchmark = string.match(evaluation_id, '^(.*)%-%d+$') or evaluation_id
   keep_score(benchmark, evaluation_id, tostring(sum / num_samples))
 end

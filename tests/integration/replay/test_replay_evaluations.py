@@ -30,6 +30,18 @@ async def test_evaluations_are_scored_and_never_queued(queue: ReplayQueue) -> No
     assert (stat.admitted, stat.in_flight) == (0, 0)
 
 
+async def test_an_evaluation_can_be_read_for_a_limited_time_once_it_is_complete(make_queue: MakeQueue) -> None:
+    queue = make_queue()
+    if not isinstance(queue, RedisReplayQueue):
+        return
+    await queue.create_evaluation("heldout-1", [b"q1", b"q2"])
+    first, second = await queue.lease("s", 5)
+    await queue.record_evaluation("heldout-1", first, [1.0], 0, 0)
+    assert await queue.client.ttl(queue.keys.evaluation("heldout-1")) == -1
+    await queue.give_back("s", second, "bad", is_final=True)
+    assert await queue.client.ttl(queue.keys.evaluation("heldout-1")) > 24 * 3600
+
+
 async def test_an_evaluation_has_the_scores_of_each_data_source(queue: ReplayQueue) -> None:
     await queue.create_evaluation("heldout", [b"q1", b"q2", b"q3"])
     first, second, third = await queue.lease("s", 5)

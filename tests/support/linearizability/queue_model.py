@@ -247,7 +247,9 @@ class SubmissionModel:
         return call.called_s + self.lease_ttl_s - LEASE_SLACK_S
 
     def _is_held(self, prompt: Prompt, seen: Seen, call: Call) -> bool:
-        return prompt.place == "leased" and prompt.owner == (call.details.server, seen.attempt)
+        """An earlier id of a prompt that was requeued holds nothing."""
+        is_owner = prompt.owner == (call.details.server, seen.attempt)
+        return prompt.place == "leased" and seen.prompt_id == prompt.ids[-1] and is_owner
 
     def _given_back(self, prompt: Prompt, failure: str) -> Prompt:
         failures = prompt.failures + (failure != "")

@@ -109,16 +109,14 @@ class TaskModel:
         is_repeated = call.name == "submit" and call.details.outcome in ("replayed", "taken")
         return call.name == "get" or is_repeated or (call.name != "close" and call.details.outcome in SILENT)
 
-    def passed(self, state: Work, now_s: float) -> Work | None:
-        """Places whose lease has run out are pending again, and sessions that have expired are forgotten."""
-        after = state
-        for index, place in enumerate(state.places):
-            if place.state == "leased" and now_s >= place.expires_s:
-                after = self._returned(after, index, "lease_expired")
-        for name, session in state.sessions:
-            if now_s >= session.expires_s:
-                after = after.with_session(name, Session())
-        return after if after != state else None
+    def passed(self, state: Work, now_s: float) -> list[Work]:
+        """A place whose lease has run out is pending again, and a session that has expired is forgotten."""
+        leased = [(index, place) for index, place in enumerate(state.places) if place.state == "leased"]
+        returned = [
+            self._returned(state, index, "lease_expired") for index, place in leased if now_s >= place.expires_s
+        ]
+        ended = [name for name, session in state.sessions if now_s >= session.expires_s]
+        return returned + [state.with_session(name, Session()) for name in ended]
 
     def step(self, state: Work, call: Call) -> Work | Refusal:
         after, outcome = getattr(self, f"_{call.name}")(state, call.details, call)

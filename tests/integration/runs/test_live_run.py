@@ -127,6 +127,16 @@ def test_no_process_of_a_private_run_listens_beyond_loopback(live: DemoProcess) 
     assert beyond_loopback(found) == {}
 
 
+def test_ray_starts_no_process_that_a_private_run_does_not_need(live: DemoProcess) -> None:
+    commands = []
+    for process in live.descendants():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            commands.append(" ".join(process.cmdline()))
+    assert any("gcs_server" in command for command in commands)
+    for program in ("dashboard/dashboard.py", "_private/log_monitor.py", "autoscaler/"):
+        assert not [command for command in commands if program in command and "raylet" not in command.split()[0]]
+
+
 def test_no_command_line_shows_a_secret(live: DemoProcess) -> None:
     secrets = [
         (live.folder / "redis" / "password").read_text().strip(),

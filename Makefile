@@ -8,7 +8,7 @@ export PENSTOCK_VENV := $(VENV)
 unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 
-.PHONY: help demo test test-forking test-others test-ordinary lint lint-types lint-style unit integration bench bench-against bench-async chaos soak test-long setup setup-dev proto images chart clean
+.PHONY: help demo test test-forking test-others test-ordinary demo-ordinary tests-ordinary lint lint-types lint-style unit integration bench bench-against bench-async chaos soak test-long setup setup-dev proto images chart clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -26,14 +26,23 @@ test: setup-dev  ## lint, and at least one case of every feature (what CI checks
 	@$(MAKE) --no-print-directory -j 3 lint-types test-forking test-others lint-style
 
 # No permission stops root, so CI, which is often root, also runs these tests as an ordinary user: private files, folders that cannot be
-# written, the sandbox, and a whole run.
-ORDINARY_TESTS := $(addprefix tests/integration/runs/test_,demo.py doctor.py) \
+# written, the sandbox, and a short demo. Attacks are not among them: that test starts its servers as both users.
+ORDINARY_TESTS := tests/integration/runs/test_doctor.py \
 	$(addprefix tests/unit/learner/checkpoints/test_,checkpoint_store.py damaged_checkpoints.py) \
-	$(addprefix tests/unit/rewards/test_,attacks.py code_reward.py reward_pool.py sandbox.py sandbox_folders.py scorer.py system_call_numbers.py worker.py) \
-	$(addprefix tests/unit/test_,private_redis.py logs.py compiled_code.py cluster_key.py disk_space.py init.py open_files.py samples.py)
+	$(addprefix tests/unit/rewards/test_,code_reward.py sandbox.py sandbox_folders.py system_call_numbers.py reward_process.py) \
+	tests/unit/weights/test_cluster_key.py tests/unit/rewards/test_scorer.py::test_ending_a_code_reward_ends_its_programs \
+	$(addprefix tests/unit/test_,private_redis.py logs.py compiled_code.py disk_space.py init.py open_files.py samples.py) \
+	--deselect=tests/unit/test_compiled_code.py::test_a_rank_compiles_into_the_folder
+AS_ORDINARY_USER := OMP_NUM_THREADS=1 .ci/as-ordinary-user $(VENV)/bin/python
 
 test-ordinary: setup-dev  ## the tests for which the user matters, as an ordinary user (for root)
-	OMP_NUM_THREADS=1 .ci/as-ordinary-user $(VENV)/bin/python $(VENV)/bin/python -m pytest -n $(WORKERS) -p no:cacheprovider $(ORDINARY_TESTS) $(ARGS)
+	@$(MAKE) --no-print-directory -j 2 demo-ordinary tests-ordinary
+
+demo-ordinary:
+	$(AS_ORDINARY_USER) sh -c '$(VENV)/bin/penstock demo --learner.num_steps 2 --run_dir "$$HOME/runs"'
+
+tests-ordinary:
+	$(AS_ORDINARY_USER) $(VENV)/bin/python -m pytest -n 2 -p no:cacheprovider $(ORDINARY_TESTS) $(ARGS)
 
 test-forking:
 	$(VENV)/bin/python -m pytest $(FORKING_TESTS) $(ARGS)

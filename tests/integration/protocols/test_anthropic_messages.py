@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
 
 from support.protocol_run import MAX_MODEL_LEN, ProtocolRun
+
+if TYPE_CHECKING:  # the import takes seconds in every process that collects tests
+    import anthropic
 
 ADD: Any = {
     "name": "add",
@@ -26,6 +28,8 @@ OPTIONS: Any = {"model": "test", "max_tokens": 400, "messages": QUESTION, "syste
 
 @pytest.fixture(scope="module")
 def client(served_run: ProtocolRun) -> Iterator[anthropic.Anthropic]:
+    import anthropic
+
     with anthropic.Anthropic(base_url=served_run.url, api_key=served_run.key, max_retries=0) as made:
         yield made
 
@@ -44,7 +48,7 @@ def test_a_call_and_its_result(client: anthropic.Anthropic) -> None:
         **OPTIONS, tools=[ADD], tool_choice={"type": "any", "disable_parallel_tool_use": True}
     )
     [use] = answer.content
-    assert answer.stop_reason == "tool_use" and isinstance(use, anthropic.types.ToolUseBlock)
+    assert answer.stop_reason == "tool_use" and use.type == "tool_use"
     assert use.name == "add" and isinstance(use.input, dict) and use.input.keys() == {"a"}
     result: Any = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": use.id, "content": "4"}]}
     history: Any = [*QUESTION, {"role": "assistant", "content": answer.content}, result]
@@ -84,6 +88,8 @@ def test_output_fits_a_json_schema(client: anthropic.Anthropic) -> None:
 
 
 def test_what_cannot_be_honoured_is_refused_by_name(client: anthropic.Anthropic, served_run: ProtocolRun) -> None:
+    import anthropic
+
     image = {"type": "image", "source": {"type": "url", "url": "x"}}
     for field, options in (
         ("thinking", {"thinking": {"type": "enabled", "budget_tokens": 1024}}),

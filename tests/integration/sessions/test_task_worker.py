@@ -7,7 +7,6 @@ import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
-import anthropic
 import openai
 import pytest
 
@@ -39,6 +38,8 @@ async def ask(attempt: Attempt, question: str = "abc") -> None:
 
 def ask_and_wait(attempt: Attempt) -> float:
     """An agent without asyncio, of another kind of client."""
+    import anthropic  # takes seconds
+
     with anthropic.Anthropic(
         base_url=attempt.url, api_key=attempt.api_key, default_headers=attempt.headers, max_retries=0
     ) as model:

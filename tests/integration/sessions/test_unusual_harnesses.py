@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import openai
 import pytest
 import redis.asyncio as redis
@@ -139,6 +138,8 @@ async def test_the_official_clients_do_not_repeat_a_call_of_a_session_that_is_cl
     redis_process: Any, redis_client: redis.Redis, tmp_path: Path
 ) -> None:
     """Both repeat a 409 twice by themselves, after seconds, and send the number of the try with each."""
+    import anthropic  # takes seconds
+
     async with answering(redis_process.url, redis_client, tmp_path, DONE) as (_, asked, client):
         await asked.chat.completions.create(model="test", messages=ASKED)
         await client.reward_session("s", 1.0)

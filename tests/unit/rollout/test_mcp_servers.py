@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import os
 import socket
@@ -24,8 +25,6 @@ from penstock_rollout.agents.tools import ToolError
 from penstock_rollout.tokenization import Tokenization
 from support.processes import until
 from support.scripted_engines import END, ScriptedEngine, called, make_context, make_tokenizer_folder, spelled
-
-pytest.importorskip("mcp")
 
 SERVER = """
 import json, os, sys
@@ -89,7 +88,10 @@ if len(sys.argv) > 1:
 else:
     server.run("stdio")
 '''
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.skipif(importlib.util.find_spec("mcp") is None, reason="mcp is not installed"),
+]
 
 
 @pytest.fixture(scope="module")

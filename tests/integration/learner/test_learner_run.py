@@ -33,6 +33,7 @@ from support.learner_runs import (
 from support.redis_server import RedisProcess
 
 PLACEMENTS = ("standalone", "split-collocate")
+pytestmark = pytest.mark.timeout(900)  # a learner starts four processes that import torch, and the machine may be busy
 
 
 @pytest.fixture(scope="module")

@@ -106,8 +106,8 @@ def measure_followed(num_steps: int) -> dict[str, Any]:
         if time.monotonic() > deadline:
             raise SystemExit(f"{folder} has not started")
         time.sleep(0.2)
-    reached = score(ARITHMETIC / "model")
     row = asyncio.run(train(variant, FollowedRun(folder, config_of(variant, folder))))
+    reached = score(ARITHMETIC / "model")
     return row | {"scores": [(0, reached), (num_steps, reached)]}
 
 

@@ -194,7 +194,7 @@ def test_a_new_learner_ends_the_groups_of_the_one_before(nccl: NcclStandIn) -> N
     assert nccl.num_aborts == 1
 
 
-def test_a_late_joiner_makes_a_new_group_and_the_old_one_is_given_up(nccl: NcclStandIn) -> None:
+def test_a_late_joiner_makes_a_new_group_and_the_old_one_is_abandoned(nccl: NcclStandIn) -> None:
     sender = NcclSender(CPU)
     push(sender, staged_version(1), [target("a")])
     push(sender, staged_version(2), [target("a"), target("b")])

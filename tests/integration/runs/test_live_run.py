@@ -411,7 +411,7 @@ def test_an_interrupted_run_stops_everything(live: DemoProcess) -> None:
     assert list((live.folder / "checkpoints").glob("term-*-step-*")), "the learner took a checkpoint before it stopped"
 
 
-def test_nobody_else_can_read_the_files_of_the_run(live: DemoProcess) -> None:
+def test_no_one_else_can_read_the_files_of_the_run(live: DemoProcess) -> None:
     paths = [live.folder, *live.folder.rglob("*")]
     names = {path.name for path in paths}
     assert {"config.yaml", "cluster.key", "metrics.jsonl", "learner.log", "redis"} <= names

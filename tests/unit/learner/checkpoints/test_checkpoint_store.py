@@ -49,7 +49,7 @@ def test_checkpoints_that_the_run_abandoned_are_not_continued(tmp_path: Path) ->
     assert store.candidates("auto", copied) == [later, Path(copied.checkpoint)]
 
 
-def test_what_the_run_gave_up_is_known_without_redis(tmp_path: Path) -> None:
+def test_what_the_run_abandoned_is_known_without_redis(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints", keep=5)
     first, target, given_up = (make(store, step) for step in (1, 2, 3))
     rewind = RunRewind(str(target), term=2, num_orders=0)

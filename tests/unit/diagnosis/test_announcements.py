@@ -65,7 +65,7 @@ def test_a_demo_ends_when_its_run_has_paused_itself(state: str, detail: str, mes
         check_not_paused(status)
 
 
-def test_the_first_failure_is_said_once_with_its_traceback() -> None:
+def test_the_first_failure_is_printed_once_with_its_traceback() -> None:
     announcements = Announcements(RUN)
     assert announcements.new_lines(run_with(notices=(FAILED,))) == [
         "the reward of sample 0 failed", "    Traceback", "      line", "    KeyError: 'x'",
@@ -73,20 +73,20 @@ def test_the_first_failure_is_said_once_with_its_traceback() -> None:
     assert announcements.new_lines(run_with(notices=(FAILED.model_copy(update={"count": 624}),))) == []
 
 
-def test_a_failure_of_an_earlier_start_is_said_when_it_happens_again() -> None:
+def test_a_failure_of_an_earlier_start_is_printed_when_it_happens_again() -> None:
     announcements = Announcements(run_with(notices=(FAILED,)))
     assert announcements.new_lines(run_with(notices=(FAILED,))) == []
     assert announcements.new_lines(run_with(notices=(FAILED.model_copy(update={"count": 2}),)))[0] == FAILED.text
 
 
-def test_a_rewind_and_its_end_are_said_once() -> None:
+def test_a_rewind_and_its_end_are_printed_once() -> None:
     announcements, held = Announcements(RUN), run_with(held_version=3)
     begun, ended = held.rewind_text, "the rewind has ended: servers get the current version again, not 3"
     assert "holds the servers at version 3" in begun
     assert [announcements.new_lines(run) for run in (held, held, RUN, RUN)] == [[begun], [], [ended], []]
 
 
-def test_a_pause_is_said_with_its_reason_once() -> None:
+def test_a_pause_is_printed_with_its_reason_once() -> None:
     announcements, paused = (
         Announcements(RUN, "penstock runs resume --run-dir r"),
         run_with(state="PAUSED", detail="rewards fail"),
@@ -99,7 +99,7 @@ def test_a_pause_is_said_with_its_reason_once() -> None:
     assert announcements.new_lines(run_with(state="STOPPED")) == [by_operator]
 
 
-def test_a_server_that_leases_nothing_is_said_once() -> None:
+def test_a_server_that_leases_nothing_is_printed_once() -> None:
     announcements = Announcements(RUN)
     broken = run_with(servers=(SERVER.model_copy(update={"breaker_reason": "invalid_input", "breaker_failures": 8}),))
     assert [len(announcements.new_lines(run)) for run in (RUN, broken, broken)] == [0, 1, 0]

@@ -29,9 +29,9 @@ test: setup-dev  ## lint, and at least one case of every feature (what CI checks
 # written, the sandbox, and a short demo. Attacks are not among them: that test starts its servers as both users.
 ORDINARY_TESTS := tests/integration/runs/test_doctor.py \
 	$(addprefix tests/unit/learner/checkpoints/test_,checkpoint_store.py damaged_checkpoints.py) \
-	$(addprefix tests/unit/rewards/test_,code_reward.py sandbox.py sandbox_folders.py system_call_numbers.py worker.py) \
-	tests/unit/rewards/test_scorer.py::test_ending_a_code_reward_ends_its_programs \
-	$(addprefix tests/unit/test_,private_redis.py logs.py compiled_code.py cluster_key.py disk_space.py init.py open_files.py samples.py) \
+	$(addprefix tests/unit/rewards/test_,code_reward.py sandbox.py sandbox_folders.py system_call_numbers.py reward_process.py) \
+	tests/unit/weights/test_cluster_key.py tests/unit/rewards/test_scorer.py::test_ending_a_code_reward_ends_its_programs \
+	$(addprefix tests/unit/test_,private_redis.py logs.py compiled_code.py disk_space.py init.py open_files.py samples.py) \
 	--deselect=tests/unit/test_compiled_code.py::test_a_rank_compiles_into_the_folder
 AS_ORDINARY_USER := OMP_NUM_THREADS=1 .ci/as-ordinary-user $(VENV)/bin/python
 

@@ -27,6 +27,9 @@ kill, and the sum of the effective steps' own durations, which include waiting f
 
 The steps are those of the tiny model of examples/arithmetic on this machine's CPU, as fast as it can: no step is
 lengthened. Progress is printed every 30 s. Results are saved every minute, so a run that is cut off still reports.
+
+Ray, ranks and engines take longer to start than a smoke run may last. It does all of the above for a few seconds with
+stand-ins for all parts but Redis (soak_parts/stand_ins.py), and reads the log and counts the groups of another run.
 """
 
 from __future__ import annotations
@@ -48,8 +51,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
-from harness import SMOKE, Bar, followed_run, leaves_out, make_parser, write_results
-from penstock.client import PenstockClient
+from harness import SMOKE, Bar, followed_run, leaves_out, make_parser, sized, write_results
 from penstock.config.loading import dump_config, load_config
 from penstock.config.run import RunConfig
 from penstock.errors import PenstockError
@@ -62,12 +64,16 @@ from penstock_learner.checkpoints import CheckpointStore, read_state
 from penstock_learner.term import Ledger
 from penstock_tools.local.private_redis import find_redis_server, write_config
 from penstock_tools.local.processes import ProcessGroup
-from soak_parts.lineage import Account, Lineage, make_account
+from soak_parts.lineage import MARKERS, Account, Lineage, make_account
 from soak_parts.processes import Killer, Part, host_description, rank_process, root_process
+from soak_parts.stand_ins import use_stand_ins
 
 CONFIG = Path(__file__).parent / "soak_parts" / "soak.yaml"
 START_S = 180.0
 DRAIN_S = 180.0
+LINE_S, CHECK_S = sized((30.0, 60.0), (1.0, 1.0))
+"""Time between two lines of progress, and between two checks of conservation and memory."""
+FOLLOWED_S = 350.0
 POLL_S = 0.2
 STALL_S = 240.0
 """A run without a step for this long has failed."""
@@ -97,6 +103,8 @@ class Soak:
         self.seed = seed
         self.processes = ProcessGroup(folder / "logs")
         self.config, self.parts = make_parts(folder)
+        if SMOKE:
+            use_stand_ins(self.parts, port_of(self.parts["ray"]), folder)
         self.lineage = Lineage(folder / "logs" / "learner.log")
         dice = random.Random(seed)
         possible = {name: partial(root_process, part) for name, part in self.parts.items()}
@@ -115,7 +123,7 @@ class Soak:
         try:
             self._start()
             await self._watch_until(lambda: len(self.lineage.trained) >= 5, START_S)
-            calm_from = len(self.lineage.trained)
+            calm_from = len(self.lineage.trained) - 1
             await self._watch(self.calm_s)
             self.calm_step_s = statistics.median(trained.seconds for trained in self.lineage.trained[calm_from:])
             self.begun_at = time.monotonic()
@@ -132,20 +140,6 @@ class Soak:
             await asyncio.to_thread(self.processes.stop)
             await self.client.aclose()
 
-    async def follow(self, run: Path) -> None:
-        """Watch five steps of a run that others have started, and in which nothing is killed."""
-        leaves_out("a run under kills", "it takes minutes; a run of others is followed")
-        self.begun_at = time.monotonic()
-        self.lineage = Lineage(run / "logs" / "learner.log")
-        self.lineage.begin_start(self.begun_at)
-        while len(self.lineage.trained) < 5 and time.monotonic() < self.begun_at + START_S:
-            self.lineage.poll(time.monotonic())
-            await asyncio.sleep(POLL_S)
-        self.ended_at = time.monotonic()
-        self.calm_step_s = statistics.median(trained.seconds for trained in self.lineage.trained)
-        async with PenstockClient.from_run_dir(run) as client:
-            self.observed.conservation_errors.append((await client.get_run()).queue.conservation_error)
-
     def _start(self) -> None:
         for name, part in self.parts.items():
             part.start(self.processes)
@@ -157,24 +151,24 @@ class Soak:
         deadline = time.monotonic() + timeout_s
         while not done():
             if time.monotonic() > deadline:
-                raise SystemExit(f"the run made no step in {timeout_s:.0f} s; see {self.processes.log_folder}")
+                raise SystemExit(f"the run is not up after {timeout_s:.0f} s; see {self.processes.log_folder}")
             self._poll()
             await asyncio.sleep(POLL_S)
 
     async def _watch(self, seconds: float, *, is_measured: bool = False) -> None:
         """Restart, kill and look for `seconds`. Raises SystemExit if the run does not move any more."""
         end = time.monotonic() + seconds
-        next_line = time.monotonic() + 30
-        next_check = time.monotonic() + 60
+        next_line = time.monotonic() + LINE_S
+        next_check = time.monotonic() + CHECK_S
         while (now := time.monotonic()) < end:
             self._poll()
             if now - self.lineage.trained[-1].at > STALL_S:
                 raise SystemExit(f"no step for {STALL_S:.0f} s; see {self.processes.log_folder}")
             if is_measured and now > next_line:
-                next_line = now + 30
+                next_line = now + LINE_S
                 self._print_progress()
             if is_measured and now > next_check:
-                next_check = now + 60
+                next_check = now + CHECK_S
                 self.checking = asyncio.create_task(self._check())
             await asyncio.sleep(POLL_S)
 
@@ -212,6 +206,7 @@ class Soak:
     async def _take_stock(self) -> None:
         """Stop the feed, let the learner train what is left, stop all but Redis, and count."""
         print("no more kills; training what is left", flush=True)
+        await self._watch_until(lambda: all(part.is_up for part in self.parts.values()), START_S)
         feed = self.parts.pop("feed")
         if feed.child is not None and feed.is_up:
             feed.child.process.terminate()
@@ -231,17 +226,30 @@ class Soak:
         self.lineage.poll(time.monotonic())
         self.final = await self.queue.stat()
         submitted = sum(feed.position for feed in (await self.queue.feeds()).values())
-        checkpoints = CheckpointStore(self.config.folder / "checkpoints", 2).newest_first()
-        assert checkpoints, "the run wrote no checkpoint"
-        newest = read_state(checkpoints[0])
-        ledger = len(Ledger(newest.ledger))
         waiting = self.final.pending_prompts + self.final.in_flight + self.final.queued
-        self.lost = submitted - waiting - ledger
-        lines = (self.config.folder / "metrics.jsonl").read_text().splitlines()
-        steps = [line for line in map(json.loads, lines) if line["step"] <= newest.step]
-        assert [int(step["step"]) for step in steps] == list(range(1, newest.step + 1)), "steps are missing"
-        self.doubled = int(sum(step["num_sequences"] for step in steps)) // SAMPLES_PER_GROUP - ledger
+        if SMOKE:
+            followed = await self._followed()
+            self.doubled, self.lost = doubled_in(followed)[0], submitted - waiting
+        else:
+            self.doubled, ledger = doubled_in(self.config.folder)
+            self.lost = submitted - waiting - ledger
         self.observed.conservation_errors.append(self.final.conservation_error)
+
+    async def _followed(self) -> Path:
+        """The folder of a run that others have started, when it has ended. Its learner's log must be readable."""
+        leaves_out("a run that trains", "it takes minutes; stand-ins were killed, and a run of others is read")
+        run, deadline = followed_run(), time.monotonic() + FOLLOWED_S
+        while not (run / "summary.json").exists():
+            if time.monotonic() > deadline:
+                raise SystemExit(f"{run} has not ended after {FOLLOWED_S:.0f} s")
+            await asyncio.sleep(POLL_S)
+        lineage = Lineage(run / "logs" / "learner.log")
+        lineage.begin_start(time.monotonic())
+        lineage.poll(time.monotonic())
+        missing = {*MARKERS, "first step"} - lineage.starts[0].phases.keys()
+        if missing or not lineage.effective():
+            raise SystemExit(f"{lineage.log} lacks the lines of {', '.join(sorted(missing)) or 'steps'}")
+        return run
 
     # ── reporting ──
 
@@ -370,6 +378,18 @@ def port_of(part: Part) -> int:
     return int(next(line for line in lines if line.startswith("port ")).split()[1])
 
 
+def doubled_in(run: Path) -> tuple[int, int]:
+    """The groups that the steps up to the newest checkpoint trained beyond its ledger, and the length of the ledger."""
+    checkpoints = CheckpointStore(run / "checkpoints", 2).newest_first()
+    assert checkpoints, "the run wrote no checkpoint"
+    newest = read_state(checkpoints[0])
+    ledger = len(Ledger(newest.ledger))
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    steps = [line for line in map(json.loads, lines) if line["step"] <= newest.step]
+    assert [int(step["step"]) for step in steps] == list(range(1, newest.step + 1)), "steps are missing"
+    return int(sum(step["num_sequences"] for step in steps)) // SAMPLES_PER_GROUP - ledger, ledger
+
+
 def totals(samples: dict[str, list[int]]) -> list[int]:
     """The sum over all parts at each time at which all were up."""
     return [sum(row) for row in zip(*samples.values(), strict=False)]
@@ -385,11 +405,13 @@ def growth(samples: list[int], since: int = 0) -> float:
 
 def main() -> int:
     parser = make_parser()
-    parser.add_argument("--minutes", type=float, default=60.0, help="time during which parts are killed")
+    parser.add_argument("--minutes", type=float, default=sized(60.0, 0.08), help="time during which parts are killed")
     parser.add_argument("--seed", type=int, default=1, help="seed of the kills")
-    parser.add_argument("--mean-kill-s", type=float, default=30.0, help="mean time between two kills")
+    parser.add_argument("--mean-kill-s", type=float, default=sized(30.0, 0.4), help="mean time between two kills")
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=TARGETS, help="the parts that are killed")
-    parser.add_argument("--calm-s", type=float, default=60.0, help="undisturbed training before the first kill")
+    parser.add_argument(
+        "--calm-s", type=float, default=sized(60.0, 1.0), help="undisturbed training before the first kill"
+    )
     parser.add_argument("--keep", action="store_true", help="keep the run's folder, with all logs")
     arguments = parser.parse_args()
     # Ray's sockets need a short path (107 bytes).
@@ -402,7 +424,7 @@ def main() -> int:
         assert task is not None
         for name in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(name, task.cancel)
-        await (soak.follow(followed_run()) if SMOKE else soak.run())
+        await soak.run()
 
     os.environ.pop("RAY_ADDRESS", None)
     is_met = False
@@ -418,7 +440,7 @@ def main() -> int:
             print(f"logs: {folder / 'logs'}")
         else:
             shutil.rmtree(folder, ignore_errors=True)
-    return 0 if SMOKE or (is_met and soak.final is not None) else 1
+    return 0 if (is_met or SMOKE) and soak.final is not None else 1
 
 
 if __name__ == "__main__":

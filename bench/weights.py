@@ -207,7 +207,8 @@ def _drain(port: int) -> None:
 def tcp_stream(weights: list[torch.Tensor]) -> tuple[Callable[[], float], Callable[[], None]]:
     """GB/s of sending the same bytes over loopback, and a function that ends it."""
     listener = socket.create_server(("127.0.0.1", 0))
-    reader = multiprocessing.get_context("spawn").Process(target=_drain, args=(listener.getsockname()[1],), daemon=True)
+    context: Any = multiprocessing.get_context(sized("spawn", "fork"))
+    reader = context.Process(target=_drain, args=(listener.getsockname()[1],), daemon=True)
     reader.start()
     connection, _ = listener.accept()
     views = [weight.numpy().reshape(-1).view(np.uint8).data for weight in weights]

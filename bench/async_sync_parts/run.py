@@ -16,11 +16,15 @@ import random
 import runpy
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from penstock.client import PenstockClient
 from penstock.config.loading import load_config
 from penstock.config.run import RunConfig
 from penstock.feed.datasets import read_prompts
@@ -164,6 +168,34 @@ def two_cores() -> dict[str, int]:
     return {"learner": cores[0], "rollout-0": cores[1]}
 
 
+class FollowedClient(PenstockClient):
+    """Submits nothing: the run has its own prompts."""
+
+    async def submit(self, prompts: Sequence[Prompt], *_: object, **__: object) -> None:  # type: ignore[override]
+        assert prompts
+
+
+class FollowedRun:
+    """A run that others have started, with what `train` uses of a LocalRun."""
+
+    def __init__(self, folder: Path, config: RunConfig) -> None:
+        self.folder = folder
+        self.config = config
+        self.client = FollowedClient.from_run_dir(folder)
+
+    async def check(self) -> None:
+        """Whoever has started the run checks it."""
+
+    def pids(self) -> dict[str, int]:
+        modules = {"penstock_learner": "learner", "penstock_rollout": "rollout-0"}
+        found = {}
+        for process in psutil.process_iter(["cmdline"]):
+            words = process.info["cmdline"] or []
+            if len(words) > 2 and words[2] in modules and str(self.folder / "config.yaml") in words:
+                found[modules[words[2]]] = process.pid
+        return found
+
+
 async def run(variant: Variant, folder: Path, serving: Serving = Serving()) -> dict[str, Any]:  # noqa: B008  # frozen
     """Train. Returns the variant, and the end of each step and the CPU seconds of both sides since the first prompt."""
     config = config_of(variant, folder, serving)
@@ -171,12 +203,17 @@ async def run(variant: Variant, folder: Path, serving: Serving = Serving()) -> d
     local.cores = two_cores()
     async with local:
         local.start_workers()
-        await _wait_until_ready(local)
-        before = _cpu_seconds(local)
-        started = time.time()
-        await asyncio.wait_for(_train(local, _prompts(config)), TRAIN_S)
-        after = {name: seconds - before[name] for name, seconds in _cpu_seconds(local).items()}
-    return row_of(variant, read_history(config.folder), started, after)
+        return await train(variant, local)
+
+
+async def train(variant: Variant, local: LocalRun | FollowedRun) -> dict[str, Any]:
+    """What `run` returns, of a run that was started."""
+    await _wait_until_ready(local)
+    before = _cpu_seconds(local)
+    started = time.time()
+    await asyncio.wait_for(_train(local, _prompts(local.config)), TRAIN_S)
+    after = {name: seconds - before[name] for name, seconds in _cpu_seconds(local).items()}
+    return row_of(variant, read_history(local.folder)[: variant.num_steps], started, after)
 
 
 def row_of(variant: Variant, rows: list[dict[str, float]], started: float, cpu_s: dict[str, float]) -> dict[str, Any]:
@@ -191,7 +228,7 @@ def row_of(variant: Variant, rows: list[dict[str, float]], started: float, cpu_s
     }
 
 
-async def _wait_until_ready(local: LocalRun) -> None:
+async def _wait_until_ready(local: LocalRun | FollowedRun) -> None:
     """Wait for the first policy and for a server that has it."""
     await local.client.wait_for_policy(timeout_s=START_S)
     deadline = time.monotonic() + START_S
@@ -202,7 +239,7 @@ async def _wait_until_ready(local: LocalRun) -> None:
         await asyncio.sleep(POLL_S)
 
 
-async def _train(local: LocalRun, prompts: Iterator[Prompt]) -> None:
+async def _train(local: LocalRun | FollowedRun, prompts: Iterator[Prompt]) -> None:
     """Submit prompts until the last step is trained."""
     num_submitted, asked_at = 0, 0.0
     while _num_trained(local) < local.config.learner.num_steps:
@@ -216,7 +253,7 @@ async def _train(local: LocalRun, prompts: Iterator[Prompt]) -> None:
         await asyncio.sleep(POLL_S)
 
 
-def _num_trained(local: LocalRun) -> int:
+def _num_trained(local: LocalRun | FollowedRun) -> int:
     """How many lines metrics.jsonl has: one for each step. They are not parsed, which would take time of a core."""
     path = local.folder / "metrics.jsonl"
     return path.read_bytes().count(b"\n") if path.exists() else 0
@@ -236,17 +273,19 @@ def _prompts(config: RunConfig) -> Iterator[Prompt]:
         yield replace(prompt, sampling=replace(prompt.sampling, seed=seed))
 
 
-def _cpu_seconds(local: LocalRun) -> dict[str, float]:
+def _cpu_seconds(local: LocalRun | FollowedRun) -> dict[str, float]:
     """CPU seconds of the learner and of the server, with everything that they started."""
-    import psutil
-
-    seconds = {}
-    for child in local.processes.children:
-        if child.name in ("learner", "rollout-0") and child.exit_code is None:
-            root = psutil.Process(child.process.pid)
+    if isinstance(local, FollowedRun):
+        pids = local.pids()
+    else:
+        pids = {child.name: child.process.pid for child in local.processes.children if child.exit_code is None}
+    seconds = dict.fromkeys(("learner", "rollout-0"), 0.0)
+    for name in seconds.keys() & pids.keys():
+        with suppress(psutil.NoSuchProcess):  # it has just ended
+            root = psutil.Process(pids[name])
             times = [process.cpu_times() for process in (root, *root.children(recursive=True))]
-            seconds[child.name] = sum(entry.user + entry.system for entry in times)
-    return {name: seconds.get(name, 0.0) for name in ("learner", "rollout-0")}
+            seconds[name] = sum(entry.user + entry.system for entry in times)
+    return seconds
 
 
 if __name__ == "__main__":

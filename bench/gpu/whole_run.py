@@ -17,7 +17,8 @@ our plain part with the best of each peer. What overlap gives is the rate of tok
 its ideal is what it would be if the longer of generation and training, each as long as in the synchronous part, took
 the whole step. It needs vLLM, Ray, Redis, what penstock needs, and TRL and datasets for the parts of TRL. The parts of
 verl (`verl-0.5b,verl-1.5b`) need an environment with verl and without TRL. `--engine torch` with the parts
-`ours-tiny,trl-tiny` tries the script without a GPU.
+`ours-tiny,trl-tiny` tries the script without a GPU. A run takes longer to start than a smoke run may last: that writes
+the config and the prompts of ours, and measures the steps of a run that others have started.
 """
 
 from __future__ import annotations
@@ -106,9 +107,9 @@ def _ours(
     from whole_run_parts.ours import follow, run_ours, settings_of
 
     _refuse_unknown(variants, (SYNC,))
-    if SMOKE:
-        return follow(task, followed_run(), until)
     settings = settings_of(task, model, folder, engine, MICRO_BATCH_TOKENS, max_staleness=0 if SYNC in variants else 2)
+    if SMOKE:
+        return follow(task, settings, folder, followed_run(), until)
     return run_ours(task, settings, folder, started_at, until)
 
 
@@ -226,7 +227,7 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=8, help="samples of a prompt")
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=256, help="tokens of every response")
-    parser.add_argument("--timeout", type=float, default=240.0, help="deadline of each part, in seconds")
+    parser.add_argument("--timeout", type=float, default=sized(240.0, 350.0), help="deadline of each part, in seconds")
     arguments = parser.parse_args()
     parts = arguments.parts.split(",")
     for part in parts:

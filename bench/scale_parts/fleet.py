@@ -18,7 +18,7 @@ from typing import Any, Literal, cast
 
 import httpx
 
-from harness import Bar, Measurement
+from harness import Bar, Measurement, sized
 from penstock.config.run import RunConfig
 
 SUBMISSION = {"prompts": [{"messages": [{"role": "user", "content": "What is 17 + 25?"}], "num_samples": 8}]}
@@ -202,7 +202,7 @@ def fleet_bars(found: Sequence[Measurement], smallest: str, largest: str) -> lis
     ]
 
 
-PROCESSES = 2
+PROCESSES = sized(2, 1)
 START_TIMEOUT_S = 180.0
 
 

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 
 import psutil
 
+from harness import sized
 from penstock_tools.local.processes import Child, ProcessGroup
 
-BACK_OFF_S = 1.0
+BACK_OFF_S = sized(1.0, 0.1)
 """Delay of the second restart. The first one is immediate, and each further one waits twice as long."""
-BACK_OFF_CAP_S = 10.0
+BACK_OFF_CAP_S = sized(10.0, 0.5)
 HEALTHY_S = 120.0
 """A part that ran for this long starts again without a delay.
 
@@ -24,7 +25,7 @@ Doubling, cap and reset are those of a kubelet, with a `maxContainerRestartPerio
 soak that kills every part each few minutes would mostly measure the kubelet's pauses."""
 STOP_SIGNALS = ("SIGKILL", "SIGTERM", "SIGSTOP")
 SIGNAL_WEIGHTS = (0.75, 0.15, 0.10)
-SUSPENDED_S = (3.0, 10.0)
+SUSPENDED_S = sized((3.0, 10.0), (0.3, 1.0))
 """A suspended process continues after a time between these."""
 
 
@@ -147,7 +148,7 @@ def root_process(part: Part) -> psutil.Process | None:
     return tree[0] if tree else None
 
 
-_ACTIVE_S = 1.0
+_ACTIVE_S = sized(1.0, 0.1)
 _ACTIVE_SHARE = 0.1
 """A rank that trains uses at least this share of a core."""
 

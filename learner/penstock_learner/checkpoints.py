@@ -188,8 +188,6 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
 
 TRAINER_FILE = "trainer.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.*", "merges.txt", "added_tokens.json", "*.tiktoken")
-_OLD_NAMES = {"target": "from_version", "new_version": "to_version"}
-"""Fields of a rewind in checkpoints of older releases."""
 
 
 def tokenizer_digest(model_path: Path) -> str:
@@ -211,8 +209,7 @@ def read_state(path: Path) -> TrainerState:
         state = read_known_fields(TrainerState, json.loads(content))
         ranges = [(int(a), int(b)) for a, b in state.ledger]
         lineage: Any = state.lineage
-        named = [{_OLD_NAMES.get(name, name): value for name, value in each.items()} for each in lineage]
-        return replace(state, ledger=ranges, lineage=tuple(read_known_fields(Rewind, fields) for fields in named))
+        return replace(state, ledger=ranges, lineage=tuple(read_known_fields(Rewind, fields) for fields in lineage))
     except FileNotFoundError as error:
         raise CheckpointDamaged(f"{file} is missing") from error
     except (OSError, ValueError, TypeError, AttributeError) as error:

@@ -58,6 +58,28 @@ _LABELLED_GAUGES = {
     "clip": {"low": "clip_ratio_low", "high": "clip_ratio_high"},
 }
 """The numbers of a step that gauges show by label."""
+PEAK_FLOPS = {
+    "A100": 312e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "B200": 2250e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+}
+"""Dense bfloat16 FLOPs per second, by a part of the device's name. The first match counts."""
+
+
+def peak_flops(device_name: str, configured: float) -> float:
+    if configured:
+        return configured
+    return next((flops for part, flops in PEAK_FLOPS.items() if part in device_name), 0.0)
+
+
+def mfu(num_parameters: int, num_tokens: float, seconds: float, peak: float) -> float:
+    """Model FLOPs utilisation of an update, with 6 FLOPs per parameter and token. 0 if the `peak` of all ranks is not
+    known."""
+    return 6 * num_parameters * num_tokens / (seconds * peak) if peak and seconds else 0.0
 
 
 class LearnerMetrics:

@@ -21,12 +21,6 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 Metrics = dict[str, float | None]
 """Values by metric name. None stands for NaN or infinity, which JSON has no number for."""
-FIRST_BATCH = "waiting for the first batch"
-"""Phase of a learner that is ready to train."""
-LAST_VALIDATION = "waiting for the validation of the last policy"
-"""The last phase of a learner, after its last step."""
-READY_PHASES = ("serving", "training", LAST_VALIDATION)
-"""Phases of a process that has started."""
 
 
 class Record(BaseModel):
@@ -311,7 +305,7 @@ class Part(Record):
 
     @property
     def is_starting(self) -> bool:
-        return self.phases[-1].name not in READY_PHASES
+        return self.phases[-1].name not in reports.READY_PHASES
 
 
 class Finding(Record):
@@ -356,9 +350,9 @@ class Run(Record):
     """Whether the reward rises, and if not, the most likely cause."""
     speed: str = ""
     """What the run waits for most."""
-    learning_verdict: Finding | None = None
+    learning_finding: Finding | None = None
     """The parts of `learning`. None from an older gateway."""
-    speed_verdict: Finding | None = None
+    speed_finding: Finding | None = None
     """The parts of `speed`."""
     parts: tuple[Part, ...] = ()
     """How far the learner and the rollout servers are with their start."""

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, get_args
 
-from penstock.api.records import FIRST_BATCH, READY_PHASES
 from penstock.config.run import RunConfig
 from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import QueueStat
@@ -31,7 +30,7 @@ from penstock.store.fleet import (
 from penstock.store.heartbeats import LEARNER, Heartbeats, Phases
 from penstock.store.notices import Notices
 from penstock.store.redis_client import RedisClient
-from penstock.store.reports import Notice, Phase
+from penstock.store.reports import FIRST_BATCH, READY_PHASES, Notice, Phase
 from penstock.v1 import policies_pb2
 
 RunState = Literal["WAITING", "RUNNING", "PAUSED", "STOPPED", "FINISHED"]

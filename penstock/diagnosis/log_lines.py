@@ -6,10 +6,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from penstock.api.records import FIRST_BATCH, READY_PHASES, Finding, Part, Phase, Run
+from penstock.api.records import Finding, Part, Phase, Run
 from penstock.diagnosis import paused_finding
 from penstock.diagnosis.facts import NO_LEARNER
 from penstock.diagnosis.progress import FEW_STEPS, NEWEST_STEPS, SPEED_STEPS
+from penstock.store.reports import FIRST_BATCH, READY_PHASES
 
 STILL_AFTER_S = 15.0
 """A phase that takes this long is mentioned again, and then after each further time of this length."""
@@ -17,11 +18,11 @@ PAUSED_STATES = ("PAUSED", "STOPPED")
 PRINTED_BY_SUPERVISOR = "process_restarted"
 """The kind of notice that the supervisor itself records, and prints when it happens."""
 SLOW_AFTER_S = 60.0
-"""How long a verdict about the speed must hold. What servers do differs from second to second."""
+"""How long a finding about the speed must hold. What servers do differs from second to second."""
 NO_PROMPTS_AFTER_S = 5.0
 """How long no prompts must have been submitted. The feed of a dataset needs a moment."""
 REPEAT_AFTER_S = 600.0
-"""How long the same verdict about the speed is not printed again."""
+"""How long the same finding about the speed is not printed again."""
 
 
 class Announcements:
@@ -102,8 +103,8 @@ _EVERY_COUNT = 2**63
 def waiting_for(run: Run, before: Run) -> str:
     """What the parts of a starting run are doing; empty once it trains. `before` was its status before the start."""
     new_parts = [part for part in run.parts if part not in before.parts]
-    if run.speed_verdict is not None and any(lacks_prompts(run, part) for part in new_parts):
-        return run.speed_verdict.text
+    if run.speed_finding is not None and any(lacks_prompts(run, part) for part in new_parts):
+        return run.speed_finding.text
     doing = [(part.component, part.phases[-1].name) for part in new_parts]
     if any(phase == "training" for _, phase in doing):
         return ""
@@ -134,27 +135,27 @@ class LearningLine:
         self._printed_code, self._printed_step = "", before.step
 
     def new_lines(self, run: Run) -> list[str]:
-        verdict = run.learning_verdict
-        if verdict is None or run.state != "RUNNING":
+        finding = run.learning_finding
+        if finding is None or run.state != "RUNNING":
             return []
-        if verdict.code != self._code:
-            self._code, self._since_step = verdict.code, run.step
-        if verdict.code == self._printed_code or run.step - self._since_step < FEW_STEPS:
+        if finding.code != self._code:
+            self._code, self._since_step = finding.code, run.step
+        if finding.code == self._printed_code or run.step - self._since_step < FEW_STEPS:
             return []
-        is_better = verdict.code == "rising" and self._printed_code
-        if not verdict.advice and not is_better:
+        is_better = finding.code == "rising" and self._printed_code
+        if not finding.advice and not is_better:
             return []
-        since = self._first_step if verdict.level == "FAIL" else max(self._first_step, self._printed_step)
-        if run.step - since < (FEW_STEPS if verdict.level == "FAIL" else NEWEST_STEPS):
+        since = self._first_step if finding.level == "FAIL" else max(self._first_step, self._printed_step)
+        if run.step - since < (FEW_STEPS if finding.level == "FAIL" else NEWEST_STEPS):
             return []
-        self._printed_code, self._printed_step = verdict.code, run.step
-        return [f"learning: {verdict.line}"]
+        self._printed_code, self._printed_step = finding.code, run.step
+        return [f"learning: {finding.line}"]
 
 
 def lacks_prompts(run: Run, part: Part) -> bool:
     """Whether this part is a learner that waits for its first batch only because no prompts are pending."""
     is_waiting = part.phases[-1].name == FIRST_BATCH and run.state == "RUNNING"
-    return is_waiting and run.speed_verdict is not None and run.speed_verdict.code == "prompts"
+    return is_waiting and run.speed_finding is not None and run.speed_finding.code == "prompts"
 
 
 class SpeedLine:
@@ -167,21 +168,21 @@ class SpeedLine:
         self._printed_s: dict[str, float] = {}
 
     def new_lines(self, run: Run) -> list[str]:
-        verdict, now_s = run.speed_verdict, time.monotonic()
-        if verdict is None:
+        finding, now_s = run.speed_finding, time.monotonic()
+        if finding is None:
             return []
         has_none = any(lacks_prompts(run, part) for part in run.parts)
-        cause = verdict.text if has_none else verdict.code
+        cause = finding.text if has_none else finding.code
         if cause != self._cause:
             self._cause, self._since_s = cause, now_s
         held_s = now_s - self._since_s
-        if not (held_s >= NO_PROMPTS_AFTER_S if has_none else self._is_due(run, verdict, held_s)):
+        if not (held_s >= NO_PROMPTS_AFTER_S if has_none else self._is_due(run, finding, held_s)):
             return []
         is_new = now_s - self._printed_s.get(cause, -REPEAT_AFTER_S) >= REPEAT_AFTER_S
         self._printed_s[cause] = now_s
-        return [verdict.line if has_none else f"speed: {verdict.line}"] if is_new else []
+        return [finding.line if has_none else f"speed: {finding.line}"] if is_new else []
 
-    def _is_due(self, run: Run, verdict: Finding, held_s: float) -> bool:
-        if run.state != "RUNNING" or not verdict.advice or held_s < SLOW_AFTER_S:
+    def _is_due(self, run: Run, finding: Finding, held_s: float) -> bool:
+        if run.state != "RUNNING" or not finding.advice or held_s < SLOW_AFTER_S:
             return False
-        return verdict.level != "OK" or run.step - self._first_step >= SPEED_STEPS
+        return finding.level != "OK" or run.step - self._first_step >= SPEED_STEPS

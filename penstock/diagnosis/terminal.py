@@ -28,9 +28,9 @@ ADDRESS_COLUMNS = ("server", "state", "version", "groups", "engine", "address")
 def run_parts(run: Run) -> list[RenderableType]:
     """All that a run's status shows, from top to bottom."""
     learning = (("learning  ", run.learning), ("speed     ", run.speed))
-    verdicts = [Text.assemble((label, "dim"), text) for label, text in learning if text]
+    findings = [Text.assemble((label, "dim"), text) for label, text in learning if text]
     table = server_table(run.servers, STATUS_COLUMNS, "rollout servers") if run.servers else Text("no rollout servers")
-    return [_headline(run), *alarms(run), step_numbers(run.metrics), *verdicts, queue_numbers(run), table]
+    return [_headline(run), *alarms(run), step_numbers(run.metrics), *findings, queue_numbers(run), table]
 
 
 def _headline(run: Run) -> Text:

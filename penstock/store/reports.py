@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+FIRST_BATCH = "waiting for the first batch"
+"""Phase of a learner that is ready to train."""
+LAST_VALIDATION = "waiting for the validation of the last policy"
+"""The last phase of a learner, after its last step."""
+READY_PHASES = ("serving", "training", LAST_VALIDATION)
+"""Phases of a process that has started."""
+
 
 @dataclass(frozen=True)
 class Phase:

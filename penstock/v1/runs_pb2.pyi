@@ -145,7 +145,7 @@ class GetRunRequest(_message.Message):
     def __init__(self, run: _Optional[str] = ...) -> None: ...
 
 class Run(_message.Message):
-    __slots__ = ("run", "step", "policy_version", "term", "queue", "metrics", "servers", "state", "held_version", "detail", "notices", "num_trained", "parts", "learning", "speed", "learning_verdict", "speed_verdict")
+    __slots__ = ("run", "step", "policy_version", "term", "queue", "metrics", "servers", "state", "held_version", "detail", "notices", "num_trained", "parts", "learning", "speed", "learning_finding", "speed_finding")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[Run.State]
@@ -182,8 +182,8 @@ class Run(_message.Message):
     PARTS_FIELD_NUMBER: _ClassVar[int]
     LEARNING_FIELD_NUMBER: _ClassVar[int]
     SPEED_FIELD_NUMBER: _ClassVar[int]
-    LEARNING_VERDICT_FIELD_NUMBER: _ClassVar[int]
-    SPEED_VERDICT_FIELD_NUMBER: _ClassVar[int]
+    LEARNING_FINDING_FIELD_NUMBER: _ClassVar[int]
+    SPEED_FINDING_FIELD_NUMBER: _ClassVar[int]
     run: str
     step: int
     policy_version: int
@@ -199,9 +199,9 @@ class Run(_message.Message):
     parts: _containers.RepeatedCompositeFieldContainer[Part]
     learning: str
     speed: str
-    learning_verdict: Finding
-    speed_verdict: Finding
-    def __init__(self, run: _Optional[str] = ..., step: _Optional[int] = ..., policy_version: _Optional[int] = ..., term: _Optional[int] = ..., queue: _Optional[_Union[QueueStat, _Mapping]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., servers: _Optional[_Iterable[_Union[Server, _Mapping]]] = ..., state: _Optional[_Union[Run.State, str]] = ..., held_version: _Optional[int] = ..., detail: _Optional[str] = ..., notices: _Optional[_Iterable[_Union[Notice, _Mapping]]] = ..., num_trained: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[Part, _Mapping]]] = ..., learning: _Optional[str] = ..., speed: _Optional[str] = ..., learning_verdict: _Optional[_Union[Finding, _Mapping]] = ..., speed_verdict: _Optional[_Union[Finding, _Mapping]] = ...) -> None: ...
+    learning_finding: Finding
+    speed_finding: Finding
+    def __init__(self, run: _Optional[str] = ..., step: _Optional[int] = ..., policy_version: _Optional[int] = ..., term: _Optional[int] = ..., queue: _Optional[_Union[QueueStat, _Mapping]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., servers: _Optional[_Iterable[_Union[Server, _Mapping]]] = ..., state: _Optional[_Union[Run.State, str]] = ..., held_version: _Optional[int] = ..., detail: _Optional[str] = ..., notices: _Optional[_Iterable[_Union[Notice, _Mapping]]] = ..., num_trained: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[Part, _Mapping]]] = ..., learning: _Optional[str] = ..., speed: _Optional[str] = ..., learning_finding: _Optional[_Union[Finding, _Mapping]] = ..., speed_finding: _Optional[_Union[Finding, _Mapping]] = ...) -> None: ...
 
 class Finding(_message.Message):
     __slots__ = ("code", "level", "text", "advice", "check")

@@ -1,1 +1,1 @@
-"""Services around the data path: the gateway and `penstock up`."""
+"""Services around the data path: the gateway."""

@@ -20,7 +20,8 @@ if not torch.cuda.is_available():
 pytest.importorskip("cupy", reason="these tests need CuPy")
 
 from penstock.v1 import weights_pb2
-from penstock.weights.transports import MIX64, Deadline, TensorShape, build_manifest, device_mix64, host_checksum
+from penstock.weights.cuda import device_mix64
+from penstock.weights.transports import MIX64, Deadline, TensorShape, build_manifest, host_checksum
 from penstock_learner.weights.senders import CudaIpcSender, PushTarget, Shipment
 from penstock_learner.weights.staging import DeviceBuckets, MemoryPool, StagedVersion, checksum_name
 from penstock_rollout.weights import stage as stage_module

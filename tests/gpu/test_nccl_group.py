@@ -19,7 +19,7 @@ from penstock_learner.weights import senders as sending
 from penstock_learner.weights.senders import NcclSender, PushTarget, Shipment
 from penstock_learner.weights.staging import HostBuckets, StagedVersion, checksum_name
 from penstock_rollout.weights import stage as receiving
-from penstock_rollout.weights.stage import WeightStage
+from penstock_rollout.weights.stage import JoinedGroups, WeightStage
 from support.cuda_stand_ins import NcclBinding, NcclStandIn, install_nccl_stand_in
 
 DEADLINE_S = 60.0
@@ -29,6 +29,8 @@ PROMPT_S = 25.0
 NUM_TENSORS = 9
 NUM_ITEMS = 2**16
 CPU = torch.device("cpu")
+GROUPS = JoinedGroups()
+"""The groups of all members of a test, which are in this process."""
 
 
 @pytest.fixture
@@ -37,7 +39,7 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[NcclStandIn]:
     monkeypatch.setattr(cuda, "nccl", cuda.nccl)
     stand_in = install_nccl_stand_in()
     yield stand_in
-    receiving._nccl_groups.drop_all()
+    GROUPS.drop_all()
     stand_in.stop()
 
 
@@ -154,7 +156,7 @@ def start_stage(staged: StagedVersion, rendezvous: str, rank: int, world_size: i
         manifest=staged.manifest, transport="nccl", rendezvous=rendezvous, rank=rank, world_size=world_size,
         deadline_s=DEADLINE_S,
     )  # fmt: skip
-    stage = WeightStage(announcement, Path("unused"))
+    stage = WeightStage(announcement, Path("unused"), groups=GROUPS)
     stage.start()
     return stage
 
@@ -192,7 +194,7 @@ def test_a_new_learner_ends_the_groups_of_the_one_before(nccl: NcclStandIn) -> N
     assert nccl.num_aborts == 1
 
 
-def test_a_late_joiner_makes_a_new_group_and_the_old_one_is_given_up(nccl: NcclStandIn) -> None:
+def test_a_late_joiner_makes_a_new_group_and_the_old_one_is_abandoned(nccl: NcclStandIn) -> None:
     sender = NcclSender(CPU)
     push(sender, staged_version(1), [target("a")])
     push(sender, staged_version(2), [target("a"), target("b")])

@@ -207,7 +207,7 @@ def test_a_late_joiner_catches_up_while_the_others_get_the_next_version(binding:
     early, late = world.launch(), world.launch()
     world.push_to_all(early)
     world.version += 2
-    caught_up, pushed = world.publisher.call("push_beside", world.version, [late.target], [early.target])
+    caught_up, pushed = world.publisher.call("push_concurrently", world.version, [late.target], [early.target])
     world.digests |= {world.version - 1: caught_up.digest, world.version: pushed.digest}
     world.judge(world.version - 1, caught_up)
     world.judge(world.version, pushed)
@@ -271,7 +271,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("binding", "kind", "phase"), FAULTS)
-def test_a_faulty_member_delays_nobody_past_the_deadline_and_the_next_group_is_right(
+def test_a_faulty_member_delays_no_one_past_the_deadline_and_the_next_group_is_right(
     binding: str, kind: str, phase: str, make_world: MakeWorld
 ) -> None:
     world = make_world(binding)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
+
+from support.forked_process import ForkedProcess
 
 BENCH = Path(__file__).parents[2] / "bench"
 PROGRAMS = sorted(
@@ -16,6 +16,10 @@ PROGRAMS = sorted(
 )  # fmt: skip
 FOLLOWERS = ("async_sync.py", "gpu/cold_start.py", "gpu/whole_run.py", "soak.py", "trl_demo.py")
 """Programs that start a whole run. In a smoke run they follow a run that the test has started."""
+IMPORTED = (
+    "transformers.models.qwen2.modeling_qwen2", "penstock_learner.roles.policy", "penstock_rollout.engines.factory",
+)  # fmt: skip
+"""What takes longest to import, and several programs need. They are forked from a process that has it."""
 
 
 class SmokeRun:
@@ -31,19 +35,14 @@ class SmokeRun:
         }  # fmt: skip
         if run is not None:
             environment["PENSTOCK_BENCH_RUN"] = str(run)
-        with self.output.open("w") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, str(BENCH / program), "--smoke"], cwd=folder, env=os.environ | environment,
-                stdout=output, stderr=subprocess.STDOUT,
-            )  # fmt: skip
+        self.process = ForkedProcess(BENCH / program, ["--smoke"], self.output, environment, IMPORTED)
 
     def finish(self) -> dict[str, Any]:
         """Wait for the end of the program. Its results must have figures and bars."""
         try:
             code = self.process.wait(200)
         finally:
-            self.process.kill()
-            self.process.wait()
+            self.end()
         text = self.output.read_text()
         assert code == 0, text[-4000:]
         files = list(self.results.glob("*.json"))
@@ -56,3 +55,7 @@ class SmokeRun:
         assert results.get("measurements") or results.get("account"), results
         assert results["commit"] and results["machine"]
         return results
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait(10)

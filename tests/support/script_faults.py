@@ -3,10 +3,21 @@ does not end.
 
 Redis does not undo what a failed script has written. `ScriptFaults.check` runs a script from the present state of a
 real Redis under every such fault. Each time the script must fail with the state as before, or do all of its work.
+
+Errors are injected at every call up to the first write. After it a script can still end by exactly these errors, and
+each is excluded by what the script did before its first write:
+
+    WRONGTYPE of a key      a call of the same type has read or checked the key
+    HINCRBY of no number    the field was read, or the script has written it, or drawn it as a new id
+    no memory               Redis refuses the first write, or none
+    an error() of its own   no check of the script is reached, except one of a value that passed it before
+
+The last is seen by rewriting the text: every condition of an error(), and every decoding, reports that it is reached.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import resources
@@ -59,7 +70,11 @@ end
 return found
 """
 TRACED = """
-local num_calls, trace, real = 0, {}, redis
+local num_calls, trace, checks, real = 0, {}, {}, redis
+local function reached(what)
+  checks[#checks + 1] = num_calls .. ' ' .. what
+  return false
+end
 local redis = setmetatable({call = function(...)
   local arguments = {...}
   num_calls = num_calls + 1
@@ -81,9 +96,10 @@ end
 local answer = script()
 while num_calls + 1 == %(hang_at)d do end
 if type(answer) == 'table' and answer.err then return answer end
-return trace
+return {trace, checks}
 """
-"""A script that returns its calls. Its clock stands still, so that two runs write the same."""
+"""A script that returns its calls, and its checks, each with the number of calls before it. Its clock stands still, so
+that two runs write the same."""
 
 
 def script_names() -> set[tuple[ScriptFolder, str]]:
@@ -128,6 +144,8 @@ class Run:
     error: str
     calls: tuple[Call, ...]
     state: State
+    checks: tuple[tuple[int, str], ...] = ()
+    """The checks that were reached, each with the number of calls before it."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +166,7 @@ class Case:
         """The script, which fails at or never ends from one of its calls. The call after the last is its end."""
         text = self.folder.load(self.name).text
         assert "pcall" not in text, f"{self.name} catches errors"
+        text = _with_reached_checks(text)
         return TRACED % {"text": text, "fail_at": fail_at, "hang_at": hang_at, "seconds": self.seconds}
 
 
@@ -204,6 +223,9 @@ class ScriptFaults:
                 self.writing[folder, name] = replace(case, num_calls=len(done.calls))
             first_write = self._fail_at_each_call(case, done)
             self._find_late_keys(case, done.calls, first_write)
+            self._find_late_numbers(case, done.calls, first_write)
+            if done.state != case.state:
+                self._find_late_checks(case, done.checks, first_write)
             self._fill_redis(case, done)
             self._change_types(case, done)
             self._break_values(case, done)
@@ -224,10 +246,31 @@ class ScriptFaults:
         return len(done.calls)
 
     def _find_late_keys(self, case: Case, calls: Sequence[Call], first_write: int) -> None:
-        early = {key for call in calls[:first_write] if call.kind != "any" for key in call.keys}
+        early = {(key, call.kind) for call in calls[:first_write] for key in call.keys}
         for call in calls[first_write:]:
-            late = [] if call.kind == "any" else [key for key in call.keys if key not in early]
+            late = [] if call.kind == "any" else [key for key in call.keys if (key, call.kind) not in early]
             self._report(case, f"{call.command} {late} was not checked before the first write", not late)
+
+    def _find_late_numbers(self, case: Case, calls: Sequence[Call], first_write: int) -> None:
+        known: set[tuple[bytes, bytes]] = set()
+        counters = case.state.get(f"{case.prefix}counters".encode(), ("", 0, {}))[2]
+        newest_id = int(counters.get(b"next_prompt_id", 0))
+        for number, call in enumerate(calls):
+            if call.kind != "hash":
+                continue
+            [key] = call.keys
+            names = case.state.get(key, ("", 0, {}))[2] if call.fields is None else call.fields
+            fields = {(key, name) for name in names if not (name.isdigit() and int(name) > newest_id)}
+            if "INCR" in call.command and number >= first_write:
+                text = f"{call.command} {fields - known} was not read before the first write"
+                self._report(case, text, fields <= known)
+            if number < first_write or call.command in ("HSET", "HDEL"):
+                known |= fields
+
+    def _find_late_checks(self, case: Case, checks: Sequence[tuple[int, str]], first_write: int) -> None:
+        early = {what for num_calls, what in checks if num_calls < first_write}
+        for what in {what for num_calls, what in checks if num_calls >= first_write} - early:
+            self._report(case, f"the check {what!r} was first reached after the first write", is_whole=False)
 
     def _fill_redis(self, case: Case, done: Run) -> None:
         """Without memory, Redis refuses a script before its first write, or runs it to its end."""
@@ -291,17 +334,17 @@ class ScriptFaults:
         return run, before
 
     def _run(self, case: Case, *, fail_at: int = 0) -> Run:
-        error, calls = "", ()
+        error, calls, checks = "", (), ()
         try:
-            answer = cast(
-                "list[list[bytes]]", self.client.eval(case.text(fail_at=fail_at), 1, case.prefix, *case.arguments)
-            )
-            calls = tuple(Call(command.decode(), tuple(arguments)) for command, *arguments in answer)
+            answer: Any = self.client.eval(case.text(fail_at=fail_at), 1, case.prefix, *case.arguments)
+            calls = tuple(Call(command.decode(), tuple(arguments)) for command, *arguments in answer[0])
+            split = [check.decode(errors="replace").split(" ", 1) for check in answer[1]]
+            checks = tuple((int(num_calls), what) for num_calls, what in split)
         except ResponseError as raised:
             error = str(raised)
         state = self.read_state()
         self._present = case.dump if state == case.state else None
-        return Run(error, calls, state)
+        return Run(error, calls, state, checks)
 
     def _save(self) -> tuple[tuple[bytes, int, bytes], ...]:
         keys = cast("list[bytes]", self.client.keys())
@@ -328,6 +371,16 @@ class ScriptFaults:
         """These keys, or all, each with its type, whether it expires, and its contents."""
         found = cast("list[Any]", self.client.eval(READ_STATE, len(keys), *keys))
         return {key: (kind.decode(), expires, _sorted(kind, value)) for key, kind, expires, value in found}
+
+
+def _with_reached_checks(text: str) -> str:
+    """The script, but every condition of an error() and every decoding reports that it is reached, and on what."""
+    text, num_ifs = re.subn(r"\bif (.*) then error\((\w+)", r"if reached('error ' .. \2) or \1 then error(\2", text)
+    text, num_ors = re.subn(
+        r"(return|=) (.*) or error\((\w+)", r"\1 not reached('error ' .. \3) and (\2) or error(\3", text
+    )
+    assert num_ifs + num_ors == len(re.findall(r"\berror\(", text)), f"an error() of another form: {text}"
+    return re.sub(r"cjson\.decode\(([^()]+)\)", r"(reached('decode ' .. (\1)) or cjson.decode(\1))", text)
 
 
 def _sorted(kind: bytes, value: Any) -> Any:

@@ -36,7 +36,7 @@ from penstock.weights.transports import XXH3_PIECES, Deadline, host_checksum, we
 from penstock_learner.weights.publisher import MemberCalls
 from penstock_rollout.engines.engine import CommitReport, EngineStats, GenerateRequest, TokenChunk
 from penstock_rollout.weights import stage as stage_module
-from penstock_rollout.weights.stage import Arrived, Receiver, Reception, WeightStage, find_receiver
+from penstock_rollout.weights.stage import Arrived, JoinedGroups, Receiver, Reception, WeightStage, find_receiver
 from support.cuda_stand_ins import NcclBinding
 
 SLOW_S = 1.0
@@ -178,11 +178,14 @@ class LocalWorker:
         self.device = device
         self.loaded: WeightStage | None = None
         self._stage: WeightStage | None = None
+        self._groups = JoinedGroups()
 
     def stage(self, announcement: bytes) -> None:
         self.abort()
         request = weights_pb2.AnnounceRequest.FromString(announcement)
-        self._stage = WeightStage(request, self.model_path, worker=self.index, device=self.device, last=self.loaded)
+        self._stage = WeightStage(
+            request, self.model_path, worker=self.index, device=self.device, last=self.loaded, groups=self._groups
+        )
         self._stage.start()
 
     def verify(self, policy_version: int, bucket_checksums: Sequence[str], timeout_s: float) -> str:

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from penstock_learner.model.scalar_model import ScalarModel
 
 VOCAB_SIZE = 64
 EOS_TOKEN_ID = 1
@@ -24,6 +29,18 @@ def make_tiny_classifier(folder: Path, seed: int, num_labels: int = 1) -> Path:
     from transformers import Qwen2ForSequenceClassification
 
     return _write(folder, seed, Qwen2ForSequenceClassification, num_labels=num_labels)
+
+
+def load_scalar_model(folder: Path, dtype: torch.dtype, *, key: str, make_head: bool) -> ScalarModel:
+    """Open a model with one number as output, and read its weights into host memory."""
+    import torch
+
+    from penstock_learner.model.loading import read_weights
+    from penstock_learner.model.scalar_model import open_scalar_model
+
+    model = open_scalar_model(folder, dtype, key=key, make_head=make_head)
+    read_weights(model, torch.device("cpu"))
+    return model
 
 
 def _write(folder: Path, seed: int, kind: Any, **settings: Any) -> Path:

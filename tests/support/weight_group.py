@@ -236,7 +236,7 @@ class Publisher:
         """Push a version of which this part differs from every other version."""
         return self._push(version, self._stage(version, changed), targets, base, "push")
 
-    def push_beside(self, version: int, late: list[PushTarget], targets: list[PushTarget]) -> list[Pushed]:
+    def push_concurrently(self, version: int, late: list[PushTarget], targets: list[PushTarget]) -> list[Pushed]:
         """Push `version - 1` to late members in a lane of their own, and at the same time `version` to the others."""
         outcomes: list[Pushed] = []
         digests = [self._stage(version - 1), self._stage(version)]

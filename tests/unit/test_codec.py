@@ -60,7 +60,7 @@ def make_group(*trajectories: Trajectory) -> Group:
     )
 
 
-def test_a_baseline_is_known_as_one_and_left_out_of_the_mean_reward() -> None:
+def test_a_baseline_is_known_as_one_and_omitted_from_the_mean_reward() -> None:
     group = make_group(make_trajectory(reward=1.0), make_trajectory(reward=0.0, is_baseline=True))
     decoded = decode_group(encode_group(group))
     assert [trajectory.is_baseline for trajectory in decoded.trajectories] == [False, True]

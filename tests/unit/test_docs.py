@@ -172,6 +172,13 @@ def test_texts_use_the_everyday_words_of_the_field() -> None:
     assert len(texts) > 300 and not found, f"{found}: see UNUSUAL for what to write instead"
 
 
+def test_names_in_tests_and_benchmarks_use_them_too() -> None:
+    files = [path for folder in ("tests", "bench") for path in (ROOT / folder).rglob("*.py")]
+    names = [name for path in files for name in re.findall(r"\b(?:def|class) (\w+)", path.read_text())]
+    found = [name for name in names if UNUSUAL.search(name.replace("_", " "))]
+    assert len(names) > 3000 and not found, f"{found}: see UNUSUAL for what to write instead"
+
+
 def test_every_page_is_in_the_index() -> None:
     indexed = set(LINK.findall((ROOT / "docs" / "README.md").read_text()))
     assert {page.name for page in ROOT.glob("docs/*.md")} - {"README.md"} <= indexed

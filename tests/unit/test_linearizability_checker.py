@@ -179,3 +179,13 @@ def test_the_explanation_is_the_shortest_part_that_fails() -> None:
     assert text.count(" get ") == text.count(" submit ") == 1, text
     assert "executed in the order 1 2 3 4 5, prompt 7 is trained" in text
     assert "  6. prompt 7 is trained (attempt 1): a read shows trained, attempt 0" in text
+
+
+def test_the_lease_of_an_earlier_id_is_lost() -> None:
+    story = Story().tell("submit", 0, replayed=False).tell("lease", 1, attempt=1, server="a")
+    story.tell("append", 2, attempt=1, state="accepted").tell("dead_letter", 3).tell("requeue", 4, attempt=9)
+    story.tell("lease", 5, prompt_id=9, attempt=1, server="a")
+    story.tell("heartbeat", 6, attempt=1, state="lost", server="a")
+    assert story.problem == ""
+    story.tell("heartbeat", 7, prompt_id=9, attempt=1, state="lost", server="a")
+    assert "the lease cannot be lost" in story.problem

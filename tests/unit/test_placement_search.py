@@ -247,7 +247,7 @@ def test_the_chosen_deployment_is_written_and_loads(tmp_path: Path, capsys: pyte
         (["--gpus", "2", "--write", "/nowhere/x.yaml"], "--write /nowhere/x.yaml cannot be written"),
     ],
 )
-def test_what_cannot_be_planned_is_said_in_one_line(
+def test_what_cannot_be_planned_is_reported_in_one_line(
     words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["plan", *words]) == 2

@@ -41,11 +41,11 @@ def test_who_paused_a_run(is_paused: bool, reason: str, paused: dict[str, float]
     assert collected("penstock_run_paused", **changes) == paused
 
 
-def test_one_verdict_applies_and_its_value_is_its_level() -> None:
+def test_one_finding_applies_and_its_value_is_its_level() -> None:
     speed, learning = collected("penstock_run_speed"), collected("penstock_run_learning")
-    assert {verdict: level for verdict, level in speed.items() if level} == {"learner": 1}
-    assert {verdict: level for verdict, level in learning.items() if level} == {"no_spread": 3}
-    assert "solved" in learning and "kv_full" in speed, "a verdict that does not apply is 0"
+    assert {finding: level for finding, level in speed.items() if level} == {"learner": 1}
+    assert {finding: level for finding, level in learning.items() if level} == {"no_spread": 3}
+    assert "solved" in learning and "kv_full" in speed, "a finding that does not apply is 0"
 
 
 def test_every_reason_to_drop_a_group_starts_at_0() -> None:

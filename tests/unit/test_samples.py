@@ -62,7 +62,7 @@ def test_a_repeated_step_after_a_restart_is_shown_once(tmp_path: Path) -> None:
     assert [sample.reward for sample in select(tmp_path, SampleFilter(prompt_id=3), 10)] == [0.5]
 
 
-def test_a_line_that_a_crash_cut_off_is_left_out_and_spoils_no_other(tmp_path: Path) -> None:
+def test_a_line_that_a_crash_cut_off_is_skipped_and_spoils_no_other(tmp_path: Path) -> None:
     write_samples(tmp_path, group_of_samples(1, 1), group_of_samples(2, 2))
     path = tmp_path / NEWEST
     path.write_bytes(path.read_bytes()[:-20])

@@ -24,8 +24,7 @@ from penstock.weights.cuda import DeviceAllocation, NcclGroup
 from penstock.weights.transports import Deadline, TensorShape, build_manifest
 from penstock_learner.weights.senders import PushTarget, Shipment, make_sender
 from penstock_learner.weights.staging import MemoryKind, MemoryPool, StagedVersion, checksum_name
-from penstock_rollout.weights import stage as receiving
-from penstock_rollout.weights.stage import WeightStage
+from penstock_rollout.weights.stage import JoinedGroups, WeightStage
 
 DEVICE = torch.device("cuda", 0)
 HOST = "127.0.0.1"
@@ -149,13 +148,14 @@ class Member(Rank):
         super().__init__()
         self._stage: WeightStage | None = None
         self._last: WeightStage | None = None
+        self._groups = JoinedGroups()
 
     def receive(self, manifest: bytes, transport: str, rendezvous: str, rank: int, num_ranks: int, s: float) -> None:
         announcement = weights_pb2.AnnounceRequest(
             manifest=weights_pb2.WeightManifest.FromString(manifest), transport=transport, rendezvous=rendezvous,
             rank=rank, world_size=num_ranks, deadline_s=s,
         )  # fmt: skip
-        self._stage = WeightStage(announcement, Path("unused"), device=DEVICE, last=self._last)
+        self._stage = WeightStage(announcement, Path("unused"), device=DEVICE, last=self._last, groups=self._groups)
         self._stage.start()
 
     def finish(self, checksums: list[str]) -> tuple[float, str]:
@@ -176,7 +176,7 @@ class Member(Rank):
     def forget(self) -> None:
         """Free the buffers and leave all groups."""
         self._stage = self._last = None
-        receiving._nccl_groups.drop_all()
+        self._groups.drop_all()
         torch.cuda.empty_cache()
 
 

@@ -16,7 +16,14 @@ from penstock.weights.transports import Deadline, TensorShape, build_manifest, w
 from penstock_learner.weights.senders import CudaIpcSender, Shipment
 from penstock_learner.weights.staging import MemoryPool, StagedVersion, checksum_name
 from penstock_rollout.weights.receivers import cuda_ipc
-from penstock_rollout.weights.stage import Reception, WeightStage, alongside_engine, bucket_checksum, find_receiver
+from penstock_rollout.weights.stage import (
+    JoinedGroups,
+    Reception,
+    WeightStage,
+    alongside_engine,
+    bucket_checksum,
+    find_receiver,
+)
 
 DEVICE = torch.device("cuda", 0)
 BUCKET_BYTES = 64 * 2**20
@@ -81,7 +88,7 @@ class IpcMember:
         """GB/s of the receiver alone, from the offer to the last bucket. Unmapping comes after that."""
         rendezvous = self._publisher.call("offer")
         deadline = Deadline(TIMEOUT_S, "receiving")
-        reception = Reception(self._announcement(rendezvous), DEVICE, deadline, worker_device=DEVICE)
+        reception = Reception(self._announcement(rendezvous), DEVICE, deadline, JoinedGroups(), worker_device=DEVICE)
         self.received = []
         started = time.monotonic()
         with alongside_engine(DEVICE):

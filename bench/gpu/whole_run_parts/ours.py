@@ -17,6 +17,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from harness import GpuSamples, Results, say
+from penstock.config.loading import load_config
 from penstock.machine import free_port
 from whole_run_parts.steps import LEARNER_TIMES, LearnerTimes, StepLog
 from whole_run_parts.task import DATA_SOURCE, Task, write_prompts
@@ -80,12 +81,18 @@ def settings_of(
     }  # fmt: skip
 
 
-def run_ours(task: Task, settings: dict[str, Any], folder: Path, started_at: float, until: float) -> Results:
-    """Train until all steps are done or the time is `until`. Returns the figures of the steps."""
+def write_run(task: Task, settings: dict[str, Any], folder: Path) -> Path:
+    """Write the prompts and the config of a run, and check the config. Returns its path."""
     write_prompts(folder / "prompts.jsonl", task)
     config = folder / "run.yaml"
     config.write_text(yaml.safe_dump(settings))
-    log = folder / "up.log"
+    load_config(config, [])
+    return config
+
+
+def run_ours(task: Task, settings: dict[str, Any], folder: Path, started_at: float, until: float) -> Results:
+    """Train until all steps are done or the time is `until`. Returns the figures of the steps."""
+    config, log = write_run(task, settings, folder), folder / "up.log"
     with GpuSamples() as gpu, log.open("w") as output:
         steps = StepLog(task, gpu, started_at, is_judged=settings["replay"]["max_staleness"] > 0)
         command = [sys.executable, "-c", UP, "up", str(config)]
@@ -100,8 +107,9 @@ def run_ours(task: Task, settings: dict[str, Any], folder: Path, started_at: flo
     return steps.finish()
 
 
-def follow(task: Task, run: Path, until: float) -> Results:
-    """The figures of the steps of a run that others have started."""
+def follow(task: Task, settings: dict[str, Any], folder: Path, run: Path, until: float) -> Results:
+    """The figures of the steps of a run that others have started. The run of these settings is only written."""
+    write_run(task, settings, folder)
     with GpuSamples() as gpu:
         steps = StepLog(task, gpu, time.time())
         _watch(None, steps, run, until)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from panel import WINDOW, Board, Panel, Query, Section, lines, mean, quantile, rate, run_wide, since, time_left
 
-VERDICTS = {0: "green", 2: "orange", 3: "red"}
-"""Colors of a verdict: fine, a warning, a failure."""
+FINDINGS = {0: "green", 2: "orange", 3: "red"}
+"""Colors of a finding: fine, a warning, a failure."""
 STATES = {
     "running": "green", "finished": "green", "waiting": "blue", "created": "blue", "paused": "orange",
     "stopped": "orange", "failed": "red",
@@ -79,10 +79,10 @@ WELL = Section(
             "What is the bottleneck?",
             "What the run waits for most: the learner itself, groups, prompts, rewards, weights, admission (the "
             "staleness bound), kv_full (the KV cache) or engine (requests that wait in it).",
-            (Query("max by (run, verdict) (penstock_run_speed) > 0", "{{run}} {{verdict}}"),),
+            (Query("max by (run, finding) (penstock_run_speed) > 0", "{{run}} {{finding}}"),),
             "none",
             look="name",
-            limits=VERDICTS,
+            limits=FINDINGS,
             opens=("learner/Phases", "rollout/Groups at once", "rollout/KV cache", "rollout/Waiting for room"),
             alerts=("LearnerStarved", "RolloutBackpressured"),
             width=5,
@@ -91,10 +91,10 @@ WELL = Section(
         Panel(
             "Is the reward rising?",
             "The trend of the newest steps, or why the reward does not rise.",
-            (Query("max by (run, verdict) (penstock_run_learning) > 0", "{{run}} {{verdict}}"),),
+            (Query("max by (run, finding) (penstock_run_learning) > 0", "{{run}} {{finding}}"),),
             "none",
             look="name",
-            limits=VERDICTS,
+            limits=FINDINGS,
             opens=("overview/Reward", "learner/Groups without spread", "learner/Lost samples"),
             alerts=("RewardErrors", "EntropyCollapse", "KLDivergence"),
             width=4,

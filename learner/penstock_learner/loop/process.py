@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from penstock.api.records import LAST_VALIDATION
 from penstock.cancellation import end_task
 from penstock.config.run import RunConfig
 from penstock.errors import QueueFull, RoleDied, Unavailable
@@ -31,6 +30,7 @@ from penstock.replay.results import RecomputedLogProbs
 from penstock.store.fleet import Fleet, Quarantines, RunControl
 from penstock.store.heartbeats import LEARNER, Heartbeats, Phases
 from penstock.store.notices import Event, Notices
+from penstock.store.reports import LAST_VALIDATION
 from penstock.tracing import Tracing
 from penstock_learner.agreement.servers import LogProbCheck, ServerAgreement, ServerQuarantine
 from penstock_learner.checkpoints import CheckpointStore, CheckpointUploads, tokenizer_digest

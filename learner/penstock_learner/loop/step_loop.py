@@ -40,7 +40,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from penstock.api.records import FIRST_BATCH
 from penstock.cancellation import end_task
 from penstock.config.learner import LearnerConfig
 from penstock.config.run import RunConfig
@@ -50,6 +49,7 @@ from penstock.replay.queue import GroupConsumer
 from penstock.replay.results import RecomputedLogProbs
 from penstock.store.fleet import Orders, RunControl
 from penstock.store.heartbeats import LEARNER, Phases
+from penstock.store.reports import FIRST_BATCH
 from penstock.tracing import Tracing
 from penstock_learner.agreement.servers import ServerAgreement
 from penstock_learner.batches.sequence_batch import SequenceBatch
@@ -60,7 +60,7 @@ from penstock_learner.loggers.step_loggers import StepLoggers
 from penstock_learner.loop.batches import Batch, BatchAhead, BatchReader
 from penstock_learner.loop.publication import PolicyPublication
 from penstock_learner.loop.take_over import load_version
-from penstock_learner.metrics import LearnerMetrics
+from penstock_learner.metrics import LearnerMetrics, mfu, peak_flops
 from penstock_learner.roles.dispatch import RankUsage
 from penstock_learner.roles.ray_cluster import profiles_folder
 from penstock_learner.roles.role_group import SAVE_LANE, RoleGroup, gather_all
@@ -70,216 +70,12 @@ from penstock_learner.term import Term, TrainerState
 
 logger = logging.getLogger(__name__)
 POLL_S = 0.5
-
-
-@dataclass(frozen=True)
-class OperatorOrders:
-    """The operator's orders for one term: to stop, and to rewind. `watch` runs during training and sets the events."""
-
-    control: RunControl
-    term: Term
-    stopping: asyncio.Event
-    """Set to end the learner after the running step. A signal handler may set it too."""
-    rewind_ordered: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when there may be an order to rewind that was not followed yet."""
-
-    async def watch(self) -> None:
-        """Runs forever. A stop order names a term: it stops the learner of that term and of earlier ones."""
-        while True:
-            await asyncio.sleep(POLL_S)
-            orders = await self.control.orders()
-            if not self.stopping.is_set() and orders.stop_term >= self.term.number:
-                logger.info("the operator has ordered a stop: ending after this step, with a checkpoint")
-                self.stopping.set()
-            if orders.num_rewinds > self.term.num_orders:
-                self.rewind_ordered.set()
-
-    async def new_rewind(self) -> Orders | None:
-        self.rewind_ordered.clear()
-        orders = await self.control.orders()
-        return orders if orders.num_rewinds > self.term.num_orders else None
-
-    async def wait_for_either(self, task: asyncio.Task[object], timeout_s: float | None) -> None:
-        """Wait until the task has ended, an order has come, or `timeout_s` have passed."""
-        events = [asyncio.create_task(event.wait()) for event in (self.stopping, self.rewind_ordered)]
-        await asyncio.wait({task, *events}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        for event in events:
-            event.cancel()
-
-
-PEAK_FLOPS = {
-    "A100": 312e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "H200": 989e12,
-    "B200": 2250e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-}
-"""Dense bfloat16 FLOPs per second, by a part of the device's name. The first match counts."""
-
-
-def peak_flops(device_name: str, configured: float) -> float:
-    if configured:
-        return configured
-    return next((flops for part, flops in PEAK_FLOPS.items() if part in device_name), 0.0)
-
-
-def mfu(num_parameters: int, num_tokens: float, seconds: float, peak: float) -> float:
-    """Model FLOPs utilisation of an update, with 6 FLOPs per parameter and token. 0 if the `peak` of all ranks is not
-    known."""
-    return 6 * num_parameters * num_tokens / (seconds * peak) if peak and seconds else 0.0
-
-
-USAGE_EVERY_S = 5.0
-"""How often the ranks are asked for their memory. Each time is a call between two steps."""
-
-
-class StepRecords:
-    """Records every step of a learner process, through all its terms."""
-
-    def __init__(
-        self, config: LearnerConfig, policy: RoleGroup, metrics: LearnerMetrics, tracing: Tracing,
-        silence_s: float | None,
-    ) -> None:  # fmt: skip
-        self.config = config
-        self.policy = policy
-        self.metrics = metrics
-        self.tracing = tracing
-        self.recovering_since = None if silence_s is None else time.monotonic() - silence_s
-        """When the learner that crashed before this one was last alive. None after the first step."""
-        self.usage: list[RankUsage] = []
-        self.usage_at = -USAGE_EVERY_S
-
-    def trace(self, batch: Batch, started_s: float, term: Term) -> None:
-        """Record for each traced group how long it waited for its step, and the step."""
-        ended_s = time.time()
-        for group in batch.groups if batch.trace_parents else ():
-            self.tracing.record("queue", group.trace_parent, group.finished_at_ms / 1000, started_s)
-            staleness = max(0, term.policy_version - term.oldest_version(group))
-            fields = {"step": batch.step, "policy_version": term.policy_version, "staleness": staleness}
-            self.tracing.record("train", group.trace_parent, started_s, ended_s, **fields)
-
-    async def record(
-        self, batch: Batch, result: StepResult, metrics: Mapping[str, float], term: Term, loggers: StepLoggers
-    ) -> None:
-        """Record one step, which made the term's version. `metrics` are all its numbers by name."""
-        loggers.log(metrics)
-        self.metrics.record_step(metrics, mean_rewards(batch.groups, result.rewards))
-        if self.recovering_since is not None:
-            self.metrics.recovery_seconds.labels("learner").observe(time.monotonic() - self.recovering_since)
-            self.recovering_since = None
-        trained_version = term.policy_version - 1
-        oldest = [term.oldest_version(group) for group in batch.groups]
-        self.metrics.staleness.observe_all([max(0.0, trained_version - version) for version in oldest])
-        logger.info(
-            "step %d version %d reward %.3f staleness %.2f loss %.4f %.2fs", result.step, term.policy_version,
-            result.batch.reward_mean, result.batch.staleness_mean, result.update.loss, metrics["step_s"],
-        )  # fmt: skip
-        await self._observe_usage(result)
-
-    async def _observe_usage(self, result: StepResult) -> None:
-        """Memory of the policy's ranks, and how much of their FLOPs the update used."""
-        if time.monotonic() - self.usage_at >= USAGE_EVERY_S:
-            self.usage = await self.policy.call_all("usage")
-            self.usage_at = time.monotonic()
-        for rank, usage in enumerate(self.usage):
-            self.metrics.memory_peak.labels(rank).set(usage.memory_peak_bytes)
-        peak = sum(peak_flops(usage.device_name, self.config.peak_flops_per_rank) for usage in self.usage)
-        num_tokens: float = (result.batch.prompt_tokens + result.batch.response_tokens) * self.config.epochs_per_step
-        num_tokens -= result.update.shared_tokens
-        self.metrics.mfu.set(mfu(self.usage[0].num_parameters, num_tokens, result.update_s, peak))
-
-
-@dataclass(eq=False)
-class CheckpointWriter:
-    """Writes the checkpoints of one term, one at a time. Training waits while the ranks copy their shards, but not for
-    the files: shards, ledger and step are copied at the same moment.
-
-        stage (training waits) ─► ranks write ─► flush and rename ─► upload ─► acknowledge
-                                  └──────────────── during the next steps ───────────────┘
-
-    `on_durable` is called when a checkpoint is durable, with the prompts that it covers and no checkpoint before it."""
-
-    store: CheckpointStore
-    queue: GroupConsumer
-    trained: Mapping[str, RoleGroup]
-    metrics: LearnerMetrics
-    on_durable: Callable[[Sequence[int]], None]
-    _writing: asyncio.Task[None] | None = None
-
-    async def begin(self, state: TrainerState, prompt_ids: Sequence[int]) -> None:
-        """Copy the shards, then write the files in a task while training continues. `prompt_ids` were trained since the
-        last checkpoint."""
-        await self.wait_until_written()
-        started = time.monotonic()
-        partial = await asyncio.to_thread(self.store.partial_folder, state.step, state.term)
-        with self.store.writing(partial):
-            staging = (role.call_all("stage", shards_folder(partial, name)) for name, role in self.trained.items())
-            await gather_all(*staging)
-        self._writing = asyncio.create_task(self._write(state, list(prompt_ids), started))
-
-    async def wait_until_written(self) -> None:
-        """Wait until the checkpoint that is being written, if any, is durable and acknowledged. Raises its error."""
-        if self._writing is not None:
-            await self._writing
-            self._writing = None
-
-    def raise_if_failed(self) -> None:
-        """Raise the error of a checkpoint that failed. Called between steps, so that a failure is noticed soon."""
-        if self._writing is not None and self._writing.done():
-            self._writing.result()
-
-    async def abandon(self) -> None:
-        if self._writing is not None:
-            self.store.abandon_upload()
-            await end_task(self._writing)
-
-    async def _write(self, state: TrainerState, prompt_ids: list[int], started: float) -> None:
-        partial = self.store.partial_path(state.step, state.term)
-        with self.store.writing(partial):
-            saving = (role.call_all_in_lane(SAVE_LANE, "finish_saving") for role in self.trained.values())
-            written = dict(zip(self.trained, await gather_all(*saving), strict=True))
-        crash_point("before_flush")
-        checkpoint = await asyncio.to_thread(self.store.finish, partial, state, _shards(partial, written))
-        await asyncio.to_thread(self.store.upload, checkpoint)
-        self.on_durable(prompt_ids)
-        crash_point("after_flush")
-        await self.queue.commit(state.step, prompt_ids, await asyncio.to_thread(self.store.oldest_step))
-        crash_point("after_commit")
-        self.metrics.checkpoint_seconds.observe(time.monotonic() - started)
-        self.metrics.checkpoint_success.set_to_current_time()
-
-
-def _shards(partial: Path, written: Mapping[str, Sequence[Mapping[str, FileRecord]]]) -> dict[str, FileRecord]:
-    """The files of all ranks by their paths in the checkpoint. `written` has each rank's files by name, by role."""
-    return {
-        str((shards_folder(partial, role) / name).relative_to(partial)): record
-        for role, ranks in written.items()
-        for files in ranks
-        for name, record in files.items()
-    }
-
-
 SMALL_VOCABULARY = 256
 """Tokens that every model has, if its config does not say how many there are."""
 STARVED_SHARE = 0.25
 """Share of `batch_timeout_s` after which a learner without a batch acknowledges its groups early."""
-
-
-@contextlib.asynccontextmanager
-async def profiled(config: RunConfig, roles: Mapping[str, RoleGroup], step: int) -> AsyncIterator[None]:
-    """If the step is to be profiled, have the configured ranks of every role record what they do in the `async with`
-    block. A step that fails writes no trace."""
-    profile = config.learner.profile
-    if step not in profile.steps:
-        yield
-        return
-    ranks = [(role, rank) for role in roles.values() for rank in profile.ranks if rank < role.num_ranks]
-    await gather_all(*(role.call_rank(rank, "start_profile") for role, rank in ranks))
-    yield
-    folder = profiles_folder(config)
-    await gather_all(*(role.call_rank(rank, "write_profile", folder, step) for role, rank in ranks))
+USAGE_EVERY_S = 5.0
+"""How often the ranks are asked for their memory. Each time is a call between two steps."""
 
 
 @dataclass(frozen=True)
@@ -292,7 +88,6 @@ class StepLoop:
     orders: OperatorOrders
     reader: BatchReader
     training: TrainingStep
-
     agreement: ServerAgreement
     recomputed: RecomputedLogProbs
     """Keeps the learner's own log-probs of a few groups, which the gateway shows."""
@@ -459,3 +254,179 @@ class StepLoop:
             return
         state = self.term.trainer_state({name: feed.position for name, feed in (await self.queue.feeds()).items()})
         await self.writer.begin(state, self.term.take_uncommitted())
+
+
+@contextlib.asynccontextmanager
+async def profiled(config: RunConfig, roles: Mapping[str, RoleGroup], step: int) -> AsyncIterator[None]:
+    """If the step is to be profiled, have the configured ranks of every role record what they do in the `async with`
+    block. A step that fails writes no trace."""
+    profile = config.learner.profile
+    if step not in profile.steps:
+        yield
+        return
+    ranks = [(role, rank) for role in roles.values() for rank in profile.ranks if rank < role.num_ranks]
+    await gather_all(*(role.call_rank(rank, "start_profile") for role, rank in ranks))
+    yield
+    folder = profiles_folder(config)
+    await gather_all(*(role.call_rank(rank, "write_profile", folder, step) for role, rank in ranks))
+
+
+@dataclass(frozen=True)
+class OperatorOrders:
+    """The operator's orders for one term: to stop, and to rewind. `watch` runs during training and sets the events."""
+
+    control: RunControl
+    term: Term
+    stopping: asyncio.Event
+    """Set to end the learner after the running step. A signal handler may set it too."""
+    rewind_ordered: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when there may be an order to rewind that was not followed yet."""
+
+    async def watch(self) -> None:
+        """Runs forever. A stop order names a term: it stops the learner of that term and of earlier ones."""
+        while True:
+            await asyncio.sleep(POLL_S)
+            orders = await self.control.orders()
+            if not self.stopping.is_set() and orders.stop_term >= self.term.number:
+                logger.info("the operator has ordered a stop: ending after this step, with a checkpoint")
+                self.stopping.set()
+            if orders.num_rewinds > self.term.num_orders:
+                self.rewind_ordered.set()
+
+    async def new_rewind(self) -> Orders | None:
+        self.rewind_ordered.clear()
+        orders = await self.control.orders()
+        return orders if orders.num_rewinds > self.term.num_orders else None
+
+    async def wait_for_either(self, task: asyncio.Task[object], timeout_s: float | None) -> None:
+        """Wait until the task has ended, an order has come, or `timeout_s` have passed."""
+        events = [asyncio.create_task(event.wait()) for event in (self.stopping, self.rewind_ordered)]
+        await asyncio.wait({task, *events}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        for event in events:
+            event.cancel()
+
+
+class StepRecords:
+    """Records every step of a learner process, through all its terms."""
+
+    def __init__(
+        self, config: LearnerConfig, policy: RoleGroup, metrics: LearnerMetrics, tracing: Tracing,
+        silence_s: float | None,
+    ) -> None:  # fmt: skip
+        self.config = config
+        self.policy = policy
+        self.metrics = metrics
+        self.tracing = tracing
+        self.recovering_since = None if silence_s is None else time.monotonic() - silence_s
+        """When the learner that crashed before this one was last alive. None after the first step."""
+        self.usage: list[RankUsage] = []
+        self.usage_at = -USAGE_EVERY_S
+
+    def trace(self, batch: Batch, started_s: float, term: Term) -> None:
+        """Record for each traced group how long it waited for its step, and the step."""
+        ended_s = time.time()
+        for group in batch.groups if batch.trace_parents else ():
+            self.tracing.record("queue", group.trace_parent, group.finished_at_ms / 1000, started_s)
+            staleness = max(0, term.policy_version - term.oldest_version(group))
+            fields = {"step": batch.step, "policy_version": term.policy_version, "staleness": staleness}
+            self.tracing.record("train", group.trace_parent, started_s, ended_s, **fields)
+
+    async def record(
+        self, batch: Batch, result: StepResult, metrics: Mapping[str, float], term: Term, loggers: StepLoggers
+    ) -> None:
+        """Record one step, which made the term's version. `metrics` are all its numbers by name."""
+        loggers.log(metrics)
+        self.metrics.record_step(metrics, mean_rewards(batch.groups, result.rewards))
+        if self.recovering_since is not None:
+            self.metrics.recovery_seconds.labels("learner").observe(time.monotonic() - self.recovering_since)
+            self.recovering_since = None
+        trained_version = term.policy_version - 1
+        oldest = [term.oldest_version(group) for group in batch.groups]
+        self.metrics.staleness.observe_all([max(0.0, trained_version - version) for version in oldest])
+        logger.info(
+            "step %d version %d reward %.3f staleness %.2f loss %.4f %.2fs", result.step, term.policy_version,
+            result.batch.reward_mean, result.batch.staleness_mean, result.update.loss, metrics["step_s"],
+        )  # fmt: skip
+        await self._observe_usage(result)
+
+    async def _observe_usage(self, result: StepResult) -> None:
+        """Memory of the policy's ranks, and how much of their FLOPs the update used."""
+        if time.monotonic() - self.usage_at >= USAGE_EVERY_S:
+            self.usage = await self.policy.call_all("usage")
+            self.usage_at = time.monotonic()
+        for rank, usage in enumerate(self.usage):
+            self.metrics.memory_peak.labels(rank).set(usage.memory_peak_bytes)
+        peak = sum(peak_flops(usage.device_name, self.config.peak_flops_per_rank) for usage in self.usage)
+        num_tokens: float = (result.batch.prompt_tokens + result.batch.response_tokens) * self.config.epochs_per_step
+        num_tokens -= result.update.shared_tokens
+        self.metrics.mfu.set(mfu(self.usage[0].num_parameters, num_tokens, result.update_s, peak))
+
+
+@dataclass(eq=False)
+class CheckpointWriter:
+    """Writes the checkpoints of one term, one at a time. Training waits while the ranks copy their shards, but not for
+    the files: shards, ledger and step are copied at the same moment.
+
+        stage (training waits) ─► ranks write ─► flush and rename ─► upload ─► acknowledge
+                                  └──────────────── during the next steps ───────────────┘
+
+    `on_durable` is called when a checkpoint is durable, with the prompts that it covers and no checkpoint before it."""
+
+    store: CheckpointStore
+    queue: GroupConsumer
+    trained: Mapping[str, RoleGroup]
+    metrics: LearnerMetrics
+    on_durable: Callable[[Sequence[int]], None]
+    _writing: asyncio.Task[None] | None = None
+
+    async def begin(self, state: TrainerState, prompt_ids: Sequence[int]) -> None:
+        """Copy the shards, then write the files in a task while training continues. `prompt_ids` were trained since the
+        last checkpoint."""
+        await self.wait_until_written()
+        started = time.monotonic()
+        partial = await asyncio.to_thread(self.store.partial_folder, state.step, state.term)
+        with self.store.writing(partial):
+            staging = (role.call_all("stage", shards_folder(partial, name)) for name, role in self.trained.items())
+            await gather_all(*staging)
+        self._writing = asyncio.create_task(self._write(state, list(prompt_ids), started))
+
+    async def wait_until_written(self) -> None:
+        """Wait until the checkpoint that is being written, if any, is durable and acknowledged. Raises its error."""
+        if self._writing is not None:
+            await self._writing
+            self._writing = None
+
+    def raise_if_failed(self) -> None:
+        """Raise the error of a checkpoint that failed. Called between steps, so that a failure is noticed soon."""
+        if self._writing is not None and self._writing.done():
+            self._writing.result()
+
+    async def abandon(self) -> None:
+        if self._writing is not None:
+            self.store.abandon_upload()
+            await end_task(self._writing)
+
+    async def _write(self, state: TrainerState, prompt_ids: list[int], started: float) -> None:
+        partial = self.store.partial_path(state.step, state.term)
+        with self.store.writing(partial):
+            saving = (role.call_all_in_lane(SAVE_LANE, "finish_saving") for role in self.trained.values())
+            written = dict(zip(self.trained, await gather_all(*saving), strict=True))
+        crash_point("before_flush")
+        checkpoint = await asyncio.to_thread(self.store.finish, partial, state, _shards(partial, written))
+        await asyncio.to_thread(self.store.upload, checkpoint)
+        self.on_durable(prompt_ids)
+        crash_point("after_flush")
+        await self.queue.commit(state.step, prompt_ids, await asyncio.to_thread(self.store.oldest_step))
+        crash_point("after_commit")
+        self.metrics.checkpoint_seconds.observe(time.monotonic() - started)
+        self.metrics.checkpoint_success.set_to_current_time()
+
+
+def _shards(partial: Path, written: Mapping[str, Sequence[Mapping[str, FileRecord]]]) -> dict[str, FileRecord]:
+    """The files of all ranks by their paths in the checkpoint. `written` has each rank's files by name, by role."""
+    return {
+        str((shards_folder(partial, role) / name).relative_to(partial)): record
+        for role, ranks in written.items()
+        for files in ranks
+        for name, record in files.items()
+    }

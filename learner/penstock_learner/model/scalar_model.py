@@ -15,7 +15,7 @@ from penstock_learner.model.architectures import ModelPath, logit_form_of
 from penstock_learner.model.attention.packed_attention import mark_layers
 from penstock_learner.model.attention.packed_layout import ModelInputs
 from penstock_learner.model.causal_lm import hidden_states, open_model, open_on_path, padded_inputs
-from penstock_learner.model.loading import FolderModel, decoder_layers, read_weights
+from penstock_learner.model.loading import FolderModel, decoder_layers
 
 _HEAD = "score."
 """Beginning of the names of a classifier's head."""
@@ -69,13 +69,6 @@ class JudgeModel(ScalarModel):
 
     def _preference(self, logits: Tensor) -> Tensor:
         return torch.sigmoid(logits[:, self.yes_id] - logits[:, self.no_id])
-
-
-def load_scalar_model(path: Path, dtype: torch.dtype, *, key: str, make_head: bool) -> ScalarModel:
-    """Load a Hugging Face folder into host memory, whole. The arguments are those of `open_scalar_model`."""
-    model = open_scalar_model(path, dtype, key=key, make_head=make_head)
-    read_weights(model, torch.device("cpu"))
-    return model
 
 
 def open_scalar_model(path: Path, dtype: torch.dtype, *, key: str, make_head: bool) -> ScalarModel:

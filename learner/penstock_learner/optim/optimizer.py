@@ -43,11 +43,6 @@ class ScaledAdamW(torch.optim.AdamW):
         parameter = self.param_groups[0]["params"][0]
         self.step_scaled(torch.ones((), device=parameter.device))
 
-    def rehearse(self) -> None:
-        """Compile and start the kernels of a step that changes nothing. The parameters need gradients."""
-        device = self.param_groups[0]["params"][0].device
-        self.step_scaled(torch.full((), math.nan, device=device))
-
     @torch.no_grad()
     def step_scaled(self, scale: Tensor) -> None:
         """One step with the gradients times `scale`, a 0-d tensor on their device. If it is not finite, neither weights

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 import psutil
 import ray
+from ray._private.node import Node
 from ray.util.placement_group import PlacementGroup, get_placement_group, placement_group, remove_placement_group
 
 from penstock.cancellation import end_task
@@ -187,6 +188,9 @@ async def _is_reachable(address: str) -> bool:
 OBJECT_STORE_BYTES = 256 * 2**20
 FOLDER_PREFIX = "penstock-ray-"
 START_ATTEMPTS = 3
+UNUSED = ("start_monitor", "start_api_server", "start_log_monitor")
+"""Methods of Ray's node that start the autoscaler, the dashboard's server and the reader of the ranks' logs. A private
+Ray needs none of them, but has no option to skip them, and its start would wait for the server."""
 
 
 @contextmanager
@@ -216,18 +220,8 @@ def remove_abandoned_folders() -> None:
     """Remove the Ray folders of learners that were killed. A folder's name contains the process id. Blocks."""
     for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*-*"):
         pid = folder.name.removeprefix(FOLDER_PREFIX).partition("-")[0]
-        if pid.isdigit() and not _is_alive(int(pid)):
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def _start_patiently(config: RunConfig, roles: Mapping[str, RoleConfig], folder: Path) -> None:
@@ -245,19 +239,16 @@ def _start_patiently(config: RunConfig, roles: Mapping[str, RoleConfig], folder:
 
 
 def _start(config: RunConfig, roles: Mapping[str, RoleConfig], folder: str) -> None:
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
     if config.learner.ray_address:
-        ray.init(
-            address=config.learner.ray_address,
-            namespace=namespace_of(config),
-            log_to_driver=False,
-            logging_level=logging.WARNING,
-        )
+        ray.init(address=config.learner.ray_address, namespace=namespace_of(config), **quiet)
         return
+    for method in UNUSED:
+        setattr(Node, method, lambda *_, **__: None)
     ray.init(
+        **quiet,
         num_cpus=num_cpus(config.learner, roles),
         include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.WARNING,
         object_store_memory=OBJECT_STORE_BYTES,
         _temp_dir=folder,
         _node_ip_address="127.0.0.1",

@@ -5,6 +5,7 @@ The checksums of its files are computed while they are written."""
 from __future__ import annotations
 
 import io
+import math
 import resource
 import sys
 from collections.abc import Iterator, Mapping
@@ -118,7 +119,8 @@ class TrainerRank(Rank):
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             self.optimizer.zero_grad(set_to_none=True)
             self.run_passes(part, denominators)
-            self.optimizer.rehearse()
+            home = self.optimizer.param_groups[0]["params"][0].device
+            self.optimizer.step_scaled(torch.full((), math.nan, device=home))  # compiles it, and changes nothing
             self.optimizer.zero_grad(set_to_none=True)
 
     def usage(self) -> RankUsage:

@@ -33,7 +33,6 @@ from penstock.weights.transports import (
     Deadline,
     bucket_offsets,
     combined_digests,
-    device_mix64,
     has_cupy,
     header_bytes,
     make_header,
@@ -294,7 +293,7 @@ def checksum_name(memory: BucketMemory) -> str:
 def staged_checksum(bucket: torch.Tensor, digests: list[Future[bytes]]) -> str:
     """Return a bucket's checksum: mix64 on a GPU, else xxh3_pieces of the digests of its pieces."""
     if bucket.is_cuda:
-        return device_mix64(bucket.data_ptr(), bucket.numel(), bucket.get_device())
+        return cuda.device_mix64(bucket.data_ptr(), bucket.numel(), bucket.get_device())
     return combined_digests([digest.result() for digest in digests])
 
 

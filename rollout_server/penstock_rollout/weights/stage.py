@@ -33,7 +33,7 @@ from safetensors import safe_open
 
 from penstock.errors import WeightPushFailed, first_line_of
 from penstock.v1 import weights_pb2
-from penstock.weights.cuda import MAX_ENQUEUED, NUM_SLOTS, NcclGroup, NcclMeeting, Relay
+from penstock.weights.cuda import MAX_ENQUEUED, NUM_SLOTS, NcclGroup, NcclMeeting, Relay, device_mix64
 from penstock.weights.delta import HEADER, parse_layout
 from penstock.weights.folder_tensors import TIED_HEAD, tensor_shapes, weight_files
 from penstock.weights.snapshot import read_snapshot
@@ -46,7 +46,6 @@ from penstock.weights.transports import (
     Deadline,
     RunningChecksum,
     bucket_offsets,
-    device_mix64,
     header_bytes,
     host_checksum,
     item_bytes,
@@ -67,7 +66,6 @@ TORCH_DTYPES = {
 }
 SPARE_DEVICE_BYTES = 512 * 2**20
 """GPU memory that a stage leaves free for the engine."""
-
 HASH_PIECE_BYTES = 8 * 2**20
 """Size of the pieces in which a bucket is copied from the GPU and hashed."""
 NUM_DELTA_HASHERS = 3
@@ -75,7 +73,6 @@ NUM_DELTA_HASHERS = 3
 ITEMS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 CHUNK_ITEMS = 2**22
 """Items that are written at once. It bounds the memory that decoding needs, which on a GPU is the engine's."""
-
 Phase = Literal["receiving", "received", "failed"]
 Tensors = list[tuple[str, torch.Tensor]]
 
@@ -88,6 +85,8 @@ class Reception:
     device: torch.device
     """Where to put the buckets: the engine's GPU if a second set of weights fits there, else host memory."""
     deadline: Deadline
+    groups: JoinedGroups
+    """The NCCL groups of this worker."""
     worker: int = 0
     """Index of this worker within the member."""
     spare: list[torch.Tensor] = field(default_factory=list)
@@ -144,7 +143,7 @@ class WeightStage:
 
     def __init__(
         self, announcement: weights_pb2.AnnounceRequest, model_folder: Path, *, worker: int = 0,
-        device: torch.device | None = None, last: WeightStage | None = None,
+        device: torch.device | None = None, last: WeightStage | None = None, groups: JoinedGroups | None = None,
     ) -> None:  # fmt: skip
         self.manifest = announcement.manifest
         self.done: Future[None] = Future()
@@ -158,6 +157,7 @@ class WeightStage:
         self._worker = worker
         self._device = device or torch.device("cpu")
         self._last = last
+        self._groups = groups or JoinedGroups()
         self._base_version: int | None = None
         """The version that the buffers of `last` had, if a delta can be applied to them."""
         self._taken: list[torch.Tensor] = []
@@ -235,6 +235,7 @@ class WeightStage:
             announcement,
             device=base[0].device if is_delta else self._bucket_device(),
             deadline=Deadline(announcement.deadline_s, f"receiving weights by {announcement.transport}", self._aborted),
+            groups=self._groups,
             worker=self._worker,
             spare=[
                 buffer
@@ -319,8 +320,65 @@ def named_tensors(
 
 
 @dataclass(eq=False)
+class _Joined:
+    """A group, and this worker's rank in it."""
+
+    meeting: NcclMeeting
+    rank: int
+    term: int
+    group: NcclGroup
+    relay: Relay | None = None
+
+    def relay_for(self, max_bytes: int) -> Relay:
+        if self.relay is None or self.relay.max_bytes < max_bytes:
+            self.relay = Relay(self.group, max_bytes)
+        return self.relay
+
+
+class JoinedGroups:
+    """The NCCL groups that one worker has joined: one per sender, and none of a learner with an outdated term. Those
+    that are left when the process exits are aborted."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._joined: list[_Joined] = []
+
+    def join(self, meeting: NcclMeeting, reception: Reception) -> _Joined:
+        term = reception.manifest.term
+        with self._lock:
+            of_sender = [j for j in self._joined if j.meeting.sender == meeting.sender]
+            past = [j for j in self._joined if j.term < term or (j in of_sender and j.meeting.group != meeting.group)]
+        for joined in past:
+            self.drop(joined)
+        found = [j for j in self._joined if (j.meeting.group, j.rank) == (meeting.group, reception.rank)]
+        if found:
+            return found[0]
+        if meeting.kept:
+            raise WeightPushFailed("this worker has left the NCCL group of the push; the publisher must form a new one")
+        unique_id = bytes.fromhex(meeting.unique_id)
+        device_index = reception.worker_device.index or 0
+        group = NcclGroup(unique_id, reception.announcement.world_size, reception.rank, device_index)
+        atexit.register(group.abort)
+        joined = _Joined(meeting, reception.rank, term, group)
+        with self._lock:
+            self._joined.append(joined)
+        return joined
+
+    def drop(self, joined: _Joined) -> None:
+        with self._lock:
+            self._joined = [other for other in self._joined if other is not joined]
+        atexit.unregister(joined.group.abort)
+        joined.group.abort()
+
+    def drop_all(self) -> None:
+        for joined in list(self._joined):
+            self.drop(joined)
+
+
+@dataclass(eq=False)
 class StageSlot:
-    """The stages of one worker: at most one new one, and the one loaded last. Beginning another aborts the new one."""
+    """The stages of one worker: at most one new one, and the one loaded last. Beginning another aborts the new one. The
+    worker's NCCL groups are kept from stage to stage."""
 
     model_folder: Path
     device: torch.device | None = None
@@ -328,12 +386,14 @@ class StageSlot:
     loaded: WeightStage | None = None
     """The stage that the engine loaded last. The next stage uses it as `WeightStage.last`."""
     _stage: WeightStage | None = None
+    _groups: JoinedGroups = field(default_factory=JoinedGroups)
 
     def begin(self, announcement: weights_pb2.AnnounceRequest) -> None:
         self.abort()
         self._stage = WeightStage(
-            announcement, self.model_folder, worker=self.worker, device=self.device, last=self.loaded
-        )
+            announcement, self.model_folder, worker=self.worker, device=self.device, last=self.loaded,
+            groups=self._groups,
+        )  # fmt: skip
         self._stage.start()
 
     def staged(self, policy_version: int) -> WeightStage:
@@ -485,13 +545,13 @@ def receive_by_nccl(reception: Reception) -> Iterator[Arrived]:
     Yields buckets on the engine's GPU, or in pinned host memory through two buffers on the GPU. The rendezvous is an
     NcclMeeting. The communicator is kept for the group's next push, unless this one fails."""
     meeting = NcclMeeting.from_json(reception.rendezvous)
-    joined = _nccl_groups.join(meeting, reception)
+    joined = reception.groups.join(meeting, reception)
     try:
         if not joined.group.is_open:
             joined.group.open(reception.deadline)
         yield from _broadcasts(joined, reception)
     except BaseException as error:
-        _nccl_groups.drop(joined)
+        reception.groups.drop(joined)
         if isinstance(error, RuntimeError):
             first_line = first_line_of(error)
             raise WeightPushFailed(f"the NCCL broadcast broke: {first_line}") from error
@@ -534,65 +594,7 @@ def _broadcasts(joined: _Joined, reception: Reception) -> Iterator[Arrived]:
             return
     except WeightPushFailed as error:  # not a failure of this rank, which has every bucket
         logger.warning("another member did not end the push: %s", error)
-    _nccl_groups.drop(joined)  # so that the barrier does not occupy the GPU forever
-
-
-@dataclass(eq=False)
-class _Joined:
-    """A group that this process has joined, and its rank in it."""
-
-    meeting: NcclMeeting
-    rank: int
-    term: int
-    group: NcclGroup
-    relay: Relay | None = None
-
-    def relay_for(self, max_bytes: int) -> Relay:
-        if self.relay is None or self.relay.max_bytes < max_bytes:
-            self.relay = Relay(self.group, max_bytes)
-        return self.relay
-
-
-class _JoinedGroups:
-    """The groups that this process has joined: one per sender, and none of a learner with an outdated term."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._joined: list[_Joined] = []
-
-    def join(self, meeting: NcclMeeting, reception: Reception) -> _Joined:
-        term = reception.manifest.term
-        with self._lock:
-            of_sender = [j for j in self._joined if j.meeting.sender == meeting.sender]
-            past = [j for j in self._joined if j.term < term or (j in of_sender and j.meeting.group != meeting.group)]
-            self._joined = [joined for joined in self._joined if joined not in past]
-            found = [j for j in self._joined if (j.meeting.group, j.rank) == (meeting.group, reception.rank)]
-        for joined in past:
-            joined.group.abort()
-        if found:
-            return found[0]
-        if meeting.kept:
-            raise WeightPushFailed("this worker has left the NCCL group of the push; the publisher must form a new one")
-        unique_id = bytes.fromhex(meeting.unique_id)
-        device_index = reception.worker_device.index or 0
-        group = NcclGroup(unique_id, reception.announcement.world_size, reception.rank, device_index)
-        joined = _Joined(meeting, reception.rank, term, group)
-        with self._lock:
-            self._joined.append(joined)
-        return joined
-
-    def drop(self, joined: _Joined) -> None:
-        with self._lock:
-            self._joined = [other for other in self._joined if other is not joined]
-        joined.group.abort()
-
-    def drop_all(self) -> None:
-        for joined in list(self._joined):
-            self.drop(joined)
-
-
-_nccl_groups = _JoinedGroups()
-atexit.register(_nccl_groups.drop_all)
+    reception.groups.drop(joined)  # so that the barrier does not occupy the GPU forever
 
 
 def is_gpu(device: torch.device) -> bool:

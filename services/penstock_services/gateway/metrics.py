@@ -235,7 +235,7 @@ def _run_gauges(snapshot: RunSnapshot) -> Iterator[Row]:
         ("run_speed", "What the run waits for most.", SPEED_CODES, speed_finding(facts)),
     ):
         levels: dict[str, float] = {code: _LEVELS[finding.level] if code == finding.code else 0 for code in codes}
-        yield name, text, "verdict", levels
+        yield name, text, "finding", levels
     if memory := snapshot.redis_memory:
         yield "redis_memory_used_bytes", "Memory of Redis.", "", memory.used_bytes
         yield "redis_memory_limit_bytes", "`maxmemory` of Redis, or the memory of its machine.", "", memory.limit_bytes

@@ -8,8 +8,8 @@ and Anthropic's protocols.
 REST routes, gRPC methods, the check of the caller's key, the audit log, the OpenAPI document and the table in
 docs/gateway.md are derived from the declarations.
 
-The checks of request fields stand at the end. Each raises InvalidInput with the path of the wrong field. None changes
-its argument.
+The checks of fields that several resources have stand at the end. Each raises InvalidInput with the path of the wrong
+field. None changes its argument.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from google.protobuf.message_factory import GetMessageClass
 from pydantic import BaseModel
 from redis.exceptions import RedisError
 
-from penstock.api.conversion import MAX_KEY_LENGTH, check_data_source, check_levels, parse_json
+from penstock.api.conversion import MAX_KEY_LENGTH, check_levels, parse_json
 from penstock.api_keys import Scope
-from penstock.codec import prompt_to_proto, sampling_from_proto
+from penstock.codec import sampling_from_proto
 from penstock.config.run import RunConfig
 from penstock.errors import DeadlineExceeded, InvalidInput, NotFound, PenstockError, Unauthenticated, Unavailable
 from penstock.sampling import check_sampling as check_bounds
-from penstock.trajectory import MESSAGE_FIELDS, Prompt
+from penstock.trajectory import MESSAGE_FIELDS
 from penstock.v1 import prompts_pb2
 from penstock_services.gateway.access import Caller
 
@@ -272,43 +272,8 @@ def _plain(value: Any) -> Any:
 MAX_PROMPT_ID = 2**32 - 1
 """The queue keeps trained prompts in a Redis bitmap, which has no higher bits."""
 MAX_NUM_SAMPLES = 1024
-MAX_PRIORITY = 1000
-"""The queue sorts by priority · 1e12 + id as a double, which is exact up to a priority of about 9000."""
 DEFAULT_PAGE_SIZE = 50
 MAX_PAGE_SIZE = 1000
-_DEFAULT = prompt_to_proto(Prompt())
-
-
-def checked_prompts(
-    prompts: Sequence[prompts_pb2.Prompt], max_prompts: int, evaluation_id: str = ""
-) -> list[prompts_pb2.Prompt]:
-    """Return the prompts with absent fields filled in, or raise InvalidInput for the first wrong one.
-
-    A prompt is copied before fields are filled in. A prompt that names an evaluation other than `evaluation_id` is
-    refused, because held-out prompts must never be trained."""
-    if not prompts:
-        raise InvalidInput("prompts", "give at least one prompt")
-    if len(prompts) > max_prompts:
-        raise InvalidInput("prompts", f"a request may have {max_prompts}, not {len(prompts)}; split it")
-    checked = []
-    for index, prompt in enumerate(prompts):
-        ground_truth, extra_info = prompt.ground_truth_json, prompt.extra_info_json
-        is_complete = ground_truth and extra_info and prompt.HasField("sampling")
-        complete = prompt if is_complete else _with_defaults(prompt)
-        try:
-            _check_prompt(complete, evaluation_id)
-            if ground_truth:
-                check_json(ground_truth, "ground_truth_json")
-            if extra_info and not isinstance(check_json(extra_info, "extra_info_json"), dict):
-                raise InvalidInput("extra_info_json", "must be a JSON object")
-        except InvalidInput as error:
-            raise error.under(f"prompts[{index}]") from error
-        if evaluation_id:
-            if complete is prompt:
-                complete = _with_defaults(prompt)
-            complete.evaluation_id = evaluation_id
-        checked.append(complete)
-    return checked
 
 
 def check_keys(idempotency_key: str, keys: Sequence[str], num_prompts: int) -> None:
@@ -360,45 +325,9 @@ def cut_page(kind: str, found: Sequence[T], page_size: int, position: Callable[[
     return page, encode_page_token(kind, position(page[-1])) if len(found) > page_size else ""
 
 
-def checked_prompt_ids(prompt_ids: Sequence[int], max_ids: int, field: str = "prompt_ids") -> list[int]:
-    if len(prompt_ids) > max_ids:
-        raise InvalidInput(field, f"a request may have {max_ids}, not {len(prompt_ids)}; split it")
-    for index, prompt_id in enumerate(prompt_ids):
-        if not 1 <= prompt_id <= MAX_PROMPT_ID:
-            raise InvalidInput(f"{field}[{index}]", f"must be between 1 and {MAX_PROMPT_ID}")
-    return list(prompt_ids)
-
-
 def check_prompt_id(prompt_id: int) -> None:
     if not 1 <= prompt_id <= MAX_PROMPT_ID:
         raise NotFound(f"prompt {prompt_id} does not exist")
-
-
-def _with_defaults(prompt: prompts_pb2.Prompt) -> prompts_pb2.Prompt:
-    complete = prompts_pb2.Prompt()
-    complete.CopyFrom(prompt)
-    if not complete.HasField("sampling"):
-        complete.sampling.CopyFrom(_DEFAULT.sampling)
-    complete.ground_truth_json = complete.ground_truth_json or _DEFAULT.ground_truth_json
-    complete.extra_info_json = complete.extra_info_json or _DEFAULT.extra_info_json
-    return complete
-
-
-def _check_prompt(prompt: prompts_pb2.Prompt, evaluation_id: str) -> None:
-    messages, token_ids = prompt.messages, prompt.token_ids
-    if bool(messages) == bool(token_ids):
-        raise InvalidInput("", "give exactly one of messages and token_ids")
-    check_messages(messages)
-    if token_ids:
-        check_token_ids(token_ids)
-    if not 1 <= prompt.num_samples <= MAX_NUM_SAMPLES:
-        raise InvalidInput("num_samples", f"must be between 1 and {MAX_NUM_SAMPLES}, not {prompt.num_samples}")
-    if not -MAX_PRIORITY <= prompt.priority <= MAX_PRIORITY:
-        raise InvalidInput("priority", f"must be between -{MAX_PRIORITY} and {MAX_PRIORITY}")
-    check_data_source(prompt.data_source, "data_source")
-    check_sampling(prompt.sampling)
-    if prompt.evaluation_id not in ("", evaluation_id):
-        raise InvalidInput("evaluation_id", "leave it empty; create an evaluation for held-out prompts")
 
 
 def check_messages(messages: Sequence[prompts_pb2.Message]) -> None:

@@ -17,7 +17,9 @@ from typing import Any, get_args
 from pydantic import Field
 
 from penstock.api import records
+from penstock.api.conversion import check_data_source
 from penstock.cancellation import end_task
+from penstock.codec import prompt_to_proto
 from penstock.errors import Conflict, DeadlineExceeded, InvalidInput, NotFound, PenstockError, QueueFull, Unavailable
 from penstock.replay.queue import RedisReplayQueue, answer_all
 from penstock.replay.queue_types import PromptRequest, PromptState, PromptStatus
@@ -25,19 +27,24 @@ from penstock.replay.queue_types import Submission as QueueSubmission
 from penstock.replay.results import PromptBook, PromptResult, entry_of, entry_order
 from penstock.store.ownership import Owner
 from penstock.tracing import Tracing
+from penstock.trajectory import Prompt
 from penstock.v1 import prompts_pb2
 from penstock_services.gateway.access import Caller
 from penstock_services.gateway.groups import GroupReader, usable_prompts
 from penstock_services.gateway.operations import (
     IDEMPOTENCY_KEY,
+    MAX_NUM_SAMPLES,
+    MAX_PROMPT_ID,
     Handlers,
     body_digest,
     bounded,
+    check_json,
     check_keys,
+    check_messages,
     check_prompt_id,
+    check_sampling,
+    check_token_ids,
     checked_page_size,
-    checked_prompt_ids,
-    checked_prompts,
     decode_page_token,
     encode_page_token,
     operation,
@@ -45,7 +52,10 @@ from penstock_services.gateway.operations import (
 
 logger = logging.getLogger(__name__)
 LONGEST_WAIT_S = 60.0
-MAX_CANCELLED = 1000
+MAX_PROMPT_IDS = 1000
+MAX_PRIORITY = 1000
+"""The queue sorts by priority · 1e12 + id as a double, which is exact up to a priority of about 9000."""
+_DEFAULT = prompt_to_proto(Prompt())
 RECHECK_S = 2.0
 """How often a wait reads the prompt's state even without a result: the prompts of evaluations write none."""
 _FINISHED: tuple[PromptState, ...] = ("queued", "trained", "dead_lettered", "cancelled")
@@ -172,7 +182,7 @@ class PromptHandlers(Handlers):
         self, caller: Caller, request: prompts_pb2.CancelPromptsRequest
     ) -> prompts_pb2.CancelPromptsResponse:
         """Cancel prompts whose groups the learner has not taken."""
-        prompt_ids = checked_prompt_ids(request.prompt_ids, MAX_CANCELLED)
+        prompt_ids = checked_prompt_ids(request.prompt_ids)
         if not prompt_ids:
             raise InvalidInput("prompt_ids", "give at least one id")
         usable = await usable_prompts(self.queue, prompt_ids, caller.owner)
@@ -212,7 +222,7 @@ class PromptHandlers(Handlers):
         self, caller: Caller, request: prompts_pb2.WatchResultsRequest
     ) -> AsyncIterator[prompts_pb2.Result]:
         """Send every prompt that finishes. The id of an event is the cursor to resume from."""
-        wanted = frozenset(checked_prompt_ids(request.prompt_ids, MAX_CANCELLED))
+        wanted = frozenset(checked_prompt_ids(request.prompt_ids))
         cursor = await self.feed.book.start(request.cursor)
         return self._results(cursor, wanted, caller.owner if request.with_groups else None)
 
@@ -233,6 +243,74 @@ class PromptHandlers(Handlers):
         usable = await usable_prompts(self.watched.queue, queued, owner)
         groups = await self.watched.decoded([prompt_id for prompt_id in queued if prompt_id in usable])
         return {group.prompt_id: (await self.watched.with_details(group)).SerializeToString() for group in groups}
+
+
+def checked_prompts(
+    prompts: Sequence[prompts_pb2.Prompt], max_prompts: int, evaluation_id: str = ""
+) -> list[prompts_pb2.Prompt]:
+    """Return the prompts with absent fields filled in, or raise InvalidInput for the first wrong one.
+
+    A prompt is copied before fields are filled in. A prompt that names an evaluation other than `evaluation_id` is
+    refused, because held-out prompts must never be trained."""
+    if not prompts:
+        raise InvalidInput("prompts", "give at least one prompt")
+    if len(prompts) > max_prompts:
+        raise InvalidInput("prompts", f"a request may have {max_prompts}, not {len(prompts)}; split it")
+    checked = []
+    for index, prompt in enumerate(prompts):
+        ground_truth, extra_info = prompt.ground_truth_json, prompt.extra_info_json
+        is_complete = ground_truth and extra_info and prompt.HasField("sampling")
+        complete = prompt if is_complete else _with_defaults(prompt)
+        try:
+            _check_prompt(complete, evaluation_id)
+            if ground_truth:
+                check_json(ground_truth, "ground_truth_json")
+            if extra_info and not isinstance(check_json(extra_info, "extra_info_json"), dict):
+                raise InvalidInput("extra_info_json", "must be a JSON object")
+        except InvalidInput as error:
+            raise error.under(f"prompts[{index}]") from error
+        if evaluation_id:
+            if complete is prompt:
+                complete = _with_defaults(prompt)
+            complete.evaluation_id = evaluation_id
+        checked.append(complete)
+    return checked
+
+
+def _with_defaults(prompt: prompts_pb2.Prompt) -> prompts_pb2.Prompt:
+    complete = prompts_pb2.Prompt()
+    complete.CopyFrom(prompt)
+    if not complete.HasField("sampling"):
+        complete.sampling.CopyFrom(_DEFAULT.sampling)
+    complete.ground_truth_json = complete.ground_truth_json or _DEFAULT.ground_truth_json
+    complete.extra_info_json = complete.extra_info_json or _DEFAULT.extra_info_json
+    return complete
+
+
+def _check_prompt(prompt: prompts_pb2.Prompt, evaluation_id: str) -> None:
+    messages, token_ids = prompt.messages, prompt.token_ids
+    if bool(messages) == bool(token_ids):
+        raise InvalidInput("", "give exactly one of messages and token_ids")
+    check_messages(messages)
+    if token_ids:
+        check_token_ids(token_ids)
+    if not 1 <= prompt.num_samples <= MAX_NUM_SAMPLES:
+        raise InvalidInput("num_samples", f"must be between 1 and {MAX_NUM_SAMPLES}, not {prompt.num_samples}")
+    if not -MAX_PRIORITY <= prompt.priority <= MAX_PRIORITY:
+        raise InvalidInput("priority", f"must be between -{MAX_PRIORITY} and {MAX_PRIORITY}")
+    check_data_source(prompt.data_source, "data_source")
+    check_sampling(prompt.sampling)
+    if prompt.evaluation_id not in ("", evaluation_id):
+        raise InvalidInput("evaluation_id", "leave it empty; create an evaluation for held-out prompts")
+
+
+def checked_prompt_ids(prompt_ids: Sequence[int]) -> list[int]:
+    if len(prompt_ids) > MAX_PROMPT_IDS:
+        raise InvalidInput("prompt_ids", f"a request may have {MAX_PROMPT_IDS}, not {len(prompt_ids)}; split it")
+    for index, prompt_id in enumerate(prompt_ids):
+        if not 1 <= prompt_id <= MAX_PROMPT_ID:
+            raise InvalidInput(f"prompt_ids[{index}]", f"must be between 1 and {MAX_PROMPT_ID}")
+    return list(prompt_ids)
 
 
 def digest_of(prompts: Sequence[prompts_pb2.Prompt]) -> str:

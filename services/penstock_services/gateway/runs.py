@@ -25,12 +25,11 @@ from penstock_services.gateway.operations import (
     RUN,
     Handlers,
     checked_page_size,
-    checked_prompts,
     cut_page,
     decode_page_token,
     operation,
 )
-from penstock_services.gateway.prompts import digest_of
+from penstock_services.gateway.prompts import checked_prompts, digest_of
 
 _LETTER_ID = r"[0-9]{1,19}-[0-9]{1,19}"
 
@@ -74,8 +73,8 @@ class RunHandlers(Handlers):
             ],
             learning=learning.line,
             speed=speed.line,
-            learning_verdict=message_of(runs_pb2.Finding, learning),
-            speed_verdict=message_of(runs_pb2.Finding, speed),
+            learning_finding=message_of(runs_pb2.Finding, learning),
+            speed_finding=message_of(runs_pb2.Finding, speed),
             parts=[
                 runs_pb2.Part(component=component, phases=[message_of(runs_pb2.Phase, phase) for phase in phases])
                 for component, phases in facts.phases.items()

@@ -79,7 +79,7 @@ async def test_answers_fit_and_their_log_probs_are_of_what_could_be_sampled(
         assert fits_schema(json_of(started.text(answer.token_ids), constraint))
 
 
-async def test_requests_beside_a_constrained_one_are_free(started: Started) -> None:
+async def test_requests_alongside_a_constrained_one_are_free(started: Started) -> None:
     free = GenerateRequest("free", PROMPT, Sampling(max_tokens=40, seed=4, ignore_eos=True))
     [alone] = [chunk async for chunk in started.engine.generate(free)]
     beside = asyncio.create_task(

@@ -131,7 +131,7 @@ async def test_greedy_tokens_are_those_of_hugging_face(served: Served) -> None:
     assert list(answer.token_ids) == generated[0, len(prompt) :].tolist()
 
 
-async def test_seeds_reproduce_whatever_runs_beside(served: Served) -> None:
+async def test_seeds_reproduce_whatever_runs_concurrently(served: Served) -> None:
     alone = [await served.answer((3, 4), Sampling(max_tokens=16, seed=seed)) for seed in (7, -1)]
     seeds = [*range(20), -1]
     crowd = await asyncio.gather(*(served.answer((3, 4), Sampling(max_tokens=16, seed=seed)) for seed in seeds))

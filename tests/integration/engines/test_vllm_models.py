@@ -38,7 +38,7 @@ TIMEOUT_S = 60
 """For each model. vLLM looks at every architecture in another process first."""
 
 
-def said_of(kinds: list[str], folder: Path) -> dict[str, str]:
+def reported_of(kinds: list[str], folder: Path) -> dict[str, str]:
     """What support/vllm_models.py says of tiny models of these kinds."""
     folders = [folder / kind for kind in kinds]
     for kind, path in zip(kinds, folders, strict=True):
@@ -52,10 +52,10 @@ def said_of(kinds: list[str], folder: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("kinds", [FEW, pytest.param(MORE, marks=pytest.mark.long)], ids=["few", "more"])
 def test_copies_load_what_vllms_loader_loads(kinds: list[str], tmp_path: Path) -> None:
-    assert said_of(kinds, tmp_path) == dict.fromkeys(kinds, "equal")
+    assert reported_of(kinds, tmp_path) == dict.fromkeys(kinds, "equal")
 
 
 @pytest.mark.long
 def test_models_that_compute_something_from_their_weights_are_refused(tmp_path: Path) -> None:
-    for kind, said in said_of(REFUSED, tmp_path).items():
+    for kind, said in reported_of(REFUSED, tmp_path).items():
         assert said.startswith("refused: "), (kind, said)

@@ -251,7 +251,7 @@ async def test_the_validator_has_a_heartbeat_until_it_ends(
     assert VALIDATOR not in await heartbeats.ages_s()
 
 
-async def test_a_validation_that_nobody_answers_ends_with_a_named_error(
+async def test_a_validation_that_no_server_answers_ends_with_a_named_error(
     tmp_path: Path, redis_process: RedisProcess, queue: RedisReplayQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("penstock.feed.validation.POLL_S", 0.02)

@@ -318,7 +318,7 @@ async def test_a_dead_letter_is_requeued(page: Any, gateway: Gateway, queue: Red
     assert (await queue.get_prompt(6)).state == "pending"
 
 
-async def test_a_gateway_that_is_gone_is_said(page: Any, gateway: Gateway) -> None:
+async def test_a_gateway_that_is_gone_is_reported(page: Any, gateway: Gateway) -> None:
     await page.route("**/v1/**", lambda route: route.abort())
     await page.get_by_role("link", name="Dead letters").click()
     await page.get_by_role("alert").filter(has_text="The gateway does not answer.").wait_for()

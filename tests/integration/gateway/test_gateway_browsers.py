@@ -32,7 +32,7 @@ def configure(redis_process: Any, redis_client: redis.Redis, tmp_path: Path) -> 
     return lambda **gateway: run_config(redis_process.url, tmp_path, **gateway)
 
 
-async def test_nobody_is_a_caller_without_a_key(gateway: Gateway) -> None:
+async def test_no_one_is_a_caller_without_a_key(gateway: Gateway) -> None:
     """Not even on loopback, where other users and every web page that is open can call too."""
     async with httpx.AsyncClient(base_url=gateway.url, trust_env=False) as nobody:
         for method, path in (("GET", RUN), ("POST", f"{RUN}:pause"), ("GET", "/v1/openapi.json")):

@@ -119,7 +119,7 @@ async def test_a_body_over_the_limit_is_413_chunked_or_not(gateway: Gateway) -> 
         assert_problem(response, 413, "BODY_TOO_LARGE")
 
 
-async def test_a_failure_that_nobody_expected_is_not_shown(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failure_that_no_one_expected_is_not_shown(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
     async def fail(*_: object) -> None:
         raise RuntimeError("secret")
 

@@ -282,7 +282,7 @@ async def test_rest_and_grpc_give_the_same_answers(gateway_without_tokenizer: Ga
     assert as_json(records.Group)(answer) == group
 
 
-async def test_groups_are_made_json_beside_the_event_loop(
+async def test_groups_are_made_json_outside_the_event_loop(
     gateway: Gateway, queue: RedisReplayQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A group may have a million tokens; other requests must not wait for them."""

@@ -120,10 +120,10 @@ async def test_the_metrics_of_the_newest_step_stay_after_a_restart(gateway: Gate
     run = await rest(gateway, "GET", RUN)
     assert run["policy_version"] == 2 and run["metrics"] == {"reward_mean": 0.5}
     assert run["learning"].startswith("reward 0.5 over 1 step")
-    verdict, speed = run["learning_verdict"], run["speed_verdict"]
-    assert (verdict["code"], verdict["level"], verdict["text"]) == ("few_steps", "OK", run["learning"])
-    assert (verdict["check"], speed["check"]) == ("learning", "speed")
-    assert speed["code"] == "not_running" and Run.model_validate(run).speed_verdict is not None
+    finding, speed = run["learning_finding"], run["speed_finding"]
+    assert (finding["code"], finding["level"], finding["text"]) == ("few_steps", "OK", run["learning"])
+    assert (finding["check"], speed["check"]) == ("learning", "speed")
+    assert speed["code"] == "not_running" and Run.model_validate(run).speed_finding is not None
 
 
 async def test_the_run_is_paused_and_its_servers_drained(gateway: Gateway, queue: RedisReplayQueue) -> None:

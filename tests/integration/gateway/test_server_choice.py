@@ -107,7 +107,7 @@ async def test_a_session_keeps_the_server_of_the_version_that_it_names(choosing:
     assert await choosing.first(("server-3",)) != "server-3"
 
 
-async def test_a_server_that_died_is_left_out_in_time(redis_client: redis.Redis, tmp_path: Path) -> None:
+async def test_a_server_that_died_is_skipped_in_time(redis_client: redis.Redis, tmp_path: Path) -> None:
     choosing = Choosing(redis_client, tmp_path, lease_ttl_s=MAX_VIEW_AGE_S / 4)
     choosing.names = ["a", "b"]
     await choosing.join()

@@ -33,6 +33,7 @@ from support.learner_runs import (
 from support.redis_server import RedisProcess
 
 PLACEMENTS = ("standalone", "split-collocate")
+pytestmark = pytest.mark.timeout(900)  # a learner starts four processes that import torch, and the machine may be busy
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +93,7 @@ async def validate_once(config: RunConfig, evaluation_id: str) -> None:
     await client.aclose()
 
 
-async def test_the_reward_model_scores_a_validation_beside_training(
+async def test_the_reward_model_scores_a_validation_during_training(
     undisturbed_ppo: PpoRun, redis_process: RedisProcess
 ) -> None:
     client = connect(RedisConfig(url=redis_process.url))

@@ -76,7 +76,7 @@ def test_streamed_calls_add_up_to_whole_ones(openai_client: openai.OpenAI) -> No
     ]
 
 
-def test_text_fits_a_json_schema_also_beside_tools(openai_client: openai.OpenAI) -> None:
+def test_text_fits_a_json_schema_also_with_tools(openai_client: openai.OpenAI) -> None:
     parsed = openai_client.chat.completions.parse(model="test", messages=QUESTION, response_format=Sum, seed=4)
     assert isinstance(parsed.choices[0].message.parsed, Sum)
     schema: Any = {"type": "json_schema", "json_schema": {"name": "sum", "schema": Sum.model_json_schema()}}

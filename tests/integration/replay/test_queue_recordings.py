@@ -156,7 +156,7 @@ def test_a_file_that_is_not_a_recording_is_refused(tools: Tools, tmp_path: Path)
         ("trajectories", "row 0: the group has no trajectories"),
     ],
 )
-def test_a_recording_that_was_edited_wrongly_is_refused(
+def test_a_recording_that_was_edited_incorrectly_is_refused(
     tools: Tools, recording: Path, column: str, problem: str
 ) -> None:
     import pyarrow as pa

@@ -145,7 +145,7 @@ async def test_wait_keeps_the_order_of_prompts_whose_leases_redis_has_lost(make_
     await assert_conserved(queue)
 
 
-async def test_wait_numbers_an_expired_prompt_anew(make_queue: MakeQueue) -> None:
+async def test_wait_numbers_an_expired_prompt_again(make_queue: MakeQueue) -> None:
     queue = make_queue(stale_policy="wait", max_staleness=9)
     ids = await submit(queue, 3)
     await finish(queue, await queue.lease("s", 3))

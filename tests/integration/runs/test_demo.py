@@ -28,11 +28,18 @@ def demo(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[DemoProcess
     started.end()
 
 
+@pytest.fixture
+def followers(demo: DemoProcess, tmp_path: Path) -> Iterator[list[SmokeRun]]:
+    started = [SmokeRun(program, tmp_path, demo.folder) for program in FOLLOWERS]
+    yield started
+    for benchmark in started:
+        benchmark.end()
+
+
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("demo", [("--learner.num_steps", "8", "--learner.checkpoint.every_steps", "5")], indirect=True)
-def test_a_short_demo_trains_and_stops_cleanly(demo: DemoProcess, tmp_path: Path) -> None:
+def test_a_short_demo_trains_and_stops_cleanly(demo: DemoProcess, followers: list[SmokeRun]) -> None:
     """The benchmarks of whole runs follow this one, so that they need not start others."""
-    benchmarks = [SmokeRun(program, tmp_path, demo.folder) for program in FOLLOWERS]
     demo.wait_for_step(3)
     exposed = scrape(demo.folder, "rollout-0")
     assert {"penstock_groups_produced", "vllm:num_requests_running"} <= exposed
@@ -58,7 +65,7 @@ def test_a_short_demo_trains_and_stops_cleanly(demo: DemoProcess, tmp_path: Path
     mismatches = [json.loads(line).get("logprob_mismatch") for line in metrics_lines(demo.folder)]
     assert all(value < 1e-3 for value in mismatches if value is not None)
     assert mismatches[0] is not None, "the first batch is on policy, so engine and learner can be compared"
-    for benchmark in benchmarks:
+    for benchmark in followers:
         benchmark.finish()
 
 

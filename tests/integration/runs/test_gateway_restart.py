@@ -79,7 +79,7 @@ class Recorded(LocalRun):
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_workers_can_start_beside_the_gateway_and_one_that_is_killed_is_started_again(
+def test_workers_can_start_alongside_the_gateway_and_one_that_is_killed_is_started_again(
     tmp_path: Path, at_once: bool
 ) -> None:
     asyncio.run(check_workers(tmp_path, at_once))

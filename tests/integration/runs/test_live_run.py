@@ -127,6 +127,16 @@ def test_no_process_of_a_private_run_listens_beyond_loopback(live: DemoProcess) 
     assert beyond_loopback(found) == {}
 
 
+def test_ray_starts_no_process_that_a_private_run_does_not_need(live: DemoProcess) -> None:
+    commands = []
+    for process in live.descendants():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            commands.append(" ".join(process.cmdline()))
+    assert any("gcs_server" in command for command in commands)
+    for program in ("dashboard/dashboard.py", "_private/log_monitor.py", "autoscaler/"):
+        assert not [command for command in commands if program in command and "raylet" not in command.split()[0]]
+
+
 def test_no_command_line_shows_a_secret(live: DemoProcess) -> None:
     secrets = [
         (live.folder / "redis" / "password").read_text().strip(),
@@ -190,8 +200,8 @@ def test_the_first_row_gives_the_answers_of_the_api(live: DemoProcess, prometheu
     stale = dict(answers(prometheus, "How stale?"))
     assert 0 <= stale["mean"] <= stale["bound"] + 1
     for title in ("What is the bottleneck?", "Is the reward rising?"):
-        [(verdict, level)] = answers(prometheus, title)
-        assert verdict and level in (1, 2, 3)
+        [(finding, level)] = answers(prometheus, title)
+        assert finding and level in (1, 2, 3)
     assert answers(prometheus, "Firing alerts") == [("none", 0)]
     ends = dict(answers(prometheus, "What runs out next?"))
     assert {"Redis' memory", "disk of run_dir", f"memory of {endpoint(live, 'learner')}", "prompts"} <= ends.keys()
@@ -401,7 +411,7 @@ def test_an_interrupted_run_stops_everything(live: DemoProcess) -> None:
     assert list((live.folder / "checkpoints").glob("term-*-step-*")), "the learner took a checkpoint before it stopped"
 
 
-def test_nobody_else_can_read_the_files_of_the_run(live: DemoProcess) -> None:
+def test_no_one_else_can_read_the_files_of_the_run(live: DemoProcess) -> None:
     paths = [live.folder, *live.folder.rglob("*")]
     names = {path.name for path in paths}
     assert {"config.yaml", "cluster.key", "metrics.jsonl", "learner.log", "redis"} <= names

@@ -73,7 +73,7 @@ def test_a_dataset_of_prompts_that_are_too_long_ends_the_run_with_the_reason(tmp
 
 @pytest.mark.long
 @pytest.mark.timeout(400)
-def test_a_reward_that_never_differs_is_said_with_the_cause(tmp_path: Path) -> None:
+def test_a_reward_that_never_differs_is_reported_with_the_cause(tmp_path: Path) -> None:
     reward, log = tmp_path / "reward.py", tmp_path / "log"
     reward.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 0.5\n")
     process = up(
@@ -81,7 +81,7 @@ def test_a_reward_that_never_differs_is_said_with_the_cause(tmp_path: Path) -> N
         "--dataset.epochs", "0",
     )  # fmt: skip
     try:
-        until(lambda: "learning: reward 0.5 over " in log.read_text(), "the verdict", timeout_s=240)
+        until(lambda: "learning: reward 0.5 over " in log.read_text(), "the finding", timeout_s=240)
         assert "100% of the groups have no spread in reward, so they train nothing; give easier or" in log.read_text()
         process.terminate()
         assert process.wait(120) == 0, log.read_text()

@@ -142,7 +142,7 @@ async def test_a_reward_that_comes_while_a_call_runs_leaves_the_call_out(
     assert (await queue.stat()).queued == 1
 
 
-async def test_a_session_that_expires_while_a_call_runs_begins_anew(
+async def test_a_session_that_expires_while_a_call_runs_begins_again(
     halting: tuple[Gateway, HaltingEngine, openai.AsyncOpenAI, PenstockClient], redis_client: redis.Redis
 ) -> None:
     _, engine, asked, client = halting

@@ -100,7 +100,7 @@ async def test_a_call_of_a_session_renews_its_lease(stores: Stores) -> None:
     assert await stores.tasks.sweep() == (0, 0) and await stores.tasks.heartbeat([lease.session_id]) == []
 
 
-async def test_a_place_that_fails_too_often_is_given_up(redis_client: redis.Redis) -> None:
+async def test_a_place_that_fails_too_often_is_abandoned(redis_client: redis.Redis) -> None:
     stores = Stores(redis_client, task_max_failures=2)
     await stores.tasks.submit([new_task("t", "1", 2), new_task("u", "1")])
     for _ in range(2):

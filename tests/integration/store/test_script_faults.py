@@ -30,7 +30,7 @@ from penstock.store import redis_client
 from penstock.store.fleet import Fleet, PolicyRegistry, Quarantine, Quarantines, RunControl, ServerRecord
 from penstock.store.heartbeats import Heartbeats, Phases
 from penstock.store.notices import Event, Notices
-from penstock.store.redis_client import RedisClient, connect
+from penstock.store.redis_client import QUEUE, RedisClient, Script, ScriptFolder, connect
 from penstock.trajectory import Prompt
 from penstock.v1 import tasks_pb2
 from support.groups import make_group
@@ -333,6 +333,43 @@ def test_scripts_are_in_the_folders_that_are_checked() -> None:
 
 def test_no_script_is_half_done(faults: ScriptFaults) -> None:
     assert not faults.problems, "\n" + "\n".join(faults.problems)
+
+
+CHECKED_REASON = "numbers(EXPIRED_REASONS, label_of(ARGV[3]))\n"
+LATE = {
+    "": "",
+    CHECKED_REASON: "was not read before the first write",
+    "check('HLEN', MANIFESTS)\n": "was not checked before the first write",
+}
+
+
+@pytest.mark.parametrize("is_moved", [False, True])
+@pytest.mark.parametrize("removed", LATE)
+async def test_a_script_that_checks_too_late_is_found(
+    redis_process: RedisProcess, queue: RedisReplayQueue, monkeypatch: pytest.MonkeyPatch, removed: str, is_moved: bool
+) -> None:
+    """A check of discard.lua is removed, or moved behind the first write."""
+    await queue.take_term(0)
+    await queue.submit([PROMPT] * 2, [0] * 2, "")
+    await queue.append_many([FinishedGroup(lease, b"group", 0) for lease in await queue.lease("s", 2)])
+    await queue.take(1, 1)
+    await queue.client.hset(queue.keys.expired_reasons, "no_spread", 1)
+    load, end = ScriptFolder.load, "count('expired', 1)\n"
+
+    def load_late(folder: ScriptFolder, name: str) -> Script:
+        text = load(folder, name).text
+        assert removed in text and text.count(end) == 1
+        return Script(text.replace(removed, "").replace(end, (removed if is_moved else "") + end), "")
+
+    monkeypatch.setattr(ScriptFolder, "load", load_late)
+    with redis.Redis.from_url(redis_process.url) as plain:
+        faults = ScriptFaults(plain)
+        for prompt_id in (1, 2):
+            faults.check(QUEUE, "discard", queue.keys.prefix, (queue.term, prompt_id, "no_spread"))
+    problems = "\n".join(faults.problems)
+    assert LATE[removed] in problems and bool(problems) == bool(removed), problems
+    if removed == CHECKED_REASON and is_moved:
+        assert "first reached after the first write" in problems
 
 
 def kill_script(client: redis.Redis) -> str:

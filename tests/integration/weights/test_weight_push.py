@@ -77,7 +77,7 @@ async def test_two_members_serve_the_new_version(
     how="NaN in a tensor of the learner",
     must="no server ever gets them",
 )
-async def test_weights_that_are_not_finite_reach_nobody(
+async def test_weights_that_are_not_finite_reach_no_server(
     transport: str, tmp_path: Path, models: tuple[Path, Path], key_file: Path
 ) -> None:
     """The buckets may be sent before the last one is checked, but no member is told to commit them."""

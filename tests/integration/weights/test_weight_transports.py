@@ -127,7 +127,7 @@ def test_a_push_that_would_start_again_gives_way_to_a_newer_version(tmp_path: Pa
 )  # fmt: skip
 @pytest.mark.long
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_members_that_hang_at_any_phase_delay_nobody_past_the_deadline_and_never_load_a_mixture(
+def test_members_that_hang_at_any_phase_delay_no_one_past_the_deadline_and_never_load_a_mixture(
     transport: str, tmp_path: Path, start: Start
 ) -> None:
     config = config_of(tmp_path, transport, ready_timeout_s=3.0, push_timeout_s=4.0)

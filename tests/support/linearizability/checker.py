@@ -60,8 +60,8 @@ class Model(Protocol[S]):
     def is_read(self, call: Call) -> bool:
         """Whether the call's answer shows that it changed nothing, whatever the state was."""
 
-    def passed(self, state: S, now_s: float) -> S | None:
-        """The state that time alone may have led to at `now_s`; None if there is no other."""
+    def passed(self, state: S, now_s: float) -> Sequence[S]:
+        """Other states that time alone may have led to by `now_s`, each by one event, such as a lease that ran out."""
 
     def describe(self, state: S) -> str: ...
 
@@ -112,9 +112,7 @@ def search(calls: Sequence[Call], model: Model[S]) -> Stuck[S] | None:
             if not call.is_lost or after != state:
                 following.append(following_call)
         else:
-            later = model.passed(state, now_s)
-            if later is not None:
-                following.append((done, later, order, reached_s))
+            following += [(done, later, order, reached_s) for later in model.passed(state, now_s)]
         if deepest is None or len(order) > len(deepest.order):
             deepest = Stuck(tuple(calls[i] for i in order), state, tuple(refusals))
         for configuration in reversed(following):
@@ -173,11 +171,14 @@ def _idle(stuck: Stuck[S], model: Model[S]) -> set[Call]:
     """Calls of the longest order that could have changed something, and did not. They explain nothing."""
     idle, state = set(), model.initial
     for call in stuck.order:
-        after = model.step(state, call)
-        if isinstance(after, Refusal):  # time has passed in between
-            state = model.passed(state, math.inf) or state
-            after = model.step(state, call)
-        assert not isinstance(after, Refusal)
+        states = [state]
+        for before in states:  # time may have passed in between
+            state, after = before, model.step(before, call)
+            if not isinstance(after, Refusal):
+                break
+            states += [later for later in model.passed(before, math.inf) if later not in states]
+        else:
+            return idle
         if after == state and not model.is_read(call):
             idle.add(call)
         state = after

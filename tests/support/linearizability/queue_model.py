@@ -99,15 +99,13 @@ class SubmissionModel:
             return all(seen.state not in ("", "accepted", "cancelled") for seen in call.details.seen)
         return call.name in READS
 
-    def passed(self, state: Prompts, now_s: float) -> Prompts | None:
+    def passed(self, state: Prompts, now_s: float) -> list[Prompts]:
         """Leases that have run out are taken back by the next lease of anyone."""
-        after = tuple(
-            self._given_back(prompt, "lease_expired")
+        return [
+            (*state[:index], self._given_back(prompt, "lease_expired"), *state[index + 1 :])
+            for index, prompt in enumerate(state)
             if prompt and prompt.place == "leased" and now_s >= prompt.expires_s
-            else prompt
-            for prompt in state
-        )
-        return after if after != state else None
+        ]
 
     def step(self, state: Prompts, call: Call) -> Prompts | Refusal:
         if call.name == "submit":
@@ -247,7 +245,9 @@ class SubmissionModel:
         return call.called_s + self.lease_ttl_s - LEASE_SLACK_S
 
     def _is_held(self, prompt: Prompt, seen: Seen, call: Call) -> bool:
-        return prompt.place == "leased" and prompt.owner == (call.details.server, seen.attempt)
+        """An earlier id of a prompt that was requeued holds nothing."""
+        is_owner = prompt.owner == (call.details.server, seen.attempt)
+        return prompt.place == "leased" and seen.prompt_id == prompt.ids[-1] and is_owner
 
     def _given_back(self, prompt: Prompt, failure: str) -> Prompt:
         failures = prompt.failures + (failure != "")
@@ -272,8 +272,8 @@ class TermModel:
     def is_read(self, call: Call) -> bool:
         return call.name != "take_term"
 
-    def passed(self, state: int, now_s: float) -> None:
-        return None
+    def passed(self, state: int, now_s: float) -> tuple[()]:
+        return ()
 
     def step(self, state: int, call: Call) -> int | Refusal:
         if call.name == "take_term":

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ from penstock.store.redis_client import connect
 from support.fleet_runs import EXAMPLE, Part
 from support.linearizability.checker import Call
 from support.linearizability.queue_model import Details, History, Name, Seen
+from support.linearizability.recorded_tasks import CALLS as TASK_CALLS
+from support.linearizability.recorded_tasks import RecordedTasks
 from support.redis_server import RedisProcess
 
 RUN = "linear"
@@ -179,6 +182,8 @@ class RecordedRun:
         self.is_redis_up, self.is_gateway_up, self.is_over = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.is_redis_up.set()
         self.client = connect(self.config.redis)
+        may_go_on = partial(self._may_go_on, self.is_redis_up)
+        self.tasks = RecordedTasks(self.client, self.recorder, may_go_on, self.is_redis_up)
         self.parts: list[Part] = []
         await self._start_gateway()
         self.rest = httpx.AsyncClient(
@@ -197,7 +202,7 @@ class RecordedRun:
     async def run(self) -> History:
         """Let the clients work for the plan's time, then read every prompt."""
         clients: list[Callable[[str, random.Random], Awaitable[None]]] = [self._submitter] * NUM_SUBMITTERS
-        clients += [self._server] * NUM_SERVERS + [self._learner, self._poison]
+        clients += [self._server] * NUM_SERVERS + [self._learner, self._poison, *self.tasks.clients]
         await self._make_poison()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._kill())
@@ -206,6 +211,7 @@ class RecordedRun:
                 tasks.create_task(client(name, random.Random(f"{self.plan.seed}/{name}")))
         for prompt_id in sorted(self.recorder.names):
             await self._get("end", prompt_id)
+        await self.tasks.end()
         return self.recorder.history
 
     # ── faults ──
@@ -227,12 +233,13 @@ class RecordedRun:
                 await self._start_gateway()
         await asyncio.sleep(pause_s)
         async with asyncio.timeout(MOST_S):  # a slow machine takes longer until every call was made
-            while self.intruded != INTRUSIONS or not self._called() >= CALLS:  # noqa: ASYNC110
+            while self.intruded != INTRUSIONS or not self._has_called_all():  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
         self.is_over.set()
 
-    def _called(self) -> set[str]:
-        return {call.name for call, _ in self.recorder.history.calls}
+    def _has_called_all(self) -> bool:
+        called = {call.name for call, _ in self.recorder.history.calls}
+        return called >= CALLS and self.tasks.called >= TASK_CALLS
 
     async def _start_gateway(self) -> None:
         command = [sys.executable, "-m", "penstock_services.gateway", "--config", str(self.folder / "gateway.yaml")]

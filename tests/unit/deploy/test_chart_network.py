@@ -96,7 +96,7 @@ def test_a_run_can_connect_where_it_needs_to_and_nowhere_else(egress: tuple[str,
             assert len(policies) == 1, f"{name} has {len(policies)} egress policies"
 
 
-def test_an_empty_list_of_scrapers_lets_nobody_scrape() -> None:
+def test_an_empty_list_of_scrapers_lets_no_one_scrape() -> None:
     def scraped(*options: str) -> set[str]:
         manifests = render(*options)
         policies, pods = of_kind(manifests, "NetworkPolicy"), pods_of(manifests)

@@ -306,7 +306,7 @@ def test_a_worker_pod_has_the_gpus_of_its_ranks() -> None:
     assert (policy["replicas"], policy["rayStartParams"]["num-gpus"]) == (1, "4")
 
 
-def test_values_without_a_gpu_fit_beside_the_system_pods_of_a_node_with_four_cpus() -> None:
+def test_values_without_a_gpu_fit_alongside_the_system_pods_of_a_node_with_four_cpus() -> None:
     """System pods ask for up to one and a half CPUs: kubelet reserves, DNS, network plugin, monitoring agents."""
     manifests = render(values="no-gpu")
     asked = [container["resources"]["requests"]["cpu"]

@@ -82,7 +82,7 @@ async def test_redis_waits_for_a_process_that_is_stopping(client: Redis, port: i
         assert await waiting.wait() == 0
 
 
-async def test_redis_waits_for_processes_that_are_told_later_and_not_for_ever(client: Redis, port: int) -> None:
+async def test_redis_waits_for_processes_that_are_told_later_and_not_forever(client: Redis, port: int) -> None:
     """Kubernetes' garbage collector stops the pods some time after their owners were deleted."""
     stopping = asyncio.Event()
     async with asyncio.timeout(30), Leaving(client, "r1", "part").holding(stopping):

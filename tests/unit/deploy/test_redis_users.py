@@ -114,7 +114,7 @@ async def test_the_gateway_keeps_sessions_and_hands_out_tasks(clients: Clients, 
     assert (await tasks.get("t")).state == tasks_pb2.Task.FINISHED and (await tasks.stat()).conservation_error == 0
 
 
-async def test_a_pinned_evaluation_is_given_up(clients: Clients, run: str) -> None:
+async def test_a_pinned_evaluation_is_abandoned(clients: Clients, run: str) -> None:
     config = ReplayConfig(groups_per_step=8, max_attempts=2, breaker=BreakerConfig(failures=4, probe_s=0.01))
     gateway, rollout = (RedisReplayQueue(clients[role], run, config) for role in ("gateway", "rollout"))
     await Fleet(clients["rollout"], run).join(ServerRecord("r0", "127.0.0.1:1", "torch", policy_version=0))
@@ -263,7 +263,7 @@ async def test_each_role_can_do_its_work(clients: Clients, queues: Callable[[str
     ["FLUSHALL", "FLUSHDB", "CONFIG GET *", "DEBUG SLEEP 0", "RESTORE k 0 v", "KEYS *", "SCAN 0", "ACL LIST",
      "SHUTDOWN", "SCRIPT FLUSH", "MIGRATE h 1 k 0 1", "MONITOR", "GET other", "HGET other:{acl}:counters term"],
 )  # fmt: skip
-async def test_nobody_reaches_beyond_the_queue(clients: Clients, role: str, command: str) -> None:
+async def test_no_user_reaches_beyond_the_queue(clients: Clients, role: str, command: str) -> None:
     with pytest.raises((NoPermissionError, ResponseError), match=REFUSED):
         await clients[role].execute_command(*command.split())
 

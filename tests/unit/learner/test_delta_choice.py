@@ -50,7 +50,7 @@ def test_transports_inside_a_machine_send_no_deltas(transport: str) -> None:
     assert not DeltaChoice().takes_delta(transport, MEMBERS)
 
 
-def test_other_members_are_measured_anew() -> None:
+def test_other_members_are_measured_again() -> None:
     choice = DeltaChoice()
     for _ in range(5):
         push(choice, 2.0, 1.0)

@@ -68,7 +68,7 @@ async def test_distillation_moves_the_policy_to_its_teacher(tiny_models: dict[st
     assert results[-1].recomputed is not None
 
 
-async def test_a_second_critic_is_trained_beside_the_first(tiny_models: dict[str, Path]) -> None:
+async def test_a_second_critic_is_trained_alongside_the_first(tiny_models: dict[str, Path]) -> None:
     step = make_step(
         tiny_models, step=f"{EXAMPLES}/two_critics.py:step", critic={"lr": 1e-2},
         roles={"second_critic": {"worker": "critic", "lr": 1e-2}}, algorithm={"advantage": {"name": "gae"}},

@@ -128,7 +128,7 @@ async def test_what_cannot_be_scored_whole_has_no_score(caplog: pytest.LogCaptur
         assert not any("reward_model" in name for name in await one.evaluation_history())
 
 
-async def test_the_last_validation_is_scored_before_the_end_but_not_for_ever(
+async def test_the_last_validation_is_scored_before_the_end_but_not_forever(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.WARNING)

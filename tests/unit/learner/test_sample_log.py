@@ -117,7 +117,7 @@ def test_a_slow_writer_leaves_steps_out_instead_of_delaying_them(
     assert f"steps from {MAX_WAITING + 1} on" in warning
 
 
-def test_a_full_disk_is_said_once_and_writing_goes_on_after_it(
+def test_a_full_disk_is_logged_once_and_writing_goes_on_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     appending, failures = SampleFile._append, iter(range(4))

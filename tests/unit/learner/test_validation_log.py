@@ -115,7 +115,7 @@ async def test_the_learner_waits_for_the_scores_of_the_last_policy_even_if_the_v
     await waiting
 
 
-async def test_nobody_validates_so_the_learner_does_not_wait() -> None:
+async def test_no_one_validates_so_the_learner_does_not_wait() -> None:
     queue, heartbeats = await queue_with(ReplayConfig(), []), Validating({"learner": 0.1})
     await wait(queue, heartbeats)
     assert heartbeats.num_looks == 1

@@ -227,7 +227,7 @@ async def test_samples_with_a_fast_reward_go_to_a_process_together(make_scorer: 
 
 
 @pytest.mark.parametrize(("verb", "kind"), [("die", "worker_died"), ("hang", "timeout"), ("raise oops", "exception")])
-async def test_a_sample_that_fails_leaves_those_beside_it_alone(make_scorer: MakeScorer, verb: str, kind: str) -> None:
+async def test_a_sample_that_fails_leaves_the_others_alone(make_scorer: MakeScorer, verb: str, kind: str) -> None:
     scorer = await make_scorer(num_processes=1, timeout_s=2.0)
     await _score_until_fast(scorer)
     rewards = [reward for reward, _ in await score(scorer, "7", verb, "7", "8")]

@@ -103,7 +103,7 @@ async def test_a_held_server_loads_its_version_and_the_current_one_when_released
     assert await server.report("STALE") == "STALE"
 
 
-async def test_a_server_that_became_ready_beside_a_push_without_it_catches_up(
+async def test_a_server_that_became_ready_during_a_push_without_it_catches_up(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The push of version 4 begins while the server is EVICTED, and ends after the server has found itself at the

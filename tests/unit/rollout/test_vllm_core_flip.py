@@ -155,7 +155,7 @@ def test_a_core_whose_server_has_imported_torch_compiles_nothing_on_a_cpu(
         assert torch._dynamo.config.disable is is_disabled
 
 
-def test_own_stamps_change_at_the_mark_even_if_nobody_has_read_the_answer() -> None:
+def test_own_stamps_change_at_the_mark_even_if_no_one_has_read_the_answer() -> None:
     """Tokens of both versions arrive before the server gets to run."""
     resources = SimpleNamespace(output_queue_task=None)
     processor = SimpleNamespace(request_states={"internal": SimpleNamespace(external_req_id="a")})

@@ -94,7 +94,7 @@ def test_a_process_that_is_given_open_files_is_a_new_one(
     assert "it is given open files" in caplog.text
 
 
-def test_what_cannot_be_imported_is_said_and_leaves_no_process(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_cannot_be_imported_is_logged_and_leaves_no_process(caplog: pytest.LogCaptureFixture) -> None:
     standby = Standby(partial(str, "no libcuda"))
     process = psutil.Process(standby.process.pid)
     assert not standby.is_ready(60)

@@ -246,7 +246,7 @@ def config_text(config: RunConfig, gpu: Gpu) -> tuple[str, bool]:
         for name, role in group.roles.items():
             memory = _phases(group.uses[name]) if group.uses[name] else "memory not known"
             lines.append(f"{name:<13} {f'{role.num_ranks} x {role.gpus_per_rank:g} GPU':<12} {memory}")
-        used = f"{group.num_bytes / 1e9:.1f} of {whole} on {gpu.name}, {_verdict(group.fits)}"
+        used = f"{group.num_bytes / 1e9:.1f} of {whole} on {gpu.name}, {_fit_text(group.fits)}"
         lines.append(f"  {' + '.join(group.roles)}: {used}")
     engine, num_servers = config.rollout.engine, config.rollout.num_servers
     size, shape = engine.tensor_parallel_size, find_shape(str(config.model.path))
@@ -254,7 +254,7 @@ def config_text(config: RunConfig, gpu: Gpu) -> tuple[str, bool]:
     cache_bytes, num_for_learner = server[-1].num_bytes, num_gpus(config.learner.placement, config.learner.needed_roles)
     lines += [
         f"{'rollout':<13} {f'{num_servers} x {size} GPU':<12} {total(server) / 1e9:.1f} of {whole} on {gpu.name}, "
-        f"{cache_bytes / 1e9:.1f} of it KV cache, {_verdict(cache_bytes > 0)}",
+        f"{cache_bytes / 1e9:.1f} of it KV cache, {_fit_text(cache_bytes > 0)}",
         f"GPUs          {num_for_learner} for the learner, {num_servers * size} for the servers",
     ]
     both = sum(group.num_bytes for group in groups) + total(server)
@@ -263,5 +263,5 @@ def config_text(config: RunConfig, gpu: Gpu) -> tuple[str, bool]:
     return "\n".join(lines), cache_bytes > 0 and all(group.fits for group in groups)
 
 
-def _verdict(fits: bool) -> str:
+def _fit_text(fits: bool) -> str:
     return "fits" if fits else "does not fit"

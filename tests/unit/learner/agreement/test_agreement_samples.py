@@ -28,7 +28,7 @@ def test_every_server_and_every_version_has_samples() -> None:
     assert len({sample.group.prompt_id for sample in of_a}) == 9, "of different groups first"
 
 
-def test_baselines_and_masked_samples_are_left_out() -> None:
+def test_baselines_and_masked_samples_are_skipped() -> None:
     group = make_group(1)
     first, second, *rest = group.trajectories
     masked = replace(second, loss_mask=np.zeros_like(second.loss_mask))

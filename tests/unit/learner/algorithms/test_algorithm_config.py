@@ -62,7 +62,7 @@ def test_names_of_config_and_registry_are_the_same() -> None:
     assert tuple(REJECTIONS) == get_args(RejectionName)
 
 
-def test_settings_that_an_estimator_or_a_loss_needs_or_does_not_use_are_said() -> None:
+def test_settings_that_an_estimator_or_a_loss_needs_or_does_not_use_are_reported() -> None:
     with pytest.raises(ValidationError, match="loss dro needs dro_beta"):
         LossConfig(name="dro")
     with pytest.raises(ValidationError, match="gdpo needs reward_keys"):

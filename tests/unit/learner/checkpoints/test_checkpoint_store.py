@@ -49,7 +49,7 @@ def test_checkpoints_that_the_run_abandoned_are_not_continued(tmp_path: Path) ->
     assert store.candidates("auto", copied) == [later, Path(copied.checkpoint)]
 
 
-def test_what_the_run_gave_up_is_known_without_redis(tmp_path: Path) -> None:
+def test_what_the_run_abandoned_is_known_without_redis(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints", keep=5)
     first, target, given_up = (make(store, step) for step in (1, 2, 3))
     rewind = RunRewind(str(target), term=2, num_orders=0)
@@ -96,13 +96,14 @@ def test_a_checkpoint_of_a_newer_version_is_resumed(tmp_path: Path) -> None:
     assert read_state(store.candidates("auto")[0]) == TrainerState(1, 1, 1, [(1, 1)])
 
 
-def test_the_lineage_of_an_older_release_is_read(tmp_path: Path) -> None:
-    """It named the versions of a rewind otherwise."""
-    store = CheckpointStore(tmp_path, keep=5)
-    folder = make(store, 1)
+def test_the_lineage_is_read_as_rewinds(tmp_path: Path) -> None:
+    folder = make(CheckpointStore(tmp_path, keep=5), 1)
     file = folder / TRAINER_FILE
-    old = [{"target": 3, "new_version": 6, "why": "restart"}, {"target": 4, "new_version": 9, "why": "order"}]
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"lineage": old}))
+    fields = [
+        {"from_version": 3, "to_version": 6, "why": "restart"},
+        {"from_version": 4, "to_version": 9, "why": "order"},
+    ]
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"lineage": fields}))
     write_manifest(folder, {})
     assert read_state(folder).lineage == (Rewind(3, 6, "restart"), Rewind(4, 9, "order"))
 

@@ -76,7 +76,7 @@ def test_a_damaged_newest_checkpoint_is_refused_and_the_one_before_is_exported_b
     assert export(tmp_path, "--checkpoint", str(checkpoints[1])) == (0, {1.0})
 
 
-def test_a_checkpoint_that_the_run_gave_up_is_not_exported(tmp_path: Path, checkpoints: list[Path]) -> None:
+def test_a_checkpoint_that_the_run_abandoned_is_not_exported(tmp_path: Path, checkpoints: list[Path]) -> None:
     rewind = RunRewind(str(checkpoints[1]), term=2, num_orders=0)
     record_rewind(checkpoints[0].parent, 2, rewind, is_done=True)
     assert export(tmp_path) == (0, {1.0})

@@ -58,7 +58,7 @@ class Setting:
         replace = partial(self.reader.replace_outdated, policy_version=rewind.to_version, wanted=ahead.wanted)
         return ahead.replaced_by(self.training, replace)
 
-    async def answer_anew(self, *versions: int) -> None:
+    async def answer_again(self, *versions: int) -> None:
         """Answer every pending prompt, each with one of these versions, in order."""
         for version, lease in zip(versions, await self.queue.lease("s", len(versions)), strict=True):
             await self.queue.append(lease, encode_group(made_by(lease.prompt_id, version)), version)
@@ -81,7 +81,7 @@ async def test_a_batch_that_is_still_wanted_is_neither_read_nor_computed_again(t
 
 
 @pytest.mark.parametrize("was_read", [True, False], ids=["after it was computed", "while it was read"])
-async def test_groups_of_versions_that_were_given_up_are_replaced(was_read: bool, training: TrainingStep) -> None:
+async def test_groups_of_versions_that_were_abandoned_are_replaced(was_read: bool, training: TrainingStep) -> None:
     """Versions 4 and 5 are given up. The reference's log-probs are those of the groups that replace theirs."""
     setting = await Setting.of([made_by(1, 3, 4), made_by(2, 3)] if was_read else [made_by(1, 3, 4)], training)
     ahead = setting.begin()
@@ -92,9 +92,9 @@ async def test_groups_of_versions_that_were_given_up_are_replaced(was_read: bool
         await setting.queue.submit([b""], [0], "")
     again = setting.rewind(ahead, TO_3)
     if not was_read:
-        await setting.answer_anew(3)
+        await setting.answer_again(3)
     await until(lambda: 1 in setting.queue.store.pending)
-    await setting.answer_anew(6)
+    await setting.answer_again(6)
     batch = await again.reading
     assert [(group.prompt_id, group.min_version, group.max_version) for group in batch.groups] == [(2, 3, 3), (1, 6, 6)]
     expected = await training.ahead(batch.groups)
@@ -120,19 +120,19 @@ async def test_a_second_rewind_counts_for_what_replaced_the_groups_of_the_first(
     await ahead.reading
     first = setting.rewind(ahead, TO_3)
     await until(lambda: len(setting.queue.store.pending) == 2)
-    await setting.answer_anew(3)
+    await setting.answer_again(3)
     await until(lambda: 1 in setting.queue.store.delivered)
     second = setting.rewind(first, Rewind(from_version=2, to_version=7))
-    await setting.answer_anew(2)
+    await setting.answer_again(2)
     await until(lambda: 1 in setting.queue.store.pending)
-    await setting.answer_anew(7)
+    await setting.answer_again(7)
     batch = await second.reading
     assert {group.prompt_id: group.min_version for group in batch.groups} == {2: 2, 1: 7}
     await second.forwards
     await assert_conserved(setting.queue)
 
 
-async def test_groups_that_nobody_replaces_have_a_deadline_once_the_batch_is_wanted(training: TrainingStep) -> None:
+async def test_groups_that_no_server_replaces_have_a_deadline_once_the_batch_is_wanted(training: TrainingStep) -> None:
     setting = await Setting.of([made_by(1, 4), made_by(2, 5)], training, timeout_s=0.05)
     ahead = setting.begin()
     await ahead.reading

@@ -55,7 +55,7 @@ async def test_a_batch_is_trained_in_parts_against_the_policy_of_its_start(tiny_
     assert metrics["logprob_mismatch"] != whole["logprob_mismatch"], "of the first part, under the weights of the start"
 
 
-async def test_the_critic_learns_in_parts_beside_the_policy(tiny_models: dict[str, Path]) -> None:
+async def test_the_critic_learns_in_parts_alongside_the_policy(tiny_models: dict[str, Path]) -> None:
     """Policy and critic make four updates each, in step with each other. Values are clipped around the first ones."""
     learner: dict[str, Any] = {
         "algorithm": {"advantage": {"name": "gae"}, "value_loss": {"clip": 1e-4}}, "critic": {"lr": 1e-2},

@@ -138,7 +138,7 @@ async def test_the_checkpoint_is_chosen_once_if_nothing_was_committed_since(
     assert looks == ["auto"]
 
 
-async def test_a_learner_whose_choice_a_commit_has_outdated_fences_nobody(controller: LearnerController) -> None:
+async def test_a_learner_whose_choice_a_commit_has_outdated_fences_no_one(controller: LearnerController) -> None:
     """It is refused before it takes a term."""
     target = save(controller, 480)
     queue, config = contended(controller), CheckpointConfig(resume=str(target))
@@ -247,7 +247,7 @@ async def test_a_learner_that_finds_a_rank_dead_after_it_was_replaced_does_not_t
     assert (await successor.stat()).term == successor.term
 
 
-async def test_a_learner_with_the_checkpoint_of_another_store_fences_nobody(controller: LearnerController) -> None:
+async def test_a_learner_with_the_checkpoint_of_another_store_fences_no_one(controller: LearnerController) -> None:
     save(controller, 480, store_id="another")
     with pytest.raises(ConfigError, match="not the one that the checkpoint was written with"):
         await controller.run()

@@ -228,7 +228,7 @@ async def test_staleness_is_in_steps_through_a_rewind(tiny_models: dict[str, Pat
     assert metrics["staleness_max"] == 2 and 1 < metrics["staleness_mean"] < 2
 
 
-async def test_samples_that_are_left_out_or_reordered_have_no_log_probs_to_show(tiny_models: dict[str, Path]) -> None:
+async def test_samples_that_are_omitted_or_reordered_have_no_log_probs_to_show(tiny_models: dict[str, Path]) -> None:
     shuffled = await make_step(tiny_models, shuffle_minibatches=True).run(groups_of("a", "b"), 1, Term())
     group = make_group(1, num_samples=3)
     greedy = replace(group.trajectories[0], is_baseline=True)

@@ -20,7 +20,6 @@ from penstock_learner.model.architectures import (
 from penstock_learner.model.attention import packed_attention as kernels
 from penstock_learner.model.attention.packed_layout import ModelInputs
 from penstock_learner.model.causal_lm import load_model
-from penstock_learner.model.scalar_model import load_scalar_model
 from penstock_learner.model.self_check import compare_with_plain, require_right
 from support.tiny_architectures import (
     ARCHITECTURES,
@@ -31,6 +30,7 @@ from support.tiny_architectures import (
     tiny_config,
     tiny_model,
 )
+from support.tiny_models import load_scalar_model
 
 CPU = torch.device("cpu")
 

@@ -16,9 +16,8 @@ from penstock.errors import ConfigError
 from penstock_learner.model.adapter import add_adapter
 from penstock_learner.model.causal_lm import load_model, open_model
 from penstock_learner.model.loading import prepare_for_training, read_weights, shard
-from penstock_learner.model.scalar_model import load_scalar_model
 from support.tiny_architectures import ARCHITECTURES, tiny_model
-from support.tiny_models import make_tiny_classifier, make_tiny_qwen2
+from support.tiny_models import load_scalar_model, make_tiny_classifier, make_tiny_qwen2
 
 CPU = torch.device("cpu")
 FAST = {"llama, dynamic rope", "gemma3_text", "gpt_oss", "mixtral", "deepseek_v3", "jamba", "qwen3_next", "gpt2"}

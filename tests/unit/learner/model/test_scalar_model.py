@@ -13,9 +13,9 @@ from transformers import AutoModelForSequenceClassification
 from penstock.errors import ConfigError
 from penstock_learner.batches.sequence_batch import SequenceBatch, batch_of
 from penstock_learner.model.attention.packed_layout import ModelInputs
-from penstock_learner.model.scalar_model import ScalarModel, check_tokenizer, load_scalar_model
+from penstock_learner.model.scalar_model import ScalarModel, check_tokenizer
 from support.groups import make_group
-from support.tiny_models import make_tiny_classifier, make_tiny_qwen2
+from support.tiny_models import load_scalar_model, make_tiny_classifier, make_tiny_qwen2
 
 CPU = torch.device("cpu")
 

@@ -19,9 +19,9 @@ from penstock_learner.model.architectures import depends_on_length, path_of, pre
 from penstock_learner.model.attention.packed_layout import ModelInputs
 from penstock_learner.model.causal_lm import CausalLM, load_model
 from penstock_learner.model.routers import watch_routers
-from penstock_learner.model.scalar_model import load_scalar_model
 from support.groups import forked_batch, short_batch
 from support.tiny_architectures import ARCHITECTURES, FAST, tiny_config, tiny_model
+from support.tiny_models import load_scalar_model
 
 CPU = torch.device("cpu")
 

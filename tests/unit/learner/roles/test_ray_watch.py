@@ -30,14 +30,14 @@ def gcs_server() -> Iterator[subprocess.Popen[bytes]]:
     child.communicate()
 
 
-async def for_ever() -> None:
+async def forever() -> None:
     await asyncio.Event().wait()
 
 
 async def test_a_dead_process_of_ray_ends_the_work(gcs_server: subprocess.Popen[bytes]) -> None:
     watched = own_processes()
     assert watched == {"gcs_server": psutil.Process(gcs_server.pid)}
-    running = asyncio.create_task(run_watched(for_ever(), watch_processes(watched)))
+    running = asyncio.create_task(run_watched(forever(), watch_processes(watched)))
     await asyncio.sleep(0.05)
     assert not running.done()
     gcs_server.kill()

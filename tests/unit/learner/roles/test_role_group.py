@@ -229,7 +229,7 @@ async def test_a_node_that_dies_with_the_answer_of_a_rank_has_killed_the_rank(er
         await role._gather("update", [failed], timeout_s=10)
 
 
-def test_ranks_that_end_while_they_are_looked_up_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_end_while_they_are_looked_up_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     def get_actor(name: str) -> str:
         if name == "policy-0-1":
             raise ValueError("Failed to look up actor with name 'policy-0-1'")

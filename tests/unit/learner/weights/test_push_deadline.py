@@ -66,7 +66,7 @@ def test_a_commit_has_the_rest_of_the_deadline(monkeypatch: pytest.MonkeyPatch) 
     assert (failed, report.committed, push.commits) == ({}, ["a"], [5.0])
 
 
-def test_nobody_is_told_to_commit_after_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_member_is_told_to_commit_after_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     push = Push(send_s=12.0, hash_s=9.0)
     failed, report = push.run(monkeypatch)
     assert failed == {"a": "the push took longer than 20 s; is the other side alive?"}

@@ -91,7 +91,7 @@ def test_ranks_get_nearly_the_same_number_of_tokens() -> None:
     assert first == pytest.approx(second, rel=0.05)
 
 
-def test_versions_of_mixed_trajectories_are_left_out() -> None:
+def test_versions_of_mixed_trajectories_are_omitted() -> None:
     batch = batch_of([make_group(1, num_samples=2, version=4)])
     versions = batch.token_versions.copy()
     versions[0] = 3

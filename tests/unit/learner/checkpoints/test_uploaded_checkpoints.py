@@ -155,7 +155,7 @@ def test_two_that_fetch_into_one_folder_never_tear_it(
     assert "cannot be used" not in caplog.text
 
 
-def test_checkpoints_that_the_run_gave_up_are_not_fetched(empty: ObjectStore, tmp_path: Path) -> None:
+def test_checkpoints_that_the_run_abandoned_are_not_fetched(empty: ObjectStore, tmp_path: Path) -> None:
     first = checkpoints_in(tmp_path / "a", keep_uploaded=5)
     for step in (1, 2, 3):
         first.upload(write(first, step))

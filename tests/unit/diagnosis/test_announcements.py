@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from penstock.api.records import FIRST_BATCH, Finding, Notice, Part, Phase, QueueStat, Run, Server
+from penstock.api.records import Finding, Notice, Part, Phase, QueueStat, Run, Server
 from penstock.diagnosis import log_lines
 from penstock.diagnosis.display import Display
 from penstock.diagnosis.facts import NO_LEARNER
@@ -21,6 +21,7 @@ from penstock.diagnosis.log_lines import (
     waiting_for,
 )
 from penstock.errors import Conflict
+from penstock.store.reports import FIRST_BATCH
 from penstock_tools.local import processes
 from penstock_tools.local.demo import check_not_paused
 from penstock_tools.local.local_run import LocalRun
@@ -64,7 +65,7 @@ def test_a_demo_ends_when_its_run_has_paused_itself(state: str, detail: str, mes
         check_not_paused(status)
 
 
-def test_the_first_failure_is_said_once_with_its_traceback() -> None:
+def test_the_first_failure_is_printed_once_with_its_traceback() -> None:
     announcements = Announcements(RUN)
     assert announcements.new_lines(run_with(notices=(FAILED,))) == [
         "the reward of sample 0 failed", "    Traceback", "      line", "    KeyError: 'x'",
@@ -72,20 +73,20 @@ def test_the_first_failure_is_said_once_with_its_traceback() -> None:
     assert announcements.new_lines(run_with(notices=(FAILED.model_copy(update={"count": 624}),))) == []
 
 
-def test_a_failure_of_an_earlier_start_is_said_when_it_happens_again() -> None:
+def test_a_failure_of_an_earlier_start_is_printed_when_it_happens_again() -> None:
     announcements = Announcements(run_with(notices=(FAILED,)))
     assert announcements.new_lines(run_with(notices=(FAILED,))) == []
     assert announcements.new_lines(run_with(notices=(FAILED.model_copy(update={"count": 2}),)))[0] == FAILED.text
 
 
-def test_a_rewind_and_its_end_are_said_once() -> None:
+def test_a_rewind_and_its_end_are_printed_once() -> None:
     announcements, held = Announcements(RUN), run_with(held_version=3)
     begun, ended = held.rewind_text, "the rewind has ended: servers get the current version again, not 3"
     assert "holds the servers at version 3" in begun
     assert [announcements.new_lines(run) for run in (held, held, RUN, RUN)] == [[begun], [], [ended], []]
 
 
-def test_a_pause_is_said_with_its_reason_once() -> None:
+def test_a_pause_is_printed_with_its_reason_once() -> None:
     announcements, paused = (
         Announcements(RUN, "penstock runs resume --run-dir r"),
         run_with(state="PAUSED", detail="rewards fail"),
@@ -98,7 +99,7 @@ def test_a_pause_is_said_with_its_reason_once() -> None:
     assert announcements.new_lines(run_with(state="STOPPED")) == [by_operator]
 
 
-def test_a_server_that_leases_nothing_is_said_once() -> None:
+def test_a_server_that_leases_nothing_is_printed_once() -> None:
     announcements = Announcements(RUN)
     broken = run_with(servers=(SERVER.model_copy(update={"breaker_reason": "invalid_input", "breaker_failures": 8}),))
     assert [len(announcements.new_lines(run)) for run in (RUN, broken, broken)] == [0, 1, 0]
@@ -141,7 +142,7 @@ def test_a_learner_without_prompts_says_so_once_and_is_not_repeated(monkeypatch:
     monkeypatch.setattr(log_lines.time, "monotonic", lambda: clock[0])
     announcements, ready = Announcements(RUN), part("learner", (FIRST_BATCH, 1000))
     lacking = Finding(code="prompts", level="WARN", text="no step yet: no prompt", advice="submit some")
-    idle = run_with(parts=(ready,), speed_verdict=lacking)
+    idle = run_with(parts=(ready,), speed_finding=lacking)
     assert announcements.new_lines(idle) == [f"learner: {FIRST_BATCH}"], (
         "a feed needs a moment to submit the first prompts"
     )
@@ -150,13 +151,13 @@ def test_a_learner_without_prompts_says_so_once_and_is_not_repeated(monkeypatch:
     clock[0] += max(STILL_AFTER_S, SLOW_AFTER_S)
     assert announcements.new_lines(idle) == []
     assert waiting_for(idle, RUN) == "no step yet: no prompt"
-    few = idle.model_copy(update={"speed_verdict": lacking.model_copy(update={"text": "3 of 8 groups"})})
+    few = idle.model_copy(update={"speed_finding": lacking.model_copy(update={"text": "3 of 8 groups"})})
     assert announcements.new_lines(few) == [], "more may follow at once"
     clock[0] += NO_PROMPTS_AFTER_S
     assert [announcements.new_lines(few) for _ in range(2)] == [["3 of 8 groups; submit some"], []]
     generating = lacking.model_copy(update={"code": "groups"})
     clock[0] += STILL_AFTER_S
-    assert announcements.new_lines(run_with(parts=(ready,), speed_verdict=generating)) == [
+    assert announcements.new_lines(run_with(parts=(ready,), speed_finding=generating)) == [
         f"learner: still {FIRST_BATCH}"
     ]
 

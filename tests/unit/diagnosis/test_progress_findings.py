@@ -143,7 +143,7 @@ def test_the_time_before_the_first_step_is_not_called_slow(server: dict[str, Any
     [({}, "OK", "no prompt to train on has been submitted", "`penstock submit FILE`"),
      ({"file": "train.jsonl"}, "WARN", "the feed has not submitted a prompt of the dataset", "the log of the feed")],
 )  # fmt: skip
-def test_a_run_that_nobody_submitted_a_prompt_to(dataset: dict[str, Any], level: str, text: str, advice: str) -> None:
+def test_a_run_that_no_one_submitted_a_prompt_to(dataset: dict[str, Any], level: str, text: str, advice: str) -> None:
     idle, empty = replace(SERVER, running_groups=0), replace(STAT, pending_prompts=0)
     finding = speed_finding(facts((), servers=[idle], stat=empty, dataset=dataset))
     assert (finding.code, finding.level) == ("prompts", level)

@@ -34,12 +34,12 @@ class PrintedLines:
         self.announcements = Announcements(RUN)
         self.step = 0
 
-    def steps(self, num_steps: int, verdict: Finding) -> dict[int, str]:
-        """Make steps, each with this verdict. Returns what was printed, by step."""
+    def steps(self, num_steps: int, finding: Finding) -> dict[int, str]:
+        """Make steps, each with this finding. Returns what was printed, by step."""
         lines = {}
         for _ in range(num_steps):
             self.step += 1
-            new = self.announcements.new_lines(after(self.step, learning_verdict=verdict))
+            new = self.announcements.new_lines(after(self.step, learning_finding=finding))
             lines |= dict.fromkeys([self.step] if new else [], "\n".join(new))
         return lines
 
@@ -53,7 +53,7 @@ def test_a_failure_is_printed_after_few_steps() -> None:
     assert list(PrintedLines().steps(200, NO_SPREAD)) == [1 + FEW_STEPS]
 
 
-def test_a_verdict_that_changes_is_printed_again_and_so_is_a_reward_that_rises() -> None:
+def test_a_finding_that_changes_is_printed_again_and_so_is_a_reward_that_rises() -> None:
     printed = PrintedLines()
     assert printed.steps(100, RISING) == {}, "nothing was wrong before"
     assert len(printed.steps(30, FLAT)) == 1
@@ -70,11 +70,11 @@ def test_a_trend_that_comes_and_goes_is_not_printed() -> None:
         assert printed.steps(FEW_STEPS - 1, FLAT) == printed.steps(3, RISING) == {}
 
 
-def test_a_paused_run_and_one_of_an_older_gateway_have_no_verdict() -> None:
+def test_a_paused_run_and_one_of_an_older_gateway_have_no_finding() -> None:
     announcements = Announcements(RUN)
     for step in range(100):
         assert announcements.new_lines(after(step)) == []
-    paused = [announcements.new_lines(after(step, state="PAUSED", learning_verdict=FLAT)) for step in range(100)]
+    paused = [announcements.new_lines(after(step, state="PAUSED", learning_finding=FLAT)) for step in range(100)]
     assert [line for lines in paused[1:] for line in lines] == []
 
 
@@ -83,11 +83,11 @@ def test_a_slow_run_says_what_it_waits_for_after_a_while(monkeypatch: pytest.Mon
     monkeypatch.setattr(log_lines.time, "monotonic", lambda: clock[0])
     announcements = Announcements(RUN)
 
-    def lines(seconds: float, verdict: Finding, num_steps: int = SPEED_STEPS) -> list[str]:
-        begin, printed = announcements.new_lines(after(num_steps, speed_verdict=verdict)), list[str]()
+    def lines(seconds: float, finding: Finding, num_steps: int = SPEED_STEPS) -> list[str]:
+        begin, printed = announcements.new_lines(after(num_steps, speed_finding=finding)), list[str]()
         for _ in range(int(seconds)):
             clock[0] += 1
-            printed += announcements.new_lines(after(num_steps, speed_verdict=verdict))
+            printed += announcements.new_lines(after(num_steps, speed_finding=finding))
         return [*begin, *printed]
 
     assert lines(SLOW_AFTER_S - 1, KV_FULL, num_steps=0) == [], "not for long enough"

@@ -45,7 +45,7 @@ def snapshot(tmp_path: Path) -> tuple[Path, str, list[bytes]]:
     return tmp_path / "good", weights_digest(checksums), [bucket.tobytes() for bucket in buckets]
 
 
-def is_loaded_wrongly(folder: Path, digest: str, expected: list[bytes]) -> bool:
+def is_loaded_incorrectly(folder: Path, digest: str, expected: list[bytes]) -> bool:
     """Whether a server would commit other weights, or other settings of an adapter, than were published."""
     try:
         kept = read_published_manifest(folder, digest)
@@ -82,7 +82,7 @@ def test_every_flipped_byte_and_every_truncation_is_found(
         assert "\n" not in found
         # A flip in the header of the file may change a comment or white space, which no reader uses.
         assert found or index < header_bytes, (name, index)
-        assert not is_loaded_wrongly(copy, digest, expected), (name, index)
+        assert not is_loaded_incorrectly(copy, digest, expected), (name, index)
 
 
 def test_the_line_names_the_file_and_both_checksums(snapshot: tuple[Path, str, list[bytes]]) -> None:

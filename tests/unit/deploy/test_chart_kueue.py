@@ -17,6 +17,7 @@ from support.chart import (
     ROOT,
     VALUES,
     Manifest,
+    declare,
     further,
     needs_helm,
     of_kind,
@@ -28,6 +29,11 @@ from support.chart import (
 
 pytestmark = needs_helm
 QUEUED = "--set=kueue.queueName=runs,kueue.priorityClass=research"
+OF_SEVERAL_NODES = '[{"name":"wide","nodes":2,"gpus":1,"engine":{"tensor_parallel_size":2},"replicas":3}]'
+WIDE = (QUEUED, f"--set-json=rollout.pools={OF_SEVERAL_NODES}")
+ONE_BY_ONE = (*OPTIONS, QUEUED, "--set=kueue.wholeRun=false")
+declare((QUEUED,), WIDE, ONE_BY_ONE)
+declare((QUEUED,), values="split-collocate")
 LABELS = {"kueue.x-k8s.io/queue-name": "runs", "kueue.x-k8s.io/priority-class": "research"}
 WORKLOADS = ("Deployment", "StatefulSet", "Job", "RayCluster", "LeaderWorkerSet")
 UNITS = {"m": 1e-3, "": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
@@ -64,8 +70,7 @@ def test_one_wrapper_holds_every_workload(values: str) -> None:
 
 
 def test_the_wrapper_counts_every_pod() -> None:
-    wide = '[{"name":"wide","nodes":2,"gpus":1,"engine":{"tensor_parallel_size":2},"replicas":3}]'
-    components = one(render(QUEUED, f"--set-json=rollout.pools={wide}"), "AppWrapper")["spec"]["components"]
+    components = one(render(*WIDE), "AppWrapper")["spec"]["components"]
     counts = {f"{c['template']['kind']} {p['path'].removeprefix('template.spec.')}": p["replicas"]
               for c in components for p in c["podSets"]}  # fmt: skip
     assert counts == {
@@ -95,7 +100,7 @@ def test_a_suspended_run_has_time_to_write_its_checkpoint(values: str) -> None:
 
 
 def test_workloads_can_be_admitted_one_by_one() -> None:
-    manifests = render(*OPTIONS, QUEUED, "--set=kueue.wholeRun=false")
+    manifests = render(*ONE_BY_ONE)
     found = [m for kind in WORKLOADS for m in of_kind(manifests, kind)]
     assert len(found) == 6 and not of_kind(manifests, "AppWrapper")
     assert all(LABELS.items() <= m["metadata"]["labels"].items() for m in found)

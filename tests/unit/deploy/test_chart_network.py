@@ -6,10 +6,11 @@ import itertools
 
 import pytest
 
-from support.chart import FURTHER_OPTIONS, Manifest, needs_helm, of_kind, pod_templates, render
+from support.chart import FURTHER_OPTIONS, Manifest, declare, needs_helm, of_kind, pod_templates, render
 
 pytestmark = needs_helm
 EGRESS = "--set=networkPolicy.egress.enabled=true"
+declare((*FURTHER_OPTIONS, EGRESS))
 ELSEWHERE = "another namespace"
 NEEDED = {
     ("gateway", "redis", 6379), ("rollout", "redis", 6379), ("learner", "redis", 6379), ("feed", "redis", 6379),

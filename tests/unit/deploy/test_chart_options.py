@@ -21,6 +21,7 @@ from support.chart import (
     RUNBOOKS,
     VALUES,
     Manifest,
+    declare,
     further,
     needs_helm,
     of_kind,
@@ -151,6 +152,7 @@ PUBLIC = (
     "--set=certManager.publicNamesOnly=true,gateway.tls.enabled=true",
     "--set=monitoring.runbookUrl=https://wiki.example.com/penstock",
 )
+declare(PUBLIC)
 
 
 def test_alerts_and_dashboards_link_to_the_runbooks_of_the_deployment() -> None:

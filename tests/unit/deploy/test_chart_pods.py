@@ -14,6 +14,7 @@ from support.chart import (
     PLACEMENTS,
     VALUES,
     Manifest,
+    declare,
     further,
     needs_helm,
     of_kind,
@@ -50,6 +51,7 @@ ALL_ROLES = ("--set=config.learner.critic.num_ranks=1", "--set=config.learner.re
 OWN_ROLE = (
     '--set-json=config.learner.roles={"second_critic": {"worker": "critic", "num_ranks": 2, "gpus_per_rank": 1}}',
 )
+declare((*ALL_ROLES, *OWN_ROLE), values="split-collocate")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from support.chart import LOADER, Manifest, needs_helm, of_kind, one, render, run_config, run_helm
+from support.chart import LOADER, Manifest, declare, needs_helm, of_kind, one, render, run_config, run_helm
 
 pytestmark = needs_helm
 POOLS: list[dict[str, Any]] = [
@@ -27,6 +27,9 @@ TWO_SCALED = [POOLS[1] | {"drainSeconds": 90}, POOLS[1] | {"name": "more", "maxC
 
 def pooled(pools: list[dict[str, Any]]) -> str:
     return f"--set-json=rollout.pools={json.dumps(pools)}"
+
+
+declare((pooled(POOLS),), (pooled(TWO_SCALED),))
 
 
 def test_each_pool_has_its_own_settings_and_the_common_ones() -> None:
@@ -96,10 +99,12 @@ WIDE = {
     "gpus": 8,
     "engine": {"tensor_parallel_size": 8, "extra": {"pipeline_parallel_size": 2}},
 }
+OVER_NODES = (pooled([WIDE]), "--set=rollout.replicas=3")
+declare(OVER_NODES)
 
 
 def test_a_server_over_several_nodes_is_a_leader_worker_set() -> None:
-    manifests = render(pooled([WIDE]), "--set=rollout.replicas=3")
+    manifests = render(*OVER_NODES)
     assert not of_kind(manifests, "StatefulSet", "rollout")
     spec = one(manifests, "LeaderWorkerSet")["spec"]
     group = spec["leaderWorkerTemplate"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import json
 from collections.abc import Iterator
 
@@ -10,6 +11,7 @@ import pytest
 
 from support.chart import (
     CHANGED,
+    OPTIONS,
     VALUES,
     FakeApiServer,
     Manifest,
@@ -41,16 +43,34 @@ def keys_of(secret: Manifest) -> dict[str, str]:
     return {name: base64.b64decode(value).decode() for name, value in secret["data"].items()}
 
 
+@functools.cache
+def rendered_alone(values: str) -> list[Manifest]:
+    """By a call of helm for these values alone."""
+    return render(*OPTIONS, values=values, anew=True)
+
+
+def test_one_call_renders_each_case_as_its_own_call_does() -> None:
+    together, alone = (
+        {
+            (manifest["kind"], manifest["metadata"]["name"]): manifest
+            for manifest in manifests
+            if manifest["kind"] != "Secret"  # its keys are random
+        }
+        for manifests in (render(*OPTIONS), rendered_alone("standalone"))
+    )
+    assert together == alone
+
+
 @pytest.mark.parametrize("values", ["standalone", *further(*VALUES[1:])])
 def test_the_chart_makes_every_key_that_its_pods_mount(values: str) -> None:
-    manifests = render(values=values)
+    manifests = render(*OPTIONS, values=values)
     secret = one(manifests, "Secret")
     assert secret["metadata"]["name"] == NAME
     assert secret["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
     keys = keys_of(secret)
     assert {"api-key", "cluster-key", "redis-learner-password"} <= mounted_keys(manifests)
     assert all(len(key) == 48 for key in keys.values()) and len(set(keys.values())) == len(keys)
-    assert keys != keys_of(one(render(values=values, anew=True), "Secret")), "the keys are random"
+    assert keys != keys_of(one(rendered_alone(values), "Secret")), "the keys are random"
 
 
 def test_an_upgrade_keeps_the_keys_of_the_cluster_and_adds_missing_ones(cluster: FakeApiServer) -> None:

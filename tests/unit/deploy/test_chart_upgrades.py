@@ -7,13 +7,17 @@ from collections.abc import Iterator
 
 import pytest
 
-from support.chart import CHANGED, REPLICAS, FakeApiServer, needs_helm, one, render, run_helm
+from support.chart import CHANGED, REPLICAS, FakeApiServer, declare, needs_helm, one, render, run_helm
 
 pytestmark = needs_helm
 SCALED = (
     "--set=rollout.autoscaling.enabled=true,rollout.autoscaling.prometheusUrl=http://prometheus:9090",
     "--set=gateway.autoscaling.enabled=true",
 )
+EXTERNAL = "--set=redis.enabled=false,externalRedis.url=redis://r"
+NAMES = ("reinforcement-learning-of-the-large-team", "reinforcement-learning-of-the-small-team", "short")
+declare(SCALED, values="no-gpu")
+declare(*((EXTERNAL, f"--set=fullnameOverride={name}") for name in NAMES))
 
 
 @pytest.fixture
@@ -65,14 +69,12 @@ def test_redis_is_replaced_by_a_rollback_and_stopped_last() -> None:
 
 def test_two_long_names_stay_apart() -> None:
     def name_of(release: str) -> str:
-        result = run_helm(
-            "template", "--set=redis.enabled=false,externalRedis.url=redis://r", f"--set=fullnameOverride={release}"
-        )
+        result = run_helm("template", EXTERNAL, f"--set=fullnameOverride={release}")
         assert result.returncode == 0, result.stderr
         [name] = set(re.findall(r"^  name: (\S+)-gateway$", result.stdout, re.M))
         return name
 
-    one_team, other_team = (name_of(f"reinforcement-learning-of-the-{team}-team") for team in ("large", "small"))
+    one_team, other_team, short = map(name_of, NAMES)
     assert one_team != other_team and one_team.startswith("reinforcement-learning")
     assert max(len(one_team), len(other_team)) <= 32
-    assert name_of("short") == "short"
+    assert short == "short"

@@ -7,7 +7,7 @@ import re
 import pytest
 import yaml
 
-from support.chart import CHART, REPLICAS, further, needs_helm, of_kind, pod_templates, render
+from support.chart import CHART, REPLICAS, declare, further, needs_helm, of_kind, pod_templates, render
 from support.config_readers import Name, paths_read_from
 
 ENTRIES: dict[str, tuple[Name, ...]] = {
@@ -44,6 +44,10 @@ def checksums(*arguments: str, values: str) -> dict[str, str]:
         for _, template in pod_templates(render(*arguments, values=values))
         if "checksum/config" in template["metadata"].get("annotations", {})
     }
+
+
+declare(("--set=config.learner.lr=1.0e-5",), ("--set=config.learner.num_steps=7",), values="no-gpu")
+declare(("--set=config.run=run",), values="split-collocate")
 
 
 @needs_helm

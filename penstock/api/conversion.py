@@ -64,8 +64,8 @@ MAX_KEY_LENGTH = 256
 """Characters of an idempotency key, and of a data source."""
 
 
-def check_data_source(source: str, path: str) -> None:
-    if len(source) > MAX_KEY_LENGTH or not source.isprintable():
+def check_label(label: str, path: str) -> None:
+    if len(label) > MAX_KEY_LENGTH or not label.isprintable():
         raise InvalidInput(path, f"may have {MAX_KEY_LENGTH} characters, none of them a control character")
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.api.conversion import check_data_source, json_text
+from penstock.api.conversion import check_label, json_text
 from penstock.config.dataset import ColumnsConfig, DatasetConfig, Files, listed_files
 from penstock.errors import ConfigError, InvalidInput
 from penstock.feed.parquet_rows import ReadLimits, all_rows, column_names, limited_rows
@@ -189,7 +189,8 @@ def make_prompt(where: str, row: Any, num_samples: int, sampling: Sampling, row_
         "".join((agent_name, data_source, *(text for message in messages for text in message))).encode()
     except UnicodeEncodeError as error:
         raise InvalidInput(where, f"holds text that UTF-8 cannot write ({error.reason}); write it again") from error
-    check_data_source(data_source, f"{where}: {columns.data_source}")
+    check_label(data_source, f"{where}: {columns.data_source}")
+    check_label(agent_name, f"{where}: {columns.agent_name}")
     return Prompt(
         messages=messages,
         message_fields=message_fields,

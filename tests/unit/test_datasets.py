@@ -101,6 +101,7 @@ def test_only_the_prompt_is_needed(tmp_path: Path, name: str) -> None:
         ({"extra_info": {"x": float("nan")}}, "line 3: extra_info: cannot be written as JSON"),
         ({"data_source": 7}, "line 3: data_source: must be text, not int"),
         ({"data_source": "x" * 257}, "line 3: data_source: may have 256 characters, none of them a control"),
+        ({"agent_name": "x" * 257}, "line 3: agent_name: may have 256 characters, none of them a control"),
         ({"data_source": "a\nb"}, "line 3: data_source: may have 256 characters, none of them a control"),
     ],
 )

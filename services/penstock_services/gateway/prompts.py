@@ -17,7 +17,7 @@ from typing import Any, get_args
 from pydantic import Field
 
 from penstock.api import records
-from penstock.api.conversion import check_data_source
+from penstock.api.conversion import check_label
 from penstock.cancellation import end_task
 from penstock.codec import prompt_to_proto
 from penstock.errors import Conflict, DeadlineExceeded, InvalidInput, NotFound, PenstockError, QueueFull, Unavailable
@@ -298,7 +298,8 @@ def _check_prompt(prompt: prompts_pb2.Prompt, evaluation_id: str) -> None:
         raise InvalidInput("num_samples", f"must be between 1 and {MAX_NUM_SAMPLES}, not {prompt.num_samples}")
     if not -MAX_PRIORITY <= prompt.priority <= MAX_PRIORITY:
         raise InvalidInput("priority", f"must be between -{MAX_PRIORITY} and {MAX_PRIORITY}")
-    check_data_source(prompt.data_source, "data_source")
+    check_label(prompt.data_source, "data_source")
+    check_label(prompt.agent_name, "agent_name")
     check_sampling(prompt.sampling)
     if prompt.evaluation_id not in ("", evaluation_id):
         raise InvalidInput("evaluation_id", "leave it empty; create an evaluation for held-out prompts")

@@ -98,6 +98,9 @@ def update(
 
 
 @pytest.mark.parametrize(
+    "num_examples", [pytest.param(6, id="few"), pytest.param(12, id="many", marks=pytest.mark.long)]
+)
+@pytest.mark.parametrize(
     "loss",
     [
         {"name": "ppo", "aggregation": "token-mean", "constant_length": 8},
@@ -107,7 +110,7 @@ def update(
     ids=lambda loss: str(loss["name"]),
 )
 def test_loss_and_gradient_do_not_depend_on_split_packing_or_ranks(
-    loss: dict[str, Any], tiny_models: dict[str, Path]
+    loss: dict[str, Any], num_examples: int, tiny_models: dict[str, Path]
 ) -> None:
     policy, critic = ranks(tiny_models, loss)
     batch = some_batch(policy, critic)
@@ -116,7 +119,7 @@ def test_loss_and_gradient_do_not_depend_on_split_packing_or_ranks(
     scales = [float(g.abs().max()) for g in gradients]
     assert all(scale > 1e-3 for scale in scales)
 
-    @settings(max_examples=12, deadline=None)
+    @settings(max_examples=num_examples, deadline=None)
     @given(
         order=st.permutations(range(batch.num_sequences)),
         num_ranks=st.integers(1, 11),

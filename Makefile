@@ -55,7 +55,6 @@ lint: setup-dev  ## ruff, mypy (strict), import-linter
 
 lint-types:
 	$(VENV)/bin/mypy
-	$(VENV)/bin/mypy bench
 
 lint-style:
 	$(VENV)/bin/ruff check $(PYTHON_SOURCES)

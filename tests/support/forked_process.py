@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import importlib
 import multiprocessing.context
 import os
 import runpy
@@ -28,7 +29,7 @@ def fork_context(also: Sequence[str] = ()) -> multiprocessing.context.ForkServer
 
 class ForkedProcess:
     """`python -m PROGRAM ARGUMENTS`, or `python PROGRAM ARGUMENTS` for a path, whose output is appended to a file. Has
-    the methods of `subprocess.Popen`. `also` are modules that a path imports."""
+    the methods of `subprocess.Popen`. `also` are modules that a path imports, or a program that few tests run."""
 
     def __init__(
         self,
@@ -39,7 +40,7 @@ class ForkedProcess:
         also: Sequence[str] = (),
     ) -> None:
         is_script = isinstance(program, Path)
-        assert is_script or program in PROGRAMS, f"add {program} to PROGRAMS"
+        assert is_script or program in (*PROGRAMS, *also), f"add {program} to PROGRAMS"
         words = (program, arguments, output, dict(environment))
         # A daemon could not start processes itself, as a script may.
         self._process = fork_context(also).Process(target=_run, args=words, daemon=not is_script)
@@ -78,7 +79,7 @@ def _run(program: str | Path, arguments: list[str], output: Path, environment: d
         os.dup2(file.fileno(), 2)
     sys.argv = [str(program), *arguments]
     if isinstance(program, str):
-        sys.exit(sys.modules[program].main())
+        sys.exit(importlib.import_module(program).main())
     os.chdir(output.parent)
     multiprocessing.set_start_method("fork", force=True)  # as a script has it; else that of this process
     sys.path[:0] = [str(program.parent), *environment.get("PYTHONPATH", "").split(os.pathsep)]

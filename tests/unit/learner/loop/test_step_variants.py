@@ -19,10 +19,13 @@ from transformers import AutoModelForCausalLM
 from penstock.cli.main import main as cli
 from penstock_learner.checkpoints import TRAINER_FILE, write_manifest
 from penstock_learner.term import TrainerState
+from support.forked_process import ForkedProcess
 from support.tiny_architectures import tiny_model
 from support.tiny_models import make_tiny_qwen2
 
-TESTS = Path(__file__).parents[3]
+RANK = "support.training_rank"
+IMPORTED = ["torch._dynamo", "transformers.models.qwen2.modeling_qwen2"]
+"""What a rank imports late, imported once for all of them."""
 POISONED = 5
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {"activation_checkpointing": 0}),
@@ -72,7 +75,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("steps")
     tiny_model("mixtral").save_pretrained(root / "loaded" / "mixtral")
     tiny_model("gemma2, wide head").save_pretrained(root / "loaded" / "gemma2", max_shard_size="100KB")
-    return take_steps(root, CASES, [(0, 1), (0, 2), (1, 2)])
+    write_cases(root, CASES)
+    run_ranks(root, [(0, 1), (0, 2), (1, 2)])
+    return root
 
 
 @pytest.fixture(scope="module")
@@ -80,23 +85,20 @@ def steps(folder: Path) -> dict[str, Step]:
     return {name: read_step(folder, name) for name in CASES if name not in ("staged", "loaded")}
 
 
-def take_steps(folder: Path, cases: dict[str, tuple[int, dict[str, Any]]], ranks: list[tuple[int, int]]) -> Path:
+def write_cases(folder: Path, cases: dict[str, tuple[int, dict[str, Any]]]) -> None:
     make_tiny_qwen2(folder / "model", seed=3)
     (folder / "cases.json").write_text(json.dumps(cases))
-    run_ranks(folder, ranks)
-    return folder
 
 
 def run_ranks(folder: Path, ranks: list[tuple[int, int]]) -> None:
-    """Run a process for each (rank, number of ranks), all at once. A vLLM that was started here has turned compilation
-    off for its child processes."""
-    environment = {name: value for name, value in os.environ.items() if name != "TORCH_COMPILE_DISABLE"}
+    """Run a process for each (rank, number of ranks), all at once."""
     processes = []
     try:
         for rank, num_ranks in ranks:
-            command = [sys.executable, "-m", "support.training_rank", str(rank), str(num_ranks), str(folder)]
-            processes.append(subprocess.Popen(command, env=environment))
-        assert [process.wait(200) for process in processes] == [0] * len(ranks)
+            arguments, output = [str(rank), str(num_ranks), str(folder)], folder / f"rank-{rank}-{num_ranks}.log"
+            processes.append(ForkedProcess(RANK, arguments, output, {}, [RANK, *IMPORTED]))
+        codes = [process.wait(200) for process in processes]
+        assert codes == [0] * len(ranks), "\n".join(log.read_text() for log in sorted(folder.glob("rank-*.log")))
     finally:
         for process in processes:
             process.kill()
@@ -124,10 +126,13 @@ def test_loss_and_gradient_with_shared_prefixes_are_those_without(steps: dict[st
 @pytest.mark.long
 def test_compiled_layers_give_the_same(tmp_path: Path) -> None:
     plain = {name: CASES[name] for name in ("one rank", "long prompts")}
-    folder = take_steps(tmp_path, plain | COMPILED, [(0, 1)])
+    write_cases(tmp_path, plain | COMPILED)
+    # A vLLM that was started here has turned compilation off for its child processes.
+    environment = {name: value for name, value in os.environ.items() if name != "TORCH_COMPILE_DISABLE"}
+    subprocess.run([sys.executable, "-m", RANK, "0", "1", str(tmp_path)], env=environment, check=True, timeout=200)
     for name in COMPILED:
         expected = "long prompts" if "shared" in name else "one rank"
-        assert_same(read_step(folder, name), read_step(folder, expected))
+        assert_same(read_step(tmp_path, name), read_step(tmp_path, expected))
 
 
 def assert_same(step: Step, expected: Step) -> None:

@@ -55,21 +55,26 @@ FURTHER_OPTIONS = (
 )
 """Options of several tests that do not touch each other, so that they are rendered once for all."""
 DIGEST = "sha256:" + "a" * 64
-CHANGED = (
+CHANGED_ANYWHERE = (
     "--set=config.rollout.start_timeout_s=3600,rollout.drainSeconds=120,learner.driver.stopSeconds=400",
     "--set=learner.protectFromEviction=true,gateway.replicas=2,networkPolicy.enabled=false",
     "--set=config.run=r1,config.learner.lr=2e-4,config.learner.algorithm.kl.placement=none",
     "--set=config.learner.policy.num_ranks=4,config.learner.policy.gpus_per_rank=0.75",
-    "--set=learner.gang.scheduler=volcano,learner.gang.queue=rl,gpuResource=nvidia.com/gpu.shared",
+    "--set=gpuResource=nvidia.com/gpu.shared",
     "--set=monitoring.enabled=true,monitoring.rules=false",
     "--set=storage.runs.accessMode=ReadWriteOnce,storage.cache.existingClaim=kernels",
     "--set=secretName=mine,secretProviderClass=vault,serviceAccount.create=false,serviceAccount.name=mine",
     f"--set=images.registry=reg.example.org/team/,images.learner.digest={DIGEST},images.rollout.tag=v9",
     "--set=podDefaults.nodeSelector.zone=a,podDefaults.priorityClassName=low,podDefaults.podLabels.team=rl",
     "--set=rollout.priorityClassName=high,rollout.nodeSelector.gpu=h200,redis.podLabels.tier=store",
-    f"--set=modelDownload.source={MODEL},modelDownload.into=pod",
 )
 """Settings other than the default, for several tests, that do not touch each other."""
+CHANGED = (
+    *CHANGED_ANYWHERE,
+    "--set=learner.gang.scheduler=volcano,learner.gang.queue=rl",
+    f"--set=modelDownload.source={MODEL},modelDownload.into=pod",
+)
+"""With those that need a RayCluster and a model below /models, as the two placements have them."""
 REPLICAS = "rollout.replicas=7,gateway.replicas=3"
 """Numbers of pods other than the default."""
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "penstock-tests" / "helm"
@@ -236,6 +241,10 @@ def _text(arguments: tuple[str, ...], values: str | None, anew: bool = False) ->
     return result.stdout
 
 
+def render_changed(values: str) -> list[Manifest]:
+    return render(*(CHANGED if values in PLACEMENTS else CHANGED_ANYWHERE), values=values)
+
+
 def refusal(*arguments: str) -> str:
     result = run_helm("template", *arguments)
     assert result.returncode != 0, "it should have been refused"
@@ -244,8 +253,8 @@ def refusal(*arguments: str) -> str:
 
 declare((), OPTIONS, CHANGED, FURTHER_OPTIONS)
 declare((), OPTIONS, CHANGED, values="split-collocate")
-declare((), values="single-gpu")
-declare((), (f"--set={REPLICAS}",), values="no-gpu")
+declare((), CHANGED_ANYWHERE, values="single-gpu")
+declare((), (f"--set={REPLICAS}",), CHANGED_ANYWHERE, values="no-gpu")
 
 
 def of_kind(manifests: list[Manifest], kind: str, name_part: str = "") -> list[Manifest]:

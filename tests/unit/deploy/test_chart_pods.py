@@ -21,6 +21,7 @@ from support.chart import (
     one,
     pod_templates,
     render,
+    render_changed,
     run_config,
 )  # fmt: skip
 
@@ -164,7 +165,7 @@ def test_only_learner_and_gateway_reach_the_internal_port() -> None:
 
 @pytest.mark.parametrize("values", [*VALUES[:2], *further(*VALUES[2:])])
 def test_a_rollout_server_gets_its_start_budget_and_time_to_drain(values: str) -> None:
-    manifests = render(*CHANGED, values=values)
+    manifests = render_changed(values)
     spec = one(manifests, "StatefulSet", "rollout")["spec"]["template"]["spec"]
     probe = spec["containers"][0]["startupProbe"]
     assert probe["periodSeconds"] * probe["failureThreshold"] > 3600
@@ -200,7 +201,7 @@ def test_the_ray_pods_stay_until_the_learner_has_written_its_checkpoint(placemen
 
 @pytest.mark.parametrize("values", [*VALUES[:2], *further(*VALUES[2:])])
 def test_evictions_are_bounded(values: str) -> None:
-    manifests = render(*CHANGED, values=values)
+    manifests = render_changed(values)
     budgets = {
         m["metadata"]["name"].removeprefix("test-penstock-"): m["spec"]
         for m in of_kind(manifests, "PodDisruptionBudget")
@@ -240,7 +241,7 @@ def test_every_pod_has_a_network_policy(values: str) -> None:
     for name, template in pod_templates(manifests):
         labels = template["metadata"]["labels"]
         assert [policy for policy in policies if _selects(policy["spec"]["podSelector"], labels)], name
-    assert not of_kind(render(*CHANGED, values=values), "NetworkPolicy")
+    assert not of_kind(render_changed(values), "NetworkPolicy")
 
 
 def _selects(selector: Manifest, labels: dict[str, str]) -> bool:

@@ -13,7 +13,8 @@ What is judged:
 - Lost: prompts that were submitted and are neither trained, nor waiting, in flight or queued at the end. Dead letters
   count as lost.
 - Doubled: groups that the steps of the final lineage trained, beyond the prompts of the final ledger.
-- Conservation: `admitted = trained + expired + dead-lettered + queued + in flight`, every minute.
+- Conservation: `admitted = trained + expired + dead-lettered + queued + in flight`, every minute. Redis must answer
+  nine of ten of these checks, and the prompts and groups that are not finished yet must not become more.
 - Memory: the resident memory of all parts in the last quarter against the first, and that of Redis against the second,
   because Redis keeps recomputed log-probs for a quarter of an hour. Its lists of results and of the newest 1,000
   versions are skipped: they are bounded, and fill for most of the hour.
@@ -87,9 +88,17 @@ class Observations:
 
     conservation_errors: list[int] = field(default_factory=list)
     rss: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    """Of each part, 0 in a minute in which it was down."""
     redis_bytes: list[int] = field(default_factory=list)
+    unfinished: list[int] = field(default_factory=list)
+    """Prompts and groups that wait, are in flight or queued: what the queue holds beyond its counters."""
     unanswered: int = 0
     """Minutes in which Redis did not answer the check in time."""
+
+    @property
+    def answered_share(self) -> float:
+        num_checks = self.unanswered + len(self.conservation_errors)
+        return len(self.conservation_errors) / num_checks if num_checks else 0.0
 
 
 class Soak:
@@ -184,12 +193,12 @@ class Soak:
     async def _check(self) -> None:
         """Conservation and memory, once a minute, during the kills. Redis may be down; the client waits for it."""
         for name, part in self.parts.items():
-            if rss := part.rss_bytes():
-                self.observed.rss[name].append(rss)
+            self.observed.rss[name].append(part.rss_bytes())
         try:
             async with asyncio.timeout(50):
                 stat = await self.queue.stat()
                 self.observed.conservation_errors.append(stat.conservation_error)
+                self.observed.unfinished.append(stat.pending_prompts + stat.in_flight + stat.queued)
                 self.observed.redis_bytes.append(await self._redis_bytes())
         except (TimeoutError, PenstockError, OSError):
             self.observed.unanswered += 1
@@ -261,6 +270,13 @@ class Soak:
         bars = [
             Bar("ETTR: effective steps · median step / wall time", self.account().ettr, 0.80),
             Bar("minutes in which conservation did not hold", sum(error != 0 for error in errors), 0, at_most=True),
+            Bar("checks of conservation that Redis answered / made", self.observed.answered_share, 0.9),
+            Bar(
+                "unfinished prompts and groups, last quarter / first",
+                growth(self.observed.unfinished),
+                1.1,
+                at_most=True,
+            ),
             Bar("memory of all parts, last quarter / first", growth(totals(self.observed.rss)), 1.1, at_most=True),
             Bar(
                 "memory of Redis beyond its lists, last quarter / second",
@@ -295,6 +311,7 @@ class Soak:
             "restarts": {name: part.restarts for name, part in self.parts.items()},
             "back_off_s": {name: part.waited_s for name, part in self.parts.items()},
             "unanswered_checks": self.observed.unanswered,
+            "unfinished": self.observed.unfinished,
             "rss_mb": {name: [b // 2**20 for b in samples] for name, samples in self.observed.rss.items()},
             "redis_mb": [round(b / 2**20, 1) for b in self.observed.redis_bytes],
         }
@@ -391,8 +408,8 @@ def doubled_in(run: Path) -> tuple[int, int]:
 
 
 def totals(samples: dict[str, list[int]]) -> list[int]:
-    """The sum over all parts at each time at which all were up."""
-    return [sum(row) for row in zip(*samples.values(), strict=False)]
+    """The sum over all parts in each minute in which all were up."""
+    return [sum(row) for row in zip(*samples.values(), strict=True) if all(row)]
 
 
 def growth(samples: list[int], since: int = 0) -> float:

@@ -71,6 +71,7 @@ soak: setup-dev  ## an hour of training while all parts are killed, with what it
 	$(VENV)/bin/python bench/soak.py $(ARGS)
 
 chaos: setup-dev  ## every row of the fault matrix, and docs/faults.md from it (up to 40 minutes; ARGS="-n 8")
+	$(if $(ARGS),,rm -f tests/faults/results.json)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests/faults tests/integration tests/unit/learner -m "chaos or fault_row" -n 2 --durations=60 \
 		--fault-results tests/faults/results.json $(ARGS); status=$$?; $(VENV)/bin/python docs/make_faults.py; exit $$status
 

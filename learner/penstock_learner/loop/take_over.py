@@ -59,6 +59,8 @@ class ChosenCheckpoint:
     """Committed prompts that the state was not trained on. The run must be rewound to use it."""
     committed: Committed
     """What was committed when the checkpoint was chosen."""
+    store_id: str
+    """The store that this was read from. A ledger stands for the prompts of one store only."""
 
     @property
     def path(self) -> str:
@@ -71,12 +73,13 @@ async def take_over(
 ) -> Term:  # fmt: skip
     """Fence every earlier learner, then load the chosen checkpoint, or a newer one if the learner before has committed
     since, rewind to it if the config asks for that, and bring the queue to its state. A checkpoint that no longer
-    covers all committed groups is refused before the term is taken: such a learner fences no one."""
-    choice = await _unless_committed(queue, checkpoints, config, chosen)
+    covers all committed groups, or that is of another store than the one found now, is refused before the term is
+    taken: such a learner fences no one."""
+    choice = await _unless_changed(queue, checkpoints, config, chosen)
     term = await queue.take_term(await asyncio.to_thread(checkpoints.newest_term))
     # Redis could still lose the new term, and the term before it would be valid again. So wait before acting under it.
     await asyncio.sleep(loss_window_s)
-    choice = await _unless_committed(queue, checkpoints, config, choice)
+    choice = await _unless_changed(queue, checkpoints, config, choice)
     damaged: dict[Path, str] = {}
     while choice.checkpoint is not None and not await _is_loaded(choice.checkpoint, load, damaged):
         choice = await choose_checkpoint(queue, checkpoints, config, damaged)
@@ -105,7 +108,7 @@ async def take_over(
     manifests = await _rewind_batches(queue, state)
     return Term(
         number=term,
-        store_id=await queue.store_id(),
+        store_id=choice.store_id,
         step=state.step,
         policy_version=state.policy_version,
         ledger=Ledger(state.ledger),
@@ -144,13 +147,13 @@ async def choose_checkpoint(
     return _checked(None, TrainerState(), committed, config, store_id, damaged)
 
 
-async def _unless_committed(
+async def _unless_changed(
     queue: GroupConsumer, checkpoints: CheckpointStore, config: CheckpointConfig, chosen: ChosenCheckpoint
 ) -> ChosenCheckpoint:
-    """The choice, which is made again only if something was committed since."""
-    if await queue.committed() == chosen.committed:
+    """The choice, which is made again only if something was committed since, or if this is another store now."""
+    if await queue.store_id() == chosen.store_id and await queue.committed() == chosen.committed:
         return chosen
-    logger.info("the learner before has committed since the checkpoint was chosen; choosing again")
+    logger.info("the run has changed since the checkpoint was chosen; choosing again")
     return await choose_checkpoint(queue, checkpoints, config)
 
 
@@ -178,7 +181,7 @@ def _checked(
     state.check_store(store_id)
     if path == Path(config.resume):
         state = replace(state, resumed_from=config.resume)
-    choice = ChosenCheckpoint(path, state, Ledger(state.ledger).missing(committed.trained), committed)
+    choice = ChosenCheckpoint(path, state, Ledger(state.ledger).missing(committed.trained), committed, store_id)
     if not choice.uncovered:
         return choice
     newer = f"; newer checkpoints are damaged: {_listed(damaged)}" if damaged else ""

@@ -114,7 +114,7 @@ async def test_a_checkpoint_that_the_learner_before_finished_at_the_last_moment_
         await controller.run()
     assert stopped.value.folder.name == "term-000001-step-00000485"
     assert contended(controller).term == 2
-    assert "has committed since the checkpoint was chosen; choosing again" in caplog.text
+    assert "has changed since the checkpoint was chosen; choosing again" in caplog.text
 
 
 async def test_the_checkpoint_is_chosen_once_if_nothing_was_committed_since(
@@ -149,6 +149,29 @@ async def test_a_learner_whose_choice_a_commit_has_outdated_fences_no_one(contro
     with pytest.raises(ConfigError, match="step 485 is committed"):
         await take_over(queue, controller.checkpoints, config, chosen, no_load, 0, KLConfig())
     assert queue.store.counters["term"] == before.term
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+async def test_a_redis_that_loses_its_data_while_the_roles_start_is_refused(
+    controller: LearnerController, is_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its new prompts would have ids of the ledger, and would never be trained. Nothing is committed in either."""
+    queue, config = contended(controller), CheckpointConfig()
+    state = TrainerState(5, 5, 1, [(1, 40)], store_id=await queue.store_id())
+    controller.checkpoints.finish(controller.checkpoints.partial_folder(5, 1), state)
+    chosen = await choose_checkpoint(queue, controller.checkpoints, config)
+
+    async def take_term(at_least: int) -> int:
+        queue.store = MemoryStore()
+        return await MemoryReplayQueue.take_term(queue, at_least)
+
+    if is_late:
+        monkeypatch.setattr(queue, "take_term", take_term)
+    else:
+        queue.store = MemoryStore()
+    with pytest.raises(ConfigError, match="this Redis is not the one .*, or it has lost its data"):
+        await take_over(queue, controller.checkpoints, config, chosen, no_load, 0, KLConfig())
+    assert (queue.store.counters["term"] > 0) == is_late
 
 
 async def test_a_checkpoint_that_is_damaged_when_it_is_loaded_is_replaced_by_the_one_before(

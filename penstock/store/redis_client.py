@@ -263,8 +263,8 @@ T = TypeVar("T")
 
 
 async def call_patiently(call: Callable[[], Awaitable[T]], retry_s: float) -> T:
-    """Await `call`. Repeat it for up to `retry_s` while Redis does not answer, or answers LOADING or MISCONF; 0 repeats
-    nothing.
+    """Await `call`. Repeat it for up to `retry_s` while Redis does not answer, answers LOADING, or accepts no writes:
+    see REFUSALS, of which one says that it has become a replica. 0 repeats nothing.
 
     Redis may have executed the call and only the answer was lost, so use this only for clients whose calls may all be
     executed twice. The learner's may: its term fences them, and the second execution changes nothing except numbers

@@ -60,12 +60,13 @@ def json_text(value: Any, path: str) -> str:
     return text
 
 
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 MAX_KEY_LENGTH = 256
 """Characters of an idempotency key, and of a data source."""
 
 
 def check_label(label: str, path: str) -> None:
-    if len(label) > MAX_KEY_LENGTH or not label.isprintable():
+    if len(label) > MAX_KEY_LENGTH or _CONTROL.search(label):
         raise InvalidInput(path, f"may have {MAX_KEY_LENGTH} characters, none of them a control character")
 
 

@@ -36,7 +36,7 @@ class GroupPayloads:
     async def append(self, groups: Sequence[FinishedGroup], config: ReplayConfig) -> list[AppendOutcome]:
         """Redis works on one part while the next is on its way. It is asked to run the script by its digest. If it does
         not know the script, because it was restarted, the payloads are sent again with the script. If the process is
-        killed between the two, or the script fails, the payloads are deleted when their leases end."""
+        killed between the two, or the script fails, they are deleted when this or a later attempt fails or succeeds."""
         parts, limits = _parts(groups), (config.capacity_bytes, config.take_order)
         script = QUEUE.load("append")
         send = _append_one_by_one if isinstance(self.client, RedisClusterClient) else _append_at_once

@@ -346,7 +346,7 @@ class GroupProducer(QueueCalls):
     ) -> None:  # fmt: skip
         """Record the samples of a held-out prompt. `answers` has the answer of each sample, or nothing if the reward
         does not say them, and `accuracies` the part `acc` of each reward, or nothing. `kept_group` is the encoded group
-        if the learner's reward model is to score it; it is kept for KEPT_EVALUATION_S, if there is room."""
+        for the learner's reward model; unless a team evaluates, it is kept for KEPT_EVALUATION_S, if there is room."""
         await self.call(
             "record_evaluation", evaluation_id, lease.prompt_id, len(rewards), sum(rewards), min_version, max_version,
             " ".join(map(repr, rewards)), json.dumps([data_source, list(answers), list(accuracies)]), kept_group,

@@ -22,6 +22,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 from penstock.config.service import SessionLimits
@@ -67,17 +68,17 @@ class TaskStore(RunRecords):
         self._ends = (limits.task_max_failures, max(1, int(ttl_s)), int(1000 * RETRY_S))
 
     async def submit(
-        self, tasks: Sequence[tasks_pb2.NewTask], idempotency_key: str = "", digest: str = "", owner: Owner = RUN_ITSELF
-    ) -> tuple[list[str], bool]:
+        self, tasks: Sequence[tasks_pb2.NewTask], idempotency_key: str = "", digest: str = "",
+        owner: Owner = RUN_ITSELF, bodies: Sequence[str] = (),
+    ) -> tuple[list[str], bool]:  # fmt: skip
         """Accept all tasks or none. Returns their ids, and whether the owner has used the key before, which is bound to
-        the digest. A task that exists is kept, if it is the same."""
+        the digest. A task that exists is kept, if it has the same body: what was asked for, by default the task."""
         rows: list[Any] = []
-        for task in tasks:
-            deadline_ms = int(1000 * task.deadline_s)
-            rows += (task.task_id, task.num_sessions, deadline_ms, task.data_source, task.payload_json)
-        max_places = self.limits.max_task_places
+        for task, body in zip(tasks, bodies or tasks, strict=True):
+            asked, deadline_ms = blake2b(str(body).encode(), digest_size=16).hexdigest(), int(1000 * task.deadline_s)
+            rows += (task.task_id, task.num_sessions, deadline_ms, task.data_source, task.payload_json, asked)
         key = (idempotency_key, owner.name, digest, IDEMPOTENCY_TTL_S)
-        answer = await self.call("submit_tasks", *key, max_places, *rows)
+        answer = await self.call("submit_tasks", *key, self.limits.max_task_places, *rows)
         if answer == b"other":
             raise Conflict("idempotency_key was used for other tasks before; choose a new key")
         if answer[0] == b"taken":
@@ -95,14 +96,7 @@ class TaskStore(RunRecords):
         times = (int(1000 * lease_s), max_open, *self._ends)
         answer = await self.call("lease_tasks", worker, max_places, *times, *owner.arguments)
         return [
-            tasks_pb2.LeasedTask(
-                task_id=row["task_id"],
-                session_id=row["session_id"],
-                attempt=row["attempt"],
-                payload_json=row["payload"],
-                lease_s=lease_s,
-            )  # fmt: skip
-            for row in read_rows(answer)
+            tasks_pb2.LeasedTask(payload_json=row.pop("payload"), lease_s=lease_s, **row) for row in read_rows(answer)
         ]
 
     async def heartbeat(self, session_ids: Sequence[str], owner: Owner = RUN_ITSELF) -> list[str]:

@@ -26,7 +26,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -213,20 +213,18 @@ def send_all(sock: socket.socket, parts: Sequence[bytes]) -> None:
 
 
 async def check_primary(client: redis.asyncio.Redis) -> None:
-    """Raise ConfigError if Redis is a replica or a Sentinel, and Unavailable if it does not answer. A cluster's client
-    finds the primaries itself."""
-    command = "PING" if isinstance(client, RedisCluster) else "HELLO"
+    """Raise ConfigError if Redis is a replica or a Sentinel, and Unavailable if it does not answer or still reads its
+    file. A cluster's client finds the primaries itself."""
+    call, answer = cast("Any", client.execute_command), dict[bytes, Any]()
     with redis_errors():
-        try:
-            asked: Any = client.execute_command(command)  # type: ignore[no-untyped-call]
-            answer = await asked
-        except NoPermissionError:  # users of Redis 6 may lack this right: then the first write finds out
-            return
-    if command == "PING":
-        return
-    fields = answer if isinstance(answer, dict) else dict(zip(answer[::2], answer[1::2], strict=True))
-    if fields.get(b"mode") == b"sentinel" or fields.get(b"role", b"master") != b"master":
-        raise ConfigError("redis.url names a replica or a Sentinel; set it to the primary. Failover is not supported")
+        # Proxies may not know HELLO, and users of Redis 6 may lack the right to it: then the first write finds out.
+        with suppress(ResponseError):
+            answer = {} if isinstance(client, RedisCluster) else await call("HELLO")
+        fields = answer if isinstance(answer, dict) else dict(zip(answer[::2], answer[1::2], strict=True))
+        if fields.get(b"mode") == b"sentinel" or fields.get(b"role", b"master") != b"master":
+            what = "redis.url names a replica or a Sentinel; set it to the primary. Failover is not supported"
+            raise ConfigError(what)
+        await call("PING")  # Redis answers HELLO even while it reads its file
 
 
 @dataclass(frozen=True)
@@ -265,8 +263,8 @@ T = TypeVar("T")
 
 
 async def call_patiently(call: Callable[[], Awaitable[T]], retry_s: float) -> T:
-    """Await `call`. Repeat it for up to `retry_s` while Redis does not answer, or answers LOADING or MISCONF; 0 repeats
-    nothing.
+    """Await `call`. Repeat it for up to `retry_s` while Redis does not answer, answers LOADING, or accepts no writes:
+    see REFUSALS, of which one says that it has become a replica. 0 repeats nothing.
 
     Redis may have executed the call and only the answer was lost, so use this only for clients whose calls may all be
     executed twice. The learner's may: its term fences them, and the second execution changes nothing except numbers

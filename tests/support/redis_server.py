@@ -20,9 +20,9 @@ class RedisProcess:
         self.config, self.url = write_config(folder, self.port)
         self.process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> None:
+    def start(self, *options: str) -> None:
         self.process = subprocess.Popen(
-            [find_redis_server(), str(self.config)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            [find_redis_server(), str(self.config), *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
         assert wait_for_port("127.0.0.1", self.port, timeout_s=20), "Redis did not start"
 

@@ -103,6 +103,7 @@ def test_only_the_prompt_is_needed(tmp_path: Path, name: str) -> None:
         ({"data_source": "x" * 257}, "line 3: data_source: may have 256 characters, none of them a control"),
         ({"agent_name": "x" * 257}, "line 3: agent_name: may have 256 characters, none of them a control"),
         ({"data_source": "a\nb"}, "line 3: data_source: may have 256 characters, none of them a control"),
+        ({"data_source": "a\u2028b"}, "line 3: data_source: may have 256 characters, none of them a control"),
     ],
 )
 def test_a_wrong_line_is_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:
@@ -110,6 +111,14 @@ def test_a_wrong_line_is_named(tmp_path: Path, change: dict[str, Any], message: 
     path.write_text(json.dumps(ROWS[0]) + "\n\n" + json.dumps(ROWS[1] | change) + "\n")
     with pytest.raises(InvalidInput, match=message):
         read(path)
+
+
+@pytest.mark.parametrize("name", ["数学\u3000一", "a\u00a0b", "\U0001f469\u200d\U0001f52c", "می\u200cخواهم"])
+def test_names_of_every_script_are_read(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text(json.dumps({"prompt": "a", "data_source": name, "agent_name": name}) + "\n")
+    [prompt] = read(path)
+    assert (prompt.data_source, prompt.agent_name) == (name, name)
 
 
 def test_a_line_that_is_no_json_is_named(tmp_path: Path) -> None:

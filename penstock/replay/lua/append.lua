@@ -112,7 +112,7 @@ local function is_waited_for(id)
   return tonumber(redis.call('ZRANGE', READY, 0, 0, 'WITHSCORES')[2]) > tonumber(redis.call('ZSCORE', OPEN, id))
 end
 
--- The payloads of refused groups are deleted at the end.
+-- The payloads of refused groups are deleted at the end, and those that earlier attempts of an accepted one left.
 local refused = {}
 local function refuse(i, outcome)
   refused[#refused + 1] = group_key(ids[i], attempts[i])
@@ -132,6 +132,7 @@ local function append(i)
   local last = #accepted + 1
   accepted[last], places[last], results[last], accepted_attempt[id] = id, i, id .. ':' .. attempt, attempt
   in_queue = in_queue + bytes
+  for earlier = 1, attempt - 1 do refused[#refused + 1] = group_key(id, earlier) end
   return 'accepted'
 end
 

@@ -1,9 +1,9 @@
 -- ARGV: evaluation id, owner, whether that sees all, digest of what is asked for (empty: none), then payloads. Only the
 -- score of an owner that sees all is kept for everyone. Returns 1 if the evaluation is new. An existing one is left as it
--- is: returns 0, or -1 if it is of another digest.
+-- is: returns 0, or -1 if both have a digest and they differ.
 local evaluation = EVALUATION .. ARGV[1]
 local num_prompts, digest = unpack(redis.call('HMGET', evaluation, 'num_prompts', 'digest'))
-if num_prompts then return digest and ARGV[4] ~= '' and digest ~= ARGV[4] and -1 or 0 end
+if num_prompts then return (digest or '') ~= '' and ARGV[4] ~= '' and digest ~= ARGV[4] and -1 or 0 end
 check('HLEN', PROMPTS, EVAL_OF)
 check('ZCARD', EVAL_PENDING)
 check_stream(LEASE_SIGNALS)

@@ -116,10 +116,10 @@ local function add_prompts(places, num_pending, num_submitted)
   if num_pending == 0 then signal_lease() end
 end
 
--- Ends a lease, with the payload that may be there for it: the payload of an append whose script failed, or whose producer
--- died before it could send the script, has no group.
+-- Ends a lease, with the payloads that may be there of its attempt and earlier ones: the payload of an append whose script
+-- failed, or whose producer died before it could send the script, has no group.
 local function drop_lease(id)
-  redis.call('UNLINK', group_key(id, redis.call('HGET', ATTEMPTS, id) or '0'))
+  for attempt = 1, tonumber(redis.call('HGET', ATTEMPTS, id)) or 0 do redis.call('UNLINK', group_key(id, attempt)) end
   redis.call('HDEL', OWNERS, id)
   return redis.call('ZREM', LEASES, id)
 end

@@ -1,10 +1,11 @@
 -- ARGV: evaluation id, prompt id, number of samples, sum of rewards, min version, max version, rewards as text, data
 -- source and answers as JSON, encoded group to keep (or nothing), bytes of groups to keep at most, seconds to keep them.
--- Counts a held-out prompt as finished. Returns 0, and changes nothing, if it was finished before.
+-- Counts a held-out prompt as finished. Returns 0, and changes nothing, if it was finished before. No group of a team's
+-- evaluation is kept: the learner does not see its scores.
 local evaluation, groups, id = EVALUATION .. ARGV[1], EVALUATION_GROUPS .. ARGV[1], ARGV[2]
 if redis.call('HEXISTS', PROMPTS, id) == 0 then return 0 end
 local owner = redis.call('HGET', OWNERS, id)
-local low, high = unpack(redis.call('HMGET', evaluation, 'version_min', 'version_max'))
+local low, high, is_kept = unpack(redis.call('HMGET', evaluation, 'version_min', 'version_max', 'is_kept'))
 local is_lowest = not low or tonumber(ARGV[5]) < tonumber(low)
 local is_highest = not high or tonumber(ARGV[6]) > tonumber(high)
 numbers(evaluation, 'kept_bytes', 'num_omitted')
@@ -24,7 +25,7 @@ redis.call('HDEL', EVAL_OF, id)
 drop_saved(id)
 redis.call('HINCRBY', evaluation, 'num_samples', ARGV[3])
 redis.call('HINCRBYFLOAT', evaluation, 'reward_sum', ARGV[4])
-if ARGV[9] ~= '' then
+if ARGV[9] ~= '' and is_kept ~= '0' then
   if redis.call('HINCRBY', evaluation, 'kept_bytes', #ARGV[9]) <= tonumber(ARGV[10]) then
     redis.call('HSET', groups, id, ARGV[9])
     redis.call('EXPIRE', groups, ARGV[11])

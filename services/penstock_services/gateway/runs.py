@@ -151,10 +151,10 @@ class RunHandlers(Handlers):
         if request.evaluation_id.startswith(VALIDATION) and not caller.owner.sees_all:
             raise InvalidInput("evaluation_id", f"begins with {VALIDATION}, as the run's own; choose another id")
         prompts = checked_prompts(request.prompts, self.config.gateway.max_prompts_per_request, request.evaluation_id)
+        digest = digest_of(prompts)
         for prompt in prompts:
             prompt.owner = caller.owner.name
         payloads = [prompt.SerializeToString() for prompt in prompts]
-        digest = digest_of(prompts)
         created = await self.stores.queue.create_evaluation(request.evaluation_id, payloads, caller.owner, digest)
         return message_of(runs_pb2.Evaluation, created)
 

@@ -20,6 +20,7 @@ from penstock.client import PenstockClient
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, Unavailable
 from penstock.machine import free_port, wait_for_port
+from penstock.store.redis_client import check_primary
 from penstock.v1 import (
     runs_pb2,
     runs_pb2_grpc,
@@ -83,6 +84,36 @@ async def test_without_redis_it_lives_but_is_not_ready(tmp_path: Path) -> None:
         async with PenstockClient(gateway.url, api_key=gateway.key, deadline_s=0.5) as client:
             with pytest.raises(Unavailable, match="Redis does not answer"):
                 await client.get_run()
+
+
+async def test_it_is_not_ready_while_redis_reads_its_file(tmp_path: Path) -> None:
+    """Redis answers some commands meanwhile, but none that a request needs."""
+    process = RedisProcess(tmp_path / "redis")
+    process.start()
+    try:
+        async with redis.Redis.from_url(process.url) as client:
+            await client.eval("for i = 1, 200000 do redis.call('SET', i, '') end", 0)
+        process.kill()
+        process.start("--key-load-delay", "100")
+        async with running(run_config(process.url, tmp_path)) as gateway:
+            assert_problem(await gateway.rest.get("/readyz"), 503, "UNAVAILABLE")
+    finally:
+        process.kill()
+
+
+class WithoutHello(redis.Redis):
+    """A proxy that does not know HELLO."""
+
+    async def execute_command(self, *args: Any, **options: Any) -> Any:
+        return await super().execute_command("UNKNOWN" if args[0] == "HELLO" else args[0], *args[1:], **options)
+
+
+async def test_a_redis_without_hello_is_a_primary_if_it_answers(redis_process: RedisProcess, tmp_path: Path) -> None:
+    async with WithoutHello.from_url(redis_process.url) as client:
+        await check_primary(client)
+    async with WithoutHello.from_url(f"redis://127.0.0.1:{free_port()}/0") as client:
+        with pytest.raises(Unavailable, match="Redis does not answer"):
+            await check_primary(client)
 
 
 async def test_sigterm_lets_a_request_in_flight_finish(gateway: Gateway) -> None:

@@ -522,6 +522,15 @@ async def test_a_stranger_neither_reads_nor_takes_an_evaluation(tenants: Tenants
     assert (refused.status_code, refused.json()["field"]) == (400, "evaluation_id"), "it would stand for the run's own"
 
 
+async def test_operators_may_repeat_each_others_evaluations(tenants: Tenants, queue: RedisReplayQueue) -> None:
+    await queue.create_evaluation("of-the-run", [b"q"])
+    for tenant, name in (("alice", "e"), ("operator", "e"), ("operator", "of-the-run")):
+        body = {"json": {"evaluation_id": name, "prompts": [PROMPT]}}
+        assert (await getattr(tenants, tenant).rest("POST", f"{RUN}/evaluations", **body))["num_prompts"] == 1
+    other = {"json": {"evaluation_id": "e", "prompts": [PROMPT | {"num_samples": 3}]}}
+    assert await tenants.operator.status("POST", f"{RUN}/evaluations", **other) == 409
+
+
 async def test_scores_of_a_stranger_are_not_among_those_of_the_run(tenants: Tenants, queue: RedisReplayQueue) -> None:
     """/metrics needs no key, and each name would be one that an evaluation of the run can no longer have."""
     for who, name in (("alice", "secret-2"), ("operator", "math-2")):

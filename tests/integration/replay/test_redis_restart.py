@@ -23,6 +23,7 @@ from penstock_learner.loop.batches import BatchReader
 from penstock_learner.term import Term
 from support.groups import make_group
 from support.redis_server import RedisProcess
+from support.replay_backends import lease_again
 
 REPLAY = ReplayConfig(groups_per_step=2)
 
@@ -103,14 +104,16 @@ asyncio.run(queue.append(Lease(int(sys.argv[2]), 1, b""), b"group", 0))
 """
 
 
-@pytest.mark.parametrize("end", ["expires", "cancelled"])
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("end", ["expires", "cancelled", "accepted"])
 @pytest.mark.parametrize("fault", ["killed", "script fails"])
 async def test_payloads_that_no_group_names_end_with_their_lease(
-    server: RedisProcess, client: RedisClient, fault: str, end: str
+    server: RedisProcess, client: RedisClient, fault: str, end: str, is_late: bool
 ) -> None:
     queue = RedisReplayQueue(client, "restart", REPLAY.model_copy(update={"lease_ttl_s": 0.2, "loss_window_s": 0}))
     await queue.submit([b"p"], [0], "")
     [lease] = await queue.lease("s", 1)
+    newest = await lease_again(queue, "t") if is_late else lease
     if fault == "killed":  # Redis does not know append.lua yet, as after a restart
         words = [sys.executable, "-c", KILLED_BEFORE_THE_SCRIPT_IS_SENT, server.url, str(lease.prompt_id)]
         process = await asyncio.create_subprocess_exec(*words)
@@ -124,9 +127,10 @@ async def test_payloads_that_no_group_names_end_with_their_lease(
     assert await client.keys(payloads) == [queue.keys.group(lease.prompt_id, lease.attempt).encode()]
     if end == "cancelled":
         await PromptBook(client, "restart").cancel([lease.prompt_id])
+    elif end == "accepted":
+        assert await queue.append(newest, b"group", 0) == "accepted"
     else:
-        async with asyncio.timeout(20):
-            while not await queue.lease("t", 1):
-                await asyncio.sleep(0.01)
-    assert await client.keys(payloads) == []
+        await lease_again(queue, "t")
+    named = [queue.keys.group(lease.prompt_id, newest.attempt).encode()] if end == "accepted" else []
+    assert await client.keys(payloads) == named
     assert (await queue.stat()).conservation_error == 0

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+import redis.asyncio as redis
+
+from penstock.config.service import ReplayConfig
 from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import KEPT_EVALUATION_S
+from penstock.store.ownership import Owner
 from support.replay_backends import (  # noqa: F401 the fixtures
     MakeQueue,
     ReplayQueue,
@@ -74,6 +79,17 @@ async def test_groups_of_an_evaluation_are_kept_while_there_is_room_until_they_a
     await queue.forget_kept("heldout-1")
     assert (await queue.kept_groups("heldout-1")).prompt_ids == ()
     assert (await queue.kept_groups("unknown-1")).prompt_ids == ()
+
+
+@pytest.mark.parametrize("sees_all", [False, True])
+async def test_no_group_of_a_teams_evaluation_is_kept(redis_client: redis.Redis, sees_all: bool) -> None:
+    """The learner's reward model does not find the evaluation, and would not forget its groups."""
+    queue = RedisReplayQueue(redis_client, "test", ReplayConfig())
+    await queue.create_evaluation("heldout-1", [b"q"], Owner("someone", sees_all))
+    [lease] = await queue.lease("s", 1)
+    await queue.record_evaluation("heldout-1", lease, [1.0], 0, 0, kept_group=b"group")
+    assert len((await queue.kept_groups("heldout-1")).prompt_ids) == sees_all
+    assert await queue.evaluation_history() == ({"heldout-1": 1.0} if sees_all else {})
 
 
 async def test_scores_are_kept_by_name_and_number(queue: ReplayQueue) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -19,7 +20,8 @@ from penstock.sessions.task_store import TaskStore
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.store.keys import RunKeys
 from penstock.v1 import prompts_pb2, tasks_pb2, tasks_pb2_grpc
-from support.gateways import RUN, Gateway
+from support.gateways import RUN, Gateway, run_config, running
+from support.redis_server import RedisProcess
 from support.scripted_engines import ANSWER, TalkingEngine
 
 
@@ -77,6 +79,20 @@ async def test_every_task_that_is_accepted_can_be_worked_on(
         await Agent(asked, leased.session_id).ask("abc")
         await client.reward_session(leased.session_id, 1.0)
         assert (await client.get_task(task_id)).state == "FINISHED"
+
+
+async def test_a_repeated_task_is_the_same_however_it_is_written_and_whatever_the_defaults(
+    redis_process: RedisProcess, redis_client: redis.Redis, tmp_path: Path
+) -> None:
+    for ttl_s, payload in ((600, '{"a": 1, "b": [2.5]}'), (1200, '{"b":[2.5],"a":1}')):
+        async with running(run_config(redis_process.url, tmp_path, session_ttl_s=ttl_s)) as gateway:
+            sent = tasks_pb2.SubmitTasksRequest(tasks=[tasks_pb2.NewTask(task_id="t", payload_json=payload)])
+            answer = await tasks_pb2_grpc.TaskServiceStub(gateway.channel).SubmitTasks(sent)
+            assert list(answer.task_ids) == ["t"]
+            same: dict[str, Any] = {"task_id": "t", "payload": {"b": [2.5], "a": 1}}
+            others = ({"deadline_s": 60}, {"num_sessions": 2}, {"payload": {"a": 1}}, {"data_source": "d"})
+            for body, status in ((same, 200), *((same | other, 409) for other in others)):
+                assert (await gateway.rest.post("/v1/tasks", json={"tasks": [body]})).status_code == status
 
 
 async def test_a_task_becomes_one_group_of_its_sessions(

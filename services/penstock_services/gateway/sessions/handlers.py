@@ -7,6 +7,7 @@ always described. Its tokens are bounded, because a session may have millions of
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 import uuid
 from dataclasses import dataclass
@@ -221,11 +222,12 @@ class TaskHandlers(Handlers):
         if not 1 <= len(request.tasks) <= limit:
             raise InvalidInput("tasks", f"must be 1 to {limit} tasks")
         check_keys(request.idempotency_key, (), len(request.tasks))
-        tasks = [self._checked(task, f"tasks[{number}].") for number, task in enumerate(request.tasks)]
+        checked = [self._checked(task, f"tasks[{number}].") for number, task in enumerate(request.tasks)]
+        tasks, bodies = zip(*checked, strict=True)
         if len({task.task_id for task in tasks}) < len(tasks):
             raise InvalidInput("tasks", "must have different ids")
         digest = body_digest(request.tasks)
-        task_ids, replayed = await self.tasks.submit(tasks, request.idempotency_key, digest, caller.owner)
+        task_ids, replayed = await self.tasks.submit(tasks, request.idempotency_key, digest, caller.owner, bodies)
         return tasks_pb2.SubmitTasksResponse(task_ids=task_ids, replayed=replayed)
 
     @operation("GET", "/v1/tasks/{task_id}", "read", records.Task, takes=OfRun)
@@ -275,8 +277,8 @@ class TaskHandlers(Handlers):
         room = max(0, stat.admission_room)
         return await self.tasks.lease(request.worker, request.max_tasks or 1, room, caller.owner)
 
-    def _checked(self, task: tasks_pb2.NewTask, path: str) -> tasks_pb2.NewTask:
-        """The task with absent fields filled in."""
+    def _checked(self, task: tasks_pb2.NewTask, path: str) -> tuple[tasks_pb2.NewTask, str]:
+        """The task with absent fields filled in, and what it asks for: one spelling, no defaults of the config."""
         if task.task_id:
             check_name(f"{path}task_id", task.task_id)
             if len(task.task_id) > MAX_TASK_ID:
@@ -288,11 +290,12 @@ class TaskHandlers(Handlers):
         longest_s = self.config.gateway.session_ttl_s / 2
         if not 0 <= task.deadline_s <= longest_s:
             raise InvalidInput(f"{path}deadline_s", f"must be 0 to {longest_s:g}, half of gateway.session_ttl_s")
-        check_json(task.payload_json or "null", f"{path}payload_json")
-        return tasks_pb2.NewTask(
+        payload, num_sessions = check_json(task.payload_json or "null", f"{path}payload_json"), task.num_sessions or 1
+        full = tasks_pb2.NewTask(
             task_id=task.task_id or f"task-{uuid.uuid4().hex[:16]}",
             payload_json=task.payload_json or "null",
-            num_sessions=task.num_sessions or 1,
+            num_sessions=num_sessions,
             deadline_s=task.deadline_s or longest_s,
             data_source=task.data_source,
         )
+        return full, json.dumps([payload, num_sessions, task.deadline_s, task.data_source], sort_keys=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from penstock_learner.batches.partition import PrefixTree, RankShard
 from penstock_learner.batches.sequence_batch import SequenceBatch
-from penstock_learner.model.attention.prefix_kernels import DensePart
 from penstock_learner.model.attention.sequence_parallel import SequenceParallel
 
 # ── prefix trees: the keys of each segment are the tokens of the path to it ──
@@ -50,9 +49,18 @@ class PathBlock:
         return seen.unsqueeze(1)
 
 
+class DensePart(NamedTuple):
+    """A range of keys which all tokens of a range of queries see."""
+
+    first_key: int
+    end_key: int
+    first_query: int
+    end_query: int
+
+
 @dataclass(frozen=True)
 class FlashPaths:
-    """Paths without the keys of dense parts. See `prefix_kernels.py`."""
+    """Paths without the keys of dense parts. `packed_attention.py` joins the two."""
 
     keys: Tensor
     """[K] stored token of each key that is in no dense part, one path after another."""

@@ -15,7 +15,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -274,7 +274,7 @@ class LearnerController:
             loggers=loggers,
             samples=SampleLog(self.config, term.step, loggers),
             writer=CheckpointWriter(
-                self.checkpoints, self.queue, self.trained, self.metrics, partial(self._on_durable_checkpoint, term)
+                self.checkpoints, self.queue, self.trained, self.metrics, term, self._on_durable_checkpoint
             ),
             phases=self.phases,
         )  # fmt: skip
@@ -282,9 +282,8 @@ class LearnerController:
     async def _is_paused(self) -> bool:
         return (await self.control.orders()).is_paused
 
-    def _on_durable_checkpoint(self, term: Term, prompt_ids: Sequence[int]) -> None:
+    def _on_durable_checkpoint(self) -> None:
         """Called after each checkpoint: this process has one to rewind to, and the roles have made progress."""
-        term.mark_durable(prompt_ids)
         if self.checkpoint_config.resume == "off":
             self.checkpoint_config = self.checkpoint_config.model_copy(update={"resume": "auto"})
         self.recovery.made_progress()

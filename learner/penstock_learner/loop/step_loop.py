@@ -370,13 +370,14 @@ class CheckpointWriter:
         stage (training waits) ─► ranks write ─► flush and rename ─► upload ─► acknowledge
                                   └──────────────── during the next steps ───────────────┘
 
-    `on_durable` is called when a checkpoint is durable, with the prompts that it covers and no checkpoint before it."""
+    `on_durable` is called when a checkpoint is durable."""
 
     store: CheckpointStore
     queue: GroupConsumer
     trained: Mapping[str, RoleGroup]
     metrics: LearnerMetrics
-    on_durable: Callable[[Sequence[int]], None]
+    term: Term
+    on_durable: Callable[[], None]
     _writing: asyncio.Task[None] | None = None
 
     async def begin(self, state: TrainerState, prompt_ids: Sequence[int]) -> None:
@@ -414,7 +415,8 @@ class CheckpointWriter:
         crash_point("before_flush")
         checkpoint = await asyncio.to_thread(self.store.finish, partial, state, _shards(partial, written))
         await asyncio.to_thread(self.store.upload, checkpoint)
-        self.on_durable(prompt_ids)
+        self.term.mark_durable(prompt_ids)
+        self.on_durable()
         crash_point("after_flush")
         await self.queue.commit(state.step, prompt_ids, await asyncio.to_thread(self.store.oldest_step))
         crash_point("after_commit")

@@ -152,7 +152,7 @@ def create_llm(
 
 
 def _check_flips(arguments: dict[str, Any], config: Any) -> None:
-    """Raise ConfigError if `rollout.engine.extra` takes away what a flip inside EngineCore needs (worker.py): our
+    """Raise ConfigError if `rollout.engine.extra` takes away what a flip inside EngineCore needs (core.py): our
     executor and scheduler, all KV inside vLLM, and one EngineCore, because several would have to pause together."""
     needed = {
         "distributed_executor_backend": str(arguments["distributed_executor_backend"]).startswith(_CORE),

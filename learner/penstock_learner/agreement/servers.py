@@ -431,7 +431,6 @@ def compare(
     return comparisons
 
 
-METRIC = "logprob_mismatch"
 FACTOR = 3.0
 """How many times its usual value a difference may reach."""
 DRIFT_FACTOR = 3.0
@@ -480,9 +479,9 @@ class LogProbCheck:
     def is_on(self) -> bool:
         return self.max_mismatch_nats > 0
 
-    def remember(self, metrics: Mapping[str, float]) -> None:
-        if METRIC in metrics:
-            self.last = {METRIC: metrics[METRIC]}
+    def remember(self, mismatch: float | None) -> None:
+        if mismatch is not None:
+            self.last = {"logprob_mismatch": mismatch}
 
     def add_drift(self, nats: float) -> None:
         """Note how far the learner's own log-probs moved in the last step, per token."""

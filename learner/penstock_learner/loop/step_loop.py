@@ -225,7 +225,7 @@ class StepLoop:
         started_s = time.time()
         async with profiled(self.config, self.training.roles, batch.step):
             result = await self.training.run(batch.groups, batch.step, self.term, forwards)
-        self.agreement.check.remember(result.others)
+        self.agreement.check.remember(result.update.logprob_mismatch)
         if result.recomputed is not None:
             await self.recomputed.keep(batch.groups, result.recomputed)
         self.term.add_trained(batch.step, batch.prompt_ids, result.update.kl_reference, result.batch.num_sequences)

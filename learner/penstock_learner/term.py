@@ -117,7 +117,7 @@ class TrainerState:
     """How many of the operator's orders to rewind were handled."""
     lineage: tuple[Rewind, ...] = ()
     tokenizer: str = ""
-    """`tokenizer_digest` of the model folder. Empty in checkpoints of older releases."""
+    """`tokenizer_digest` of the model folder. Empty in checkpoints of `penstock sft`."""
 
     def check_store(self, store_id: str) -> None:
         """Raise ConfigError for a queue other than the ledger's: its new prompts would have the ids of trained ones."""
@@ -178,8 +178,8 @@ class Term:
     """How many of the operator's orders to rewind were handled, including orders that could not be followed."""
     lineage: tuple[Rewind, ...] = ()
     """The newest MAX_REWINDS rewinds of the run, oldest first."""
-    is_rewound: bool = False
-    """Whether the term starts from a checkpoint that the run was rewound to. Newer versions are abandoned then."""
+    cause: RewindCause = "restart"
+    """Why training continues from the checkpoint that the term starts from. See `Rewind.why`."""
     manifests: dict[int, list[int]] = field(default_factory=dict)
     """Prompt ids that an earlier learner had taken for steps that no checkpoint covers, by step."""
     num_overdue: int = 0

@@ -187,7 +187,7 @@ class StepLoop:
             self.term.advance(0)
         else:
             version = await self.queue.allocate_version(self.term.policy_version + 1)
-            self.term.rewind(self.term.policy_version, version, "order" if self.term.is_rewound else "restart")
+            self.term.rewind(self.term.policy_version, version, self.term.cause)
         await self._publish_rewound(None)
 
     async def _rewind(self, orders: Orders) -> None:

@@ -41,7 +41,7 @@ from penstock_learner.checkpoints import (
 )
 from penstock_learner.crash_points import crash_point
 from penstock_learner.roles.role_group import RoleGroup, gather_all
-from penstock_learner.term import Ledger, Term, TrainerState, make_kl_controller
+from penstock_learner.term import Ledger, RewindCause, Term, TrainerState, make_kl_controller
 
 logger = logging.getLogger(__name__)
 Load = Callable[[Path], Awaitable[None]]
@@ -83,7 +83,7 @@ async def take_over(
     if choice.checkpoint is not None:
         # Its learner may have died before the upload. The groups that it covers are acknowledged next.
         await asyncio.to_thread(checkpoints.upload, choice.checkpoint)
-    rewind = (await queue.committed()).rewind
+    rewind = choice.committed.rewind  # only the learner of the current term changes it
     if choice.uncovered or (_asks_for(config, choice) and (rewind is None or rewind.checkpoint != choice.path)):
         planned = RunRewind(choice.path, term, num_orders=0)
         await asyncio.to_thread(record_rewind, checkpoints.folder, term, planned, is_done=False)
@@ -97,11 +97,11 @@ async def take_over(
             raise Unavailable("Redis has lost the rewind of the run; start the learner again, and it rewinds again")
     await asyncio.to_thread(record_rewind, checkpoints.folder, term, rewind, is_done=True)
     checkpoints.rewind = rewind
-    state, is_rewound = choice.state, False
+    state = choice.state
+    cause: RewindCause = "restart"
     if rewind is not None and rewind.checkpoint == choice.path:
         # Rewinds that were ordered before belong to the steps that were abandoned.
-        state = replace(state, num_orders=rewind.num_orders, resumed_from=rewind.checkpoint)
-        is_rewound = True
+        state, cause = replace(state, num_orders=rewind.num_orders, resumed_from=rewind.checkpoint), "order"
     manifests = await _rewind_batches(queue, state)
     return Term(
         number=term,
@@ -113,7 +113,7 @@ async def take_over(
         resumed_from=state.resumed_from,
         num_orders=state.num_orders,
         lineage=state.lineage,
-        is_rewound=is_rewound,
+        cause=cause,
         manifests=manifests,
         num_overdue=await _count_overdue(queue, manifests),
     )

@@ -216,10 +216,7 @@ def flip(
 
 
 def begin_version(core: Any, policy_version: int) -> None:
-    """Set the version of all tokens from now on. EngineCore calls it while no step is in flight. vLLM's own stamps
-    follow, where it has them."""
-    if hasattr(core, "set_weight_version"):
-        core.set_weight_version(str(policy_version))
+    """Set the version of all tokens from now on. EngineCore calls it while no step is in flight."""
     mark = EngineCoreOutput(f"{VERSION_MARK}{policy_version}", [])
     core.output_queue.put_nowait((0, EngineCoreOutputs(outputs=[mark])))
 

@@ -50,7 +50,8 @@ from penstock_learner.term import Term
 logger = logging.getLogger(__name__)
 FORGOTTEN_AFTER_S = 900.0
 """How long a server stays in the list without a heartbeat. Until then, alerts and the doctor name it."""
-LOOK_S = 10.0
+POLL_S = 10.0
+"""How often servers that have died are looked for."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class SilentServers:
                 await self.forget()
             except (QueueFull, Unavailable) as error:
                 logger.warning("cannot look for servers that have died: %s; trying again", error)
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
 
     async def forget(self) -> None:
         """Forget the servers that have been silent for too long, and record a notice for each. Remove the notices of

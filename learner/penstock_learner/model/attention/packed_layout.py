@@ -212,7 +212,7 @@ def _offsets(sizes: Sequence[int], device: torch.device) -> Tensor:
 
 _BLOCK_TOKENS = 512
 """On a GPU the width of a padded block is a multiple of this."""
-_FULL = 1.1
+_MAX_PADDED_RATIO = 1.1
 """A padded block counts as full if its size is at most this many times the tokens."""
 
 
@@ -265,7 +265,7 @@ class Packing:
             columns=to_device(columns, device),
             offsets=to_device(np.append(starts, num_tokens).astype(np.int32), device),
             longest=longest,
-            is_full=num_sequences * width <= _FULL * num_tokens,
+            is_full=num_sequences * width <= _MAX_PADDED_RATIO * num_tokens,
             is_even=num_sequences * width == num_tokens,
             lengths=lengths,
             parallel=parallel,

@@ -118,8 +118,8 @@ class SftConfig(Config):
 ALL_LINEAR: Literal["all-linear"] = "all-linear"
 OWN_ROLE_WORKERS = ("critic", "reference", "reward_model")
 """Workers that a role of the user's own can have by name."""
-TYPICAL_MISMATCH_NATS = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.05}
-"""Upper end of the usual mean difference per token between log-probs of two correct implementations, by dtype."""
+ALLOWED_MISMATCH_NATS = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.05}
+"""Allowance for the mean difference per token between log-probs of two correct implementations, by dtype."""
 
 
 class RoleConfig(Config):
@@ -363,7 +363,7 @@ class LearnerConfig(Config):
     """Policy ranks that share each sequence (Ulysses). Divides `policy.num_ranks` and the number of attention heads."""
     max_logprob_mismatch_nats: float = Field(default=0.1, ge=0)
     """Largest mean difference per token between the log-probs of a rollout server and of the learner, checked in every
-    step; typical are 1e-5 in float32 and 0.01 in bfloat16. A server beyond it is quarantined, and the learner ends if
+    step; typically 1e-5 in float32 and 0.01 in bfloat16. A server beyond it is quarantined, and the learner ends if
     all are. 0 means no check."""
     batch_timeout_s: float = Field(default=1800.0, gt=0)
     """Seconds that the learner waits for a full batch, not counting the previous step, before it ends with an error."""

@@ -384,7 +384,7 @@ class CheckpointStore:
             yield
         except Exception as error:
             if not partial.exists():
-                raise Fenced(f"{partial} is gone; another learner has taken over, stop this one") from error
+                raise Fenced(f"{partial} was removed because another learner has taken over; stop this one") from error
             if not is_disk_full(error, partial):
                 raise
             shutil.rmtree(partial, ignore_errors=True)

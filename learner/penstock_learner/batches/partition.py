@@ -278,9 +278,9 @@ class _Segment:
     """The position of its first token in its sequences."""
     size: int
     children: dict[int, list[_Segment]] = field(default_factory=dict)
-    """Those that continue it, by their first token."""
+    """The segments that continue it, by their first token."""
     index: int = -1
-    """Its place among all segments. That of a root stays -1."""
+    """Its place among all segments, or -1 for a root."""
 
     def split(self, size: int, contents: _Contents) -> _Segment:
         """Cut off the first `size` tokens as a separate segment, which this one continues. So it stays the last

@@ -124,8 +124,8 @@ class RoleActors:
 
     @property
     def can_be_adopted(self) -> bool:
-        """Whether ranks that outlive their controller fit the next one. Those of a user's class may be of another
-        version of its file."""
+        """Whether ranks that outlive their controller fit the next one. Ranks of a user's class may run
+        another version of its file."""
         own = self.config.learner.roles.get(self.name)
         return own is None or not own.is_own_class
 

@@ -210,7 +210,7 @@ def _label(name: str) -> str:
 
 
 _RATES = {"policy": "learner.lr", "critic": "learner.critic.lr"}
-"""The learning rates of the trained roles. That of any other role is in `learner.roles`."""
+"""The learning rates of the trained roles. Other roles have theirs in `learner.roles`."""
 
 
 @dataclass(eq=False)

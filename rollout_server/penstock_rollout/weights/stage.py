@@ -469,7 +469,7 @@ def merged_weights(folder: Path, adapter: dict[str, torch.Tensor], scale: float)
 
 
 def find_receiver(transport: str) -> Receiver:
-    """Return the receiver of a transport. Those of receivers/ are imported here."""
+    """Return the receiver of a transport. The ones in receivers/ are imported here."""
     if transport not in TRANSPORTS:
         raise WeightPushFailed(f"unknown transport {transport!r}; this server knows {', '.join(TRANSPORTS)}")
     if transport in _RECEIVERS:

@@ -450,7 +450,7 @@ def _parts_of(copies: Iterable[tuple[torch.Tensor, torch.Tensor]], tensors: Name
 
 
 def _refuse_gaps(model: Any, copied: list[torch.Tensor], filled: list[torch.Tensor]) -> None:
-    """Refuse copies that leave an element of a parameter out, or write one of any tensor twice."""
+    """Refuse copies that omit an element of a parameter, or write an element of any tensor twice."""
     written: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for target in [*copied, *filled]:
         if not target.is_contiguous():

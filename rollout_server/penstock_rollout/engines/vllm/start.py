@@ -83,7 +83,7 @@ def prepare_environment() -> None:
 
 
 def engine_arguments(config: EngineConfig, model_path: Path, dtype: str, seed: int) -> dict[str, Any]:
-    """Return the arguments of AsyncEngineArgs. Those in `rollout.engine.extra` come last and win."""
+    """Return the arguments of AsyncEngineArgs. Arguments in `rollout.engine.extra` come last and win."""
     executor = "InProcessExecutor" if config.tensor_parallel_size == 1 else "TensorParallelExecutor"
     arguments: dict[str, Any] = {
         "model": str(model_path),

@@ -34,11 +34,10 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from penstock.cancellation import end_task
 from penstock.config.learner import LearnerConfig
@@ -110,19 +109,14 @@ class StepLoop:
         has_trained = False
         try:
             if self.config.learner.compile and not self._is_last(self.term.step):
-                first = following = self._read_ahead(self.term.step + 1, self.term.policy_version)
-                await self.phases.enter(LEARNER, "compiling, while the servers make the first batch")
-                await self.training.rehearse(
-                    self.config.dataset.num_samples, self.config.rollout.engine.max_model_len,
-                    self.reader.vocabulary_size or SMALL_VOCABULARY,
-                    lambda: not first.reading.done() and not self.orders.stopping.is_set(),
-                )  # fmt: skip
+                following = self._read_ahead(self.term.step + 1, self.term.policy_version)
+                await self._rehearse(following)
             freeze_loaded_objects()
             await self.phases.enter(LEARNER, FIRST_BATCH)
             while not self.orders.stopping.is_set() and not self._is_last(self.term.step):
                 if (orders := await self.orders.new_rewind()) is not None:
                     await self._rewind(orders)
-                    following = following and self._replaced(following, self.reader.replace_outdated)
+                    following = following and following.replaced_by(self.training, self.reader.replace_outdated)
                 started = time.monotonic()
                 current = following = following or self._read_ahead(self.term.step + 1, self.term.policy_version)
                 batch = await self._batch_unless_interrupted(current)
@@ -135,7 +129,9 @@ class StepLoop:
                     break
                 wait_s = time.monotonic() - started
                 if refused := await self.agreement.refused(batch.step, batch.groups, self.term):
-                    following = self._replaced(current, self.reader.replace, prompt_ids=refused, reason="quarantined")
+                    following = current.replaced_by(
+                        self.training, partial(self.reader.replace, prompt_ids=refused, reason="quarantined")
+                    )
                     continue
                 crash_point("after_read")
                 if not has_trained:
@@ -155,6 +151,15 @@ class StepLoop:
                 if unused is not None:
                     await unused.end()
 
+    async def _rehearse(self, first: BatchAhead) -> None:
+        """Compile what a step runs, until the first batch is complete."""
+        await self.phases.enter(LEARNER, "compiling, while the servers make the first batch")
+        await self.training.rehearse(
+            self.config.dataset.num_samples, self.config.rollout.engine.max_model_len,
+            self.reader.vocabulary_size or SMALL_VOCABULARY,
+            lambda: not first.reading.done() and not self.orders.stopping.is_set(),
+        )  # fmt: skip
+
     async def _finish(self) -> None:
         """Publish and save what was trained. If no step follows, record that the run has finished."""
         if self.orders.stopping.is_set():
@@ -172,11 +177,6 @@ class StepLoop:
 
     def _read_ahead(self, step: int, policy_version: int) -> BatchAhead:
         return BatchAhead.begin(self.reader, self.training, step, policy_version)
-
-    def _replaced(self, batch: BatchAhead, replace: Callable[..., Awaitable[Batch]], **which: Any) -> BatchAhead:
-        """The same batch with other groups in place of groups that the policy's weights may no longer train."""
-        now = partial(replace, **which, policy_version=self.term.policy_version, wanted=batch.wanted)
-        return batch.replaced_by(self.training, now)
 
     async def _publish_start(self) -> None:
         """Publish the weights that the term starts from. Version 0 is the model folder, which servers load themselves.

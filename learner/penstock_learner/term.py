@@ -263,11 +263,11 @@ class Term:
 
     def trainer_state(self, feed_positions: dict[str, int]) -> TrainerState:
         return TrainerState(
-            self.step,
-            self.policy_version,
-            self.number,
-            self.ledger.ranges,
-            self.kl.coefficient,
+            step=self.step,
+            policy_version=self.policy_version,
+            term=self.number,
+            ledger=self.ledger.ranges,
+            kl_coefficient=self.kl.coefficient,
             feed_positions=feed_positions,
             store_id=self.store_id,
             resumed_from=self.resumed_from,

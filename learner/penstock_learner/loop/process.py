@@ -127,9 +127,9 @@ class LearnerController:
 
     async def run(self) -> None:
         """Train until the last step, or until `stopping`. Roles that die are started again. The checkpoint is chosen
-        once, before any role starts: to adopt ranks fences the controller before, so a checkpoint that may not be used
-        raises first. A learner that is to stop before it has taken a term takes none and adopts no ranks, so that it
-        fences no one. Nor does a learner whose term has passed: it raises Fenced."""
+        before any role starts: adopting ranks fences the controller before this one, and a checkpoint that may not be
+        used must raise first. A learner that is stopped before it has a term takes none and adopts no ranks, so it
+        fences no one. A learner that was replaced raises Fenced."""
         died: RoleDied | None = None
         self._watch_disk()
         self.checkpoints.tokenizer = await asyncio.to_thread(tokenizer_digest, self.config.model.path)

@@ -19,7 +19,7 @@ import json
 import math
 import struct
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -44,17 +44,7 @@ from penstock.trajectory import (
 )
 from penstock.v1 import groups_pb2, prompts_pb2
 
-T = TypeVar("T")
 M = TypeVar("M", bound=Message)
-
-
-def read_known_fields(kind: type[T], record: Mapping[str, Any]) -> T:
-    """Build the dataclass `kind` from a record. During a rolling upgrade the writer may be newer or older than the
-    reader: fields that `kind` does not have are ignored, and missing ones take their default. Lists become tuples."""
-    names: Any = kind.__dataclass_fields__  # type: ignore[attr-defined]
-    known = {name: value for name, value in record.items() if name in names}
-    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in known.items()})
-
 
 MAGIC = b"PSK"
 SCHEMA_VERSION = 3

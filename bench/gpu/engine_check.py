@@ -33,7 +33,7 @@ from penstock.config.rollout import EngineConfig
 from penstock.trajectory import Sampling
 from penstock.v1 import weights_pb2
 from penstock.weights.snapshot import write_snapshot
-from penstock.weights.transports import XXH3_PIECES, TensorShape, allocate_buckets, build_manifest, host_checksum
+from penstock.weights.transports import XXH3_PIECES, TensorShape, build_manifest, host_checksum
 from penstock_rollout.engines.engine import Engine, GenerateRequest, TokenChunk
 from penstock_rollout.engines.factory import create_engine
 from penstock_rollout.engines.sglang.server import honours_seeds
@@ -183,7 +183,7 @@ def write_update(policy: Policy, version: int, folder: Path) -> Update:
     weights = {name: tensor.detach().cpu() for name, tensor in policy.bf16.named_parameters()}
     shapes = [TensorShape(name, "BF16", tuple(tensor.shape)) for name, tensor in weights.items()]
     manifest = build_manifest("engine-check", version, 1, shapes, BUCKET_BYTES)
-    buckets = allocate_buckets(manifest)
+    buckets = [np.zeros(bucket.num_bytes, dtype=np.uint8) for bucket in manifest.buckets]
     for spec in manifest.tensors:
         raw = weights[spec.name].contiguous().view(torch.uint8).numpy().reshape(-1)
         np.copyto(buckets[spec.bucket][spec.offset_bytes : spec.offset_bytes + spec.num_bytes], raw)

@@ -1,4 +1,4 @@
-"""The names that steps of your own are written with. docs/own-dataflow.md has a worked example.
+"""The names that users' steps are written with. docs/own-dataflow.md has a worked example.
 
 The base classes of workers are in `penstock_learner.roles`: `rank.Rank`, `trainer.TrainerRank`, and those of our own
 roles. They import the models, so a file with steps alone should not import them.

@@ -117,7 +117,7 @@ class TrainerState:
     """How many of the operator's orders to rewind were handled."""
     lineage: tuple[Rewind, ...] = ()
     tokenizer: str = ""
-    """`tokenizer_digest` of the model folder. Empty in checkpoints of older releases."""
+    """`tokenizer_digest` of the model folder. Empty in checkpoints of `penstock sft`."""
 
     def check_store(self, store_id: str) -> None:
         """Raise ConfigError for a queue other than the ledger's: its new prompts would have the ids of trained ones."""
@@ -178,8 +178,8 @@ class Term:
     """How many of the operator's orders to rewind were handled, including orders that could not be followed."""
     lineage: tuple[Rewind, ...] = ()
     """The newest MAX_REWINDS rewinds of the run, oldest first."""
-    is_rewound: bool = False
-    """Whether the term starts from a checkpoint that the run was rewound to. Newer versions are abandoned then."""
+    cause: RewindCause = "restart"
+    """Why training continues from the checkpoint that the term starts from. See `Rewind.why`."""
     manifests: dict[int, list[int]] = field(default_factory=dict)
     """Prompt ids that an earlier learner had taken for steps that no checkpoint covers, by step."""
     num_overdue: int = 0
@@ -263,11 +263,11 @@ class Term:
 
     def trainer_state(self, feed_positions: dict[str, int]) -> TrainerState:
         return TrainerState(
-            self.step,
-            self.policy_version,
-            self.number,
-            self.ledger.ranges,
-            self.kl.coefficient,
+            step=self.step,
+            policy_version=self.policy_version,
+            term=self.number,
+            ledger=self.ledger.ranges,
+            kl_coefficient=self.kl.coefficient,
             feed_positions=feed_positions,
             store_id=self.store_id,
             resumed_from=self.resumed_from,

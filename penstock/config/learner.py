@@ -118,8 +118,8 @@ class SftConfig(Config):
 ALL_LINEAR: Literal["all-linear"] = "all-linear"
 OWN_ROLE_WORKERS = ("critic", "reference", "reward_model")
 """Workers that a role of the user's own can have by name."""
-TYPICAL_MISMATCH_NATS = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.05}
-"""Upper end of the usual mean difference per token between log-probs of two correct implementations, by dtype."""
+ALLOWED_MISMATCH_NATS = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.05}
+"""Allowance for the mean difference per token between log-probs of two correct implementations, by dtype."""
 
 
 class RoleConfig(Config):
@@ -196,8 +196,8 @@ class OwnRoleConfig(RoleConfig):
     tokenizer: Literal["policy", "own"] = "policy"
     """With the worker `reward_model`: read the policy's tokens, or the text in the model's own tokens."""
     shares_gpus_of: Literal["policy", "critic", "none"] = "critic"
-    """Whose GPUs it shares in the placement `split-collocate`: those of policy and reference, those of critic and
-    reward model, or `none` for separate ones."""
+    """Whose GPUs it shares in the placement `split-collocate`: `policy` (and reference), `critic` (and
+    reward model), or `none` for separate ones."""
     settings: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """Settings for your own worker class, which it reads as `self.settings.settings`."""
 
@@ -363,7 +363,7 @@ class LearnerConfig(Config):
     """Policy ranks that share each sequence (Ulysses). Divides `policy.num_ranks` and the number of attention heads."""
     max_logprob_mismatch_nats: float = Field(default=0.1, ge=0)
     """Largest mean difference per token between the log-probs of a rollout server and of the learner, checked in every
-    step; typical are 1e-5 in float32 and 0.01 in bfloat16. A server beyond it is quarantined, and the learner ends if
+    step; typically 1e-5 in float32 and 0.01 in bfloat16. A server beyond it is quarantined, and the learner ends if
     all are. 0 means no check."""
     batch_timeout_s: float = Field(default=1800.0, gt=0)
     """Seconds that the learner waits for a full batch, not counting the previous step, before it ends with an error."""
@@ -414,12 +414,12 @@ class LearnerConfig(Config):
             (name == "gae" and critic is None,
              "advantage gae needs a critic: add `learner.critic: {}`, or choose another advantage"),
             (critic is not None and name != "gae" and name in ADVANTAGE_NAMES and not self.step,
-             f"advantage {name} does not use a critic: leave learner.critic out, or choose advantage gae"),
+             f"advantage {name} does not use a critic: remove learner.critic, or choose advantage gae"),
             (self.critic_warmup_steps and critic is None,
              "critic_warmup_steps needs a critic: add `learner.critic: {}`, or set it to 0"),
             (taken, f"learner.roles.{taken}: the name is taken by learner.{taken}; choose another one"),
             (self.roles and not self.step and not self.ahead,
-             "learner.roles needs a step of your own that calls them: set learner.step or learner.ahead"),
+             "learner.roles needs your own step that calls them: set learner.step or learner.ahead"),
             (self.lr_schedule != "constant" and self.num_steps <= self.warmup_steps,
              f"lr_schedule {self.lr_schedule} needs num_steps above warmup_steps, because it ends at num_steps"),
             (self.policy.num_ranks % self.sequence_parallel,

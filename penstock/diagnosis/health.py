@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from penstock.api.records import Finding
-from penstock.config.learner import TYPICAL_MISMATCH_NATS
+from penstock.config.learner import ALLOWED_MISMATCH_NATS
 from penstock.diagnosis import Level, finding, paused_finding, quarantine_finding
 from penstock.diagnosis.facts import RunFacts
 from penstock.diagnosis.progress import learning_finding, speed_finding
@@ -128,10 +128,10 @@ def _agreement(facts: RunFacts) -> Finding:
     found = next((policy for policy in facts.policies if "logprob_mismatch" in policy.metrics), None)
     if found is None:
         return finding(name, "OK", "no step yet in which engine and learner can be compared")
-    mismatch, typical = found.metrics["logprob_mismatch"], TYPICAL_MISMATCH_NATS[facts.config.model.dtype]
+    mismatch, allowed = found.metrics["logprob_mismatch"], ALLOWED_MISMATCH_NATS[facts.config.model.dtype]
     limit = facts.config.learner.max_logprob_mismatch_nats or float("inf")
     text = f"engine and learner differ by {mismatch:.2g} nats a token (version {found.policy_version})"
-    if mismatch <= min(typical, limit):
+    if mismatch <= min(allowed, limit):
         return finding(name, "OK", text)
     return finding(name, "FAIL" if mismatch > limit else "WARN", text, "see docs/runbooks.md#traininfermismatch")
 

@@ -35,9 +35,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, cast
 
-from penstock.codec import read_known_fields
 from penstock.errors import NotFound
-from penstock.store.redis_client import RunRecords, guarded, read_record, read_rows
+from penstock.store.redis_client import RunRecords, guarded, read_known_fields, read_record, read_rows
 from penstock.v1 import policies_pb2
 
 

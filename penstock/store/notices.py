@@ -25,9 +25,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from penstock.codec import read_known_fields
 from penstock.errors import PenstockError, QueueFull, Unavailable
-from penstock.store.redis_client import RunRecords, guarded
+from penstock.store.redis_client import RunRecords, guarded, read_known_fields
 from penstock.store.reports import Notice
 
 logger = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -560,3 +560,11 @@ def read_rows(answer: Sequence[Any]) -> Iterator[dict[str, Any]]:
     columns = read_columns(answer)
     for row in zip(*columns.values(), strict=True):
         yield dict(zip(columns, row, strict=True))
+
+
+def read_known_fields(kind: type[T], record: Mapping[str, Any]) -> T:
+    """Build the dataclass `kind` from a record. During a rolling upgrade the writer may be newer or older than the
+    reader: fields that `kind` does not have are ignored, and missing ones take their default. Lists become tuples."""
+    names: Any = kind.__dataclass_fields__  # type: ignore[attr-defined]
+    known = {name: value for name, value in record.items() if name in names}
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in known.items()})

@@ -205,11 +205,6 @@ def check_adapter(adapter: dict[str, tuple[int, ...]], shapes: dict[str, tuple[i
             raise WeightPushFailed(f"lora_B {up} @ lora_A {low} does not match {name} of shape {shapes[name]}")
 
 
-def allocate_buckets(manifest: weights_pb2.WeightManifest) -> list[NDArray[np.uint8]]:
-    """Allocate host buffers. They are zeroed, so alignment padding has the same hash everywhere."""
-    return [np.zeros(bucket.num_bytes, dtype=np.uint8) for bucket in manifest.buckets]
-
-
 def wire_sizes(manifest: weights_pb2.WeightManifest) -> list[int]:
     """Return the number of bytes sent for each bucket: the size of its delta, or of the whole bucket."""
     return [bucket.wire_bytes or bucket.num_bytes for bucket in manifest.buckets]

@@ -39,7 +39,8 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[NcclStandIn]:
     monkeypatch.setattr(cuda, "nccl", cuda.nccl)
     stand_in = install_nccl_stand_in()
     yield stand_in
-    GROUPS.drop_all()
+    for joined in list(GROUPS.joined):
+        GROUPS.drop(joined)
     stand_in.stop()
 
 

@@ -25,7 +25,6 @@ from penstock.v1 import weights_pb2
 from penstock.weights.transports import (
     XXH3_PIECES,
     TensorShape,
-    allocate_buckets,
     build_manifest,
     group_places,
     host_checksum,
@@ -39,8 +38,10 @@ from penstock_rollout.engines.sglang.engine import SglangEngine
 from penstock_rollout.engines.torch.engine import TorchEngine
 from penstock_rollout.engines.vllm import engine as vllm_engine
 from penstock_rollout.engines.vllm.engine import VersionStamps
+from penstock_rollout.engines.vllm.start import prepare_environment
 from support.answers import Answer
 from support.tiny_models import make_tiny_qwen2
+from support.weight_buckets import packed_buckets
 
 torch.set_num_threads(1)  # the models are tiny, and OpenMP threads would compete with the engine's
 
@@ -83,11 +84,7 @@ class Push:
         weights = {name: tensor.contiguous().numpy() for name, tensor in gathered}
         shapes = [TensorShape(name, "F32", array.shape) for name, array in weights.items()]
         manifest = build_manifest("run", version, 1, shapes, bucket_bytes=64 << 10)
-        buckets = allocate_buckets(manifest)
-        for spec in manifest.tensors:
-            raw = weights[spec.name].reshape(-1).view(np.uint8)
-            buckets[spec.bucket][spec.offset_bytes : spec.offset_bytes + spec.num_bytes] = raw
-        return cls(manifest, buckets)
+        return cls(manifest, packed_buckets(manifest, weights))
 
 
 GROUP_SIZE = 32
@@ -228,6 +225,20 @@ def _reports_versions() -> bool:
     return "weight_versions" in {field.name for field in dataclasses.fields(CompletionOutput)}
 
 
+def _let_vllm_stamp(patch: pytest.MonkeyPatch) -> None:
+    """Have EngineCore, which is forked from this process, also tell vLLM when a version begins."""
+    prepare_environment()
+    from penstock_rollout.engines.vllm import core as vllm_core
+
+    begin_version = vllm_core.begin_version
+
+    def stamp(core: Any, policy_version: int) -> None:
+        core.set_weight_version(str(policy_version))
+        begin_version(core, policy_version)
+
+    patch.setattr(vllm_core, "begin_version", stamp)
+
+
 def make_engine(config: EngineConfig, folder: Path, *, report_experts: bool = False) -> Engine:
     """Create an engine. SGLang has no CPU build, so a stand-in with the same model speaks its protocol."""
     if config.name == "sglang":
@@ -264,6 +275,7 @@ async def start_engine(
     with pytest.MonkeyPatch.context() as patch:
         if kind == "vllm-compared-stamps":
             patch.setattr(vllm_engine, "VersionStamps", ComparedStamps)
+            _let_vllm_stamp(patch)
         await engine.start(policy_version=5)
     if kind == "vllm-compared-stamps":
         assert isinstance(engine, vllm_engine.VllmEngine)

@@ -118,6 +118,18 @@ def test_every_file_that_the_design_names_exists() -> None:
     assert _missing(named) == []
 
 
+@pytest.mark.parametrize(("what", "limit"), [("prompt", 50), ("version", 20)])
+def test_a_way_is_as_short_as_the_design_says(what: str, limit: int) -> None:
+    page = (ROOT / "docs" / "design.md").read_text()
+    found = re.search(rf"^\*\*A {what}\*\*.* in (\d+) files:\n```\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert found is not None
+    names = re.findall(r"[\w/]+\.py", found[2])
+    product = [f"/{path}" for folder in FOLDERS[:4] for path in (ROOT / folder).rglob("*.py")]
+    named = [tuple(path for path in product if path.endswith(f"/{name}")) for name in names]
+    assert all(len(paths) == 1 for paths in named), "every name stands for one file"
+    assert len(set(named)) == int(found[1]) <= limit
+
+
 @pytest.mark.parametrize("page", [*PAGES, *OTHER_PAGES], ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_path_in_backticks_exists(page: Path) -> None:
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)

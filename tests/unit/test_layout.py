@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import re
+import tokenize
 from collections import Counter
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
+from io import StringIO
 from pathlib import Path
 
 import grimp
@@ -29,6 +32,7 @@ MAY_PICKLE = {
 }
 """The files that docs/security.md names: the index of DCP, read with its own classes alone, and processes of one job
 that the same user started."""
+FOLDERS = ("penstock", "rollout_server", "learner", "services", "tools")
 PACKAGES = ("penstock", "penstock_rollout", "penstock_learner", "penstock_services", "penstock_tools")
 
 
@@ -51,8 +55,32 @@ def test_quarantined_tests_exist_and_have_a_reason() -> None:
         assert f"def {name}(" in (Path(__file__).parents[2] / file).read_text() and reason, test
 
 
+def test_every_file_that_a_docstring_or_comment_names_exists() -> None:
+    """A name without a folder is a file of the same package."""
+    pattern = re.compile(r"(?<![\w<>/*.-])[\w./-]*\w\.(?:py|lua)\b")
+    files = [f"/{path.relative_to(ROOT)}" for kind in ("py", "lua") for path in ROOT.glob(f"[!.]*/**/*.{kind}")]
+    missing = []
+    for folder in FOLDERS:
+        own = {Path(file).name for file in files if file.startswith(f"/{folder}/")}
+        for path in (ROOT / folder).rglob("*.py"):
+            for name in set(pattern.findall(_remarks(path.read_text(), pattern))) - {"path/file.py", "folder/file.py"}:
+                if not (any(file.endswith(f"/{name}") for file in files) if "/" in name else name in own):
+                    missing.append(f"{path}: {name}")
+    assert missing == []
+
+
+def _remarks(text: str, pattern: re.Pattern[str]) -> str:
+    """The docstrings and comments of a file that may match."""
+    if pattern.search(text) is None:
+        return ""
+    tokens = tokenize.generate_tokens(StringIO(text).readline)
+    comments = [token.string for token in tokens if token.type == tokenize.COMMENT]
+    values = [node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Expr)]
+    return "\n".join([*comments, *(str(value.value) for value in values if isinstance(value, ast.Constant))])
+
+
 def test_nothing_is_unpickled_except_between_the_processes_of_one_job() -> None:
-    for folder in ("penstock", "rollout_server", "learner", "services", "tools"):
+    for folder in FOLDERS:
         for path in (ROOT / folder).rglob("*.py"):
             name, text = str(path.relative_to(ROOT)), path.read_text()
             if not any(word in text for word in (*PICKLES, "load(", "allow_pickle")):

@@ -176,7 +176,8 @@ class Member(Rank):
     def forget(self) -> None:
         """Free the buffers and leave all groups."""
         self._stage = self._last = None
-        self._groups.drop_all()
+        for joined in list(self._groups.joined):
+            self._groups.drop(joined)
         torch.cuda.empty_cache()
 
 

@@ -12,7 +12,7 @@ loaded again. penstock/store/fleet.py draws the phases. loop/publication.py load
 the learner's own forward pass, before the update. Two limits apply to the mean difference of a server's tokens:
 
     configured   `max_logprob_mismatch_nats`.
-    usual        what is typical of the dtype, and FACTOR times what was usual in earlier steps. It finds a server that
+    usual        an allowance for the dtype, and FACTOR times what was usual in earlier steps. It finds a server that
                  missed an update long before its difference is large: a correct server is far below it.
 
 A server that is beyond a limit in STRIKES steps in a row disagrees. It disagrees at once if it is beyond the configured
@@ -37,7 +37,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.config.learner import TYPICAL_MISMATCH_NATS
+from penstock.config.learner import ALLOWED_MISMATCH_NATS
 from penstock.errors import ConfigError
 from penstock.store.fleet import Fleet, Quarantine, Quarantines, ServerRecord
 from penstock.trajectory import Group, Trajectory
@@ -303,7 +303,7 @@ class ServerAgreement:
                 await self.quarantine.begin(verdict, version)
 
     def _is_accepted(self, verdict: ServerVerdict) -> bool:
-        """Whether a server that differs more than usual serves all the same: its weights were loaded again, it is
+        """Whether a server that differs more than usual nevertheless serves: its weights were loaded again, it is
         within the configured limit, and no other server is left."""
         record = self.quarantine.records[verdict.server_id]
         if verdict.is_beyond or not record.num_reloads or not self._alive <= set(self.quarantine.records):
@@ -431,7 +431,6 @@ def compare(
     return comparisons
 
 
-METRIC = "logprob_mismatch"
 FACTOR = 3.0
 """How many times its usual value a difference may reach."""
 DRIFT_FACTOR = 3.0
@@ -466,7 +465,7 @@ class LogProbCheck:
 
     def __init__(self, max_mismatch_nats: float, dtype: str = "float32") -> None:
         self.max_mismatch_nats = max_mismatch_nats
-        self.typical_nats = TYPICAL_MISMATCH_NATS[dtype]
+        self.allowed_nats = ALLOWED_MISMATCH_NATS[dtype]
         self.agreed: set[str] = set()
         """Servers that have agreed at least once."""
         self.last: dict[str, float] = {}
@@ -480,9 +479,9 @@ class LogProbCheck:
     def is_on(self) -> bool:
         return self.max_mismatch_nats > 0
 
-    def remember(self, metrics: Mapping[str, float]) -> None:
-        if METRIC in metrics:
-            self.last = {METRIC: metrics[METRIC]}
+    def remember(self, mismatch: float | None) -> None:
+        if mismatch is not None:
+            self.last = {"logprob_mismatch": mismatch}
 
     def add_drift(self, nats: float) -> None:
         """Note how far the learner's own log-probs moved in the last step, per token."""
@@ -518,7 +517,7 @@ class LogProbCheck:
         mismatch = _mean(found, lambda one: one.mean_nats)
         allowance = _mean(found, lambda one: one.nucleus_nats) + DRIFT_FACTOR * self._drift_of(found)
         configured = self.max_mismatch_nats + allowance
-        limit = configured if usual is None else min(configured, self.typical_nats + FACTOR * usual + allowance)
+        limit = configured if usual is None else min(configured, self.allowed_nats + FACTOR * usual + allowance)
         agrees, is_beyond = mismatch <= limit, not mismatch <= configured
         self._strikes[name] = 0 if agrees else self._strikes.get(name, 0) + 1
         is_exact = all(one.staleness == 0 for one in found) and sum(one.num_tokens for one in found) >= MIN_TOKENS

@@ -25,10 +25,10 @@ from penstock_learner.algorithms.aggregation import apply_mask, count_segments, 
 _MAX_LOG_RATIO = 20.0
 _MAX_LOG_SEQUENCE_RATIO = 10.0
 _MAX_K3 = 10.0
-_LEFT = 1e-8
+_EPSILON = 1e-8
 """Added to the probability of all other tokens, which may be 0."""
-_DRAW_FACTOR = 98765.4321
-"""The fraction of a log-prob times this stands for a random number."""
+_HASH_FACTOR = 98765.4321
+"""The hash of a token is the fraction of its log-prob times this."""
 
 
 @dataclass(frozen=True)
@@ -218,8 +218,8 @@ def clip_cov(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     covariance = _covariance(inputs)
     may_skip = inputs.mask.bool() & ~low & ~high & (covariance > config.cov_low) & (covariance < config.cov_high)
     log_probs = apply_mask(inputs.log_probs.detach(), inputs.mask)
-    draws = (log_probs.double() * _DRAW_FACTOR).frac().abs()
-    skipped = may_skip & _largest(torch.where(may_skip, draws, -1.0), inputs.mask, config.cov_share)
+    hashes = (log_probs.double() * _HASH_FACTOR).frac().abs()
+    skipped = may_skip & _largest(torch.where(may_skip, hashes, -1.0), inputs.mask, config.cov_share)
     return _outputs(torch.where(skipped, 0.0, loss), inputs, log_ratio, low=low, high=high)
 
 
@@ -244,7 +244,7 @@ def dppo_kl(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     """The same with the KL divergence of the token against all others: `KL(p_old, p) > clip_high` for A > 0 and
     p > p_old, `> clip_low` for other A and p < p_old."""
     lp, old = (apply_mask(each.detach(), inputs.mask) for each in (inputs.log_probs, inputs.old_log_probs))
-    others = ((1 - old.exp() + _LEFT) / (1 - lp.exp() + _LEFT)).log()
+    others = ((1 - old.exp() + _EPSILON) / (1 - lp.exp() + _EPSILON)).log()
     divergence, shift = old.exp() * (old - lp) + (1 - old.exp()) * others, _shift(inputs)
     low = (divergence > config.epsilon_low) & (shift < 0)
     return _trust_region(inputs, config, low=low, high=(divergence > config.epsilon_high) & (shift > 0))

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from penstock_learner.batches.sequence_batch import SequenceBatch, token_ranges
 
-_WORTH_SHARING = 0.05
+_MIN_SAVED_SHARE = 0.05
 """Sequences share prefixes if that saves at least this share of the tokens."""
 
 
@@ -48,7 +48,7 @@ def partition(
     token that they share counts once. It has no effect on a batch whose sequences share little."""
     if shares_prefixes and batch.num_sequences > 0:
         tree = PrefixTree.of(batch)
-        if tree.saved_share >= _WORTH_SHARING:
+        if tree.saved_share >= _MIN_SAVED_SHARE:
             return _SharedPartition(batch, tree).split(num_ranks, max_tokens)
     lengths = batch.lengths.tolist()
     by_rank = _balance(list(range(batch.num_sequences)), lengths, num_ranks)
@@ -152,18 +152,18 @@ def _balance(items: list[int], weights: list[int], num_parts: int) -> list[list[
 
 # ── shared prefixes ──
 
-SHORTEST = 16
+MIN_SHARED_TOKENS = 16
 """A beginning of fewer tokens is not shared by long sequences: a segment costs more than it saves."""
-WORTH_SHARE = 8
-"""A beginning of at least this part (an eighth) of a short sequence is shared, however few tokens it has."""
+MIN_SHARED_FRACTION = 1 / 8
+"""A beginning of at least this part of a short sequence is shared, however few tokens it has."""
 
-_FEW = 64
+_SCALAR_SCAN_TOKENS = 64
 """Up to so many tokens, Python finds the first difference faster than NumPy."""
 
 
 def shortest_shared(length: int) -> int:
     """The fewest tokens that a sequence of `length` tokens shares with others, and for which one of them is cut."""
-    return max(1, min(SHORTEST, length // WORTH_SHARE))
+    return max(1, min(MIN_SHARED_TOKENS, int(length * MIN_SHARED_FRACTION)))
 
 
 @dataclass(frozen=True)
@@ -258,7 +258,7 @@ class _Contents:
         """How many tokens from `one` on are the same as those from `other` on."""
         if self.between(one, one + at_most) == self.between(other, other + at_most):
             return at_most
-        if self.experts is None and at_most <= _FEW:
+        if self.experts is None and at_most <= _SCALAR_SCAN_TOKENS:
             tokens, others = (self.token_ids[first : first + at_most].tolist() for first in (one, other))
             return next(index for index, token in enumerate(tokens) if token != others[index])
         differ = self.token_ids[one : one + at_most] != self.token_ids[other : other + at_most]
@@ -278,9 +278,9 @@ class _Segment:
     """The position of its first token in its sequences."""
     size: int
     children: dict[int, list[_Segment]] = field(default_factory=dict)
-    """Those that continue it, by their first token."""
+    """The segments that continue it, by their first token."""
     index: int = -1
-    """Its place among all segments. That of a root stays -1."""
+    """Its place among all segments, or -1 for a root."""
 
     def split(self, size: int, contents: _Contents) -> _Segment:
         """Cut off the first `size` tokens as a separate segment, which this one continues. So it stays the last

@@ -110,7 +110,7 @@ class SampleLog:
             self.loggers.log_samples(trained.step, table)
 
     def _write(self, groups: Sequence[list[Sample]]) -> None:
-        """Write the groups, or leave them out if the disk takes nothing. The next ones are tried again."""
+        """Write the groups, or skip them if the disk takes nothing. The next ones are tried again."""
         try:
             if not self._has_begun:
                 self.file.begin(self.start_step)
@@ -176,7 +176,7 @@ def _finite(value: float) -> float | None:
 
 
 def _truth_and_owner(payload: bytes) -> tuple[object, str]:
-    """The prompt's ground truth, which is cut if it is long, and its owner. None and nothing if the prompt is gone."""
+    """The prompt's ground truth, which is cut if it is long, and its owner; `(None, "")` if the prompt is gone."""
     prompt = None
     try:
         prompt = decode_prompt(payload)

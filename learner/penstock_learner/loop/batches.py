@@ -193,21 +193,21 @@ class BatchReader:
         groups = await self._accept(self.term.take_manifest(step), policy_version)
         return await self._complete(step, groups, policy_version, wanted)
 
-    async def replace_outdated(self, batch: Batch, policy_version: int, wanted: asyncio.Event | None = None) -> Batch:
+    async def replace_outdated(self, batch: Batch, wanted: asyncio.Event | None = None) -> Batch:
         """The batch after a rewind: `replace` for the groups that may no longer be trained."""
-        outdated = [group.prompt_id for group in batch.groups if self._is_outdated(group, policy_version)]
-        return await self.replace(batch, outdated, "stale", policy_version, wanted)
+        version = self.term.policy_version
+        outdated = [group.prompt_id for group in batch.groups if self._is_outdated(group, version)]
+        return await self.replace(batch, wanted, outdated, "stale")
 
     async def replace(
-        self, batch: Batch, prompt_ids: Collection[int], reason: DropReason, policy_version: int,
-        wanted: asyncio.Event | None = None,
-    ) -> Batch:  # fmt: skip
-        """The batch with other groups in place of these, which are expired for `reason`. The same object if there are
-        none. The deadline is as in `read`."""
+        self, batch: Batch, wanted: asyncio.Event | None, prompt_ids: Collection[int], reason: DropReason
+    ) -> Batch:
+        """The batch with other groups in place of these, which are expired for `reason`: groups that the term's weights
+        may train. The same object if there are none to replace. The deadline is as in `read`."""
         if not prompt_ids:
             return batch
         kept = await self._without(batch.groups, prompt_ids, reason)
-        return await self._complete(batch.step, kept, policy_version, wanted)
+        return await self._complete(batch.step, kept, self.term.policy_version, wanted)
 
     async def _without(self, groups: Sequence[Group], prompt_ids: Collection[int], reason: DropReason) -> list[Group]:
         """The groups of other prompts. The groups of these prompts are expired for `reason`."""
@@ -369,11 +369,14 @@ class BatchAhead:
 
         return cls(reading, asyncio.create_task(forwards()), wanted)
 
-    def replaced_by(self, training: TrainingStep, replace: Callable[[Batch], Awaitable[Batch]]) -> BatchAhead:
-        """The batch that `replace` makes of this one. The computed forwards are kept if it has the same groups."""
+    def replaced_by(
+        self, training: TrainingStep, replace: Callable[[Batch, asyncio.Event], Awaitable[Batch]]
+    ) -> BatchAhead:
+        """The batch that `replace` makes of this one, given `wanted`. The computed forwards are kept if it has the same
+        groups."""
 
         async def read() -> Batch:
-            return await replace(await self.reading)
+            return await replace(await self.reading, self.wanted)
 
         reading = asyncio.create_task(read())
 

@@ -15,7 +15,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -50,7 +50,8 @@ from penstock_learner.term import Term
 logger = logging.getLogger(__name__)
 FORGOTTEN_AFTER_S = 900.0
 """How long a server stays in the list without a heartbeat. Until then, alerts and the doctor name it."""
-LOOK_S = 10.0
+POLL_S = 10.0
+"""How often servers that have died are looked for."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class SilentServers:
                 await self.forget()
             except (QueueFull, Unavailable) as error:
                 logger.warning("cannot look for servers that have died: %s; trying again", error)
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
 
     async def forget(self) -> None:
         """Forget the servers that have been silent for too long, and record a notice for each. Remove the notices of
@@ -126,9 +127,9 @@ class LearnerController:
 
     async def run(self) -> None:
         """Train until the last step, or until `stopping`. Roles that die are started again. The checkpoint is chosen
-        once, before any role starts: to adopt ranks fences the controller before, so a checkpoint that may not be used
-        raises first. A learner that is to stop before it has taken a term takes none and adopts no ranks, so that it
-        fences no one. Nor does a learner whose term has passed: it raises Fenced."""
+        before any role starts: adopting ranks fences the controller before this one, and a checkpoint that may not be
+        used must raise first. A learner that is stopped before it has a term takes none and adopts no ranks, so it
+        fences no one. A learner that was replaced raises Fenced."""
         died: RoleDied | None = None
         self._watch_disk()
         self.checkpoints.tokenizer = await asyncio.to_thread(tokenizer_digest, self.config.model.path)
@@ -274,7 +275,7 @@ class LearnerController:
             loggers=loggers,
             samples=SampleLog(self.config, term.step, loggers),
             writer=CheckpointWriter(
-                self.checkpoints, self.queue, self.trained, self.metrics, partial(self._on_durable_checkpoint, term)
+                self.checkpoints, self.queue, self.trained, self.metrics, term, self._on_durable_checkpoint
             ),
             phases=self.phases,
         )  # fmt: skip
@@ -282,9 +283,8 @@ class LearnerController:
     async def _is_paused(self) -> bool:
         return (await self.control.orders()).is_paused
 
-    def _on_durable_checkpoint(self, term: Term, prompt_ids: Sequence[int]) -> None:
+    def _on_durable_checkpoint(self) -> None:
         """Called after each checkpoint: this process has one to rewind to, and the roles have made progress."""
-        term.mark_durable(prompt_ids)
         if self.checkpoint_config.resume == "off":
             self.checkpoint_config = self.checkpoint_config.model_copy(update={"resume": "auto"})
         self.recovery.made_progress()

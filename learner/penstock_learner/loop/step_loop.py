@@ -34,11 +34,10 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from penstock.cancellation import end_task
 from penstock.config.learner import LearnerConfig
@@ -110,19 +109,14 @@ class StepLoop:
         has_trained = False
         try:
             if self.config.learner.compile and not self._is_last(self.term.step):
-                first = following = self._read_ahead(self.term.step + 1, self.term.policy_version)
-                await self.phases.enter(LEARNER, "compiling, while the servers make the first batch")
-                await self.training.rehearse(
-                    self.config.dataset.num_samples, self.config.rollout.engine.max_model_len,
-                    self.reader.vocabulary_size or SMALL_VOCABULARY,
-                    lambda: not first.reading.done() and not self.orders.stopping.is_set(),
-                )  # fmt: skip
+                following = self._read_ahead(self.term.step + 1, self.term.policy_version)
+                await self._rehearse(following)
             freeze_loaded_objects()
             await self.phases.enter(LEARNER, FIRST_BATCH)
             while not self.orders.stopping.is_set() and not self._is_last(self.term.step):
                 if (orders := await self.orders.new_rewind()) is not None:
                     await self._rewind(orders)
-                    following = following and self._replaced(following, self.reader.replace_outdated)
+                    following = following and following.replaced_by(self.training, self.reader.replace_outdated)
                 started = time.monotonic()
                 current = following = following or self._read_ahead(self.term.step + 1, self.term.policy_version)
                 batch = await self._batch_unless_interrupted(current)
@@ -135,7 +129,9 @@ class StepLoop:
                     break
                 wait_s = time.monotonic() - started
                 if refused := await self.agreement.refused(batch.step, batch.groups, self.term):
-                    following = self._replaced(current, self.reader.replace, prompt_ids=refused, reason="quarantined")
+                    following = current.replaced_by(
+                        self.training, partial(self.reader.replace, prompt_ids=refused, reason="quarantined")
+                    )
                     continue
                 crash_point("after_read")
                 if not has_trained:
@@ -155,6 +151,15 @@ class StepLoop:
                 if unused is not None:
                     await unused.end()
 
+    async def _rehearse(self, first: BatchAhead) -> None:
+        """Compile what a step runs, until the first batch is complete."""
+        await self.phases.enter(LEARNER, "compiling, while the servers make the first batch")
+        await self.training.rehearse(
+            self.config.dataset.num_samples, self.config.rollout.engine.max_model_len,
+            self.reader.vocabulary_size or SMALL_VOCABULARY,
+            lambda: not first.reading.done() and not self.orders.stopping.is_set(),
+        )  # fmt: skip
+
     async def _finish(self) -> None:
         """Publish and save what was trained. If no step follows, record that the run has finished."""
         if self.orders.stopping.is_set():
@@ -173,11 +178,6 @@ class StepLoop:
     def _read_ahead(self, step: int, policy_version: int) -> BatchAhead:
         return BatchAhead.begin(self.reader, self.training, step, policy_version)
 
-    def _replaced(self, batch: BatchAhead, replace: Callable[..., Awaitable[Batch]], **which: Any) -> BatchAhead:
-        """The same batch with other groups in place of groups that the policy's weights may no longer train."""
-        now = partial(replace, **which, policy_version=self.term.policy_version, wanted=batch.wanted)
-        return batch.replaced_by(self.training, now)
-
     async def _publish_start(self) -> None:
         """Publish the weights that the term starts from. Version 0 is the model folder, which servers load themselves.
         The weights of a checkpoint get a new version, which is not a step and does not count as staleness. If the run
@@ -187,7 +187,7 @@ class StepLoop:
             self.term.advance(0)
         else:
             version = await self.queue.allocate_version(self.term.policy_version + 1)
-            self.term.rewind(self.term.policy_version, version, "order" if self.term.is_rewound else "restart")
+            self.term.rewind(self.term.policy_version, version, self.term.cause)
         await self._publish_rewound(None)
 
     async def _rewind(self, orders: Orders) -> None:
@@ -225,7 +225,7 @@ class StepLoop:
         started_s = time.time()
         async with profiled(self.config, self.training.roles, batch.step):
             result = await self.training.run(batch.groups, batch.step, self.term, forwards)
-        self.agreement.check.remember(result.others)
+        self.agreement.check.remember(result.update.logprob_mismatch)
         if result.recomputed is not None:
             await self.recomputed.keep(batch.groups, result.recomputed)
         self.term.add_trained(batch.step, batch.prompt_ids, result.update.kl_reference, result.batch.num_sequences)
@@ -370,13 +370,14 @@ class CheckpointWriter:
         stage (training waits) ─► ranks write ─► flush and rename ─► upload ─► acknowledge
                                   └──────────────── during the next steps ───────────────┘
 
-    `on_durable` is called when a checkpoint is durable, with the prompts that it covers and no checkpoint before it."""
+    `on_durable` is called when a checkpoint is durable."""
 
     store: CheckpointStore
     queue: GroupConsumer
     trained: Mapping[str, RoleGroup]
     metrics: LearnerMetrics
-    on_durable: Callable[[Sequence[int]], None]
+    term: Term
+    on_durable: Callable[[], None]
     _writing: asyncio.Task[None] | None = None
 
     async def begin(self, state: TrainerState, prompt_ids: Sequence[int]) -> None:
@@ -414,7 +415,8 @@ class CheckpointWriter:
         crash_point("before_flush")
         checkpoint = await asyncio.to_thread(self.store.finish, partial, state, _shards(partial, written))
         await asyncio.to_thread(self.store.upload, checkpoint)
-        self.on_durable(prompt_ids)
+        self.term.mark_durable(prompt_ids)
+        self.on_durable()
         crash_point("after_flush")
         await self.queue.commit(state.step, prompt_ids, await asyncio.to_thread(self.store.oldest_step))
         crash_point("after_commit")

@@ -41,7 +41,7 @@ from penstock_learner.checkpoints import (
 )
 from penstock_learner.crash_points import crash_point
 from penstock_learner.roles.role_group import RoleGroup, gather_all
-from penstock_learner.term import Ledger, Term, TrainerState, make_kl_controller
+from penstock_learner.term import Ledger, RewindCause, Term, TrainerState, make_kl_controller
 
 logger = logging.getLogger(__name__)
 Load = Callable[[Path], Awaitable[None]]
@@ -66,6 +66,9 @@ class ChosenCheckpoint:
     def path(self) -> str:
         return str(self.checkpoint.absolute()) if self.checkpoint else ""
 
+    def is_target_of(self, rewind: RunRewind | None) -> bool:
+        return rewind is not None and rewind.checkpoint == self.path
+
 
 async def take_over(
     queue: GroupConsumer, checkpoints: CheckpointStore, config: CheckpointConfig, chosen: ChosenCheckpoint, load: Load,
@@ -86,25 +89,20 @@ async def take_over(
     if choice.checkpoint is not None:
         # Its learner may have died before the upload. The groups that it covers are acknowledged next.
         await asyncio.to_thread(checkpoints.upload, choice.checkpoint)
-    rewind = (await queue.committed()).rewind
-    if choice.uncovered or (_asks_for(config, choice) and (rewind is None or rewind.checkpoint != choice.path)):
-        planned = RunRewind(choice.path, term, num_orders=0)
-        await asyncio.to_thread(record_rewind, checkpoints.folder, term, planned, is_done=False)
-        crash_point("before_rewind")
-        await queue.rewind(choice.path, choice.state.step, choice.uncovered)
-        crash_point("after_rewind")
-        logger.warning("rewound to %s: %d groups are made and trained again", choice.path, len(choice.uncovered))
+    rewind = choice.committed.rewind  # only the learner of the current term changes it
+    if choice.uncovered or (_asks_for(config, choice) and not choice.is_target_of(rewind)):
+        await _rewind_run(queue, checkpoints, choice, term)
         await asyncio.sleep(loss_window_s)
         rewind = (await queue.committed()).rewind
-        if rewind is None or rewind.checkpoint != choice.path:
+        if not choice.is_target_of(rewind):
             raise Unavailable("Redis has lost the rewind of the run; start the learner again, and it rewinds again")
     await asyncio.to_thread(record_rewind, checkpoints.folder, term, rewind, is_done=True)
     checkpoints.rewind = rewind
-    state, is_rewound = choice.state, False
-    if rewind is not None and rewind.checkpoint == choice.path:
+    state = choice.state
+    cause: RewindCause = "restart"
+    if rewind is not None and choice.is_target_of(rewind):
         # Rewinds that were ordered before belong to the steps that were abandoned.
-        state = replace(state, num_orders=rewind.num_orders, resumed_from=rewind.checkpoint)
-        is_rewound = True
+        state, cause = replace(state, num_orders=rewind.num_orders, resumed_from=rewind.checkpoint), "order"
     manifests = await _rewind_batches(queue, state)
     return Term(
         number=term,
@@ -116,7 +114,7 @@ async def take_over(
         resumed_from=state.resumed_from,
         num_orders=state.num_orders,
         lineage=state.lineage,
-        is_rewound=is_rewound,
+        cause=cause,
         manifests=manifests,
         num_overdue=await _count_overdue(queue, manifests),
     )
@@ -207,6 +205,17 @@ def _checked(
 
 def _asks_for(config: CheckpointConfig, choice: ChosenCheckpoint) -> bool:
     return config.rewind and choice.checkpoint == Path(config.resume)
+
+
+async def _rewind_run(queue: GroupConsumer, checkpoints: CheckpointStore, choice: ChosenCheckpoint, term: int) -> None:
+    """Undo the commits that the checkpoint does not cover. A file says so first, for those who read checkpoints without
+    Redis."""
+    planned = RunRewind(choice.path, term, num_orders=0)
+    await asyncio.to_thread(record_rewind, checkpoints.folder, term, planned, is_done=False)
+    crash_point("before_rewind")
+    await queue.rewind(choice.path, choice.state.step, choice.uncovered)
+    crash_point("after_rewind")
+    logger.warning("rewound to %s: %d groups are made and trained again", choice.path, len(choice.uncovered))
 
 
 async def _rewind_batches(queue: GroupConsumer, state: TrainerState) -> dict[int, list[int]]:

@@ -31,8 +31,8 @@ _LIMITS = {torch.float32: (1e-3, 1e-3), torch.bfloat16: (0.1, 1.0), torch.float1
 model's attention, so two of them can differ by more than rounding."""
 _SHORT = (5, 33, 48)
 """Lengths of the sequences besides the longest."""
-_BEYOND = 24
-"""The longest sequence is this much longer than every window."""
+_EXCESS = 24
+"""The longest sequence has this many tokens more than every window."""
 
 
 @dataclass(frozen=True)
@@ -157,8 +157,8 @@ def _lengths(config: Any) -> list[int]:
         name = "original_max_position_embeddings"
         limits += [getattr(text, name, None), (getattr(text, "rope_parameters", None) or {}).get(name)]
     allowed = getattr(text, "max_position_embeddings", None) or 1 << 20
-    wanted = [limit + _BEYOND for limit in limits if isinstance(limit, int) and limit + _BEYOND <= allowed]
-    return [min(length, allowed) for length in (*_SHORT, max(wanted, default=_SHORT[-1] + _BEYOND))]
+    wanted = [limit + _EXCESS for limit in limits if isinstance(limit, int) and limit + _EXCESS <= allowed]
+    return [min(length, allowed) for length in (*_SHORT, max(wanted, default=_SHORT[-1] + _EXCESS))]
 
 
 def _with_other_last_tokens(batch: SequenceBatch, vocabulary: int) -> SequenceBatch:

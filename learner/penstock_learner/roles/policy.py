@@ -240,7 +240,8 @@ class PolicyWorker(TrainerRank):
         self.model = open_policy(self.config)
         self.model.entropy_has_gradient = learner.algorithm.loss.entropy_coefficient != 0
         self.prepare(self.model, learner.lr)
-        require_right(self.model, "model.path", self.device, compute_dtype_of(self.config))
+        self.compute_dtype = compute_dtype_of(self.config)
+        require_right(self.model, "model.path", self.device, self.compute_dtype)
         parallel = make_sequence_parallel(learner.sequence_parallel)
         self.pushed = PushedWeights(self.model)
         self.policy_update = PolicyUpdate(self.model, self.optimizer, learner, self.device, parallel)
@@ -283,7 +284,7 @@ class PolicyWorker(TrainerRank):
             scale = lora.alpha / lora.rank if lora else None
             shapes, exact = self.pushed.shapes, self.pushed.exact
             staged = self.publisher.begin(policy_version, term, shapes, keep=keep, adapter_scale=scale, exact=exact)
-        for name, weight in self.pushed.gathered(compute_dtype_of(self.config)):
+        for name, weight in self.pushed.gathered(self.compute_dtype):
             if staged is not None:
                 staged.put(name, weight)
         if self.config.learner.cpu_offload and self.device.type == "cuda":

@@ -124,8 +124,8 @@ class RoleActors:
 
     @property
     def can_be_adopted(self) -> bool:
-        """Whether ranks that outlive their controller fit the next one. Those of a user's class may be of another
-        version of its file."""
+        """Whether ranks that outlive their controller fit the next one. Ranks of a user's class may run
+        another version of its file."""
         own = self.config.learner.roles.get(self.name)
         return own is None or not own.is_own_class
 
@@ -248,7 +248,7 @@ class RoleGroup:
     async def adopt(self) -> bool:
         """Take the ranks that an earlier controller left. False if none is fit. Ranks that are dead, busy
         or of another config are killed. From here on the ranks refuse the calls of every earlier controller. They may
-        have trained further than the newest checkpoint: restore it before they are used."""
+        have trained further than the newest checkpoint: load that before they are used."""
         if not self.source.can_be_adopted:
             return False  # `start` kills them
         for number, actors in self.source.find().items():

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.config.algorithms import AlgorithmConfig
+from penstock.config.algorithms import AlgorithmConfig, KLConfig
 from penstock.errors import TrainingDiverged
 from penstock.trajectory import Group
 from penstock_learner.algorithms.losses import CorrectionStatistics
@@ -70,6 +70,8 @@ class UpdateNumbers:
     shared_tokens: float = 0.0
     kl_coefficient: float = 0.0
     kl_loss: float = 0.0
+    logprob_mismatch: float | None = None
+    """None if no token was sampled by the learner's own version."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ class StepResult:
         """All numbers under the names of docs/metrics.md. None of `others` hides a number that every step has."""
         times = {"forward_s": self.forward_s, "update_s": self.update_s, "time": self.ended_s}
         of_step = {"step": self.step, **asdict(self.batch), **asdict(self.update), **times}
-        return {**self.others, **{name: float(number) for name, number in of_step.items()}}
+        return {**self.others, **{name: float(number) for name, number in of_step.items() if number is not None}}
 
 
 @dataclass(frozen=True)
@@ -208,7 +210,7 @@ def _label(name: str) -> str:
 
 
 _RATES = {"policy": "learner.lr", "critic": "learner.critic.lr"}
-"""The learning rates of the trained roles. That of any other role is in `learner.roles`."""
+"""The learning rates of the trained roles. Other roles have theirs in `learner.roles`."""
 
 
 @dataclass(eq=False)
@@ -265,47 +267,50 @@ def numbers_of_updates(
 ) -> tuple[UpdateNumbers, dict[str, float]]:
     """The numbers about updates that every step has, and those that depend on the model and the roles."""
     policy = [update for update in updates if update.role == "policy"]
-    num_tokens = sum(update.num_tokens for update in policy)
-    others = update_metrics([update.reports for update in policy], num_tokens) if policy else {}
-    of_policy = {name: others.pop(name) for name in UpdateNumbers.__dataclass_fields__ if name in others}
+    numbers = UpdateNumbers(kl_coefficient=kl_coefficient)
+    others: dict[str, float] = {}
+    if policy:
+        numbers, others = policy_numbers(policy, algorithm.kl, kl_coefficient)
     for role in dict.fromkeys(update.role for update in updates if update.role != "policy"):
         others |= critic_metrics(role, [update for update in updates if update.role == role], batch)
-    kl = algorithm.kl
-    found = UpdateNumbers(
-        **of_policy,
-        shared_tokens=sum(shard.num_shared for update in policy for shard in update.shards),
-        kl_coefficient=kl_coefficient,
-        kl_loss=kl.loss_factor(kl_coefficient) * of_policy.get("kl_reference", 0.0) if kl.in_loss else 0.0,
-    )
-    return found, others
+    return numbers, others
 
 
-def update_metrics(updates: Sequence[Sequence[UpdateReport]], num_tokens: int) -> dict[str, float]:
-    """Numbers about a step's updates of the policy, over `num_tokens` tokens, from all ranks' reports of each."""
+def policy_numbers(
+    policy: Sequence[Update], kl: KLConfig, kl_coefficient: float
+) -> tuple[UpdateNumbers, dict[str, float]]:
+    """The numbers of a step's updates of the policy, over all their tokens and ranks."""
+    updates: list[Sequence[UpdateReport]] = [update.reports for update in policy]
     reports = [report for ranks in updates for report in ranks]
-    num_tokens = max(num_tokens, 1)
+    num_tokens = max(sum(update.num_tokens for update in policy), 1)
     statistics = reduce(add, [report.statistics for report in reports])
     correction = reduce(CorrectionStatistics.merge, [report.correction for report in reports])
     # Only the first update counts: later ones start from weights that are not a version.
     mismatch = reduce(add, [report.mismatch for report in updates[0]])
-    metrics = _optimizer_metrics(updates) | {
-        "kl_reference": sum(report.kl for report in reports) / num_tokens,
+    kl_reference = sum(report.kl for report in reports) / num_tokens
+    numbers = UpdateNumbers(
+        **_optimizer_metrics(updates),
+        kl_reference=kl_reference,
+        kl_behaviour=correction.mean_kl,
+        clip_ratio_low=statistics.clip_fraction_low,
+        clip_ratio_high=statistics.clip_fraction_high,
+        shared_tokens=sum(shard.num_shared for update in policy for shard in update.shards),
+        kl_coefficient=kl_coefficient,
+        kl_loss=kl.loss_factor(kl_coefficient) * kl_reference if kl.in_loss else 0.0,
+        logprob_mismatch=mismatch.mean,
+    )
+    return numbers, {
         "entropy": sum(report.entropy for report in reports) / num_tokens,
-        "clip_ratio_low": statistics.clip_fraction_low,
-        "clip_ratio_high": statistics.clip_fraction_high,
         "importance_weight_mean": correction.mean_weight,
         "importance_weight_max": float(correction.max_weight),
         "importance_ratio_max": float(correction.max_ratio),
         "is_truncated_ratio": correction.truncated_share,
         "is_rejected_ratio": correction.rejected_share,
         "effective_sample_ratio": correction.effective_sample_ratio,
-        "kl_behaviour": correction.mean_kl,
         "approx_kl": statistics.approx_kl,
         "dual_clip_ratio": statistics.dual_clip_fraction,
+        **router_metrics(updates),
     }
-    if mismatch.mean is not None:
-        metrics["logprob_mismatch"] = mismatch.mean
-    return metrics | router_metrics(updates)
 
 
 def router_metrics(updates: Sequence[Sequence[UpdateReport]]) -> dict[str, float]:

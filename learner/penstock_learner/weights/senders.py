@@ -354,7 +354,7 @@ class GlooSender:
         try:
             [place] = group_places(PUBLISHER_RANK, num_ranks(members), self.group_size)
             store = PrefixStore(f"{self._prefix}/{place.name}", self._store)
-            group = _meet(store, place, self.host, deadline)
+            group = _rendezvous(store, place, self.host, deadline)
             in_flight: deque[Any] = deque()
             for wire in shipment.wires(deadline):
                 for piece in wire.cpu().split(GLOO_PIECE_BYTES):
@@ -375,7 +375,7 @@ class GlooSender:
         self._store = None
 
 
-def _meet(store: Any, place: GroupPlace, host: str, deadline: Deadline) -> Any:
+def _rendezvous(store: Any, place: GroupPlace, host: str, deadline: Deadline) -> Any:
     """Form the group. Raises WeightPushFailed at the deadline. Gloo gives each worker the whole time to connect, one
     after the other. So a separate thread meets, and is left behind at the deadline. It ends when a worker no longer
     connects."""

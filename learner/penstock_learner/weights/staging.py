@@ -386,7 +386,7 @@ def pin(pointer: int, num_bytes: int) -> int:
 
 class DeviceBuckets(BucketMemory):
     """Buckets in GPU memory that other processes on the same GPU can map: one allocation with the layout of
-    penstock/weights/weights/cuda.py. The buckets are views, so they must not outlive this object."""
+    penstock/weights/cuda.py. The buckets are views, so they must not outlive this object."""
 
     kind: MemoryKind = "device"
 

@@ -93,10 +93,9 @@ def has_own_rewards(episode: Episode) -> bool:
 
 
 def token_rewards_of(episode: Episode, how: RewardUse, scored: Mapping[int, float] = NONE) -> tuple[TokenReward, ...]:
-    """The agent's rewards of single tokens, and those of turns at the last token of each turn. `scored` are those of
-    the reward function, by token. All are part of the reward that `combine_rewards` gives. If the agent gives rewards
-    itself, that is one number with `last`, leaves the function out with `replace`, and is the function's alone with
-    `record`."""
+    """The parts of the reward of `combine_rewards` that belong to single tokens: the agent's rewards of tokens, its
+    rewards of turns at the last token of each turn, and `scored`, the rewards of the reward function by token. If the
+    agent gives rewards itself, there are none with `last`, `replace` omits the function's, and `record` the agent's."""
     own: dict[int, float] = {}
     if how in ("sum", "replace"):
         own = _own_token_rewards(episode)

@@ -164,7 +164,7 @@ class Transcript:
         for segment in chunk.segments:
             self._append_segment(first + segment.start, first + segment.end, segment.policy_version)
         if (experts := chunk.routed_experts) is not None:
-            # Those of a turn cover everything from the prompt on. Tokens that were known keep theirs.
+            # The experts of a turn cover everything from the prompt on. Tokens that were known keep theirs.
             known = self._experts
             self._experts = experts if known is None else np.concatenate([known, experts[len(known) :]])
         if self.context.sampling.stop and self._cut_at_stop(start, len(chunk.token_ids)):

@@ -341,16 +341,16 @@ class JoinedGroups:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._joined: list[_Joined] = []
+        self.joined: list[_Joined] = []
 
     def join(self, meeting: NcclMeeting, reception: Reception) -> _Joined:
         term = reception.manifest.term
         with self._lock:
-            of_sender = [j for j in self._joined if j.meeting.sender == meeting.sender]
-            past = [j for j in self._joined if j.term < term or (j in of_sender and j.meeting.group != meeting.group)]
+            of_sender = [j for j in self.joined if j.meeting.sender == meeting.sender]
+            past = [j for j in self.joined if j.term < term or (j in of_sender and j.meeting.group != meeting.group)]
         for joined in past:
             self.drop(joined)
-        found = [j for j in self._joined if (j.meeting.group, j.rank) == (meeting.group, reception.rank)]
+        found = [j for j in self.joined if (j.meeting.group, j.rank) == (meeting.group, reception.rank)]
         if found:
             return found[0]
         if meeting.kept:
@@ -361,18 +361,14 @@ class JoinedGroups:
         atexit.register(group.abort)
         joined = _Joined(meeting, reception.rank, term, group)
         with self._lock:
-            self._joined.append(joined)
+            self.joined.append(joined)
         return joined
 
     def drop(self, joined: _Joined) -> None:
         with self._lock:
-            self._joined = [other for other in self._joined if other is not joined]
+            self.joined = [other for other in self.joined if other is not joined]
         atexit.unregister(joined.group.abort)
         joined.group.abort()
-
-    def drop_all(self) -> None:
-        for joined in list(self._joined):
-            self.drop(joined)
 
 
 @dataclass(eq=False)
@@ -473,7 +469,7 @@ def merged_weights(folder: Path, adapter: dict[str, torch.Tensor], scale: float)
 
 
 def find_receiver(transport: str) -> Receiver:
-    """Return the receiver of a transport. Those of receivers/ are imported here."""
+    """Return the receiver of a transport. The ones in receivers/ are imported here."""
     if transport not in TRANSPORTS:
         raise WeightPushFailed(f"unknown transport {transport!r}; this server knows {', '.join(TRANSPORTS)}")
     if transport in _RECEIVERS:

@@ -26,7 +26,7 @@ from penstock.store.fleet import Fleet, Quarantines, ServerRecord
 from penstock.trajectory import Group, Sampling, Trajectory
 from penstock.v1 import policies_pb2
 from penstock.weights.snapshot import write_snapshot
-from penstock.weights.transports import TensorShape, allocate_buckets, build_manifest, host_checksum, weights_digest
+from penstock.weights.transports import TensorShape, build_manifest, host_checksum, weights_digest
 from penstock_learner.agreement.servers import MIN_STEPS, LogProbCheck, ServerAgreement, ServerQuarantine
 from penstock_learner.batches.sequence_batch import batch_of
 from penstock_learner.metrics import LearnerMetrics
@@ -38,6 +38,7 @@ from penstock_rollout.engines.torch.engine import TorchEngine
 from penstock_rollout.fleet.membership import load_snapshot
 from support.faults.faulty_server import Fault, FaultyEngine
 from support.tiny_models import make_tiny_qwen2
+from support.weight_buckets import packed_buckets
 
 PROMPTS = [tuple(range(2 + 7 * n, 26 + 7 * n)) for n in range(4)]
 STEP_SIZE = 0.002
@@ -66,10 +67,7 @@ class Learner:
         weights = {name: p.detach().numpy() for name, p in self.model.lm.named_parameters()}
         shapes = [TensorShape(name, "F32", array.shape) for name, array in weights.items()]
         manifest = build_manifest("test", self.version, 1, shapes, bucket_bytes=1 << 20)
-        buckets = allocate_buckets(manifest)
-        for spec in manifest.tensors:
-            raw = weights[spec.name].reshape(-1).view(np.uint8)
-            buckets[spec.bucket][spec.offset_bytes : spec.offset_bytes + spec.num_bytes] = raw
+        buckets = packed_buckets(manifest, weights)
         checksums = [host_checksum(manifest.checksum, bucket) for bucket in buckets]
         folder = self.snapshots / f"version-{self.version}"
         write_snapshot(folder, manifest, buckets, checksums)

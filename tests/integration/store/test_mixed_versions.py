@@ -7,9 +7,9 @@ import json
 import pytest
 import redis.asyncio as redis
 
-from penstock.codec import read_known_fields
 from penstock.store.fleet import Fleet, PolicyRegistry, ServerRecord
 from penstock.store.keys import RunKeys
+from penstock.store.redis_client import read_known_fields
 from penstock.v1 import policies_pb2
 
 KEYS = RunKeys("test")

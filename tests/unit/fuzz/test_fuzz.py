@@ -20,7 +20,7 @@ from penstock.errors import CheckpointDamaged, ConfigError, PoisonGroup, WeightP
 from penstock.trajectory import Group
 from penstock.v1 import groups_pb2, weights_pb2
 from penstock.weights.snapshot import FILE_NAME, MANIFEST_NAME, read_manifest, read_snapshot, write_snapshot
-from penstock.weights.transports import TensorShape, allocate_buckets, build_manifest, check_manifest
+from penstock.weights.transports import TensorShape, build_manifest, check_manifest
 from penstock_learner.checkpoints import TRAINER_FILE, CheckpointStore, read_state
 from penstock_learner.term import Ledger, TrainerState
 from penstock_rollout.agents.tool_calls import TOOL_FORMATS, MalformedCall, ToolCall
@@ -28,6 +28,7 @@ from penstock_rollout.rewards.function import normalise_score
 from penstock_rollout.rewards.rules import exact_match, gsm8k, regex
 from support.fuzzing import BUDGETS, damaged, json_values, try_examples
 from support.groups import make_group
+from support.weight_buckets import allocate_buckets
 
 CONFIG = """
 run: r

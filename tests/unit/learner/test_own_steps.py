@@ -340,7 +340,7 @@ def test_roles_that_cannot_be_are_refused(roles: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(ROOT / "examples/presets/grpo.yaml", overrides)
     if "taken" in message:
-        with pytest.raises(ConfigError, match="needs a step of your own"):
+        with pytest.raises(ConfigError, match="needs your own step"):
             load_config(ROOT / "examples/presets/grpo.yaml", ["--learner.roles", "{mine: {worker: critic}}"])
 
 

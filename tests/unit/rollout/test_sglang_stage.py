@@ -14,8 +14,9 @@ import torch
 from penstock.errors import WeightPushFailed
 from penstock.v1 import weights_pb2
 from penstock.weights.snapshot import write_snapshot
-from penstock.weights.transports import XXH3_PIECES, TensorShape, allocate_buckets, build_manifest, host_checksum
+from penstock.weights.transports import XXH3_PIECES, TensorShape, build_manifest, host_checksum
 from penstock_rollout.engines.sglang.plugin import StageCalls, StageWorker, announce_plugin, serve_stage, socket_path
+from support.weight_buckets import allocate_buckets
 
 
 def announced(version: int, folder: Path) -> tuple[weights_pb2.AnnounceRequest, list[str]]:

@@ -58,17 +58,13 @@ class Core:
         self.done.append(("pause", mode, clear_cache))
         return self.pause
 
-    def set_weight_version(self, version: str) -> None:
-        self.done.append(("version", version))
-
     def resume_scheduler(self) -> None:
         self.done.append("resume")
 
 
 PAUSE = ("pause", "keep", False)
 LOADED = [
-    "penstock_commit", ("version", "6"), ("send", [Output("penstock-version-6", [])]), ("begin", "6.1"), "resume",
-    "wake",
+    "penstock_commit", ("send", [Output("penstock-version-6", [])]), ("begin", "6.1"), "resume", "wake",
 ]  # fmt: skip
 
 

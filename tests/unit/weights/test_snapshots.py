@@ -22,11 +22,11 @@ from penstock.weights.snapshot import (
 from penstock.weights.transports import (
     XXH3_PIECES,
     TensorShape,
-    allocate_buckets,
     build_manifest,
     host_checksum,
     weights_digest,
 )
+from support.weight_buckets import allocate_buckets
 
 
 @pytest.fixture

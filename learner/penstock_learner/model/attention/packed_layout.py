@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from penstock_learner.batches.partition import PrefixTree, RankShard
 from penstock_learner.batches.sequence_batch import SequenceBatch
-from penstock_learner.model.attention.prefix_kernels import DensePart
 from penstock_learner.model.attention.sequence_parallel import SequenceParallel
 
 # ── prefix trees: the keys of each segment are the tokens of the path to it ──
@@ -50,9 +49,18 @@ class PathBlock:
         return seen.unsqueeze(1)
 
 
+class DensePart(NamedTuple):
+    """A range of keys which all tokens of a range of queries see."""
+
+    first_key: int
+    end_key: int
+    first_query: int
+    end_query: int
+
+
 @dataclass(frozen=True)
 class FlashPaths:
-    """Paths without the keys of dense parts. See `prefix_kernels.py`."""
+    """Paths without the keys of dense parts. `packed_attention.py` joins the two."""
 
     keys: Tensor
     """[K] stored token of each key that is in no dense part, one path after another."""
@@ -204,7 +212,7 @@ def _offsets(sizes: Sequence[int], device: torch.device) -> Tensor:
 
 _BLOCK_TOKENS = 512
 """On a GPU the width of a padded block is a multiple of this."""
-_FULL = 1.1
+_MAX_PADDED_RATIO = 1.1
 """A padded block counts as full if its size is at most this many times the tokens."""
 
 
@@ -257,7 +265,7 @@ class Packing:
             columns=to_device(columns, device),
             offsets=to_device(np.append(starts, num_tokens).astype(np.int32), device),
             longest=longest,
-            is_full=num_sequences * width <= _FULL * num_tokens,
+            is_full=num_sequences * width <= _MAX_PADDED_RATIO * num_tokens,
             is_even=num_sequences * width == num_tokens,
             lengths=lengths,
             parallel=parallel,

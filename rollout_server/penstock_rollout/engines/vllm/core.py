@@ -216,10 +216,7 @@ def flip(
 
 
 def begin_version(core: Any, policy_version: int) -> None:
-    """Set the version of all tokens from now on. EngineCore calls it while no step is in flight. vLLM's own stamps
-    follow, where it has them."""
-    if hasattr(core, "set_weight_version"):
-        core.set_weight_version(str(policy_version))
+    """Set the version of all tokens from now on. EngineCore calls it while no step is in flight."""
     mark = EngineCoreOutput(f"{VERSION_MARK}{policy_version}", [])
     core.output_queue.put_nowait((0, EngineCoreOutputs(outputs=[mark])))
 
@@ -453,7 +450,7 @@ def _parts_of(copies: Iterable[tuple[torch.Tensor, torch.Tensor]], tensors: Name
 
 
 def _refuse_gaps(model: Any, copied: list[torch.Tensor], filled: list[torch.Tensor]) -> None:
-    """Refuse copies that leave an element of a parameter out, or write one of any tensor twice."""
+    """Refuse copies that omit an element of a parameter, or write an element of any tensor twice."""
     written: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for target in [*copied, *filled]:
         if not target.is_contiguous():

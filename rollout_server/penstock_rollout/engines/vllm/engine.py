@@ -2,10 +2,10 @@
 
 How a version flips: a thread of the worker receives and hashes the new weights while decoding goes on. Then, while no
 step is in flight, the scheduler is paused, the weights are loaded, the version is set, and the scheduler is resumed.
-EngineCore does that in one call (worker.py).
+EngineCore does that in one call (core.py).
 
 Prefix-cache entries are salted with the load under which a request was submitted. A request without a token at the
-time of a flip gets the salt of the new load (scheduler.py). So a request that starts under one load never finds KV of
+time of a flip gets the salt of the new load (core.py). So a request that starts under one load never finds KV of
 another.
 
 `VersionStamps` stamps tokens with the version that produced them, as they arrive in this process. vLLM itself reports
@@ -182,7 +182,7 @@ class VllmEngine(Engine):
             await asyncio.sleep(min(max(wait_s, STAGE_POLL_S), LONGEST_STAGE_POLL_S))
 
     async def _flip(self, staged: weights_pb2.AnnounceRequest, bucket_checksums: list[str]) -> CommitReport:
-        """Verify the stage and load it, by one call to EngineCore (worker.py). No other stage can replace it meanwhile.
+        """Verify the stage and load it, by one call to EngineCore (core.py). No other stage can replace it meanwhile.
         This runs to its end even if the caller is cancelled. If the load fails, the state of the weights is unknown, so
         the engine stops serving for good."""
         policy_version, clear_cache = staged.manifest.policy_version, not self._config.keep_kv_cache

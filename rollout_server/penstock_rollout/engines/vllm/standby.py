@@ -106,11 +106,11 @@ class Standby:
                 logger.warning("EngineCore starts without its standby process: it is given open files (%s)", error)
             else:
                 self._is_free = False
-                self.process.start = partial(self._hand_over, bytes(call))  # type: ignore[method-assign]
+                self.process.start = partial(self._send_call, bytes(call))  # type: ignore[method-assign]
                 return self.process
         return SpawnProcess(target=target, args=tuple(args), kwargs=dict(kwargs or {}), name=name)
 
-    def _hand_over(self, call: bytes) -> None:
+    def _send_call(self, call: bytes) -> None:
         with contextlib.suppress(BrokenPipeError):  # if it has died, vLLM finds that out by the sentinel
             self._pipe.send(dict(os.environ))
             self._pipe.send_bytes(call)

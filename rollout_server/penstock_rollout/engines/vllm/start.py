@@ -83,7 +83,7 @@ def prepare_environment() -> None:
 
 
 def engine_arguments(config: EngineConfig, model_path: Path, dtype: str, seed: int) -> dict[str, Any]:
-    """Return the arguments of AsyncEngineArgs. Those in `rollout.engine.extra` come last and win."""
+    """Return the arguments of AsyncEngineArgs. Arguments in `rollout.engine.extra` come last and win."""
     executor = "InProcessExecutor" if config.tensor_parallel_size == 1 else "TensorParallelExecutor"
     arguments: dict[str, Any] = {
         "model": str(model_path),
@@ -152,7 +152,7 @@ def create_llm(
 
 
 def _check_flips(arguments: dict[str, Any], config: Any) -> None:
-    """Raise ConfigError if `rollout.engine.extra` takes away what a flip inside EngineCore needs (worker.py): our
+    """Raise ConfigError if `rollout.engine.extra` takes away what a flip inside EngineCore needs (core.py): our
     executor and scheduler, all KV inside vLLM, and one EngineCore, because several would have to pause together."""
     needed = {
         "distributed_executor_backend": str(arguments["distributed_executor_backend"]).startswith(_CORE),

@@ -148,7 +148,7 @@ def _broadcasts(groups: Sequence[Any], reception: Reception, *, ends_together: b
     its own group first, so the publisher's barrier ends when all workers have all bytes."""
     source, deadline = groups[0], reception.deadline
     in_flight: deque[tuple[Any, _BucketPiece]] = deque()
-    handed_on = _HandedOn(groups[1], deadline) if len(groups) > 1 else None
+    relay = _Relay(groups[1], deadline) if len(groups) > 1 else None
     pieces, is_complete = _pieces(reception), False
     try:
         while True:
@@ -159,26 +159,26 @@ def _broadcasts(groups: Sequence[Any], reception: Reception, *, ends_together: b
             work, piece = in_flight[0]
             _wait(work, deadline)
             in_flight.popleft()
-            if handed_on is not None:
-                handed_on.add(piece.bytes)
+            if relay is not None:
+                relay.add(piece.bytes)
             if piece.checksum is not None:
                 piece.checksum.update(piece.bytes.numpy())
             if piece.is_last:
                 yield Arrived(piece.wire, piece.checksum.value if piece.checksum else "")
-        if handed_on is not None:
-            handed_on.finish()
+        if relay is not None:
+            relay.finish()
         if ends_together:
             _wait(source.barrier(), deadline)
         is_complete = True
     finally:
         if not is_complete:
             break_connections(source, [work for work, _ in in_flight])
-            if handed_on is not None:
-                break_connections(handed_on.group, list(handed_on.works))
+            if relay is not None:
+                break_connections(relay.group, list(relay.works))
 
 
-class _HandedOn:
-    """The pieces that a relay hands on to its group. As many are in flight as from the publisher, so a slow worker
+class _Relay:
+    """Broadcasts pieces to the group of a relay. As many are in flight as from the publisher, so a slow worker
     slows the publisher down instead of filling the relay's memory."""
 
     def __init__(self, group: Any, deadline: Deadline) -> None:

@@ -104,8 +104,8 @@ def test_one_strike_is_enough_for_a_server_that_is_probed() -> None:
 def test_the_last_figure_is_kept_through_steps_without_one() -> None:
     check = LogProbCheck(0.1)
     assert check.last == {}
-    for metrics in ({"logprob_mismatch": 0.1}, {"logprob_mismatch": 0.05}, {}):
-        check.remember(metrics)
+    for mismatch in (0.1, 0.05, None):
+        check.remember(mismatch)
     assert check.last == {"logprob_mismatch": 0.05}
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock_learner.batches.partition import SHORTEST, PrefixTree, partition, shortest_shared, unpermute
+from penstock_learner.batches.partition import MIN_SHARED_TOKENS, PrefixTree, partition, shortest_shared, unpermute
 from penstock_learner.batches.sequence_batch import SequenceBatch
 from support.groups import batch_of_sequences, forked_batch, short_batch
 
@@ -67,7 +67,7 @@ def test_what_two_sequences_of_a_group_begin_with_is_stored_once(batch: Sequence
             shared = len(np.intersect1d(paths[one], paths[other]))
             same_group = batch.group_ids[one] == batch.group_ids[other]
             assert shared <= alike if same_group else shared == 0
-            assert shared > alike - SHORTEST or not same_group
+            assert shared > alike - MIN_SHARED_TOKENS or not same_group
 
 
 def test_a_short_sequence_does_not_keep_long_ones_from_sharing() -> None:
@@ -91,7 +91,7 @@ def test_a_shared_split_has_every_sequence_once_within_the_limit(
             stored = sum(PrefixTree.of(batch.select(part)).num_stored for part in shard.sequences if part)
             shared = sum(int(batch.lengths[part].sum()) for part in shard.sequences) - stored
             # Sequences of other micro-batches may fork where these would not, and the other way round.
-            inexact = SHORTEST * batch.num_sequences
+            inexact = MIN_SHARED_TOKENS * batch.num_sequences
             assert abs(shard.num_shared - shared) < inexact
             for part in shard.sequences:
                 if len(part) > 1:
@@ -133,10 +133,10 @@ def test_short_samples_share_every_token_that_they_begin_with() -> None:
 
 
 def test_long_sequences_share_only_beginnings_that_are_worth_a_segment() -> None:
-    for alike in (SHORTEST - 1, SHORTEST):
+    for alike in (MIN_SHARED_TOKENS - 1, MIN_SHARED_TOKENS):
         sequences = [np.concatenate([np.zeros(alike, np.int64), np.full(200, token)]) for token in (1, 2)]
         tree = PrefixTree.of(batch_of_sequences(sequences, prompt_lengths=[1, 1], group_ids=[0, 0]))
-        assert (len(tree.places) - tree.num_stored == alike) == (alike == SHORTEST)
+        assert (len(tree.places) - tree.num_stored == alike) == (alike == MIN_SHARED_TOKENS)
 
 
 def test_equal_sequences_are_stored_once_whatever_their_rest_is() -> None:

@@ -76,7 +76,7 @@ def save(folder: Path, roles: dict[str, Any], step: int) -> Path:
     async def write() -> None:
         metrics = LearnerMetrics(CollectorRegistry(), "standalone")
         queue: Any = NoQueue()
-        writer = CheckpointWriter(store, queue, roles, metrics, on_durable=lambda _: None)
+        writer = CheckpointWriter(store, queue, roles, metrics, Term(), on_durable=lambda: None)
         await writer.begin(TrainerState(step, step, 1, [(1, step)]), [])
         await writer.wait_until_written()
 

@@ -25,7 +25,7 @@ from penstock_learner.checkpoints import (
 )
 from penstock_learner.loop.step_loop import CheckpointWriter
 from penstock_learner.metrics import LearnerMetrics
-from penstock_learner.term import TrainerState
+from penstock_learner.term import Term, TrainerState
 from support.object_store import ObjectStore, in_environment, object_store
 
 URL = "s3://bucket/runs"
@@ -198,17 +198,20 @@ async def test_groups_are_acknowledged_only_when_the_upload_is_complete(
     assert store.uploads is not None
     queue: Any = Commits(store.uploads)
     metrics = LearnerMetrics(CollectorRegistry(), "standalone")
-    writer = CheckpointWriter(store, queue, {}, metrics, on_durable=lambda _: None)
+    term = Term()
+    writer = CheckpointWriter(store, queue, {}, metrics, term, on_durable=lambda: None)
+    term.add_trained(1, [1], kl_reference=0.0, num_sequences=1)
     await writer.begin(TrainerState(1, 1, 1, [(1, 1)]), [1])
     await writer.wait_until_written()
-    assert queue.seen == [["term-000001-step-00000001"]]
+    assert queue.seen == [["term-000001-step-00000001"]] and term.is_durable(1)
 
     def fails(self: ObjectFolder, file: Path, name: str) -> None:
         raise Unavailable("the store is away")
 
     monkeypatch.setattr(ObjectFolder, "upload", fails)
+    term.add_trained(2, [2], kl_reference=0.0, num_sequences=1)
     await writer.begin(TrainerState(2, 2, 1, [(1, 2)]), [2])
     with pytest.raises(Unavailable, match="the store is away"):
         await writer.wait_until_written()
-    assert len(queue.seen) == 1, "what is only on this disk acknowledges nothing"
+    assert len(queue.seen) == 1 and not term.is_durable(2), "what is only on this disk acknowledges nothing"
     assert names(store.newest_first())[0] == "term-000001-step-00000002", "it is still here for the next start"

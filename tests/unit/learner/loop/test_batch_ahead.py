@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +54,7 @@ class Setting:
 
     def rewind(self, ahead: BatchAhead, rewind: Rewind) -> BatchAhead:
         self.reader.term.rewind(rewind.from_version, rewind.to_version, rewind.why)
-        replace = partial(self.reader.replace_outdated, policy_version=rewind.to_version, wanted=ahead.wanted)
-        return ahead.replaced_by(self.training, replace)
+        return ahead.replaced_by(self.training, self.reader.replace_outdated)
 
     async def answer_again(self, *versions: int) -> None:
         """Answer every pending prompt, each with one of these versions, in order."""

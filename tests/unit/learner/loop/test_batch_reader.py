@@ -279,7 +279,7 @@ async def test_groups_of_a_server_in_quarantine_are_replaced_unless_they_are_pro
     reader.quarantine = Held(probe=3)  # type: ignore[assignment]
     batch = await reader.read(1, 0)
     assert batch.prompt_ids == [3, 4]
-    replaced = await reader.replace(batch, [3], "quarantined", 0)
+    replaced = await reader.replace(batch, None, [3], "quarantined")
     assert replaced.prompt_ids == [4, 5]
     assert await queue.expired_reasons() == {"quarantined": 3}
     stat = await queue.stat()
@@ -294,9 +294,9 @@ async def test_groups_of_abandoned_versions_are_made_again() -> None:
     batch = await reader.read(1, 4)
     assert batch.prompt_ids == [1, 2]
     reader.term.rewind(from_version=3, to_version=9)
-    batch = await reader.replace_outdated(batch, 9)
+    batch = await reader.replace_outdated(batch)
     assert batch.prompt_ids == [3, 4], "version 3 is not older than 9, which has the same weights"
-    assert await reader.replace_outdated(batch, 9) is batch
+    assert await reader.replace_outdated(batch) is batch
     stat = await queue.stat()
     assert (stat.pending_prompts, stat.queued, stat.expired, stat.conservation_error) == (2, 3, 2, 0)
 

@@ -219,6 +219,8 @@ async def test_the_result_of_a_step_does_not_change_and_a_users_number_hides_non
             setattr(part, name, 9.0)
     named = replace(result, others={"loss": 9.0, "own": 8.0}).by_name()
     assert (named["loss"], named["own"]) == (result.update.loss, 8.0)
+    incomparable = replace(result, update=replace(result.update, logprob_mismatch=None))
+    assert "logprob_mismatch" in named and "logprob_mismatch" not in incomparable.by_name()
 
 
 async def test_staleness_is_in_steps_through_a_rewind(tiny_models: dict[str, Path]) -> None:

@@ -303,7 +303,7 @@ class ServerAgreement:
                 await self.quarantine.begin(verdict, version)
 
     def _is_accepted(self, verdict: ServerVerdict) -> bool:
-        """Whether a server that differs more than usual serves all the same: its weights were loaded again, it is
+        """Whether a server that differs more than usual still serves: its weights were loaded again, it is
         within the configured limit, and no other server is left."""
         record = self.quarantine.records[verdict.server_id]
         if verdict.is_beyond or not record.num_reloads or not self._alive <= set(self.quarantine.records):

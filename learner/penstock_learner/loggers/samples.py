@@ -110,7 +110,7 @@ class SampleLog:
             self.loggers.log_samples(trained.step, table)
 
     def _write(self, groups: Sequence[list[Sample]]) -> None:
-        """Write the groups, or leave them out if the disk takes nothing. The next ones are tried again."""
+        """Write the groups, or skip them if the disk takes nothing. The next ones are tried again."""
         try:
             if not self._has_begun:
                 self.file.begin(self.start_step)

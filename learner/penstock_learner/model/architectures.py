@@ -192,7 +192,7 @@ def _kinds(module: Any) -> set[str]:
 # ── computing what the sequences of a group have in common once ──
 
 _PADDED = frozenset({"phi"})
-"""Packed types whose causal models are padded all the same, because of their heads."""
+"""Packed types whose causal models are nevertheless padded, because of their heads."""
 
 
 def prefix_sharing_roles(config: RunConfig) -> frozenset[str]:

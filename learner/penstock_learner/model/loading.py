@@ -353,8 +353,8 @@ class ShapesOf:
 
 
 def recipes_of(lm: Any, names: list[str]) -> list[Recipe]:
-    """The recipes for a Hugging Face model, from files with tensors of these names. Tensors that fit nothing are left
-    out, as `from_pretrained` leaves them out."""
+    """The recipes for a Hugging Face model, from files with tensors of these names. Tensors that fit nothing are
+    skipped, as by `from_pretrained`."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import dot_natural_key, rename_source_key
 

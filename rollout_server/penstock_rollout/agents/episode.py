@@ -95,7 +95,7 @@ def has_own_rewards(episode: Episode) -> bool:
 def token_rewards_of(episode: Episode, how: RewardUse, scored: Mapping[int, float] = NONE) -> tuple[TokenReward, ...]:
     """The agent's rewards of single tokens, and those of turns at the last token of each turn. `scored` are those of
     the reward function, by token. All are part of the reward that `combine_rewards` gives. If the agent gives rewards
-    itself, that is one number with `last`, leaves the function out with `replace`, and is the function's alone with
+    itself, that is one number with `last`, ignores the function with `replace`, and is the function's alone with
     `record`."""
     own: dict[int, float] = {}
     if how in ("sum", "replace"):

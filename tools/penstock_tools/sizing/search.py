@@ -224,7 +224,7 @@ class SearchResult:
     """What does not fit, next to what was chosen."""
 
     def cost(self, other: Deployment) -> float:
-        """Share of the best throughput that another deployment gives up."""
+        """Share of the best throughput that another deployment loses."""
         return 1 - other.tokens_per_s / self.best.tokens_per_s
 
 

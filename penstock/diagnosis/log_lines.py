@@ -82,9 +82,8 @@ class Announcements:
         for notice in reversed(run.notices):
             key = (notice.kind, notice.text)
             if notice.kind != PRINTED_BY_SUPERVISOR and notice.count > self._counts.get(key, 0):
-                lines.append(notice.text)
-                lines += [f"    {line}" for line in notice.detail.splitlines()]
-                self._counts[key] = _EVERY_COUNT
+                lines += [notice.text, *(f"    {line}" for line in notice.detail.splitlines())]
+                self._counts[key] = 2**63  # whatever its count becomes, it is not printed again
         return lines
 
     def _breaker_lines(self, run: Run) -> list[str]:
@@ -95,9 +94,6 @@ class Announcements:
             for server in paused
             if (server.server_id, server.breaker_reason) not in before
         ]
-
-
-_EVERY_COUNT = 2**63
 
 
 def waiting_for(run: Run, before: Run) -> str:

@@ -82,7 +82,7 @@ test-long: setup-dev  ## the cases that `make test` skips for time, and property
 proto: setup-dev  ## regenerate penstock/v1 from proto/
 	$(VENV)/bin/python -m grpc_tools.protoc -Iproto --python_out=. --pyi_out=. --grpc_python_out=. proto/penstock/v1/*.proto
 
-bench: $(addprefix bench-,$(BENCHES))  ## every benchmark that runs on a CPU (or one: bench-codec)
+bench: $(addprefix bench-,$(BENCHES))  ## codec, replay, weights, checkpoints, rollout, gateway, agents, scale, simulate (bench-codec runs one)
 
 bench-async: setup-dev  ## asynchronous against synchronous training (25 minutes; ARGS="--seeds 1 --staleness 0,2")
 	$(VENV)/bin/python bench/async_sync.py $(ARGS)

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ from harness import (
     record_part,
     redis_process,
     report,
+    report_skipped,
     say,
     turns,
 )
@@ -79,6 +80,10 @@ QUICK = Amounts(
     num_rounds=2, requests=128, batches=8, queue_batches=2, queue_sizes=(("1 KB", 1024),), push_bytes=2**24,
     num_pushes=1, groups_encoded=20, window_tokens=20_000, demo_rounds=1, demo_steps=3,
 )  # fmt: skip
+SMALLEST = replace(
+    QUICK, num_rounds=1, requests=gateway.CONNECTIONS, queue_batches=1, groups_encoded=2, window_tokens=5_000
+)
+"""For a smoke run."""
 
 
 @dataclass(frozen=True)
@@ -228,12 +233,16 @@ PARTS = {
 
 
 def measure(part: str, code: dict[str, Path], amounts: Amounts, folder: Path) -> Results:
-    """All contenders of a part, in turn. The first round warms up, but not that of the demo, which always starts."""
+    """All contenders of a part, in turn. The first round warms up, but not that of the demo, which always starts. In a
+    smoke run all contenders are the same processes, because their start takes longest."""
     measured: dict[str, dict[str, Measurement]] = {}
     num_rounds = amounts.demo_rounds - 1 if part == "demo" else amounts.num_rounds
     with contextlib.ExitStack() as stack:
         contenders: dict[str, Turn] = {}
         for name, where in code.items():
+            if SMOKE and contenders:
+                contenders[name] = contenders[BASE]
+                continue
             tree = Tree(name, where, folder / part / name.replace(" ", "-"))
             tree.folder.mkdir(parents=True)
             contenders[name] = stack.enter_context(PARTS[part](tree, amounts))
@@ -276,13 +285,19 @@ def export(commit: str, folder: Path) -> str:
 def main() -> int:
     parser = make_parser()
     parser.add_argument("base", nargs="?", default="HEAD", help="the commit to compare with")
-    parser.add_argument("--parts", default="queue" if SMOKE else ",".join(PARTS))
+    parser.add_argument("--parts", default=",".join(part for part in PARTS if not SMOKE or part != "demo"))
     parser.add_argument("--quick", action="store_true", help="small amounts and two rounds, and no results written")
     arguments = parser.parse_args()
-    amounts, load = QUICK if arguments.quick or SMOKE else Amounts(), f"{os.getloadavg()[0]:.1f}"
+    amounts = SMALLEST if SMOKE else QUICK if arguments.quick else Amounts()
+    load = f"{os.getloadavg()[0]:.1f}"
     parts = arguments.parts.split(",")
     if unknown := [part for part in parts if part not in PARTS]:
         parser.error(f"unknown part {unknown[0]}: give some of {', '.join(PARTS)}")
+    if SMOKE:
+        report_skipped("another commit", "this tree is compared with itself")
+        report_skipped(
+            "the demo's start and its steps", "it takes minutes; tests/integration/runs/test_demo.py trains one"
+        )
     is_met = True
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as name:
         folder = Path(name)

@@ -50,7 +50,7 @@ from async_sync_parts.run import (
     score_snapshots,
     train,
 )
-from harness import SMOKE, Bar, Measurement, followed_run, leaves_out, make_parser, report, results_folder
+from harness import SMOKE, Bar, Measurement, followed_run, make_parser, report, report_skipped, results_folder
 from penstock.config.service import ReplayConfig
 
 NAME = "async_sync"
@@ -225,7 +225,7 @@ def main() -> int:
     parser.add_argument("--fresh", action="store_true", help="forget the runs of earlier calls")
     arguments = parser.parse_args()
     if SMOKE:
-        leaves_out("training with each staleness", "it takes minutes; a run of others is judged as each of two")
+        report_skipped("training with each staleness", "it takes minutes; a run of others is judged as each of two")
         row = measure_followed(num_steps=5)
         rows = [row | {"variant": asdict(replace(Variant(**row["variant"]), max_staleness=bound))} for bound in (0, 2)]
         return 0 if report(NAME, TITLE, *judge(rows)) else 1

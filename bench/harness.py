@@ -4,8 +4,8 @@ The machine is shared and noisy, so no absolute time is judged. A bar is a ratio
 alternate in the same run. Programs for a GPU run in parts (`run_parts`): each part is a process with a deadline.
 
 Every program takes `--smoke`: the smallest sizes (`sized`), one round, no bar judged. `make test` runs all of them so.
-A smoke run measures on a CPU and says what it cannot measure there (`leaves_out`). It writes its results to the folder
-that PENSTOCK_BENCH_RESULTS names, and nowhere without it. Programs that start a whole run follow the run in the folder
+A smoke run measures on a CPU and reports what it skips (`report_skipped`). It writes its results to the folder that
+PENSTOCK_BENCH_RESULTS names, and nowhere without it. Programs that start a whole run follow the run in the folder
 PENSTOCK_BENCH_RUN instead (`followed_run`).
 """
 
@@ -63,8 +63,8 @@ def sized(full: T, smoke: T) -> T:
     return smoke if SMOKE else full
 
 
-def leaves_out(what: str, why: str) -> None:
-    """Say what this smoke run does not measure."""
+def report_skipped(what: str, why: str) -> None:
+    """Print what this smoke run does not measure."""
     print(f"smoke run: not measured: {what}: {why}", flush=True)
 
 
@@ -165,14 +165,14 @@ def median_ratio(ours: Measurement, limit: Measurement) -> float:
 
 def earlier(name: str, parts: Sequence[str]) -> Results:
     """The entries of results/NAME.json that do not begin with one of these parts, which are measured again."""
-    said = {"measurements": [], "bars": []} | saved(name)
+    results = {"measurements": [], "bars": []} | saved(name)
 
     def is_other(entry: str) -> bool:
         return entry.partition(": ")[0] not in parts
 
     return Results(
-        [Measurement(m["name"], m["unit"], m["rates"]) for m in said["measurements"] if is_other(m["name"])],
-        [Bar(b["name"], b["value"], b["goal"], b["at_most"]) for b in said["bars"] if is_other(b["name"])],
+        [Measurement(m["name"], m["unit"], m["rates"]) for m in results["measurements"] if is_other(m["name"])],
+        [Bar(b["name"], b["value"], b["goal"], b["at_most"]) for b in results["bars"] if is_other(b["name"])],
     )
 
 
@@ -379,8 +379,8 @@ def _start(part: str, written: Path, timeout_s: float) -> Results:
     finally:
         end_session(process)
     ended_well = Bar("part ended well", float(process.returncode == 0), 1)
-    said = json.loads(written.read_text()) if written.exists() else {"measurements": [], "bars": []}
-    return Results([Measurement(**m) for m in said["measurements"]], [ended_well, *(Bar(**b) for b in said["bars"])])
+    saved = json.loads(written.read_text()) if written.exists() else {"measurements": [], "bars": []}
+    return Results([Measurement(**m) for m in saved["measurements"]], [ended_well, *(Bar(**b) for b in saved["bars"])])
 
 
 def end_session(process: subprocess.Popen[bytes]) -> None:

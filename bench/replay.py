@@ -35,11 +35,11 @@ from harness import (
     Bar,
     Measurement,
     alternate,
-    leaves_out,
     make_parser,
     median_ratio,
     redis_process,
     report,
+    report_skipped,
     sized,
 )
 from penstock.config.service import RedisConfig, ReplayConfig
@@ -341,7 +341,7 @@ def main() -> int:
         if not SMOKE:
             print("bench-replay needs redis-benchmark: apt-get install redis-tools", file=sys.stderr)
             return 2
-        leaves_out("the cost of a group", "there is no redis-benchmark")
+        report_skipped("the cost of a group", "there is no redis-benchmark")
         sizes = {}
     import ray
 

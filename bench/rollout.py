@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from harness import SMOKE, Bar, Measurement, leaves_out, make_parser, redis_process, report, say, sized
+from harness import SMOKE, Bar, Measurement, make_parser, redis_process, report, report_skipped, say, sized
 from penstock.config.service import RedisConfig
 from penstock.replay.queue import RedisReplayQueue
 from penstock.store.redis_client import connect
@@ -103,7 +103,7 @@ def main() -> int:
     parser.add_argument("size", nargs="?", default=sized("small", "smoke"), choices=SIZES)
     name = parser.parse_args().size
     if SMOKE and importlib.util.find_spec("vllm") is None:
-        leaves_out("generation", "vLLM is not installed")
+        report_skipped("generation", "vLLM is not installed")
         return 0
     if name == "gpu":
         faulthandler.dump_traceback_later(DEADLINE_S, exit=True)

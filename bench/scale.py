@@ -3,7 +3,7 @@
     make bench-scale                       (ARGS="--servers 10 100 --prompts 100000 --rounds 1" for a short one)
 
 One Redis, one gateway and the learner's side of the control (scale_parts/learner.py): the queue's calls of a step, the
-publication of versions to the fleet with its gRPC calls, and its look-out for servers that are behind. The servers are
+publication of versions to the fleet with its gRPC calls, and its search for servers that are behind. The servers are
 real but for their engines (scale_parts/servers.py). All sizes of the fleet make the same number of groups a second, so
 that a difference in the cost of a group is that of the fleet's size.
 
@@ -13,7 +13,7 @@ Phases for each size of the fleet, in an order of sizes that is reversed in ever
     waiting   the run is paused, and servers also look for prompts. Cost of looking, for each second
     groups    leases, appends and steps. Cost of a group
     submits   the same with a client that submits prompts to the gateway. Cost of a submission
-    silent    servers neither report nor lease. What their connections cost is no part of the two costs below
+    silent    servers neither report nor lease. What their connections cost is not part of the two costs below
     calls     clients that ask the gateway for completions. Cost of a call
     pushes    versions without bytes, to all servers. Cost of a push, for each server
 

@@ -52,7 +52,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
-from harness import SMOKE, Bar, followed_run, leaves_out, make_parser, sized, write_results
+from harness import SMOKE, Bar, followed_run, make_parser, report_skipped, sized, write_results
 from penstock.config.loading import dump_config, load_config
 from penstock.config.run import RunConfig
 from penstock.errors import PenstockError
@@ -246,7 +246,7 @@ class Soak:
 
     async def _followed(self) -> Path:
         """The folder of a run that others have started, when it has ended. Its learner's log must be readable."""
-        leaves_out("a run that trains", "it takes minutes; stand-ins were killed, and a run of others is read")
+        report_skipped("a run that trains", "it takes minutes; stand-ins were killed, and a run of others is read")
         run, deadline = followed_run(), time.monotonic() + FOLLOWED_S
         while not (run / "summary.json").exists():
             if time.monotonic() > deadline:

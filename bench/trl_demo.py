@@ -22,7 +22,7 @@ from typing import Any
 
 from async_sync import RUN_S, SCORE_GOAL, measure, measure_followed, numbers, seconds_to
 from async_sync_parts.run import Serving, Variant, score_snapshots
-from harness import SMOKE, Bar, Measurement, leaves_out, make_parser, report, sized
+from harness import SMOKE, Bar, Measurement, make_parser, report, report_skipped, sized
 
 NAME = "trl_demo"
 TRL_RUN = Path(__file__).parent / "trl_demo_parts" / "run.py"
@@ -75,7 +75,7 @@ def main() -> int:
     ).returncode:
         if not SMOKE:
             raise SystemExit(f"{arguments.trl_python} has no TRL: pip install trl==1.16.0 datasets, or --trl-python")
-        leaves_out("TRL", "it is not installed")
+        report_skipped("TRL", "it is not installed")
         contenders = [OURS]
     rows: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
     for number, seed in enumerate(arguments.seeds):

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from prometheus_client import CollectorRegistry
 
-from harness import SMOKE, Bar, Measurement, alternate, leaves_out, make_parser, median_ratio, report, sized
+from harness import SMOKE, Bar, Measurement, alternate, make_parser, median_ratio, report, report_skipped, sized
 from penstock.config.learner import LearnerConfig
 from penstock.config.loading import dump_config, validate
 from penstock.config.rollout import EngineConfig
@@ -290,7 +290,7 @@ def main() -> int:
     torch.set_num_threads(LearnerConfig().threads_per_rank)
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as name:
         if SMOKE:
-            leaves_out("the pause of vLLM", "it takes long to start; the torch engine is in its place")
+            report_skipped("the pause of vLLM", "it takes long to start; the torch engine is in its place")
         for part in (pause, transfers, flatness):
             measured, judged = part(Path(name))
             measurements += measured

@@ -39,7 +39,7 @@ its default.
 
 NAMES_HEADER = """
 ## Names
-Names that these fields take, besides the path of your own code.
+Names that these fields take, besides the path of your code.
 
 | field | names |
 |---|---|
@@ -54,7 +54,7 @@ def build() -> str:
 
 
 def _names() -> str:
-    """The table of names. Those that are not part of a type come from the registries in which they are looked up."""
+    """The table of names. Names that are not part of a type come from the registries in which they are looked up."""
     named: dict[str, Iterable[str]] = {
         "learner.algorithm.advantage.name": ADVANTAGE_NAMES,
         "learner.algorithm.loss.name": LOSS_NAMES,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from itertools import groupby
 from os.path import commonprefix
 from pathlib import Path
@@ -39,13 +40,21 @@ def build() -> str:
     rows = json.loads(RESULTS.read_text())
     machines = sorted({row["machine"] for row in rows})
     passed = sum(row["outcome"] == "passed" for row in rows)
-    lines = [HEAD + f"{passed} of {len(rows)} rows passed. Machine: {'; '.join(machines)}.\n"]
+    usual, _ = Counter(map(_commit, rows)).most_common(1)[0]
+    measured = f"Commit (of older rows, the one that recorded them): {usual}, unless the row names another."
+    measured += f" Machine: {'; '.join(machines)}."
+    lines = [f"{HEAD}{passed} of {len(rows)} rows passed. {measured}\n"]
     for area, of_area in groupby(sorted(rows, key=lambda row: row["area"].lower()), key=lambda row: row["area"]):
-        lines += [f"## {area[0].upper()}{area[1:]}", *_table(list(of_area)), ""]
+        lines += [f"## {area[0].upper()}{area[1:]}", *_table(list(of_area), usual), ""]
     return "\n".join(lines)
 
 
-def _table(rows: list[dict[str, Any]]) -> list[str]:
+def _commit(row: dict[str, Any]) -> str:
+    """The commit that a row was measured on; of older rows, the commit that recorded it."""
+    return f"`{row['commit'] if 'commit' in row else row['recorded_in']}`"
+
+
+def _table(rows: list[dict[str, Any]], usual_commit: str) -> list[str]:
     """One line for each test: its cases differ in the fault alone."""
     head = ("fault", "how it is made", "what must happen", "lost, doubled; recovery", "test")
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
@@ -55,14 +64,14 @@ def _table(rows: list[dict[str, Any]]) -> list[str]:
         outcome = "" if row["outcome"] == "passed" else f" (**{row['outcome']}**)"
         cases.setdefault((test, row["how"], row["must"] + outcome, row["command"]), []).append(row)
     for (test, how, must, command), of_test in cases.items():
-        fault = _fault([row["fault"] for row in of_test])
+        fault, commits = _fault([row["fault"] for row in of_test]), {*map(_commit, of_test)} - {usual_commit}
         lost, doubled, recovery_s = (
             _range([row[name] for row in of_test]) for name in ("lost", "doubled", "recovery_s")
         )
         cells = [
             f"**{fault}**" if command == "make test" else fault, how, must,
             "; ".join(filter(None, (", ".join(filter(None, (lost, doubled))), recovery_s))),
-            f"`{test.rpartition('::')[2].removeprefix('test_')}`",
+            ", ".join([f"`{test.rpartition('::')[2].removeprefix('test_')}`", *sorted(commits)]),
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return lines

@@ -208,7 +208,7 @@ def is_sampled(prompt_id: int, share: float) -> bool:
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from `low` to `high`, both included. None is no bound."""
+    """Numbers from `low` to `high`, both included. None means no bound."""
 
     low: float | None = None
     high: float | None = None

@@ -44,9 +44,9 @@ from harness import (
     Results,
     earlier,
     followed_run,
-    leaves_out,
     make_parser,
     report,
+    report_skipped,
     run_parts,
     save,
     saved,
@@ -67,9 +67,9 @@ TITLE = "from `penstock up` to the first step, on one GPU"
 TIMEOUTS_S = {"imports": 95.0, "before": 190.0, "cold": 160.0, "warm": 125.0}
 FOLLOWED_S = 380.0
 STOP_S = 35.0
-"""How long before its timeout a part gives up its run, to stop it and save the figures."""
+"""How long before its timeout a part stops waiting for its run, to end it and save the figures."""
 GOALS = {("warm", "before"): 0.5, ("warm", "cold"): 0.5, ("cold", "before"): 0.8}
-"""What the time of the first part may be of that of the second."""
+"""Upper bound on the time of the first part divided by that of the second."""
 FIRST_STEP = "start to the end of the first step"
 IMPORTS = sized(
     {"vllm": "import vllm.v1.engine.core, ray, transformers", "torch": "import ray, transformers"},
@@ -285,9 +285,9 @@ def _read_engine_log(timeline: Timeline, log: Path) -> None:
     text = log.read_text(errors="replace") if log.exists() else ""
     for name, seconds in _TIMED.findall(text):
         timeline.of_engine[" ".join(name.split())] = float(seconds)
-    if said := _IMPORTED.search(text):
-        timeline.of_engine["EngineCore's process imports"] = float(said[1])
-        timeline.of_engine["the server waits for that"] = float(said[2])
+    if match := _IMPORTED.search(text):
+        timeline.of_engine["EngineCore's process imports"] = float(match[1])
+        timeline.of_engine["the server waits for that"] = float(match[2])
     year = time.localtime(timeline.started_at).tm_year
     for month, day, hour, minute, second, line in _STAMPED.findall(text):
         at = time.mktime((year, int(month), int(day), int(hour), int(minute), int(second), 0, 0, -1))
@@ -321,7 +321,9 @@ def main() -> int:
     if unknown := [part for part in parts if part not in TIMEOUTS_S]:
         parser.error(f"unknown part {unknown[0]}: give some of {', '.join(TIMEOUTS_S)}")
     if SMOKE:
-        leaves_out("a start on a GPU, with kept and with empty caches", "there is no GPU; a run of others is followed")
+        report_skipped(
+            "a start on a GPU, with kept and with empty caches", "there is no GPU; a run of others is followed"
+        )
     elif WRITE_TO not in os.environ:
         prepare(arguments, parts)
     ended_well = run_parts(NAME, TITLE, parts, TIMEOUTS_S, lambda part: bench(part, arguments))

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from harness import SMOKE, Bar, Measurement, leaves_out, make_parser, report, say, sized
+from harness import SMOKE, Bar, Measurement, make_parser, report, report_skipped, say, sized
 from penstock.config.rollout import EngineConfig
 from penstock.trajectory import Sampling
 from penstock.v1 import weights_pb2
@@ -289,7 +289,7 @@ class Check:
         self._say(f"{NUM_REQUESTS} requests decode; updating")
         await engine.stage_weights(announcement)
         commit = await engine.commit_weights(announcement.manifest.policy_version, checksums, timeout_s=60)
-        self._measure(f"{which}receiving beside decoding", "ms", 1000 * commit.receive_s)
+        self._measure(f"{which}receiving while decoding", "ms", 1000 * commit.receive_s)
         self._measure(f"{which}loading", "ms", 1000 * commit.load_s)
         self._measure(f"{which}paused", "ms", 1000 * commit.paused_s)
         answers = await running
@@ -418,7 +418,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     if SMOKE:
-        leaves_out("vLLM and SGLang", "they need a GPU or take long to start; the torch engine is in their place")
+        report_skipped("vLLM and SGLang", "they need a GPU or take long to start; the torch engine is in their place")
     code = asyncio.run(main_async(arguments))
     os._exit(code)  # a start that hangs in its thread would keep the interpreter alive; the engine ends with its parent
 

@@ -20,7 +20,7 @@ import argparse
 import json
 import sys
 
-from harness import SMOKE, Results, leaves_out, make_parser, run_parts, sized
+from harness import SMOKE, Results, make_parser, report_skipped, run_parts, sized
 
 NAME = "weights_gpu"
 PARTS = "ipc,ranks,host,vllm-0.5b,vllm-7b"
@@ -68,7 +68,7 @@ def main() -> int:
     arguments = parser.parse_args()
     parts = [part for part in arguments.parts.split(",") if not (arguments.no_7b and part == "vllm-7b")]
     if SMOKE:
-        leaves_out("pushes by cuda_ipc and nccl", "they need a GPU")
+        report_skipped("pushes by cuda_ipc and nccl", "they need a GPU")
     is_met = run_parts(NAME, "weight push on one GPU", parts, TIMEOUTS_S, lambda part: run_part(part, arguments))
     return 0 if is_met else 1
 

@@ -42,9 +42,9 @@ from harness import (
     Results,
     earlier,
     followed_run,
-    leaves_out,
     make_parser,
     report,
+    report_skipped,
     run_parts,
     saved,
     say,
@@ -235,7 +235,7 @@ def main() -> int:
         if who not in ("ours", *PEERS) or model not in SHAPES:
             parser.error(f"unknown part {part}: give ours-, trl- or verl-MODEL, MODEL one of {', '.join(SHAPES)}")
     if SMOKE:
-        leaves_out("a run on a GPU, TRL's and verl's", "there is no GPU; a run of others is followed")
+        report_skipped("a run on a GPU, TRL's and verl's", "there is no GPU; a run of others is followed")
     ended_well = run_parts(
         NAME, TITLE, parts, dict.fromkeys(parts, arguments.timeout), lambda part: bench(part, arguments)
     )

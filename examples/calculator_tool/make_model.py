@@ -54,12 +54,12 @@ def transcript(problem: Problem, rng: random.Random) -> list[Part]:
     if rng.random() < P_CALL:
         call = slip(question(problem)[:-1], rng)
         first, second = call.split("+")
-        said = str(int(first) + int(second))
+        result = str(int(first) + int(second))
         return [
             (question(problem), False),
             (f"[{call}]{EOS}", True),
-            (f"{said}=", False),
-            (slip(said, rng) + EOS, True),
+            (f"{result}=", False),
+            (slip(result, rng) + EOS, True),
         ]
     guess = answer(problem) if rng.random() < P_LUCK else str(rng.randrange(20, 199))
     return [(question(problem), False), (guess + EOS, True)]

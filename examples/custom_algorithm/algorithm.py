@@ -1,4 +1,4 @@
-"""An advantage and a loss of your own. demo.yaml names them by this file's path.
+"""Your own advantage and loss. demo.yaml names them by this file's path.
 
 Tensors have no padding: the response tokens of all sequences are concatenated to T entries. `inputs.sequence_ids[T]` is
 the sequence of each token, `inputs.group_ids[S]` the prompt of each sequence, and `inputs.mask[T]` is nonzero at the

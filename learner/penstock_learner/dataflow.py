@@ -1,6 +1,6 @@
-"""The names that users' steps are written with. docs/own-dataflow.md has a worked example.
+"""The names with which you write your own steps. docs/own-dataflow.md has a worked example.
 
-The base classes of workers are in `penstock_learner.roles`: `rank.Rank`, `trainer.TrainerRank`, and those of our own
+The base classes of workers are in `penstock_learner.roles`: `rank.Rank`, `trainer.TrainerRank`, and those of the built-in
 roles. They import the models, so a file with steps alone should not import them.
 """
 

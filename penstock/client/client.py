@@ -274,7 +274,7 @@ class PenstockClient:
         return await self._call(records.SessionPage, "GET", "sessions", page_size=page_size, page_token=page_token)
 
     async def get_session(self, session_id: str, from_call: int = 0, max_tokens: int = 0) -> records.Session:
-        """A session as a tree of calls. Those from `from_call` on have tokens, up to `max_tokens` (0: 20,000)."""
+        """A session as a tree of calls. Calls from `from_call` on have tokens, up to `max_tokens` (0: 20,000)."""
         return await self._call(
             records.Session, "GET", "sessions", session_id, from_call=from_call, max_tokens=max_tokens
         )

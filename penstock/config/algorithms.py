@@ -70,13 +70,13 @@ class AdvantageConfig(Config):
         name, is_known, weights = self.name, self.name in ADVANTAGE_NAMES, self.reward_weights
         return (
             (name == "remax" and self.greedy_baseline is False,
-             "advantage remax needs the greedy sample: leave greedy_baseline out"),
+             "advantage remax needs the greedy sample: omit greedy_baseline"),
             (self.greedy_baseline and is_known and name != "remax",
-             f"advantage {name} does not use a greedy sample: leave greedy_baseline out"),
+             f"advantage {name} does not use a greedy sample: omit greedy_baseline"),
             (name == "gdpo" and not self.reward_keys,
              "advantage gdpo needs reward_keys: the parts of the reward that it normalizes"),
             (self.reward_keys and is_known and name != "gdpo",
-             f"advantage {name} does not use reward_keys: leave them out, or choose gdpo"),
+             f"advantage {name} does not use reward_keys: omit them, or choose gdpo"),
             (weights is not None and len(weights) != len(self.reward_keys),
              "reward_weights needs one number for each of reward_keys"),
         )  # fmt: skip
@@ -181,7 +181,7 @@ class CorrectionConfig(Config):
     def refused(self) -> tuple[tuple[object, str], ...]:
         return (
             (self.mode != "decoupled" and self.weight not in (None, "none"),
-             f"weight {self.weight} applies in mode decoupled only; leave it out in mode {self.mode}"),
+             f"weight {self.weight} applies in mode decoupled only; omit it in mode {self.mode}"),
             (self.band_low >= self.band_high, "band_low must be below band_high"),
             (self.rejection_low >= self.rejection_high, "rejection_low must be below rejection_high"),
         )  # fmt: skip
@@ -285,5 +285,5 @@ class AlgorithmConfig(Config):
             (self.loss.name == "reinforce" and self.correction.weight_name != "none",
              "loss reinforce weights with current / behaviour already: set correction.mode to bypass"),
             (self.advantage.name == "gdpo" and shaped,
-             f"advantage gdpo uses reward_keys alone, so {shaped} would not change it: leave it out"),
+             f"advantage gdpo uses reward_keys alone, so {shaped} would not change it: omit it"),
         )  # fmt: skip

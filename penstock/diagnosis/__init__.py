@@ -15,6 +15,10 @@ def finding(check: str, level: Level, text: str, advice: str = "", code: str = "
     return Finding(check=check, level=level, text=text, advice=advice, code=code)
 
 
+def failed_rewards_finding(share: float) -> Finding:
+    return finding("rewards", "FAIL", f"the reward failed on {share:.0%} of the samples of the newest step")
+
+
 def paused_finding(server_id: str, num_failures: int, reason: str) -> Finding:
     text = f"{server_id} leases nothing: its last {num_failures} attempts failed, the newest with {reason}"
     return finding("leasing", "FAIL", text, "see docs/runbooks.md#leasingpaused")

@@ -41,7 +41,7 @@ PROCESS_STARTED = "starting its process"
 """Phase of a learner that `penstock up` has started and that has not reported anything yet."""
 PROCESS_START_S = 180.0
 """How long a process may take to import its libraries. A learner that is silent for longer is not starting."""
-LOOKED_BACK_VERSIONS = 50
+NUM_RECENT_VERSIONS = 50
 """Versions whose metrics are read, since not every version has been made by a step."""
 
 
@@ -171,7 +171,7 @@ class RunStores:
             heartbeat_ages_s=await self.heartbeats.ages_s(),
             phases=phases,
             learner_phase_age_s=await self.phases.age_s(phases[LEARNER][-1]) if LEARNER in phases else 0.0,
-            policies=await self.policies.newest_first(None, LOOKED_BACK_VERSIONS),
+            policies=await self.policies.newest_first(None, NUM_RECENT_VERSIONS),
             notices=await self.notices.newest_first(),
         )
 

@@ -10,8 +10,6 @@ from penstock.diagnosis import Level, finding, paused_finding, quarantine_findin
 from penstock.diagnosis.facts import RunFacts
 from penstock.diagnosis.progress import learning_finding, speed_finding
 
-FAILED_RATIO = "reward_failed_ratio"
-
 
 def run_findings(facts: RunFacts, dead_letter_reasons: Mapping[str, int]) -> list[Finding]:
     return [
@@ -49,16 +47,15 @@ def _pause(facts: RunFacts) -> Iterator[Finding]:
 def _breakers(facts: RunFacts) -> Iterator[Finding]:
     for breaker in facts.breakers.values():
         found = paused_finding(breaker.server_id, breaker.num_failures, breaker.reason)
-        text = f"{found.text}; it tries one prompt in {breaker.probe_in_s:.0f} s"
-        yield found.model_copy(update={"text": text})
+        yield found.model_copy(update={"text": f"{found.text}; it tries one prompt in {breaker.probe_in_s:.0f} s"})
     if not facts.breakers:
         yield finding("leasing", "OK", "no server is paused by failures")
 
 
 def _rewards(facts: RunFacts) -> Iterator[Finding]:
     """The share of failed rewards in the newest step, and what the rollout servers report."""
-    found = next((policy for policy in facts.policies if FAILED_RATIO in policy.metrics), None)
-    share = 0.0 if found is None else found.metrics[FAILED_RATIO]
+    found = next((policy for policy in facts.policies if "reward_failed_ratio" in policy.metrics), None)
+    share = 0.0 if found is None else found.metrics["reward_failed_ratio"]
     failures = [notice for notice in facts.notices if notice.kind == "reward_failed"]
     limit = facts.config.rollout.reward.max_failed_share or 1.0
     where = " before the first step" if found is None else f", {share:.0%} of the samples of step {found.step}"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from penstock.api.records import Finding, Part, Phase, Run
 from penstock.diagnosis import paused_finding
 from penstock.diagnosis.facts import NO_LEARNER
-from penstock.diagnosis.progress import FEW_STEPS, NEWEST_STEPS, SPEED_STEPS
+from penstock.diagnosis.progress import MIN_TREND_STEPS, NEWEST_STEPS, SPEED_STEPS
 from penstock.store.reports import FIRST_BATCH, READY_PHASES
 
 STILL_AFTER_S = 15.0
@@ -82,9 +82,8 @@ class Announcements:
         for notice in reversed(run.notices):
             key = (notice.kind, notice.text)
             if notice.kind != PRINTED_BY_SUPERVISOR and notice.count > self._counts.get(key, 0):
-                lines.append(notice.text)
-                lines += [f"    {line}" for line in notice.detail.splitlines()]
-                self._counts[key] = _EVERY_COUNT
+                lines += [notice.text, *(f"    {line}" for line in notice.detail.splitlines())]
+                self._counts[key] = 2**63  # whatever its count becomes, it is not printed again
         return lines
 
     def _breaker_lines(self, run: Run) -> list[str]:
@@ -95,9 +94,6 @@ class Announcements:
             for server in paused
             if (server.server_id, server.breaker_reason) not in before
         ]
-
-
-_EVERY_COUNT = 2**63
 
 
 def waiting_for(run: Run, before: Run) -> str:
@@ -127,7 +123,7 @@ def _new_phases(part: Part, known: Sequence[Phase]) -> list[str]:
 
 
 class LearningLine:
-    """Tells why the reward does not rise: a failure after FEW_STEPS new steps, everything else after NEWEST_STEPS."""
+    """Tells why the reward does not rise: a failure after MIN_TREND_STEPS new steps, all else after NEWEST_STEPS."""
 
     def __init__(self, before: Run) -> None:
         self._first_step = before.step
@@ -140,13 +136,13 @@ class LearningLine:
             return []
         if finding.code != self._code:
             self._code, self._since_step = finding.code, run.step
-        if finding.code == self._printed_code or run.step - self._since_step < FEW_STEPS:
+        if finding.code == self._printed_code or run.step - self._since_step < MIN_TREND_STEPS:
             return []
         is_better = finding.code == "rising" and self._printed_code
         if not finding.advice and not is_better:
             return []
         since = self._first_step if finding.level == "FAIL" else max(self._first_step, self._printed_step)
-        if run.step - since < (FEW_STEPS if finding.level == "FAIL" else NEWEST_STEPS):
+        if run.step - since < (MIN_TREND_STEPS if finding.level == "FAIL" else NEWEST_STEPS):
             return []
         self._printed_code, self._printed_step = finding.code, run.step
         return [f"learning: {finding.line}"]

@@ -16,13 +16,13 @@ from penstock.diagnosis.facts import RunFacts
 
 NEWEST_STEPS = 30
 """Steps that the trend of the reward is taken from."""
-FEW_STEPS = 6
+MIN_TREND_STEPS = 6
 """Fewer steps than this show no trend."""
-ENOUGH_STEPS = 12
+MIN_FLAT_STEPS = 12
 """From this many steps on, a reward that does not change significantly is flat. With fewer, noise may hide its rise."""
-MANY = 0.9
+DOMINANT_SHARE = 0.9
 """Share from which on a cause explains the whole step."""
-HALF = 0.5
+MAJORITY_SHARE = 0.5
 SOLVED = 0.95
 """Share of the way from the lowest to the highest reward from which on a task counts as learned."""
 NEARLY_SOLVED = 0.8
@@ -66,12 +66,12 @@ def learning_finding(facts: RunFacts) -> Finding:
     rewards = [step["reward_mean"] for step in steps]
     reward, trend = f"reward {fmean(rewards):.3g} over {_count(len(steps), 'step')}", _trend(rewards)
     failed = _mean(steps, "reward_failed_ratio")
-    if failed < MANY and trend == "rising":
+    if failed < DOMINANT_SHARE and trend == "rising":
         return _learning("rising", f"{reward}, rising from {rewards[0]:.3g} to {rewards[-1]:.3g}")
     if cause := next(_causes(facts, steps), None):
         known = "" if trend == "unknown" else f", {trend}"
         return cause.model_copy(update={"text": f"{reward}{known}: {cause.text}"})
-    if trend == "unknown" or (trend == "flat" and len(steps) < ENOUGH_STEPS):
+    if trend == "unknown" or (trend == "flat" and len(steps) < MIN_FLAT_STEPS):
         return _learning("few_steps", f"{reward}: too few steps to tell")
     if trend == "flat" and (share := _solved_share(steps)) >= NEARLY_SOLVED:
         return _learning("solved", f"{reward}, flat at {share:.0%} of the highest reward: little is left to learn")
@@ -94,19 +94,22 @@ def _causes(facts: RunFacts, steps: Steps) -> Iterator[Finding]:
     effective, rejected = _mean(steps, "effective_sample_ratio", default=1.0), _mean(steps, "is_rejected_ratio")
     kl = _mean(steps, "kl_reference")
     causes: tuple[tuple[object, LearningCode, str, Level, str], ...] = (
-        (failed >= MANY, "rewards_fail", fails, "FAIL", "correct the reward"),
-        (truncated >= MANY, "truncated", f"{truncated:.0%} of the responses are cut at max_tokens", "FAIL", "raise it"),
+        (failed >= DOMINANT_SHARE, "rewards_fail", fails, "FAIL", "correct the reward"),
+        (truncated >= DOMINANT_SHARE,
+         "truncated", f"{truncated:.0%} of the responses are cut at max_tokens", "FAIL", "raise it"),
         (_solved_share(steps) >= SOLVED,
          "solved", "almost all samples get the highest reward, so there is little left to learn", "OK", ""),
-        (flat >= MANY, "no_spread", f"{flat:.0%} of the groups have no spread in reward, so they train nothing",
-         "FAIL", "give easier or harder prompts, or a reward with more steps"),
-        (skipped >= HALF, "skipped", f"{skipped:.0%} of the steps were skipped because a gradient was not finite",
-         "FAIL", "see docs/runbooks.md#nonfinitesteps"),
+        (flat >= DOMINANT_SHARE,
+         "no_spread", f"{flat:.0%} of the groups have no spread in reward, so they train nothing", "FAIL",
+         "give easier or harder prompts, or a reward with more steps"),
+        (skipped >= MAJORITY_SHARE,
+         "skipped", f"{skipped:.0%} of the steps were skipped because a gradient was not finite", "FAIL",
+         "see docs/runbooks.md#nonfinitesteps"),
         (lr <= LOWEST_LR, "learning_rate", f"the learning rate is {lr:.2g}", "FAIL", "see learner.lr and its schedule"),
         (lag > facts.config.replay.max_staleness + 2,
          "weights", f"new weights do not arrive: a server is {lag} versions behind the learner",
          "FAIL", "see docs/runbooks.md#policyversionskew"),
-        (rejected >= HALF or effective <= LOW_EFFECTIVE,
+        (rejected >= MAJORITY_SHARE or effective <= LOW_EFFECTIVE,
          "stale", f"the samples are too old: staleness {_mean(steps, 'staleness_mean'):.2g}, {rejected:.0%} of the "
          f"tokens rejected, an effective share of {effective:.0%}", "WARN", "lower replay.max_staleness"),
         (entropy < COLLAPSED_ENTROPY_NATS,
@@ -165,7 +168,7 @@ def _producer_finding(facts: RunFacts) -> Finding:
         ready = stat.queued - stat.delivered
         text = f"no prompt is admitted, because the staleness bound is reached; {ready} groups are ready"
         return _speed("admission", text, "WARN", "raise replay.max_staleness")
-    if groups and scoring >= HALF * groups:
+    if groups and scoring >= MAJORITY_SHARE * groups:
         text = f"rewards take long: {scoring} of {where} are being scored"
         return _speed("rewards", text, "WARN", "raise rollout.reward.num_processes")
     if waiting and kv_usage >= FULL_KV:
@@ -210,8 +213,8 @@ def _mean(steps: Iterable[Mapping[str, float]], name: str, default: float = 0.0)
 
 
 def _trend(rewards: Sequence[float]) -> Literal["rising", "flat", "falling", "unknown"]:
-    """Compare the first and the last third. A difference within twice its standard error is none."""
-    if len(rewards) < FEW_STEPS:
+    """Compare the first and the last third. A difference within twice its standard error does not count."""
+    if len(rewards) < MIN_TREND_STEPS:
         return "unknown"
     third = len(rewards) // 3
     first, last = rewards[:third], rewards[-third:]

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.api.records import Finding, Metrics, Run, Server
-from penstock.diagnosis import paused_finding, quarantine_finding
+from penstock.diagnosis import failed_rewards_finding, paused_finding, quarantine_finding
 
 COLUMNS = 80
 _BARS = "▁▂▃▄▅▆▇█"
@@ -52,8 +52,8 @@ def alarms(run: Run) -> list[Text]:
         lines.append(Text(run.rewind_text, style="bold yellow"))
     parts = run.parts if run.state in ("WAITING", "RUNNING") else ()
     lines += [Text(f"{part.component}: {part.phases[-1].name}") for part in parts if part.is_starting]
-    if failed := run.metrics.get("reward_failed_ratio") or 0.0:
-        lines.append(Text(f"the reward failed on {failed:.0%} of the samples of the newest step", style="bold red"))
+    if failed := run.metrics.get("reward_failed_ratio"):
+        lines.append(Text(failed_rewards_finding(failed).line, style="bold red"))
     lines += server_alarms(run.servers)
     for notice in run.notices:
         times = "" if notice.count == 1 else f" ({notice.count} times)"

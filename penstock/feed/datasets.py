@@ -133,7 +133,7 @@ def _one_line(error: Exception) -> str:
 
 MEDIA_COLUMNS = ("images", "videos", "image", "video", "audios")
 _USUAL_COLUMNS = ColumnsConfig().model_dump()
-"""Every row must have the columns that the config calls otherwise. Those with these names may be absent."""
+"""Columns with these names may be absent. Every row must have the columns to which the config gives other names."""
 _SHAPE = 'a list like [{"role": "user", "content": "..."}]'
 
 

@@ -138,7 +138,7 @@ class ItemExchange(Exchange):
     def __init__(self, body: Any, texts: TokenTexts) -> None:
         super().__init__(body, texts)
         self.items: list[Item] = []
-        """Those that were begun; the last one may still grow."""
+        """Items that were begun; the last one may still grow."""
         self._is_open = False
 
     def item_events(self, step: Literal["begin", "grow", "end"], item: Item, text: str, choice: Choice) -> list[str]:

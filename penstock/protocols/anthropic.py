@@ -215,7 +215,7 @@ def _messages(message: InputMessage, number: int) -> list[Message]:
 
 
 def _input(arguments: str) -> Json:
-    """The arguments of a call. Those that a limit has cut are not JSON, and are given as text."""
+    """The arguments of a call. Arguments that a limit has cut are not JSON, and are given as text."""
     try:
         value = json.loads(arguments or "{}")
     except ValueError:

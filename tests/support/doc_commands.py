@@ -155,7 +155,7 @@ class Clone:
             self._make_cheap()
         return done.stdout
 
-    def leaves_out(self, command: Command) -> bool:
+    def skips(self, command: Command) -> bool:
         is_slow = re.match(SLOW, command.text.removeprefix(".venv/bin/")) is not None
         return bool(command.reason_not_to_run) or (self.is_quick and is_slow)
 

@@ -249,7 +249,7 @@ def test_the_run_that_is_up_is_found(runs: Any, capsys: pytest.CaptureFixture[st
     assert "several runs are up (runs/demo-1, runs/demo-2); give --run-dir" in error
 
 
-def test_a_file_that_is_no_text_is_no_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_not_text_is_not_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "train.parquet").write_bytes(b"PAR1\xff\xfe")
     assert cli.main(["doctor", "--config", str(tmp_path / "train.parquet")]) == 2
     assert "train.parquet is not YAML: it is not a text file" in capsys.readouterr().err
@@ -295,7 +295,7 @@ def test_a_run_folder_that_cannot_be_made(
     assert len(error.splitlines()) == 1
 
 
-def test_an_export_of_what_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_export_of_what_is_not_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     assert cli.main(["export", "--config", str(DEMO), "--output", str(out), "--checkpoint", str(tmp_path)]) == 2
     assert f"--checkpoint {tmp_path} is not a checkpoint; give a folder of RUN/checkpoints/" in capsys.readouterr().err

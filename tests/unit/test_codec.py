@@ -209,7 +209,7 @@ def test_a_group_without_trajectories_is_poison() -> None:
     assert poison_kind(encode_group(replace(make_group(), trajectories=()))) == "shape"
 
 
-def test_arrays_that_are_no_whole_number_of_elements_are_poison() -> None:
+def test_arrays_without_a_whole_number_of_elements_are_poison() -> None:
     message = group_to_proto(make_group())
     message.trajectories[0].log_probs += b"\0"
     with pytest.raises(PoisonGroup) as caught:

@@ -121,7 +121,7 @@ def test_names_of_every_script_are_read(tmp_path: Path, name: str) -> None:
     assert (prompt.data_source, prompt.agent_name) == (name, name)
 
 
-def test_a_line_that_is_no_json_is_named(tmp_path: Path) -> None:
+def test_a_line_that_is_not_json_is_named(tmp_path: Path) -> None:
     path = tmp_path / "train.jsonl"
     path.write_text(json.dumps(ROWS[0]) + "\n{oops\n")
     with pytest.raises(InvalidInput, match="train.jsonl line 2: is not JSON"):
@@ -286,7 +286,7 @@ def test_a_folder_of_splits_wants_one_of_them(tmp_path: Path) -> None:
     assert len(read(tmp_path / "data")) == 1
 
 
-def test_folders_that_are_no_dataset(tmp_path: Path) -> None:
+def test_folders_that_are_not_a_dataset(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="not a dataset that save_to_disk wrote"):
         read(tmp_path)
     write(tmp_path / "train", ROWS)

@@ -106,7 +106,7 @@ def test_two_fetches_of_one_folder_do_not_clash(store: ObjectStore, tmp_path: Pa
         fetch_model(SOURCE, tmp_path / "tiny", 0.1)
 
 
-def test_a_folder_is_copied_and_what_is_no_model_is_refused(store: ObjectStore, tmp_path: Path) -> None:
+def test_a_folder_is_copied_and_what_is_not_a_model_is_refused(store: ObjectStore, tmp_path: Path) -> None:
     source = tmp_path / "here"
     source.mkdir()
     (source / "config.json").write_text("{}")

@@ -73,7 +73,7 @@ def test_a_command_that_waits_for_redis(
     assert capsys.readouterr().err == f"penstock {words[0]}: interrupted {what}\n"
 
 
-def test_an_interrupted_run_is_no_success(
+def test_an_interrupted_run_is_not_a_success(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def interrupted(_: object) -> bool:

@@ -99,7 +99,7 @@ def test_responses_that_leave_no_room_for_a_prompt(section: str, config: Any) ->
         ("data.jsonl", '{"question": "1+1="}', "prompt"),
     ],
 )
-def test_a_file_that_is_no_dataset(
+def test_a_file_that_is_not_a_dataset(
     section: str, name: str, text: str, message: str, tmp_path: Path, config: Any
 ) -> None:
     (tmp_path / name).write_text(text)

@@ -1,6 +1,6 @@
 {{/* The resource groups that this run needs, the same as in penstock.config.gpu_bundles. A JSON list of
-{name, settings, bundles, cpus, gpus}: the number of bundles, the CPUs of the largest one, and the GPUs of each. A group of your
-own roles alone has the settings of `learner.groups.critic`. */}}
+{name, settings, bundles, cpus, gpus}: the number of bundles, the CPUs of the largest one, and the GPUs of each. A group that has
+only `learner.roles` has the settings of `learner.groups.critic`. */}}
 {{- define "penstock.resourceGroups" -}}
 {{- $learner := .Values.config.learner -}}
 {{- $layouts := dict

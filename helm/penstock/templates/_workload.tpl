@@ -1,6 +1,6 @@
 {{/* What every workload has in common: pod options, queue labels, budgets. */}}
 
-{{/* include "penstock.options" (list . .Values.gateway): the pod options of a workload as JSON. Those of podDefaults hold where
+{{/* include "penstock.options" (list . .Values.gateway): the pod options of a workload as JSON. Options of podDefaults hold where
 the workload sets none; mappings are merged. */}}
 {{- define "penstock.options" -}}
 {{- $own := last . -}}

@@ -51,8 +51,8 @@ def check_serves_model(name: str, model_path: Path) -> None:
     """Raise ConfigError if the engine would serve this model with wrong weights or other experts, and say nothing. vLLM
     reloads layer by layer, through each parameter's loader. Its gpt_oss writes experts and sinks past the loaders, into
     parameters that have no memory during a reload: nothing fails, and they keep their values. Its deepseek_v3 scores
-    experts by a softmax unless config.json says `sigmoid`, which is what the model always uses; transformers leaves
-    that out of folders that it writes."""
+    experts by a softmax unless config.json says `sigmoid`, which is what the model always uses; transformers omits
+    that in folders that it writes."""
     config = read_json(model_path / "config.json")
     model_type = config.get("model_type")
     if name == "vllm" and model_type in _NOT_UPDATED_BY_VLLM:

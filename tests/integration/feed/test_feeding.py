@@ -361,7 +361,7 @@ async def test_one_server_answers_a_validation_with_one_version_while_the_others
 
 
 @pytest.mark.parametrize(("returns", "held_at"), [(True, 6), (False, 7)])
-async def test_a_server_that_a_push_has_moved_on_is_held_all_the_same(
+async def test_a_server_that_a_push_has_moved_on_is_still_held(
     queue: RedisReplayQueue, pinned_validation: Any, monkeypatch: pytest.MonkeyPatch, returns: bool, held_at: int
 ) -> None:
     """The server's report is out of date: a push moves it to another version at the moment in which it is pinned."""

@@ -279,7 +279,7 @@ async def test_grpc_checks_the_key_before_it_reads_the_request(
         assert await health.Check(health_pb2.HealthCheckRequest(), timeout=20), "probes have no key"
 
 
-async def test_grpc_bytes_that_are_no_request_are_the_client_s_mistake(gateway: Gateway) -> None:
+async def test_grpc_bytes_that_are_not_a_request_are_the_client_s_mistake(gateway: Gateway) -> None:
     for path in ("PromptService/SubmitPrompts", "PromptService/WatchResults", "PromptService/StreamPrompts"):
         call: Any = gateway.channel.stream_stream(f"/penstock.v1.{path}")(iter([b"\xff\xff\xff"]))
         with pytest.raises(grpc.aio.AioRpcError) as caught:

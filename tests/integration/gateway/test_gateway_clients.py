@@ -109,7 +109,7 @@ async def test_prompts_are_waited_for_and_cancelled_by_both_clients(gateway: Gat
     await asyncio.to_thread(use)
 
 
-async def test_typed_answers_leave_nothing_out(gateway: Gateway, queue: RedisReplayQueue) -> None:
+async def test_typed_answers_omit_nothing(gateway: Gateway, queue: RedisReplayQueue) -> None:
     """Converted back to JSON, each typed answer equals the body that the gateway sent."""
     sent: list[Any] = []
 

@@ -58,7 +58,7 @@ async def test_a_wrong_field_is_named_and_nothing_is_accepted(
     assert (await queue.stat()).pending_prompts == 0
 
 
-async def test_bodies_that_are_no_request(gateway: Gateway) -> None:
+async def test_bodies_that_are_not_a_request(gateway: Gateway) -> None:
     headers = {"Content-Type": "application/json"}
     for content in (b"{", b"[]", b"", b'{"prompts": ' + b"[" * 5000):
         response = await gateway.rest.post(f"{RUN}/prompts", content=content, headers=headers)

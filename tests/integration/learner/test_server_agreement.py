@@ -183,7 +183,7 @@ async def test_the_only_server_left_serves_on_within_the_configured_limit(settin
     assert await setting.train("a") == []
 
 
-async def test_a_difference_that_all_servers_show_is_no_fault_of_theirs(setting: Setting) -> None:
+async def test_a_difference_that_all_servers_show_is_not_their_fault(setting: Setting) -> None:
     await setting.join("a", "b")
     for _ in range(4):
         await setting.train("a", "b")

@@ -34,7 +34,7 @@ def follow(clone: Clone, commands: list[Command]) -> None:
         if command.block != block:
             end_of_block(clone)
         block = command.block
-        if clone.leaves_out(command) or command == UP:
+        if clone.skips(command) or command == UP:
             continue
         if re.match(NEED_STOPPED_RUN, command.text.removeprefix(".venv/bin/")):
             if UP in clone.processes:

@@ -58,7 +58,7 @@ def ended_process() -> int:
     return process.pid
 
 
-async def test_a_stopped_run_is_no_fault_and_its_next_start_is_checked(config: RunConfig) -> None:
+async def test_a_stopped_run_is_not_a_fault_and_its_next_start_is_checked(config: RunConfig) -> None:
     """The processes of a run leave their addresses behind, and its private Redis is gone."""
     config = config.model_copy(update={"redis": RedisConfig(url=f"redis://127.0.0.1:{free_port()}")})
     config.folder.mkdir()

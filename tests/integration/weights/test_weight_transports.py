@@ -364,7 +364,7 @@ def test_a_member_that_missed_a_version_gets_whole_buckets(tmp_path: Path, start
     assert steady.loads[-1] == absent.loads[-1] == (3, [digest])
 
 
-def test_pages_of_the_publisher_are_no_base_of_a_delta(tmp_path: Path, start: Start) -> None:
+def test_pages_of_the_publisher_are_not_a_base_of_a_delta(tmp_path: Path, start: Start) -> None:
     """After a push by shm a member holds the publisher's own pages, which the publisher writes again."""
     config = config_of(tmp_path, "auto", delta=True)
     publisher = WeightPublisher(config, "127.0.0.1")

@@ -14,11 +14,13 @@ from __future__ import annotations
 import json
 import os
 import platform
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+ROOT = Path(__file__).parents[3]
 MEASURED = ("lost", "doubled", "recovery_s")
 ROW = "fault_row"
 RECORDED = "fault"
@@ -66,6 +68,17 @@ def _row(described: dict[str, str], test: str, measured: dict[str, Any]) -> dict
     }  # fmt: skip
 
 
+def commit() -> str:
+    """The commit that is tested, with `+changes` if the code has any. The files that this makes do not count."""
+
+    def git(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=False)
+
+    name = git("rev-parse", "--short=12", "HEAD").stdout.strip()
+    made = [f":!{path}" for path in ("tests/faults/results.json", "docs/faults.md")]
+    return name + ("+changes" if name and git("diff", "--quiet", "HEAD", "--", ".", *made).returncode else "")
+
+
 def machine() -> str:
     return f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
 
@@ -75,7 +88,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if path is None or hasattr(session.config, "workerinput") or not _rows:
         return
     kept = json.loads(path.read_text()) if path.exists() else []
-    ran = {row["test"] for rows in _rows.values() for row in rows}
-    rows = [row for row in kept if row["test"] not in ran] + [row for rows in _rows.values() for row in rows]
+    tested = commit()
+    new = [row | {"commit": tested} for rows in _rows.values() for row in rows]
+    ran = {row["test"] for row in new}
+    rows = [row for row in kept if row["test"] not in ran] + new
     rows.sort(key=lambda row: (row["area"], row["test"], row["fault"]))
     path.write_text(json.dumps(rows, indent=1) + "\n")

@@ -145,7 +145,7 @@ def test_another_PYTHON_builds_the_environment_again(machine: Machine) -> None: 
     assert not machine.installed(), "without PYTHON the environment stays as it is"
 
 
-def test_a_folder_that_is_no_environment_is_kept(machine: Machine, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_an_environment_is_kept(machine: Machine, tmp_path: Path) -> None:
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / "precious").write_text("")

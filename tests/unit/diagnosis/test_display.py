@@ -40,10 +40,12 @@ def test_a_sparkline_has_room_for_every_value() -> None:
     assert len(sparkline([0.5] * 100, 10)) == 10
 
 
-def test_status_says_that_a_rewind_holds_the_servers() -> None:
+def test_status_says_that_a_rewind_holds_the_servers_and_that_rewards_fail() -> None:
     assert alarms(RUN) == []
     [line] = alarms(RUN.model_copy(update={"held_version": 32}))
     assert "holds the servers at version 32" in line.plain and "`penstock policies release`" in line.plain
+    [line] = alarms(RUN.model_copy(update={"metrics": {"reward_failed_ratio": 0.25}}))
+    assert line.plain == "the reward failed on 25% of the samples of the newest step"
 
 
 def history(step: int) -> list[dict[str, float]]:

@@ -9,7 +9,7 @@ import pytest
 from penstock.api.records import Finding, QueueStat, Run
 from penstock.diagnosis import log_lines
 from penstock.diagnosis.log_lines import REPEAT_AFTER_S, SLOW_AFTER_S, Announcements
-from penstock.diagnosis.progress import FEW_STEPS, NEWEST_STEPS, SPEED_STEPS
+from penstock.diagnosis.progress import MIN_TREND_STEPS, NEWEST_STEPS, SPEED_STEPS
 
 RUN = Run(
     run="test", step=100, policy_version=100, term=1, queue=QueueStat(**dict.fromkeys(QueueStat.model_fields, 0)),
@@ -50,14 +50,14 @@ def test_a_reward_that_stays_flat_is_printed_once_with_its_numbers() -> None:
 
 
 def test_a_failure_is_printed_after_few_steps() -> None:
-    assert list(PrintedLines().steps(200, NO_SPREAD)) == [1 + FEW_STEPS]
+    assert list(PrintedLines().steps(200, NO_SPREAD)) == [1 + MIN_TREND_STEPS]
 
 
 def test_a_finding_that_changes_is_printed_again_and_so_is_a_reward_that_rises() -> None:
     printed = PrintedLines()
     assert printed.steps(100, RISING) == {}, "nothing was wrong before"
     assert len(printed.steps(30, FLAT)) == 1
-    assert printed.steps(FEW_STEPS, NO_SPREAD) == {} and len(printed.steps(1, NO_SPREAD)) == 1
+    assert printed.steps(MIN_TREND_STEPS, NO_SPREAD) == {} and len(printed.steps(1, NO_SPREAD)) == 1
     assert printed.steps(50, RISING) == {printed.step - 50 + NEWEST_STEPS: f"learning: {RISING.text}"}
     assert printed.steps(20, FLAT) == {printed.step - 20 + 10: f"learning: {FLAT.text}; {FLAT.advice}"}, (
         "30 steps later"
@@ -67,7 +67,7 @@ def test_a_finding_that_changes_is_printed_again_and_so_is_a_reward_that_rises()
 def test_a_trend_that_comes_and_goes_is_not_printed() -> None:
     printed = PrintedLines()
     for _ in range(20):
-        assert printed.steps(FEW_STEPS - 1, FLAT) == printed.steps(3, RISING) == {}
+        assert printed.steps(MIN_TREND_STEPS - 1, FLAT) == printed.steps(3, RISING) == {}
 
 
 def test_a_paused_run_and_one_of_an_older_gateway_have_no_finding() -> None:

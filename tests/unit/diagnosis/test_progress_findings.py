@@ -70,7 +70,7 @@ def test_the_trend_of_the_reward(rewards: tuple[float, ...], code: str) -> None:
     assert learning_finding(facts(with_rewards(*rewards))).code == code
 
 
-def test_a_learned_task_is_no_failure() -> None:
+def test_a_learned_task_is_not_a_failure() -> None:
     """All groups are equal, because all samples are right; all wrong is a failure."""
     range_of = {"zero_advantage_group_ratio": 0.96, "reward_min": 0.0, "reward_max": 1.0}
     solved = learning_finding(facts(with_rewards(*[0.99] * 12, **range_of)))

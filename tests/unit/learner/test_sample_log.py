@@ -96,7 +96,7 @@ def test_no_samples_are_written_with_a_share_of_zero(tmp_path: Path) -> None:
     assert not (config.folder / NEWEST).exists()
 
 
-def test_a_slow_writer_leaves_steps_out_instead_of_delaying_them(
+def test_a_slow_writer_skips_steps_instead_of_delaying_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     released, reading = threading.Event(), TokenText.load

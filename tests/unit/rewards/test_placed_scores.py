@@ -34,7 +34,7 @@ def test_lists_and_mappings_are_read_and_added_to_the_score() -> None:
         ({}, "without `score`"),
     ],
 )
-def test_what_is_no_score_fails_the_reward(result: Any, message: str) -> None:
+def test_what_is_not_a_score_fails_the_reward(result: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         normalise_score(result)
 

@@ -59,7 +59,7 @@ class Teacher(Interaction):
         self.events.append("finalize")
 
 
-def said(text: str) -> tuple[int, ...]:
+def words(text: str) -> tuple[int, ...]:
     return (*spelled(text), END)
 
 
@@ -74,7 +74,7 @@ def tokenization(tmp_path_factory: pytest.TempPathFactory) -> Tokenization:
 
 async def test_the_model_tries_until_the_interaction_is_done(tokenization: Tokenization) -> None:
     teacher = Teacher({"final": 0.25})
-    engine = ScriptedEngine([said("no"), said("ok")])
+    engine = ScriptedEngine([words("no"), words("ok")])
     context = make_context(engine, tokenization, interactions={"teacher": teacher}, extra_info=WANTED)
     episode = await interaction_agent(context)
     assert (episode.finish_reason, episode.turn_rewards, episode.final_reward) == ("stop", (-0.1, 1.0), 0.25)
@@ -97,7 +97,7 @@ async def test_the_model_tries_until_the_interaction_is_done(tokenization: Token
 
 async def test_the_last_turn_is_scored_too(tokenization: Tokenization) -> None:
     context = make_context(
-        ScriptedEngine([said("no"), said("no")]), tokenization, interactions={"teacher": Teacher({})},
+        ScriptedEngine([words("no"), words("no")]), tokenization, interactions={"teacher": Teacher({})},
         extra_info=WANTED, max_turns=2,
     )  # fmt: skip
     episode = await interaction_agent(context)
@@ -119,7 +119,7 @@ async def test_tools_and_an_interaction_together(tokenization: Tokenization) -> 
             return "12"
 
     teacher = Teacher({})
-    engine = ScriptedEngine([called('{"name": "clock"}'), said("no"), said("ok")])
+    engine = ScriptedEngine([called('{"name": "clock"}'), words("no"), words("ok")])
     context = make_context(
         engine, tokenization, tools=[Clock({}, function_schema("clock"))], interactions={"teacher": teacher},
         extra_info=WANTED,
@@ -143,7 +143,7 @@ async def test_an_interaction_that_fails_fails_the_sample(
 ) -> None:
     teacher = Teacher(config)
     context = make_context(
-        ScriptedEngine([said("no")]), tokenization, interactions={"teacher": teacher}, extra_info=WANTED,
+        ScriptedEngine([words("no")]), tokenization, interactions={"teacher": teacher}, extra_info=WANTED,
         tool_timeout_s=0.05,
     )  # fmt: skip
     with pytest.raises(error, match=why):
@@ -154,7 +154,7 @@ async def test_an_interaction_that_fails_fails_the_sample(
 async def test_cancelling_finalizes(tokenization: Tokenization) -> None:
     teacher = Teacher({"sleep_s": 60})
     context = make_context(
-        ScriptedEngine([said("no")]), tokenization, interactions={"teacher": teacher}, extra_info=WANTED
+        ScriptedEngine([words("no")]), tokenization, interactions={"teacher": teacher}, extra_info=WANTED
     )
     task = asyncio.create_task(interaction_agent(context))
     while len(teacher.events) < 2:
@@ -176,7 +176,7 @@ async def test_a_wrong_choice_says_what_there_is(
     tokenization: Tokenization, declared: dict[str, Interaction], kwargs: Any, why: str
 ) -> None:
     context = make_context(
-        ScriptedEngine([said("no")]), tokenization, interactions=declared, extra_info={"interaction_kwargs": kwargs}
+        ScriptedEngine([words("no")]), tokenization, interactions=declared, extra_info={"interaction_kwargs": kwargs}
     )
     with pytest.raises(InvalidInput, match=why):
         await interaction_agent(context)

@@ -40,7 +40,7 @@ def test_arguments_reach_the_template_as_an_object(tokenization: Tokenization, a
     assert '(add {"a": 2})' in rendered(tokenization, arguments), "also if they are JSON text, as in OpenAI's API"
 
 
-def test_arguments_that_are_no_json_stay_as_they_are(tokenization: Tokenization) -> None:
+def test_arguments_that_are_not_json_stay_as_they_are(tokenization: Tokenization) -> None:
     assert '(add "a, 2")' in rendered(tokenization, "a, 2")
 
 

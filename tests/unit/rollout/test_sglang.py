@@ -97,7 +97,7 @@ def test_tokens_without_log_probs_are_an_error() -> None:
         Response(4).add(message([7, 8], 2, [-1.0]), Sampling())
 
 
-def test_spans_that_leave_tokens_out_are_an_error() -> None:
+def test_spans_that_omit_tokens_are_an_error() -> None:
     response = Response(4, [7, 8, 9], [-1.0, -1.0, -1.0], num_delivered=1, spans=(VersionSegment(0, 2, 4),))
     with pytest.raises(Unavailable, match="tokens 1 to 3"):
         response.take("stop")

@@ -209,10 +209,10 @@ def reworded(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def plain(messages: list[dict[str, Any]]) -> list[tuple[str, Any]]:
-    def said(message: dict[str, Any]) -> Any:
+    def content_of(message: dict[str, Any]) -> Any:
         return message["content"].split() if message["role"] == "assistant" else message["content"].strip()
 
-    return [(message["role"], said(message)) for message in messages]
+    return [(message["role"], content_of(message)) for message in messages]
 
 
 def group_of_session(harness: Harness) -> list[Group]:

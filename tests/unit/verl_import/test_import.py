@@ -368,7 +368,7 @@ def test_rewards_have_the_names_of_newer_versions_too() -> None:
     assert [name for name, _, _ in lost] == ["trainer.v1.trainer_mode"]
 
 
-def test_words_that_are_no_verl_run_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_words_that_are_not_a_verl_run_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "empty.sh"
     script.write_text("echo hello\n")
     assert cli.main(["import-verl", str(script)]) == 2

@@ -30,7 +30,7 @@ def as_text(total: int) -> str:
 
 
 @pytest.mark.parametrize(("seed", "outputs"), PUBLISHED.items())
-def test_words_that_are_all_the_same_give_the_sum_of_the_published_numbers(seed: int, outputs: list[int]) -> None:
+def test_equal_words_give_the_sum_of_the_published_numbers(seed: int, outputs: list[int]) -> None:
     """Word i is added to i + 1 steps of the generator: it gives output i of the generator seeded with the word."""
     for count in range(1, len(outputs) + 1):
         assert mix64_of([seed] * count) == as_text(sum(outputs[:count]))

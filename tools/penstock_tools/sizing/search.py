@@ -32,7 +32,7 @@ SHARED_UTILIZATIONS = (0.2, 0.3, 0.4, 0.5, 0.6)
 """Shares of the memory of a GPU that an engine takes if the learner is on the same GPU."""
 FEWEST_SEQUENCES = 32
 """Smallest number of concurrent sequences that justifies the memory of an engine's weights."""
-WORTH = 0.95
+MIN_RELATIVE_THROUGHPUT = 0.95
 """One alternative is the deployment on the fewest GPUs that has this share of the best throughput."""
 BUDGETS = (8, 16, 32, 64, 128, 256, 512)
 """Numbers of GPUs to try if none is given."""
@@ -224,7 +224,7 @@ class SearchResult:
     """What does not fit, next to what was chosen."""
 
     def cost(self, other: Deployment) -> float:
-        """Share of the best throughput that another deployment gives up."""
+        """Share of the best throughput that another deployment loses."""
         return 1 - other.tokens_per_s / self.best.tokens_per_s
 
 
@@ -262,7 +262,7 @@ def search(task: PlanTask, num_gpus: int) -> SearchResult:
         for value in values:
             changed = _best([each for each in tried if decided(each) == value])
             changes.setdefault(changed, f"{name} {str(value).lower()}")
-    within_s = best.pace.step_s / WORTH
+    within_s = best.pace.step_s / MIN_RELATIVE_THROUGHPUT
     enough = (each.with_fewest_servers(within_s) for each in tried if each.pace.step_s <= within_s)
     smallest = min(enough, key=lambda found: (found.num_gpus, found.pace.step_s))
     if smallest.num_gpus < best.num_gpus:

@@ -113,7 +113,7 @@ def test_gpg_scales_by_the_share_of_samples_with_a_reward() -> None:
     check(advantages_of("gpg", [[0.0, 0.0]]), [[0.0, 0.0]])
 
 
-def test_clip_cov_leaves_out_a_share_of_the_tokens_with_a_large_covariance() -> None:
+def test_clip_cov_skips_a_share_of_the_tokens_with_a_large_covariance() -> None:
     generator = torch.Generator().manual_seed(0)
     lp = -torch.rand(1000, generator=generator, dtype=torch.float64) * 4
     advantages = torch.randn(1000, generator=generator, dtype=torch.float64) * 2

@@ -242,7 +242,7 @@ async def test_groups_without_spread_are_replaced() -> None:
     assert (stat.expired, stat.conservation_error) == (1, 0)
 
 
-async def test_the_reward_of_a_masked_sample_is_no_spread() -> None:
+async def test_the_reward_of_a_masked_sample_is_not_spread() -> None:
     replay = REPLAY.model_copy(update={"dynamic_sampling": True, "groups_per_step": 1})
 
     def made(prompt_id: int, num_masked: int) -> Group:
@@ -309,7 +309,7 @@ def test_age_is_in_steps_of_training_through_rewinds() -> None:
     assert 13 - Term().oldest_version(made_by(1, 3)) == 10
 
 
-def test_a_version_that_is_published_again_after_a_restart_is_no_step() -> None:
+def test_a_version_that_is_published_again_after_a_restart_is_not_a_step() -> None:
     """The learner died at version 7 and starts again from the checkpoint of version 4, as version 8."""
     restart = Rewind(from_version=4, to_version=8, why="restart")
     versions = np.array([3, 4, 5, 6, 7, 8, 9])

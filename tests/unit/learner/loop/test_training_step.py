@@ -297,7 +297,7 @@ async def test_the_policy_begins_in_the_step_that_verl_begins_in(tiny_models: di
     ("wait_s", "compute_s", "overhead", "idle"),
     [(0.0, 10.0, 0.0, 0.0), (5.0, 4.0, 0.2, 0.6), (0.0, 0.0, 1.0, 1.0), (9.0, 2.0, 0.0, 0.8)],
 )
-def test_overhead_leaves_out_waiting_and_idle_time_does_not(
+def test_overhead_excludes_waiting_and_idle_time_does_not(
     wait_s: float, compute_s: float, overhead: float, idle: float
 ) -> None:
     times = StepTimes(wait_s, between_s=1.0, gather_s=0.0, step_s=9.0, compute_s=compute_s)

@@ -1,6 +1,6 @@
 """Imports every training script of a checkout of verl and counts what becomes of their keys. It is run by hand:
 
-python tests/unit/verl_import/count_examples.py VERL_CHECKOUT [FOLDER ...]
+python tests/support/verl_examples.py VERL_CHECKOUT [FOLDER ...]
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The names with which you write your own steps. docs/own-dataflow.md has a worked example.
 
-The base classes of workers are in `penstock_learner.roles`: `rank.Rank`, `trainer.TrainerRank`, and those of the built-in
-roles. They import the models, so a file with steps alone should not import them.
+The base classes of workers are in `penstock_learner.roles`: `rank.Rank`, `trainer.TrainerRank`, and those of the
+built-in roles. They import the models, so a file with steps alone should not import them.
 """
 
 from penstock_learner.batches.partition import RankShard

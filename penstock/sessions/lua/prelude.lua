@@ -104,7 +104,8 @@ end
 -- Fails if a task could not be begun, get a reward, get a place back or be completed.
 local function check_task(task)
   local key = task_key(task)
-  local num_sessions = numbers(key, 'num_sessions', 'num_rewarded', 'num_failed', 'order', 'deadline_ms')
+  local num_sessions = numbers(key, 'num_sessions', 'num_rewarded', 'num_failed', 'deadline_ms')
+  check_float(key, 'order')
   for place = 0, num_sessions - 1 do
     local num_attempts = numbers(key, 'attempts:' .. place, 'failures:' .. place)
     for attempt = 1, num_attempts do check_abandon(task .. '.' .. place .. '.' .. attempt) end

@@ -14,6 +14,7 @@ from penstock.errors import Conflict, NotFound, QueueFull
 from penstock.sessions.session_store import Reward, SessionStore
 from penstock.sessions.task_store import TaskStore
 from penstock.store.keys import RunKeys
+from penstock.store.ownership import Owner
 from penstock.v1 import tasks_pb2
 
 MANY = 1000
@@ -217,3 +218,25 @@ async def test_a_session_of_its_own_takes_no_place_that_has_failed(redis_client:
     assert await stores.reward(leases[2].session_id) == "complete"
     assert (await stores.tasks.get("t")).session_ids == ["mine", leases[2].session_id]
     assert (await stores.tasks.stat()).conservation_error == 0
+
+
+@pytest.mark.parametrize("num_owners", [511, 2_000, 10_000])
+async def test_tasks_of_any_number_of_owners_are_worked_on(redis_client: redis.Redis, num_owners: int) -> None:
+    """Beyond 512 owners the order of a task is larger than the integers that a double counts exactly."""
+    stores, new, other = Stores(redis_client, task_max_failures=2), Owner("new", False), Owner("other", False)
+    await redis_client.hset(RunKeys("test").counters, "task_owners", num_owners)
+    await stores.tasks.submit([new_task("t", "1", 2), new_task("u", "1")], owner=new)
+    await stores.tasks.submit([new_task("v", "1")], owner=other)
+    for expire in (stores.tasks.sweep, lambda: stores.tasks.lease("w", 0, MANY, other)):
+        leases = await stores.tasks.lease("w", 9, MANY, new)
+        assert sorted(lease.task_id for lease in leases) == ["t", "t", "u"]
+        assert await stores.tasks.give_back(leases[0].session_id, owner=new)
+        await stores.expire_leases()
+        await expire()
+        assert (await stores.tasks.stat()).leased == 0
+    [lease] = await stores.tasks.lease("w", 9, MANY, other)
+    assert lease.task_id == "v" and await stores.reward(lease.session_id) == "complete"
+    for lease in await stores.tasks.lease("w", 9, MANY, new):
+        await stores.reward(lease.session_id)
+    stat = await stores.tasks.stat()
+    assert (stat.pending + stat.leased, stat.conservation_error) == (0, 0)

@@ -14,6 +14,7 @@ from penstock.replay.inspection import QueueInspector
 from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import FinishedGroup
 from penstock.store.redis_client import QUEUE, ScriptFolder
+from support.redis_server import num_commands
 
 
 async def commands_of(queue: RedisReplayQueue, count: int) -> list[int]:
@@ -26,15 +27,10 @@ async def commands_of(queue: RedisReplayQueue, count: int) -> list[int]:
     costs = []
     await queue.client.config_resetstat()
     for call in (lambda: queue.lease("s", 4), lambda: queue.take(1, 4), lambda: queue.commit(0, []), queue.stat):
-        before = await calls(queue)
+        before = await num_commands(queue.client)
         await call()
-        costs.append(await calls(queue) - before)
+        costs.append(await num_commands(queue.client) - before)
     return costs
-
-
-async def calls(queue: RedisReplayQueue) -> int:
-    statistics = await queue.client.info("commandstats")
-    return sum(entry["calls"] for name, entry in statistics.items() if name != "cmdstat_info")
 
 
 async def test_a_call_costs_the_same_number_of_commands_in_a_long_queue(queue: RedisReplayQueue) -> None:

@@ -3,7 +3,7 @@
 -- groups, as a list of names, each followed by how many groups in a row have it. Every path that writes begins with a
 -- delete, so it runs when Redis is out of memory: see run_when_full.
 local capacity, order = tonumber(ARGV[1]), ARGV[2]
-local in_queue, num_inserted, saved_bytes = numbers(COUNTERS, 'queued_bytes', 'inserted', 'saved_bytes')
+local in_queue, num_inserted, saved_bytes = numbers(COUNTERS, 'queued_bytes', 'inserted', 'saved_bytes', 'admitted')
 local ids, attempts, sizes, versions = unpack(cjson.decode(ARGV[3]))
 
 -- The admission of each prompt that is in flight. Such a prompt exists and has no queued group, so nothing else is asked
@@ -24,7 +24,8 @@ look_up()
 local has_breakers, has_saved = redis.call('HLEN', BREAKERS) > 0, saved_bytes ~= 0 and check_saved(ids)
 if has_breakers then breakers_of(ask_many('HMGET', OWNERS, ids)) end
 if order == 'freshest' then check('ZCARD', FRESH) end
-check('ZCARD', LEASES, READY)
+check('ZCARD', LEASES, READY, PENDING)
+check('SCARD', RETURNED)
 check('HLEN', META)
 check_stream(RESULTS)
 

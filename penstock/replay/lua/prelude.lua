@@ -60,9 +60,7 @@ local function check_prompts(ids, reason)
   numbers(COUNTERS, 'queued_bytes', 'admitted', 'admission', 'expired', 'discarded', 'dead_lettered')
   numbers(DEAD_REASONS, label_of(reason))
   for _, key in ipairs({ATTEMPTS, FAILURES, PRIORITIES}) do
-    for _, value in ipairs(ask_many('HMGET', key, ids)) do
-      if value then integer(key, value) end
-    end
+    for i, value in ipairs(ask_many('HMGET', key, ids)) do integer(key, ids[i], value or '0') end
   end
   check_saved(ids)
 end
@@ -157,6 +155,7 @@ local function complete_fresh()
   local ids, versions = redis.call('ZRANGE', READY, 0, -1), {}
   for i, text in ipairs(ask_many('HMGET', META, ids)) do
     local _, _, _, min_version = read_meta(text)
+    if not min_version then error(META .. ' ' .. ids[i] .. ' is not an entry: ' .. text) end
     versions[2 * i - 1], versions[2 * i] = min_version, ids[i]
   end
   call_many('ZADD', FRESH, versions)
@@ -169,7 +168,7 @@ end
 -- Whether a group was taken. Fails if it could not become ready again.
 local function is_delivered(id)
   if redis.call('SISMEMBER', DELIVERED, id) == 0 then return false end
-  return group_meta(id) and true or error(META .. ' has no valid entry of group ' .. id)
+  return group_meta(id) and true or error(META .. ' ' .. id .. ' is not an entry')
 end
 
 -- Makes a group ready again, if it is delivered.
@@ -305,7 +304,7 @@ local function check_evaluations(ids)
   check('HLEN', EVAL_OF, SCORES, SCORE_HISTORY)
   check('ZCARD', EVAL_PENDING, EVAL_LEASES)
   for _, id in ipairs(ids) do
-    local evaluation_id = redis.call('HGET', EVAL_OF, id) or error(EVAL_OF .. ' does not have prompt ' .. id)
+    local evaluation_id = redis.call('HGET', EVAL_OF, id) or error(EVAL_OF .. ' ' .. id .. ' is missing')
     numbers(EVALUATION .. evaluation_id, 'num_finished', 'num_prompts', 'num_samples', 'num_failed')
     check_float(EVALUATION .. evaluation_id, 'reward_sum')
   end

@@ -137,9 +137,9 @@ local function record_failure(server, id, reason, num_running, limits)
         breaker.due[id] = reason
       end
     elseif breaker.failures >= limits.failures or breaker.non_finite >= limits.non_finite_failures then
-      verdict = 'opened'
+      verdict, breaker.policy_version = 'opened', counter('policy_version')
       spare_prompts(breaker)
-      breaker.opened_ms, breaker.wait_ms, breaker.policy_version = now_ms(), limits.probe_ms, counter('policy_version')
+      breaker.opened_ms, breaker.wait_ms = now_ms(), limits.probe_ms
       breaker.probe_ms = breaker.opened_ms + limits.probe_ms
     end
   end

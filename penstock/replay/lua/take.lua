@@ -17,7 +17,10 @@ for id in string.gmatch(manifest or '', '%d+') do
 end
 if #ids > 0 then return groups(ids, attempts, sum) end
 
-local last = tonumber(ARGV[3]) - 1
+-- Taken groups still count in the admission. Only a queue that had too many bytes has room for prompts now.
+local last, is_full = tonumber(ARGV[3]) - 1, counter('queued_bytes') >= tonumber(ARGV[5])
+if is_full then check_stream(LEASE_SIGNALS) end
+check('SCARD', DELIVERED)
 if ARGV[4] == 'freshest' then
   complete_fresh()
   ids = redis.call('ZREVRANGE', FRESH, 0, last)
@@ -33,11 +36,8 @@ for i, text in ipairs(ask_many('HMGET', META, ids)) do
   attempts[i] = attempt
   sum = sum + num_bytes
 end
--- Taken groups still count in the admission. Only a queue that had too many bytes has room for prompts now.
-local is_full, has_fresh = counter('queued_bytes') >= tonumber(ARGV[5]), redis.call('ZCARD', FRESH) > 0
-if is_full then check_stream(LEASE_SIGNALS) end
-check('SCARD', DELIVERED)
 
+local has_fresh = redis.call('ZCARD', FRESH) > 0
 call_many('ZREM', READY, ids)
 if has_fresh then call_many('ZREM', FRESH, ids) end
 call_many('SADD', DELIVERED, ids)

@@ -137,7 +137,7 @@ class QueueInspector:
         return await asyncio.to_thread(lambda: [_decode(found.prompt_id, found.payload) for found in deliveries])
 
     async def dead_letters(self, kind: str = "", *, newest_first: bool = False) -> AsyncIterator[DeadLetter]:
-        """The current dead letters without their payloads. Those that are buried while this runs are skipped."""
+        """The current dead letters without their payloads. Letters that are added while this runs are skipped."""
         page = await self._dead_letters("-", "+", 1, newest_first=True)
         first, last = "-", page[0].stream_id if page else ""
         while last:

@@ -49,14 +49,14 @@ local function label_of(reason)
   return string.match(reason, '^[%w_]+') or 'other'
 end
 
--- Fails if one of these prompts could not be leased, returned, queued, forgotten or buried for this reason. It checks
--- more than most scripts need: scripts that run for every prompt check what they need themselves.
+-- Fails if one of these prompts could not be leased, returned, queued, forgotten or dead-lettered for this reason. It
+-- checks more than most scripts need: scripts that run for every prompt check what they need themselves.
 local function check_prompts(ids, reason)
-  check('HLEN', PROMPTS, ATTEMPTS, FAILURES, PRIORITIES, OWNERS, SPARED, META)
+  check('HLEN', PROMPTS, ATTEMPTS, FAILURES, PRIORITIES, OWNERS, REFUNDS, META)
   check('ZCARD', PENDING, LEASES, OPEN, READY, FRESH)
   check('SCARD', RETURNED, DELIVERED)
   for _, stream in ipairs({LEASE_SIGNALS, RESULTS, DEAD}) do check_stream(stream) end
-  for _, bitmap in ipairs({TRAINED, BURIED}) do redis.call('GETBIT', bitmap, 0) end
+  for _, bitmap in ipairs({TRAINED, DEAD_LETTERED}) do redis.call('GETBIT', bitmap, 0) end
   numbers(COUNTERS, 'queued_bytes', 'admitted', 'admission', 'expired', 'discarded', 'dead_lettered')
   numbers(DEAD_REASONS, label_of(reason))
   for _, key in ipairs({ATTEMPTS, FAILURES, PRIORITIES}) do
@@ -227,7 +227,7 @@ end
 -- The hashes that have entries of prompts. Most prompts are in the first two only.
 local function prompt_hashes()
   local keys = {PROMPTS, ATTEMPTS}
-  for _, key in ipairs({FAILURES, SPARED, PRIORITIES}) do
+  for _, key in ipairs({FAILURES, REFUNDS, PRIORITIES}) do
     if redis.call('HLEN', key) > 0 then keys[#keys + 1] = key end
   end
   return keys
@@ -249,7 +249,7 @@ local function prompt_state(id)
   if redis.call('GETBIT', TRAINED, id) == 1 then return 'trained', 0, '' end
   local payload = redis.call('HGET', PROMPTS, id)
   if not payload then
-    if redis.call('GETBIT', BURIED, id) == 1 then return 'dead_lettered', 0, '' end
+    if redis.call('GETBIT', DEAD_LETTERED, id) == 1 then return 'dead_lettered', 0, '' end
     if redis.call('GETBIT', CANCELLED, id) == 1 then return 'cancelled', 0, '' end
     return nil
   end
@@ -260,10 +260,10 @@ local function prompt_state(id)
 end
 
 -- Moves a prompt, with the payload of its group if there is one, to the dead letters.
-local function bury(id, reason, payload)
+local function dead_letter(id, reason, payload)
   redis.call('XADD', DEAD, '*', 'prompt_id', id, 'reason', reason, 'prompt', redis.call('HGET', PROMPTS, id) or '',
     'group', payload or '')
-  redis.call('SETBIT', BURIED, id, 1)
+  redis.call('SETBIT', DEAD_LETTERED, id, 1)
   redis.call('HINCRBY', DEAD_REASONS, label_of(reason), 1)
   count('dead_lettered', 1)
   record_result('dead', id, reason)
@@ -271,14 +271,14 @@ local function bury(id, reason, payload)
 end
 
 -- Ends a lease that brought no group. A failure that is not empty counts towards max_attempts; at the limit the prompt
--- is buried. Otherwise the prompt keeps its admission and goes to the front, because groups that were admitted after it
--- may be waiting for its group.
+-- is dead-lettered. Otherwise the prompt keeps its admission and goes to the front, because groups that were admitted
+-- after it may be waiting for its group.
 local function return_prompt(id, failure, max_attempts)
   drop_lease(id)
   signal_lease()
   if failure ~= '' and redis.call('HINCRBY', FAILURES, id, 1) >= max_attempts then
     redis.call('ZREM', OPEN, id)
-    bury(id, failure)
+    dead_letter(id, failure)
     return
   end
   redis.call('SADD', RETURNED, id)

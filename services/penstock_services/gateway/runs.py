@@ -181,7 +181,7 @@ class RunHandlers(Handlers):
                 break
         page, token = cut_page("dead", found, page_size, lambda letter: letter.stream_id)
         letters = [
-            message_of(runs_pb2.DeadLetter, letter, letter_id=letter.stream_id, buried_at_ms=letter.time_ms)
+            message_of(runs_pb2.DeadLetter, letter, letter_id=letter.stream_id, dead_lettered_at_ms=letter.time_ms)
             for letter in page
         ]
         reasons = await self.stores.queue.dead_letter_reasons()

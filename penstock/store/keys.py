@@ -105,7 +105,7 @@ class RunKeys:
     group = KeyFamily("The encoded group of a prompt id and an attempt.")
     meta = Key("Hash: prompt of a queued group to `attempt bytes admission min_version appended_ms`.")
     ready = Key("Sorted set of groups that can be taken, by the number of their admission.")
-    fresh = Key(
+    ready_by_version = Key(
         "Sorted set of the same groups, by their oldest policy version. It may lack groups that were appended while "
         "groups were not taken by version; scripts that read it complete it."
     )

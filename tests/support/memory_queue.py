@@ -542,7 +542,7 @@ class MemoryConsumer:
             self._known.update((step, prompt_id) for prompt_id in unknown)
             return unknown
         if order == "freshest":
-            ids = store.fresh.highest(max_groups)
+            ids = store.ready_by_version.highest(max_groups)
         else:
             ids = store.ready.lowest(max_groups, store.open.lowest_score if order == "admission" else NEVER)
         for prompt_id in ids:

@@ -245,7 +245,7 @@ class MemoryStore:
         self.dead_reasons: Counter[str] = Counter()
         self.expired_reasons: Counter[str] = Counter()
         self.pending, self.leases, self.open = Ordered(), Ordered(), Ordered()
-        self.ready, self.fresh = Ordered(), Ordered()
+        self.ready, self.ready_by_version = Ordered(), Ordered()
         self.eval_pending, self.eval_leases = Ordered(), Ordered()
         self.awaited_since = 0.0
         self.returned: set[int] = set()
@@ -308,11 +308,11 @@ class MemoryStore:
     def make_ready(self, prompt_id: int) -> None:
         group = self.groups[prompt_id]
         self.ready.put(prompt_id, group.admission)
-        self.fresh.put(prompt_id, group.min_version)
+        self.ready_by_version.put(prompt_id, group.min_version)
         self.count("queued_bytes", len(group.payload))
 
     def unready(self, prompt_id: int) -> None:
-        self.fresh.remove(prompt_id)
+        self.ready_by_version.remove(prompt_id)
         if self.ready.remove(prompt_id):
             self.count("queued_bytes", -len(self.groups[prompt_id].payload))
 

@@ -53,7 +53,7 @@ end
 -- checks more than most scripts need: scripts that run for every prompt check what they need themselves.
 local function check_prompts(ids, reason)
   check('HLEN', PROMPTS, ATTEMPTS, FAILURES, PRIORITIES, OWNERS, REFUNDS, META)
-  check('ZCARD', PENDING, LEASES, OPEN, READY, FRESH)
+  check('ZCARD', PENDING, LEASES, OPEN, READY, READY_BY_VERSION)
   check('SCARD', RETURNED, DELIVERED)
   for _, stream in ipairs({LEASE_SIGNALS, RESULTS, DEAD}) do check_stream(stream) end
   for _, bitmap in ipairs({TRAINED, DEAD_LETTERED}) do redis.call('GETBIT', bitmap, 0) end
@@ -148,21 +148,21 @@ local function group_meta(id)
   if text then return read_meta(text) end
 end
 
--- `fresh` holds the ready groups by version. append writes it only if groups are taken by version, because it costs as
--- much as all else that is written of a group. If the order was changed since, it is completed here.
-local function complete_fresh()
-  if redis.call('ZCARD', FRESH) == redis.call('ZCARD', READY) then return end
+-- append writes `ready_by_version` only if groups are taken by version, because it costs as much as all else that is
+-- written of a group. If the order was changed since, it is completed here.
+local function complete_ready_by_version()
+  if redis.call('ZCARD', READY_BY_VERSION) == redis.call('ZCARD', READY) then return end
   local ids, versions = redis.call('ZRANGE', READY, 0, -1), {}
   for i, text in ipairs(ask_many('HMGET', META, ids)) do
     local _, _, _, min_version = read_meta(text)
     if not min_version then error(META .. ' ' .. ids[i] .. ' is not an entry: ' .. text) end
     versions[2 * i - 1], versions[2 * i] = min_version, ids[i]
   end
-  call_many('ZADD', FRESH, versions)
+  call_many('ZADD', READY_BY_VERSION, versions)
 end
 
-local function leave_fresh(ids)
-  if redis.call('ZCARD', FRESH) > 0 then call_many('ZREM', FRESH, ids) end
+local function leave_ready_by_version(ids)
+  if redis.call('ZCARD', READY_BY_VERSION) > 0 then call_many('ZREM', READY_BY_VERSION, ids) end
 end
 
 -- Whether a group was taken. Fails if it could not become ready again.
@@ -176,7 +176,7 @@ local function make_ready(id)
   if redis.call('SREM', DELIVERED, id) == 0 then return end
   local _, num_bytes, admission, min_version = group_meta(id)
   redis.call('ZADD', READY, admission, id)
-  redis.call('ZADD', FRESH, min_version, id)
+  redis.call('ZADD', READY_BY_VERSION, min_version, id)
   count('queued_bytes', num_bytes)
 end
 
@@ -200,7 +200,7 @@ local function remove_group(id)
   local attempt, num_bytes = group_meta(id)
   if not attempt then return nil end
   redis.call('HDEL', META, id)
-  redis.call('ZREM', FRESH, id)
+  redis.call('ZREM', READY_BY_VERSION, id)
   if redis.call('ZREM', READY, id) == 1 then count('queued_bytes', -num_bytes) end
   if redis.call('SREM', DELIVERED, id) == 1 then leave_manifest(id) end
   signal_lease()

@@ -22,8 +22,8 @@ local last, is_full = tonumber(ARGV[3]) - 1, counter('queued_bytes') >= tonumber
 if is_full then check_stream(LEASE_SIGNALS) end
 check('SCARD', DELIVERED)
 if ARGV[4] == 'freshest' then
-  complete_fresh()
-  ids = redis.call('ZREVRANGE', FRESH, 0, last)
+  complete_ready_by_version()
+  ids = redis.call('ZREVRANGE', READY_BY_VERSION, 0, last)
 elseif ARGV[4] == 'admission' then
   local oldest_open = redis.call('ZRANGE', OPEN, 0, 0, 'WITHSCORES')[2] or '+inf'
   ids = redis.call('ZRANGEBYSCORE', READY, '-inf', '(' .. oldest_open, 'LIMIT', 0, ARGV[3])
@@ -37,9 +37,9 @@ for i, text in ipairs(ask_many('HMGET', META, ids)) do
   sum = sum + num_bytes
 end
 
-local has_fresh = redis.call('ZCARD', FRESH) > 0
+local is_by_version = redis.call('ZCARD', READY_BY_VERSION) > 0
 call_many('ZREM', READY, ids)
-if has_fresh then call_many('ZREM', FRESH, ids) end
+if is_by_version then call_many('ZREM', READY_BY_VERSION, ids) end
 call_many('SADD', DELIVERED, ids)
 redis.call('HSET', MANIFESTS, ARGV[2], (manifest and manifest .. ' ' or '') .. table.concat(ids, ' '))
 if is_full then signal_lease() end

@@ -37,7 +37,7 @@ local task_state = redis.call('HGET', key, 'state')
 local is_open = task_state == 'open' or task_state == 'pending'
 -- A session that was not leased takes the first place that no worker has, or else the first that is leased.
 if not place and is_open then
-  for other = 0, redis.call('HGET', key, 'num_sessions') - 1 do
+  for other = 0, numbers(key, 'num_sessions') - 1 do
     local name = member(task, other)
     if redis.call('ZSCORE', TASK_PENDING, name) then
       place = other

@@ -81,7 +81,7 @@ QUEUE_MUTANTS = {
     "none": ("", "", ""),
     "a key is stored before its prompts": (
         "submit", "new_keys[name] = {key, owner, first, n, digest}",
-        "redis.call('HSET', name_of(key), 'of:' .. owner, first .. ' ' .. n .. ' ' .. digest)",
+        "redis.call('HSET', IDEMPOTENCY .. key, 'of:' .. owner, first .. ' ' .. n .. ' ' .. digest)",
     ),
     "a learner commits after its term": ("commit", "if fenced then return fenced end", ""),
 }  # fmt: skip

@@ -71,15 +71,10 @@ local function member(task, place)
   return task .. ' ' .. place
 end
 
--- Task and place that a session was leased with, or nothing. For a task of an older gateway, which stored neither owners nor
--- places of sessions, the name tells.
+-- Task and place that a session was leased with, or nothing.
 local function place_of(session)
   local leased = redis.call('HGET', state_key(session), 'place')
   if leased then return string.match(leased, '^(.+) (%d+)$') end
-  local task, place, attempt = string.match(session, '^(.+)%.(%d+)%.([1-9]%d*)$')
-  if not task then return nil end
-  local owner, attempts = unpack(redis.call('HMGET', task_key(task), 'owner', 'attempts:' .. place))
-  if not owner and attempts and tonumber(attempt) <= tonumber(attempts) then return task, place end
 end
 
 local function check_abandon(session)

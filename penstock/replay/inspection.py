@@ -199,8 +199,7 @@ class QueueInspector:
     async def _dead_letters(self, first: str, last: str, limit: int, *, newest_first: bool) -> list[StoredDeadLetter]:
         rows = read_rows(await self.queue.call("inspect_dead", first, last, limit, int(newest_first)))
         texts = ("stream_id", "reason")
-        decoded = (row | {name: row[name].decode(errors="replace") for name in texts} for row in rows)
-        return [StoredDeadLetter(**row) for row in decoded]
+        return [StoredDeadLetter(**row | {key: row[key].decode(errors="replace") for key in texts}) for row in rows]
 
 
 def _decode(prompt_id: int, payload: bytes) -> QueuedGroup:

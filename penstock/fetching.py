@@ -101,7 +101,7 @@ class ObjectFolder:
             raise Unavailable(f"{self.url}/{name} has {stored} bytes after its upload, not {file.stat().st_size}")
 
     def remove(self, name: str) -> None:
-        """Remove an object. It is not an error if it is gone."""
+        """Remove an object. It is not an error if it does not exist."""
 
         with contextlib.suppress(FileNotFoundError):
             self._retry(lambda: self._fs.rm_file(self._path(name)), f"remove {name}")

@@ -265,7 +265,7 @@ class SampleFilter:
 
 
 @dataclass(frozen=True)
-class SamplePage:
+class SamplesFound:
     samples: list[Sample]
     next_place: Place | None
     """Where the next page starts; None if there is none."""
@@ -291,15 +291,15 @@ def select(
     return choose(limit, scored, key=lambda sample: sample.reward or 0.0)
 
 
-def page(folder: Path, wanted: SampleFilter, limit: int, after: Place | None, max_groups: int) -> SamplePage:
+def page(folder: Path, wanted: SampleFilter, limit: int, after: Place | None, max_groups: int) -> SamplesFound:
     """One page of samples, newest first, of whole groups: it may have a few more than `limit`. It looks at no more
     than `max_groups` groups, so it may be short or empty and still have a next page."""
     samples: list[Sample] = []
     for number, (place, found) in enumerate(matching(folder, wanted, after), 1):
         samples += found
         if len(samples) >= limit or number >= max_groups:
-            return SamplePage(samples, place)
-    return SamplePage(samples, None)
+            return SamplesFound(samples, place)
+    return SamplesFound(samples, None)
 
 
 logger = logging.getLogger(__name__)

@@ -404,7 +404,7 @@ class DeadLetter(Record):
     letter_id: str
     prompt_id: int
     reason: str
-    buried_at_ms: int
+    dead_lettered_at_ms: int
     prompt_bytes: int
     group_bytes: int
 

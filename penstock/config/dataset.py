@@ -113,7 +113,7 @@ class DatasetConfig(SamplingConfig):  # type: ignore[misc]  # mypy does not know
     """Address that /metrics and the probes of `penstock feed` listen on."""
     metrics_port: int = Field(default=0, ge=0, le=65535)
     """Port of /metrics and the probes of `penstock feed`. 0 takes a free port; `feed-NAME.json` of the run has it."""
-    max_buried_share: float | None = Field(default=0.5, gt=0, le=1)
+    max_dead_letter_share: float | None = Field(default=0.5, gt=0, le=1)
     """The run pauses if this share of prompts, and at least 32 of them, is dead-lettered for one reason, such as
     `prompt_too_long`. None means it never does."""
     num_samples: int = Field(default=8, ge=1)

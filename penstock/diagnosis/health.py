@@ -94,7 +94,7 @@ def _dead_letters(facts: RunFacts, reasons: Mapping[str, int]) -> Finding:
         return finding("dead letters", "OK", "no prompt was dead-lettered")
     share = stat.dead_lettered / (stat.dead_lettered + stat.inserted)
     counts = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
-    level: Level = "FAIL" if share >= (facts.config.dataset.max_buried_share or 1.0) else "WARN"
+    level: Level = "FAIL" if share >= (facts.config.dataset.max_dead_letter_share or 1.0) else "WARN"
     text = f"{stat.dead_lettered} prompts, {share:.0%} of those that ended, were dead-lettered ({counts})"
     return finding("dead letters", level, text, "`penstock queue dlq` lists them")
 

@@ -161,11 +161,11 @@ def _checked(where: str, call: Any, *arguments: Any, **keywords: Any) -> Any:
         raise InvalidInput("dataset.sampler", f"{where} failed: {why}") from error
 
 
-MIN_BURIED = 32
+MIN_DEAD_LETTERS = 32
 """Prompts with the same reason that must be dead-lettered before their share counts."""
 
 
-class BuriedPrompts:
+class DeadLetterShare:
     """Compares dead letters with the groups that were made since the feed began, or since the run was last paused."""
 
     def __init__(self, limit: float | None) -> None:
@@ -182,10 +182,10 @@ class BuriedPrompts:
         new = {reason: count - before.get(reason, 0) for reason, count in reasons.items()}
         num_finished = num_inserted - self._inserted + sum(new.values())
         for reason, count in new.items():
-            if self.limit is not None and count >= MIN_BURIED and count >= self.limit * num_finished:
+            if self.limit is not None and count >= MIN_DEAD_LETTERS and count >= self.limit * num_finished:
                 return (
                     f"{count} of the newest {num_finished} prompts were dead-lettered with {reason}; correct the "
-                    "dataset or rollout.prompt, or raise dataset.max_buried_share; `penstock queue dlq` lists them"
+                    "dataset or rollout.prompt, or raise dataset.max_dead_letter_share; `penstock queue dlq` lists them"
                 )
         return ""
 
@@ -287,7 +287,7 @@ class Feeder:
         self._last_id = 0
         self.queue = queue
         self.pause = pause
-        self.buried = BuriedPrompts(stream.config.max_buried_share)
+        self.dead_letters = DeadLetterShare(stream.config.max_dead_letter_share)
         self.tracing = tracing or Tracing()
         self.stream = stream
         self.config = stream.config
@@ -361,10 +361,10 @@ class Feeder:
                 f"all {num_prompts} prompts of an epoch were dead-lettered ({counts}); correct them or rollout.prompt, "
                 "and start a new run",
             )
-        if (reason := self.buried.reason_to_pause(stat.inserted, reasons)) and self.pause is not None:
+        if (reason := self.dead_letters.reason_to_pause(stat.inserted, reasons)) and self.pause is not None:
             logger.error("the run pauses: %s", reason)
             await self.pause(reason)
-            self.buried.begin_again(stat.inserted, reasons)
+            self.dead_letters.begin_again(stat.inserted, reasons)
 
     async def _submit(self, position: int, chunk: Sequence[Prompt]) -> int:
         with contextlib.ExitStack() as spans:

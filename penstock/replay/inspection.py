@@ -66,7 +66,7 @@ class QueuedGroup:
 
 
 @dataclass(frozen=True)
-class DeadLetter:
+class StoredDeadLetter:
     stream_id: str
     prompt_id: int
     reason: str
@@ -86,7 +86,7 @@ class DeadLetter:
 
 @dataclass(frozen=True)
 class DeadLetterContents:
-    letter: DeadLetter
+    letter: StoredDeadLetter
     prompt: Prompt | None
     group: Group | None
     group_problem: str
@@ -136,8 +136,8 @@ class QueueInspector:
         deliveries = await self.queue.fetch(prompt_ids)
         return await asyncio.to_thread(lambda: [_decode(found.prompt_id, found.payload) for found in deliveries])
 
-    async def dead_letters(self, kind: str = "", *, newest_first: bool = False) -> AsyncIterator[DeadLetter]:
-        """The current dead letters without their payloads. Those that are buried while this runs are skipped."""
+    async def dead_letters(self, kind: str = "", *, newest_first: bool = False) -> AsyncIterator[StoredDeadLetter]:
+        """The current dead letters without their payloads. Letters that are added while this runs are skipped."""
         page = await self._dead_letters("-", "+", 1, newest_first=True)
         first, last = "-", page[0].stream_id if page else ""
         while last:
@@ -160,7 +160,7 @@ class QueueInspector:
         prompt_id, reason = int(fields.get("prompt_id", 0)), fields.get("reason", b"").decode(errors="replace")
         decoded = await asyncio.to_thread(_decode, prompt_id, payload) if payload else None
         return DeadLetterContents(
-            letter=DeadLetter(stream_id, prompt_id, reason, len(prompt), len(payload)),
+            letter=StoredDeadLetter(stream_id, prompt_id, reason, len(prompt), len(payload)),
             prompt=decoded_prompt(prompt),
             group=decoded.group if decoded else None,
             group_problem=decoded.problem if decoded else "no group was kept with it",
@@ -196,10 +196,10 @@ class QueueInspector:
             return None
         return max(0.0, (now_ms - found[0].group.finished_at_ms) / 1000)
 
-    async def _dead_letters(self, first: str, last: str, limit: int, *, newest_first: bool) -> list[DeadLetter]:
+    async def _dead_letters(self, first: str, last: str, limit: int, *, newest_first: bool) -> list[StoredDeadLetter]:
         rows = read_rows(await self.queue.call("inspect_dead", first, last, limit, int(newest_first)))
         texts = ("stream_id", "reason")
-        return [DeadLetter(**row | {name: row[name].decode(errors="replace") for name in texts}) for row in rows]
+        return [StoredDeadLetter(**row | {key: row[key].decode(errors="replace") for key in texts}) for row in rows]
 
 
 def _decode(prompt_id: int, payload: bytes) -> QueuedGroup:

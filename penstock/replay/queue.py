@@ -452,7 +452,7 @@ class GroupConsumer(QueueCalls):
         return KeptGroups(tuple(sorted(map(int, prompt_ids))), int(num_omitted or 0))
 
     async def fetch_kept(self, evaluation_id: str, prompt_ids: Sequence[int]) -> list[bytes]:
-        """Kept groups of an evaluation. Those that are no longer kept are skipped."""
+        """Kept groups of an evaluation. Groups that are no longer kept are skipped."""
         if not prompt_ids:
             return []
         groups = await guarded(self.client.hmget(self.keys.evaluation_groups(evaluation_id), list(prompt_ids)))
@@ -481,18 +481,18 @@ class GroupConsumer(QueueCalls):
     async def wait_for_groups(self, timeout_s: float) -> None:
         """Wait until new groups may be taken, or for `timeout_s`. It may return early.
 
-        Every change that lets a group be taken adds an entry to the results: an append, a burial, a cancellation."""
+        Every change that lets a group be taken adds an entry to the results: an append, a dead letter, a cancellation."""
         await self.wait_for_entry(self.keys.results, timeout_s)
 
     async def fetch(self, prompt_ids: Sequence[int]) -> list[Delivery]:
-        """The groups of these prompts. Those that are no longer queued are skipped."""
+        """The groups of these prompts. Prompts that are no longer queued are skipped."""
         known, ahead = self._attempts, self._fetched_ahead
         attempts = {prompt_id: known.pop(prompt_id) for prompt_id in prompt_ids if prompt_id in known}
         payloads = {prompt_id: ahead.pop(prompt_id) for prompt_id in attempts if prompt_id in ahead}
         if len(payloads) < len(attempts):
             others = {prompt_id: attempt for prompt_id, attempt in attempts.items() if prompt_id not in payloads}
             payloads |= await self.payloads.fetch(self.payloads.keys_of(others))
-        # A learner before this one took these, or their attempt has changed.
+        # A learner before this one took these groups, or their attempt has changed.
         unknown = [prompt_id for prompt_id in prompt_ids if prompt_id not in payloads]
         if unknown:
             payloads |= await self.fetch_located(unknown)

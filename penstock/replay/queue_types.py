@@ -132,7 +132,7 @@ class Outbox:
     """Which of a producer's accepted groups it may forget, and which it must append again."""
 
     done: tuple[int, ...]
-    """Prompts whose group was committed, buried or superseded: forget them."""
+    """Prompts whose group was committed, dead-lettered or superseded: forget them."""
     missing: tuple[int, ...]
     """Prompts whose group Redis lost with its tail: append it again."""
 

@@ -19,8 +19,8 @@ from penstock.replay.queue_types import PromptState, PromptStatus
 from penstock.store.redis_client import QUEUE, RunRecords, guarded, read_record, read_rows
 from penstock.trajectory import Group
 
-IDS_LOOKED_AT = 2_000
-"""Maximum number of ids that one call of `page` looks at, because Redis answers no one else while the script runs."""
+MAX_IDS_READ = 2_000
+"""Maximum number of ids that one call of `page` reads, because Redis answers no one else while the script runs."""
 FROM_OLDEST = "0"
 _CURSOR = re.compile(r"(\d{1,19}-\d{1,19})\.(\d{1,9})")
 _AFTER_ENTRY = 999_999_999
@@ -29,10 +29,10 @@ _STATES: dict[bytes, PromptState] = {b"queued": "queued", b"dead": "dead_lettere
 
 
 @dataclass(frozen=True)
-class PromptPage:
+class PromptsFound:
     prompts: tuple[PromptStatus, ...]
     after: int
-    """The last id that the list has looked at."""
+    """The last id that was read."""
     has_more: bool
 
 
@@ -50,11 +50,11 @@ class PromptBook(RunRecords):
 
     scripts = QUEUE
 
-    async def page(self, after: int, limit: int, state: PromptState | None = None) -> PromptPage:
+    async def page(self, after: int, limit: int, state: PromptState | None = None) -> PromptsFound:
         """List prompts by id, oldest first. A page may be short or empty and still have a next page."""
-        page = read_record(await self.call("list_prompts", after, limit, state or "", IDS_LOOKED_AT))
+        page = read_record(await self.call("list_prompts", after, limit, state or "", MAX_IDS_READ))
         prompts = tuple(PromptStatus(**row | {"state": row["state"].decode()}) for row in read_rows(page["prompts"]))
-        return PromptPage(prompts, page["last_id"], bool(page["has_more"]))
+        return PromptsFound(prompts, page["last_id"], bool(page["has_more"]))
 
     async def cancel(self, prompt_ids: Sequence[int]) -> list[PromptStatus | None]:
         """Cancel prompts whose groups the learner has not taken. Return what each is afterwards; None if unknown."""

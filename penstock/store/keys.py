@@ -74,8 +74,8 @@ class RunKeys:
     attempts = Key("Hash: prompt id to how often it was leased.")
     failures = Key("Hash: prompt id to how many leases failed.")
     breakers = Key("Hash: server that failed since its last success to the record of its breaker.")
-    spared = Key(
-        "Hash: prompt id to how many opened breakers took its failures back, and the accepted groups at the last one."
+    refunds = Key(
+        "Hash: prompt id to how many opened breakers refunded its failures, and the accepted groups at the last one."
     )
     pending = Key("Sorted set of prompts that can be leased, by priority and age.")
     leases = Key("Sorted set of leased prompts, by the time the lease runs out.")
@@ -105,7 +105,7 @@ class RunKeys:
     group = KeyFamily("The encoded group of a prompt id and an attempt.")
     meta = Key("Hash: prompt of a queued group to `attempt bytes admission min_version appended_ms`.")
     ready = Key("Sorted set of groups that can be taken, by the number of their admission.")
-    fresh = Key(
+    ready_by_version = Key(
         "Sorted set of the same groups, by their oldest policy version. It may lack groups that were appended while "
         "groups were not taken by version; scripts that read it complete it."
     )
@@ -117,7 +117,7 @@ class RunKeys:
         "checkpoint from before that step exists."
     )
     dead = Key("Stream of dead letters.")
-    buried = Key("Bitmap of prompts that were dead-lettered.")
+    dead_lettered = Key("Bitmap of prompts that were dead-lettered.")
     dead_reasons = Key("Hash: reason to the number of dead letters.")
     expired_reasons = Key("Hash: reason to the number of groups that were expired or discarded.")
     recomputed = KeyFamily("The learner's own log-probs of a group's tokens; expires.")

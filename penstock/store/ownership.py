@@ -15,8 +15,8 @@ class Owner:
     """Whether it is an operator: a key of the scope admin."""
 
     def may_use(self, owner: str) -> bool:
-        """Whether a record of this owner may be used. What has no owner is everyone's: the run or a gateway
-        from before records had owners has made it."""
+        """Whether a record of this owner may be used. What has no owner is everyone's: the run has made
+        it, or a person by hand."""
         return self.sees_all or owner in ("", self.name)
 
     @property

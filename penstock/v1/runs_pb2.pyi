@@ -109,20 +109,20 @@ class ListDeadLettersResponse(_message.Message):
     def __init__(self, dead_letters: _Optional[_Iterable[_Union[DeadLetter, _Mapping]]] = ..., next_page_token: _Optional[str] = ..., reasons: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class DeadLetter(_message.Message):
-    __slots__ = ("letter_id", "prompt_id", "reason", "buried_at_ms", "prompt_bytes", "group_bytes")
+    __slots__ = ("letter_id", "prompt_id", "reason", "dead_lettered_at_ms", "prompt_bytes", "group_bytes")
     LETTER_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
-    BURIED_AT_MS_FIELD_NUMBER: _ClassVar[int]
+    DEAD_LETTERED_AT_MS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_BYTES_FIELD_NUMBER: _ClassVar[int]
     GROUP_BYTES_FIELD_NUMBER: _ClassVar[int]
     letter_id: str
     prompt_id: int
     reason: str
-    buried_at_ms: int
+    dead_lettered_at_ms: int
     prompt_bytes: int
     group_bytes: int
-    def __init__(self, letter_id: _Optional[str] = ..., prompt_id: _Optional[int] = ..., reason: _Optional[str] = ..., buried_at_ms: _Optional[int] = ..., prompt_bytes: _Optional[int] = ..., group_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, letter_id: _Optional[str] = ..., prompt_id: _Optional[int] = ..., reason: _Optional[str] = ..., dead_lettered_at_ms: _Optional[int] = ..., prompt_bytes: _Optional[int] = ..., group_bytes: _Optional[int] = ...) -> None: ...
 
 class RequeueDeadLetterRequest(_message.Message):
     __slots__ = ("run", "letter_id")

@@ -21,9 +21,10 @@ from penstock.replay.queue import RedisReplayQueue
 from penstock.sessions.session_store import SessionStore
 from penstock.sessions.task_store import TaskStore
 from penstock.store.keys import RunKeys
+from penstock.v1 import tasks_pb2
 from support.fleet_runs import Part
 from support.gateways import run_config, running
-from support.redis_server import RedisProcess
+from support.redis_server import RedisProcess, num_commands
 from support.scripted_engines import TalkingEngine, make_tokenizer_folder, serving
 
 AREA = "sessions and tasks"
@@ -93,7 +94,23 @@ async def test_a_worker_is_killed_with_leases(
     queue = RedisReplayQueue(redis_client, config.run, config.replay)
     groups = [decode_group(await queue.get_group(prompt_id)) for task in found for prompt_id in task.prompt_ids]
     assert [len(group.trajectories) for group in groups] == [SESSIONS_PER_TASK] * NUM_TASKS
+    few, many = await commands_per_place(redis_client, 16), await commands_per_place(redis_client, 512)
+    print(f"commands of a sweep for each place that it returns: {few:.1f}; of a large task: {many:.1f}")
+    assert many < 2 * few, "a sweep must not stall the queue, however large the worker's tasks are"
     record_property("fault", {"lost": 0, "doubled": 0, "recovery_s": recovery_s})
+
+
+async def commands_per_place(client: redis.Redis, num_sessions: int) -> float:
+    """How many commands a sweep costs for each place that a dead worker has left of a task with so many sessions."""
+    tasks = TaskStore(client, f"of-{num_sessions}", 3600, SessionLimits(task_lease_s=0.001))
+    await tasks.submit([tasks_pb2.NewTask(task_id="t", payload_json="1", num_sessions=num_sessions)])
+    assert len(await tasks.lease("dead", num_sessions, 1)) == num_sessions
+    async with asyncio.timeout(20):
+        while True:
+            before = await num_commands(client)
+            num_reclaimed, _ = await tasks.sweep()
+            if num_reclaimed:
+                return (await num_commands(client) - before) / num_reclaimed
 
 
 @pytest.mark.fault_row(

@@ -57,7 +57,7 @@ async def test_a_history_is_linearizable(tmp_path: Path, seed: int, record_prope
     record_property("fault", {"lost": 0, "doubled": 0})
 
 
-MUTANTS = {
+TASK_MUTANTS = {
     "none": ("", "", ""),
     "a place is given back without its lease": (
         "return_task", "if not task then return 0 end", "if not task then task, place = place_of(ARGV[1]) end"
@@ -77,15 +77,33 @@ MUTANTS = {
     "a repeated key stores again": ("submit_tasks", "return {1, known.ids}", "return {0, known.ids}"),
 }  # fmt: skip
 """A script, a part of its text, and what stands there instead."""
+QUEUE_MUTANTS = {
+    "none": ("", "", ""),
+    "a key is stored before its prompts": (
+        "submit", "new_keys[name] = {key, owner, first, n, digest}",
+        "redis.call('HSET', IDEMPOTENCY .. key, 'of:' .. owner, first .. ' ' .. n .. ' ' .. digest)",
+    ),
+    "a learner commits after its term": ("commit", "if fenced then return fenced end", ""),
+}  # fmt: skip
 MAX_ROUNDS = 20
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
-async def test_a_history_of_tasks_shows_a_wrong_script(
-    redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch, mutant: str
+@pytest.mark.parametrize("mutant", QUEUE_MUTANTS)
+async def test_a_history_of_the_queue_shows_a_wrong_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mutant: str
 ) -> None:
-    """Without a fault there is no problem, and the history of each wrong script is rejected."""
-    changed, right, wrong = MUTANTS[mutant]
+    change_script(monkeypatch, *QUEUE_MUTANTS[mutant])
+    rounds, problems = 1 if mutant == "none" else MAX_ROUNDS, list[str]()
+    while rounds > 0 and not problems:
+        plan = Plan(seed=rounds, duration_s=1.0, redis_kills=0, gateway_kills=0, is_gateway_inside=True)
+        async with RecordedRun(tmp_path / str(rounds), plan) as run:
+            problems = (await run.run()).problems()
+        rounds -= 1
+    assert bool(problems) == (mutant != "none"), "\n".join(problems[:2])
+
+
+def change_script(monkeypatch: pytest.MonkeyPatch, changed: str, right: str, wrong: str) -> None:
+    """Let this process load a script in which `wrong` stands instead of `right`."""
     load = ScriptFolder.load
 
     def load_mutant(folder: ScriptFolder, name: str) -> Script:
@@ -97,6 +115,14 @@ async def test_a_history_of_tasks_shows_a_wrong_script(
         return Script(text, hashlib.sha1(text.encode()).hexdigest())
 
     monkeypatch.setattr(ScriptFolder, "load", load_mutant)
+
+
+@pytest.mark.parametrize("mutant", TASK_MUTANTS)
+async def test_a_history_of_tasks_shows_a_wrong_script(
+    redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch, mutant: str
+) -> None:
+    """Without a fault there is no problem, and the history of each wrong script is rejected."""
+    change_script(monkeypatch, *TASK_MUTANTS[mutant])
     rounds = 1 if mutant == "none" else MAX_ROUNDS  # a slow machine makes few calls in a round
     problems: list[str] = []
     while rounds > 0 and not problems:

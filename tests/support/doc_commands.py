@@ -211,7 +211,7 @@ class Clone:
         for process in self.processes.values():
             process.wait(COMMAND_S)
 
-    def bury_a_prompt(self) -> None:
+    def dead_letter_a_prompt(self) -> None:
         """Make a dead letter, which the commands about dead letters need."""
         with SyncPenstockClient.from_run_dir(self.folder / "runs" / "my-run") as client:
             (prompt_id,) = client.submit([Prompt(messages=(("user", "1+" * 500),), priority=1)]).prompt_ids

@@ -113,7 +113,7 @@ class MemoryIntake:
         store = self.store
         if prompt_id in store.trained:
             return PromptStatus(prompt_id, "trained", 0, b"")
-        if prompt_id in store.buried:
+        if prompt_id in store.dead_lettered:
             return PromptStatus(prompt_id, "dead_lettered", 0, b"")
         prompt = store.prompts.get(prompt_id)
         if prompt is None and prompt_id in store.cancelled:
@@ -167,7 +167,7 @@ class MemoryIntake:
         prompt = store.prompts.get(prompt_id)
         if prompt is None:
             ended: tuple[tuple[PromptState, set[int]], ...] = (
-                ("trained", store.trained), ("dead_lettered", store.buried), ("cancelled", store.cancelled),
+                ("trained", store.trained), ("dead_lettered", store.dead_lettered), ("cancelled", store.cancelled),
             )  # fmt: skip
             return next((PromptStatus(prompt_id, state, 0, b"") for state, ids in ended if prompt_id in ids), None)
         if prompt_id in store.delivered or prompt.evaluation_id:
@@ -542,7 +542,7 @@ class MemoryConsumer:
             self._known.update((step, prompt_id) for prompt_id in unknown)
             return unknown
         if order == "freshest":
-            ids = store.fresh.highest(max_groups)
+            ids = store.ready_by_version.highest(max_groups)
         else:
             ids = store.ready.lowest(max_groups, store.open.lowest_score if order == "admission" else NEVER)
         for prompt_id in ids:
@@ -647,7 +647,7 @@ class MemoryConsumer:
         self._check_term()
         group = self._drop(prompt_id)
         if group is not None:
-            self.store.bury(prompt_id, reason, group.payload)
+            self.store.dead_letter(prompt_id, reason, group.payload)
 
     async def publish(self, policy_version: int, step: int, policy: bytes) -> None:
         self._check_term()

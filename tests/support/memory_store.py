@@ -91,9 +91,9 @@ class MemoryPrompt:
     evaluation_id: str = ""
     attempt: int = 0
     failures: int = 0
-    spared: int = 0
-    """How many opened breakers took its failures back."""
-    spared_at: int = -1
+    num_refunds: int = 0
+    """How many opened breakers refunded its failures."""
+    refunded_at: int = -1
     """The number of accepted groups at the last of them."""
     owner: tuple[str, int] | None = None
     """Server and attempt of the lease; None if it is not leased."""
@@ -136,14 +136,14 @@ class MemoryEvaluation:
 
 
 MIN_PROMPTS = 3
-MAX_SPARED = 3
+MAX_REFUNDS = 3
 MAX_PROBES = 3
 MAX_WAIT_S = 60.0
 NON_FINITE = "non_finite"
 
-Verdict = Literal["counted", "kept", "spared", "opened", "abandoned"]
-"""What a failure means for its prompt. `counted`: it counts, and may bury the prompt. `kept`: it counts at the server's
-next success. `spared`: it does not count. `opened`: it does not count, and the breaker has opened. `abandoned`: it does
+Verdict = Literal["counted", "kept", "refunded", "opened", "abandoned"]
+"""What a failure means for its prompt. `counted`: it counts, and may dead-letter the prompt. `kept`: it counts at the server's
+next success. `refunded`: it does not count. `opened`: it does not count, and the breaker has opened. `abandoned`: it does
 not count, and the prompt's evaluation ends."""
 
 
@@ -160,7 +160,7 @@ class Breaker:
     prompts: dict[int, int] = field(default_factory=dict)
     """Failures of each prompt since the last success. While open: the prompts that were tried, with 0."""
     due: dict[int, str] = field(default_factory=dict)
-    """Prompts that are buried at the next success if they have used up their attempts, with the reason: those whose
+    """Prompts that are dead-lettered at the next success if they have used up their attempts, with the reason: those whose
     newest failure came while few prompts failed."""
     max_attempts: int = 1
     is_open: bool = False
@@ -178,7 +178,7 @@ class Breaker:
         self.non_finite += reason == NON_FINITE
         if self.is_open:
             self.prompts[prompt_id] = 0
-            return "spared"
+            return "refunded"
         self.prompts[prompt_id] = self.prompts.get(prompt_id, 0) + 1
         self.due.pop(prompt_id, None)
         if len(self.prompts) < MIN_PROMPTS or 2 * len(self.prompts) < num_running:
@@ -228,7 +228,7 @@ class MemoryStore:
         self.kept: dict[int, dict[int, MemoryPrompt]] = {}
         """Prompts that were committed, by the step of the commit, while the run can be rewound to before it."""
         self.rewind: RunRewind | None = None
-        self.buried: set[int] = set()
+        self.dead_lettered: set[int] = set()
         self.cancelled: set[int] = set()
         self.is_paused = False
         self.breakers: dict[str, Breaker] = {}
@@ -245,7 +245,7 @@ class MemoryStore:
         self.dead_reasons: Counter[str] = Counter()
         self.expired_reasons: Counter[str] = Counter()
         self.pending, self.leases, self.open = Ordered(), Ordered(), Ordered()
-        self.ready, self.fresh = Ordered(), Ordered()
+        self.ready, self.ready_by_version = Ordered(), Ordered()
         self.eval_pending, self.eval_leases = Ordered(), Ordered()
         self.awaited_since = 0.0
         self.returned: set[int] = set()
@@ -308,11 +308,11 @@ class MemoryStore:
     def make_ready(self, prompt_id: int) -> None:
         group = self.groups[prompt_id]
         self.ready.put(prompt_id, group.admission)
-        self.fresh.put(prompt_id, group.min_version)
+        self.ready_by_version.put(prompt_id, group.min_version)
         self.count("queued_bytes", len(group.payload))
 
     def unready(self, prompt_id: int) -> None:
-        self.fresh.remove(prompt_id)
+        self.ready_by_version.remove(prompt_id)
         if self.ready.remove(prompt_id):
             self.count("queued_bytes", -len(self.groups[prompt_id].payload))
 
@@ -363,19 +363,19 @@ class MemoryStore:
     def record_failure(
         self, config: BreakerConfig, server_id: str, prompt_id: int, failure: str, num_running: int, max_attempts: int
     ) -> Verdict:
-        """Record a failure in the server's breaker. If that opens, its prompts are spared."""
+        """Record a failure in the server's breaker. If that opens, it refunds the failures of its prompts."""
         prompt = self.prompts[prompt_id]
-        if not config.failures or prompt.spared >= MAX_SPARED:
+        if not config.failures or prompt.num_refunds >= MAX_REFUNDS:
             return "counted"
         breaker = self.breakers.setdefault(server_id, Breaker())
         breaker.failed_evaluation, breaker.max_attempts = prompt_id in self.eval_leases, max_attempts
         version = self.counters["policy_version"]
         verdict = breaker.record_failure(config, prompt_id, failure, num_running, self.clock(), version)
         if verdict == "opened":
-            for spared in filter(None, map(self.prompts.get, breaker.prompts)):
+            for failed in filter(None, map(self.prompts.get, breaker.prompts)):
                 # While no group at all is accepted, breakers that open one after the other count once.
-                spared.spared += spared.spared_at != self.counters["inserted"]
-                spared.spared_at = self.counters["inserted"]
+                failed.num_refunds += failed.refunded_at != self.counters["inserted"]
+                failed.refunded_at = self.counters["inserted"]
         if prompt_id in breaker.due:
             failures = breaker.prompts[prompt_id]
             is_alone = num_running == len(self.pending) == len(self.eval_pending) == 0
@@ -384,7 +384,7 @@ class MemoryStore:
                 breaker.prompts[prompt_id] = 0
                 del breaker.due[prompt_id]
                 return "counted"
-        if verdict == "spared" and self._must_abandon(server_id, breaker):
+        if verdict == "refunded" and self._must_abandon(server_id, breaker):
             breaker.num_probes = 0
             return "abandoned"
         return verdict
@@ -412,7 +412,7 @@ class MemoryStore:
                 self.returned.discard(failed_id)
                 self.pending.remove(failed_id)
                 self.open.remove(failed_id)
-                self.bury(failed_id, breaker.due[failed_id], b"")
+                self.dead_letter(failed_id, breaker.due[failed_id], b"")
                 self.lease_signal.send()
             elif self.eval_pending.remove(failed_id):
                 self.fail_evaluation_prompt(failed_id)
@@ -430,7 +430,7 @@ class MemoryStore:
         prompt.failures += failure != ""
         if failure and prompt.failures >= max_attempts:
             self.open.remove(prompt_id)
-            self.bury(prompt_id, failure, b"")
+            self.dead_letter(prompt_id, failure, b"")
             return
         self.returned.add(prompt_id)
         self.pending.put(prompt_id, -NEVER)
@@ -478,10 +478,10 @@ class MemoryStore:
         if 0 < num_digits < 16 and len(self.score_history) < MAX_SCORES:
             self.score_history[numbered] = score
 
-    def bury(self, prompt_id: int, reason: str, payload: bytes) -> None:
+    def dead_letter(self, prompt_id: int, reason: str, payload: bytes) -> None:
         self.drop_saved(prompt_id)
         self.dead.append((prompt_id, reason, self.prompts.pop(prompt_id).payload, payload))
-        self.buried.add(prompt_id)
+        self.dead_lettered.add(prompt_id)
         self.dead_reasons[reason_label(reason)] += 1
         self.count("dead_lettered")
         self.result_signal.send()

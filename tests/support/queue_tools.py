@@ -85,13 +85,13 @@ class Tools:
 
         return self.on(take)
 
-    def bury(self, prompts: Sequence[bytes], reason: str) -> None:
-        async def bury(queue: RedisReplayQueue) -> None:
+    def dead_letter(self, prompts: Sequence[bytes], reason: str) -> None:
+        async def dead_letter(queue: RedisReplayQueue) -> None:
             await queue.submit(prompts, [0] * len(prompts), "")
             for lease in await queue.lease("rollout-0", len(prompts)):
                 await queue.give_back("rollout-0", lease, failure=reason, is_final=True)
 
-        self.on(bury)
+        self.on(dead_letter)
 
     def stat(self, run: str = "") -> QueueStat:
         stat = self.on(lambda queue: queue.stat(), run=run)

@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from penstock.machine import free_port, wait_for_port
 from penstock_tools.local.private_redis import find_redis_server, write_config
@@ -31,6 +32,12 @@ class RedisProcess:
             self.process.kill()
             self.process.wait(timeout=20)
             self.process = None
+
+
+async def num_commands(client: Any) -> int:
+    """How many commands Redis has run, including those of scripts."""
+    statistics = await client.info("commandstats")
+    return sum(entry["calls"] for name, entry in statistics.items() if name != "cmdstat_info")
 
 
 SCRIPTS = Path(__file__).parents[2] / "deploy" / "redis"

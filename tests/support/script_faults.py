@@ -375,9 +375,10 @@ class ScriptFaults:
 
 def _with_reached_checks(text: str) -> str:
     """The script, but every condition of an error() and every decoding reports that it is reached, and on what."""
-    text, num_ifs = re.subn(r"\bif (.*) then error\((\w+)", r"if reached('error ' .. \2) or \1 then error(\2", text)
+    place = r"error\((\w+ \.\. ' ' \.\. [\w\[\]]+)"
+    text, num_ifs = re.subn(rf"\bif (.*) then {place}", r"if reached('error ' .. \2) or \1 then error(\2", text)
     text, num_ors = re.subn(
-        r"(return|=) (.*) or error\((\w+)", r"\1 not reached('error ' .. \3) and (\2) or error(\3", text
+        rf"(return|=) (.*) or {place}", r"\1 not reached('error ' .. \3) and (\2) or error(\3", text
     )
     assert num_ifs + num_ors == len(re.findall(r"\berror\(", text)), f"an error() of another form: {text}"
     return re.sub(r"cjson\.decode\(([^()]+)\)", r"(reached('decode ' .. (\1)) or cjson.decode(\1))", text)

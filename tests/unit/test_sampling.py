@@ -135,10 +135,10 @@ def test_recordings_have_a_column_of_the_declared_type_for_a_new_parameter():
 
 def test_recordings_without_a_parameter_are_read_with_its_default():
     in_the_first = {"temperature", "top_p", "max_tokens", "seed"}
-    assert set(SAMPLING_FIELDS) - in_the_first <= recording.LATER
+    assert set(SAMPLING_FIELDS) - in_the_first <= recording.OPTIONAL
     whole = recording.SCHEMA.field("sampling").type
-    older = pyarrow.struct([field for field in whole if field.name in in_the_first])
-    assert recording._is_readable(older, whole)
+    short = pyarrow.struct([field for field in whole if field.name in in_the_first])
+    assert recording._is_readable(short, whole)
 
 
 def test_settings_of_offline_answers_name_every_parameter_that_is_not_usual():

@@ -21,7 +21,7 @@ local known, ids, is_reserved, newest = {}, {}, {}, 0
 numbers(COUNTERS, 'next_prompt_id', 'durable_id', 'awaited_id', 'awaited_ms')
 for i = 6, #ARGV, 3 do
   local entry = redis.call('HGET', imported, ARGV[i]) or '0'
-  known[#known + 1] = string.match(entry, '^%d+') or error(imported .. ' has a broken entry: ' .. entry)
+  known[#known + 1] = string.match(entry, '^%d+') or error(imported .. ' ' .. ARGV[i] .. ' is not an entry: ' .. entry)
 end
 check_prompts(known, '')
 for i = 6, #ARGV, 3 do

@@ -3,7 +3,7 @@
 -- groups, as a list of names, each followed by how many groups in a row have it. Every path that writes begins with a
 -- delete, so it runs when Redis is out of memory: see run_when_full.
 local capacity, order = tonumber(ARGV[1]), ARGV[2]
-local in_queue, num_inserted, saved_bytes = numbers(COUNTERS, 'queued_bytes', 'inserted', 'saved_bytes')
+local in_queue, num_inserted, saved_bytes = numbers(COUNTERS, 'queued_bytes', 'inserted', 'saved_bytes', 'admitted')
 local ids, attempts, sizes, versions = unpack(cjson.decode(ARGV[3]))
 
 -- The admission of each prompt that is in flight. Such a prompt exists and has no queued group, so nothing else is asked
@@ -23,8 +23,9 @@ end
 look_up()
 local has_breakers, has_saved = redis.call('HLEN', BREAKERS) > 0, saved_bytes ~= 0 and check_saved(ids)
 if has_breakers then breakers_of(ask_many('HMGET', OWNERS, ids)) end
-if order == 'freshest' then check('ZCARD', FRESH) end
-check('ZCARD', LEASES, READY)
+if order == 'freshest' then check('ZCARD', READY_BY_VERSION) end
+check('ZCARD', LEASES, READY, PENDING)
+check('SCARD', RETURNED)
 check('HLEN', META)
 check_stream(RESULTS)
 
@@ -69,7 +70,7 @@ end
 local function store_accepted()
   if #accepted == 0 then return end
   local breakers = has_breakers and breakers_of(ask_many('HMGET', OWNERS, accepted)) or {}
-  local found, entries, ready, fresh, sum = accepted_admissions(), {}, {}, {}, 0
+  local found, entries, ready, by_version, sum = accepted_admissions(), {}, {}, {}, 0
 
   -- release_admission for all accepted groups.
   call_many('HDEL', OWNERS, accepted)
@@ -89,12 +90,12 @@ local function store_accepted()
     entries[2 * i - 1] = id
     entries[2 * i] = write_meta(attempts[place], sizes[place], number, versions[place], now)
     ready[2 * i - 1], ready[2 * i] = number, id
-    if order == 'freshest' then fresh[2 * i - 1], fresh[2 * i] = versions[place], id end
+    if order == 'freshest' then by_version[2 * i - 1], by_version[2 * i] = versions[place], id end
     sum = sum + sizes[place]
   end
   call_many('HSET', META, entries)
   call_many('ZADD', READY, ready)
-  call_many('ZADD', FRESH, fresh)
+  call_many('ZADD', READY_BY_VERSION, by_version)
   num_stored_bytes, num_inserted = num_stored_bytes + sum, num_inserted + #accepted
   redis.call('HSET', COUNTERS, 'queued_bytes', num_stored_bytes, 'inserted', num_inserted)
   accepted, places, results = {}, {}, {}

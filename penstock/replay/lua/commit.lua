@@ -83,7 +83,7 @@ for first = 1, #words, 300 do
   new_words[#new_words + 1] = changed
 end
 
-check('ZCARD', READY, FRESH)
+check('ZCARD', READY, READY_BY_VERSION)
 check('SCARD', DELIVERED)
 check_saved(found)
 if #without_group > 0 then
@@ -99,7 +99,7 @@ if call_many('SREM', DELIVERED, queued_ids) < num_queued then
     local _, num_bytes = read_meta_start(texts[i])
     if redis.call('ZREM', READY, id) == 1 then count('queued_bytes', -num_bytes) end
   end
-  leave_fresh(queued_ids)
+  leave_ready_by_version(queued_ids)
 end
 call_many('HDEL', META, queued_ids)
 for first = 1, #payload_keys, 1000 do

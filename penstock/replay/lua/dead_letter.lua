@@ -8,5 +8,5 @@ check_prompts({ARGV[2]}, ARGV[3])
 check('HLEN', MANIFESTS)
 local payload_key = remove_group(ARGV[2])
 redis.call('UNLINK', payload_key)
-bury(ARGV[2], ARGV[3], payload)
+dead_letter(ARGV[2], ARGV[3], payload)
 return 1

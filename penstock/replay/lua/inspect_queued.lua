@@ -18,8 +18,8 @@ if ARGV[3] == '1' then
 end
 local ready
 if ARGV[1] == 'freshest' then
-  complete_fresh()
-  ready = redis.call('ZREVRANGE', FRESH, 0, last)
+  complete_ready_by_version()
+  ready = redis.call('ZREVRANGE', READY_BY_VERSION, 0, last)
 else
   ready = redis.call('ZRANGE', READY, 0, last)
 end

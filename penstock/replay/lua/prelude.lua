@@ -49,20 +49,18 @@ local function label_of(reason)
   return string.match(reason, '^[%w_]+') or 'other'
 end
 
--- Fails if one of these prompts could not be leased, returned, queued, forgotten or buried for this reason. It checks
--- more than most scripts need: scripts that run for every prompt check what they need themselves.
+-- Fails if one of these prompts could not be leased, returned, queued, forgotten or dead-lettered for this reason. It
+-- checks more than most scripts need: scripts that run for every prompt check what they need themselves.
 local function check_prompts(ids, reason)
-  check('HLEN', PROMPTS, ATTEMPTS, FAILURES, PRIORITIES, OWNERS, SPARED, META)
-  check('ZCARD', PENDING, LEASES, OPEN, READY, FRESH)
+  check('HLEN', PROMPTS, ATTEMPTS, FAILURES, PRIORITIES, OWNERS, REFUNDS, META)
+  check('ZCARD', PENDING, LEASES, OPEN, READY, READY_BY_VERSION)
   check('SCARD', RETURNED, DELIVERED)
   for _, stream in ipairs({LEASE_SIGNALS, RESULTS, DEAD}) do check_stream(stream) end
-  for _, bitmap in ipairs({TRAINED, BURIED}) do redis.call('GETBIT', bitmap, 0) end
+  for _, bitmap in ipairs({TRAINED, DEAD_LETTERED}) do redis.call('GETBIT', bitmap, 0) end
   numbers(COUNTERS, 'queued_bytes', 'admitted', 'admission', 'expired', 'discarded', 'dead_lettered')
   numbers(DEAD_REASONS, label_of(reason))
   for _, key in ipairs({ATTEMPTS, FAILURES, PRIORITIES}) do
-    for _, value in ipairs(ask_many('HMGET', key, ids)) do
-      if value then integer(key, value) end
-    end
+    for i, value in ipairs(ask_many('HMGET', key, ids)) do integer(key, ids[i], value or '0') end
   end
   check_saved(ids)
 end
@@ -150,26 +148,27 @@ local function group_meta(id)
   if text then return read_meta(text) end
 end
 
--- `fresh` holds the ready groups by version. append writes it only if groups are taken by version, because it costs as
--- much as all else that is written of a group. If the order was changed since, it is completed here.
-local function complete_fresh()
-  if redis.call('ZCARD', FRESH) == redis.call('ZCARD', READY) then return end
+-- append writes `ready_by_version` only if groups are taken by version, because it costs as much as all else that is
+-- written of a group. If the order was changed since, it is completed here.
+local function complete_ready_by_version()
+  if redis.call('ZCARD', READY_BY_VERSION) == redis.call('ZCARD', READY) then return end
   local ids, versions = redis.call('ZRANGE', READY, 0, -1), {}
   for i, text in ipairs(ask_many('HMGET', META, ids)) do
     local _, _, _, min_version = read_meta(text)
+    if not min_version then error(META .. ' ' .. ids[i] .. ' is not an entry: ' .. text) end
     versions[2 * i - 1], versions[2 * i] = min_version, ids[i]
   end
-  call_many('ZADD', FRESH, versions)
+  call_many('ZADD', READY_BY_VERSION, versions)
 end
 
-local function leave_fresh(ids)
-  if redis.call('ZCARD', FRESH) > 0 then call_many('ZREM', FRESH, ids) end
+local function leave_ready_by_version(ids)
+  if redis.call('ZCARD', READY_BY_VERSION) > 0 then call_many('ZREM', READY_BY_VERSION, ids) end
 end
 
 -- Whether a group was taken. Fails if it could not become ready again.
 local function is_delivered(id)
   if redis.call('SISMEMBER', DELIVERED, id) == 0 then return false end
-  return group_meta(id) and true or error(META .. ' has no valid entry of group ' .. id)
+  return group_meta(id) and true or error(META .. ' ' .. id .. ' is not an entry')
 end
 
 -- Makes a group ready again, if it is delivered.
@@ -177,7 +176,7 @@ local function make_ready(id)
   if redis.call('SREM', DELIVERED, id) == 0 then return end
   local _, num_bytes, admission, min_version = group_meta(id)
   redis.call('ZADD', READY, admission, id)
-  redis.call('ZADD', FRESH, min_version, id)
+  redis.call('ZADD', READY_BY_VERSION, min_version, id)
   count('queued_bytes', num_bytes)
 end
 
@@ -201,7 +200,7 @@ local function remove_group(id)
   local attempt, num_bytes = group_meta(id)
   if not attempt then return nil end
   redis.call('HDEL', META, id)
-  redis.call('ZREM', FRESH, id)
+  redis.call('ZREM', READY_BY_VERSION, id)
   if redis.call('ZREM', READY, id) == 1 then count('queued_bytes', -num_bytes) end
   if redis.call('SREM', DELIVERED, id) == 1 then leave_manifest(id) end
   signal_lease()
@@ -228,7 +227,7 @@ end
 -- The hashes that have entries of prompts. Most prompts are in the first two only.
 local function prompt_hashes()
   local keys = {PROMPTS, ATTEMPTS}
-  for _, key in ipairs({FAILURES, SPARED, PRIORITIES}) do
+  for _, key in ipairs({FAILURES, REFUNDS, PRIORITIES}) do
     if redis.call('HLEN', key) > 0 then keys[#keys + 1] = key end
   end
   return keys
@@ -250,7 +249,7 @@ local function prompt_state(id)
   if redis.call('GETBIT', TRAINED, id) == 1 then return 'trained', 0, '' end
   local payload = redis.call('HGET', PROMPTS, id)
   if not payload then
-    if redis.call('GETBIT', BURIED, id) == 1 then return 'dead_lettered', 0, '' end
+    if redis.call('GETBIT', DEAD_LETTERED, id) == 1 then return 'dead_lettered', 0, '' end
     if redis.call('GETBIT', CANCELLED, id) == 1 then return 'cancelled', 0, '' end
     return nil
   end
@@ -261,10 +260,10 @@ local function prompt_state(id)
 end
 
 -- Moves a prompt, with the payload of its group if there is one, to the dead letters.
-local function bury(id, reason, payload)
+local function dead_letter(id, reason, payload)
   redis.call('XADD', DEAD, '*', 'prompt_id', id, 'reason', reason, 'prompt', redis.call('HGET', PROMPTS, id) or '',
     'group', payload or '')
-  redis.call('SETBIT', BURIED, id, 1)
+  redis.call('SETBIT', DEAD_LETTERED, id, 1)
   redis.call('HINCRBY', DEAD_REASONS, label_of(reason), 1)
   count('dead_lettered', 1)
   record_result('dead', id, reason)
@@ -272,14 +271,14 @@ local function bury(id, reason, payload)
 end
 
 -- Ends a lease that brought no group. A failure that is not empty counts towards max_attempts; at the limit the prompt
--- is buried. Otherwise the prompt keeps its admission and goes to the front, because groups that were admitted after it
--- may be waiting for its group.
+-- is dead-lettered. Otherwise the prompt keeps its admission and goes to the front, because groups that were admitted
+-- after it may be waiting for its group.
 local function return_prompt(id, failure, max_attempts)
   drop_lease(id)
   signal_lease()
   if failure ~= '' and redis.call('HINCRBY', FAILURES, id, 1) >= max_attempts then
     redis.call('ZREM', OPEN, id)
-    bury(id, failure)
+    dead_letter(id, failure)
     return
   end
   redis.call('SADD', RETURNED, id)
@@ -305,7 +304,7 @@ local function check_evaluations(ids)
   check('HLEN', EVAL_OF, SCORES, SCORE_HISTORY)
   check('ZCARD', EVAL_PENDING, EVAL_LEASES)
   for _, id in ipairs(ids) do
-    local evaluation_id = redis.call('HGET', EVAL_OF, id) or error(EVAL_OF .. ' does not have prompt ' .. id)
+    local evaluation_id = redis.call('HGET', EVAL_OF, id) or error(EVAL_OF .. ' ' .. id .. ' is missing')
     numbers(EVALUATION .. evaluation_id, 'num_finished', 'num_prompts', 'num_samples', 'num_failed')
     check_float(EVALUATION .. evaluation_id, 'reward_sum')
   end

@@ -26,13 +26,13 @@
 --
 -- While many prompts fail and no limit is reached, no prompt is dead-lettered. A server first leases prompts that have
 -- not failed on it since its last success, so that one prompt does not use up its attempts before others were tried. A
--- prompt that was spared by MAX_SPARED breakers, while groups of other prompts were accepted between them, is treated
+-- prompt whose failures were refunded MAX_REFUNDS times, while groups of other prompts were accepted in between, is treated
 -- as bad itself: its failures count at once, and they do not open a breaker. An expired lease is not a failure here: it
 -- tells that a server died, not why. Neither is a failure that is final, because it concerns only its prompt.
 --
 -- `breakers` holds a record for each server that has failed since its last success. tests/support/memory_store.py is the model
 -- that the property test compares this with.
-local MIN_PROMPTS, MAX_SPARED, MAX_PROBES, MAX_WAIT_MS = 3, 3, 3, 60000
+local MIN_PROMPTS, MAX_REFUNDS, MAX_PROBES, MAX_WAIT_MS = 3, 3, 3, 60000
 
 local function read_breaker(server)
   local text = redis.call('HGET', BREAKERS, server)
@@ -43,20 +43,20 @@ local function write_breaker(server, breaker)
   redis.call('HSET', BREAKERS, server, cjson.encode(breaker))
 end
 
--- How many opened breakers have spared a prompt, and the number of accepted groups at the last of them.
-local function read_spared(id)
-  local num_spared, num_accepted = string.match(redis.call('HGET', SPARED, id) or '', '^(%d+) (%d+)$')
-  return tonumber(num_spared or 0), tonumber(num_accepted or -1)
+-- How many opened breakers have refunded a prompt's failures, and the number of accepted groups at the last of them.
+local function read_refunds(id)
+  local num_refunds, num_accepted = string.match(redis.call('HGET', REFUNDS, id) or '', '^(%d+) (%d+)$')
+  return tonumber(num_refunds or 0), tonumber(num_accepted or -1)
 end
 
 -- Forgets the failures of an opened breaker, and marks its prompts as tried. While no group at all is accepted, the
 -- prompts are not at fault, and breakers that open one after the other count once.
-local function spare_prompts(breaker)
+local function refund_failures(breaker)
   local accepted = counter('inserted')
   for id in pairs(breaker.prompts) do
     if redis.call('HEXISTS', PROMPTS, id) == 1 then
-      local num_spared, accepted_before = read_spared(id)
-      if accepted ~= accepted_before then redis.call('HSET', SPARED, id, (num_spared + 1) .. ' ' .. accepted) end
+      local num_refunds, accepted_before = read_refunds(id)
+      if accepted ~= accepted_before then redis.call('HSET', REFUNDS, id, (num_refunds + 1) .. ' ' .. accepted) end
     end
     breaker.prompts[id] = 0
   end
@@ -72,7 +72,7 @@ local function count_failures(breaker)
         if redis.call('SREM', RETURNED, id) == 1 then
           redis.call('ZREM', PENDING, id)
           redis.call('ZREM', OPEN, id)
-          bury(id, reason)
+          dead_letter(id, reason)
           signal_lease()
         elseif redis.call('ZREM', EVAL_PENDING, id) == 1 then
           fail_evaluation_prompt(id)
@@ -105,17 +105,17 @@ end
 -- A failure while the breaker is open. A pinned server tries nothing but its evaluation.
 local function fail_probe(server, breaker, id)
   breaker.prompts[id] = 0
-  if not breaker.failed_evaluation or (breaker.num_probes or 0) < MAX_PROBES then return 'spared' end
-  if redis.call('HEXISTS', POLICY_PINS, server) == 0 or has_pinned_peer(server) then return 'spared' end
+  if not breaker.failed_evaluation or (breaker.num_probes or 0) < MAX_PROBES then return 'refunded' end
+  if redis.call('HEXISTS', POLICY_PINS, server) == 0 or has_pinned_peer(server) then return 'refunded' end
   check_evaluations(waiting_prompts(redis.call('HGET', EVAL_OF, id)))
   breaker.num_probes = 0
   return 'abandoned'
 end
 
 -- Records that a lease of `server` failed. `limits` has failures, non_finite_failures, probe_ms and max_attempts.
--- Returns what this means for the prompt: counted, kept, spared, opened or abandoned. Fails before its first write.
+-- Returns what this means for the prompt: counted, kept, refunded, opened or abandoned. Fails before its first write.
 local function record_failure(server, id, reason, num_running, limits)
-  if limits.failures == 0 or read_spared(id) >= MAX_SPARED then return 'counted' end
+  if limits.failures == 0 or read_refunds(id) >= MAX_REFUNDS then return 'counted' end
   local breaker = read_breaker(server) or {failures = 0, non_finite = 0, prompts = {}, opened_ms = 0}
   breaker.due, breaker.max_attempts = breaker.due or {}, limits.max_attempts
   breaker.reason, breaker.failures = reason, breaker.failures + 1
@@ -137,9 +137,9 @@ local function record_failure(server, id, reason, num_running, limits)
         breaker.due[id] = reason
       end
     elseif breaker.failures >= limits.failures or breaker.non_finite >= limits.non_finite_failures then
-      verdict = 'opened'
-      spare_prompts(breaker)
-      breaker.opened_ms, breaker.wait_ms, breaker.policy_version = now_ms(), limits.probe_ms, counter('policy_version')
+      verdict, breaker.policy_version = 'opened', counter('policy_version')
+      refund_failures(breaker)
+      breaker.opened_ms, breaker.wait_ms = now_ms(), limits.probe_ms
       breaker.probe_ms = breaker.opened_ms + limits.probe_ms
     end
   end

@@ -15,7 +15,7 @@ for _, of_step in ipairs(redis.call('HKEYS', KEPT_PROMPTS)) do
   others[of_step] = {}
   for i = 1, #kept, 4 do
     local is_whole = tonumber(kept[i + 1]) and tonumber(kept[i + 2])
-    if not is_whole then error(KEPT_PROMPTS .. ' has a broken entry of step ' .. of_step) end
+    if not is_whole then error(KEPT_PROMPTS .. ' ' .. of_step .. ' is not an entry') end
     local list = is_missing[kept[i]] and found or others[of_step]
     if is_missing[kept[i]] then
       is_missing[kept[i]] = nil

@@ -10,17 +10,12 @@ local answers, places, new_keys, is_refused = {}, {}, {}, false
 local place, next_id = 3, counter('next_prompt_id') + 1
 local num_pending, num_submitted = check_intake()
 
--- An older gateway kept the ids of tasks as texts under `tasks:KEY`. Prompts whose key begins like this have another name.
-local function name_of(key)
-  return IDEMPOTENCY .. string.gsub(key, '^=*tasks:', '=%0')
-end
-
--- First id, number and digest of the prompts of a key. What an older gateway wrote has no digest and no owner.
+-- First id, number and digest of the prompts of a key.
 local function find(key, owner)
-  local known, first, count = unpack(redis.call('HMGET', name_of(key), 'of:' .. owner, 'first', 'count'))
-  local digest = ''
-  if known then first, count, digest = string.match(known, '^(%d+) (%d+) (.*)$') end
-  return tonumber(first or nil), tonumber(count or nil), digest
+  local known = redis.call('HGET', IDEMPOTENCY .. key, 'of:' .. owner)
+  if not known then return nil end
+  local first, count, digest = string.match(known, '^(%d+) (%d+) (.*)$')
+  return tonumber(first), tonumber(count), digest
 end
 
 while place <= #ARGV do
@@ -40,7 +35,7 @@ while place <= #ARGV do
     next_id = next_id + n
     for i = 1, n do places[#places + 1] = place + 2 * i end
     if name then new_keys[name] = {key, owner, first, n, digest} end
-  elseif count ~= n or (stored ~= '' and stored ~= digest) then
+  elseif count ~= n or stored ~= digest then
     first, count, is_refused = 0, 0, true
   end
   local last = #answers
@@ -57,7 +52,7 @@ end
 add_prompts(places, num_pending, num_submitted)
 for _, new in pairs(new_keys) do
   local key, owner, first, count, digest = unpack(new)
-  redis.call('HSET', name_of(key), 'of:' .. owner, first .. ' ' .. count .. ' ' .. digest)
-  redis.call('EXPIRE', name_of(key), ARGV[1])
+  redis.call('HSET', IDEMPOTENCY .. key, 'of:' .. owner, first .. ' ' .. count .. ' ' .. digest)
+  redis.call('EXPIRE', IDEMPOTENCY .. key, ARGV[1])
 end
 return rows(columns, answers)

@@ -17,10 +17,13 @@ for id in string.gmatch(manifest or '', '%d+') do
 end
 if #ids > 0 then return groups(ids, attempts, sum) end
 
-local last = tonumber(ARGV[3]) - 1
+-- Taken groups still count in the admission. Only a queue that had too many bytes has room for prompts now.
+local last, is_full = tonumber(ARGV[3]) - 1, counter('queued_bytes') >= tonumber(ARGV[5])
+if is_full then check_stream(LEASE_SIGNALS) end
+check('SCARD', DELIVERED)
 if ARGV[4] == 'freshest' then
-  complete_fresh()
-  ids = redis.call('ZREVRANGE', FRESH, 0, last)
+  complete_ready_by_version()
+  ids = redis.call('ZREVRANGE', READY_BY_VERSION, 0, last)
 elseif ARGV[4] == 'admission' then
   local oldest_open = redis.call('ZRANGE', OPEN, 0, 0, 'WITHSCORES')[2] or '+inf'
   ids = redis.call('ZRANGEBYSCORE', READY, '-inf', '(' .. oldest_open, 'LIMIT', 0, ARGV[3])
@@ -33,13 +36,10 @@ for i, text in ipairs(ask_many('HMGET', META, ids)) do
   attempts[i] = attempt
   sum = sum + num_bytes
 end
--- Taken groups still count in the admission. Only a queue that had too many bytes has room for prompts now.
-local is_full, has_fresh = counter('queued_bytes') >= tonumber(ARGV[5]), redis.call('ZCARD', FRESH) > 0
-if is_full then check_stream(LEASE_SIGNALS) end
-check('SCARD', DELIVERED)
 
+local is_by_version = redis.call('ZCARD', READY_BY_VERSION) > 0
 call_many('ZREM', READY, ids)
-if has_fresh then call_many('ZREM', FRESH, ids) end
+if is_by_version then call_many('ZREM', READY_BY_VERSION, ids) end
 call_many('SADD', DELIVERED, ids)
 redis.call('HSET', MANIFESTS, ARGV[2], (manifest and manifest .. ' ' or '') .. table.concat(ids, ' '))
 if is_full then signal_lease() end

@@ -32,12 +32,12 @@ if not task then
   return {'closed', ARGV[2]}
 end
 
-check_task(task)
 local key = task_key(task)
 local task_state = redis.call('HGET', key, 'state')
+local is_open = task_state == 'open' or task_state == 'pending'
 -- A session that was not leased takes the first place that no worker has, or else the first that is leased.
-if not place then
-  for other = 0, redis.call('HGET', key, 'num_sessions') - 1 do
+if not place and is_open then
+  for other = 0, numbers(key, 'num_sessions') - 1 do
     local name = member(task, other)
     if redis.call('ZSCORE', TASK_PENDING, name) then
       place = other
@@ -46,8 +46,12 @@ if not place then
     if not place and redis.call('ZSCORE', TASK_LEASES, name) then place = other end
   end
 end
-local is_late = task_state ~= 'open' and task_state ~= 'pending'
-if is_late or not place or redis.call('HEXISTS', key, 'rewarded:' .. place) == 1 or not remove_place(task, place) then
+local is_wanted = is_open and place and redis.call('HEXISTS', key, 'rewarded:' .. place) == 0
+if is_wanted then
+  check_place(task, place)
+  check_task(task, 1)
+end
+if not is_wanted or not remove_place(task, place) then
   abandon(session, ttl)
   return {'answered', '[]'}
 end

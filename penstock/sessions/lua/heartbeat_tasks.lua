@@ -1,5 +1,6 @@
 -- ARGV: lease ms, owner, whether it sees all, then sessions. Renews their leases. Returns the sessions whose lease is lost:
--- the place was rewarded, given to another worker, or its task has ended. The lease of another owner's session counts as lost.
+-- the place was rewarded, given to another worker, or its task has ended. The lease of another owner's session counts as
+-- lost.
 run_when_full()
 local expiry, held, lost = now_ms() + ARGV[1], {}, {}
 for i = 4, #ARGV do

@@ -60,6 +60,9 @@ end
 -- places of one task may come out of order, and beyond two million its tasks.
 local OWNER_SPAN = 2 ^ 44
 
+-- About how many places one call completes, with their tasks.
+local MAX_COMPLETED = 1024
+
 local function task_key(task)
   return TASK .. task
 end
@@ -68,15 +71,10 @@ local function member(task, place)
   return task .. ' ' .. place
 end
 
--- Task and place that a session was leased with, or nothing. For a task of an older gateway, which stored neither owners nor
--- places of sessions, the name tells.
+-- Task and place that a session was leased with, or nothing.
 local function place_of(session)
   local leased = redis.call('HGET', state_key(session), 'place')
   if leased then return string.match(leased, '^(.+) (%d+)$') end
-  local task, place, attempt = string.match(session, '^(.+)%.(%d+)%.([1-9]%d*)$')
-  if not task then return nil end
-  local owner, attempts = unpack(redis.call('HMGET', task_key(task), 'owner', 'attempts:' .. place))
-  if not owner and attempts and tonumber(attempt) <= tonumber(attempts) then return task, place end
 end
 
 local function check_abandon(session)
@@ -101,18 +99,26 @@ local function abandon_others(task, place, session, ttl)
   end
 end
 
--- Fails if a task could not be begun, get a reward, get a place back or be completed.
-local function check_task(task)
-  local key = task_key(task)
-  local num_sessions = numbers(key, 'num_sessions', 'num_rewarded', 'num_failed', 'order', 'deadline_ms')
-  for place = 0, num_sessions - 1 do
-    local num_attempts = numbers(key, 'attempts:' .. place, 'failures:' .. place)
-    for attempt = 1, num_attempts do check_abandon(task .. '.' .. place .. '.' .. attempt) end
+-- Fails if the sessions that were leased with a place could not be abandoned.
+local function check_place(task, place)
+  for attempt = 1, (numbers(task_key(task), 'attempts:' .. place)) do
+    check_abandon(task .. '.' .. place .. '.' .. attempt)
   end
+end
+
+-- Fails if a task could not be begun, get a reward or get a place back. If `num_ending` more rewards or failures would end
+-- it, also fails if it could not be completed. Only then are all of its places read, and their number is returned.
+local function check_task(task, num_ending)
+  local key = task_key(task)
+  local num_sessions, num_rewarded, num_failed = numbers(key, 'num_sessions', 'num_rewarded', 'num_failed', 'deadline_ms')
+  check_float(key, 'order')
   check('ZCARD', TASK_PENDING, TASK_LEASES, TASK_DUE, FINISHING)
   check('SCARD', TASK_OPEN)
   numbers(COUNTERS, 'task_places_rewarded', 'task_places_failed', 'task_places_dropped')
   numbers(COUNTERS, 'task_places_reclaimed', 'tasks_failed')
+  if num_rewarded + num_failed + num_ending < num_sessions then return 0 end
+  for place = 0, num_sessions - 1 do check_place(task, place) end
+  return num_sessions
 end
 
 local function remove_place(task, place)
@@ -169,10 +175,17 @@ local function return_place(task, place, failure, max_failures, now, ttl, retry_
   redis.call('ZADD', TASK_PENDING, redis.call('HGET', key, 'order') + place, member(task, place))
 end
 
--- Places whose lease has run out. Fails if they could not be returned.
+-- Places whose lease has run out, so few that one call does not stall the queue. Fails if they could not be returned.
 local function expired_places(now)
-  local expired = redis.call('ZRANGE', TASK_LEASES, '-inf', now, 'BYSCORE', 'LIMIT', 0, 100)
-  for _, name in ipairs(expired) do check_task((string.match(name, '^(.+) %d+$'))) end
+  local expired, num_ending, num_read = {}, {}, 0
+  for _, name in ipairs(redis.call('ZRANGE', TASK_LEASES, '-inf', now, 'BYSCORE', 'LIMIT', 0, 100)) do
+    if num_read >= MAX_COMPLETED then break end
+    local task, place = string.match(name, '^(.+) (%d+)$')
+    numbers(task_key(task), 'failures:' .. place)
+    num_ending[task] = (num_ending[task] or 0) + 1
+    num_read = num_read + check_task(task, num_ending[task])
+    expired[#expired + 1] = name
+  end
   return expired
 end
 

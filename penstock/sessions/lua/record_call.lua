@@ -1,8 +1,8 @@
 -- ARGV: session, encoded call, its id, the name of the list of calls that it refers to (empty: to none), seconds to live,
 -- largest number of calls and of bytes of a session, largest number of bytes of all sessions, owner, whether it sees all.
 -- Adds the call to the session, which belongs to the owner of its first call. Returns recorded, foreign (it belongs to
--- another owner), closed, expired (the calls that it refers to are gone), long (the session has too many calls), large (it
--- has too many bytes) or full (all sessions together have).
+-- another owner), closed, expired (the calls that it refers to were forgotten), long (the session has too many calls),
+-- large (it has too many bytes) or full (all sessions together have).
 local session, now, num_bytes, calls, state = ARGV[1], now_ms(), #ARGV[2], calls_key(ARGV[1]), state_key(ARGV[1])
 local expired = expired_sessions(now, 16)
 if #expired > 0 then

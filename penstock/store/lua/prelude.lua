@@ -12,26 +12,24 @@ local function check_stream(key)
   redis.call('XREVRANGE', key, '+', '+')
 end
 
--- A value of this key as a number. Fails if it is not an integer that HINCRBY takes and Lua counts exactly.
-local function integer(key, value)
+-- A value of a hash's field as a number. Fails if it is not an integer that HINCRBY takes and Lua counts exactly.
+local function integer(key, field, value)
   local number = string.match(value, '^%-?%d+$') and tonumber(value)
-  if not number or math.abs(number) > 2 ^ 53 then error(key .. ' has a value that is not a whole number: ' .. value) end
+  if not number or math.abs(number) > 2 ^ 53 then error(key .. ' ' .. field .. ' is not a whole number: ' .. value) end
   return number
 end
 
 -- Fields of a hash as integers; 0 for a missing one. Fails if a value is none.
 local function numbers(key, ...)
   local values = redis.call('HMGET', key, ...)
-  for i, value in ipairs(values) do
-    values[i] = value and integer(key, value) or 0
-  end
+  for i, value in ipairs(values) do values[i] = integer(key, select(i, ...), value or '0') end
   return unpack(values)
 end
 
 -- Fails if a field of a hash cannot be added to by HINCRBYFLOAT.
 local function check_float(key, field)
   local value = redis.call('HGET', key, field)
-  if value and not tonumber(value) then error(key .. ' has a value that is not a number: ' .. value) end
+  if value and not tonumber(value) then error(key .. ' ' .. field .. ' is not a number: ' .. value) end
 end
 
 local function now_ms()

@@ -7,7 +7,7 @@ local before = redis.call('HGET', SERVERS, ARGV[1])
 local held, current, changes = unpack(redis.call('HMGET', COUNTERS, 'held_version', 'policy_version', 'fleet_changes'))
 held = held or redis.call('HGET', POLICY_PINS, ARGV[1])
 local state = redis.call('HGET', SERVER_STATES, ARGV[1])
-changes = (changes and integer(COUNTERS, changes) or 0) + 1
+changes = (integer(COUNTERS, 'fleet_changes', changes or '0')) + 1
 redis.call('HSET', SERVERS, ARGV[1], string.sub(ARGV[2], 1, -2) .. heartbeat)
 if not before or string.match(before, VERSION) ~= string.match(ARGV[2], VERSION) then
   redis.call('HSET', COUNTERS, 'fleet_changes', changes)

@@ -7,7 +7,7 @@ slow sample does not keep the rows of its siblings idle. A group whose samples h
 until it is scored and appended: a slow reward or a full queue must stop the leasing.
 
 Invariants: a leased prompt is in `_leases` until its group is accepted or the prompt is given back. An accepted group
-is in `_outbox` until the queue says that it was committed, buried or superseded.
+is in `_outbox` until the queue says that it was committed, dead-lettered or superseded.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from penstock.errors import InvalidInput, NotFound, PoisonGroup
 from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import Delivery
 from penstock.replay.results import RecomputedLogProbs
-from penstock.samples import Order, Place, Range, Sample, SampleFilter, SamplePage, TokenText, page, select
+from penstock.samples import Order, Place, Range, Sample, SampleFilter, SamplesFound, TokenText, page, select
 from penstock.store.ownership import Owner
 from penstock.trajectory import Group
 from penstock.v1 import groups_pb2, prompts_pb2
@@ -136,11 +136,11 @@ class GroupHandlers(Handlers):
         next_token = encode_page_token("samples", str(found.next_place)) if found.next_place else ""
         return groups_pb2.ListSamplesResponse(samples=map(_to_proto, found.samples), next_page_token=next_token)
 
-    def _read(self, wanted: SampleFilter, order: Order, page_size: int, after: Place | None) -> SamplePage:
+    def _read(self, wanted: SampleFilter, order: Order, page_size: int, after: Place | None) -> SamplesFound:
         folder = (self.config.gateway.samples_dir or self.config.run_dir) / self.config.run
         if order == "newest":
             return page(folder, wanted, page_size, after, GROUPS_LOOKED_AT)
-        return SamplePage(select(folder, wanted, page_size, order, GROUPS_LOOKED_AT), None)
+        return SamplesFound(select(folder, wanted, page_size, order, GROUPS_LOOKED_AT), None)
 
 
 def _decode(delivery: Delivery) -> list[Group]:

@@ -13,7 +13,7 @@ from penstock.api.conversion import message_of
 from penstock.diagnosis.facts import RunStores
 from penstock.diagnosis.progress import learning_finding, speed_finding
 from penstock.errors import InvalidInput, NotFound
-from penstock.replay.inspection import DeadLetter, QueueInspector
+from penstock.replay.inspection import QueueInspector, StoredDeadLetter
 from penstock.replay.queue_types import VALIDATION
 from penstock.replay.results import entry_order
 from penstock.store.fleet import OpenBreaker, Quarantine, ServerRecord
@@ -173,7 +173,7 @@ class RunHandlers(Handlers):
         """List dead letters, newest first."""
         page_size = checked_page_size(request.page_size)
         before = decode_page_token("dead", request.page_token, _LETTER_ID)
-        found: list[DeadLetter] = []
+        found: list[StoredDeadLetter] = []
         async for letter in self._inspector.dead_letters(request.kind, newest_first=True):
             if before is None or entry_order(letter.stream_id) < entry_order(before):
                 found.append(letter)
@@ -181,7 +181,7 @@ class RunHandlers(Handlers):
                 break
         page, token = cut_page("dead", found, page_size, lambda letter: letter.stream_id)
         letters = [
-            message_of(runs_pb2.DeadLetter, letter, letter_id=letter.stream_id, buried_at_ms=letter.time_ms)
+            message_of(runs_pb2.DeadLetter, letter, letter_id=letter.stream_id, dead_lettered_at_ms=letter.time_ms)
             for letter in page
         ]
         reasons = await self.stores.queue.dead_letter_reasons()

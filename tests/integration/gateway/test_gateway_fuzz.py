@@ -1,4 +1,4 @@
-"""What the gateway accepts is what it can store, lease and show, by REST and gRPC. It refuses all else in one line.
+"""What the gateway accepts it can store, lease, show and train, by REST and gRPC. It refuses all else in one line.
 
 The fields come from the declarations of the operations. A new operation, parameter of a path or stored field that the
 tables here do not know fails a test.
@@ -14,7 +14,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote_from_bytes
@@ -37,7 +37,10 @@ from penstock.codec import decode_prompt
 from penstock.config.run import RunConfig, WeightsConfig
 from penstock.config.service import ReplayConfig
 from penstock.replay.queue import RedisReplayQueue
+from penstock.replay.queue_types import Lease
+from penstock.samples import SampleFile, line_of
 from penstock.v1 import policies_pb2, prompts_pb2
+from penstock_rollout.tokenization import Tokenization
 from penstock_services.gateway.operations import Operation
 from penstock_services.gateway.run import OPERATIONS
 from support.fuzzing import (
@@ -54,6 +57,7 @@ from support.fuzzing import (
 from support.gateways import Gateway, ageless, publish, run_config, running
 from support.redis_server import RedisProcess
 from support.scripted_engines import TalkingEngine, make_tokenizer_folder, serving
+from support.trained_prompts import trained_samples
 
 RUN = "test"
 TIMEOUT_S = 20.0
@@ -80,8 +84,12 @@ class Served:
     loop: asyncio.AbstractEventLoop
     rest: httpx.Client
     channel: grpc.Channel
+    tokenization: Tokenization
     submitted: dict[int, Any] = field(default_factory=dict)
     """Prompts that were submitted, by id."""
+    leases: list[Lease] = field(default_factory=list)
+    """Prompts that were leased and not trained yet."""
+    num_steps: int = 0
 
     def wait(self, call: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(call, self.loop).result(TIMEOUT_S)
@@ -127,6 +135,24 @@ class Served:
         assert ageless(by_rest) == ageless(json.loads(json.dumps(_answer(operation, data)))), (name, params)
         return by_rest
 
+    def lease(self) -> list[Lease]:
+        leases: list[Lease] = self.wait(self.queue.lease("worker", 10_000))
+        self.leases += leases
+        return leases
+
+    def train(self) -> list[Lease]:
+        """Make a step of the leased prompts. Its samples are shown as they are."""
+        leases, self.leases = self.leases, []
+        self.num_steps += 1
+        groups = trained_samples(self.num_steps, leases, self.tokenization)
+        SampleFile(self.gateway.config.folder, 0).write(map(line_of, groups))
+        query = {"min_step": self.num_steps, "page_size": 1000}
+        shown = self.show("list_samples", query)["samples"] if groups else []
+        assert len(groups) == len(shown) or len(groups) > 1000
+        for [sample], found in zip(reversed(groups), shown, strict=False):
+            assert_shown(asdict(sample), found)
+        return leases
+
     def prompts(self, **query: Any) -> dict[int, Any]:
         """The prompts that are listed, by id."""
         listed: dict[int, Any] = {}
@@ -139,13 +165,13 @@ class Served:
             query["page_token"] = page["next_page_token"]
 
     def check_prompts(self) -> None:
-        """Every prompt that was submitted is listed, leased and read by a rollout server's decoder, as it was sent."""
+        """Every prompt that was submitted is listed, leased and trained as it was sent."""
         listed = self.prompts()
         for prompt_id, sent in self.submitted.items():
             assert_shown(sent, listed[prompt_id])
-        for lease in self.wait(self.queue.lease("worker", 10_000)):
+        self.lease()
+        for lease in self.train():
             payload = prompts_pb2.Prompt.FromString(lease.payload)
-            decode_prompt(lease.payload)
             if lease.prompt_id in self.submitted:
                 assert_shown(self.submitted[lease.prompt_id], to_json(payload, SubmittedPrompt))
         assert self.wait(self.queue.stat()).conservation_error == 0
@@ -184,7 +210,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
                          timeout=TIMEOUT_S) as rest,
             grpc.insecure_channel(f"127.0.0.1:{gateway.grpc_port}", options=[("grpc.enable_http_proxy", 0)]) as channel,
         ):  # fmt: skip
-            yield Served(gateway, queue, loop, rest, channel)
+            yield Served(gateway, queue, loop, rest, channel, Tokenization(folder))
         loop.call_soon_threadsafe(stop.set)
         thread.join(60)
         assert not thread.is_alive()
@@ -459,7 +485,7 @@ def check_submitted(served: Served, sent: Any, answer: Any, _: Seed) -> None:
 
 def check_evaluation(served: Served, sent: Any, answer: Any, _: Seed) -> None:
     assert served.show("get_evaluation", evaluation_id=sent["evaluation_id"]) == answer
-    leased = [lease.payload for lease in served.wait(served.queue.lease("worker", 10_000))]
+    leased = [lease.payload for lease in served.lease()]
     [payload] = [one for one in leased if decode_prompt(one).evaluation_id == sent["evaluation_id"]]
     shown = to_json(prompts_pb2.Prompt.FromString(payload), SubmittedPrompt)
     assert_shown(sent["prompts"][0], shown, ("evaluation_id",))

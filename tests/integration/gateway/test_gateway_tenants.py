@@ -28,7 +28,7 @@ from penstock.config.run import WeightsConfig
 from penstock.config.service import SessionLimits
 from penstock.replay.queue import RedisReplayQueue
 from penstock.samples import Sample, SampleFile, line_of
-from penstock.store.keys import RunKeys
+from penstock.sessions.task_store import TaskStore
 from penstock.store.notices import Event, Notices
 from penstock.v1 import (
     datasets_pb2,
@@ -388,21 +388,19 @@ async def test_the_backlog_of_one_key_hides_no_task_of_another(tenants: Tenants)
     assert payloads == [0] * 9, "an operator's worker works for all"
 
 
-async def test_what_an_older_gateway_has_stored_stays_usable(tenants: Tenants, redis_client: redis.Redis) -> None:
-    """It has no owner: every key may use it, and the first key that continues a session owns it."""
-    keys = RunKeys("test")
-    await tenants.alice.rest("POST", "/v1/tasks", json={"tasks": [{"task_id": "old", "payload": 1}]})
-    await tenants.alice.rest("POST", "/v1/tasks:lease", json={"worker": "w"})
-    await redis_client.hdel(keys.task("old"), "owner")
-    await redis_client.delete(keys.session("old.0.1", "state"))
-    assert await tenants.bob.status("GET", "/v1/tasks/old") == 200
-    assert await tenants.bob.talk("old.0.1") == 200
-    assert await tenants.alice.talk("old.0.1") == 404
-    assert await tenants.bob.talk("old.0.2") == 200
-    await tenants.bob.rest("POST", "/v1/sessions/old.0.2/reward", json={"reward": 1.0})
-    assert (await tenants.bob.rest("GET", "/v1/tasks/old"))["num_rewarded"] == 0, "it was never leased"
-    await tenants.bob.rest("POST", "/v1/sessions/old.0.1/reward", json={"reward": 1.0})
-    assert (await tenants.bob.rest("GET", "/v1/tasks/old"))["num_rewarded"] == 1
+async def test_a_task_without_an_owner_is_everyones(tenants: Tenants, redis_client: redis.Redis) -> None:
+    """Each of its sessions belongs to the key that has leased it."""
+    tasks = TaskStore(redis_client, "test", 60, SessionLimits())
+    await tasks.submit([tasks_pb2.NewTask(task_id="open", payload_json="1", num_sessions=1)])
+    [lease] = (await tenants.bob.rest("POST", "/v1/tasks:lease", json={"worker": "w"}))["tasks"]
+    assert lease["session_id"] == "open.0.1"
+    assert await tenants.alice.status("GET", "/v1/tasks/open") == 200
+    assert await tenants.alice.talk("open.0.1") == 404
+    assert await tenants.bob.talk("open.0.1") == await tenants.bob.talk("open.0.2") == 200
+    await tenants.bob.rest("POST", "/v1/sessions/open.0.2/reward", json={"reward": 1.0})
+    assert (await tenants.bob.rest("GET", "/v1/tasks/open"))["num_rewarded"] == 0, "it was never leased"
+    await tenants.bob.rest("POST", "/v1/sessions/open.0.1/reward", json={"reward": 1.0})
+    assert (await tenants.bob.rest("GET", "/v1/tasks/open"))["num_rewarded"] == 1
 
 
 # ── prompts, groups, samples, datasets, evaluations ──

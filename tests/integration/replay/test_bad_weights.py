@@ -1,4 +1,4 @@
-"""Bad weights on every server: leasing pauses, no prompt is buried, and good weights train every prompt."""
+"""Bad weights on every server: leasing pauses, no prompt is dead-lettered, and good weights train every prompt."""
 
 from __future__ import annotations
 

@@ -111,14 +111,6 @@ async def test_a_request_that_was_accepted_alone_is_answered_with_its_ids_whatev
     assert first == Submission((1,), replayed=False) and isinstance(last, QueueFull)
 
 
-async def test_a_key_of_tasks_of_an_older_gateway_does_not_stand_for_prompts(queue: RedisReplayQueue) -> None:
-    """It kept the ids of tasks as a text, under a name that a client can choose for prompts."""
-    await queue.client.set(queue.keys.idempotency("tasks:fooX"), '["t1"]')
-    requests = [PromptRequest([b"p"], [0], key, "a", "1") for key in ("", "tasks:fooX", "=tasks:fooX", "new")]
-    assert await queue.submit_many(requests) == [Submission((n,), False) for n in (1, 2, 3, 4)]
-    assert await queue.submit_many(requests[1:]) == [Submission((n,), True) for n in (2, 3, 4)]
-
-
 @pytest.mark.parametrize("key", ["idempotency:bad", "prompts", "priorities", "pending", "submitted", "lease_signals"])
 async def test_a_script_that_fails_has_stored_neither_prompts_nor_keys(queue: RedisReplayQueue, key: str) -> None:
     """Otherwise the repeated request would be answered with the ids of prompts that were never stored."""
@@ -161,13 +153,3 @@ async def test_a_key_stands_for_one_body_of_one_owner(queue: RedisReplayQueue) -
         Submission((), replayed=False), refused
     ]  # fmt: skip
     assert (await queue.stat()).pending_prompts == 2
-
-
-async def test_a_key_that_an_older_gateway_has_stored_is_still_known(queue: RedisReplayQueue) -> None:
-    """It stands for its prompts until it expires, whoever repeats the request."""
-    await queue.submit([b"a"], [0], "")
-    await queue.client.hset(queue.keys.idempotency("key"), mapping={"first": 1, "count": 1})
-    again, other = await queue.submit_many(
-        [PromptRequest([b"a"], [0], "key", "alice", "1"), PromptRequest([b"a", b"b"], [0, 0], "key", "alice", "2")]
-    )
-    assert (again, other) == (Submission((1,), replayed=True), Submission((), replayed=True))

@@ -187,11 +187,11 @@ def test_a_recording_without_its_sampling_is_refused_by_name(tools: Tools, recor
     assert f"column sampling.{field}" in output and "has nulls in rows from 0" in output
 
 
-def test_a_recording_from_before_a_field_was_added_is_imported(tools: Tools, recording: Path) -> None:
+def test_a_recording_without_the_optional_fields_is_imported(tools: Tools, recording: Path) -> None:
     import pyarrow as pa
     from pyarrow import parquet
 
-    from penstock_tools.recordings.recording import LATER
+    from penstock_tools.recordings.recording import OPTIONAL
 
     groups = [make_group(0), make_group(1)]
     tools.fill(groups)
@@ -199,12 +199,12 @@ def test_a_recording_from_before_a_field_was_added_is_imported(tools: Tools, rec
     table = parquet.read_table(recording)
     for name in ("sampling", "trajectories"):
         kind = table.schema.field(name).type
-        fields = [field for field in (kind if name == "sampling" else kind.value_type) if field.name not in LATER]
-        older = pa.struct(fields) if name == "sampling" else pa.list_(pa.struct(fields))
-        column = pa.array(table[name].to_pylist(), older)
+        fields = [field for field in (kind if name == "sampling" else kind.value_type) if field.name not in OPTIONAL]
+        short = pa.struct(fields) if name == "sampling" else pa.list_(pa.struct(fields))
+        column = pa.array(table[name].to_pylist(), short)
         table = table.set_column(table.schema.get_field_index(name), name, column)
     parquet.write_table(table, recording)
-    run = f"{tools.run}-older"
+    run = f"{tools.run}-short"
     tools("import", str(recording), run=run)
     assert [content(group) for group in tools.taken(run, 2)] == [content(group) for group in groups]
 

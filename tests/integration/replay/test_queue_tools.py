@@ -27,7 +27,7 @@ from support.scripted_engines import END, make_tokenizer_folder, spelled
 def test_stat_counts_every_place_and_checks_conservation(tools: Tools) -> None:
     tools.fill([replace(make_group(i), finished_at_ms=1) for i in range(5)])
     tools.deliver(2)
-    tools.bury([b"", b""], "engine_error: out of memory")
+    tools.dead_letter([b"", b""], "engine_error: out of memory")
     tools.on(lambda queue: queue.submit([b"a", b"b", b"c"], [0] * 3, ""))
     tools.on(lambda queue: queue.lease("rollout-0", 1))
     report = tools.json("stat")
@@ -123,7 +123,7 @@ def test_dead_letters_are_listed_and_shown(tools: Tools) -> None:
             await queue.dead_letter(prompt_id, f"non_finite: made up for prompt {prompt_id}")
 
     tools.on(poison)
-    tools.bury([QUESTION], "engine_error")
+    tools.dead_letter([QUESTION], "engine_error")
     letters = tools.json("dlq")
     assert [letter["prompt_id"] for letter in letters] == [3, 2, 1], "newest first"
     assert [letter["reason"] for letter in tools.json("dlq", "list", "--reason", "engine_error")] == ["engine_error"]
@@ -140,8 +140,8 @@ def test_dead_letters_are_listed_and_shown(tools: Tools) -> None:
 
 
 def test_requeued_prompts_are_new_submissions(tools: Tools) -> None:
-    tools.bury([QUESTION] * 250, "engine_error")
-    tools.bury([QUESTION], "reward_error")
+    tools.dead_letter([QUESTION] * 250, "engine_error")
+    tools.dead_letter([QUESTION], "reward_error")
     first = tools.json("dlq", "list", "--limit", "1000")[-1]["id"]
     assert tools.json("requeue", first)["requeued"] == [{"id": first, "prompt_id": 252}]
     assert "there is no dead letter" in tools("requeue", first, code=1)
@@ -156,7 +156,7 @@ def test_requeued_prompts_are_new_submissions(tools: Tools) -> None:
 
 
 def test_a_dead_letter_without_its_prompt_stays(tools: Tools) -> None:
-    tools.bury([b"", QUESTION], "engine_error")
+    tools.dead_letter([b"", QUESTION], "engine_error")
     error = tools("requeue", "--all", code=1)
     assert "1 dead letters could not be requeued" in error and "purge it" in error
     assert len(tools.json("dlq")) == 1
@@ -164,7 +164,7 @@ def test_a_dead_letter_without_its_prompt_stays(tools: Tools) -> None:
 
 
 def test_purging_needs_a_yes(tools: Tools) -> None:
-    tools.bury([QUESTION] * 3, "engine_error")
+    tools.dead_letter([QUESTION] * 3, "engine_error")
     first = tools.json("dlq")[0]["id"]
     assert "is needed to delete 3 dead letters" in tools("dlq", "purge", "--all", code=2)
     assert len(tools.json("dlq")) == 3
@@ -179,7 +179,7 @@ def test_purging_needs_a_yes(tools: Tools) -> None:
 
 def test_wrong_usage_is_one_line(tools: Tools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "run 'nobody' has no queue on this Redis" in tools("stat", run="nobody", code=1)
-    tools.bury([QUESTION], "engine_error")
+    tools.dead_letter([QUESTION], "engine_error")
     assert "only one of these" in tools("requeue", code=2)
     assert "only one of these" in tools("dlq", "purge", "1-1", "--all", code=2)
     assert "--limit: must be between" in tools("peek", "--limit", "0", code=2)

@@ -51,7 +51,7 @@ async def lease_soon(queue: ReplayQueue, count: int, server: str = "s") -> list[
 
 @pytest.mark.parametrize(("reason", "limit"), [("non_finite", 6), ("reward_failed", 12)])
 async def test_a_burst_pauses_leasing_and_costs_no_attempt(make_queue: MakeQueue, reason: str, limit: int) -> None:
-    """Every prompt fails at every attempt, far more often than max_attempts, and none is buried."""
+    """Every prompt fails at every attempt, far more often than max_attempts, and none is dead-lettered."""
     queue = make_queue(groups_per_step=4, max_attempts=2, breaker=SLOW)
     await submit(queue, 8)
     assert await fail_until_open(queue, reason) == limit
@@ -106,7 +106,7 @@ async def test_servers_that_fail_at_the_same_time_bury_nothing(make_queue: MakeQ
     await assert_conserved(queue)
 
 
-async def test_a_prompt_with_one_attempt_is_buried_when_its_server_succeeds(make_queue: MakeQueue) -> None:
+async def test_a_prompt_with_one_attempt_is_dead_lettered_when_its_server_succeeds(make_queue: MakeQueue) -> None:
     queue = make_queue(groups_per_step=4, max_attempts=1, breaker=BREAKER)
     await submit(queue, 4)
     bad, good, *others = await queue.lease("s", 4)
@@ -159,7 +159,7 @@ async def test_a_new_version_is_probed_at_once(make_queue: MakeQueue) -> None:
     assert len(await queue.lease("s", 4)) == 4
 
 
-async def test_a_few_bad_prompts_are_buried_and_pause_nothing(make_queue: MakeQueue) -> None:
+async def test_a_few_bad_prompts_are_dead_lettered_and_pause_nothing(make_queue: MakeQueue) -> None:
     """Three of 64 prompts fail at once, again and again, before any other is finished."""
     queue = make_queue(groups_per_step=64, max_attempts=3, breaker=BREAKER)
     await submit(queue, 64)
@@ -172,7 +172,7 @@ async def test_a_few_bad_prompts_are_buried_and_pause_nothing(make_queue: MakeQu
     await assert_conserved(queue)
 
 
-async def test_one_bad_prompt_alone_is_buried(make_queue: MakeQueue) -> None:
+async def test_one_bad_prompt_alone_is_dead_lettered(make_queue: MakeQueue) -> None:
     queue = make_queue(max_attempts=5, breaker={"failures": 2, "non_finite_failures": 1})
     await submit(queue, 1)
     for _ in range(5):
@@ -180,7 +180,7 @@ async def test_one_bad_prompt_alone_is_buried(make_queue: MakeQueue) -> None:
     assert (await queue.stat()).dead_lettered == 1
 
 
-async def test_prompts_that_open_breaker_after_breaker_are_buried(make_queue: MakeQueue) -> None:
+async def test_prompts_that_open_breaker_after_breaker_are_dead_lettered(make_queue: MakeQueue) -> None:
     """Four bad prompts block a server of four places. Other prompts succeed, so the bad ones are at fault."""
     queue = make_queue(groups_per_step=32, max_attempts=2, breaker=BREAKER)
     await submit(queue, 20)
@@ -205,7 +205,7 @@ async def test_the_breaker_can_be_switched_off(make_queue: MakeQueue) -> None:
     assert (await queue.stat()).dead_lettered == 8
 
 
-async def test_held_out_prompts_are_spared_too(make_queue: MakeQueue) -> None:
+async def test_failures_of_held_out_prompts_are_refunded_too(make_queue: MakeQueue) -> None:
     queue = make_queue(groups_per_step=4, max_attempts=2, breaker=BREAKER)
     await queue.create_evaluation("held-out-1", [b"p"] * 4)
     await fail_until_open(queue, "non_finite")

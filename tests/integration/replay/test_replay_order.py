@@ -117,7 +117,7 @@ async def test_wait_takes_nothing_admitted_after_a_prompt_in_flight(make_queue: 
     await assert_conserved(queue)
 
 
-async def test_wait_goes_on_when_the_straggler_is_buried(make_queue: MakeQueue) -> None:
+async def test_wait_goes_on_when_the_straggler_is_dead_lettered(make_queue: MakeQueue) -> None:
     queue = make_queue(stale_policy="wait", max_attempts=1)
     ids = await submit(queue, 3)
     straggler, *others = await queue.lease("s", 3)

@@ -14,6 +14,7 @@ from penstock.replay.inspection import QueueInspector
 from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import FinishedGroup
 from penstock.store.redis_client import QUEUE, ScriptFolder
+from support.redis_server import num_commands
 
 
 async def commands_of(queue: RedisReplayQueue, count: int) -> list[int]:
@@ -26,15 +27,10 @@ async def commands_of(queue: RedisReplayQueue, count: int) -> list[int]:
     costs = []
     await queue.client.config_resetstat()
     for call in (lambda: queue.lease("s", 4), lambda: queue.take(1, 4), lambda: queue.commit(0, []), queue.stat):
-        before = await calls(queue)
+        before = await num_commands(queue.client)
         await call()
-        costs.append(await calls(queue) - before)
+        costs.append(await num_commands(queue.client) - before)
     return costs
-
-
-async def calls(queue: RedisReplayQueue) -> int:
-    statistics = await queue.client.info("commandstats")
-    return sum(entry["calls"] for name, entry in statistics.items() if name != "cmdstat_info")
 
 
 async def test_a_call_costs_the_same_number_of_commands_in_a_long_queue(queue: RedisReplayQueue) -> None:
@@ -79,7 +75,7 @@ async def test_no_end_leaves_keys_of_the_group_behind(queue: RedisReplayQueue, e
         assert await queue.append(lease, b"late", 0) in ("duplicate", "unknown")
     kept = {key.decode().removeprefix(queue.keys.prefix) for key in await queue.client.keys(f"{queue.keys.prefix}*")}
     assert not {name for name in kept if name.startswith("group:")}
-    assert not kept & {"open", "leases", "owners", "returned", "ready", "fresh", "delivered", "meta"}
+    assert not kept & {"open", "leases", "owners", "returned", "ready", "ready_by_version", "delivered", "meta"}
 
 
 async def taken(queue: RedisReplayQueue, payloads: list[bytes]) -> list[int]:
@@ -138,14 +134,14 @@ async def test_a_take_whose_payloads_could_not_be_fetched_is_answered_again(
 
 
 async def test_the_order_of_take_may_change_while_groups_are_queued(queue: RedisReplayQueue) -> None:
-    """Groups that were appended while they were taken by admission have no entry in `fresh` yet."""
+    """Groups that were appended while they were taken by admission have no entry in `ready_by_version` yet."""
     fifo = queue.config.model_copy(update={"max_staleness": 100, "stale_policy": "correct", "selection": "fifo"})
     queue.config = fifo
     ids = list((await queue.submit([b"p"] * 8, [0] * 8, "")).prompt_ids)
     leases = await queue.lease("s", 8)
     await queue.append_many([FinishedGroup(lease, b"g", min_version=4 - i) for i, lease in enumerate(leases[:4])])
     await queue.take_term(0)
-    assert await queue.client.exists(queue.keys.fresh) == 0
+    assert await queue.client.exists(queue.keys.ready_by_version) == 0
     queue.config = fifo.model_copy(update={"selection": "freshest"})
     assert await QueueInspector(queue.client, "test").queued_ids("freshest", 10) == ids[:4]
     await queue.append_many([FinishedGroup(lease, b"g", min_version=5 + i) for i, lease in enumerate(leases[4:])])
@@ -154,7 +150,7 @@ async def test_the_order_of_take_may_change_while_groups_are_queued(queue: Redis
     assert await queue.take(2, 2) == ids[:2]
     queue.config = fifo.model_copy(update={"selection": "freshest"})
     assert await queue.take(3, 9) == [ids[4], ids[2], ids[3]]
-    assert await queue.client.exists(queue.keys.ready, queue.keys.fresh) == 0
+    assert await queue.client.exists(queue.keys.ready, queue.keys.ready_by_version) == 0
     assert (await queue.stat()).conservation_error == 0
 
 

@@ -60,7 +60,7 @@ async def test_a_server_that_lost_its_lease_can_neither_overwrite_nor_forget(mak
     assert (await queue.stat()).saved_bytes == 0
 
 
-@pytest.mark.parametrize("end", ["append", "cancel", "bury", "forget_saved", "rewind"])
+@pytest.mark.parametrize("end", ["append", "cancel", "dead_letter", "forget_saved", "rewind"])
 async def test_the_end_of_the_flight_deletes_them(make_queue: MakeQueue, end: str) -> None:
     queue = make_queue(max_attempts=1)
     lease = await leased(queue)
@@ -72,7 +72,7 @@ async def test_the_end_of_the_flight_deletes_them(make_queue: MakeQueue, end: st
             await (queue if isinstance(queue, MemoryReplayQueue) else PromptBook(queue.client, queue.run)).cancel(
                 [lease.prompt_id]
             )
-        case "bury":
+        case "dead_letter":
             await queue.give_back("a", lease, "oops", is_final=True)
         case "forget_saved":
             await queue.give_back("a", lease, forget_saved=True)

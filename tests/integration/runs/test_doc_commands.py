@@ -87,7 +87,7 @@ def test_the_commands_of_every_page(clone: Clone) -> None:
     follow(clone, README)
     clone.run(UP)
     clone.resume()
-    clone.bury_a_prompt()
+    clone.dead_letter_a_prompt()
     for page in PAGES[1:]:
         follow(clone, commands_of(page))
 

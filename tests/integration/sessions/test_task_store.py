@@ -14,7 +14,9 @@ from penstock.errors import Conflict, NotFound, QueueFull
 from penstock.sessions.session_store import Reward, SessionStore
 from penstock.sessions.task_store import TaskStore
 from penstock.store.keys import RunKeys
+from penstock.store.ownership import Owner
 from penstock.v1 import tasks_pb2
+from support.redis_server import num_commands
 
 MANY = 1000
 State = tasks_pb2.Task
@@ -216,4 +218,69 @@ async def test_a_session_of_its_own_takes_no_place_that_has_failed(redis_client:
     assert await stores.reward("mine", "t") == "joined", "a place that is leased is left"
     assert await stores.reward(leases[2].session_id) == "complete"
     assert (await stores.tasks.get("t")).session_ids == ["mine", leases[2].session_id]
+    assert (await stores.tasks.stat()).conservation_error == 0
+
+
+@pytest.mark.parametrize("num_owners", [511, 2_000, 10_000])
+async def test_tasks_of_any_number_of_owners_are_worked_on(redis_client: redis.Redis, num_owners: int) -> None:
+    """Beyond 512 owners the order of a task is larger than the integers that a double counts exactly."""
+    stores, new, other = Stores(redis_client, task_max_failures=2), Owner("new", False), Owner("other", False)
+    await redis_client.hset(RunKeys("test").counters, "task_owners", num_owners)
+    await stores.tasks.submit([new_task("t", "1", 2), new_task("u", "1")], owner=new)
+    await stores.tasks.submit([new_task("v", "1")], owner=other)
+    for expire in (stores.tasks.sweep, lambda: stores.tasks.lease("w", 0, MANY, other)):
+        leases = await stores.tasks.lease("w", 9, MANY, new)
+        assert sorted(lease.task_id for lease in leases) == ["t", "t", "u"]
+        assert await stores.tasks.give_back(leases[0].session_id, owner=new)
+        await stores.expire_leases()
+        await expire()
+        assert (await stores.tasks.stat()).leased == 0
+    [lease] = await stores.tasks.lease("w", 9, MANY, other)
+    assert lease.task_id == "v" and await stores.reward(lease.session_id) == "complete"
+    for lease in await stores.tasks.lease("w", 9, MANY, new):
+        await stores.reward(lease.session_id)
+    stat = await stores.tasks.stat()
+    assert (stat.pending + stat.leased, stat.conservation_error) == (0, 0)
+
+
+async def test_the_work_for_a_place_does_not_grow_with_its_task(redis_client: redis.Redis) -> None:
+    """A lease that expires, a reward and a failure cost no more commands in a task of 512 places than in one of 16."""
+
+    async def costs(num_sessions: int) -> list[int]:
+        await redis_client.flushdb()
+        stores = Stores(redis_client)
+        await stores.tasks.submit([new_task("t", "1", num_sessions)])
+        leases = await stores.tasks.lease("w", num_sessions, MANY)
+        await stores.sessions.record(leases[0].session_id, b"call", "c")
+        found = []
+        for call in (
+            lambda: stores.sessions.close(leases[0].session_id, Reward(1.0, {})),
+            lambda: stores.tasks.give_back(leases[1].session_id, "broken"),
+            stores.tasks.sweep,
+        ):
+            before = await num_commands(redis_client)
+            await call()
+            found.append(await num_commands(redis_client) - before)
+            await stores.expire_leases()
+        return found
+
+    small, large = await costs(16), await costs(512)
+    small[2] *= 7  # one sweep returns 14 places of the small task, and 100 of the large one
+    assert all(many < 2 * few for few, many in zip(small, large, strict=True)), (small, large)
+
+
+async def test_a_sweep_that_ends_many_tasks_does_not_stall_the_queue(redis_client: redis.Redis) -> None:
+    stores = Stores(redis_client)
+    names = [f"t{number}" for number in range(40)]
+    await stores.tasks.submit([new_task(name, "1", 250, deadline_s=60) for name in names])
+    while len(await redis_client.zrange(RunKeys("test").task_due, 0, -1)) < len(names):
+        await stores.tasks.lease("w", 512, MANY)
+    await redis_client.zadd(RunKeys("test").task_due, dict.fromkeys(names, 1))
+    counts, costs = [], []
+    while (await stores.tasks.stat()).open_tasks:
+        before = await num_commands(redis_client)
+        counts.append((await stores.tasks.sweep())[1])
+        costs.append(await num_commands(redis_client) - before)
+    assert sum(counts) == len(names) and max(counts) == 5, "about 1,024 places in each sweep"
+    assert max(costs) < 3 * min(costs), costs
     assert (await stores.tasks.stat()).conservation_error == 0

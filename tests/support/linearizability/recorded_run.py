@@ -12,6 +12,7 @@ import random
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,8 +28,10 @@ from penstock.errors import DeadlineExceeded, Fenced, Unavailable
 from penstock.machine import free_port, wait_for_port
 from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import Lease
+from penstock.store.fleet import Fleet, Quarantines
 from penstock.store.redis_client import connect
 from support.fleet_runs import EXAMPLE, Part
+from support.gateways import running
 from support.linearizability.checker import Call
 from support.linearizability.queue_model import Details, History, Name, Seen
 from support.linearizability.recorded_tasks import CALLS as TASK_CALLS
@@ -49,6 +52,7 @@ MOST_S = 120
 CALLS = {"submit", "lease", "append", "take", "commit", "cancel", "requeue"}
 INTRUSIONS = {
     "take", "commit", "expire", "dead_letter", "discard", "finish", "rewind", "rewind_step", "allocate_version",
+    "publish", "set_server_state", "set_quarantine", "forget_silent",
 }  # fmt: skip
 """Calls that every history has: of the clients, and of learners whose term has passed."""
 POISON = {"prompts": [{"token_ids": [10**6, 0]}], "idempotency_key": "poison"}
@@ -62,6 +66,8 @@ class Plan:
     duration_s: float
     redis_kills: int = 1
     gateway_kills: int = 1
+    is_gateway_inside: bool = False
+    """Run the gateway in this process, whose scripts a test may have changed. It cannot be killed."""
 
 
 @dataclass
@@ -185,7 +191,12 @@ class RecordedRun:
         may_go_on = partial(self._may_go_on, self.is_redis_up)
         self.tasks = RecordedTasks(self.client, self.recorder, may_go_on, self.is_redis_up)
         self.parts: list[Part] = []
-        await self._start_gateway()
+        self.stack = AsyncExitStack()
+        if self.plan.is_gateway_inside:
+            await self.stack.enter_async_context(running(self.config))
+            self.is_gateway_up.set()
+        else:
+            await self._start_gateway()
         self.rest = httpx.AsyncClient(
             base_url=f"http://127.0.0.1:{self.config.gateway.port}/v1/runs/{RUN}", timeout=10, trust_env=False,
             headers=self.headers["operator"],
@@ -194,6 +205,7 @@ class RecordedRun:
 
     async def __aexit__(self, *_: object) -> None:
         await self.rest.aclose()
+        await self.stack.aclose()
         await self.client.aclose()
         for part in self.parts:
             part.end()
@@ -523,6 +535,7 @@ class Learner:
     async def intrude(self) -> None:
         """Make a call of a term that has passed, on prompts that the successor may work on. It must be refused."""
         ids = self.dice.sample(list(self.recorder.names), min(3, len(self.recorder.names))) or [1]
+        fleet, quarantines, term = Fleet(self.run.client, RUN), Quarantines(self.run.client, RUN), self.queue.term
         calls: dict[str, Callable[[], Awaitable[Any]]] = {
             "take": lambda: self.queue.take(self.step, 4), "commit": lambda: self.queue.commit(self.step, ids),
             "expire": lambda: self.queue.expire(ids[0]), "dead_letter": lambda: self.queue.dead_letter(ids[0], "bad"),
@@ -530,6 +543,10 @@ class Learner:
             "rewind": lambda: self.queue.rewind("/checkpoints/0", 0, []),
             "rewind_step": lambda: self.queue.rewind_step(0, 0),
             "allocate_version": lambda: self.queue.allocate_version(1),
+            "publish": lambda: self.queue.publish(1, 1, b"policy"),
+            "set_server_state": lambda: fleet.set_state("server", "READY", term),
+            "set_quarantine": lambda: quarantines.end("server", term),
+            "forget_silent": lambda: fleet.forget_silent(3600, term),
         }  # fmt: skip
         assert calls.keys() == INTRUSIONS
         new = [name for name in calls if name not in self.run.intruded]

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.text import Text
 
 from penstock.cli.output import as_text, labelled, print_table, versions_text
-from penstock.replay.inspection import DeadLetter, DeadLetterContents, QueuedGroup, QueueReport
+from penstock.replay.inspection import DeadLetterContents, QueuedGroup, QueueReport, StoredDeadLetter
 from penstock.samples import TokenText
 from penstock.trajectory import Group, Prompt, Trajectory
 
@@ -119,7 +119,7 @@ def group_record(group: Group) -> dict[str, Any]:
 # ── dead letters ──
 
 
-def dead_letter_record(letter: DeadLetter) -> dict[str, Any]:
+def dead_letter_record(letter: StoredDeadLetter) -> dict[str, Any]:
     fields = asdict(letter)
     return {"id": fields.pop("stream_id"), "time_ms": letter.time_ms, **fields}
 

@@ -5,8 +5,8 @@ new prompt by `queue.accept`, so the counts of the queue stay right and the byte
 learner takes the groups in the order of the file. A second import of a file adds nothing; an interrupted one goes on.
 
 The file has one row per group, with types that any Parquet reader can show. Arrays are converted whole, never token by
-token in Python. A file from elsewhere is read too if it has these columns and types; older recordings lack the fields
-in LATER. This module imports pyarrow, which is slow, at its top: import it only where it is needed.
+token in Python. A file from elsewhere is read too if it has these columns and types; the fields in OPTIONAL may be
+missing. This module imports pyarrow, which is slow, at its top: import it only where it is needed.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ TRAJECTORY = pa.struct(
         ("episode", pa.int32()),
     ]
 )
-LATER = {*SAMPLING_FIELDS, "sampling_segments", "episode"} - {"temperature", "top_p", "max_tokens", "seed"}
-"""Fields that older recordings do not have. They have their defaults there."""
+OPTIONAL = {*SAMPLING_FIELDS, "sampling_segments", "episode"} - {"temperature", "top_p", "max_tokens", "seed"}
+"""Fields that a file from elsewhere need not have. They have their defaults there."""
 SCHEMA = pa.schema(
     [
         ("run", pa.string()),
@@ -163,14 +163,14 @@ def has_nulls(array: Any) -> bool:
 
 
 def _is_readable(found: Any, wanted: Any) -> bool:
-    """Whether a column of this type has all the fields that are wanted, except the ones in LATER."""
+    """Whether a column of this type has all the fields that are wanted, except the ones in OPTIONAL."""
     if pa.types.is_list(found) and pa.types.is_list(wanted):
         return _is_readable(found.value_type, wanted.value_type)
     if not (pa.types.is_struct(found) and pa.types.is_struct(wanted)):
         return bool(found == wanted)
     of_found, of_wanted = ({field.name: field.type for field in kind} for kind in (found, wanted))
     return of_found.keys() <= of_wanted.keys() and all(
-        _is_readable(of_found[name], kind) if name in of_found else name in LATER for name, kind in of_wanted.items()
+        _is_readable(of_found[name], kind) if name in of_found else name in OPTIONAL for name, kind in of_wanted.items()
     )
 
 

@@ -23,7 +23,7 @@ export async function deadLetters(refresh) {
     await refresh();
   };
   const rows = page.dead_letters.map((letter) => [
-    number(letter.prompt_id), letter.reason, clock(letter.buried_at_ms), number(letter.group_bytes),
+    number(letter.prompt_id), letter.reason, clock(letter.dead_lettered_at_ms), number(letter.group_bytes),
     h("button", { type: "button", "aria-label": `Requeue prompt ${letter.prompt_id}`, onclick: () => requeue(letter) }, "Requeue"),
   ]);
   const pages = [
@@ -32,6 +32,6 @@ export async function deadLetters(refresh) {
   ];
   const choose = kinds.length > 1 ? filters([["kind", "Reason", kinds]], chosen, (values) => turn([], values.kind), pages) : null;
   return [byReason(page.reasons), card("Dead letters", choose, rows.length
-    ? table("Dead letters, newest first", [["prompt", "number"], ["reason", "wide"], ["buried"], ["group bytes", "number"], ["action"]], rows)
+    ? table("Dead letters, newest first", [["prompt", "number"], ["reason", "wide"], ["dead-lettered"], ["group bytes", "number"], ["action"]], rows)
     : empty("There are no dead letters."))];
 }

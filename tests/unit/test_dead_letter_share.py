@@ -11,7 +11,7 @@ from penstock.cancellation import end_task
 from penstock.config.dataset import DatasetConfig
 from penstock.config.service import ReplayConfig
 from penstock.errors import InvalidInput, Unavailable
-from penstock.feed.dataset_feed import MIN_BURIED, BuriedPrompts, Feeder, PromptStream
+from penstock.feed.dataset_feed import MIN_DEAD_LETTERS, DeadLetterShare, Feeder, PromptStream
 from penstock.trajectory import Prompt
 from support.memory_queue import MemoryReplayQueue
 from support.memory_store import MemoryStore
@@ -22,27 +22,27 @@ TOO_LONG = "prompt_too_long"
 @pytest.mark.parametrize(
     ("num_inserted", "reasons", "pauses"),
     [
-        (0, {TOO_LONG: MIN_BURIED}, True),
-        (0, {TOO_LONG: MIN_BURIED - 1}, False),
-        (MIN_BURIED, {TOO_LONG: MIN_BURIED}, True),
-        (MIN_BURIED + 1, {TOO_LONG: MIN_BURIED}, False),
-        (0, {TOO_LONG: MIN_BURIED, "shape": MIN_BURIED + 1}, True),
+        (0, {TOO_LONG: MIN_DEAD_LETTERS}, True),
+        (0, {TOO_LONG: MIN_DEAD_LETTERS - 1}, False),
+        (MIN_DEAD_LETTERS, {TOO_LONG: MIN_DEAD_LETTERS}, True),
+        (MIN_DEAD_LETTERS + 1, {TOO_LONG: MIN_DEAD_LETTERS}, False),
+        (0, {TOO_LONG: MIN_DEAD_LETTERS, "shape": MIN_DEAD_LETTERS + 1}, True),
         (0, {"a": 40, "b": 41, "c": 40}, False),
     ],
 )
 def test_one_reason_for_half_of_the_prompts_pauses(num_inserted: int, reasons: dict[str, int], pauses: bool) -> None:
-    watched = BuriedPrompts(0.5)
-    assert watched.reason_to_pause(100, {TOO_LONG: 100}) == "", "what was buried before the feed began does not count"
+    watched = DeadLetterShare(0.5)
+    assert watched.reason_to_pause(100, {TOO_LONG: 100}) == "", "earlier dead letters do not count"
     before = {TOO_LONG: 100}
     now = {reason: reasons.get(reason, 0) + before.get(reason, 0) for reason in {*reasons, *before}}
     assert bool(watched.reason_to_pause(100 + num_inserted, now)) == pauses
     assert bool(watched.reason_to_pause(100 + num_inserted, now)) == pauses, "the reason stays until the run is paused"
     watched.begin_again(100 + num_inserted, now)
     assert watched.reason_to_pause(100 + num_inserted, now) == "", "after a pause the count begins anew"
-    assert BuriedPrompts(None).reason_to_pause(num_inserted, now) == ""
+    assert DeadLetterShare(None).reason_to_pause(num_inserted, now) == ""
 
 
-async def bury(queue: MemoryReplayQueue) -> None:
+async def dead_letter(queue: MemoryReplayQueue) -> None:
     """A rollout server that finds every prompt too long."""
     while True:
         for lease in await queue.lease("s", 8):
@@ -64,10 +64,10 @@ def feeder_of(
     return Feeder(queue, PromptStream(prompts, config, 1, [(num_prompts, weight)]), pause=pause)
 
 
-async def test_the_run_pauses_long_before_a_large_dataset_is_buried(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_run_pauses_long_before_a_large_dataset_is_dead_lettered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.feed.dataset_feed.POLL_S", 0.001)
     queue, reasons = MemoryReplayQueue(MemoryStore(), ReplayConfig(max_staleness=10**6)), list[str]()
-    tasks = [asyncio.create_task(bury(queue)), asyncio.create_task(feeder_of(queue, 10_000, reasons).run())]
+    tasks = [asyncio.create_task(dead_letter(queue)), asyncio.create_task(feeder_of(queue, 10_000, reasons).run())]
     try:
         async with asyncio.timeout(20):
             while not reasons:
@@ -84,8 +84,8 @@ async def test_a_small_dataset_is_watched_after_all_of_it_is_submitted(monkeypat
     """Its feed ends before the first prompt is tried."""
     monkeypatch.setattr("penstock.feed.dataset_feed.WATCH_S", 0.001)
     queue, reasons = MemoryReplayQueue(MemoryStore(), ReplayConfig(max_staleness=10**6)), list[str]()
-    feeder = feeder_of(queue, 2 * MIN_BURIED, reasons, epochs=1, max_pending=1000)
-    assert await feeder.run() == 2 * MIN_BURIED and not reasons
+    feeder = feeder_of(queue, 2 * MIN_DEAD_LETTERS, reasons, epochs=1, max_pending=1000)
+    assert await feeder.run() == 2 * MIN_DEAD_LETTERS and not reasons
 
     async def is_over() -> bool:
         for lease in await queue.lease("s", 8):
@@ -94,7 +94,10 @@ async def test_a_small_dataset_is_watched_after_all_of_it_is_submitted(monkeypat
 
     async with asyncio.timeout(5):
         await feeder.watch(is_over)
-    assert f"{MIN_BURIED} of the newest {MIN_BURIED} prompts were dead-lettered with prompt_too_long" in reasons[0]
+    assert (
+        f"{MIN_DEAD_LETTERS} of the newest {MIN_DEAD_LETTERS} prompts were dead-lettered with prompt_too_long"
+        in reasons[0]
+    )
 
 
 async def test_a_pause_that_failed_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,12 +108,12 @@ async def test_a_pause_that_failed_is_tried_again(monkeypatch: pytest.MonkeyPatc
 
     async def pause(reason: str) -> None:
         tried.append(reason)
-        queue.store.is_paused = True  # no further prompt is leased, so no further one is buried
+        queue.store.is_paused = True  # no further prompt is leased, so no further one is dead-lettered
         if len(tried) == 1:
             raise Unavailable("Redis does not answer")
 
     feeder.pause = pause
-    tasks = [asyncio.create_task(bury(queue)), asyncio.create_task(feeder.run())]
+    tasks = [asyncio.create_task(dead_letter(queue)), asyncio.create_task(feeder.run())]
     try:
         async with asyncio.timeout(5):
             while len(tried) < 2:
@@ -123,12 +126,12 @@ async def test_a_pause_that_failed_is_tried_again(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(("num_prompts", "weight"), [(20, 1.0), (40, 0.5)])
-async def test_an_epoch_that_was_buried_as_a_whole_ends_the_feed(
+async def test_an_epoch_that_was_dead_lettered_as_a_whole_ends_the_feed(
     num_prompts: int, weight: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("penstock.feed.dataset_feed.POLL_S", 0.001)
     queue, reasons = MemoryReplayQueue(MemoryStore(), ReplayConfig(max_staleness=10**6)), list[str]()
-    burying = asyncio.create_task(bury(queue))
+    dead_lettering = asyncio.create_task(dead_letter(queue))
     try:
         async with asyncio.timeout(20):
             with pytest.raises(
@@ -136,4 +139,4 @@ async def test_an_epoch_that_was_buried_as_a_whole_ends_the_feed(
             ):
                 await feeder_of(queue, num_prompts, reasons, weight=weight).run()
     finally:
-        await end_task(burying)
+        await end_task(dead_lettering)

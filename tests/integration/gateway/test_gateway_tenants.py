@@ -7,6 +7,7 @@ team, and an operator has the scope admin.
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 from collections.abc import AsyncIterator, Iterator
@@ -16,6 +17,8 @@ from typing import Any
 
 import grpc
 import httpx
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import redis.asyncio as redis
 from pydantic_core import from_json
@@ -488,6 +491,12 @@ async def test_a_stranger_neither_reads_nor_submits_nor_takes_a_dataset(tenants:
     assert (await alice.rest("GET", f"{RUN}/prompts/1"))["state"] == "PENDING", "it is hers, whoever submitted it"
     (alice.gateway.config.folder / "datasets" / "by-hand.jsonl").write_bytes(lines)
     assert (await bob.rest("GET", f"{RUN}/datasets/by-hand"))["num_prompts"] == 1, "it has no owner"
+    table = io.BytesIO()
+    pq.write_table(pa.table({"prompt": ["b"]}), table)  # type: ignore[no-untyped-call]
+    for content, kind in ((lines, "application/x-ndjson"), (table.getvalue(), "application/vnd.apache.parquet")):
+        body = {"content": content, "headers": {"Content-Type": kind}}
+        assert await bob.status("PUT", f"{RUN}/datasets/by-hand", **body) == (200 if content == lines else 409)
+        assert (await alice.rest("GET", f"{RUN}/datasets/by-hand"))["num_prompts"] == 1, "an upload does not take it"
 
 
 async def test_a_dataset_has_its_owner_before_it_can_be_found(

@@ -48,6 +48,7 @@ from penstock_services.gateway.operations import (
     decode_page_token,
     encode_page_token,
     operation,
+    shown_reason,
 )
 
 logger = logging.getLogger(__name__)
@@ -224,18 +225,19 @@ class PromptHandlers(Handlers):
         """Send every prompt that finishes. The id of an event is the cursor to resume from."""
         wanted = frozenset(checked_prompt_ids(request.prompt_ids))
         cursor = await self.feed.book.start(request.cursor)
-        return self._results(cursor, wanted, caller.owner if request.with_groups else None)
+        return self._results(cursor, wanted, caller.owner, request.with_groups)
 
     async def _results(
-        self, cursor: str, wanted: frozenset[int], owner: Owner | None
+        self, cursor: str, wanted: frozenset[int], owner: Owner, with_groups: bool
     ) -> AsyncIterator[prompts_pb2.Result]:
         async for batch in self.feed.follow(cursor):
             shown = [result for result in batch if not wanted or result.prompt_id in wanted]
-            groups = await bounded(self._groups(shown, owner), self.deadline_s) if owner else {}
+            groups = await bounded(self._groups(shown, owner), self.deadline_s) if with_groups else {}
             for result in shown:
                 yield prompts_pb2.Result(
                     cursor=result.cursor, prompt_id=result.prompt_id, state=_STATES[result.state],
-                    reason=result.reason, attempt=result.attempt, group=groups.get(result.prompt_id, b""),
+                    reason=shown_reason(result.reason, owner), attempt=result.attempt,
+                    group=groups.get(result.prompt_id, b""),
                 )  # fmt: skip
 
     async def _groups(self, results: list[PromptResult], owner: Owner) -> dict[int, bytes]:

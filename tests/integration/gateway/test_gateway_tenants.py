@@ -568,6 +568,26 @@ async def test_notices_do_not_quote_another_team(tenants: Tenants, redis_client:
         assert "Traceback: secret" in str(run(await tenants.operator.rest("GET", path))["notices"])
 
 
+async def test_failures_do_not_quote_another_team(
+    tenants: Tenants, queue: RedisReplayQueue, redis_client: redis.Redis
+) -> None:
+    await tenants.alice.rest("POST", f"{RUN}/prompts", json={"prompts": [PROMPT]})
+    [lease] = await queue.lease("s", 1)
+    await queue.give_back("s", lease, "corrupt: cannot parse 'secret'", is_final=True)
+    opened = {"reason": "corrupt: 'secret'", "failures": 4, "opened_ms": 1, "probe_ms": 2}
+    await redis_client.hset(RunKeys("test").breakers, "r0", json.dumps(opened))
+    watch = prompts_pb2.WatchResultsRequest(cursor="0")
+    for tenant, shown in ((tenants.bob, "corrupt"), (tenants.operator, "corrupt: cannot parse 'secret'")):
+        [letter] = (await tenant.rest("GET", f"{RUN}/dead-letters"))["dead_letters"]
+        listed = await tenant.call("RunService", "ListDeadLetters", runs_pb2.ListDeadLettersRequest())
+        results = tenant.call("PromptService", "WatchResults", watch)
+        result = await results.read()
+        results.cancel()
+        assert [letter["reason"], listed.dead_letters[0].reason, result.reason] == [shown] * 3
+        for path in (RUN, f"{RUN}/servers"):
+            assert (await tenant.rest("GET", path))["servers"][0]["breaker_reason"] == "corrupt"
+
+
 @pytest.mark.parametrize("source", ["a\0b", "a\nb", "x" * 257])
 async def test_a_data_source_is_a_short_line(tenants: Tenants, source: str) -> None:
     refused = await tenants.alice.send("POST", f"{RUN}/prompts", json={"prompts": [PROMPT | {"data_source": source}]})

@@ -47,6 +47,7 @@ from penstock.v1 import (
     runs_pb2,
     runs_pb2_grpc,
     sessions_pb2,
+    sessions_pb2_grpc,
     tasks_pb2,
     tasks_pb2_grpc,
 )
@@ -56,7 +57,7 @@ from support.scripted_engines import TalkingEngine, make_tokenizer_folder, servi
 
 NAMES = {"alice": "alice", "bob": "bob", "ann": "ann@vision", "ben": "ben@vision", "operator": "operator"}
 SERVICES = {
-    "PromptService": prompts_pb2_grpc, "TaskService": tasks_pb2_grpc, "SessionService": generate_pb2_grpc,
+    "PromptService": prompts_pb2_grpc, "TaskService": tasks_pb2_grpc, "SessionService": sessions_pb2_grpc,
     "DatasetService": datasets_pb2_grpc, "RunService": runs_pb2_grpc, "GroupService": groups_pb2_grpc,
     "GenerateService": generate_pb2_grpc, "PolicyService": policies_pb2_grpc,
 }  # fmt: skip
@@ -198,7 +199,7 @@ async def test_every_name_that_becomes_part_of_a_key_is_checked_by_the_same_rule
         (bob, "DatasetService", "SubmitDataset", datasets_pb2.SubmitDatasetRequest(name=name)),
         (bob, "RunService", "CreateEvaluation", runs_pb2.CreateEvaluationRequest(evaluation_id=name, prompts=[prompt])),
         (bob, "RunService", "GetEvaluation", runs_pb2.GetEvaluationRequest(evaluation_id=name)),
-        (bob, "SessionService", "RewardSession", generate_pb2.RewardSessionRequest(session_id=name, reward=1)),
+        (bob, "SessionService", "RewardSession", sessions_pb2.RewardSessionRequest(session_id=name, reward=1)),
         (bob, "SessionService", "GetSession", sessions_pb2.GetSessionRequest(session_id=name)),
         (bob, "TaskService", "GetTask", tasks_pb2.GetTaskRequest(task_id=name)),
         (bob, "TaskService", "LeaseTasks", tasks_pb2.LeaseTasksRequest(worker=name)),
@@ -210,7 +211,7 @@ async def test_every_name_that_becomes_part_of_a_key_is_checked_by_the_same_rule
     if name:  # An empty one means none.
         task = tasks_pb2.NewTask(task_id=name, data_source="d")
         source = tasks_pb2.NewTask(task_id="t", data_source=name)
-        rewarded = generate_pb2.RewardSessionRequest(session_id="s", reward=1, task_id=name)
+        rewarded = sessions_pb2.RewardSessionRequest(session_id="s", reward=1, task_id=name)
         generated = generate_pb2.GenerateRequest(session_id=name, text="a", sampling=prompt.sampling)
         asked += [
             (bob, "TaskService", "SubmitTasks", tasks_pb2.SubmitTasksRequest(tasks=[task])),
@@ -288,7 +289,7 @@ async def test_a_stranger_neither_reads_nor_continues_nor_rewards_a_session(tena
     alice, bob = tenants.alice, tenants.bob
     assert await alice.talk("s") == 200
     reward = {"json": {"reward": -100.0}}
-    rewarded = generate_pb2.RewardSessionRequest(session_id="s", reward=-100)
+    rewarded = sessions_pb2.RewardSessionRequest(session_id="s", reward=-100)
     asked = generate_pb2.GenerateRequest(session_id="s", text="a", sampling=message().sampling)
     assert await bob.talk("s") == 404
     assert await bob.code("GenerateService", "Generate", asked) == "NOT_FOUND"
@@ -333,7 +334,7 @@ async def test_a_stranger_neither_takes_nor_finishes_nor_returns_a_task(tenants:
         assert await bob.talk(name) == 200, "a session of his own, whatever its name"
     reward = {"reward": -100.0, "task_id": "victim"}
     assert await bob.status("POST", "/v1/sessions/victim.0.1/reward", json=reward) == 404
-    rewarded = generate_pb2.RewardSessionRequest(session_id="victim.0.1", reward=-100, task_id="victim")
+    rewarded = sessions_pb2.RewardSessionRequest(session_id="victim.0.1", reward=-100, task_id="victim")
     assert await bob.code("SessionService", "RewardSession", rewarded) == "NOT_FOUND"
     ended = await bob.rest("POST", "/v1/sessions/victim.0.7/reward", json={"reward": -100.0})
     assert len(ended["prompt_ids"]) == 1, "it is its own group"

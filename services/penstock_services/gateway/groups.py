@@ -35,7 +35,7 @@ from penstock_services.gateway.operations import (
     operation,
 )
 
-GROUPS_LOOKED_AT = 2_000
+MAX_GROUPS_READ = 2_000
 """Groups that one request reads. Their text may be many megabytes."""
 _ORDERS: dict[int, Order] = dict(enumerate(get_args(Order)))
 Number = Annotated[int, Field(ge=0, lt=2**63)] | None
@@ -139,8 +139,8 @@ class GroupHandlers(Handlers):
     def _read(self, wanted: SampleFilter, order: Order, page_size: int, after: Place | None) -> SamplePage:
         folder = (self.config.gateway.samples_dir or self.config.run_dir) / self.config.run
         if order == "newest":
-            return page(folder, wanted, page_size, after, GROUPS_LOOKED_AT)
-        return SamplePage(select(folder, wanted, page_size, order, GROUPS_LOOKED_AT), None)
+            return page(folder, wanted, page_size, after, MAX_GROUPS_READ)
+        return SamplePage(select(folder, wanted, page_size, order, MAX_GROUPS_READ), None)
 
 
 def _decode(delivery: Delivery) -> list[Group]:

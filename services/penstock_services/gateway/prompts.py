@@ -441,9 +441,9 @@ LINGER_S = 0.001
 MAX_LINGERS = 4
 """An exchange costs more than the requests in it. If earlier exchanges held several requests, the next one waits for
 more: LINGER_S at a time, while more arrive, until it has the usual number."""
-FADE = 7 / 8
+DECAY = 7 / 8
 """Factor by which the usual number shrinks with every exchange."""
-ENOUGH_PROMPTS = 256
+FULL_BATCH_PROMPTS = 256
 """An exchange that has this many prompts is sent without waiting for more."""
 
 
@@ -487,7 +487,7 @@ class JoinedSubmissions:
             await self._linger()
             self._sent = self._next()
             self._count = len(self._sent)
-            self._usual_count = max(self._count, self._usual_count * FADE)
+            self._usual_count = max(self._count, self._usual_count * DECAY)
             requests = [sent.request for sent in self._sent]
             await answer_all([sent.answer for sent in self._sent], self._exchange(requests))
             self._sent = []
@@ -506,7 +506,7 @@ class JoinedSubmissions:
             return
         for _ in range(MAX_LINGERS):
             count = len(self._waiting)
-            if count >= self._usual_count or self._num_prompts() >= ENOUGH_PROMPTS:
+            if count >= self._usual_count or self._num_prompts() >= FULL_BATCH_PROMPTS:
                 return
             await asyncio.sleep(LINGER_S)
             if len(self._waiting) == count:

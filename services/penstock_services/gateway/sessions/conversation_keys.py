@@ -7,7 +7,7 @@ ids of that call. A key stands for a whole conversation up to some message, and 
     by message   every message is equal: role, content, names, tool calls with their ids
     by text      every message says the same. Ids, the form of a tool call's arguments, white space around a message
                  and, in the model's own messages, other white space and reasoning in <think> tags do not count:
-                 clients often leave these out or write them in another way
+                 clients often omit these or write them in another way
 
 Plain text has one key for each length at which a recorded conversation ends.
 """

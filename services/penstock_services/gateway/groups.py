@@ -53,11 +53,11 @@ class ListSamples(records.Page):
 
 
 async def usable_prompts(queue: RedisReplayQueue, prompt_ids: Sequence[int], owner: Owner) -> set[int]:
-    """The prompts that the owner may use. A prompt that has ended keeps only its state, which every key may see."""
+    """The prompts that the owner may use. One without a payload has ended, or will be submitted by anyone."""
     if owner.sees_all:
         return set(prompt_ids)
-    payloads = zip(prompt_ids, await queue.prompts(prompt_ids), strict=True)
-    return {prompt_id for prompt_id, data in payloads if owner.may_use(prompts_pb2.Prompt.FromString(data).owner)}
+    found = zip(prompt_ids, await queue.prompts(prompt_ids), strict=True)
+    return {prompt_id for prompt_id, data in found if data and owner.may_use(prompts_pb2.Prompt.FromString(data).owner)}
 
 
 class GroupReader:

@@ -190,10 +190,18 @@ class PromptHandlers(Handlers):
         chosen = [prompt_id for prompt_id in prompt_ids if prompt_id in usable]
         found = dict(zip(chosen, await self.book.cancel(chosen), strict=True))
         shown = [
-            _to_proto(status) if (status := found.get(prompt_id)) else prompts_pb2.PromptRecord(prompt_id=prompt_id)
+            _to_proto(status) if (status := found.get(prompt_id)) else await self._ended(prompt_id)
             for prompt_id in prompt_ids
         ]
         return prompts_pb2.CancelPromptsResponse(prompts=shown)
+
+    async def _ended(self, prompt_id: int) -> prompts_pb2.PromptRecord:
+        """A prompt that has ended keeps only its state, which every key may see. Any other has no state here."""
+        with contextlib.suppress(NotFound):
+            record = _to_proto(await self.queue.get_prompt(prompt_id))
+            if not record.HasField("prompt"):
+                return record
+        return prompts_pb2.PromptRecord(prompt_id=prompt_id)
 
     @operation(
         "GET", "prompts/{prompt_id}:wait", "read", records.PromptRecord, takes=WaitPrompt, timeout_s=2 * LONGEST_WAIT_S

@@ -10,7 +10,7 @@ import asyncio
 import io
 import json
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -449,6 +449,27 @@ async def test_a_stranger_neither_reads_nor_cancels_a_prompt(tenants: Tenants, q
         stream.cancel()
     await alice.rest("POST", f"{RUN}/prompts:cancel", json={"prompt_ids": [1]})
     assert (await alice.rest("GET", f"{RUN}/prompts/1"))["state"] == "CANCELLED"
+
+
+async def test_a_stranger_does_not_cancel_what_is_submitted_meanwhile(
+    tenants: Tenants, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ids follow each other, so the next ones are known. Whose they are is not, until they are submitted."""
+    read = RedisReplayQueue.prompts
+
+    async def prompts(queue: RedisReplayQueue, prompt_ids: Sequence[int]) -> list[bytes]:
+        found = await read(queue, prompt_ids)
+        monkeypatch.undo()
+        await tenants.alice.rest("POST", f"{RUN}/prompts", json={"prompts": [PROMPT] * 2})
+        return found
+
+    monkeypatch.setattr(RedisReplayQueue, "prompts", prompts)
+    answer = await tenants.bob.rest("POST", f"{RUN}/prompts:cancel", json={"prompt_ids": [1, 2]})
+    assert [record["state"] for record in answer["prompts"]] == ["STATE_UNSPECIFIED"] * 2
+    assert (await tenants.alice.rest("GET", f"{RUN}/prompts/1"))["state"] == "PENDING"
+    for tenant, state in ((tenants.bob, "STATE_UNSPECIFIED"), (tenants.alice, "CANCELLED"), (tenants.bob, "CANCELLED")):
+        answer = await tenant.rest("POST", f"{RUN}/prompts:cancel", json={"prompt_ids": [1]})
+        assert [record["state"] for record in answer["prompts"]] == [state]
 
 
 async def test_the_groups_of_a_session_belong_to_its_owner(tenants: Tenants) -> None:

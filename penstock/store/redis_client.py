@@ -26,7 +26,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -42,6 +42,7 @@ from redis.exceptions import (
     NoPermissionError,
     NoScriptError,
     OutOfMemoryError,
+    RedisClusterException,
     RedisError,
     ResponseError,
 )
@@ -78,7 +79,7 @@ def redis_errors() -> Iterator[None]:
     except AuthenticationError as error:
         advice = "correct redis.url, or redis.password_file"
         raise Unavailable(f"Redis refuses the user or password ({error}); {advice}") from error
-    except (RedisConnectionError, RedisTimeoutError) as error:
+    except (RedisConnectionError, RedisTimeoutError, RedisClusterException) as error:
         raise Unavailable(f"Redis does not answer ({error}); check redis.url and that the server runs") from error
     except OutOfMemoryError as error:
         raise QueueFull("Redis is out of memory; producers wait until the learner has committed") from error
@@ -213,20 +214,30 @@ def send_all(sock: socket.socket, parts: Sequence[bytes]) -> None:
 
 
 async def check_primary(client: redis.asyncio.Redis) -> None:
-    """Raise ConfigError if Redis is a replica or a Sentinel, and Unavailable if it does not answer. A cluster's client
-    finds the primaries itself."""
-    command = "PING" if isinstance(client, RedisCluster) else "HELLO"
+    """Raise ConfigError if a failover is possible, which may lose the newest writes: if Redis is a replica or a
+    Sentinel, or its cluster has replicas. Raise Unavailable if it does not answer."""
+    is_cluster = isinstance(client, RedisCluster)
     with redis_errors():
         try:
-            asked: Any = client.execute_command(command)  # type: ignore[no-untyped-call]
+            asked: Any = client.execute_command("CLUSTER SLOTS" if is_cluster else "HELLO")  # type: ignore[no-untyped-call]
             answer = await asked
         except NoPermissionError:  # users of Redis 6 may lack this right: then the first write finds out
             return
-    if command == "PING":
+    if is_cluster:
+        if any(shard["replicas"] for shard in answer.values()):
+            raise ConfigError("the cluster of redis.url has replicas; remove them. Failover is not supported")
         return
     fields = answer if isinstance(answer, dict) else dict(zip(answer[::2], answer[1::2], strict=True))
     if fields.get(b"mode") == b"sentinel" or fields.get(b"role", b"master") != b"master":
         raise ConfigError("redis.url names a replica or a Sentinel; set it to the primary. Failover is not supported")
+
+
+async def wait_for_primary(client: redis.asyncio.Redis) -> None:
+    """`check_primary` as soon as Redis answers: it may start later than this process."""
+    while True:
+        with suppress(Unavailable):
+            return await check_primary(client)
+        await asyncio.sleep(RETRY_PAUSE_S)
 
 
 @dataclass(frozen=True)

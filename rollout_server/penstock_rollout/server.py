@@ -130,6 +130,7 @@ class RolloutServer:
         await self.phases.enter(self.server_id, f"starting the {self.engine.name} engine and loading the model")
         await start_engine(self.engine, rollout.start_timeout_s)
         await self.phases.enter(self.server_id, "joining the fleet and waiting for the current weights")
+        await check_primary(self.client)  # it may have started since
         self.metrics.version.labels("rollout").set(0)
         await self.membership.join(await self._listen())
         await Heartbeats(self.client, self.config.run).count_start(self.server_id)

@@ -21,8 +21,9 @@ import redis as blocking
 from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 
+from penstock.cli import main as cli
 from penstock.config.rollout import EngineConfig
-from penstock.config.run import RunConfig
+from penstock.config.run import RunConfig, WeightsConfig
 from penstock.config.service import RedisConfig, ReplayConfig
 from penstock.errors import ConfigError, Unavailable, first_error
 from penstock.feed.feed_process import feed_run
@@ -35,7 +36,7 @@ from penstock_learner.__main__ import serve as serve_learner
 from penstock_rollout import server as rollout_server
 from penstock_services.gateway.server import serve as serve_gateway
 from penstock_tools.local.private_redis import find_redis_server
-from support.gateways import run_config
+from support.gateways import run_config, running
 from support.processes import until
 from support.redis_server import RedisProcess
 from support.scripted_engines import make_tokenizer_folder
@@ -160,6 +161,25 @@ async def test_tls(tls_port: int, tmp_path: Path, redis_process: RedisProcess) -
         await round_trip(RedisConfig(url=url, tls_ca_file=tmp_path / "ca.pem"))
 
 
+async def test_a_gateway_and_a_command_over_tls(
+    tls_port: int, tmp_path: Path, redis_process: RedisProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From the command to the gateway, and from the gateway to Redis. Both ask for the other side's certificate."""
+    authority, certificate, key = tmp_path / "ca.pem", tmp_path / "end.pem", tmp_path / "end.key"
+    (tmp_path / "both.pem").write_bytes(certificate.read_bytes() + key.read_bytes())
+    files = {"tls_cert_file": certificate, "tls_key_file": key}
+    password = urlsplit(redis_process.url).password
+    to_redis = RedisConfig(url=f"rediss://:{password}@127.0.0.1:{tls_port}/0", tls_ca_file=authority, **files)
+    config = run_config("redis://", tmp_path, tls_client_ca_file=authority, **files)
+    async with running(config.model_copy(update={"redis": to_redis})) as gateway:
+        where = ["--url", f"https://127.0.0.1:{gateway.rest_port}", "--api-key-file", f"{config.folder}/gateway.key"]
+        flags = ["--tls-ca-file", str(authority), "--tls-cert-file", f"{tmp_path}/both.pem"]
+        assert await asyncio.to_thread(cli.main, ["runs", "list", *where, *flags]) == 0
+        assert "test" in capsys.readouterr().out
+        assert await asyncio.to_thread(cli.main, ["runs", "list", *where, *flags[:3], str(authority)]) == 2
+        assert "--tls-ca-file or --tls-cert-file cannot be used" in capsys.readouterr().err
+
+
 # ── failover ──
 
 
@@ -253,6 +273,23 @@ async def test_every_process_refuses_what_may_fail_over(process: str, tmp_path: 
     with replica(tmp_path) as redis, pytest.raises(ConfigError, match=REFUSED):
         async with asyncio.timeout(120):
             await PROCESSES[process](config_of_any_process(redis, tmp_path))
+
+
+@pytest.mark.parametrize(("process", "setting"), [("rollout", "rollout.host"), ("learner", "learner.publish_host")])
+async def test_links_that_are_not_encrypted_are_logged_at_start(
+    process: str, setting: str, tmp_path: Path, own_environment: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "cluster-key").write_text("secret")
+    with replica(tmp_path) as redis, pytest.raises(ConfigError, match=REFUSED):
+        config = config_of_any_process(redis, tmp_path)
+        beyond = {
+            "rollout": config.rollout.model_copy(update={"host": "0.0.0.0"}),
+            "learner": config.learner.model_copy(update={"publish_host": "0.0.0.0"}),
+            "weights": WeightsConfig(cluster_key_file=tmp_path / "cluster-key"),
+        }
+        await PROCESSES[process](config.model_copy(update=beyond))
+    [line] = [record.getMessage() for record in caplog.records if "not encrypted" in record.getMessage()]
+    assert line.startswith(f"{setting} 0.0.0.0 is not loopback: ")
 
 
 @pytest.mark.parametrize("process", ["gateway", "rollout"])

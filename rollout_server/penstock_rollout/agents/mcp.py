@@ -161,9 +161,8 @@ class McpConnection:
             return Client(stdio_client(parameters, errlog=sys.__stderr__ or sys.stderr))
         url, new_http = str(settings.url), partial(httpx2.AsyncClient, trust_env=False)
         if settings.transport == "sse":
-            return Client(
-                sse_client(url, headers=self._headers(), sse_read_timeout=HTTP_S, httpx_client_factory=new_http)
-            )
+            options = {"headers": self._headers(), "sse_read_timeout": HTTP_S, "httpx_client_factory": new_http}
+            return Client(sse_client(url, **options))
         http = await stack.enter_async_context(new_http(headers=self._headers(), timeout=HTTP_S))
         return Client(streamable_http_client(url, http_client=http))
 

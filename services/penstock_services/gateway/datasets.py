@@ -128,11 +128,10 @@ class DatasetHandlers(Handlers):
             partial.write_bytes(content)
             self._count(partial)
             return partial
-        except OSError as error:
+        except (OSError, InvalidInput) as error:
             partial.unlink(missing_ok=True)
-            raise Unavailable(f"{self.folder} cannot be written: {error.strerror}") from error
-        except InvalidInput as error:
-            partial.unlink(missing_ok=True)
+            if isinstance(error, OSError):
+                raise Unavailable(f"{self.folder} cannot be written: {error.strerror}") from error
             raise InvalidInput("content", str(error).replace(str(partial), path.name)) from error
 
     def _name(self, partial: Path, path: Path) -> None:
@@ -152,12 +151,10 @@ class DatasetHandlers(Handlers):
         digest, feed = await self._feed(path, owner)
         num_prompts = await asyncio.to_thread(self._count, path)
         return datasets_pb2.Dataset(
-            name=path.stem,
-            format=path.suffix.removeprefix("."),
-            num_prompts=num_prompts,
+            name=path.stem, format=path.suffix.removeprefix("."), num_prompts=num_prompts,
             num_submitted=feed.position if feed.fingerprint == digest else 0,
             num_bytes=(await asyncio.to_thread(path.stat)).st_size,
-        )
+        )  # fmt: skip
 
     def _read(self, path: Path, num_samples: int, sampling: Sampling) -> Iterator[Prompt]:
         gateway = self.config.gateway.limits

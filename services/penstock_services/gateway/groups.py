@@ -155,13 +155,10 @@ def _filter(request: groups_pb2.ListSamplesRequest, owner: Owner) -> SampleFilte
         return getattr(request, name) if request.HasField(name) else None
 
     return SampleFilter(
-        steps=Range(bound("min_step"), bound("max_step")),
-        rewards=Range(bound("min_reward"), bound("max_reward")),
-        prompt_id=request.prompt_id if request.HasField("prompt_id") else None,
-        data_source=request.data_source,
-        text=request.text,
-        owner=owner,
-    )
+        steps=Range(bound("min_step"), bound("max_step")), rewards=Range(bound("min_reward"), bound("max_reward")),
+        prompt_id=request.prompt_id if request.HasField("prompt_id") else None, data_source=request.data_source,
+        text=request.text, owner=owner,
+    )  # fmt: skip
 
 
 def _to_proto(sample: Sample) -> groups_pb2.Sample:

@@ -196,17 +196,10 @@ def _node(tree: SessionTree, number: int) -> sessions_pb2.SessionNode:
     call, parent = tree.calls[number], tree.parent(number)
     num_before = 0 if parent is None else tree.calls[parent].num_tokens
     return message_of(
-        sessions_pb2.SessionNode,
-        call,
-        number=number,
-        parent=-1 if parent is None else parent,
-        finish_reason=FINISH_TO_PROTO[call.finish_reason],
-        sampling=sampling_to_proto(call.sampling),
-        num_inserted=call.num_prompt_tokens - num_before,
-        num_sampled=len(call.token_ids),
-        token_ids=b"",
-        log_probs=b"",
-    )
+        sessions_pb2.SessionNode, call, number=number, parent=-1 if parent is None else parent,
+        finish_reason=FINISH_TO_PROTO[call.finish_reason], sampling=sampling_to_proto(call.sampling),
+        num_inserted=call.num_prompt_tokens - num_before, num_sampled=len(call.token_ids), token_ids=b"", log_probs=b"",
+    )  # fmt: skip
 
 
 @dataclass
@@ -293,9 +286,6 @@ class TaskHandlers(Handlers):
             raise InvalidInput(f"{path}deadline_s", f"must be 0 to {longest_s:g}, half of gateway.session_ttl_s")
         check_json(task.payload_json or "null", f"{path}payload_json")
         return tasks_pb2.NewTask(
-            task_id=task.task_id or f"task-{uuid.uuid4().hex[:16]}",
-            payload_json=task.payload_json or "null",
-            num_sessions=task.num_sessions or 1,
-            deadline_s=task.deadline_s or longest_s,
-            data_source=task.data_source,
-        )
+            task_id=task.task_id or f"task-{uuid.uuid4().hex[:16]}", payload_json=task.payload_json or "null",
+            num_sessions=task.num_sessions or 1, deadline_s=task.deadline_s or longest_s, data_source=task.data_source,
+        )  # fmt: skip

@@ -144,8 +144,8 @@ Stamp = tuple[int, int, int, int]
 class KeyFile:
     """One file of keys, which is followed while the gateway runs. `setting` is how messages call it.
 
-    A file that is empty or gone has revoked its keys. One that cannot be read or parsed is probably a mistake, so the
-    keys that were read before stay valid for `gateway.keys_grace_s`, and none after that."""
+    A file that is empty or missing has revoked its keys. One that cannot be read or parsed is probably a mistake, so
+    the keys that were read before stay valid for `gateway.keys_grace_s`, and none after that."""
 
     def __init__(self, path: Path, setting: str, parse: Parser, grace_s: float) -> None:
         self.path = path

@@ -171,6 +171,12 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def warn_of_plain_links(setting: str, host: str, links: str) -> None:
+    """Log that links are not encrypted, if they may leave this machine."""
+    if not is_loopback(host):
+        logger.warning("%s %s is not loopback: %s are not encrypted; use a trusted network", setting, host, links)
+
+
 def keep_collectives_on_loopback() -> None:
     """Make gloo and NCCL, also of child processes, use loopback, unless the environment says otherwise."""
     interface = "lo0" if sys.platform == "darwin" else "lo"

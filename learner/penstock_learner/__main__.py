@@ -65,6 +65,7 @@ async def serve(config: RunConfig) -> None:
     prepare_environment(config)
     from prometheus_client import CollectorRegistry
 
+    from penstock.machine import warn_of_plain_links
     from penstock.metrics import write_endpoint
     from penstock.process_endpoint import Readiness, process_endpoint
     from penstock.replay.queue import RedisReplayQueue
@@ -85,6 +86,7 @@ async def serve(config: RunConfig) -> None:
 
     learner = config.learner
     check_loggers(learner.loggers)
+    warn_of_plain_links("learner.publish_host", learner.publish_host or "127.0.0.1", "pushed weights")
     metrics = LearnerMetrics(CollectorRegistry(), learner.placement)
     roles, stopping = learner.needed_roles, asyncio.Event()
     async with contextlib.AsyncExitStack() as stack:

@@ -298,7 +298,7 @@ class Feeder:
     async def run(self) -> int:
         """Feed until all prompts are submitted, by any feeder, and return their number. The end counts once Redis can
         no longer lose it. Tries again while Redis is away or full. Raises InvalidInput if all of an epoch failed."""
-        settled: int | None = None
+        end_position: int | None = None
         while True:
             try:
                 position, is_end = await self._feed()
@@ -306,10 +306,10 @@ class Feeder:
                 logger.warning("cannot feed: %s; trying again", error)
                 await asyncio.sleep(RETRY_S)
             else:
-                if is_end and position == settled:
+                if is_end and position == end_position:
                     return position
-                settled = position if is_end else None
-            await asyncio.sleep(POLL_S if settled is None else self.loss_window_s)
+                end_position = position if is_end else None
+            await asyncio.sleep(POLL_S if end_position is None else self.loss_window_s)
 
     async def watch(self, is_over: Callable[[], Awaitable[bool]]) -> None:
         """Watch the dead letters of a dataset that is submitted, until `is_over`: a small one is submitted before the

@@ -192,15 +192,9 @@ def make_prompt(where: str, row: Any, num_samples: int, sampling: Sampling, row_
     check_label(data_source, f"{where}: {columns.data_source}")
     check_label(agent_name, f"{where}: {columns.agent_name}")
     return Prompt(
-        messages=messages,
-        message_fields=message_fields,
-        sampling=sampling,
-        num_samples=num_samples,
-        agent_name=agent_name,
-        data_source=data_source,
-        ground_truth=ground_truth,
-        extra_info=extra_info,
-    )
+        messages=messages, message_fields=message_fields, sampling=sampling, num_samples=num_samples,
+        agent_name=agent_name, data_source=data_source, ground_truth=ground_truth, extra_info=extra_info,
+    )  # fmt: skip
 
 
 def _check_named_columns(where: str, row: dict[str, Any], columns: ColumnsConfig) -> None:

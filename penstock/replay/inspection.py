@@ -7,7 +7,6 @@ script; it does not need the learner's term, because it only adds a prompt.
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +16,7 @@ from penstock.codec import decode_group, decode_prompt
 from penstock.config.service import ReplayConfig
 from penstock.errors import InvalidInput, NotFound, PoisonGroup
 from penstock.replay.queue import RedisReplayQueue
-from penstock.replay.queue_types import QueueStat
+from penstock.replay.queue_types import QueueStat, kind_of
 from penstock.store.redis_client import RedisClient, guarded, read_record, read_rows
 from penstock.trajectory import Group, Prompt
 
@@ -79,9 +78,7 @@ class StoredDeadLetter:
 
     @property
     def kind(self) -> str:
-        """The first word of the reason. The queue counts reasons by it."""
-        word = re.match(r"[A-Za-z0-9_]+", self.reason)
-        return word.group() if word else "other"
+        return kind_of(self.reason)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -15,6 +16,12 @@ DropReason = Literal[
 ]
 """Why a group was dropped. `remainder` did not fill the last batch (`dataset.last_batch: drop`), and `abandoned` was
 trained after the checkpoint that the run was rewound to."""
+
+
+def kind_of(reason: str) -> str:
+    """The first word of the reason of a failure. The queue counts reasons by it; the rest may quote a prompt."""
+    word = re.match(r"[A-Za-z0-9_]+", reason)
+    return word.group() if word else "other"
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ from redis.exceptions import (
     NoPermissionError,
     NoScriptError,
     OutOfMemoryError,
+    RedisClusterException,
     RedisError,
     ResponseError,
 )
@@ -78,7 +79,7 @@ def redis_errors() -> Iterator[None]:
     except AuthenticationError as error:
         advice = "correct redis.url, or redis.password_file"
         raise Unavailable(f"Redis refuses the user or password ({error}); {advice}") from error
-    except (RedisConnectionError, RedisTimeoutError) as error:
+    except (RedisConnectionError, RedisTimeoutError, RedisClusterException) as error:
         raise Unavailable(f"Redis does not answer ({error}); check redis.url and that the server runs") from error
     except OutOfMemoryError as error:
         raise QueueFull("Redis is out of memory; producers wait until the learner has committed") from error
@@ -213,18 +214,28 @@ def send_all(sock: socket.socket, parts: Sequence[bytes]) -> None:
 
 
 async def check_primary(client: redis.asyncio.Redis) -> None:
-    """Raise ConfigError if Redis is a replica or a Sentinel, and Unavailable if it does not answer or still reads its
-    file. A cluster's client finds the primaries itself."""
-    call, answer = cast("Any", client.execute_command), dict[bytes, Any]()
+    """Raise ConfigError if a failover is possible, which may lose the newest writes: if Redis is a replica or a
+    Sentinel, or its cluster has replicas. Raise Unavailable if it does not answer or still reads its file."""
+    call, is_cluster, answer = cast("Any", client.execute_command), isinstance(client, RedisCluster), dict[Any, Any]()
     with redis_errors():
         # Proxies may not know HELLO, and users of Redis 6 may lack the right to it: then the first write finds out.
         with suppress(ResponseError):
-            answer = {} if isinstance(client, RedisCluster) else await call("HELLO")
+            answer = await call("CLUSTER SLOTS" if is_cluster else "HELLO")
+        if is_cluster and any(shard["replicas"] for shard in answer.values()):
+            raise ConfigError("the cluster of redis.url has replicas; remove them. Failover is not supported")
         fields = answer if isinstance(answer, dict) else dict(zip(answer[::2], answer[1::2], strict=True))
         if fields.get(b"mode") == b"sentinel" or fields.get(b"role", b"master") != b"master":
             what = "redis.url names a replica or a Sentinel; set it to the primary. Failover is not supported"
             raise ConfigError(what)
         await call("PING")  # Redis answers HELLO even while it reads its file
+
+
+async def wait_for_primary(client: redis.asyncio.Redis) -> None:
+    """`check_primary` as soon as Redis answers: it may start later than this process."""
+    while True:
+        with suppress(Unavailable):
+            return await check_primary(client)
+        await asyncio.sleep(RETRY_PAUSE_S)
 
 
 @dataclass(frozen=True)

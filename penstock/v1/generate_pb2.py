@@ -24,34 +24,23 @@ _sym_db = _symbol_database.Default()
 
 from penstock.v1 import groups_pb2 as penstock_dot_v1_dot_groups__pb2
 from penstock.v1 import prompts_pb2 as penstock_dot_v1_dot_prompts__pb2
-from penstock.v1 import sessions_pb2 as penstock_dot_v1_dot_sessions__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apenstock/v1/generate.proto\x12\x0bpenstock.v1\x1a\x18penstock/v1/groups.proto\x1a\x19penstock/v1/prompts.proto\x1a\x1apenstock/v1/sessions.proto\"\xf1\x03\n\x0fGenerateRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12&\n\x08messages\x18\x02 \x03(\x0b\x32\x14.penstock.v1.Message\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x01(\x0c\x12\'\n\x08sampling\x18\x05 \x01(\x0b\x32\x15.penstock.v1.Sampling\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x0e\n\x06stream\x18\x07 \x01(\x08\x12\x12\n\nsession_id\x18\x08 \x01(\t\x12\x1b\n\x0epolicy_version\x18\t \x01(\x03H\x01\x88\x01\x01\x12\x12\n\ntools_json\x18\n \x01(\t\x12,\n\x0btool_choice\x18\x0b \x01(\x0e\x32\x17.penstock.v1.ToolChoice\x12\x11\n\ttool_name\x18\x0c \x01(\t\x12\x18\n\x10single_tool_call\x18\r \x01(\x08\x12\x1f\n\x17template_arguments_json\x18\x0e \x01(\t\x12\x15\n\x0bjson_schema\x18\x0f \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x10 \x01(\x08H\x00\x12\x13\n\x0brender_only\x18\x11 \x01(\x08\x12\x19\n\x11history_token_ids\x18\x1e \x01(\x0c\x42\x0f\n\routput_formatB\x11\n\x0f_policy_version\"\xc7\x02\n\rGenerateChunk\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x11\n\tlog_probs\x18\x03 \x01(\x0c\x12-\n\x08segments\x18\x04 \x03(\x0b\x32\x1b.penstock.v1.VersionSegment\x12;\n\rfinish_reason\x18\x05 \x01(\x0e\x32$.penstock.v1.Trajectory.FinishReason\x12\x18\n\x10prompt_token_ids\x18\x06 \x01(\x0c\x12\x11\n\tserver_id\x18\x07 \x01(\t\x12\'\n\x08sampling\x18\x08 \x01(\x0b\x32\x15.penstock.v1.Sampling\x12-\n\ntool_calls\x18\t \x03(\x0b\x32\x19.penstock.v1.ToolCallPart\x12\x11\n\tstop_text\x18\n \x01(\t\"O\n\x0cToolCallPart\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x0f\n\x07\x63\x61ll_id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\"\xd6\x01\n\x14RewardSessionRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x0e\n\x06reward\x18\x03 \x01(\x01\x12H\n\x0creward_parts\x18\x04 \x03(\x0b\x32\x32.penstock.v1.RewardSessionRequest.RewardPartsEntry\x12\x0f\n\x07task_id\x18\x05 \x01(\t\x1a\x32\n\x10RewardPartsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"Q\n\x15RewardSessionResponse\x12\x12\n\nprompt_ids\x18\x01 \x03(\x03\x12\x10\n\x08replayed\x18\x02 \x01(\x08\x12\x12\n\nis_waiting\x18\x03 \x01(\x08*p\n\nToolChoice\x12\x1b\n\x17TOOL_CHOICE_UNSPECIFIED\x10\x00\x12\x14\n\x10TOOL_CHOICE_NONE\x10\x01\x12\x18\n\x14TOOL_CHOICE_REQUIRED\x10\x02\x12\x15\n\x11TOOL_CHOICE_NAMED\x10\x03\x32Y\n\x0fGenerateService\x12\x46\n\x08Generate\x12\x1c.penstock.v1.GenerateRequest\x1a\x1a.penstock.v1.GenerateChunk0\x01\x32\x81\x02\n\x0eSessionService\x12V\n\rRewardSession\x12!.penstock.v1.RewardSessionRequest\x1a\".penstock.v1.RewardSessionResponse\x12\x42\n\nGetSession\x12\x1e.penstock.v1.GetSessionRequest\x1a\x14.penstock.v1.Session\x12S\n\x0cListSessions\x12 .penstock.v1.ListSessionsRequest\x1a!.penstock.v1.ListSessionsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apenstock/v1/generate.proto\x12\x0bpenstock.v1\x1a\x18penstock/v1/groups.proto\x1a\x19penstock/v1/prompts.proto\"\xf1\x03\n\x0fGenerateRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12&\n\x08messages\x18\x02 \x03(\x0b\x32\x14.penstock.v1.Message\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x01(\x0c\x12\'\n\x08sampling\x18\x05 \x01(\x0b\x32\x15.penstock.v1.Sampling\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x0e\n\x06stream\x18\x07 \x01(\x08\x12\x12\n\nsession_id\x18\x08 \x01(\t\x12\x1b\n\x0epolicy_version\x18\t \x01(\x03H\x01\x88\x01\x01\x12\x12\n\ntools_json\x18\n \x01(\t\x12,\n\x0btool_choice\x18\x0b \x01(\x0e\x32\x17.penstock.v1.ToolChoice\x12\x11\n\ttool_name\x18\x0c \x01(\t\x12\x18\n\x10single_tool_call\x18\r \x01(\x08\x12\x1f\n\x17template_arguments_json\x18\x0e \x01(\t\x12\x15\n\x0bjson_schema\x18\x0f \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x10 \x01(\x08H\x00\x12\x13\n\x0brender_only\x18\x11 \x01(\x08\x12\x19\n\x11history_token_ids\x18\x1e \x01(\x0c\x42\x0f\n\routput_formatB\x11\n\x0f_policy_version\"\xc7\x02\n\rGenerateChunk\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x11\n\tlog_probs\x18\x03 \x01(\x0c\x12-\n\x08segments\x18\x04 \x03(\x0b\x32\x1b.penstock.v1.VersionSegment\x12;\n\rfinish_reason\x18\x05 \x01(\x0e\x32$.penstock.v1.Trajectory.FinishReason\x12\x18\n\x10prompt_token_ids\x18\x06 \x01(\x0c\x12\x11\n\tserver_id\x18\x07 \x01(\t\x12\'\n\x08sampling\x18\x08 \x01(\x0b\x32\x15.penstock.v1.Sampling\x12-\n\ntool_calls\x18\t \x03(\x0b\x32\x19.penstock.v1.ToolCallPart\x12\x11\n\tstop_text\x18\n \x01(\t\"O\n\x0cToolCallPart\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x0f\n\x07\x63\x61ll_id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t*p\n\nToolChoice\x12\x1b\n\x17TOOL_CHOICE_UNSPECIFIED\x10\x00\x12\x14\n\x10TOOL_CHOICE_NONE\x10\x01\x12\x18\n\x14TOOL_CHOICE_REQUIRED\x10\x02\x12\x15\n\x11TOOL_CHOICE_NAMED\x10\x03\x32Y\n\x0fGenerateService\x12\x46\n\x08Generate\x12\x1c.penstock.v1.GenerateRequest\x1a\x1a.penstock.v1.GenerateChunk0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'penstock.v1.generate_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_REWARDSESSIONREQUEST_REWARDPARTSENTRY']._loaded_options = None
-  _globals['_REWARDSESSIONREQUEST_REWARDPARTSENTRY']._serialized_options = b'8\001'
-  _globals['_TOOLCHOICE']._serialized_start=1335
-  _globals['_TOOLCHOICE']._serialized_end=1447
-  _globals['_GENERATEREQUEST']._serialized_start=125
-  _globals['_GENERATEREQUEST']._serialized_end=622
-  _globals['_GENERATECHUNK']._serialized_start=625
-  _globals['_GENERATECHUNK']._serialized_end=952
-  _globals['_TOOLCALLPART']._serialized_start=954
-  _globals['_TOOLCALLPART']._serialized_end=1033
-  _globals['_REWARDSESSIONREQUEST']._serialized_start=1036
-  _globals['_REWARDSESSIONREQUEST']._serialized_end=1250
-  _globals['_REWARDSESSIONREQUEST_REWARDPARTSENTRY']._serialized_start=1200
-  _globals['_REWARDSESSIONREQUEST_REWARDPARTSENTRY']._serialized_end=1250
-  _globals['_REWARDSESSIONRESPONSE']._serialized_start=1252
-  _globals['_REWARDSESSIONRESPONSE']._serialized_end=1333
-  _globals['_GENERATESERVICE']._serialized_start=1449
-  _globals['_GENERATESERVICE']._serialized_end=1538
-  _globals['_SESSIONSERVICE']._serialized_start=1541
-  _globals['_SESSIONSERVICE']._serialized_end=1798
+  _globals['_TOOLCHOICE']._serialized_start=1007
+  _globals['_TOOLCHOICE']._serialized_end=1119
+  _globals['_GENERATEREQUEST']._serialized_start=97
+  _globals['_GENERATEREQUEST']._serialized_end=594
+  _globals['_GENERATECHUNK']._serialized_start=597
+  _globals['_GENERATECHUNK']._serialized_end=924
+  _globals['_TOOLCALLPART']._serialized_start=926
+  _globals['_TOOLCALLPART']._serialized_end=1005
+  _globals['_GENERATESERVICE']._serialized_start=1121
+  _globals['_GENERATESERVICE']._serialized_end=1210
 # @@protoc_insertion_point(module_scope)

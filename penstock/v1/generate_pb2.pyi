@@ -1,6 +1,5 @@
 from penstock.v1 import groups_pb2 as _groups_pb2
 from penstock.v1 import prompts_pb2 as _prompts_pb2
-from penstock.v1 import sessions_pb2 as _sessions_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -96,34 +95,3 @@ class ToolCallPart(_message.Message):
     name: str
     arguments: str
     def __init__(self, index: _Optional[int] = ..., call_id: _Optional[str] = ..., name: _Optional[str] = ..., arguments: _Optional[str] = ...) -> None: ...
-
-class RewardSessionRequest(_message.Message):
-    __slots__ = ("run", "session_id", "reward", "reward_parts", "task_id")
-    class RewardPartsEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: float
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
-    RUN_FIELD_NUMBER: _ClassVar[int]
-    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
-    REWARD_FIELD_NUMBER: _ClassVar[int]
-    REWARD_PARTS_FIELD_NUMBER: _ClassVar[int]
-    TASK_ID_FIELD_NUMBER: _ClassVar[int]
-    run: str
-    session_id: str
-    reward: float
-    reward_parts: _containers.ScalarMap[str, float]
-    task_id: str
-    def __init__(self, run: _Optional[str] = ..., session_id: _Optional[str] = ..., reward: _Optional[float] = ..., reward_parts: _Optional[_Mapping[str, float]] = ..., task_id: _Optional[str] = ...) -> None: ...
-
-class RewardSessionResponse(_message.Message):
-    __slots__ = ("prompt_ids", "replayed", "is_waiting")
-    PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
-    REPLAYED_FIELD_NUMBER: _ClassVar[int]
-    IS_WAITING_FIELD_NUMBER: _ClassVar[int]
-    prompt_ids: _containers.RepeatedScalarFieldContainer[int]
-    replayed: bool
-    is_waiting: bool
-    def __init__(self, prompt_ids: _Optional[_Iterable[int]] = ..., replayed: _Optional[bool] = ..., is_waiting: _Optional[bool] = ...) -> None: ...

@@ -26,33 +26,43 @@ from penstock.v1 import groups_pb2 as penstock_dot_v1_dot_groups__pb2
 from penstock.v1 import prompts_pb2 as penstock_dot_v1_dot_prompts__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apenstock/v1/sessions.proto\x12\x0bpenstock.v1\x1a\x18penstock/v1/groups.proto\x1a\x19penstock/v1/prompts.proto\"\xed\x02\n\x0bSessionCall\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\x12\x0c\n\x04\x62\x61se\x18\x02 \x01(\x05\x12\x12\n\nnum_shared\x18\x03 \x01(\x05\x12\x17\n\x0f\x65xtra_token_ids\x18\x04 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x05 \x01(\x0c\x12\x11\n\tlog_probs\x18\x06 \x01(\x0c\x12-\n\x08segments\x18\x07 \x03(\x0b\x32\x1b.penstock.v1.VersionSegment\x12;\n\rfinish_reason\x18\x08 \x01(\x0e\x32$.penstock.v1.Trajectory.FinishReason\x12\'\n\x08sampling\x18\t \x01(\x0b\x32\x15.penstock.v1.Sampling\x12\x11\n\tserver_id\x18\n \x01(\t\x12\x19\n\x11\x63onversation_keys\x18\x0b \x03(\x0c\x12\x11\n\tnum_chars\x18\x0c \x01(\x03\x12\x16\n\x0e\x66inished_at_ms\x18\r \x01(\x03\"[\n\x11GetSessionRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x11\n\tfrom_call\x18\x03 \x01(\x05\x12\x12\n\nmax_tokens\x18\x04 \x01(\x05\"I\n\x13ListSessionsRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\"^\n\x14ListSessionsResponse\x12-\n\x08sessions\x18\x01 \x03(\x0b\x32\x1b.penstock.v1.SessionSummary\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\xff\x02\n\x0eSessionSummary\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x30\n\x05state\x18\x02 \x01(\x0e\x32!.penstock.v1.SessionSummary.State\x12\x13\n\x06reward\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x42\n\x0creward_parts\x18\x04 \x03(\x0b\x32,.penstock.v1.SessionSummary.RewardPartsEntry\x12\x0f\n\x07task_id\x18\x05 \x01(\t\x12\x11\n\tnum_calls\x18\x06 \x01(\x05\x12\x11\n\tnum_bytes\x18\x07 \x01(\x03\x12\x12\n\nprompt_ids\x18\x08 \x03(\x03\x1a\x32\n\x10RewardPartsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"D\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x08\n\x04OPEN\x10\x01\x12\x0c\n\x08REWARDED\x10\x02\x12\x0c\n\x08\x46INISHED\x10\x03\x42\t\n\x07_reward\"\x89\x01\n\x07Session\x12,\n\x07summary\x18\x01 \x01(\x0b\x32\x1b.penstock.v1.SessionSummary\x12\'\n\x05\x63\x61lls\x18\x02 \x03(\x0b\x32\x18.penstock.v1.SessionNode\x12\'\n\x05paths\x18\x03 \x03(\x0b\x32\x18.penstock.v1.SessionPath\"\x88\x03\n\x0bSessionNode\x12\x0e\n\x06number\x18\x01 \x01(\x05\x12\x0e\n\x06parent\x18\x02 \x01(\x05\x12\x11\n\tserver_id\x18\x03 \x01(\t\x12;\n\rfinish_reason\x18\x04 \x01(\x0e\x32$.penstock.v1.Trajectory.FinishReason\x12\'\n\x08sampling\x18\x05 \x01(\x0b\x32\x15.penstock.v1.Sampling\x12\x16\n\x0e\x66inished_at_ms\x18\x06 \x01(\x03\x12\x19\n\x11num_prompt_tokens\x18\x07 \x01(\x05\x12\x14\n\x0cnum_inserted\x18\x08 \x01(\x05\x12\x13\n\x0bnum_sampled\x18\t \x01(\x05\x12\x1a\n\x12inserted_token_ids\x18\n \x01(\x0c\x12\x11\n\ttoken_ids\x18\x0b \x01(\x0c\x12\x11\n\tlog_probs\x18\x0c \x01(\x0c\x12\x17\n\x0fpolicy_versions\x18\r \x01(\x0c\x12\x17\n\x0finserted_tokens\x18\x0e \x03(\t\x12\x0e\n\x06tokens\x18\x0f \x03(\t\"o\n\x0bSessionPath\x12\r\n\x05\x63\x61lls\x18\x01 \x03(\x05\x12\x15\n\rtrained_calls\x18\x02 \x03(\x05\x12\x1a\n\x12num_trained_tokens\x18\x03 \x01(\x03\x12\x13\n\x06reward\x18\x04 \x01(\x01H\x00\x88\x01\x01\x42\t\n\x07_rewardb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apenstock/v1/sessions.proto\x12\x0bpenstock.v1\x1a\x18penstock/v1/groups.proto\x1a\x19penstock/v1/prompts.proto\"\xd6\x01\n\x14RewardSessionRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x0e\n\x06reward\x18\x03 \x01(\x01\x12H\n\x0creward_parts\x18\x04 \x03(\x0b\x32\x32.penstock.v1.RewardSessionRequest.RewardPartsEntry\x12\x0f\n\x07task_id\x18\x05 \x01(\t\x1a\x32\n\x10RewardPartsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"Q\n\x15RewardSessionResponse\x12\x12\n\nprompt_ids\x18\x01 \x03(\x03\x12\x10\n\x08replayed\x18\x02 \x01(\x08\x12\x12\n\nis_waiting\x18\x03 \x01(\x08\"\xed\x02\n\x0bSessionCall\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\x12\x0c\n\x04\x62\x61se\x18\x02 \x01(\x05\x12\x12\n\nnum_shared\x18\x03 \x01(\x05\x12\x17\n\x0f\x65xtra_token_ids\x18\x04 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x05 \x01(\x0c\x12\x11\n\tlog_probs\x18\x06 \x01(\x0c\x12-\n\x08segments\x18\x07 \x03(\x0b\x32\x1b.penstock.v1.VersionSegment\x12;\n\rfinish_reason\x18\x08 \x01(\x0e\x32$.penstock.v1.Trajectory.FinishReason\x12\'\n\x08sampling\x18\t \x01(\x0b\x32\x15.penstock.v1.Sampling\x12\x11\n\tserver_id\x18\n \x01(\t\x12\x19\n\x11\x63onversation_keys\x18\x0b \x03(\x0c\x12\x11\n\tnum_chars\x18\x0c \x01(\x03\x12\x16\n\x0e\x66inished_at_ms\x18\r \x01(\x03\"[\n\x11GetSessionRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x11\n\tfrom_call\x18\x03 \x01(\x05\x12\x12\n\nmax_tokens\x18\x04 \x01(\x05\"I\n\x13ListSessionsRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\"^\n\x14ListSessionsResponse\x12-\n\x08sessions\x18\x01 \x03(\x0b\x32\x1b.penstock.v1.SessionSummary\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\xff\x02\n\x0eSessionSummary\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x30\n\x05state\x18\x02 \x01(\x0e\x32!.penstock.v1.SessionSummary.State\x12\x13\n\x06reward\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x42\n\x0creward_parts\x18\x04 \x03(\x0b\x32,.penstock.v1.SessionSummary.RewardPartsEntry\x12\x0f\n\x07task_id\x18\x05 \x01(\t\x12\x11\n\tnum_calls\x18\x06 \x01(\x05\x12\x11\n\tnum_bytes\x18\x07 \x01(\x03\x12\x12\n\nprompt_ids\x18\x08 \x03(\x03\x1a\x32\n\x10RewardPartsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"D\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x08\n\x04OPEN\x10\x01\x12\x0c\n\x08REWARDED\x10\x02\x12\x0c\n\x08\x46INISHED\x10\x03\x42\t\n\x07_reward\"\x89\x01\n\x07Session\x12,\n\x07summary\x18\x01 \x01(\x0b\x32\x1b.penstock.v1.SessionSummary\x12\'\n\x05\x63\x61lls\x18\x02 \x03(\x0b\x32\x18.penstock.v1.SessionNode\x12\'\n\x05paths\x18\x03 \x03(\x0b\x32\x18.penstock.v1.SessionPath\"\x88\x03\n\x0bSessionNode\x12\x0e\n\x06number\x18\x01 \x01(\x05\x12\x0e\n\x06parent\x18\x02 \x01(\x05\x12\x11\n\tserver_id\x18\x03 \x01(\t\x12;\n\rfinish_reason\x18\x04 \x01(\x0e\x32$.penstock.v1.Trajectory.FinishReason\x12\'\n\x08sampling\x18\x05 \x01(\x0b\x32\x15.penstock.v1.Sampling\x12\x16\n\x0e\x66inished_at_ms\x18\x06 \x01(\x03\x12\x19\n\x11num_prompt_tokens\x18\x07 \x01(\x05\x12\x14\n\x0cnum_inserted\x18\x08 \x01(\x05\x12\x13\n\x0bnum_sampled\x18\t \x01(\x05\x12\x1a\n\x12inserted_token_ids\x18\n \x01(\x0c\x12\x11\n\ttoken_ids\x18\x0b \x01(\x0c\x12\x11\n\tlog_probs\x18\x0c \x01(\x0c\x12\x17\n\x0fpolicy_versions\x18\r \x01(\x0c\x12\x17\n\x0finserted_tokens\x18\x0e \x03(\t\x12\x0e\n\x06tokens\x18\x0f \x03(\t\"o\n\x0bSessionPath\x12\r\n\x05\x63\x61lls\x18\x01 \x03(\x05\x12\x15\n\rtrained_calls\x18\x02 \x03(\x05\x12\x1a\n\x12num_trained_tokens\x18\x03 \x01(\x03\x12\x13\n\x06reward\x18\x04 \x01(\x01H\x00\x88\x01\x01\x42\t\n\x07_reward2\x81\x02\n\x0eSessionService\x12V\n\rRewardSession\x12!.penstock.v1.RewardSessionRequest\x1a\".penstock.v1.RewardSessionResponse\x12\x42\n\nGetSession\x12\x1e.penstock.v1.GetSessionRequest\x1a\x14.penstock.v1.Session\x12S\n\x0cListSessions\x12 .penstock.v1.ListSessionsRequest\x1a!.penstock.v1.ListSessionsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'penstock.v1.sessions_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_REWARDSESSIONREQUEST_REWARDPARTSENTRY']._loaded_options = None
+  _globals['_REWARDSESSIONREQUEST_REWARDPARTSENTRY']._serialized_options = b'8\001'
   _globals['_SESSIONSUMMARY_REWARDPARTSENTRY']._loaded_options = None
   _globals['_SESSIONSUMMARY_REWARDPARTSENTRY']._serialized_options = b'8\001'
-  _globals['_SESSIONCALL']._serialized_start=97
-  _globals['_SESSIONCALL']._serialized_end=462
-  _globals['_GETSESSIONREQUEST']._serialized_start=464
-  _globals['_GETSESSIONREQUEST']._serialized_end=555
-  _globals['_LISTSESSIONSREQUEST']._serialized_start=557
-  _globals['_LISTSESSIONSREQUEST']._serialized_end=630
-  _globals['_LISTSESSIONSRESPONSE']._serialized_start=632
-  _globals['_LISTSESSIONSRESPONSE']._serialized_end=726
-  _globals['_SESSIONSUMMARY']._serialized_start=729
-  _globals['_SESSIONSUMMARY']._serialized_end=1112
-  _globals['_SESSIONSUMMARY_REWARDPARTSENTRY']._serialized_start=981
-  _globals['_SESSIONSUMMARY_REWARDPARTSENTRY']._serialized_end=1031
-  _globals['_SESSIONSUMMARY_STATE']._serialized_start=1033
-  _globals['_SESSIONSUMMARY_STATE']._serialized_end=1101
-  _globals['_SESSION']._serialized_start=1115
-  _globals['_SESSION']._serialized_end=1252
-  _globals['_SESSIONNODE']._serialized_start=1255
-  _globals['_SESSIONNODE']._serialized_end=1647
-  _globals['_SESSIONPATH']._serialized_start=1649
-  _globals['_SESSIONPATH']._serialized_end=1760
+  _globals['_REWARDSESSIONREQUEST']._serialized_start=97
+  _globals['_REWARDSESSIONREQUEST']._serialized_end=311
+  _globals['_REWARDSESSIONREQUEST_REWARDPARTSENTRY']._serialized_start=261
+  _globals['_REWARDSESSIONREQUEST_REWARDPARTSENTRY']._serialized_end=311
+  _globals['_REWARDSESSIONRESPONSE']._serialized_start=313
+  _globals['_REWARDSESSIONRESPONSE']._serialized_end=394
+  _globals['_SESSIONCALL']._serialized_start=397
+  _globals['_SESSIONCALL']._serialized_end=762
+  _globals['_GETSESSIONREQUEST']._serialized_start=764
+  _globals['_GETSESSIONREQUEST']._serialized_end=855
+  _globals['_LISTSESSIONSREQUEST']._serialized_start=857
+  _globals['_LISTSESSIONSREQUEST']._serialized_end=930
+  _globals['_LISTSESSIONSRESPONSE']._serialized_start=932
+  _globals['_LISTSESSIONSRESPONSE']._serialized_end=1026
+  _globals['_SESSIONSUMMARY']._serialized_start=1029
+  _globals['_SESSIONSUMMARY']._serialized_end=1412
+  _globals['_SESSIONSUMMARY_REWARDPARTSENTRY']._serialized_start=261
+  _globals['_SESSIONSUMMARY_REWARDPARTSENTRY']._serialized_end=311
+  _globals['_SESSIONSUMMARY_STATE']._serialized_start=1333
+  _globals['_SESSIONSUMMARY_STATE']._serialized_end=1401
+  _globals['_SESSION']._serialized_start=1415
+  _globals['_SESSION']._serialized_end=1552
+  _globals['_SESSIONNODE']._serialized_start=1555
+  _globals['_SESSIONNODE']._serialized_end=1947
+  _globals['_SESSIONPATH']._serialized_start=1949
+  _globals['_SESSIONPATH']._serialized_end=2060
+  _globals['_SESSIONSERVICE']._serialized_start=2063
+  _globals['_SESSIONSERVICE']._serialized_end=2320
 # @@protoc_insertion_point(module_scope)

@@ -9,6 +9,37 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class RewardSessionRequest(_message.Message):
+    __slots__ = ("run", "session_id", "reward", "reward_parts", "task_id")
+    class RewardPartsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    REWARD_FIELD_NUMBER: _ClassVar[int]
+    REWARD_PARTS_FIELD_NUMBER: _ClassVar[int]
+    TASK_ID_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    session_id: str
+    reward: float
+    reward_parts: _containers.ScalarMap[str, float]
+    task_id: str
+    def __init__(self, run: _Optional[str] = ..., session_id: _Optional[str] = ..., reward: _Optional[float] = ..., reward_parts: _Optional[_Mapping[str, float]] = ..., task_id: _Optional[str] = ...) -> None: ...
+
+class RewardSessionResponse(_message.Message):
+    __slots__ = ("prompt_ids", "replayed", "is_waiting")
+    PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
+    REPLAYED_FIELD_NUMBER: _ClassVar[int]
+    IS_WAITING_FIELD_NUMBER: _ClassVar[int]
+    prompt_ids: _containers.RepeatedScalarFieldContainer[int]
+    replayed: bool
+    is_waiting: bool
+    def __init__(self, prompt_ids: _Optional[_Iterable[int]] = ..., replayed: _Optional[bool] = ..., is_waiting: _Optional[bool] = ...) -> None: ...
+
 class SessionCall(_message.Message):
     __slots__ = ("call_id", "base", "num_shared", "extra_token_ids", "token_ids", "log_probs", "segments", "finish_reason", "sampling", "server_id", "conversation_keys", "num_chars", "finished_at_ms")
     CALL_ID_FIELD_NUMBER: _ClassVar[int]

@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from penstock.v1 import sessions_pb2 as penstock_dot_v1_dot_sessions__pb2
 
 GRPC_GENERATED_VERSION = '1.84.0'
 GRPC_VERSION = grpc.__version__
@@ -22,3 +23,167 @@ if _version_not_supported:
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
     )
+
+
+class SessionServiceStub:
+    """The gateway serves this.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.RewardSession = channel.unary_unary(
+                '/penstock.v1.SessionService/RewardSession',
+                request_serializer=penstock_dot_v1_dot_sessions__pb2.RewardSessionRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_sessions__pb2.RewardSessionResponse.FromString,
+                _registered_method=True)
+        self.GetSession = channel.unary_unary(
+                '/penstock.v1.SessionService/GetSession',
+                request_serializer=penstock_dot_v1_dot_sessions__pb2.GetSessionRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_sessions__pb2.Session.FromString,
+                _registered_method=True)
+        self.ListSessions = channel.unary_unary(
+                '/penstock.v1.SessionService/ListSessions',
+                request_serializer=penstock_dot_v1_dot_sessions__pb2.ListSessionsRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_sessions__pb2.ListSessionsResponse.FromString,
+                _registered_method=True)
+
+
+class SessionServiceServicer:
+    """The gateway serves this.
+    """
+
+    def RewardSession(self, request, context):
+        """Turns the recorded calls of a session into training data with this reward. Repeating the call changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetSession(self, request, context):
+        """Reads a session as a tree of its calls.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListSessions(self, request, context):
+        """Lists the sessions whose calls are kept, the one with the newest call first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_SessionServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'RewardSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.RewardSession,
+                    request_deserializer=penstock_dot_v1_dot_sessions__pb2.RewardSessionRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_sessions__pb2.RewardSessionResponse.SerializeToString,
+            ),
+            'GetSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetSession,
+                    request_deserializer=penstock_dot_v1_dot_sessions__pb2.GetSessionRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_sessions__pb2.Session.SerializeToString,
+            ),
+            'ListSessions': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListSessions,
+                    request_deserializer=penstock_dot_v1_dot_sessions__pb2.ListSessionsRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_sessions__pb2.ListSessionsResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'penstock.v1.SessionService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('penstock.v1.SessionService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class SessionService:
+    """The gateway serves this.
+    """
+
+    @staticmethod
+    def RewardSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.SessionService/RewardSession',
+            penstock_dot_v1_dot_sessions__pb2.RewardSessionRequest.SerializeToString,
+            penstock_dot_v1_dot_sessions__pb2.RewardSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.SessionService/GetSession',
+            penstock_dot_v1_dot_sessions__pb2.GetSessionRequest.SerializeToString,
+            penstock_dot_v1_dot_sessions__pb2.Session.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListSessions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.SessionService/ListSessions',
+            penstock_dot_v1_dot_sessions__pb2.ListSessionsRequest.SerializeToString,
+            penstock_dot_v1_dot_sessions__pb2.ListSessionsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

@@ -35,7 +35,7 @@ from prometheus_client import REGISTRY
 from penstock.cancellation import end_task
 from penstock.config.run import RunConfig
 from penstock.errors import PenstockError, Unavailable, described, first_error
-from penstock.machine import is_loopback, keep_collectives_on_loopback
+from penstock.machine import is_loopback, keep_collectives_on_loopback, warn_of_plain_links
 from penstock.metrics import write_endpoint
 from penstock.process_endpoint import ProcessEndpoint, Readiness
 from penstock.replay.queue import RedisReplayQueue
@@ -130,6 +130,7 @@ class RolloutServer:
         await self.phases.enter(self.server_id, f"starting the {self.engine.name} engine and loading the model")
         await start_engine(self.engine, rollout.start_timeout_s)
         await self.phases.enter(self.server_id, "joining the fleet and waiting for the current weights")
+        await check_primary(self.client)  # it may have started since
         self.metrics.version.labels("rollout").set(0)
         await self.membership.join(await self._listen())
         await Heartbeats(self.client, self.config.run).count_start(self.server_id)
@@ -251,6 +252,7 @@ async def serve(config: RunConfig, server_id: str) -> None:
     ClusterKey.of(config).make_if_missing()
     if is_loopback(config.rollout.host):
         keep_collectives_on_loopback()
+    warn_of_plain_links("rollout.host", config.rollout.host, "calls with the cluster key")
     server = assemble(config, server_id)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 from penstock.cancellation import end_task
@@ -158,10 +159,12 @@ class McpConnection:
                 command=program, args=arguments, env={**passed, **settings.env}, cwd=settings.folder
             )
             return Client(stdio_client(parameters, errlog=sys.__stderr__ or sys.stderr))
+        url, new_http = str(settings.url), partial(httpx2.AsyncClient, trust_env=False)
         if settings.transport == "sse":
-            return Client(sse_client(str(settings.url), headers=self._headers(), sse_read_timeout=HTTP_S))
-        http = await stack.enter_async_context(httpx2.AsyncClient(headers=self._headers(), timeout=HTTP_S))
-        return Client(streamable_http_client(str(settings.url), http_client=http))
+            options = {"headers": self._headers(), "sse_read_timeout": HTTP_S, "httpx_client_factory": new_http}
+            return Client(sse_client(url, **options))
+        http = await stack.enter_async_context(new_http(headers=self._headers(), timeout=HTTP_S))
+        return Client(streamable_http_client(url, http_client=http))
 
     async def _list_tools(self) -> list[Any]:
         tools: list[Any] = []

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from penstock.cli.parser import Parser, parse_with_overrides
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, first_error
 from penstock.machine import freeze_loaded_objects, raise_file_limit
 
 COLLECTED_OBJECTS = 50_000
@@ -26,9 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, overrides = parse_with_overrides(parser, argv)
     try:
         return _run(args.config, overrides, check_only=args.check)
-    except PenstockError as error:
-        print(f"penstock gateway: error: {error}", file=sys.stderr)
-        return 2
+    except* PenstockError as errors:
+        print(f"penstock gateway: error: {first_error(errors)}", file=sys.stderr)
+    return 2
 
 
 def _run(path: Path, overrides: Sequence[str], check_only: bool) -> int:

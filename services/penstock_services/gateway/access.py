@@ -39,7 +39,7 @@ class Caller:
     authenticated_at: float = field(default_factory=time.monotonic)
 
     def check(self, scope: Scope, operation: str) -> None:
-        """Raise PermissionDenied unless the caller has `scope` or a higher one, Unauthenticated if its key is gone."""
+        """Raise PermissionDenied without `scope` or a higher one, and Unauthenticated if the key was removed."""
         if time.monotonic() - self.authenticated_at > RECENT_S and not self.has_valid_key():
             raise Unauthenticated(f"the key {self.name!r} is no longer valid")
         if SCOPES.index(self.scope) < SCOPES.index(scope):

@@ -66,8 +66,9 @@ class DatasetHandlers(Handlers):
         path = self.folder / f"{request.name}.{request.format}"
         partial = await asyncio.to_thread(self._stage, path, request.content)
         try:
-            # The owner is known before the file has its name, so no one else ever finds it without one.
-            claimed = "" if path.is_file() else caller.owner.name
+            # The owner is known before the file has its name, so no one else ever finds it without one. A name that was
+            # given by hand, in either format, has no owner and gets none.
+            claimed = "" if self._stored(request.name) else caller.owner.name
             feed = await self.queue.feed(f"upload-{path.stem}", "", 0, [], [], owner=claimed)
             if not caller.owner.may_use(feed.owner):
                 raise Conflict(f"dataset {request.name!r} is another key's; choose another name")
@@ -102,11 +103,13 @@ class DatasetHandlers(Handlers):
 
     def _find(self, name: str) -> Path:
         check_name("name", name)
-        for kind in FORMATS:
-            path = self.folder / f"{name}.{kind}"
-            if path.is_file():
-                return path
+        if stored := self._stored(name):
+            return stored[0]
         raise NotFound(f"there is no dataset {name!r}; upload it, or put NAME.jsonl or NAME.parquet into {self.folder}")
+
+    def _stored(self, name: str) -> list[Path]:
+        """The files of this name, of any format."""
+        return [path for kind in FORMATS if (path := self.folder / f"{name}.{kind}").is_file()]
 
     async def _feed(self, path: Path, owner: Owner) -> tuple[str, FeedPosition]:
         """Digest of the file, and how far it was submitted. Raises NotFound for another owner's."""
@@ -125,17 +128,15 @@ class DatasetHandlers(Handlers):
             partial.write_bytes(content)
             self._count(partial)
             return partial
-        except OSError as error:
+        except (OSError, InvalidInput) as error:
             partial.unlink(missing_ok=True)
-            raise Unavailable(f"{self.folder} cannot be written: {error.strerror}") from error
-        except InvalidInput as error:
-            partial.unlink(missing_ok=True)
+            if isinstance(error, OSError):
+                raise Unavailable(f"{self.folder} cannot be written: {error.strerror}") from error
             raise InvalidInput("content", str(error).replace(str(partial), path.name)) from error
 
     def _name(self, partial: Path, path: Path) -> None:
         """Give the checked file its name in one step. If two uploads race, the first one wins."""
-        others = [self.folder / f"{path.stem}.{kind}" for kind in FORMATS if path.suffix != f".{kind}"]
-        is_taken = any(other.is_file() for other in others)
+        is_taken = any(other != path for other in self._stored(path.stem))
         try:
             with contextlib.suppress(FileExistsError):
                 if not is_taken:
@@ -150,12 +151,10 @@ class DatasetHandlers(Handlers):
         digest, feed = await self._feed(path, owner)
         num_prompts = await asyncio.to_thread(self._count, path)
         return datasets_pb2.Dataset(
-            name=path.stem,
-            format=path.suffix.removeprefix("."),
-            num_prompts=num_prompts,
+            name=path.stem, format=path.suffix.removeprefix("."), num_prompts=num_prompts,
             num_submitted=feed.position if feed.fingerprint == digest else 0,
             num_bytes=(await asyncio.to_thread(path.stat)).st_size,
-        )
+        )  # fmt: skip
 
     def _read(self, path: Path, num_samples: int, sampling: Sampling) -> Iterator[Prompt]:
         gateway = self.config.gateway.limits

@@ -35,7 +35,7 @@ from penstock_services.gateway.operations import (
     operation,
 )
 
-GROUPS_LOOKED_AT = 2_000
+MAX_GROUPS_READ = 2_000
 """Groups that one request reads. Their text may be many megabytes."""
 _ORDERS: dict[int, Order] = dict(enumerate(get_args(Order)))
 Number = Annotated[int, Field(ge=0, lt=2**63)] | None
@@ -53,11 +53,11 @@ class ListSamples(records.Page):
 
 
 async def usable_prompts(queue: RedisReplayQueue, prompt_ids: Sequence[int], owner: Owner) -> set[int]:
-    """The prompts that the owner may use. A prompt that has ended keeps only its state, which every key may see."""
+    """The prompts that the owner may use. One without a payload has ended, or will be submitted by anyone."""
     if owner.sees_all:
         return set(prompt_ids)
-    payloads = zip(prompt_ids, await queue.prompts(prompt_ids), strict=True)
-    return {prompt_id for prompt_id, data in payloads if owner.may_use(prompts_pb2.Prompt.FromString(data).owner)}
+    found = zip(prompt_ids, await queue.prompts(prompt_ids), strict=True)
+    return {prompt_id for prompt_id, data in found if data and owner.may_use(prompts_pb2.Prompt.FromString(data).owner)}
 
 
 class GroupReader:
@@ -139,8 +139,8 @@ class GroupHandlers(Handlers):
     def _read(self, wanted: SampleFilter, order: Order, page_size: int, after: Place | None) -> SamplesFound:
         folder = (self.config.gateway.samples_dir or self.config.run_dir) / self.config.run
         if order == "newest":
-            return page(folder, wanted, page_size, after, GROUPS_LOOKED_AT)
-        return SamplesFound(select(folder, wanted, page_size, order, GROUPS_LOOKED_AT), None)
+            return page(folder, wanted, page_size, after, MAX_GROUPS_READ)
+        return SamplesFound(select(folder, wanted, page_size, order, MAX_GROUPS_READ), None)
 
 
 def _decode(delivery: Delivery) -> list[Group]:
@@ -155,13 +155,10 @@ def _filter(request: groups_pb2.ListSamplesRequest, owner: Owner) -> SampleFilte
         return getattr(request, name) if request.HasField(name) else None
 
     return SampleFilter(
-        steps=Range(bound("min_step"), bound("max_step")),
-        rewards=Range(bound("min_reward"), bound("max_reward")),
-        prompt_id=request.prompt_id if request.HasField("prompt_id") else None,
-        data_source=request.data_source,
-        text=request.text,
-        owner=owner,
-    )
+        steps=Range(bound("min_step"), bound("max_step")), rewards=Range(bound("min_reward"), bound("max_reward")),
+        prompt_id=request.prompt_id if request.HasField("prompt_id") else None, data_source=request.data_source,
+        text=request.text, owner=owner,
+    )  # fmt: skip
 
 
 def _to_proto(sample: Sample) -> groups_pb2.Sample:

@@ -162,13 +162,10 @@ class RunSnapshot:
     async def take(cls, stores: RunStores, config: RunConfig) -> RunSnapshot:
         queue = stores.queue
         return cls(
-            await stores.read(config),
-            await queue.dead_letter_reasons(),
-            await queue.expired_reasons(),
-            await stores.heartbeats.restarts(),
-            await queue.evaluation_scores(),
+            await stores.read(config), await queue.dead_letter_reasons(), await queue.expired_reasons(),
+            await stores.heartbeats.restarts(), await queue.evaluation_scores(),
             await read_redis_memory(queue.client, queue.keys),
-        )
+        )  # fmt: skip
 
 
 class RunCollector(Collector):

@@ -43,7 +43,9 @@ from penstock.api_keys import Scope
 from penstock.codec import sampling_from_proto
 from penstock.config.run import RunConfig
 from penstock.errors import DeadlineExceeded, InvalidInput, NotFound, PenstockError, Unauthenticated, Unavailable
+from penstock.replay.queue_types import kind_of
 from penstock.sampling import check_sampling as check_bounds
+from penstock.store.ownership import Owner
 from penstock.trajectory import MESSAGE_FIELDS
 from penstock.v1 import prompts_pb2
 from penstock_services.gateway.access import Caller
@@ -323,6 +325,11 @@ def cut_page(kind: str, found: Sequence[T], page_size: int, position: Callable[[
     """The first page of what was found, and the token of the next page. It is empty if everything fits."""
     page = found[:page_size]
     return page, encode_page_token(kind, position(page[-1])) if len(found) > page_size else ""
+
+
+def shown_reason(reason: str, owner: Owner) -> str:
+    """The reason of a failure, whole for operators and its kind for others: the rest may quote any team's prompts."""
+    return reason if owner.sees_all or not reason else kind_of(reason)
 
 
 def check_prompt_id(prompt_id: int) -> None:

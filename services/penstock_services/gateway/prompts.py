@@ -48,6 +48,7 @@ from penstock_services.gateway.operations import (
     decode_page_token,
     encode_page_token,
     operation,
+    shown_reason,
 )
 
 logger = logging.getLogger(__name__)
@@ -189,10 +190,18 @@ class PromptHandlers(Handlers):
         chosen = [prompt_id for prompt_id in prompt_ids if prompt_id in usable]
         found = dict(zip(chosen, await self.book.cancel(chosen), strict=True))
         shown = [
-            _to_proto(status) if (status := found.get(prompt_id)) else prompts_pb2.PromptRecord(prompt_id=prompt_id)
+            _to_proto(status) if (status := found.get(prompt_id)) else await self._ended(prompt_id)
             for prompt_id in prompt_ids
         ]
         return prompts_pb2.CancelPromptsResponse(prompts=shown)
+
+    async def _ended(self, prompt_id: int) -> prompts_pb2.PromptRecord:
+        """A prompt that has ended keeps only its state, which every key may see. Any other has no state here."""
+        with contextlib.suppress(NotFound):
+            record = _to_proto(await self.queue.get_prompt(prompt_id))
+            if not record.HasField("prompt"):
+                return record
+        return prompts_pb2.PromptRecord(prompt_id=prompt_id)
 
     @operation(
         "GET", "prompts/{prompt_id}:wait", "read", records.PromptRecord, takes=WaitPrompt, timeout_s=2 * LONGEST_WAIT_S
@@ -224,18 +233,19 @@ class PromptHandlers(Handlers):
         """Send every prompt that finishes. The id of an event is the cursor to resume from."""
         wanted = frozenset(checked_prompt_ids(request.prompt_ids))
         cursor = await self.feed.book.start(request.cursor)
-        return self._results(cursor, wanted, caller.owner if request.with_groups else None)
+        return self._results(cursor, wanted, caller.owner, request.with_groups)
 
     async def _results(
-        self, cursor: str, wanted: frozenset[int], owner: Owner | None
+        self, cursor: str, wanted: frozenset[int], owner: Owner, with_groups: bool
     ) -> AsyncIterator[prompts_pb2.Result]:
         async for batch in self.feed.follow(cursor):
             shown = [result for result in batch if not wanted or result.prompt_id in wanted]
-            groups = await bounded(self._groups(shown, owner), self.deadline_s) if owner else {}
+            groups = await bounded(self._groups(shown, owner), self.deadline_s) if with_groups else {}
             for result in shown:
                 yield prompts_pb2.Result(
                     cursor=result.cursor, prompt_id=result.prompt_id, state=_STATES[result.state],
-                    reason=result.reason, attempt=result.attempt, group=groups.get(result.prompt_id, b""),
+                    reason=shown_reason(result.reason, owner), attempt=result.attempt,
+                    group=groups.get(result.prompt_id, b""),
                 )  # fmt: skip
 
     async def _groups(self, results: list[PromptResult], owner: Owner) -> dict[int, bytes]:
@@ -439,9 +449,9 @@ LINGER_S = 0.001
 MAX_LINGERS = 4
 """An exchange costs more than the requests in it. If earlier exchanges held several requests, the next one waits for
 more: LINGER_S at a time, while more arrive, until it has the usual number."""
-FADE = 7 / 8
+DECAY = 7 / 8
 """Factor by which the usual number shrinks with every exchange."""
-ENOUGH_PROMPTS = 256
+FULL_BATCH_PROMPTS = 256
 """An exchange that has this many prompts is sent without waiting for more."""
 
 
@@ -485,7 +495,7 @@ class JoinedSubmissions:
             await self._linger()
             self._sent = self._next()
             self._count = len(self._sent)
-            self._usual_count = max(self._count, self._usual_count * FADE)
+            self._usual_count = max(self._count, self._usual_count * DECAY)
             requests = [sent.request for sent in self._sent]
             await answer_all([sent.answer for sent in self._sent], self._exchange(requests))
             self._sent = []
@@ -504,7 +514,7 @@ class JoinedSubmissions:
             return
         for _ in range(MAX_LINGERS):
             count = len(self._waiting)
-            if count >= self._usual_count or self._num_prompts() >= ENOUGH_PROMPTS:
+            if count >= self._usual_count or self._num_prompts() >= FULL_BATCH_PROMPTS:
                 return
             await asyncio.sleep(LINGER_S)
             if len(self._waiting) == count:

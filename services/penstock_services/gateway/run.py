@@ -79,19 +79,15 @@ class ServedRun:
         recorder, rewards = SessionRecorder(sessions), SessionRewards(config, queue, sessions, tasks)
         watched = GroupReader(config.run, RedisReplayQueue(streams, config.run, config.replay), texts)
         return cls(
-            config=config,
-            client=client,
-            stopping=stopping,
-            stores=stores,
+            config=config, client=client, stopping=stopping, stores=stores,
             prompts=PromptHandlers(config, audit, queue, watched, stopping, tracing or Tracing()),
             groups=GroupHandlers(config, audit, GroupReader(config.run, queue, texts)),
             policies=PolicyHandlers(config, audit, registry, fleet, control, stopping),
-            lifecycle=RunHandlers(config, audit, stores),
-            datasets=DatasetHandlers(config, audit, queue),
+            lifecycle=RunHandlers(config, audit, stores), datasets=DatasetHandlers(config, audit, queue),
             generation=GenerateHandlers(config, audit, ServerChoice(config, fleet, registry, control), recorder, texts),
             sessions=SessionHandlers(config, audit, recorder, rewards, texts),
             tasks=TaskHandlers(config, audit, tasks, queue, control),
-        )
+        )  # fmt: skip
 
     async def close(self) -> None:
         await self.prompts.feed.close()

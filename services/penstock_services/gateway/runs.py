@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import Field
@@ -14,7 +14,7 @@ from penstock.diagnosis.facts import RunStores
 from penstock.diagnosis.progress import learning_finding, speed_finding
 from penstock.errors import InvalidInput, NotFound
 from penstock.replay.inspection import QueueInspector, StoredDeadLetter
-from penstock.replay.queue_types import VALIDATION
+from penstock.replay.queue_types import VALIDATION, kind_of
 from penstock.replay.results import entry_order
 from penstock.store.fleet import OpenBreaker, Quarantine, ServerRecord
 from penstock.store.keys import check_name
@@ -28,6 +28,7 @@ from penstock_services.gateway.operations import (
     cut_page,
     decode_page_token,
     operation,
+    shown_reason,
 )
 from penstock_services.gateway.prompts import checked_prompts, digest_of
 
@@ -169,14 +170,16 @@ class RunHandlers(Handlers):
         return QueueInspector(self.stores.queue.client, self.config.run, self.config.replay)
 
     @operation("GET", "dead-letters", "read", records.DeadLetterPage, takes=ListDeadLetters)
-    async def list_dead_letters(self, request: runs_pb2.ListDeadLettersRequest) -> runs_pb2.ListDeadLettersResponse:
+    async def list_dead_letters(
+        self, caller: Caller, request: runs_pb2.ListDeadLettersRequest
+    ) -> runs_pb2.ListDeadLettersResponse:
         """List dead letters, newest first."""
         page_size = checked_page_size(request.page_size)
         before = decode_page_token("dead", request.page_token, _LETTER_ID)
         found: list[StoredDeadLetter] = []
         async for letter in self._inspector.dead_letters(request.kind, newest_first=True):
             if before is None or entry_order(letter.stream_id) < entry_order(before):
-                found.append(letter)
+                found.append(replace(letter, reason=shown_reason(letter.reason, caller.owner)))
             if len(found) > page_size:
                 break
         page, token = cut_page("dead", found, page_size, lambda letter: letter.stream_id)
@@ -203,7 +206,7 @@ def _servers(
     for record in servers:
         marks: dict[str, Any] = {"is_drained": record.server_id in drained}
         if breaker := breakers.get(record.server_id):
-            marks |= {"breaker_reason": breaker.reason, "breaker_failures": breaker.num_failures}
+            marks |= {"breaker_reason": kind_of(breaker.reason), "breaker_failures": breaker.num_failures}
         if found := quarantines.get(record.server_id):
             marks |= {"is_quarantined": True, "num_reloads": found.num_reloads}
             marks |= {"logprob_mismatch_nats": found.mismatch_nats, "logprob_limit_nats": found.limit_nats}

@@ -29,7 +29,7 @@ from penstock.machine import DiskWatch
 from penstock.metrics import write_endpoint
 from penstock.start_checks import check_redis
 from penstock.store.heartbeats import Leaving
-from penstock.store.redis_client import check_primary, connect
+from penstock.store.redis_client import check_primary, connect, wait_for_primary
 from penstock.tracing import open_tracing
 from penstock_services.gateway.access import Access, check_gateway, read_certificates
 from penstock_services.gateway.metrics import GatewayMetrics
@@ -88,10 +88,10 @@ async def serve(config: RunConfig, ready: Ready | None = None, stop: asyncio.Eve
 
         stack.enter_context(_signals(stop))
         async with asyncio.TaskGroup() as group:
-            sweeper = group.create_task(connections.sweep())
+            until_stop = group.create_task(connections.sweep()), group.create_task(wait_for_primary(client))
             group.create_task(run.sessions.rewards.sweep(run.stopping))
             serving = group.create_task(rest.serve(sockets=[listener]))
-            serving.add_done_callback(lambda _: sweeper.cancel())
+            serving.add_done_callback(lambda _: [task.cancel() for task in until_stop])
             await rpc.start()
             group.create_task(_stop_when(stop, run.stopping, rest, rpc))
             async with asyncio.timeout(START_TIMEOUT_S):

@@ -3,7 +3,7 @@
 Any server that serves the right version may answer, the least busy first. A session stays with the server that answered
 its earlier calls, because that has the keys and values of the conversation cached, unless the server
 
-    is gone, drained, quarantined or not ready      it is not among the candidates
+    is lost, drained, quarantined or not ready      it is not among the candidates
     is overloaded                                   it has `gateway.sessions.max_extra_calls` more calls than another
     has a version that the run no longer admits     older than `replay.max_staleness` steps behind the newest one served
 """

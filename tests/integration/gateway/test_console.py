@@ -14,13 +14,17 @@ import pytest
 import redis.asyncio as redis
 
 from penstock.api_keys import make_key
-from penstock.codec import decode_group, encode_group
+from penstock.codec import decode_group, encode_group, sampling_to_proto
+from penstock.config.service import SessionLimits
 from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.results import RecomputedLogProbs
 from penstock.samples import Sample
+from penstock.sessions.session_store import Reward, SessionStore
+from penstock.sessions.task_store import TaskStore
 from penstock.store.fleet import Fleet, PolicyRegistry, RunControl, ServerRecord
 from penstock.store.notices import Event, Notices
-from penstock.v1 import policies_pb2
+from penstock.trajectory import Sampling
+from penstock.v1 import groups_pb2, policies_pb2, sessions_pb2, tasks_pb2
 from support.gateways import LAUNCH, PROMPT, RUN, SCREENSHOTS, Gateway, group_of, needs_chromium, run_config, running
 from support.groups import group_of_samples, write_samples
 from support.scripted_engines import make_tokenizer_folder, spelled
@@ -344,6 +348,7 @@ async def store_markup(queue: RedisReplayQueue, gateway: Gateway) -> None:
     trajectory = replace(group.trajectories[0], reward_parts={MARKUP: 1.0})
     await queue.append(good, encode_group(replace(group, trajectories=(trajectory,), data_source=MARKUP)), 3)
     await Notices(queue.client, "test").record(Event("reward_failed", "place", MARKUP, MARKUP))
+    await store_session(queue.client)
     await RunControl(queue.client, "test").pause(MARKUP)
     await Fleet(queue.client, "test").join(ServerRecord(MARKUP, MARKUP, MARKUP, devices=(MARKUP,)))
     await queue.record_scores(40, {MARKUP: 1.0})
@@ -352,6 +357,21 @@ async def store_markup(queue: RedisReplayQueue, gateway: Gateway) -> None:
         metrics={MARKUP: 1.0},
     )  # fmt: skip
     await queue.publish(41, 41, policy.SerializeToString())
+
+
+async def store_session(client: Any) -> None:
+    """A session of one call, which has its reward and waits for another session of its task."""
+    ids = np.array(spelled("<b>ok</b>"), dtype="<i4").tobytes()
+    call = sessions_pb2.SessionCall(
+        call_id="c", base=-1, extra_token_ids=ids, token_ids=ids, log_probs=bytes(len(ids)), server_id=MARKUP,
+        segments=[groups_pb2.VersionSegment(end=len(ids) // 4, policy_version=3)],
+        sampling=sampling_to_proto(Sampling()), finish_reason=groups_pb2.Trajectory.STOP,
+    )  # fmt: skip
+    sessions = SessionStore(client, "test", 3600, SessionLimits())
+    await sessions.record("s", call.SerializeToString(), "c")
+    task = tasks_pb2.NewTask(task_id="t", payload_json=json.dumps(MARKUP), num_sessions=2)
+    await TaskStore(client, "test", 3600, SessionLimits()).submit([task], "", "")
+    await sessions.close("s", Reward(1.0, {MARKUP: 1.0}), "t")
 
 
 async def test_stored_markup_is_shown_and_not_run(gateway: Gateway, queue: RedisReplayQueue, secret: str) -> None:
@@ -375,8 +395,10 @@ async def test_stored_markup_is_shown_and_not_run(gateway: Gateway, queue: Redis
             if view == "Trajectories":
                 await page.get_by_role("button", name="Prompt 7", exact=True).click()
                 await page.get_by_role("heading", name="Group of prompt 7").wait_for()
-            if view != "Sessions":
-                await page.wait_for_function("document.body.outerHTML.includes('onerror=window.hacked')")
+            if view == "Sessions":
+                await page.get_by_role("button", name="s", exact=True).click()
+                await page.get_by_role("heading", name="Session s").wait_for()
+            await page.wait_for_function("document.body.outerHTML.includes('onerror=window.hacked')")
             made = "[...document.querySelectorAll('#bait, [onerror], [onload], [href^=javascript]')].length"
             assert await page.evaluate(f"[window.hacked ?? 0, {made}]") == [0, 0], view
         await browser.close()

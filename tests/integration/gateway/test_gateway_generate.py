@@ -20,7 +20,7 @@ from penstock.replay.queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, PolicyRegistry, ServerRecord
 from penstock.store.keys import RunKeys
 from penstock.trajectory import SESSION_AGENT
-from penstock.v1 import generate_pb2, generate_pb2_grpc, prompts_pb2
+from penstock.v1 import generate_pb2, generate_pb2_grpc, prompts_pb2, sessions_pb2, sessions_pb2_grpc
 from penstock.weights.transports import ClusterKey
 from penstock_rollout.fleet.membership import make_listener
 from penstock_rollout.serving.generate_service import GenerateService
@@ -199,16 +199,16 @@ async def test_a_session_becomes_training_data(
     assert (first.choices[0].message.content, second.choices[0].message.content) == ("four", "five!")
 
     path = "/v1/sessions/talk-1/reward"
-    sessions = generate_pb2_grpc.SessionServiceStub(gateway.channel)
+    sessions = sessions_pb2_grpc.SessionServiceStub(gateway.channel)
     for value in (1e300, -1e300, 1e39):
         refused = await gateway.rest.post(path, json={"reward": value})
         assert refused.status_code == 400 and refused.json()["field"] == "reward", refused.text
         with pytest.raises(grpc.aio.AioRpcError) as bad:
-            await sessions.RewardSession(generate_pb2.RewardSessionRequest(session_id="talk-1", reward=value))
+            await sessions.RewardSession(sessions_pb2.RewardSessionRequest(session_id="talk-1", reward=value))
         assert bad.value.code() == grpc.StatusCode.INVALID_ARGUMENT
     answer = (await gateway.rest.post(path, json={"reward": 0.75, "reward_parts": {"polite": 1.0}})).json()
     assert len(answer["prompt_ids"]) == 1 and not answer["replayed"]
-    again = await sessions.RewardSession(generate_pb2.RewardSessionRequest(session_id="talk-1", reward=0.75))
+    again = await sessions.RewardSession(sessions_pb2.RewardSessionRequest(session_id="talk-1", reward=0.75))
     assert (list(again.prompt_ids), again.replayed) == (answer["prompt_ids"], True)
 
     group = decode_group(await queue.get_group(answer["prompt_ids"][0]))

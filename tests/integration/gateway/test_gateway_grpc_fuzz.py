@@ -12,11 +12,23 @@ from grpc_reflection.v1alpha import reflection_pb2
 from penstock.replay.queue import RedisReplayQueue
 from penstock.store.fleet import PolicyRegistry, RunControl
 from penstock.store.keys import RunKeys
-from penstock.v1 import datasets_pb2, generate_pb2, groups_pb2, policies_pb2, prompts_pb2, runs_pb2
+from penstock.v1 import (
+    datasets_pb2,
+    generate_pb2,
+    groups_pb2,
+    policies_pb2,
+    prompts_pb2,
+    runs_pb2,
+    sessions_pb2,
+    tasks_pb2,
+)
 from support.fuzzing import answer_of, damaged_requests, methods_of, path_of, whole_request
 from support.gateways import Gateway, publish
 
-CONTRACTS = (datasets_pb2, generate_pb2, groups_pb2, policies_pb2, prompts_pb2, runs_pb2, health_pb2, reflection_pb2)
+CONTRACTS = (
+    datasets_pb2, generate_pb2, groups_pb2, policies_pb2, prompts_pb2, runs_pb2, sessions_pb2, tasks_pb2, health_pb2,
+    reflection_pb2,
+)  # fmt: skip
 FAULTS_OF_THE_GATEWAY = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNIMPLEMENTED)
 WAITS = ("WatchResults", "WatchPolicies", "WaitPrompt", "Watch", "Generate")
 """These may take as long as the client wants."""

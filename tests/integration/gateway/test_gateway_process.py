@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
 import socket
-import subprocess
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,6 @@ from penstock.v1 import (
     runs_pb2_grpc,
 )
 from penstock_services.gateway.server import serve
-from penstock_tools.local.private_redis import find_redis_server
 from support.gateways import PROMPT, RUN, Gateway, assert_problem, post_prompts, run_config, running
 from support.redis_server import RedisProcess
 
@@ -143,7 +140,7 @@ async def test_sigterm_lets_a_request_in_flight_finish(gateway: Gateway) -> None
     assert not address.exists()
 
 
-async def test_a_replica_is_refused_at_start_and_not_ready_later(
+async def test_a_gateway_whose_redis_becomes_a_replica_is_not_ready(
     configure: Callable[..., RunConfig], redis_client: redis.Redis, tmp_path: Path
 ) -> None:
     """A failover may lose the newest writes, and with them prompts that were acknowledged: see docs/security.md."""
@@ -157,27 +154,6 @@ async def test_a_replica_is_refused_at_start_and_not_ready_later(
             assert_problem(refused, 503, "UNAVAILABLE")
             assert "replica" in refused.json()["detail"]
             assert_problem(await gateway.rest.get("/readyz"), 503, "UNAVAILABLE")
-        with pytest.raises(ConfigError, match=r"^redis\.url names a replica or a Sentinel; set it to the primary"):
-            await serve(configure())
     finally:
         await redis_client.replicaof("no", "one")
         primary.kill()
-
-
-@contextlib.contextmanager
-def sentinel(folder: Path) -> Iterator[int]:
-    """A Redis Sentinel. Yields its port."""
-    port, config = free_port(), folder / "sentinel.conf"
-    config.write_text(f"port {port}\nbind 127.0.0.1\ndir {folder}\n")
-    process = subprocess.Popen([find_redis_server(), str(config), "--sentinel"], stdout=subprocess.DEVNULL)
-    try:
-        assert wait_for_port("127.0.0.1", port, timeout_s=20)
-        yield port
-    finally:
-        process.kill()
-        process.wait(timeout=20)
-
-
-async def test_a_sentinel_is_refused(tmp_path: Path) -> None:
-    with sentinel(tmp_path) as port, pytest.raises(ConfigError, match=r"^redis\.url names a replica or a Sentinel"):
-        await serve(run_config(f"redis://127.0.0.1:{port}/0", tmp_path))

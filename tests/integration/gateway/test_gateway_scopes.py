@@ -25,6 +25,7 @@ from penstock.v1 import (
     prompts_pb2,
     runs_pb2,
     runs_pb2_grpc,
+    sessions_pb2,
     tasks_pb2,
 )
 from support.gateways import PROMPT, Gateway, run_config, running
@@ -82,7 +83,7 @@ GRPC_SCOPES: dict[str, Scope] = {
 }
 WATCHES = ("PromptService/WatchResults", "PolicyService/WatchPolicies")
 """These never end by themselves."""
-CONTRACTS = (datasets_pb2, generate_pb2, groups_pb2, policies_pb2, prompts_pb2, runs_pb2, tasks_pb2)
+CONTRACTS = (datasets_pb2, generate_pb2, groups_pb2, policies_pb2, prompts_pb2, runs_pb2, sessions_pb2, tasks_pb2)
 
 REST_SCOPES: dict[str, Scope] = {
     "GET /v1/runs": "read",

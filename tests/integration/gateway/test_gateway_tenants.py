@@ -7,15 +7,18 @@ team, and an operator has the scope admin.
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
 import httpx
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import redis.asyncio as redis
 from pydantic_core import from_json
@@ -44,6 +47,7 @@ from penstock.v1 import (
     runs_pb2,
     runs_pb2_grpc,
     sessions_pb2,
+    sessions_pb2_grpc,
     tasks_pb2,
     tasks_pb2_grpc,
 )
@@ -53,7 +57,7 @@ from support.scripted_engines import TalkingEngine, make_tokenizer_folder, servi
 
 NAMES = {"alice": "alice", "bob": "bob", "ann": "ann@vision", "ben": "ben@vision", "operator": "operator"}
 SERVICES = {
-    "PromptService": prompts_pb2_grpc, "TaskService": tasks_pb2_grpc, "SessionService": generate_pb2_grpc,
+    "PromptService": prompts_pb2_grpc, "TaskService": tasks_pb2_grpc, "SessionService": sessions_pb2_grpc,
     "DatasetService": datasets_pb2_grpc, "RunService": runs_pb2_grpc, "GroupService": groups_pb2_grpc,
     "GenerateService": generate_pb2_grpc, "PolicyService": policies_pb2_grpc,
 }  # fmt: skip
@@ -195,7 +199,7 @@ async def test_every_name_that_becomes_part_of_a_key_is_checked_by_the_same_rule
         (bob, "DatasetService", "SubmitDataset", datasets_pb2.SubmitDatasetRequest(name=name)),
         (bob, "RunService", "CreateEvaluation", runs_pb2.CreateEvaluationRequest(evaluation_id=name, prompts=[prompt])),
         (bob, "RunService", "GetEvaluation", runs_pb2.GetEvaluationRequest(evaluation_id=name)),
-        (bob, "SessionService", "RewardSession", generate_pb2.RewardSessionRequest(session_id=name, reward=1)),
+        (bob, "SessionService", "RewardSession", sessions_pb2.RewardSessionRequest(session_id=name, reward=1)),
         (bob, "SessionService", "GetSession", sessions_pb2.GetSessionRequest(session_id=name)),
         (bob, "TaskService", "GetTask", tasks_pb2.GetTaskRequest(task_id=name)),
         (bob, "TaskService", "LeaseTasks", tasks_pb2.LeaseTasksRequest(worker=name)),
@@ -207,7 +211,7 @@ async def test_every_name_that_becomes_part_of_a_key_is_checked_by_the_same_rule
     if name:  # An empty one means none.
         task = tasks_pb2.NewTask(task_id=name, data_source="d")
         source = tasks_pb2.NewTask(task_id="t", data_source=name)
-        rewarded = generate_pb2.RewardSessionRequest(session_id="s", reward=1, task_id=name)
+        rewarded = sessions_pb2.RewardSessionRequest(session_id="s", reward=1, task_id=name)
         generated = generate_pb2.GenerateRequest(session_id=name, text="a", sampling=prompt.sampling)
         asked += [
             (bob, "TaskService", "SubmitTasks", tasks_pb2.SubmitTasksRequest(tasks=[task])),
@@ -285,7 +289,7 @@ async def test_a_stranger_neither_reads_nor_continues_nor_rewards_a_session(tena
     alice, bob = tenants.alice, tenants.bob
     assert await alice.talk("s") == 200
     reward = {"json": {"reward": -100.0}}
-    rewarded = generate_pb2.RewardSessionRequest(session_id="s", reward=-100)
+    rewarded = sessions_pb2.RewardSessionRequest(session_id="s", reward=-100)
     asked = generate_pb2.GenerateRequest(session_id="s", text="a", sampling=message().sampling)
     assert await bob.talk("s") == 404
     assert await bob.code("GenerateService", "Generate", asked) == "NOT_FOUND"
@@ -330,7 +334,7 @@ async def test_a_stranger_neither_takes_nor_finishes_nor_returns_a_task(tenants:
         assert await bob.talk(name) == 200, "a session of his own, whatever its name"
     reward = {"reward": -100.0, "task_id": "victim"}
     assert await bob.status("POST", "/v1/sessions/victim.0.1/reward", json=reward) == 404
-    rewarded = generate_pb2.RewardSessionRequest(session_id="victim.0.1", reward=-100, task_id="victim")
+    rewarded = sessions_pb2.RewardSessionRequest(session_id="victim.0.1", reward=-100, task_id="victim")
     assert await bob.code("SessionService", "RewardSession", rewarded) == "NOT_FOUND"
     ended = await bob.rest("POST", "/v1/sessions/victim.0.7/reward", json={"reward": -100.0})
     assert len(ended["prompt_ids"]) == 1, "it is its own group"
@@ -445,6 +449,27 @@ async def test_a_stranger_neither_reads_nor_cancels_a_prompt(tenants: Tenants, q
     assert (await alice.rest("GET", f"{RUN}/prompts/1"))["state"] == "CANCELLED"
 
 
+async def test_a_stranger_does_not_cancel_what_is_submitted_meanwhile(
+    tenants: Tenants, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ids follow each other, so the next ones are known. Whose they are is not, until they are submitted."""
+    read = RedisReplayQueue.prompts
+
+    async def prompts(queue: RedisReplayQueue, prompt_ids: Sequence[int]) -> list[bytes]:
+        found = await read(queue, prompt_ids)
+        monkeypatch.undo()
+        await tenants.alice.rest("POST", f"{RUN}/prompts", json={"prompts": [PROMPT] * 2})
+        return found
+
+    monkeypatch.setattr(RedisReplayQueue, "prompts", prompts)
+    answer = await tenants.bob.rest("POST", f"{RUN}/prompts:cancel", json={"prompt_ids": [1, 2]})
+    assert [record["state"] for record in answer["prompts"]] == ["STATE_UNSPECIFIED"] * 2
+    assert (await tenants.alice.rest("GET", f"{RUN}/prompts/1"))["state"] == "PENDING"
+    for tenant, state in ((tenants.bob, "STATE_UNSPECIFIED"), (tenants.alice, "CANCELLED"), (tenants.bob, "CANCELLED")):
+        answer = await tenant.rest("POST", f"{RUN}/prompts:cancel", json={"prompt_ids": [1]})
+        assert [record["state"] for record in answer["prompts"]] == [state]
+
+
 async def test_the_groups_of_a_session_belong_to_its_owner(tenants: Tenants) -> None:
     assert await tenants.alice.talk("s") == 200
     [prompt_id] = (await tenants.operator.rest("POST", "/v1/sessions/s/reward", json={"reward": 1.0}))["prompt_ids"]
@@ -486,6 +511,12 @@ async def test_a_stranger_neither_reads_nor_submits_nor_takes_a_dataset(tenants:
     assert (await alice.rest("GET", f"{RUN}/prompts/1"))["state"] == "PENDING", "it is hers, whoever submitted it"
     (alice.gateway.config.folder / "datasets" / "by-hand.jsonl").write_bytes(lines)
     assert (await bob.rest("GET", f"{RUN}/datasets/by-hand"))["num_prompts"] == 1, "it has no owner"
+    table = io.BytesIO()
+    pq.write_table(pa.table({"prompt": ["b"]}), table)  # type: ignore[no-untyped-call]
+    for content, kind in ((lines, "application/x-ndjson"), (table.getvalue(), "application/vnd.apache.parquet")):
+        body = {"content": content, "headers": {"Content-Type": kind}}
+        assert await bob.status("PUT", f"{RUN}/datasets/by-hand", **body) == (200 if content == lines else 409)
+        assert (await alice.rest("GET", f"{RUN}/datasets/by-hand"))["num_prompts"] == 1, "an upload does not take it"
 
 
 async def test_a_dataset_has_its_owner_before_it_can_be_found(
@@ -564,6 +595,26 @@ async def test_notices_do_not_quote_another_team(tenants: Tenants, redis_client:
         shown = {found["kind"]: found for found in run(await tenants.bob.rest("GET", path))["notices"]}
         assert [*shown] == ["server_lost"] and shown["server_lost"]["text"] == "r1 was silent"
         assert "Traceback: secret" in str(run(await tenants.operator.rest("GET", path))["notices"])
+
+
+async def test_failures_do_not_quote_another_team(
+    tenants: Tenants, queue: RedisReplayQueue, redis_client: redis.Redis
+) -> None:
+    await tenants.alice.rest("POST", f"{RUN}/prompts", json={"prompts": [PROMPT]})
+    [lease] = await queue.lease("s", 1)
+    await queue.give_back("s", lease, "corrupt: cannot parse 'secret'", is_final=True)
+    opened = {"reason": "corrupt: 'secret'", "failures": 4, "opened_ms": 1, "probe_ms": 2}
+    await redis_client.hset(RunKeys("test").breakers, "r0", json.dumps(opened))
+    watch = prompts_pb2.WatchResultsRequest(cursor="0")
+    for tenant, shown in ((tenants.bob, "corrupt"), (tenants.operator, "corrupt: cannot parse 'secret'")):
+        [letter] = (await tenant.rest("GET", f"{RUN}/dead-letters"))["dead_letters"]
+        listed = await tenant.call("RunService", "ListDeadLetters", runs_pb2.ListDeadLettersRequest())
+        results = tenant.call("PromptService", "WatchResults", watch)
+        result = await results.read()
+        results.cancel()
+        assert [letter["reason"], listed.dead_letters[0].reason, result.reason] == [shown] * 3
+        for path in (RUN, f"{RUN}/servers"):
+            assert (await tenant.rest("GET", path))["servers"][0]["breaker_reason"] == "corrupt"
 
 
 @pytest.mark.parametrize("source", ["a\0b", "a\nb", "x" * 257])

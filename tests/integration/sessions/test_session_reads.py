@@ -13,7 +13,7 @@ import pytest
 from penstock.api_keys import make_key
 from penstock.client import PenstockClient
 from penstock.errors import InvalidInput, NotFound
-from penstock.v1 import generate_pb2_grpc, sessions_pb2
+from penstock.v1 import sessions_pb2, sessions_pb2_grpc
 from support.gateways import LAUNCH, SCREENSHOTS, Gateway, needs_chromium
 from support.scripted_engines import ANSWER, TalkingEngine
 
@@ -119,7 +119,7 @@ async def test_states_and_lists_of_sessions(talking: Talking, client: PenstockCl
 async def test_sessions_are_read_over_grpc_and_need_a_key(talking: Talking, client: PenstockClient) -> None:
     gateway, _ = talking
     await converse(talking, "s", FORKED[0])
-    stub: Any = generate_pb2_grpc.SessionServiceStub(gateway.channel)
+    stub: Any = sessions_pb2_grpc.SessionServiceStub(gateway.channel)
     read = await stub.GetSession(sessions_pb2.GetSessionRequest(session_id="s"))
     assert read.summary.state == sessions_pb2.SessionSummary.OPEN and len(read.calls) == 1
     listed = await stub.ListSessions(sessions_pb2.ListSessionsRequest())

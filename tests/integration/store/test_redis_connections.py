@@ -1,29 +1,45 @@
-"""Connections to Redis: Unix socket, TLS, a user with a password file, and a cluster. Each test does a round trip."""
+"""Connections to Redis: Unix socket, TLS, a user with a password file, and a cluster. Each test does a round trip.
+
+Every process refuses a Redis whose failover could take acknowledged writes: see docs/security.md.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 import ssl
 import subprocess
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+import redis as blocking
+from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 
+from penstock.cli import main as cli
+from penstock.config.rollout import EngineConfig
+from penstock.config.run import RunConfig, WeightsConfig
 from penstock.config.service import RedisConfig, ReplayConfig
-from penstock.errors import ConfigError, Unavailable
+from penstock.errors import ConfigError, Unavailable, first_error
+from penstock.feed.feed_process import feed_run
 from penstock.machine import free_port, wait_for_port
 from penstock.replay.queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, PolicyRegistry, ServerRecord
-from penstock.store.redis_client import connect
+from penstock.store.redis_client import check_primary, connect
 from penstock.v1 import policies_pb2
+from penstock_learner.__main__ import serve as serve_learner
+from penstock_rollout import server as rollout_server
+from penstock_services.gateway.server import serve as serve_gateway
 from penstock_tools.local.private_redis import find_redis_server
+from support.gateways import run_config, running
 from support.processes import until
 from support.redis_server import RedisProcess
+from support.scripted_engines import make_tokenizer_folder
 
 
 async def round_trip(config: RedisConfig) -> None:
@@ -143,6 +159,162 @@ async def test_tls(tls_port: int, tmp_path: Path, redis_process: RedisProcess) -
         await round_trip(RedisConfig(url=url, **ours))
     with pytest.raises(Unavailable):
         await round_trip(RedisConfig(url=url, tls_ca_file=tmp_path / "ca.pem"))
+
+
+async def test_a_gateway_and_a_command_over_tls(
+    tls_port: int, tmp_path: Path, redis_process: RedisProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From the command to the gateway, and from the gateway to Redis. Both ask for the other side's certificate."""
+    authority, certificate, key = tmp_path / "ca.pem", tmp_path / "end.pem", tmp_path / "end.key"
+    (tmp_path / "both.pem").write_bytes(certificate.read_bytes() + key.read_bytes())
+    files = {"tls_cert_file": certificate, "tls_key_file": key}
+    password = urlsplit(redis_process.url).password
+    to_redis = RedisConfig(url=f"rediss://:{password}@127.0.0.1:{tls_port}/0", tls_ca_file=authority, **files)
+    config = run_config("redis://", tmp_path, tls_client_ca_file=authority, **files)
+    async with running(config.model_copy(update={"redis": to_redis})) as gateway:
+        where = ["--url", f"https://127.0.0.1:{gateway.rest_port}", "--api-key-file", f"{config.folder}/gateway.key"]
+        flags = ["--tls-ca-file", str(authority), "--tls-cert-file", f"{tmp_path}/both.pem"]
+        assert await asyncio.to_thread(cli.main, ["runs", "list", *where, *flags]) == 0
+        assert "test" in capsys.readouterr().out
+        assert await asyncio.to_thread(cli.main, ["runs", "list", *where, *flags[:3], str(authority)]) == 2
+        assert "--tls-ca-file or --tls-cert-file cannot be used" in capsys.readouterr().err
+
+
+# ── failover ──
+
+
+@contextlib.contextmanager
+def replica(folder: Path) -> Iterator[RedisConfig]:
+    """A replica whose primary does not answer."""
+    port = free_port()
+    with redis_server("--replicaof", "127.0.0.1", "1", "--dir", str(folder), port=port):
+        yield RedisConfig(url=f"redis://127.0.0.1:{port}/0")
+
+
+@contextlib.contextmanager
+def sentinel(folder: Path) -> Iterator[RedisConfig]:
+    port, config = free_port(), folder / "sentinel.conf"
+    config.write_text(f"port {port}\nbind 127.0.0.1\ndir {folder}\n")
+    process = subprocess.Popen([find_redis_server(), str(config), "--sentinel"], stdout=subprocess.DEVNULL)
+    try:
+        assert wait_for_port("127.0.0.1", port, timeout_s=20)
+        yield RedisConfig(url=f"redis://127.0.0.1:{port}/0")
+    finally:
+        process.kill()
+        process.wait(timeout=20)
+
+
+@contextlib.contextmanager
+def cluster_with_a_replica(folder: Path) -> Iterator[RedisConfig]:
+    ports = [cluster_port(), cluster_port()]
+    with contextlib.ExitStack() as stack:
+        for port in ports:
+            (folder / str(port)).mkdir()
+            options = ("--cluster-enabled", "yes", "--dir", str(folder / str(port)))
+            stack.enter_context(redis_server(*options, port=port))
+        primary, second = (stack.enter_context(blocking.Redis(port=port)) for port in ports)
+        primary.execute_command("CLUSTER ADDSLOTS", *range(16384))
+        second.execute_command("CLUSTER MEET", "127.0.0.1", ports[0])
+        name = primary.execute_command("CLUSTER MYID").decode()
+        until(lambda: name in str(second.execute_command("CLUSTER NODES")), "the nodes to meet")
+        second.execute_command("CLUSTER REPLICATE", name)
+        until(lambda: str(ports[1]) in str(primary.execute_command("CLUSTER SLOTS")), "the replica in the cluster")
+        yield RedisConfig(url=f"redis://127.0.0.1:{ports[0]}/0", cluster=True)
+
+
+REFUSED = r"^redis\.url names a replica or a Sentinel; set it to the primary"
+
+
+@pytest.mark.parametrize(
+    ("start", "why"),
+    [(replica, REFUSED), (sentinel, REFUSED), (cluster_with_a_replica, r"^the cluster of redis\.url has replicas")],
+)
+async def test_what_may_fail_over_is_refused(
+    start: Callable[[Path], contextlib.AbstractContextManager[RedisConfig]], why: str, tmp_path: Path
+) -> None:
+    with start(tmp_path) as config:
+        client = connect(config)
+        with pytest.raises(ConfigError, match=why):
+            await check_primary(client)
+        await client.aclose()
+
+
+async def serve_rollout(config: RunConfig) -> None:
+    await rollout_server.serve(config, "r0")
+
+
+PROCESSES: dict[str, Callable[[RunConfig], Awaitable[None]]] = {
+    "gateway": serve_gateway, "rollout": serve_rollout, "learner": serve_learner, "feed": feed_run,
+}  # fmt: skip
+
+
+@pytest.fixture
+def own_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process sets variables of its own, and has one registry of metrics."""
+    before = dict(os.environ)
+    monkeypatch.setattr(rollout_server, "REGISTRY", CollectorRegistry())
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def config_of_any_process(redis: RedisConfig, folder: Path) -> RunConfig:
+    make_tokenizer_folder(folder)
+    (folder / "data.jsonl").write_text('{"prompt": "a"}\n')
+    config = run_config(redis.url, folder)
+    config.folder.mkdir(exist_ok=True)
+    changes = {"redis": redis, "dataset": config.dataset.model_copy(update={"file": folder / "data.jsonl"})}
+    engine = config.rollout.model_copy(update={"engine": EngineConfig(name="torch")})
+    return config.model_copy(update=changes | {"rollout": engine})
+
+
+@pytest.mark.parametrize("process", PROCESSES)
+async def test_every_process_refuses_what_may_fail_over(process: str, tmp_path: Path, own_environment: None) -> None:
+    with replica(tmp_path) as redis, pytest.raises(ConfigError, match=REFUSED):
+        async with asyncio.timeout(120):
+            await PROCESSES[process](config_of_any_process(redis, tmp_path))
+
+
+@pytest.mark.parametrize(("process", "setting"), [("rollout", "rollout.host"), ("learner", "learner.publish_host")])
+async def test_links_that_are_not_encrypted_are_logged_at_start(
+    process: str, setting: str, tmp_path: Path, own_environment: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "cluster-key").write_text("secret")
+    with replica(tmp_path) as redis, pytest.raises(ConfigError, match=REFUSED):
+        config = config_of_any_process(redis, tmp_path)
+        beyond = {
+            "rollout": config.rollout.model_copy(update={"host": "0.0.0.0"}),
+            "learner": config.learner.model_copy(update={"publish_host": "0.0.0.0"}),
+            "weights": WeightsConfig(cluster_key_file=tmp_path / "cluster-key"),
+        }
+        await PROCESSES[process](config.model_copy(update=beyond))
+    [line] = [record.getMessage() for record in caplog.records if "not encrypted" in record.getMessage()]
+    assert line.startswith(f"{setting} 0.0.0.0 is not loopback: ")
+
+
+@pytest.mark.parametrize("process", ["gateway", "rollout"])
+async def test_a_redis_that_starts_later_is_refused_too(
+    process: str, tmp_path: Path, own_environment: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """These processes start without Redis. The rollout server loads its engine meanwhile."""
+    with contextlib.ExitStack() as stack:
+        port = free_port()
+        started = asyncio.Event()
+
+        def start_redis(*_: object) -> None:
+            stack.enter_context(redis_server("--replicaof", "127.0.0.1", "1", "--dir", str(tmp_path), port=port))
+            started.set()
+
+        async def start_engine(*_: object) -> None:
+            start_redis()
+
+        monkeypatch.setattr(rollout_server, "start_engine", start_engine)
+        config = config_of_any_process(RedisConfig(url=f"redis://127.0.0.1:{port}/0"), tmp_path)
+        run: Any = serve_rollout(config) if process == "rollout" else serve_gateway(config, start_redis)
+        with pytest.raises((ConfigError, ExceptionGroup)) as raised:
+            async with asyncio.timeout(120):
+                await run
+        assert started.is_set() and isinstance(first_error(raised.value), ConfigError)
 
 
 # ── cluster ──

@@ -75,6 +75,12 @@ def queues(clients: Clients, run: str) -> Callable[[str], RedisReplayQueue]:
     return lambda role: RedisReplayQueue(clients[role], run, config)
 
 
+async def test_every_user_can_find_out_whether_its_redis_is_the_primary(clients: Clients) -> None:
+    for user, client in clients.items():
+        answer = await client.execute_command("HELLO")
+        assert b"master" in (answer.values() if isinstance(answer, dict) else answer), user
+
+
 async def test_the_breaker_opens_is_seen_and_is_closed(
     clients: Clients, queues: Callable[[str], RedisReplayQueue], run: str
 ) -> None:

@@ -27,7 +27,7 @@ from penstock.samples import TokenText
 from penstock.sessions.task_store import TaskStore
 from penstock.store.fleet import RunControl
 from penstock.store.keys import check_name
-from penstock.v1 import generate_pb2, sessions_pb2, tasks_pb2
+from penstock.v1 import sessions_pb2, tasks_pb2
 from penstock_services.gateway.access import Caller
 from penstock_services.gateway.operations import (
     IDEMPOTENCY_KEY,
@@ -56,6 +56,9 @@ POLL_S = 0.25
 
 
 class OfRun(Record):
+    """A request about sessions or tasks. Their paths do not name the run: a harness knows its gateway and its session,
+    and OpenAI's and Anthropic's paths, which it calls as well, have no run either."""
+
     run: str = ""
     """The run; empty for the gateway's own."""
 
@@ -112,8 +115,8 @@ class SessionHandlers(Handlers):
 
     @operation("POST", "/v1/sessions/{session_id}/reward", "submit", records.RewardedSession, takes=RewardSession)
     async def reward_session(
-        self, caller: Caller, request: generate_pb2.RewardSessionRequest
-    ) -> generate_pb2.RewardSessionResponse:
+        self, caller: Caller, request: sessions_pb2.RewardSessionRequest
+    ) -> sessions_pb2.RewardSessionResponse:
         """Turn the session's recorded calls into training data with this reward."""
         check_name("session_id", request.session_id)
         for name, value in {"reward": request.reward, **request.reward_parts}.items():
@@ -125,7 +128,7 @@ class SessionHandlers(Handlers):
             request.session_id, request.reward, request.reward_parts, request.task_id, caller.owner
         )
         self.recorder.forget(request.session_id)
-        return generate_pb2.RewardSessionResponse(
+        return sessions_pb2.RewardSessionResponse(
             prompt_ids=ids, replayed=closing.state == "answered", is_waiting=closing.state == "joined"
         )
 
@@ -194,17 +197,10 @@ def _node(tree: SessionTree, number: int) -> sessions_pb2.SessionNode:
     call, parent = tree.calls[number], tree.parent(number)
     num_before = 0 if parent is None else tree.calls[parent].num_tokens
     return message_of(
-        sessions_pb2.SessionNode,
-        call,
-        number=number,
-        parent=-1 if parent is None else parent,
-        finish_reason=FINISH_TO_PROTO[call.finish_reason],
-        sampling=sampling_to_proto(call.sampling),
-        num_inserted=call.num_prompt_tokens - num_before,
-        num_sampled=len(call.token_ids),
-        token_ids=b"",
-        log_probs=b"",
-    )
+        sessions_pb2.SessionNode, call, number=number, parent=-1 if parent is None else parent,
+        finish_reason=FINISH_TO_PROTO[call.finish_reason], sampling=sampling_to_proto(call.sampling),
+        num_inserted=call.num_prompt_tokens - num_before, num_sampled=len(call.token_ids), token_ids=b"", log_probs=b"",
+    )  # fmt: skip
 
 
 @dataclass

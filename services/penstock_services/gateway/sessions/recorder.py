@@ -112,20 +112,11 @@ class SessionRecorder:
         base, num_shared = call.tree.split(prompt, call.continued)
         keys, num_chars = _keys_after(call, answer, has_stop=bool(request.stop or request.sampling.stop))
         stored = sessions_pb2.SessionCall(
-            call_id=call.call_id,
-            base=base,
-            num_shared=num_shared,
-            extra_token_ids=prompt[num_shared:].tobytes(),
-            token_ids=answer.token_ids,
-            log_probs=answer.log_probs,
-            segments=answer.segments,
-            finish_reason=answer.finish_reason,
-            sampling=request.sampling,
-            server_id=answer.server_id,
-            conversation_keys=keys,
-            num_chars=num_chars,
-            finished_at_ms=int(time.time() * 1000),
-        )
+            call_id=call.call_id, base=base, num_shared=num_shared, extra_token_ids=prompt[num_shared:].tobytes(),
+            token_ids=answer.token_ids, log_probs=answer.log_probs, segments=answer.segments,
+            finish_reason=answer.finish_reason, sampling=request.sampling, server_id=answer.server_id,
+            conversation_keys=keys, num_chars=num_chars, finished_at_ms=int(time.time() * 1000),
+        )  # fmt: skip
         list_name = call.tree.list_name if base >= 0 else ""
         await self.store.record(call.session_id, stored.SerializeToString(), call.call_id, list_name, call.owner)
 

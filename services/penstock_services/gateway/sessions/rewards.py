@@ -121,15 +121,8 @@ class SessionRewards:
             num_samples=len(shared.trajectories), agent_name=SESSION_AGENT, owner=owner,
         )  # fmt: skip
         group = Group(
-            run=self.config.run,
-            prompt_id=0,
-            attempt=0,
-            server_id=ORIGIN,
-            data_source=data_source,
-            sampling=shared.sampling,
-            prompt_token_ids=shared.prompt_token_ids,
-            trajectories=shared.trajectories,
-            agent_name=SESSION_AGENT,
-            finished_at_ms=int(time.time() * 1000),
-        )
+            run=self.config.run, prompt_id=0, attempt=0, server_id=ORIGIN, data_source=data_source,
+            sampling=shared.sampling, prompt_token_ids=shared.prompt_token_ids, trajectories=shared.trajectories,
+            agent_name=SESSION_AGENT, finished_at_ms=int(time.time() * 1000),
+        )  # fmt: skip
         return OfferedGroup(number, encode_prompt(prompt), prompt.priority, group)

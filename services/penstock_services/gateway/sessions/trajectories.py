@@ -110,16 +110,11 @@ def _trajectory(path: _Path, num_shared: int, sampling: Sampling) -> Trajectory:
         num_tokens += len(call.token_ids)
         samplings.append((call.sampling, num_tokens))
     return Trajectory(
-        token_ids=np.concatenate(ids, dtype=np.int32),
-        loss_mask=np.array(masks, dtype=np.uint8),
-        log_probs=np.concatenate(log_probs, dtype=np.float32),
-        segments=_merged(segments),
-        reward=path.session.reward,
-        reward_parts=dict(path.session.reward_parts),
-        finish_reason=calls[-1].finish_reason,
-        sampling_segments=_sampling_segments(samplings, sampling),
-        episode=path.episode,
-    )
+        token_ids=np.concatenate(ids, dtype=np.int32), loss_mask=np.array(masks, dtype=np.uint8),
+        log_probs=np.concatenate(log_probs, dtype=np.float32), segments=_merged(segments), reward=path.session.reward,
+        reward_parts=dict(path.session.reward_parts), finish_reason=calls[-1].finish_reason,
+        sampling_segments=_sampling_segments(samplings, sampling), episode=path.episode,
+    )  # fmt: skip
 
 
 def _merged(segments: Sequence[VersionSegment]) -> tuple[VersionSegment, ...]:

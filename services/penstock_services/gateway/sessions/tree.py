@@ -61,18 +61,15 @@ class Call:
     @classmethod
     def of(cls, stored: sessions_pb2.SessionCall) -> Call:
         return cls(
-            call_id=stored.call_id,
-            base=stored.base,
-            num_shared=stored.num_shared,
+            call_id=stored.call_id, base=stored.base, num_shared=stored.num_shared,
             extra=np.frombuffer(stored.extra_token_ids, dtype="<i4"),
             token_ids=np.frombuffer(stored.token_ids, dtype="<i4"),
             log_probs=np.frombuffer(stored.log_probs, dtype="<f4"),
             segments=tuple(VersionSegment(s.start, s.end, s.policy_version) for s in stored.segments),
             sampling=sampling_from_proto(stored.sampling),
-            finish_reason=FINISH_FROM_PROTO.get(stored.finish_reason, "stop"),
-            server_id=stored.server_id,
+            finish_reason=FINISH_FROM_PROTO.get(stored.finish_reason, "stop"), server_id=stored.server_id,
             finished_at_ms=stored.finished_at_ms,
-        )
+        )  # fmt: skip
 
 
 @dataclass

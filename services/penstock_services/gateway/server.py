@@ -88,10 +88,10 @@ async def serve(config: RunConfig, ready: Ready | None = None, stop: asyncio.Eve
 
         stack.enter_context(_signals(stop))
         async with asyncio.TaskGroup() as group:
-            sweeper = group.create_task(connections.sweep())
-            group.create_task(run.sessions.rewards.sweep(run.stopping))
+            sweeps = (connections.sweep(), run.sessions.rewards.sweep(run.stopping))
+            sweepers = [group.create_task(sweep) for sweep in sweeps]
             serving = group.create_task(rest.serve(sockets=[listener]))
-            serving.add_done_callback(lambda _: sweeper.cancel())
+            serving.add_done_callback(lambda _: [sweeper.cancel() for sweeper in sweepers])
             await rpc.start()
             group.create_task(_stop_when(stop, run.stopping, rest, rpc))
             async with asyncio.timeout(START_TIMEOUT_S):

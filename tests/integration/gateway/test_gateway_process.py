@@ -25,6 +25,7 @@ from penstock.v1 import (
     runs_pb2_grpc,
 )
 from penstock_services.gateway.server import serve
+from penstock_services.gateway.sessions.rewards import SessionRewards
 from penstock_tools.local.private_redis import find_redis_server
 from support.gateways import PROMPT, RUN, Gateway, assert_problem, post_prompts, run_config, running
 from support.redis_server import RedisProcess
@@ -110,6 +111,21 @@ async def test_sigterm_lets_a_request_in_flight_finish(gateway: Gateway) -> None
     async with asyncio.timeout(20):
         await gateway.task
     assert not address.exists()
+
+
+async def test_a_sweep_under_way_does_not_keep_the_gateway_from_stopping(
+    configure: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a slow Redis it may take `4 * redis.timeout_s`. Another gateway, or a later one, repeats it."""
+    is_sweeping = asyncio.Event()
+
+    async def sweep_once(_: SessionRewards) -> None:
+        is_sweeping.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(SessionRewards, "sweep_once", sweep_once)
+    async with running(configure()):
+        await is_sweeping.wait()
 
 
 async def test_a_replica_is_refused_at_start_and_not_ready_later(

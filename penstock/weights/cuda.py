@@ -303,7 +303,9 @@ class NcclGroup:
         self._nccl = nccl()
         self._communicator = 0
         self._is_made = False
-        self._starting: threading.Thread | None = None
+        self._thread: threading.Thread | None = None
+        """Begins the communicator and aborts it. An abort as the interpreter ends could not start a thread."""
+        self._is_ending = threading.Event()
         self._held: dict[int, object] = {}
         self._lock = threading.Lock()
         self._is_aborted = False
@@ -322,20 +324,24 @@ class NcclGroup:
         self._copies = DeviceStream(self.device_index)
         self._token = DeviceAllocation(1, self.device_index)
         failures: list[Exception] = []
+        has_begun = threading.Event()
 
-        def begin() -> None:
+        def begin_and_abort() -> None:
             try:
                 runtime().setDevice(self.device_index)
                 self._communicator = self._nccl.begin(self._world_size, self._unique_id, self._rank)
             except Exception as error:
                 failures.append(error)
+            has_begun.set()
+            self._is_ending.wait()
+            self._abort()
 
         # In a thread, because the first call of a process looks for networks, which can take long.
-        thread = threading.Thread(target=begin, name="nccl-begin", daemon=True)
+        thread = threading.Thread(target=begin_and_abort, name="nccl-group", daemon=True)
         with self._lock:  # an abort finds either no thread or one that it can wait for
             thread.start()
-            self._starting = thread
-        deadline.wait_until(lambda: not thread.is_alive(), POLL_S)
+            self._thread = thread
+        deadline.wait_until(has_begun.is_set, POLL_S)
         if failures:
             raise failures[0]
         deadline.wait_until(self._has_returned, POLL_S)
@@ -388,18 +394,13 @@ class NcclGroup:
         """Abort the communicator. Its work on the GPU ends soon. Never waits for other ranks."""
         with self._lock:
             was_aborted, self._is_aborted = self._is_aborted, True
-            has_started = self._starting is not None
-        if was_aborted or not has_started:
+        if was_aborted or self._thread is None:
             return
         # In a thread, because NCCL's abort can hang. The thread keeps the memory until NCCL has finished with it.
-        thread = threading.Thread(target=self._abort, name="nccl-abort", daemon=True)
-        thread.start()
-        thread.join(ABORT_TIMEOUT_S)
+        self._is_ending.set()
+        self._thread.join(ABORT_TIMEOUT_S)
 
     def _abort(self) -> None:
-        runtime().setDevice(self.device_index)
-        assert self._starting is not None
-        self._starting.join()  # no thread may abort a communicator that another one is still creating
         if self._communicator:
             self._nccl.abort(self._communicator)
         while not (self._stream.is_drained() and self._copies.is_drained()):

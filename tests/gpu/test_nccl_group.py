@@ -97,13 +97,26 @@ def test_abort_from_another_thread_ends_a_start_that_waits(device: torch.device)
     thread = threading.Thread(target=open_group)
     thread.start()
     assert began.wait(DEADLINE_S)
-    while group._starting is None:
+    while group._thread is None:
         thread.join(0.01)
     group.abort()
     thread.join(PROMPT_S)
     assert not thread.is_alive()
     assert "was aborted" in str(failures[0])
     assert not group.is_open
+
+
+def test_a_group_is_aborted_also_as_the_interpreter_ends(nccl: NcclStandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.12 starts no thread then."""
+    group = group_of(1)
+    group.open(Deadline(DEADLINE_S, "meeting"))
+
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    group.abort()
+    assert nccl.num_aborts == 1
 
 
 def test_memory_is_held_until_nccl_is_off_it(nccl: NcclStandIn, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from pydantic import BaseModel
 
 from penstock.api.conversion import to_json
 from penstock.api_keys import read_own_key
+from penstock.cancellation import end_task
 from penstock.config.run import ModelConfig, RunConfig
 from penstock.config.service import GatewayConfig, RedisConfig
 from penstock.replay.queue import RedisReplayQueue
@@ -100,8 +101,20 @@ async def running(config: RunConfig) -> AsyncIterator[Gateway]:
     ):
         yield Gateway(config, rest, channel, rest_port, grpc_port, stop, task)
     stop.set()
-    async with asyncio.timeout(20):
-        await task
+    if not (await asyncio.wait({task}, timeout=20))[0]:
+        pending = "\n".join(sorted(waiting_at(each) for each in asyncio.all_tasks()))
+        await end_task(task)
+        raise TimeoutError(f"the gateway has not ended 20 s after it was told to stop; pending tasks:\n{pending}")
+    await task
+
+
+def waiting_at(task: asyncio.Task[Any]) -> str:
+    """The task's name and the lines at which it waits, the innermost last."""
+    places, awaited = [], task.get_coro()
+    while (frame := getattr(awaited, "cr_frame", None)) is not None:
+        places.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}")
+        awaited = getattr(awaited, "cr_await", None)
+    return f"{task.get_name()}: {' > '.join(places)} > {awaited!r}"
 
 
 def run_config(redis_url: str, folder: Path, **gateway: Any) -> RunConfig:

@@ -296,6 +296,9 @@ class OperatorOrders:
     async def new_rewind(self) -> Orders | None:
         self.rewind_ordered.clear()
         orders = await self.control.orders()
+        if orders.num_rewinds < self.term.num_orders:
+            # Redis has lost orders, or an older build counted them under another name. The next one is new.
+            self.term.handle_orders(orders.num_rewinds)
         return orders if orders.num_rewinds > self.term.num_orders else None
 
     async def wait_for_either(self, task: asyncio.Task[object], timeout_s: float | None) -> None:

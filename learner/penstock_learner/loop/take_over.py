@@ -1,9 +1,9 @@
 """Taking over a run: a learner chooses a checkpoint, takes a new term, and continues from the checkpoint.
 
 The controller chooses once, before any role starts (`choose_checkpoint`). A choice that is refused ends the learner
-before it has fenced anyone. Until the term is taken, the learner before this one may still commit. If it has, the
-choice may no longer cover everything that was acknowledged, and is made again; otherwise the chosen checkpoint is
-loaded. Once the term is taken, no one else can commit.
+before it has fenced anyone. Until the term is taken, the learner before this one may still finish checkpoints and
+commit. If it has, the choice is made again; otherwise the chosen checkpoint is loaded. Once the term is taken, no one
+else can commit.
 
     newest checkpoint ─► does it cover every committed group? ─► load it, which verifies its files ─► rewind the queue
          ▲                 │ no: refuse it, or rewind if            │
@@ -61,6 +61,8 @@ class ChosenCheckpoint:
     """What was committed when the checkpoint was chosen."""
     store_id: str
     """The store that this was read from. A ledger stands for the prompts of one store only."""
+    newest: Path | None
+    """The first candidate: the chosen checkpoint, unless that one is damaged."""
 
     @property
     def path(self) -> str:
@@ -74,7 +76,7 @@ async def take_over(
     queue: GroupConsumer, checkpoints: CheckpointStore, config: CheckpointConfig, chosen: ChosenCheckpoint, load: Load,
     loss_window_s: float, kl: KLConfig,
 ) -> Term:  # fmt: skip
-    """Fence every earlier learner, then load the chosen checkpoint, or a newer one if the learner before has committed
+    """Fence every earlier learner, then load the chosen checkpoint, or a newer one that the learner before has finished
     since, rewind to it if the config asks for that, and bring the queue to its state. A checkpoint that no longer
     covers all committed groups, or that is of another store than the one found now, is refused before the term is
     taken: such a learner fences no one."""
@@ -148,9 +150,12 @@ async def choose_checkpoint(
 async def _unless_changed(
     queue: GroupConsumer, checkpoints: CheckpointStore, config: CheckpointConfig, chosen: ChosenCheckpoint
 ) -> ChosenCheckpoint:
-    """The choice, which is made again only if something was committed since, or if this is another store now."""
+    """The choice, which is made again only if a checkpoint was finished or committed since, or if this is another store
+    now."""
     if await queue.store_id() == chosen.store_id and await queue.committed() == chosen.committed:
-        return chosen
+        found = await asyncio.to_thread(checkpoints.candidates, config.resume, chosen.committed.rewind)
+        if next(iter(found), None) == chosen.newest:
+            return chosen
     logger.info("the run has changed since the checkpoint was chosen; choosing again")
     return await choose_checkpoint(queue, checkpoints, config)
 
@@ -179,7 +184,8 @@ def _checked(
     state.check_store(store_id)
     if path == Path(config.resume):
         state = replace(state, resumed_from=config.resume)
-    choice = ChosenCheckpoint(path, state, Ledger(state.ledger).missing(committed.trained), committed, store_id)
+    uncovered, newest = Ledger(state.ledger).missing(committed.trained), next(iter(damaged), path)
+    choice = ChosenCheckpoint(path, state, uncovered, committed, store_id, newest)
     if not choice.uncovered:
         return choice
     newer = f"; newer checkpoints are damaged: {_listed(damaged)}" if damaged else ""

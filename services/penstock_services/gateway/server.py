@@ -88,8 +88,8 @@ async def serve(config: RunConfig, ready: Ready | None = None, stop: asyncio.Eve
 
         stack.enter_context(_signals(stop))
         async with asyncio.TaskGroup() as group:
-            until_stop = group.create_task(connections.sweep()), group.create_task(wait_for_primary(client))
-            group.create_task(run.sessions.rewards.sweep(run.stopping))
+            whole_time = (connections.sweep(), run.sessions.rewards.sweep(run.stopping), wait_for_primary(client))
+            until_stop = [group.create_task(each) for each in whole_time]
             serving = group.create_task(rest.serve(sockets=[listener]))
             serving.add_done_callback(lambda _: [task.cancel() for task in until_stop])
             await rpc.start()

@@ -16,14 +16,15 @@ import redis.asyncio as redis
 
 from penstock.client import PenstockClient
 from penstock.config.run import RunConfig
-from penstock.errors import ConfigError, Unavailable
-from penstock.machine import free_port, wait_for_port
+from penstock.errors import Unavailable
+from penstock.machine import free_port
 from penstock.store.redis_client import check_primary
 from penstock.v1 import (
     runs_pb2,
     runs_pb2_grpc,
 )
 from penstock_services.gateway.server import serve
+from penstock_services.gateway.sessions.rewards import SessionRewards
 from support.gateways import PROMPT, RUN, Gateway, assert_problem, post_prompts, run_config, running
 from support.redis_server import RedisProcess
 
@@ -138,6 +139,21 @@ async def test_sigterm_lets_a_request_in_flight_finish(gateway: Gateway) -> None
     async with asyncio.timeout(20):
         await gateway.task
     assert not address.exists()
+
+
+async def test_a_sweep_under_way_does_not_keep_the_gateway_from_stopping(
+    configure: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a slow Redis it may take `4 * redis.timeout_s`. Another gateway, or a later one, repeats it."""
+    is_sweeping = asyncio.Event()
+
+    async def sweep_once(_: SessionRewards) -> None:
+        is_sweeping.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(SessionRewards, "sweep_once", sweep_once)
+    async with running(configure()):
+        await is_sweeping.wait()
 
 
 async def test_a_gateway_whose_redis_becomes_a_replica_is_not_ready(

@@ -32,6 +32,7 @@ from penstock.config.service import SessionLimits
 from penstock.replay.queue import RedisReplayQueue
 from penstock.samples import Sample, SampleFile, line_of
 from penstock.sessions.task_store import TaskStore
+from penstock.store.keys import RunKeys
 from penstock.store.notices import Event, Notices
 from penstock.v1 import (
     datasets_pb2,

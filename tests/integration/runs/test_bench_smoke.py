@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from support.bench_smoke import BENCH, FOLLOWERS, PROGRAMS, SmokeRun
+from support import bench_smoke
+from support.bench_smoke import BENCH, FOLLOWERS, NEEDS, PROGRAMS, SmokeRun
 
 
 def test_every_benchmark_is_a_program() -> None:
     assert len(PROGRAMS) > 15
-    assert set(FOLLOWERS) < set(PROGRAMS)
+    assert set(FOLLOWERS) < set(PROGRAMS) and set(NEEDS) < set(PROGRAMS)
 
 
 @pytest.mark.timeout(220)
@@ -25,6 +26,23 @@ def test_a_smoke_run_of_a_benchmark_measures(program: str, tmp_path: Path) -> No
     before = {path: path.stat().st_mtime_ns for path in (BENCH / "results").iterdir()}
     SmokeRun(program, tmp_path).finish()
     assert before == {path: path.stat().st_mtime_ns for path in (BENCH / "results").iterdir()}
+
+
+def test_a_program_that_could_have_measured_fails_without_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Ended:
+        def __init__(self, _: Path, __: list[str], output: Path, *___: object) -> None:
+            output.write_text("TRL is not installed, so its step is skipped")
+
+        def wait(self, _: float) -> int:
+            return 0
+
+        def kill(self) -> None: ...
+
+    monkeypatch.setattr(bench_smoke, "ForkedProcess", Ended)
+    with pytest.raises(AssertionError, match="nothing was measured: TRL is not installed"):
+        SmokeRun("gpu/learner.py", tmp_path).finish()
 
 
 def test_help_describes_a_benchmark_and_runs_nothing(tmp_path: Path) -> None:

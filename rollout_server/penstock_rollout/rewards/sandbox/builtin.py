@@ -49,8 +49,9 @@ from penstock_rollout.rewards.sandbox.seccomp import check, load_libc
 logger = logging.getLogger(__name__)
 PREFIX = "penstock-code-"
 _MAX_ATTEMPTS = 5
-_MAX_LATER_OTHERS = 1024
-"""How many threads other programs of the server's user may start while a program runs."""
+_MAX_LATER_OTHERS = 128
+"""How many threads other programs of the server's user may start while a program runs. A program can use up as many
+until it is ended, and a pod may have few."""
 _OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -167,6 +168,13 @@ class Layers:
     def isolates(self) -> bool:
         return self.landlock_abi > 0 and self.has_seccomp
 
+    @property
+    def counts_processes(self) -> bool:
+        """Whether the sandbox counts the processes of a program: without namespaces or a separate user, the kernel
+        counts all processes of the server's user. Without seccomp they can leave the session, so the kernel's count
+        has to do."""
+        return self.has_seccomp and not self.drops_user and not self.has_namespaces
+
     @classmethod
     def wanted(cls) -> Layers:
         """All layers that this kernel supports. `usable_layers` tries whether this process may use them."""
@@ -225,7 +233,8 @@ class Builtin:
             with Restrictions(self.layers, limits, folder, entrances) as restrictions:
                 process = start_process(command, folder, folder, preexec_fn=restrictions.apply)
             stack.enter_context(process)
-            running = ConfinedProgram(process, limits, group, folder)
+            counts = group is None and self.layers.counts_processes
+            running = ConfinedProgram(process, limits, group, folder, counts_processes=counts)
             stack.callback(running.kill)
             yield running
 
@@ -264,9 +273,9 @@ class Restrictions:
         self._ruleset = -1
         self._user = own_user()
         # Without namespaces or a separate user, the kernel counts all processes of this user, also those that start
-        # later. Its limit then only bounds a burst; the sandbox counts the program's own processes.
-        counts_all = not layers.drops_user and not layers.has_namespaces
-        process_limits = limits.of_a_process(_num_threads_of(os.getuid()) + _MAX_LATER_OTHERS if counts_all else 0)
+        # later. Its limit then only bounds a burst.
+        num_others = 0 if layers.drops_user or layers.has_namespaces else _num_threads_of(os.getuid())
+        process_limits = limits.of_a_process(num_others + _MAX_LATER_OTHERS * layers.counts_processes)
         self._limits = [(getattr(resource, f"RLIMIT_{name}"), (soft, hard)) for name, soft, hard in process_limits]
 
     def __enter__(self) -> Restrictions:

@@ -312,16 +312,19 @@ Ending = Literal["itself", "deadline", "output", "memory", "files", "processes"]
 
 class RunningProgram:
     """A program that has been started. What its processes and files use together is measured, unless the kernel holds
-    the limit: it holds memory and processes if there is a control group, and the files if there is no `folder`."""
+    the limit: it holds the memory if there is a control group, the files if there is no `folder`, and the number of
+    processes unless `counts_processes`."""
 
     def __init__(
-        self, process: subprocess.Popen[bytes], limits: Limits, group: ControlGroup | None, folder: Path | None = None
-    ) -> None:
+        self, process: subprocess.Popen[bytes], limits: Limits, group: ControlGroup | None, folder: Path | None = None,
+        *, counts_processes: bool = False,
+    ) -> None:  # fmt: skip
         self.process = process
         """The process to wait for. Its standard streams are the program's."""
         self._limits = limits
-        self._has_group = group is not None
+        self._holds_memory = group is not None
         self._folder = folder
+        self._counts_processes = counts_processes
 
     def pids(self, processes: Mapping[int, ProcessEntry]) -> list[int]:
         """The ids of the program's processes."""
@@ -331,16 +334,19 @@ class RunningProgram:
         """Kill every process of the program and wait for their end. May be called again."""
         raise NotImplementedError
 
-    def exceeded(self) -> Literal["memory", "files", "processes"] | None:
+    def has_too_many_processes(self) -> bool:
+        if not self._counts_processes:
+            return False
+        processes = read_processes()
+        return sum(processes[pid].num_threads for pid in self.pids(processes)) > self._limits.max_processes
+
+    def exceeded(self) -> Literal["memory", "files"] | None:
         """The limit that all processes or all files together exceed, if any."""
-        if self._has_group and self._folder is None:
+        if self._holds_memory and self._folder is None:
             return None
         processes = read_processes() if sys.platform == "linux" else {}
         pids = self.pids(processes)
-        # bubblewrap's own first process may be one of them.
-        if not self._has_group and sum(processes[pid].num_threads for pid in pids) > self._limits.max_processes + 1:
-            return "processes"
-        if not self._has_group and memory_is_exceeded(pids, processes, self._limits.memory_bytes):
+        if not self._holds_memory and memory_is_exceeded(pids, processes, self._limits.memory_bytes):
             return "memory"
         if self._folder is not None and files_are_exceeded(self._folder, self._limits.folder_bytes, pids):
             return "files"
@@ -411,15 +417,21 @@ class ProgramIO:
         return Outcome(self.program.process.returncode, bytes(self._written), self._errors, ended)
 
     def _follow(self, selector: selectors.BaseSelector, deadline: float) -> Ending:
-        measures_at = time.monotonic() + MEASURE_S
+        counts_at = time.monotonic()
+        measures_at = counts_at + MEASURE_S
         while True:
             has_ended = _has_ended(self.program.process)
             self._transfer(selector, 0 if has_ended else min(POLL_S, max(0.0, deadline - time.monotonic())))
             if len(self._written) > self._output_bytes:
                 return "output"
+            now = time.monotonic()
+            if has_ended or now >= counts_at:
+                counts_at = now + POLL_S
+                if self.program.has_too_many_processes():
+                    return "processes"
             if has_ended:
                 return "itself"
-            if (now := time.monotonic()) >= deadline:
+            if now >= deadline:
                 return "deadline"
             if now >= measures_at:
                 measures_at = now + MEASURE_S

@@ -1,4 +1,4 @@
-"""A learner loads the checkpoint that it has chosen, unless something was committed since; it takes no term when it is
+"""A learner loads the checkpoint that it has chosen, unless a newer one was finished since; it takes no term when it is
 to stop."""
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from penstock.config.learner import CheckpointConfig
 from penstock.config.loading import validate
 from penstock.config.service import ReplayConfig
 from penstock.errors import CheckpointDamaged, ConfigError, Fenced, RoleDied, Unavailable
-from penstock_learner.checkpoints import CheckpointStore, find_damage, tokenizer_digest
+from penstock_learner import checkpoints as checkpoints_module
+from penstock_learner.checkpoints import TRAINER_FILE, CheckpointStore, find_damage, tokenizer_digest
 from penstock_learner.loop import process as controller_module
+from penstock_learner.loop import take_over as take_over_module
 from penstock_learner.loop.process import LearnerController
 from penstock_learner.loop.take_over import choose_checkpoint, take_over
 from penstock_learner.metrics import LearnerMetrics
@@ -117,25 +119,36 @@ async def test_a_checkpoint_that_the_learner_before_finished_at_the_last_moment_
     assert "has changed since the checkpoint was chosen; choosing again" in caplog.text
 
 
-async def test_the_checkpoint_is_chosen_once_if_nothing_was_committed_since(
-    controller: LearnerController, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("newest", [480, 485])
+async def test_the_checkpoint_is_chosen_once_unless_one_was_finished_since(
+    controller: LearnerController, newest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The one that the learner before has finished and not committed covers no group that was acknowledged."""
+    """The learner before was fenced before it could commit its last one. Its successor would prefer that one again."""
     save(controller, 480)
     queue = contended(controller)
-    queue.late_step, queue.commits = 485, False
-    looks: list[str] = []
-    candidates = CheckpointStore.candidates
+    queue.late_step, queue.commits = 0 if newest == 480 else newest, False
+    read: list[str] = []
 
-    def look(store: CheckpointStore, *arguments: Any) -> list[Path]:
-        looks.append(arguments[0])
-        return candidates(store, *arguments)
+    def read_state(path: Path) -> TrainerState:
+        read.append(path.name)
+        return checkpoints_module.read_state(path)
 
-    monkeypatch.setattr(CheckpointStore, "candidates", look)
+    monkeypatch.setattr(take_over_module, "read_state", read_state)
+    with pytest.raises(Loaded) as stopped:
+        await controller.run()
+    names = [f"term-000001-step-{step:08d}" for step in sorted({480, newest})]
+    assert stopped.value.folder.name == names[-1] and read == names
+
+
+async def test_a_damaged_checkpoint_is_not_read_again_if_nothing_was_finished_since(
+    controller: LearnerController, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(controller, 480)
+    (save(controller, 485) / TRAINER_FILE).unlink()
     with pytest.raises(Loaded) as stopped:
         await controller.run()
     assert stopped.value.folder.name == "term-000001-step-00000480"
-    assert looks == ["auto"]
+    assert caplog.text.count("term-000001-step-00000485 cannot be used") == 1
 
 
 async def test_a_learner_whose_choice_a_commit_has_outdated_fences_no_one(controller: LearnerController) -> None:

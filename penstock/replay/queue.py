@@ -481,7 +481,7 @@ class GroupConsumer(QueueCalls):
     async def wait_for_groups(self, timeout_s: float) -> None:
         """Wait until new groups may be taken, or for `timeout_s`. It may return early.
 
-        Every change that lets a group be taken adds an entry to the results: an append, a dead letter, a cancellation."""
+        Every change that lets a group be taken adds an entry to the results: append, dead letter, cancellation."""
         await self.wait_for_entry(self.keys.results, timeout_s)
 
     async def fetch(self, prompt_ids: Sequence[int]) -> list[Delivery]:

@@ -142,9 +142,9 @@ MAX_WAIT_S = 60.0
 NON_FINITE = "non_finite"
 
 Verdict = Literal["counted", "kept", "refunded", "opened", "abandoned"]
-"""What a failure means for its prompt. `counted`: it counts, and may dead-letter the prompt. `kept`: it counts at the server's
-next success. `refunded`: it does not count. `opened`: it does not count, and the breaker has opened. `abandoned`: it does
-not count, and the prompt's evaluation ends."""
+"""What a failure means for its prompt. `counted`: it counts, and may dead-letter the prompt. `kept`: it counts at the
+server's next success. `refunded`: it does not count. `opened`: it does not count, and the breaker has opened.
+`abandoned`: it does not count, and the prompt's evaluation ends."""
 
 
 @dataclass
@@ -160,8 +160,8 @@ class Breaker:
     prompts: dict[int, int] = field(default_factory=dict)
     """Failures of each prompt since the last success. While open: the prompts that were tried, with 0."""
     due: dict[int, str] = field(default_factory=dict)
-    """Prompts that are dead-lettered at the next success if they have used up their attempts, with the reason: those whose
-    newest failure came while few prompts failed."""
+    """Prompts that are dead-lettered at the next success if they have used up their attempts, with the reason: those
+    whose newest failure came while few prompts failed."""
     max_attempts: int = 1
     is_open: bool = False
     probe_at: float = 0.0

@@ -346,7 +346,7 @@ class GroupProducer(QueueCalls):
     ) -> None:  # fmt: skip
         """Record the samples of a held-out prompt. `answers` has the answer of each sample, or nothing if the reward
         does not say them, and `accuracies` the part `acc` of each reward, or nothing. `kept_group` is the encoded group
-        for the learner's reward model; unless a team evaluates, it is kept for KEPT_EVALUATION_S, if there is room."""
+        if the learner's reward model is to score it; it is kept for KEPT_EVALUATION_S, if there is room."""
         await self.call(
             "record_evaluation", evaluation_id, lease.prompt_id, len(rewards), sum(rewards), min_version, max_version,
             " ".join(map(repr, rewards)), json.dumps([data_source, list(answers), list(accuracies)]), kept_group,
@@ -481,8 +481,7 @@ class GroupConsumer(QueueCalls):
     async def wait_for_groups(self, timeout_s: float) -> None:
         """Wait until new groups may be taken, or for `timeout_s`. It may return early.
 
-        Each change that lets a group be taken adds an entry to the results: an append, a dead letter or a cancellation.
-        """
+        Every change that lets a group be taken adds an entry to the results: append, dead letter, cancellation."""
         await self.wait_for_entry(self.keys.results, timeout_s)
 
     async def fetch(self, prompt_ids: Sequence[int]) -> list[Delivery]:

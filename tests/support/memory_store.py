@@ -160,8 +160,8 @@ class Breaker:
     prompts: dict[int, int] = field(default_factory=dict)
     """Failures of each prompt since the last success. While open: the prompts that were tried, with 0."""
     due: dict[int, str] = field(default_factory=dict)
-    """Prompts that are dead-lettered at the next success if they have used up their attempts, with the reason: their
-    newest failure came while few prompts failed."""
+    """Prompts that are dead-lettered at the next success if they have used up their attempts, with the reason: those
+    whose newest failure came while few prompts failed."""
     max_attempts: int = 1
     is_open: bool = False
     probe_at: float = 0.0

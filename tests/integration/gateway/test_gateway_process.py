@@ -16,13 +16,14 @@ import redis.asyncio as redis
 
 from penstock.client import PenstockClient
 from penstock.config.run import RunConfig
-from penstock.errors import Unavailable
+from penstock.errors import ConfigError, Unavailable
 from penstock.machine import free_port
 from penstock.store.redis_client import check_primary
 from penstock.v1 import (
     runs_pb2,
     runs_pb2_grpc,
 )
+from penstock_services.gateway import __main__ as command
 from penstock_services.gateway.server import serve
 from penstock_services.gateway.sessions.rewards import SessionRewards
 from support.gateways import PROMPT, RUN, Gateway, assert_problem, post_prompts, run_config, running
@@ -173,3 +174,14 @@ async def test_a_gateway_whose_redis_becomes_a_replica_is_not_ready(
     finally:
         await redis_client.replicaof("no", "one")
         primary.kill()
+
+
+def test_an_error_of_a_task_is_one_line_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def run(*_: object, **__: object) -> int:
+        raise ExceptionGroup("tasks", [ConfigError("redis.url names a replica")])
+
+    monkeypatch.setattr(command, "_run", run)
+    assert command.main(["--config", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == "penstock gateway: error: redis.url names a replica\n"

@@ -39,7 +39,7 @@ test-ordinary: setup-dev  ## the tests for which the user matters, as an ordinar
 	@$(MAKE) --no-print-directory -j 2 demo-ordinary tests-ordinary
 
 demo-ordinary:
-	$(AS_ORDINARY_USER) sh -c '$(VENV)/bin/penstock demo --learner.num_steps 2 --run_dir "$$HOME/runs"'
+	$(AS_ORDINARY_USER) sh -ec '$(VENV)/bin/penstock demo --learner.num_steps 2 --run_dir "$$HOME/runs"; $(VENV)/bin/python .ci/check-demo "$$HOME"/runs/demo* 2'
 
 tests-ordinary:
 	$(AS_ORDINARY_USER) $(VENV)/bin/python -m pytest -n 2 -p no:cacheprovider $(ORDINARY_TESTS) $(ARGS)

@@ -52,6 +52,8 @@ NAME = "against"
 SMALLEST_LOSS, LARGEST_NOISE = 0.02, 0.10
 """A loss below the first counts as noise. More noise than the second excuses no more."""
 PACKAGES = ("", "learner", "rollout_server", "services", "tools", "bench", "tests")
+DEMO_S = 600.0
+"""How long a demo may take: far longer than one of an old tree on a busy machine."""
 DEMO = "import sys; from penstock.cli.main import main; sys.exit(main(sys.argv[1:]))"
 NO_REWRITE = "auto-aof-rewrite-percentage 0\n"
 THIS, BASE, AGAIN = "this tree", "base", "base again"
@@ -215,7 +217,10 @@ def run_demo(tree: Tree, num_steps: int) -> tuple[float, float]:
         with log.open("w") as out:
             process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True, **tree.options)
             try:
-                process.wait()
+                process.wait(DEMO_S)
+            except subprocess.TimeoutExpired as error:
+                told = log.read_text()[-2000:]
+                raise SystemExit(f"the demo of {tree.name} took longer than {DEMO_S:.0f} s: {told}") from error
             finally:
                 process.terminate()  # it ends its processes, which have their own sessions
                 process.wait(60)

@@ -43,3 +43,13 @@ def test_a_part_that_is_measured_later_keeps_the_records_of_the_others(
     assert all(
         facts["base"] == "b0" and facts["load"] == "0.5" and facts["date"] for facts in written["parts"].values()
     )
+
+
+def test_a_demo_that_hangs_is_ended_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))
+    import against
+
+    monkeypatch.setattr(against, "DEMO", "import time; time.sleep(300)")
+    monkeypatch.setattr(against, "DEMO_S", 1.0)
+    with pytest.raises(SystemExit, match="the demo of base took longer than 1 s"):
+        against.run_demo(against.Tree("base", BENCH.parent, tmp_path), 1)

@@ -146,7 +146,10 @@ def bracket_end(text: str, start: int) -> int:
         depth += (text[end] == opening) - (text[end] == closing)
         if depth == 0:
             return end + 1
-        end = span(text, end) if text[end] in "\\'\"`$" else end + 1
+        if opening == "(" and text[end] == "#" and text[end - 1].isspace():  # a comment may have quotes and brackets
+            end = f"{text}\n".index("\n", end)
+        else:
+            end = span(text, end) if text[end] in "\\'\"`$" else end + 1
     return len(text)
 
 

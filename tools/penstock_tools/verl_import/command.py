@@ -22,8 +22,8 @@ from penstock.errors import ConfigError, InvalidInput
 from penstock.hub import is_hub_id
 from penstock.start_checks import RUN_CHECKS
 from penstock_tools.verl_import.hydra import HydraConfig, read_file, read_overrides
-from penstock_tools.verl_import.keys import Findings, Values, files, listed, local_path
-from penstock_tools.verl_import.run import number, set_lora, set_run, set_warmup, steps_of_files
+from penstock_tools.verl_import.keys import VERDICTS, Findings, Values, files, listed, local_path
+from penstock_tools.verl_import.run import look_at_model, number, set_lora, set_run, set_warmup, steps_of_files
 from penstock_tools.verl_import.shell import VerlCommand, find_command, read_script
 
 
@@ -72,19 +72,20 @@ def _parser() -> Parser:
 
 
 def report_lines(imported: Imported, *, shows_unneeded: bool = True) -> list[str]:
-    """Which keys changed their meaning, which have no counterpart, and why."""
+    """What is dangerous, which keys have no counterpart or changed their meaning, and why."""
     findings = imported.findings
-    lines = [
-        f"{findings.num_keys} keys: {findings.num_same} mean the same, {len(findings.changed)} changed, "
-        f"{len(findings.unneeded)} are not needed, {len(findings.missing)} have no counterpart"
-    ]
-    lines += _listed("No counterpart: decide what to do about these", findings.missing)
-    lines += _listed("Changed meaning: check these", findings.changed)
-    if shows_unneeded:
-        lines += _listed("Not needed here", findings.unneeded)
+    lines = []
+    for verdict, title in VERDICTS.items():
+        if verdict != "unneeded" or shows_unneeded:
+            lines += _listed(title, findings.keys[verdict])
     if findings.notes:
-        lines += ["", "Notes", *(f"  {note}" for note in findings.notes)]
-    return lines
+        lines += ["Notes", *(f"  {note}" for note in findings.notes), ""]
+    dangers, missing, changed, unneeded = (len(findings.keys[verdict]) for verdict in VERDICTS)
+    return [
+        *lines,
+        f"{findings.num_same + dangers + missing + changed + unneeded} keys: {findings.num_same} mean the same, "
+        f"{changed} changed, {unneeded} are not needed, {missing} have no counterpart, {dangers} are a danger",
+    ]
 
 
 def config_text(imported: Imported, source: str, file: str) -> str:
@@ -102,7 +103,7 @@ def config_text(imported: Imported, source: str, file: str) -> str:
 
 def _listed(title: str, entries: Iterable[tuple[str, Any, str]]) -> list[str]:
     lines = [f"  {name}={_short(value)}\n      {reason}" for name, value, reason in entries]
-    return ["", title, *"\n".join(lines).splitlines()] if lines else []
+    return [title, *"\n".join(lines).splitlines(), ""] if lines else []
 
 
 def _short(value: Any) -> str:
@@ -118,7 +119,7 @@ _SFT = ("sft", "fsdp_sft")
 @dataclass
 class Imported:
     program: str
-    """`ppo`, `dapo`, `generation`, `eval`, `sft` or `fsdp_sft`."""
+    """`ppo`, `dapo`, `generation`, `generation_server`, `eval`, `sft` or `fsdp_sft`."""
     fields: dict[str, Any]
     findings: Findings
     config: RunConfig
@@ -141,7 +142,7 @@ def import_words(words: Sequence[str], max_staleness: int = 0) -> Imported:
     values = Values(hydra, program)
     command: list[str] = []
     try:
-        if program == "generation":
+        if program.startswith("generation"):
             command = set_generation(values)
         elif program == "eval":
             command = set_evaluation(values)
@@ -253,7 +254,8 @@ def findings_of(config: RunConfig) -> list[str]:
     for name, paths in read_by.items():
         given = [(field, path) for field, path in paths if path is not None]
         # What a pattern of files matches is checked at the start of the run.
-        is_elsewhere = [not (path.exists() or is_hub_id(path) or "*" in path.name) for _, path in given]
+        is_model = name == "model"  # verl's data are files: only a model may be the id of one on the Hub
+        is_elsewhere = [not (path.exists() or (is_model and is_hub_id(path)) or "*" in path.name) for _, path in given]
         absent += [f"{field}: {path} is not on this machine" for field, path in compress(given, is_elsewhere)]
         try:
             if name in RUN_CHECKS and all(path.exists() for _, path in given):
@@ -266,6 +268,7 @@ def findings_of(config: RunConfig) -> list[str]:
 # ── verl's generation, evaluation and supervised training: a config and the command that uses it ──
 
 
+_PARALLEL = "rollout.engine.tensor_parallel_size"
 CONFIG = "CONFIG"
 """The word of a command that stands for the file with the config."""
 
@@ -273,6 +276,11 @@ CONFIG = "CONFIG"
 def set_generation(values: Values) -> list[str]:
     """Set the model and the engine. Returns the words of `penstock generate` without the config."""
     values.set_direct()
+    look_at_model(values, "model.path")
+    num_gpus, num_used = number(values.get("trainer.n_gpus_per_node"), 8), int(values.ours(_PARALLEL))
+    if num_gpus > num_used:
+        reason = f"one engine uses {num_used} of them: start a command for each part of the file, or raise {_PARALLEL}"
+        values.lose("trainer.n_gpus_per_node", reason)
     values.set("run", "verl-generation")
     prompt, response = int(values.get("rollout.prompt_length")), int(values.get("rollout.response_length"))
     values.set("rollout.engine.max_model_len", int(values.get("rollout.max_model_len") or prompt + response))
@@ -310,6 +318,7 @@ def set_sft(values: Values) -> list[str]:
         "trainer.project_name": "wandb" in listed(values.get("trainer.logger")),
     }
     values.set_direct(*(prefix for prefix, is_used in used.items() if not is_used))
+    look_at_model(values, "model.path")
     values.set("model.dtype", "bfloat16")
     values.set("sft.last_batch", "drop")
     if is_plain:  # a question as the user's message, and an answer

@@ -16,7 +16,7 @@ from pathlib import Path
 
 _ASSIGNMENT = re.compile(r"(?P<name>[A-Za-z_]\w*\+?)=(?P<value>.*)", re.DOTALL)
 _ENTRY = re.compile(
-    r"(?:^|[./])(?:main_(?P<program>ppo|dapo|generation|eval)\w*?|(?P<sft>fsdp_sft|sft)_trainer(?:_ray)?)(?:\.py)?$"
+    r"(?:^|[./])(?:main_(?P<program>ppo|dapo|generation(?:_server)?|eval)\w*?|(?P<sft>fsdp_sft|sft)_trainer(?:_ray)?)(?:\.py)?$"
 )
 _DECLARATIONS = ("export", "declare", "local", "readonly", "typeset")
 _MAX_CALLS = 50

@@ -77,8 +77,7 @@ class ValidationConfig(SamplingConfig):  # type: ignore[misc]  # mypy does not k
         return (
             (self.only and self.file is None, "only: needs the file to validate on"),
             (self.temperature == 0 and self.num_samples > 1,
-             f"temperature 0 gives the same answer {self.num_samples} times: raise the temperature, or set num_samples "
-             "to 1"),
+             f"temperature 0 gives the same answer {self.num_samples} times: raise it, or set num_samples to 1"),
         )  # fmt: skip
 
 

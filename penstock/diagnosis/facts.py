@@ -107,11 +107,9 @@ class RunFacts:
     def is_learner_starting(self) -> bool:
         """Whether the newest learner process is not ready to train yet. At first it has no heartbeat."""
         name = self.learner_phase
-        if not name:
-            return False
-        if not self.has_learner:
-            return name == PROCESS_STARTED and self.learner_phase_age_s < PROCESS_START_S
-        return name not in (FIRST_BATCH, *READY_PHASES)
+        if self.has_learner:
+            return name not in ("", FIRST_BATCH, *READY_PHASES)
+        return name == PROCESS_STARTED and self.learner_phase_age_s < PROCESS_START_S
 
     @property
     def has_servers(self) -> bool:

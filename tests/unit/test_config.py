@@ -94,8 +94,7 @@ def test_a_resolved_config_reads_back_as_it_was(file: Path, tmp_path: Path) -> N
         (["--seed.x", "1"], "seed"),
         (
             ["--dataset.validation", "{temperature: 0, num_samples: 30}"],
-            "dataset.validation: temperature 0 gives the same answer 30 times: raise the temperature, or set "
-            "num_samples to 1",
+            "dataset.validation: temperature 0 gives the same answer 30 times: raise it, or set num_samples to 1",
         ),
         *(
             (

@@ -8,7 +8,6 @@ import shlex
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from penstock.errors import ConfigError, InvalidInput
 from penstock.hub import is_hub_id
 from penstock.start_checks import RUN_CHECKS
 from penstock_tools.verl_import.hydra import HydraConfig, read_file, read_overrides
-from penstock_tools.verl_import.keys import VERDICTS, Findings, Values, files, listed, local_path
+from penstock_tools.verl_import.keys import VERDICTS, Findings, Values, files, listed, local_path, look_up
 from penstock_tools.verl_import.run import look_at_model, number, set_lora, set_run, set_warmup, steps_of_files
 from penstock_tools.verl_import.shell import VerlCommand, find_command, read_script
 
@@ -80,12 +79,8 @@ def report_lines(imported: Imported, *, shows_unneeded: bool = True) -> list[str
             lines += _listed(title, findings.keys[verdict])
     if findings.notes:
         lines += ["Notes", *(f"  {note}" for note in findings.notes), ""]
-    dangers, missing, changed, unneeded = (len(findings.keys[verdict]) for verdict in VERDICTS)
-    return [
-        *lines,
-        f"{findings.num_same + dangers + missing + changed + unneeded} keys: {findings.num_same} mean the same, "
-        f"{changed} changed, {unneeded} are not needed, {missing} have no counterpart, {dangers} are a danger",
-    ]
+    counts = ", ".join(f"{len(entries)} {verdict}" for verdict, entries in findings.keys.items())
+    return [*lines, f"keys: {counts}, {findings.num_same} the same"]
 
 
 def config_text(imported: Imported, source: str, file: str) -> str:
@@ -185,10 +180,8 @@ def _from_yaml(path: Path, overrides: Sequence[str]) -> tuple[str, HydraConfig]:
     if not path.is_file():
         raise ConfigError(f"{path} does not exist")
     config = read_file(path, [path.parent, *path.absolute().parents])
-    added = read_overrides(overrides, [])
-    for name, value in added.values.items():
-        config.values.pop(name, None)
-        config.values[name] = value
+    added = read_overrides(overrides, []).values
+    config.values = {name: value for name, value in config.values.items() if name not in added} | added
     return _program_of(config), config
 
 
@@ -234,29 +227,25 @@ def _from_script(path: Path, words: Sequence[str]) -> tuple[str, HydraConfig]:
 # ── checks of the result, as far as its files are on this machine ──
 
 
+_READ_BY: dict[str, tuple[str, ...]] = {
+    "lengths": (), "model": ("model.path",), "rows": ("dataset.file", "dataset.validation.file"),
+    "rewards": ("rollout.reward.function_file",),
+    "agents": ("rollout.agents.tools_file", "rollout.agents.interactions_file"),
+}  # fmt: skip
+"""Fields with the files that each check reads."""
+
+
 def findings_of(config: RunConfig) -> list[str]:
     """What `penstock up --check` would say about files and lengths: one line each. Nothing is looked up on the Hub."""
-    dataset, agents = config.dataset, config.rollout.agents
-    read_by: dict[str, list[tuple[str, Path | None]]] = {
-        "lengths": [],
-        "model": [("model.path", config.model.path)],
-        "rows": [
-            *(("dataset.file", entry.file) for entry in listed_files(dataset.file)),
-            *(("dataset.validation.file", entry.file) for entry in listed_files(dataset.validation.file)),
-        ],
-        "rewards": [("rollout.reward.function_file", config.rollout.reward.function_file)],
-        "agents": [
-            ("rollout.agents.tools_file", agents.tools_file),
-            ("rollout.agents.interactions_file", agents.interactions_file),
-        ],
-    }
-    absent, wrong = [], []
-    for name, paths in read_by.items():
-        given = [(field, path) for field, path in paths if path is not None]
-        # What a pattern of files matches is checked at the start of the run.
-        is_model = name == "model"  # verl's data are files: only a model may be the id of one on the Hub
-        is_elsewhere = [not (path.exists() or (is_model and is_hub_id(path)) or "*" in path.name) for _, path in given]
-        absent += [f"{field}: {path} is not on this machine" for field, path in compress(given, is_elsewhere)]
+    fields, absent, wrong = config.model_dump(), [], []
+    for name, keys in _READ_BY.items():
+        given = [(key, entry.file) for key in keys for entry in listed_files(look_up(fields, key))]
+        # verl's data are files: only a model may be an id on the Hub. What a pattern matches is checked at the start.
+        absent += [
+            f"{key}: {path} is not on this machine"
+            for key, path in given
+            if not (path.exists() or "*" in path.name or (name == "model" and is_hub_id(path)))
+        ]
         try:
             if name in RUN_CHECKS and all(path.exists() for _, path in given):
                 RUN_CHECKS[name](config)
@@ -268,7 +257,6 @@ def findings_of(config: RunConfig) -> list[str]:
 # ── verl's generation, evaluation and supervised training: a config and the command that uses it ──
 
 
-_PARALLEL = "rollout.engine.tensor_parallel_size"
 CONFIG = "CONFIG"
 """The word of a command that stands for the file with the config."""
 
@@ -277,10 +265,9 @@ def set_generation(values: Values) -> list[str]:
     """Set the model and the engine. Returns the words of `penstock generate` without the config."""
     values.set_direct()
     look_at_model(values, "model.path")
-    num_gpus, num_used = number(values.get("trainer.n_gpus_per_node"), 8), int(values.ours(_PARALLEL))
-    if num_gpus > num_used:
-        reason = f"one engine uses {num_used} of them: start a command for each part of the file, or raise {_PARALLEL}"
-        values.lose("trainer.n_gpus_per_node", reason)
+    num_used = int(values.get("rollout.tensor_model_parallel_size"))
+    if number(values.get("trainer.n_gpus_per_node"), 8) > num_used:
+        values.lose("trainer.n_gpus_per_node", f"the engine uses {num_used}: start a command for each part of the file")
     values.set("run", "verl-generation")
     prompt, response = int(values.get("rollout.prompt_length")), int(values.get("rollout.response_length"))
     values.set("rollout.engine.max_model_len", int(values.get("rollout.max_model_len") or prompt + response))

@@ -33,7 +33,6 @@ from penstock_tools.verl_import.hydra import HydraConfig
 # ── converters of single values, by the names that keys.csv has for them; None sets nothing ──
 
 
-NO_RESUME = "verl's checkpoints cannot be read: merge one to a Hugging Face folder and set model.path"
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16", "half": "float16", "auto": "bfloat16"}
 _LOGGERS = {"console": "console", "wandb": "wandb", "tensorboard": "tensorboard", "file": "jsonl"}
 _PENALTIES = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
@@ -46,7 +45,6 @@ class Replaced:
 
     value: Any
     reason: str
-    verdict: str = "missing"
 
 
 def is_same(left: Any, right: Any) -> bool:
@@ -82,10 +80,6 @@ def _count(value: Any) -> int | None:
     return int(value) if value and int(value) > 0 else None
 
 
-def _resume(value: Any) -> Any:
-    return Replaced("auto", NO_RESUME) if value == "resume_path" else "off" if value == "disable" else "auto"
-
-
 def _loggers(value: Any) -> Any:
     names = [str(name) for name in listed(value)]
     ours = list(dict.fromkeys([*(_LOGGERS[name] for name in names if name in _LOGGERS), "jsonl"]))
@@ -106,9 +100,9 @@ def kl_penalty(value: Any) -> Any:
     return ours
 
 
-def _choice(names: Mapping[str, Any], other: Any, reason: str, verdict: str = "missing") -> Callable[[Any], Any]:
+def _choice(names: Mapping[str, Any], other: Any, reason: str) -> Callable[[Any], Any]:
     """A converter of these names. Other names are replaced by `other`."""
-    return lambda value: names[str(value)] if str(value) in names else Replaced(other, reason, verdict)
+    return lambda value: names[str(value)] if str(value) in names else Replaced(other, reason)
 
 
 _LOSSES = {name: name for name in LOSS_NAMES if name not in ("ppo", "reinforce")}
@@ -129,12 +123,12 @@ CONVERTERS: dict[str, Callable[[Any], Any]] = {
     "run_name": _run_name,
     "dtype": _dtype,
     "master": lambda value: "bfloat16" if _dtype(value) == "bfloat16" else None,
-    "resume": _resume,
+    "resume": lambda value: "off" if value == "disable" else "auto",
     "loggers": _loggers,
     "steps": _steps,
     "ground_truth": lambda value: f"{value}.ground_truth",
     "kept_side": lambda value: {"left": "head", "right": "tail"}.get(str(value), "both"),
-    "loss": _choice({"vanilla": "ppo"} | _LOSSES, "ppo", f"replaced by ppo; {OWN}", "danger"),
+    "loss": _choice({"vanilla": "ppo"} | _LOSSES, "ppo", f"replaced by ppo; {OWN}"),
     "schedule": _choice(
         {name: name for name in ("constant", "linear", "cosine")}, "constant",
         "replaced by constant; schedules are constant, linear and cosine",
@@ -235,6 +229,8 @@ VERDICTS = {
     "unneeded": "Not needed here",
 }
 """The verdicts on keys, besides that they mean the same, in the order of the report, with their headings."""
+_DECISIVE = ("adv_estimator", "loss_mode", "reward_manager", "default_agent_loop", "model.path", "val_kwargs.n")
+"""Ends of the keys whose value decides what is trained or measured. Other values without counterpart are missing."""
 
 
 @dataclass
@@ -300,10 +296,10 @@ class Values:
         value = look_up(self.fields, name)
         return look_up(_our_defaults(), name) if value is None else value
 
-    def lose(self, name: str, reason: str, verdict: str = "missing") -> None:
+    def lose(self, name: str, reason: str) -> None:
         """Report a given key as one without counterpart, because its value has none."""
         if name in self.given:
-            self._reasons[name] = (verdict, reason)
+            self._reasons[name] = ("danger" if name.endswith(_DECISIVE) else "missing", reason)
 
     def ignore(self, *prefixes: str) -> None:
         """Keys that have no effect in this run: those of a part of verl that it does not use."""
@@ -313,7 +309,7 @@ class Values:
         """The converted value of a key. A value that is replaced is reported as one without counterpart."""
         ours = convert(self.get(name))
         if isinstance(ours, Replaced):
-            self.lose(name, ours.reason, ours.verdict)
+            self.lose(name, ours.reason)
             return ours.value
         return ours
 

@@ -68,8 +68,7 @@ def _unused(values: Values) -> list[str]:
 def look_at_model(values: Values, key: str) -> None:
     """Warn of a model that reads images, by its name, and of a checkpoint that training would have begun with."""
     if re.search(r"vl(?![a-z])|vision|omni", Path(values.get(key)).name, re.IGNORECASE):
-        reason = "by its name the model reads images: only models of text are trained, so choose one"
-        values.lose(key, reason, "danger")
+        values.lose(key, "by its name the model reads images: only models of text are trained, so choose one")
     if values.get("trainer.resume_mode") != "resume_path":
         values.ignore("trainer.resume_from_path")
 
@@ -100,8 +99,8 @@ def _set_validation(values: Values, max_response: int) -> None:
     values.set("dataset.validation.max_tokens", max_response)
     if num_samples > 1 and values.ours("dataset.validation.temperature") == 0:
         values.set("dataset.validation.num_samples", 1)
-        reason = f"at temperature 0 all {num_samples} are the same, so one is made: set temperature and num_samples in "
-        values.lose(_VALIDATION + "n", reason + "dataset.validation to sample different ones", "danger")
+        reason = "one is made, as all are the same at temperature 0: set dataset.validation.temperature and num_samples"
+        values.lose(_VALIDATION + "n", reason)
 
 
 # ── the learner ──
@@ -203,9 +202,7 @@ def _set_agents(values: Values, longest: int) -> None:
     name = str(values.get(key))
     if name not in ("single_turn_agent", "tool_agent"):
         values.lose(
-            key,
-            "port the class to a function of rollout.agents.custom and name it in default_agent (docs/agents.md)",
-            "danger",
+            key, "port the class to a function of rollout.agents.custom and name it in default_agent (docs/agents.md)"
         )
         name = "single_turn_agent"
     if values.get(_TURNS + "enable") and not values.is_given(key):
@@ -229,8 +226,7 @@ def _set_rewards(values: Values, max_response: int) -> None:
     key = "reward_model.reward_manager"
     manager = "dapo" if values.program == "dapo" and not values.is_given(key) else str(values.get(key))
     if manager not in ("naive", "dapo", "batch", "prime", "gdpo", "remote"):
-        reason = "a class can be the reward function: rollout.reward.function_name (docs/rewards.md)"
-        values.lose(key, reason, "danger")
+        values.lose(key, "a class can be the reward function: rollout.reward.function_name (docs/rewards.md)")
     values.set("rollout.reward.compat", "verl")
     if manager == "batch" and values.is_given("custom_reward_function.path"):
         values.set("rollout.reward.function_batch", True)
@@ -363,16 +359,13 @@ def _set_advantage(values: Values) -> None:
     ours = _ADVANTAGES.get(name, name)
     if name == "gae" and not has_critic(values):
         ours = "reinforce_plus_plus"
-        values.lose(key, "gae without a critic is replaced by reinforce_plus_plus", "danger")
+        values.lose(key, "gae without a critic is replaced by reinforce_plus_plus")
     elif ours not in ADVANTAGE_NAMES:
         ours = "grpo"
-        values.lose(key, f"replaced by grpo; {OWN}", "danger")
+        values.lose(key, f"replaced by grpo; {OWN}")
     elif ours in COMPARING_ADVANTAGES and int(values.get(_ROLLOUT + "n")) == 1:
-        reason = (
-            f"with one sample of a prompt {name} has nothing to compare, and trains nothing here: grpo, which then "
-        )
         values.lose(
-            key, reason + "takes the bare reward, replaces it; raise dataset.num_samples for a baseline", "danger"
+            key, f"{name} compares samples: one is trained by grpo, on its bare reward; set dataset.num_samples"
         )
         ours = "grpo"
         values.set(_OURS + "advantage.normalize_by_std", False)
@@ -438,15 +431,11 @@ def _set_correction(values: Values, max_staleness: int) -> None:
             values.set(_OURS + "loss.ratio_cap", float(cap))
     elif weight or max_staleness > 0:
         values.set(ours + "mode", "decoupled")
-        if low:
-            values.set(ours + "weight", "band")
-            values.set(ours + "band_low", float(low))
-            values.set(ours + "band_high", float(cap))
-            if weight == "sequence":
-                values.lose(key, "a band bounds the ratios of tokens, not of sequences")
-        else:
-            values.set(ours + "weight", "sequence_truncation" if weight == "sequence" else "token_truncation")
-            values.set(ours + "cap", float(cap))
+        values.set(ours + "weight", "band" if low else f"{weight or 'token'}_truncation")
+        for name, bound in {"band_low": low, "band_high": cap}.items() if low else (("cap", cap),):
+            values.set(ours + name, float(bound))
+        if low and weight == "sequence":
+            values.lose(key, "a band bounds the ratios of tokens, not of sequences")
     else:
         values.set(ours + "mode", "none")
 

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
-from penstock_tools.verl_import.keys import ALL_KEYS, KEYS_BY_PROGRAM, VerlKey
+from penstock_tools.verl_import.keys import ALL_KEYS, VerlKey
 
 KEYS_FILE = Path(__file__).parent / "verl-keys.md"
 HEADER = """\
@@ -21,10 +21,10 @@ What `penstock import-verl` does with each key of verl ([coming-from-verl.md](co
 text. A key that is in no table is reported as not known.
 
 - **Same**: our field means the same.
-- **With a difference**: our field is set from the key, with the difference that is noted.
+- **With a difference**: our field is set from the key, with the difference noted.
 - **No counterpart**: the note says why, or what to do. A value that asks for nothing, such as verl's default, is not
-  reported.
-- **Not needed**: nothing is lost without the key. The import's report says why.
+  reported. **Danger**: the same, but something else would be trained or measured.
+- **Not needed**: nothing is lost without the key. The report says why.
 """
 SECTIONS = {
     "trainer": "Trainer",
@@ -32,16 +32,17 @@ SECTIONS = {
     "rewards": "Rewards",
     "rollout": "Rollout",
     "policy": "Policy, reference, critic and algorithm",
+    "generation_server": "Generation (`main_generation_server`), where it differs from `main_generation`",
     "generation": "Generation (`main_generation`), replaced by `penstock generate`",
     "evaluation": "Evaluation (`main_eval`), replaced by `penstock evaluate`",
     "sft": "Supervised training (`sft_trainer`), replaced by `penstock sft`",
+    "fsdp_sft": "Supervised training before it (`fsdp_sft_trainer`), where it differs",
 }
 
 
 def build() -> str:
     sections = [_section(title, [row for row in ALL_KEYS if row.section == name]) for name, title in SECTIONS.items()]
-    older = _section("Supervised training before it (`fsdp_sft_trainer`)", KEYS_BY_PROGRAM["fsdp_sft"])
-    return HEADER + "".join([*sections, older])
+    return HEADER + "".join(sections)
 
 
 def _section(title: str, rows: Iterable[VerlKey]) -> str:
@@ -50,32 +51,36 @@ def _section(title: str, rows: Iterable[VerlKey]) -> str:
     fields = [row for row in rows if row.kind == "set"]
     lists = {
         "Same": [f"`{row.verl}`: {_ours(row)}" for row in fields if not row.note],
-        "Other names": [f"`{row.verl}` for {_ours(row)}" for row in rows if row.kind == "alias"],
+        "Other names": [
+            f"{names} for {ours}"
+            for names, ours in _merged((row.verl, _ours(row)) for row in rows if row.kind == "alias")
+        ],
         "Not needed": [f"`{row.verl}`" for row in rows if row.kind == "unneeded"],
     }
     tables = {
-        "| verl, with a difference | ours | difference |\n|---|---|---|": _merged(
+        "| verl, danger | note |\n|---|---|": ((row.verl, _note(row)) for row in rows if row.kind == "danger"),
+        "| verl, with a difference | ours | difference |\n|---|---|---|": (
             (row.verl, f"{_ours(row)} | {_note(row)}") for row in fields if row.note
         ),
-        "| verl, no counterpart | note |\n|---|---|": _merged(
-            (row.verl, _note(row)) for row in rows if row.kind == "missing"
-        ),
+        "| verl, no counterpart | note |\n|---|---|": ((row.verl, _note(row)) for row in rows if row.kind == "missing"),
     }
     texts = [
         textwrap.fill(f"**{name}**: {'; '.join(items)}.", 140, break_on_hyphens=False)
         for name, items in lists.items()
         if items
     ]
-    texts += ["\n".join([head, *lines]) for head, lines in tables.items() if lines]
+    for head, cells in tables.items():
+        if lines := [f"| {names} | {text} |" for names, text in _merged(cells)]:
+            texts.append("\n".join([head, *lines]))
     return f"\n## {title}\n" + "\n\n".join(texts) + "\n"
 
 
-def _merged(cells: Iterable[tuple[str, str]]) -> list[str]:
-    """A line of the table for each text, with all keys that have it."""
+def _merged(cells: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """All keys that have a text, and the text."""
     keys: dict[str, list[str]] = {}
     for key, text in cells:
         keys.setdefault(text, []).append(f"`{key}`")
-    return [f"| {', '.join(names)} | {text} |" for text, names in keys.items()]
+    return [(", ".join(names), text) for text, names in keys.items()]
 
 
 def _ours(row: VerlKey) -> str:

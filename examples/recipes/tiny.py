@@ -65,7 +65,8 @@ def shrink(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     dataset, rollout, learner = config["dataset"], config["rollout"], config["learner"]
     config["run_dir"] = str(folder / "runs")
     config["model"] = {"path": str(folder / "model"), "dtype": "float32"}
-    validation = dataset["validation"] | {"every_steps": 2, "max_tokens": MAX_TOKENS, "num_samples": 2}
+    validation = dataset["validation"] | {"every_steps": 2, "max_tokens": MAX_TOKENS}
+    validation |= {"num_samples": 2, "temperature": 1.0}
     validation["file"] = str(folder / Path(validation["file"]).name)
     dataset |= {"file": str(folder / "train.parquet"), "max_tokens": MAX_TOKENS, "validation": validation}
     dataset["num_samples"] = min(2, dataset.get("num_samples", 2))

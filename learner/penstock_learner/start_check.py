@@ -101,7 +101,8 @@ def try_functions(algorithm: AlgorithmConfig, *, has_critic: bool) -> None:
     rewards = torch.tensor([0.0, 0, 1] * 2 + [0.0] * 6)
     values = torch.linspace(0, 1, 12) if has_critic else None
     is_greedy = torch.tensor([True, False] * 2) if algorithm.advantage.has_baseline else None
-    inputs = AdvantageInputs(rewards, mask, sequence_ids, torch.tensor([7, 7, 9, 9]), values, is_greedy)
+    parts = {key: torch.tensor([1.0, 0, 1, 0]) for key in algorithm.advantage.reward_keys}
+    inputs = AdvantageInputs(rewards, mask, sequence_ids, torch.tensor([7, 7, 9, 9]), values, is_greedy, parts)
     log_probs = torch.linspace(-1, 0, 12, requires_grad=True)
     old = torch.full((12,), -0.5)
     losses = LossInputs(log_probs, old, rewards, mask, sequence_ids, old)

@@ -19,6 +19,8 @@ ADVANTAGE_NAMES = (
     "gae", "grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "rloo", "remax", "opo", "grpo_passk", "gpg",
     "gdpo",
 )  # fmt: skip
+COMPARING_ADVANTAGES = ("rloo", "opo", "grpo_passk")
+"""Estimators that give a group of one sample the advantage 0."""
 LOSS_NAMES = (
     "ppo", "gspo", "cispo", "reinforce", "gpg", "geo_mean", "sapo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl", "dro",
 )  # fmt: skip

@@ -74,7 +74,11 @@ class ValidationConfig(SamplingConfig):  # type: ignore[misc]  # mypy does not k
     """Sampling temperature. 0 is greedy decoding."""
 
     def refused(self) -> tuple[tuple[object, str], ...]:
-        return ((self.only and self.file is None, "only: needs the file to validate on"),)
+        return (
+            (self.only and self.file is None, "only: needs the file to validate on"),
+            (self.temperature == 0 and self.num_samples > 1,
+             f"temperature 0 gives the same answer {self.num_samples} times: raise it, or set num_samples to 1"),
+        )  # fmt: skip
 
 
 class DatasetConfig(SamplingConfig):  # type: ignore[misc]  # mypy does not know that it is frozen

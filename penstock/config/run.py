@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from penstock.config.algorithms import COMPARING_ADVANTAGES
 from penstock.config.base import Config
 from penstock.config.dataset import DatasetConfig
 from penstock.config.learner import LearnerConfig, SftConfig
@@ -97,12 +98,16 @@ class RunConfig(Config):
         reward, reward_model = self.rollout.reward, self.learner.reward_model
         kinds = {chosen.kind for chosen in (*reward.by_data_source.values(), reward.default)}
         compares = self.replay.dynamic_sampling or self.replay.group_filter.looks_at_rewards
+        advantage = self.learner.algorithm.advantage.name
         return (
             ("reward_model" in kinds and reward_model is None,
              "a reward of kind reward_model needs the learner's reward model: add learner.reward_model.path"),
             (compares and reward_model is not None and reward_model.combine == "replace",
              "replay.dynamic_sampling and group_filter compare the rewards of the rollout servers, which "
              "learner.reward_model replaces: turn one of them off"),
+            (self.dataset.file is not None and self.dataset.num_samples == 1 and advantage in COMPARING_ADVANTAGES,
+             f"advantage {advantage} compares the samples of a prompt, so with one it trains nothing: raise "
+             "dataset.num_samples, or choose grpo"),
         )  # fmt: skip
 
     @property

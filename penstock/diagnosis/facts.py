@@ -74,8 +74,19 @@ class RunFacts:
 
     @cached_property
     def steps(self) -> Sequence[Mapping[str, float]]:
-        """Metrics of the steps that made the newest versions, oldest first. Versions that no step made are skipped."""
-        return [policy.metrics for policy in reversed(self.policies) if "reward_mean" in policy.metrics]
+        """Metrics of the steps that made the newest versions, oldest first. Versions that no step made are skipped, and
+        so are steps that were made again after a restart or a rewind."""
+        metrics: dict[int, Mapping[str, float]] = {}
+        for policy in self.policies:
+            if "reward_mean" in policy.metrics and policy.step < min(metrics, default=policy.step + 1):
+                metrics[policy.step] = policy.metrics
+        return [*metrics.values()][::-1]
+
+    @property
+    def learner_phase(self) -> str:
+        """The newest phase of the learner; empty if it has reported none."""
+        phases = self.phases.get(LEARNER)
+        return phases[-1].name if phases else ""
 
     @property
     def serving(self) -> list[ServerRecord]:
@@ -95,13 +106,10 @@ class RunFacts:
     @property
     def is_learner_starting(self) -> bool:
         """Whether the newest learner process is not ready to train yet. At first it has no heartbeat."""
-        phases = self.phases.get(LEARNER)
-        if not phases:
-            return False
-        name = phases[-1].name
-        if not self.has_learner:
-            return name == PROCESS_STARTED and self.learner_phase_age_s < PROCESS_START_S
-        return name not in (FIRST_BATCH, *READY_PHASES)
+        name = self.learner_phase
+        if self.has_learner:
+            return name not in ("", FIRST_BATCH, *READY_PHASES)
+        return name == PROCESS_STARTED and self.learner_phase_age_s < PROCESS_START_S
 
     @property
     def has_servers(self) -> bool:

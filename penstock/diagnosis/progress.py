@@ -13,6 +13,7 @@ from typing import Literal, get_args
 from penstock.api.records import Finding
 from penstock.diagnosis import Level, finding
 from penstock.diagnosis.facts import RunFacts
+from penstock.store.reports import LAST_VALIDATION
 
 NEWEST_STEPS = 30
 """Steps that the trend of the reward is taken from."""
@@ -44,7 +45,7 @@ LearningCode = Literal[
 ]  # fmt: skip
 SpeedCode = Literal[
     "not_running", "servers", "failures", "learner", "weights", "prompts", "admission", "rewards", "kv_full", "engine",
-    "groups",
+    "groups", "validation",
 ]  # fmt: skip
 LEARNING_CODES: tuple[LearningCode, ...] = get_args(LearningCode)
 SPEED_CODES: tuple[SpeedCode, ...] = get_args(SpeedCode)
@@ -95,16 +96,14 @@ def _causes(facts: RunFacts, steps: Steps) -> Iterator[Finding]:
     kl = _mean(steps, "kl_reference")
     causes: tuple[tuple[object, LearningCode, str, Level, str], ...] = (
         (failed >= DOMINANT_SHARE, "rewards_fail", fails, "FAIL", "correct the reward"),
-        (truncated >= DOMINANT_SHARE,
-         "truncated", f"{truncated:.0%} of the responses are cut at max_tokens", "FAIL", "raise it"),
         (_solved_share(steps) >= SOLVED,
          "solved", "almost all samples get the highest reward, so there is little left to learn", "OK", ""),
-        (flat >= DOMINANT_SHARE,
-         "no_spread", f"{flat:.0%} of the groups have no spread in reward, so they train nothing", "FAIL",
-         "give easier or harder prompts, or a reward with more steps"),
-        (skipped >= MAJORITY_SHARE,
-         "skipped", f"{skipped:.0%} of the steps were skipped because a gradient was not finite", "FAIL",
-         "see docs/runbooks.md#nonfinitesteps"),
+        (truncated >= MAJORITY_SHARE, "truncated", f"{truncated:.0%} of the responses are cut at max_tokens",
+         "FAIL" if max(truncated, flat) >= DOMINANT_SHARE else "WARN", "raise it"),
+        (flat >= DOMINANT_SHARE, "no_spread", f"{flat:.0%} of the groups have no spread in reward, so they train nothing",
+         "FAIL", "give easier or harder prompts, or a reward with more steps"),
+        (skipped >= MAJORITY_SHARE, "skipped", f"{skipped:.0%} of the steps were skipped because a gradient was not finite",
+         "FAIL", "see docs/runbooks.md#nonfinitesteps"),
         (lr <= LOWEST_LR, "learning_rate", f"the learning rate is {lr:.2g}", "FAIL", "see learner.lr and its schedule"),
         (lag > facts.config.replay.max_staleness + 2,
          "weights", f"new weights do not arrive: a server is {lag} versions behind the learner",
@@ -128,6 +127,8 @@ def speed_finding(facts: RunFacts) -> Finding:
     if facts.state != "RUNNING":
         waits = " for its learner or its servers to start" if facts.state == "WAITING" else ""
         return _speed("not_running", f"the run is {facts.state.lower()}{waits}")
+    if facts.learner_phase == LAST_VALIDATION:
+        return _speed("validation", "every step is made; the learner waits for the validation of the last policy")
     if not facts.serving:
         advice = "see docs/runbooks.md#rolloutserversdown"
         return _speed("servers", f"no server serves, of {len(facts.servers)} in the list", "FAIL", advice)
@@ -197,10 +198,12 @@ def _prompts_finding(facts: RunFacts) -> Finding:
 
 
 def _solved_share(steps: Steps) -> float:
-    """How far the mean reward is from the lowest to the highest that samples get. 0 while all rewards are equal."""
+    """How far the reward is now, in the last third of the steps, from the lowest to the highest that samples get. 0
+    while all rewards are equal."""
     highest = max((step["reward_max"] for step in steps if "reward_max" in step), default=0.0)
     lowest = min((step["reward_min"] for step in steps if "reward_min" in step), default=0.0)
-    return (_mean(steps, "reward_mean") - lowest) / (highest - lowest) if highest > lowest else 0.0
+    now = _mean(steps[-max(1, len(steps) // 3) :], "reward_mean")
+    return (now - lowest) / (highest - lowest) if highest > lowest else 0.0
 
 
 def _count(number: int, name: str) -> str:

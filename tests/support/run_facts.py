@@ -23,7 +23,7 @@ def run_facts(
 
     `steps` are metrics, oldest first; `sections` are those of its config."""
     config = validate({"model": {"path": "m"}, **(sections or {})}, "test")
-    policies = [policies_pb2.Policy(metrics=step) for step in reversed(steps)]
+    policies = [policies_pb2.Policy(metrics=step, step=number) for number, step in enumerate(steps, 1)][::-1]
     facts = RunFacts(
         config, STAT, Orders(term=3), servers=[SERVER], heartbeat_ages_s={"learner": 0.5}, policies=policies
     )

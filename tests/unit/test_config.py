@@ -92,6 +92,17 @@ def test_a_resolved_config_reads_back_as_it_was(file: Path, tmp_path: Path) -> N
             "run: must be at most 63 small letters, digits, - and _, without spaces, not 'No Spaces'",
         ),
         (["--seed.x", "1"], "seed"),
+        (
+            ["--dataset.validation", "{temperature: 0, num_samples: 30}"],
+            "dataset.validation: temperature 0 gives the same answer 30 times: raise it, or set num_samples to 1",
+        ),
+        *(
+            (
+                ["--dataset", "{file: d.parquet, num_samples: 1}", f"--learner.algorithm.advantage.name={name}"],
+                f"advantage {name} compares the samples of a prompt, so with one it trains nothing",
+            )
+            for name in ("rloo", "opo", "grpo_passk")
+        ),
     ],
 )
 def test_a_wrong_override_is_explained_in_one_line(file: Path, overrides: list[str], message: str) -> None:

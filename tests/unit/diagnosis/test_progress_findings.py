@@ -10,6 +10,8 @@ import pytest
 from penstock.diagnosis.facts import RunFacts
 from penstock.diagnosis.progress import Steps, learning_finding, speed_finding
 from penstock.store.fleet import OpenBreaker, Orders, ServerRecord
+from penstock.store.reports import LAST_VALIDATION, Phase
+from penstock.v1 import policies_pb2
 from support import run_facts
 
 STAT = replace(run_facts.STAT, policy_version=20, pending_prompts=100)
@@ -83,6 +85,30 @@ def test_a_learned_task_is_not_a_failure() -> None:
     assert (finding.code, finding.level) == ("solved", "OK") and "flat at 90% of the highest reward" in finding.text
 
 
+def test_a_reward_that_has_come_near_its_maximum_is_no_failure() -> None:
+    """The steps before count for the trend, but not for how much is left to learn."""
+    rewards = (0.5, 0.97, 0.2, 0.9, *[0.94] * 8)
+    finding = learning_finding(facts(with_rewards(*rewards, reward_min=0.0, reward_max=1.0)))
+    assert (finding.code, finding.level) == ("solved", "OK") and "flat at 94% of the highest reward" in finding.text
+
+
+def test_cut_responses_are_named_before_prompts_that_are_too_hard() -> None:
+    equal = {"zero_advantage_group_ratio": 0.95, "reward_min": 0.0, "reward_max": 1.0}
+    finding = learning_finding(facts(with_rewards(*[0.02] * 12, truncated_ratio=0.87, **equal)))
+    assert (finding.code, finding.level) == ("truncated", "FAIL") and "87% of the responses are cut" in finding.text
+    some = learning_finding(facts(with_rewards(*[0.25] * 12, truncated_ratio=0.6)))
+    assert (some.code, some.level) == ("truncated", "WARN")
+    solved = learning_finding(facts(with_rewards(*[0.99] * 12, truncated_ratio=0.95, **equal)))
+    assert solved.code == "solved", "long answers may be right"
+
+
+def test_a_wait_for_the_last_validation_is_not_a_staleness_bound() -> None:
+    servers, stat = [replace(SERVER, running_groups=0)], replace(STAT, queued=12, delivered=5)
+    steps, phases = [STEP | {"wait_s": 8.0}] * 12, {"learner": [Phase(LAST_VALIDATION, 0)]}
+    finding = speed_finding(facts(steps, servers=servers, stat=stat, phases=phases))
+    assert (finding.code, finding.level) == ("validation", "OK") and "validation of the last policy" in finding.text
+
+
 def test_failing_rewards_are_named_from_the_first_step_and_even_if_the_reward_rises() -> None:
     assert learning_finding(facts(with_rewards(0.0, reward_failed_ratio=1.0))).code == "rewards_fail"
     rising = with_rewards(*(0.1 * number for number in range(9)), reward_failed_ratio=0.95)
@@ -154,3 +180,14 @@ def test_versions_without_a_step_are_skipped() -> None:
     """A restarted learner publishes its weights again, and a rewind publishes old ones."""
     metrics: list[dict[str, float]] = [{}, {"reward_mean": 2.0}, {"logprob_mismatch": 1.0}, {"reward_mean": 1.0}]
     assert [step["reward_mean"] for step in facts(metrics).steps] == [2.0, 1.0]
+
+
+def test_steps_that_were_made_again_count_once() -> None:
+    """After a restart from the checkpoint of step 2, steps 3 and 4 are made again, and step 5 is yet to come."""
+    made = [(1, 0.1), (2, 0.2), (3, 9.0), (4, 9.0), (5, 9.0), (2, None), (3, 0.3), (4, 0.4)]
+    policies = [
+        policies_pb2.Policy(step=step, metrics={} if reward is None else {"reward_mean": reward})
+        for step, reward in made
+    ]
+    found = facts(policies=policies[::-1])
+    assert [step["reward_mean"] for step in found.steps] == [0.1, 0.2, 0.3, 0.4]

@@ -15,7 +15,7 @@ from penstock.config.loading import load_config
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError
 from penstock_tools.verl_import.command import Imported, config_text, import_words
-from penstock_tools.verl_import.keys import CONVERTERS, KEYS_BY_PROGRAM, look_up
+from penstock_tools.verl_import.keys import CONVERTERS, KEYS_BY_PROGRAM, VERDICTS, look_up
 
 GRPO = (
     "algorithm.adv_estimator=grpo", "data.train_files=/d/train.parquet", "data.val_files=/d/test.parquet",
@@ -41,7 +41,7 @@ def field(name: str, *words: str, **options: Any) -> Any:
 
 
 def reasons(result: Imported) -> dict[str, str]:
-    return {name: reason for name, _, reason in result.findings.missing}
+    return {name: reason for verdict in ("danger", "missing") for name, _, reason in result.findings.keys[verdict]}
 
 
 def test_a_grpo_run_means_the_same_here() -> None:
@@ -94,8 +94,7 @@ _BUFFER = "+reward_model.reward_kwargs.overlong_buffer_cfg."
         (("trainer.n_gpus_per_node=1",), "rollout.engine.gpu_memory_utilization", 0.4),
         (("trainer.n_gpus_per_node=8", "actor_rollout_ref.rollout.tensor_model_parallel_size=8"),
          "rollout.engine.tensor_parallel_size", 4),
-        ((_VALIDATION + "do_sample=True", _VALIDATION + "temperature=0.6"),
-         "dataset.validation.temperature", 0.6),
+        ((_VALIDATION + "temperature=0.6",), "dataset.validation.temperature", 0.6),
         (("actor_rollout_ref.rollout.top_k=-1",), "dataset.top_k", 0),
         (("actor_rollout_ref.rollout.max_num_batched_tokens=8192",),
          "rollout.engine.extra.max_num_batched_tokens", 8192),
@@ -210,7 +209,7 @@ def test_what_has_no_counterpart_is_listed_with_the_reason(word: str, reason: st
 
 def test_every_given_key_is_counted_once() -> None:
     result = imported("trainer.no_such_key=1", "actor_rollout_ref.actor.optim.warmup_style=constant")
-    assert result.findings.num_keys == len(GRPO) + 2
+    assert result.findings.num_same + sum(map(len, result.findings.keys.values())) == len(GRPO) + 2
 
 
 def test_every_key_that_means_the_same_sets_its_field() -> None:
@@ -230,7 +229,7 @@ def test_the_table_names_fields_that_exist_and_gives_reasons() -> None:
     for rows in KEYS_BY_PROGRAM.values():
         names = [row.verl for row in rows]
         for row in rows:
-            assert row.kind in ("set", "unneeded", "missing", "alias") and row.convert in ("", *CONVERTERS), row.verl
+            assert row.kind in ("set", "alias", *VERDICTS) and row.convert in ("", *CONVERTERS), row.verl
             assert row.ours or row.note or row.harmless, row.verl
             if row.kind == "alias":
                 stem = row.ours[0].removesuffix("*")
@@ -344,7 +343,7 @@ def test_supervised_trainers_become_a_config_and_a_command(tmp_path: Path) -> No
     newer = import_words(["python", "-m", "verl.trainer.sft_trainer", *words, "data.truncation=right", "optim=fsdp"])
     assert (newer.config.sft.too_long, newer.config.sft.text_prompts) == ("cut", "text")
     assert (newer.config.learner.lr, newer.config.learner.betas) == (1e-3, (0.9, 0.999))
-    assert "sft --config my.yaml --out out" in config_text(newer, "x", "my.yaml") and not newer.findings.missing
+    assert "sft --config my.yaml --out out" in config_text(newer, "x", "my.yaml") and not newer.findings.keys["missing"]
 
 
 def test_rewards_have_the_names_of_newer_versions_too() -> None:
@@ -364,7 +363,7 @@ def test_rewards_have_the_names_of_newer_versions_too() -> None:
         assert field(f"learner.algorithm.overlong.{path}", *dapo, "+reward.reward_kwargs.max_resp_len=512") == value
     engines = ("actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=6")
     assert field("rollout.num_servers", *engines, "actor_rollout_ref.rollout.tensor_model_parallel_size=2") == 3
-    lost = imported("trainer.v1.trainer_mode=separate_async", "distillation.enabled=False").findings.missing
+    lost = imported("trainer.v1.trainer_mode=separate_async", "distillation.enabled=False").findings.keys["missing"]
     assert [name for name, _, _ in lost] == ["trainer.v1.trainer_mode"]
 
 

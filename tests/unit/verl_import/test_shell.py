@@ -26,6 +26,7 @@ else
 fi
 COMMON=(
     data.train_batch_size=${batch}   # not a word
+    # the engine's own setting (
     data.max_prompt_length=$length
     'trainer.logger=["console","wandb"]'
 )

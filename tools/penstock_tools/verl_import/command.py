@@ -8,7 +8,6 @@ import shlex
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,8 @@ from penstock.errors import ConfigError, InvalidInput
 from penstock.hub import is_hub_id
 from penstock.start_checks import RUN_CHECKS
 from penstock_tools.verl_import.hydra import HydraConfig, read_file, read_overrides
-from penstock_tools.verl_import.keys import Findings, Values, files, listed, local_path
-from penstock_tools.verl_import.run import number, set_lora, set_run, set_warmup, steps_of_files
+from penstock_tools.verl_import.keys import VERDICTS, Findings, Values, files, listed, local_path, look_up
+from penstock_tools.verl_import.run import look_at_model, number, set_lora, set_run, set_warmup, steps_of_files
 from penstock_tools.verl_import.shell import VerlCommand, find_command, read_script
 
 
@@ -72,19 +71,16 @@ def _parser() -> Parser:
 
 
 def report_lines(imported: Imported, *, shows_unneeded: bool = True) -> list[str]:
-    """Which keys changed their meaning, which have no counterpart, and why."""
+    """What is dangerous, which keys have no counterpart or changed their meaning, and why."""
     findings = imported.findings
-    lines = [
-        f"{findings.num_keys} keys: {findings.num_same} mean the same, {len(findings.changed)} changed, "
-        f"{len(findings.unneeded)} are not needed, {len(findings.missing)} have no counterpart"
-    ]
-    lines += _listed("No counterpart: decide what to do about these", findings.missing)
-    lines += _listed("Changed meaning: check these", findings.changed)
-    if shows_unneeded:
-        lines += _listed("Not needed here", findings.unneeded)
+    lines = []
+    for verdict, title in VERDICTS.items():
+        if verdict != "unneeded" or shows_unneeded:
+            lines += _listed(title, findings.keys[verdict])
     if findings.notes:
-        lines += ["", "Notes", *(f"  {note}" for note in findings.notes)]
-    return lines
+        lines += ["Notes", *(f"  {note}" for note in findings.notes), ""]
+    counts = ", ".join(f"{len(entries)} {verdict}" for verdict, entries in findings.keys.items())
+    return [*lines, f"keys: {counts}, {findings.num_same} the same"]
 
 
 def config_text(imported: Imported, source: str, file: str) -> str:
@@ -102,7 +98,7 @@ def config_text(imported: Imported, source: str, file: str) -> str:
 
 def _listed(title: str, entries: Iterable[tuple[str, Any, str]]) -> list[str]:
     lines = [f"  {name}={_short(value)}\n      {reason}" for name, value, reason in entries]
-    return ["", title, *"\n".join(lines).splitlines()] if lines else []
+    return [title, *"\n".join(lines).splitlines(), ""] if lines else []
 
 
 def _short(value: Any) -> str:
@@ -118,7 +114,7 @@ _SFT = ("sft", "fsdp_sft")
 @dataclass
 class Imported:
     program: str
-    """`ppo`, `dapo`, `generation`, `eval`, `sft` or `fsdp_sft`."""
+    """`ppo`, `dapo`, `generation`, `generation_server`, `eval`, `sft` or `fsdp_sft`."""
     fields: dict[str, Any]
     findings: Findings
     config: RunConfig
@@ -141,7 +137,7 @@ def import_words(words: Sequence[str], max_staleness: int = 0) -> Imported:
     values = Values(hydra, program)
     command: list[str] = []
     try:
-        if program == "generation":
+        if program.startswith("generation"):
             command = set_generation(values)
         elif program == "eval":
             command = set_evaluation(values)
@@ -184,10 +180,8 @@ def _from_yaml(path: Path, overrides: Sequence[str]) -> tuple[str, HydraConfig]:
     if not path.is_file():
         raise ConfigError(f"{path} does not exist")
     config = read_file(path, [path.parent, *path.absolute().parents])
-    added = read_overrides(overrides, [])
-    for name, value in added.values.items():
-        config.values.pop(name, None)
-        config.values[name] = value
+    added = read_overrides(overrides, []).values
+    config.values = {name: value for name, value in config.values.items() if name not in added} | added
     return _program_of(config), config
 
 
@@ -233,28 +227,25 @@ def _from_script(path: Path, words: Sequence[str]) -> tuple[str, HydraConfig]:
 # ── checks of the result, as far as its files are on this machine ──
 
 
+_READ_BY: dict[str, tuple[str, ...]] = {
+    "lengths": (), "model": ("model.path",), "rows": ("dataset.file", "dataset.validation.file"),
+    "rewards": ("rollout.reward.function_file",),
+    "agents": ("rollout.agents.tools_file", "rollout.agents.interactions_file"),
+}  # fmt: skip
+"""Fields with the files that each check reads."""
+
+
 def findings_of(config: RunConfig) -> list[str]:
     """What `penstock up --check` would say about files and lengths: one line each. Nothing is looked up on the Hub."""
-    dataset, agents = config.dataset, config.rollout.agents
-    read_by: dict[str, list[tuple[str, Path | None]]] = {
-        "lengths": [],
-        "model": [("model.path", config.model.path)],
-        "rows": [
-            *(("dataset.file", entry.file) for entry in listed_files(dataset.file)),
-            *(("dataset.validation.file", entry.file) for entry in listed_files(dataset.validation.file)),
-        ],
-        "rewards": [("rollout.reward.function_file", config.rollout.reward.function_file)],
-        "agents": [
-            ("rollout.agents.tools_file", agents.tools_file),
-            ("rollout.agents.interactions_file", agents.interactions_file),
-        ],
-    }
-    absent, wrong = [], []
-    for name, paths in read_by.items():
-        given = [(field, path) for field, path in paths if path is not None]
-        # What a pattern of files matches is checked at the start of the run.
-        is_elsewhere = [not (path.exists() or is_hub_id(path) or "*" in path.name) for _, path in given]
-        absent += [f"{field}: {path} is not on this machine" for field, path in compress(given, is_elsewhere)]
+    fields, absent, wrong = config.model_dump(), [], []
+    for name, keys in _READ_BY.items():
+        given = [(key, entry.file) for key in keys for entry in listed_files(look_up(fields, key))]
+        # verl's data are files: only a model may be an id on the Hub. What a pattern matches is checked at the start.
+        absent += [
+            f"{key}: {path} is not on this machine"
+            for key, path in given
+            if not (path.exists() or "*" in path.name or (name == "model" and is_hub_id(path)))
+        ]
         try:
             if name in RUN_CHECKS and all(path.exists() for _, path in given):
                 RUN_CHECKS[name](config)
@@ -273,6 +264,10 @@ CONFIG = "CONFIG"
 def set_generation(values: Values) -> list[str]:
     """Set the model and the engine. Returns the words of `penstock generate` without the config."""
     values.set_direct()
+    look_at_model(values, "model.path")
+    num_used = int(values.get("rollout.tensor_model_parallel_size"))
+    if number(values.get("trainer.n_gpus_per_node"), 8) > num_used:
+        values.lose("trainer.n_gpus_per_node", f"the engine uses {num_used}: start a command for each part of the file")
     values.set("run", "verl-generation")
     prompt, response = int(values.get("rollout.prompt_length")), int(values.get("rollout.response_length"))
     values.set("rollout.engine.max_model_len", int(values.get("rollout.max_model_len") or prompt + response))
@@ -310,6 +305,7 @@ def set_sft(values: Values) -> list[str]:
         "trainer.project_name": "wandb" in listed(values.get("trainer.logger")),
     }
     values.set_direct(*(prefix for prefix, is_used in used.items() if not is_used))
+    look_at_model(values, "model.path")
     values.set("model.dtype", "bfloat16")
     values.set("sft.last_batch", "drop")
     if is_plain:  # a question as the user's message, and an answer

@@ -103,9 +103,10 @@ def _override(config: HydraConfig, word: str) -> None:
 
 
 def _value(text: str) -> Any:
-    """Hydra's grammar is close to YAML's. A dict may have no space after its colons."""
+    """Hydra's grammar is close to YAML's. A dict may have no space after its colons, and a list may be in quotes."""
     try:
-        return parse_value(re.sub(r"([{,]\s*[\w.]+):(?=[^\s/])", r"\1: ", text) if text.startswith("{") else text)
+        value = parse_value(re.sub(r"([{,]\s*[\w.]+):(?=[^\s/])", r"\1: ", text) if text.startswith("{") else text)
+        return parse_value(value) if isinstance(value, str) and value.startswith("[") else value
     except yaml.YAMLError:
         return text
 

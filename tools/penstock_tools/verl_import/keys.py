@@ -3,13 +3,14 @@ of a run.
 
 Columns of keys.csv: `verl`, a dotted name in which `*` stands for any text; `kind`; `ours`, our fields; `convert`, the
 converter that sets the first of them, empty if it is computed from several keys; `default`, verl's default, or for a
-missing key the values that ask for nothing, its default first; `note`.
+key without counterpart the values that ask for nothing, its default first; `note`.
 
 | kind     | meaning                                                                                        |
 |----------|------------------------------------------------------------------------------------------------|
 | set      | our fields are set from it; a note says what differs                                           |
 | unneeded | nothing is lost without it                                                                     |
 | missing  | there is no counterpart; the note says why, or what to do                                      |
+| danger   | the same, and without it the run trains on something else, or not at all                       |
 | alias    | another name, in older or newer versions, of the key in `ours`; both end with `*`: of all below |
 """
 
@@ -32,7 +33,6 @@ from penstock_tools.verl_import.hydra import HydraConfig
 # ── converters of single values, by the names that keys.csv has for them; None sets nothing ──
 
 
-NO_RESUME = "verl's checkpoints cannot be read: merge one to a Hugging Face folder and set model.path"
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16", "half": "float16", "auto": "bfloat16"}
 _LOGGERS = {"console": "console", "wandb": "wandb", "tensorboard": "tensorboard", "file": "jsonl"}
 _PENALTIES = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
@@ -45,6 +45,11 @@ class Replaced:
 
     value: Any
     reason: str
+
+
+def is_same(left: Any, right: Any) -> bool:
+    """Whether values are equal and of one kind: 1 is 1.0, but not true."""
+    return isinstance(left, bool) == isinstance(right, bool) and bool(left == right)
 
 
 def listed(value: Any) -> list[Any]:
@@ -73,10 +78,6 @@ def _dtype(value: Any) -> str:
 def _count(value: Any) -> int | None:
     """A number above 0. verl's 0 and -1 stand for none."""
     return int(value) if value and int(value) > 0 else None
-
-
-def _resume(value: Any) -> Any:
-    return Replaced("auto", NO_RESUME) if value == "resume_path" else "off" if value == "disable" else "auto"
 
 
 def _loggers(value: Any) -> Any:
@@ -122,7 +123,7 @@ CONVERTERS: dict[str, Callable[[Any], Any]] = {
     "run_name": _run_name,
     "dtype": _dtype,
     "master": lambda value: "bfloat16" if _dtype(value) == "bfloat16" else None,
-    "resume": _resume,
+    "resume": lambda value: "off" if value == "disable" else "auto",
     "loggers": _loggers,
     "steps": _steps,
     "ground_truth": lambda value: f"{value}.ground_truth",
@@ -157,13 +158,13 @@ class VerlKey:
     convert: str
     default: Any
     harmless: tuple[Any, ...]
-    """Values of a missing key that ask for nothing."""
+    """Values of a key without counterpart that ask for nothing."""
     note: str
 
 
 def _read(section: str, verl: str, kind: str, ours: str, convert: str, default: str, note: str) -> VerlKey:
     value = parse_value(default) if default else None
-    harmless = (*(value or ()), None) if kind == "missing" else ()
+    harmless = (*(value or ()), None) if kind in ("missing", "danger") else ()
     return VerlKey(
         section, verl, kind, tuple(ours.split()), convert, harmless[0] if harmless else value, harmless, note
     )
@@ -188,6 +189,7 @@ KEYS_BY_PROGRAM: dict[str, tuple[VerlKey, ...]] = {
     "ppo": _TRAINING,
     "dapo": _TRAINING,
     "generation": _rows("generation"),
+    "generation_server": _rows("generation_server", "generation"),
     "eval": _rows("evaluation"),
     "sft": _rows("sft"),
     "fsdp_sft": _rows("fsdp_sft", "sft"),
@@ -220,20 +222,26 @@ def default_of(program: str, name: str) -> Any:
 # ── the values of a run ──
 
 
+VERDICTS = {
+    "danger": "Danger: what is trained or measured is not what verl trains and measures",
+    "missing": "No counterpart: decide what to do about these",
+    "changed": "Changed meaning: check these",
+    "unneeded": "Not needed here",
+}
+"""The verdicts on keys, besides that they mean the same, in the order of the report, with their headings."""
+_DECISIVE = ("adv_estimator", "loss_mode", "reward_manager", "default_agent_loop", "model.path", "val_kwargs.n")
+"""Ends of the keys whose value decides what is trained or measured. Other values without counterpart are missing."""
+
+
 @dataclass
 class Findings:
-    """What the user should know: each entry is a verl key, its value, and a sentence."""
+    """What the user should know."""
 
-    changed: list[tuple[str, Any, str]] = field(default_factory=list)
-    missing: list[tuple[str, Any, str]] = field(default_factory=list)
-    unneeded: list[tuple[str, Any, str]] = field(default_factory=list)
+    keys: dict[str, list[tuple[str, Any, str]]] = field(default_factory=lambda: {name: [] for name in VERDICTS})
+    """By verdict: each entry is a verl key, its value, and a sentence."""
     notes: list[str] = field(default_factory=list)
     num_same: int = 0
     """Keys that mean the same here, or ask for nothing."""
-
-    @property
-    def num_keys(self) -> int:
-        return self.num_same + len(self.changed) + len(self.missing) + len(self.unneeded)
 
 
 class Values:
@@ -247,7 +255,7 @@ class Values:
         self.fields: dict[str, Any] = {}
         """Our configuration, as nested mappings."""
         self.findings = Findings(notes=list(config.notes))
-        self._reasons: dict[str, str] = {}
+        self._reasons: dict[str, tuple[str, str]] = {}
         self._without_effect: tuple[str, ...] = ()
         default = functools.partial(default_of, program)
         for name, raw in config.values.items():
@@ -291,7 +299,7 @@ class Values:
     def lose(self, name: str, reason: str) -> None:
         """Report a given key as one without counterpart, because its value has none."""
         if name in self.given:
-            self._reasons[name] = reason
+            self._reasons[name] = ("danger" if name.endswith(_DECISIVE) else "missing", reason)
 
     def ignore(self, *prefixes: str) -> None:
         """Keys that have no effect in this run: those of a part of verl that it does not use."""
@@ -315,31 +323,33 @@ class Values:
                 ours: Any = self.below(row.verl.removesuffix(".*")) or None
             else:
                 ours = None if self.get(row.verl) is None else self.converted(row.verl, CONVERTERS[row.convert])
-            is_needed = self.is_given(row.verl) or row.note or ours != look_up(_our_defaults(), row.ours[0])
+            is_needed = self.is_given(row.verl) or row.note or not is_same(ours, look_up(_our_defaults(), row.ours[0]))
             if ours is not None and is_needed:
                 self.set(row.ours[0], ours)
 
     def classify(self) -> None:
         """Sort every given key into the findings."""
-        found = self.findings
         for name, value in self.given.items():
-            row, shown = find_key(self.program, name), self.original[name]
-            if value in (None, "", {}, []) or name.startswith(self._without_effect):
-                found.num_same += 1
-            elif name in self._reasons:
-                found.missing.append((shown, value, self._reasons[name]))
-            elif row is None:
-                found.missing.append((shown, value, "this key is not known"))
-            elif row.kind == "missing" and value not in row.harmless:
-                found.missing.append((shown, value, row.note))
-            elif row.kind == "set" and row.note:
-                set_to = [(field, look_up(self.fields, field)) for field in row.ours]
-                ours = ", ".join(field if value is None else f"{field}: {value}" for field, value in set_to)
-                found.changed.append((shown, value, f"{ours}; {row.note}"))
-            elif row.kind == "unneeded":
-                found.unneeded.append((shown, value, row.note))
+            verdict, reason = self._verdict(name, value)
+            if verdict == "same":
+                self.findings.num_same += 1
             else:
-                found.num_same += 1
+                self.findings.keys[verdict].append((self.original[name], value, reason))
+
+    def _verdict(self, name: str, value: Any) -> tuple[str, str]:
+        row = find_key(self.program, name)
+        if value in (None, "", {}, []) or name.startswith(self._without_effect):
+            return "same", ""
+        if name in self._reasons:
+            return self._reasons[name]
+        if row is None:
+            return "missing", "this key is not known"
+        if row.kind == "set" and row.note:
+            set_to = [(field, look_up(self.fields, field)) for field in row.ours]
+            ours = ", ".join(field if value is None else f"{field}: {value}" for field, value in set_to)
+            return "changed", f"{ours}; {row.note}"
+        is_harmless = row.kind == "set" or any(is_same(value, each) for each in row.harmless)
+        return ("same" if is_harmless else row.kind), row.note
 
 
 def _put(tree: dict[str, Any], name: str, value: Any) -> None:

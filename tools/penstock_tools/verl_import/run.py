@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
-from penstock.config.algorithms import ADVANTAGE_NAMES
+from penstock.config.algorithms import ADVANTAGE_NAMES, COMPARING_ADVANTAGES
 from penstock_tools.starter import collocate
-from penstock_tools.verl_import.keys import CONVERTERS, OWN, Values, kl_penalty, listed, local_path
+from penstock_tools.verl_import.keys import CONVERTERS, OWN, Values, is_same, kl_penalty, listed, local_path
 
 _ACTOR = "actor_rollout_ref.actor."
 _MODEL = "actor_rollout_ref.model."
@@ -29,6 +30,7 @@ def set_run(values: Values, max_staleness: int) -> None:
         values.set("dataset.temperature", 1.0)
         values.lose(_ROLLOUT + "temperature", "training needs samples: 1.0 is used")
     _set_validation(values, max_response)
+    look_at_model(values, _MODEL + "path")
     values.set("replay.max_staleness", max_staleness)
     if max_staleness == 0:
         values.set("replay.stale_policy", "wait")
@@ -63,6 +65,14 @@ def _unused(values: Values) -> list[str]:
     return [prefix for prefix, is_used in used.items() if not is_used]
 
 
+def look_at_model(values: Values, key: str) -> None:
+    """Warn of a model that reads images, by its name, and of a checkpoint that training would have begun with."""
+    if re.search(r"vl(?![a-z])|vision|omni", Path(values.get(key)).name, re.IGNORECASE):
+        values.lose(key, "by its name the model reads images: only models of text are trained, so choose one")
+    if values.get("trainer.resume_mode") != "resume_path":
+        values.ignore("trainer.resume_from_path")
+
+
 def steps_of_files(values: Values) -> int | None:
     """The steps over the rows of the training files, if these are on this machine."""
     paths = [local_path(path) for path in listed(values.get("data.train_files"))]
@@ -84,11 +94,13 @@ def _set_validation(values: Values, max_response: int) -> None:
     if not _validates(values):
         values.lose("data.val_files", "the run never validates: test_freq and val_before_train are off")
         return
-    frequency, is_sampled = int(values.get("trainer.test_freq")), values.get(_VALIDATION + "do_sample")
-    temperature = float(values.get(_VALIDATION + "temperature")) if is_sampled else 0.0
+    frequency, num_samples = int(values.get("trainer.test_freq")), int(values.get(_VALIDATION + "n"))
     values.set("dataset.validation.every_steps", frequency if frequency > 0 else _NEVER)
-    values.set("dataset.validation.temperature", temperature)
     values.set("dataset.validation.max_tokens", max_response)
+    if num_samples > 1 and values.ours("dataset.validation.temperature") == 0:
+        values.set("dataset.validation.num_samples", 1)
+        reason = "one is made, as all are the same at temperature 0: set dataset.validation.temperature and num_samples"
+        values.lose(_VALIDATION + "n", reason)
 
 
 # ── the learner ──
@@ -213,7 +225,7 @@ _OVERLONG = "reward_model.reward_kwargs.overlong_buffer_cfg."
 def _set_rewards(values: Values, max_response: int) -> None:
     key = "reward_model.reward_manager"
     manager = "dapo" if values.program == "dapo" and not values.is_given(key) else str(values.get(key))
-    if manager not in ("naive", "dapo", "batch", "prime"):
+    if manager not in ("naive", "dapo", "batch", "prime", "gdpo", "remote"):
         values.lose(key, "a class can be the reward function: rollout.reward.function_name (docs/rewards.md)")
     values.set("rollout.reward.compat", "verl")
     if manager == "batch" and values.is_given("custom_reward_function.path"):
@@ -351,6 +363,12 @@ def _set_advantage(values: Values) -> None:
     elif ours not in ADVANTAGE_NAMES:
         ours = "grpo"
         values.lose(key, f"replaced by grpo; {OWN}")
+    elif ours in COMPARING_ADVANTAGES and int(values.get(_ROLLOUT + "n")) == 1:
+        values.lose(
+            key, f"{name} compares samples: one is trained by grpo, on its bare reward; set dataset.num_samples"
+        )
+        ours = "grpo"
+        values.set(_OURS + "advantage.normalize_by_std", False)
     values.set(_OURS + "advantage.name", ours)
     if ours != "gdpo":
         values.ignore("algorithm.gdpo_")
@@ -377,7 +395,7 @@ def _set_loss(values: Values, max_response: int) -> None:
         values.set(_OURS + "loss.constant_length", values.get(_ACTOR + "loss_scale_factor") or max_response)
     if has_critic(values):
         for shared in ("ppo_mini_batch_size", "ppo_epochs", "grad_clip"):
-            if values.get(f"critic.{shared}") == values.get(_ACTOR + shared):
+            if is_same(values.get(f"critic.{shared}"), values.get(_ACTOR + shared)):
                 values.ignore(f"critic.{shared}")
         critic_aggregation = values.get("critic.loss_agg_mode") or aggregation
         values.set(_OURS + "value_loss.aggregation", critic_aggregation)
@@ -401,7 +419,8 @@ def _set_kl(values: Values) -> None:
 
 
 def _set_correction(values: Values, max_staleness: int) -> None:
-    ours, key, cap = _OURS + "correction.", _CORRECTION + "rollout_is", values.get(_CORRECTION + "rollout_is_threshold")
+    ours, key = _OURS + "correction.", _CORRECTION + "rollout_is"
+    low, _, cap = str(values.get(_CORRECTION + "rollout_is_threshold")).rpartition("_")
     weight = values.get(key) if values.get(key) in ("token", "sequence") else ""
     is_reinforce = values.ours(_OURS + "loss.name") == "reinforce"
     if values.get(_CORRECTION + "bypass_mode") or is_reinforce:
@@ -409,11 +428,14 @@ def _set_correction(values: Values, max_staleness: int) -> None:
         if weight:
             values.lose(key, "with bypass_mode the ratio of the loss is already that to the engine's policy")
         if is_reinforce:
-            values.set(_OURS + "loss.ratio_cap", cap)
+            values.set(_OURS + "loss.ratio_cap", float(cap))
     elif weight or max_staleness > 0:
         values.set(ours + "mode", "decoupled")
-        values.set(ours + "weight", "sequence_truncation" if weight == "sequence" else "token_truncation")
-        values.set(ours + "cap", cap)
+        values.set(ours + "weight", "band" if low else f"{weight or 'token'}_truncation")
+        for name, bound in {"band_low": low, "band_high": cap}.items() if low else (("cap", cap),):
+            values.set(ours + name, float(bound))
+        if low and weight == "sequence":
+            values.lose(key, "a band bounds the ratios of tokens, not of sequences")
     else:
         values.set(ours + "mode", "none")
 

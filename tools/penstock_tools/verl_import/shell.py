@@ -16,7 +16,7 @@ from pathlib import Path
 
 _ASSIGNMENT = re.compile(r"(?P<name>[A-Za-z_]\w*\+?)=(?P<value>.*)", re.DOTALL)
 _ENTRY = re.compile(
-    r"(?:^|[./])(?:main_(?P<program>ppo|dapo|generation|eval)\w*?|(?P<sft>fsdp_sft|sft)_trainer(?:_ray)?)(?:\.py)?$"
+    r"(?:^|[./])(?:main_(?P<program>ppo|dapo|generation(?:_server)?|eval)\w*?|(?P<sft>fsdp_sft|sft)_trainer(?:_ray)?)(?:\.py)?$"
 )
 _DECLARATIONS = ("export", "declare", "local", "readonly", "typeset")
 _MAX_CALLS = 50
@@ -146,7 +146,10 @@ def bracket_end(text: str, start: int) -> int:
         depth += (text[end] == opening) - (text[end] == closing)
         if depth == 0:
             return end + 1
-        end = span(text, end) if text[end] in "\\'\"`$" else end + 1
+        if opening == "(" and text[end] == "#" and text[end - 1].isspace():  # a comment may have quotes and brackets
+            end = f"{text}\n".index("\n", end)
+        else:
+            end = span(text, end) if text[end] in "\\'\"`$" else end + 1
     return len(text)
 
 

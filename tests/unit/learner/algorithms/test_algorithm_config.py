@@ -193,6 +193,20 @@ def test_a_function_of_a_user_is_tried_before_the_start(tmp_path: Path, kind: st
         try_functions(algorithm, has_critic=False)
 
 
+def test_an_advantage_of_a_user_is_tried_with_the_parts_of_the_reward_that_it_names(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def f(inputs, config):\n"
+        "    parts = inputs.reward_parts\n"
+        "    return (parts['answer'] - 0.5 * parts['format'])[inputs.sequence_ids]\n"
+    )
+    algorithm = AlgorithmConfig(advantage=AdvantageConfig(name=f"{file}:f", reward_keys=("answer", "format")))
+    try_functions(algorithm, has_critic=False)
+    forgotten = AlgorithmConfig(advantage=AdvantageConfig(name=f"{file}:f", reward_keys=("answer",)))
+    with pytest.raises(ConfigError, match="fails on a small batch: KeyError: 'format'"):
+        try_functions(forgotten, has_critic=False)
+
+
 def test_a_plain_tensor_of_a_user_is_masked_and_counted(tmp_path: Path) -> None:
     """Masked-out tokens reach neither the result nor the gradient, whatever the function returns there."""
     file = tmp_path / "mine.py"

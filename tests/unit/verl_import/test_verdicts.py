@@ -1,0 +1,218 @@
+"""The verdicts on the keys of verl that matter, in words of our own and in every example script of verl.
+
+The scripts are not ours: PENSTOCK_VERL names a checkout of github.com/verl-project/verl.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock_tools.verl_import.command import Imported, _read, import_words, report_lines
+from penstock_tools.verl_import.keys import ALL_KEYS, is_same
+
+CHECKOUT = Path(os.environ.get("PENSTOCK_VERL", "nowhere")) / "examples"
+ACTOR, MODEL, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.model.", "actor_rollout_ref.rollout."
+VERDICTS: tuple[tuple[str, Any, str], ...] = (
+    ("data.image_key", "images", "danger"),
+    ("data.custom_cls.path", "mine.py", "danger"),
+    ("data.train_max_samples", 100, "missing"),
+    ("data.train_max_samples", -1, "same"),
+    ("data.return_raw_chat", True, "unneeded"),
+    ("data.train_files", "data/train.parquet", "same"),
+    ("data.max_response_length", 1024, "same"),
+    (MODEL + "path", "Qwen/Qwen2.5-VL-7B-Instruct", "danger"),
+    (MODEL + "path", "vl-project/Qwen3-8B-vllm", "same"),
+    (MODEL + "mtp.enable", True, "missing"),
+    (MODEL + "mtp.enable", False, "same"),
+    (MODEL + "mtp.num_speculative_tokens", 1, "unneeded"),
+    (MODEL + "custom_chat_template", "{{ messages }}", "danger"),
+    (MODEL + "trust_remote_code", True, "missing"),
+    (MODEL + "trust_remote_code", False, "same"),
+    (MODEL + "use_remove_padding", True, "unneeded"),
+    (ACTOR + "freeze_vision_tower", True, "danger"),
+    (ACTOR + "fsdp_config.param_offload", True, "missing"),
+    (ACTOR + "fsdp_config.param_offload", False, "same"),
+    (ACTOR + "fsdp_config.optimizer_offload", True, "missing"),
+    (ACTOR + "megatron.grad_offload", True, "missing"),
+    (ACTOR + "megatron.tensor_model_parallel_size", 4, "unneeded"),
+    (ACTOR + "optim.override_optimizer_config.optimizer_cpu_offload", True, "missing"),
+    (ACTOR + "optim.optimizer", "FusedAdam", "missing"),
+    (ACTOR + "fsdp_config.offload_policy", True, "same"),
+    (ACTOR + "policy_loss.loss_mode", "vanilla", "same"),
+    (ACTOR + "policy_loss.loss_mode", "mine", "danger"),
+    (ACTOR + "ppo_mini_batch_size", 256, "changed"),
+    (ACTOR + "router_replay.mode", "R2", "missing"),
+    ("actor_rollout_ref.ref.fsdp_config.param_offload", True, "missing"),
+    (ROLLOUT + "n", 8, "same"),
+    (ROLLOUT + "temperature", 1.0, "same"),
+    (ROLLOUT + "val_kwargs.temperature", 0.6, "same"),
+    (ROLLOUT + "val_kwargs.do_sample", True, "unneeded"),
+    (ROLLOUT + "max_concurrent_requests", 64, "missing"),
+    (ROLLOUT + "data_parallel_size", 4, "missing"),
+    (ROLLOUT + "data_parallel_size", 1, "same"),
+    (ROLLOUT + "data_parallel_size", True, "missing"),
+    (ROLLOUT + "gpu_memory_utilization", 0.6, "changed"),
+    (ROLLOUT + "agent.default_agent_loop", "mine", "danger"),
+    (ROLLOUT + "agent.agent_loop_config_path", "loops.yaml", "danger"),
+    (ROLLOUT + "multi_turn.function_tool_path", "tools.py", "danger"),
+    (ROLLOUT + "free_cache_engine", True, "unneeded"),
+    ("reward_model.reward_manager", "mine", "danger"),
+    ("reward.reward_manager.name", "gdpo", "changed"),
+    ("reward_model.sandbox_fusion.url", "http://sandbox:8080", "missing"),
+    ("algorithm.adv_estimator", "grpo", "same"),
+    ("algorithm.adv_estimator", "optimal_token_baseline", "danger"),
+    ("algorithm.use_pf_ppo", True, "danger"),
+    ("distillation.enabled", True, "danger"),
+    ("trainer.log_val_generations", 10, "missing"),
+    ("trainer.log_val_generations", 0, "same"),
+    ("trainer.n_gpus_per_node", 8, "changed"),
+    ("trainer.save_freq", 20, "changed"),
+    ("trainer.device", "npu", "missing"),
+    ("trainer.resume_from_path", "checkpoints/", "same"),
+    ("trainer.total_epochs", 15, "same"),
+)  # fmt: skip
+"""Keys, values and what becomes of them in a run of GRPO with validations."""
+ANY_VALUE: tuple[tuple[str, type | tuple[type, ...], str], ...] = (
+    ("data.image_key", str, "danger"),
+    ("data.custom_cls.path", str, "danger"),
+    (ROLLOUT + "val_kwargs.temperature", (int, float), "same"),
+    (ROLLOUT + "val_kwargs.top_p", (int, float), "same"),
+    ("*.max_concurrent_requests", int, "missing"),
+    ("trainer.save_freq", int, "changed"),
+    ("data.max_*_length", int, "same"),
+)
+"""Patterns of keys whose verdict does not depend on the value."""
+
+
+def verdicts(result: Imported) -> dict[str, str]:
+    """The verdicts on the keys that do not mean the same."""
+    return {name: verdict for verdict, entries in result.findings.keys.items() for name, _, _ in entries}
+
+
+def word(value: Any) -> str:
+    return f"'{value}'" if isinstance(value, str) else str(value)
+
+
+@pytest.mark.parametrize(("key", "value", "verdict"), VERDICTS, ids=str)
+def test_the_verdict_on_a_key(key: str, value: Any, verdict: str) -> None:
+    found = verdicts(import_words(["algorithm.adv_estimator=grpo", "trainer.test_freq=5", f"{key}={word(value)}"]))
+    assert found.get(key, "same") == verdict
+
+
+def test_every_default_is_of_one_type() -> None:
+    """A pattern of keys has no list of the values of all of them: each would pass for any of them."""
+    assert is_same(1, 1.0) and is_same(True, True) and not is_same(True, 1) and not is_same(0, False)
+    for row in ALL_KEYS:
+        if "*" in row.verl:
+            assert all(value in (False, None, {}) for value in row.harmless), row.verl
+
+
+def test_samples_at_temperature_0_are_all_the_same() -> None:
+    validation = ROLLOUT + "val_kwargs."
+    sampled = import_words(["trainer.test_freq=5", f"{validation}n=8", f"{validation}temperature=0.6"])
+    assert (sampled.config.dataset.validation.temperature, sampled.config.dataset.validation.num_samples) == (0.6, 8)
+    for words in ((), (f"{validation}do_sample=True",)):
+        greedy = import_words(["trainer.test_freq=5", f"{validation}n=8", *words])
+        assert (greedy.config.dataset.validation.temperature, greedy.config.dataset.validation.num_samples) == (0, 1)
+        assert verdicts(greedy)[f"{validation}n"] == "danger"
+
+
+@pytest.mark.parametrize("name", ["rloo", "rloo_vectorized", "opo", "grpo_passk"])
+def test_an_advantage_that_compares_samples_needs_several(name: str) -> None:
+    one = import_words([f"algorithm.adv_estimator={name}"])
+    assert verdicts(one)["algorithm.adv_estimator"] == "danger"
+    advantage = one.config.learner.algorithm.advantage
+    assert (advantage.name, advantage.normalize_by_std) == ("grpo", False)
+    several = import_words([f"algorithm.adv_estimator={name}", ROLLOUT + "n=4"])
+    assert several.config.learner.algorithm.advantage.name == name.removesuffix("_vectorized")
+    assert "algorithm.adv_estimator" not in verdicts(several)
+
+
+def test_dangers_are_the_first_lines_of_the_report() -> None:
+    lines = report_lines(import_words(["trainer.device=npu", "data.image_key=images", "trainer.balance_batch=True"]))
+    assert lines[0].startswith("Danger: ") and lines[1] == "  data.image_key=images"
+    assert "only text is trained" in lines[2] and lines[4].startswith("No counterpart")
+
+
+def test_only_a_model_is_taken_for_an_id_of_the_hub() -> None:
+    words = ("data.train_files=data/train", "custom_reward_function.path=recipe/reward.py", MODEL + "path=org/model")
+    notes = import_words([*words, ROLLOUT + "multi_turn.tool_config_path=config/tools"]).findings.notes
+    for path in ("data/train", "recipe/reward.py", "config/tools"):
+        assert any(f": {path} is not on this machine" in note for note in notes)
+    assert not any("org/model" in note for note in notes)
+
+
+def test_gpus_that_one_engine_does_not_use_are_named() -> None:
+    words = ["python3", "-m", "verl.trainer.main_generation", "trainer.n_gpus_per_node=8"]
+    assert verdicts(import_words(words)) == {"trainer.n_gpus_per_node": "missing"}
+    assert not verdicts(import_words([*words, "rollout.tensor_model_parallel_size=8"]))
+
+
+def test_the_generation_server_has_the_keys_of_training() -> None:
+    words = [f"{ROLLOUT}n=3", f"{ROLLOUT}top_k=50", f"{MODEL}path=org/m", "data.train_files=p.parquet"]
+    found = import_words(
+        ["python3", "-m", "verl.trainer.main_generation_server", *words, "+data.output_path=o.parquet"]
+    )
+    assert verdicts(found) == {f"{ROLLOUT}top_k": "unneeded"} and str(found.config.model.path) == "org/m"
+    assert found.config.rollout.engine.tensor_parallel_size == 2
+    command = " ".join(found.command)
+    assert "generate p.parquet" in command and "--output o.parquet --n 3" in command
+    assert "--top-p 1.0 --top-k 0" in command, "the defaults are those of training, and verl reads no top_k"
+
+
+def test_only_a_checkpoint_that_is_asked_for_is_missed() -> None:
+    words = ["trainer.resume_from_path=old", "trainer.resume_mode=resume_path"]
+    assert verdicts(import_words(words))["trainer.resume_from_path"] == "danger"
+
+
+def test_a_band_of_weights_is_a_band() -> None:
+    prefix = "algorithm.rollout_correction.rollout_is"
+    correction = import_words([f"{prefix}=token", f"{prefix}_threshold='0.5_4.0'"]).config.learner.algorithm.correction
+    assert (correction.weight, correction.band_low, correction.band_high) == ("band", 0.5, 4.0)
+
+
+# ── verl's own scripts ──
+
+
+def scripts() -> list[Path]:
+    entry = re.compile(r"main_(ppo|dapo|generation|eval)|sft_trainer")
+    # A script that starts `$COMMAND` does not say what it starts.
+    texts = {path: path.read_text() for path in sorted(CHECKOUT.rglob("*.sh"))}
+    return [path for path, text in texts.items() if entry.search(text) and "$COMMAND" not in text]
+
+
+def expected(key: str, value: Any) -> Iterator[str]:
+    yield from (verdict for name, each, verdict in VERDICTS if name == key and is_same(each, value))
+    for pattern, kinds, verdict in ANY_VALUE:
+        if fnmatchcase(key, pattern) and isinstance(value, kinds):
+            yield verdict
+
+
+@pytest.mark.skipif(not CHECKOUT.is_dir(), reason="PENSTOCK_VERL names no checkout of github.com/verl-project/verl")
+def test_every_example_of_verl_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(CHECKOUT.parent)
+    num_judged = 0
+    for path in scripts():
+        result = import_words([str(path)])
+        program, given = _read([str(path)])
+        unknown = [name for name, _, reason in result.findings.keys["missing"] if reason == "this key is not known"]
+        assert not unknown, path
+        found, text = verdicts(result), path.read_text()
+        reads_images = re.search(r"data\.image_key=|model\.(path|partial_pretrain)=\S*-VL-", text)
+        assert not reads_images or "danger" in found.values(), path
+        if program not in ("ppo", "dapo") or result.config.dataset.validation.file is None:
+            continue
+        for key, value in given.values.items():
+            for verdict in expected(key, value):
+                assert found.get(key, "same") == verdict, f"{path}: {key}={value}"
+                num_judged += 1
+        temperature = given.values.get(ROLLOUT + "val_kwargs.temperature", 0)
+        assert result.config.dataset.validation.temperature == temperature, path
+    assert num_judged > 100

@@ -85,7 +85,7 @@ def test_a_learned_task_is_not_a_failure() -> None:
     assert (finding.code, finding.level) == ("solved", "OK") and "flat at 90% of the highest reward" in finding.text
 
 
-def test_a_reward_that_has_come_near_its_maximum_is_no_failure() -> None:
+def test_a_reward_near_its_maximum_is_not_a_failure() -> None:
     """The steps before count for the trend, but not for how much is left to learn."""
     rewards = (0.5, 0.97, 0.2, 0.9, *[0.94] * 8)
     finding = learning_finding(facts(with_rewards(*rewards, reward_min=0.0, reward_max=1.0)))

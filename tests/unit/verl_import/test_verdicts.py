@@ -114,7 +114,7 @@ def test_every_default_is_of_one_type() -> None:
             assert all(value in (False, None, {}) for value in row.harmless), row.verl
 
 
-def test_samples_at_temperature_0_are_all_the_same() -> None:
+def test_samples_at_temperature_0_are_equal() -> None:
     validation = ROLLOUT + "val_kwargs."
     sampled = import_words(["trainer.test_freq=5", f"{validation}n=8", f"{validation}temperature=0.6"])
     assert (sampled.config.dataset.validation.temperature, sampled.config.dataset.validation.num_samples) == (0.6, 8)

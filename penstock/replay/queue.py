@@ -79,7 +79,7 @@ from penstock.replay.queue_types import (
     Submission,
     admission,
 )
-from penstock.sample_scores import PromptSamples, scores_by_source, summarise
+from penstock.sample_scores import Parts, PromptSamples, by_source, part_means, scores_by_source, summarise
 from penstock.store.ownership import RUN_ITSELF, Owner
 from penstock.store.redis_client import QUEUE, RedisClient, RunRecords, guarded, read_columns, read_record, read_rows
 
@@ -206,20 +206,18 @@ class PromptIntake(QueueCalls):
             raise Conflict(f"evaluation {evaluation_id!r} has other prompts; choose another id")
         return evaluation
 
-    async def get_evaluation(self, evaluation_id: str, owner: Owner = RUN_ITSELF) -> Evaluation:
+    async def get_evaluation(self, evaluation_id: str, owner: Owner = RUN_ITSELF, part: str = "") -> Evaluation:
+        """`part` is the part of the reward that pass@k counts; empty: the reward."""
         fields = await guarded(self.client.hgetall(self.keys.evaluation(evaluation_id)))
         if not fields or not owner.may_use(fields.get(b"owner", b"").decode()):
             raise NotFound(f"evaluation {evaluation_id!r} does not exist")
         num_samples = int(fields[b"num_samples"])
-        rewards = {
-            name.partition(b":")[2]: [float(word) for word in text.split()]
-            for name, text in fields.items()
-            if name.startswith(b"rewards:")
-        }
         samples = []
-        for prompt, scored in rewards.items():
-            source, answers, *others = json.loads(fields.get(b"samples:" + prompt, b'["", []]'))
-            samples.append(PromptSamples(source, tuple(scored), tuple(answers), *map(tuple, others)))
+        for prompt in [name.partition(b":")[2] for name in fields if name.startswith(b"rewards:")]:
+            rewards = tuple(map(float, fields[b"rewards:" + prompt].split()))
+            source, answers, *_ = json.loads(fields.get(b"samples:" + prompt, b'["", []]'))
+            parts = json.loads(fields.get(b"parts:" + prompt, b"{}"))
+            samples.append(PromptSamples(source, rewards, tuple(answers), parts))
         return Evaluation(
             evaluation_id=evaluation_id,
             num_prompts=int(fields[b"num_prompts"]),
@@ -228,9 +226,10 @@ class PromptIntake(QueueCalls):
             policy_version_min=int(fields.get(b"version_min", -1)),
             policy_version_max=int(fields.get(b"version_max", -1)),
             num_samples=num_samples,
-            pass_at=summarise(list(rewards.values())).pass_at,
+            pass_at=summarise(samples, part=part).pass_at,
             num_failed=int(fields.get(b"num_failed", 0)),
             by_source=scores_by_source(samples),
+            parts={source: found for source, own in by_source(samples).items() if (found := part_means(own))},
         )
 
     async def get_prompt(self, prompt_id: int) -> PromptStatus:
@@ -342,15 +341,15 @@ class GroupProducer(QueueCalls):
 
     async def record_evaluation(
         self, evaluation_id: str, lease: Lease, rewards: Sequence[float], min_version: int, max_version: int,
-        data_source: str = "", answers: Sequence[str] = (), kept_group: bytes = b"", accuracies: Sequence[float] = (),
+        data_source: str = "", answers: Sequence[str] = (), kept_group: bytes = b"", parts: Parts | None = None,
     ) -> None:  # fmt: skip
         """Record the samples of a held-out prompt. `answers` has the answer of each sample, or nothing if the reward
-        does not say them, and `accuracies` the part `acc` of each reward, or nothing. `kept_group` is the encoded group
+        does not say them. `kept_group` is the encoded group
         if the learner's reward model is to score it; it is kept for KEPT_EVALUATION_S, if there is room."""
         await self.call(
             "record_evaluation", evaluation_id, lease.prompt_id, len(rewards), sum(rewards), min_version, max_version,
-            " ".join(map(repr, rewards)), json.dumps([data_source, list(answers), list(accuracies)]), kept_group,
-            self.config.capacity_bytes // KEPT_EVALUATION_SHARE, KEPT_EVALUATION_S,
+            " ".join(map(repr, rewards)), json.dumps([data_source, list(answers)]), kept_group,
+            self.config.capacity_bytes // KEPT_EVALUATION_SHARE, KEPT_EVALUATION_S, json.dumps(parts or {}),
         )  # fmt: skip
 
     async def save_tokens(self, server_id: str, pieces: Sequence[tuple[Lease, SavedTokens]]) -> list[int]:

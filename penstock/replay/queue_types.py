@@ -277,7 +277,8 @@ class EvaluationProgress:
     policy_version_max: int
     num_samples: int = 0
     pass_at: dict[int, float] = field(default_factory=dict)
-    """pass@k over the prompts finished so far: see `penstock.sample_scores`. A sample passes with a reward of 1."""
+    """pass@k over the prompts finished so far: see `penstock.sample_scores`. A sample passes with a reward of 1, or
+    with a 1 in the part that `dataset.validation.score` names."""
     num_failed: int = 0
     """Finished prompts without samples: they failed too often or had no server. The score does not contain them."""
 
@@ -288,6 +289,8 @@ class Evaluation(EvaluationProgress):
 
     by_source: dict[str, dict[str, float]] = field(default_factory=dict)
     """Scores of each data source: see `penstock.sample_scores.scores_by_source`."""
+    parts: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Mean of each part of the reward, by data source."""
 
 
 def is_numbered(evaluation_id: str) -> bool:

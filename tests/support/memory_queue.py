@@ -38,7 +38,7 @@ from penstock.replay.queue_types import (
     SavedTokens,
     Submission,
 )
-from penstock.sample_scores import PromptSamples, scores_by_source, summarise
+from penstock.sample_scores import Parts, PromptSamples, by_source, part_means, scores_by_source, summarise
 from support.memory_store import (
     NEVER,
     Breaker,
@@ -94,15 +94,16 @@ class MemoryIntake:
             store.lease_signal.send()
         return await self.get_evaluation(evaluation_id)
 
-    async def get_evaluation(self, evaluation_id: str) -> Evaluation:
+    async def get_evaluation(self, evaluation_id: str, part: str = "") -> Evaluation:
         found = self.store.evaluations.get(evaluation_id)
         if found is None:
             raise NotFound(f"evaluation {evaluation_id!r} does not exist")
-        summary = summarise(found.rewards)
+        summary = summarise(found.samples, part=part)
         low, high = (min(found.versions), max(found.versions)) if found.versions else (-1, -1)
         return Evaluation(
             evaluation_id, found.num_prompts, found.num_finished, summary.mean, low, high, summary.num_samples,
             summary.pass_at, found.num_failed, scores_by_source(found.samples),
+            {source: means for source, own in by_source(found.samples).items() if (means := part_means(own))},
         )  # fmt: skip
 
     async def record_scores(self, number: int, scores: Mapping[str, float]) -> None:
@@ -345,7 +346,7 @@ class MemoryProducer:
 
     async def record_evaluation(
         self, evaluation_id: str, lease: Lease, rewards: Sequence[float], min_version: int, max_version: int,
-        data_source: str = "", answers: Sequence[str] = (), kept_group: bytes = b"", accuracies: Sequence[float] = (),
+        data_source: str = "", answers: Sequence[str] = (), kept_group: bytes = b"", parts: Parts | None = None,
     ) -> None:  # fmt: skip
         if lease.prompt_id not in self.store.prompts:
             return
@@ -355,8 +356,7 @@ class MemoryProducer:
         self.store.eval_leases.remove(lease.prompt_id)
         self.store.eval_pending.remove(lease.prompt_id)
         evaluation = self.store.evaluations[evaluation_id]
-        evaluation.rewards.append(list(rewards))
-        evaluation.samples.append(PromptSamples(data_source, tuple(rewards), tuple(answers), tuple(accuracies)))
+        evaluation.samples.append(PromptSamples(data_source, tuple(rewards), tuple(answers), parts or {}))
         evaluation.versions += (min_version, max_version)
         if kept_group:
             max_bytes = self.config.capacity_bytes // KEPT_EVALUATION_SHARE

@@ -118,7 +118,6 @@ class MemoryEvaluation:
     num_prompts: int
     num_finished: int = 0
     num_failed: int = 0
-    rewards: list[list[float]] = field(default_factory=list)
     samples: list[PromptSamples] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     kept: dict[int, bytes] = field(default_factory=dict)
@@ -466,9 +465,9 @@ class MemoryStore:
         the number at the end."""
         evaluation = self.evaluations[evaluation_id]
         evaluation.num_finished += 1
-        if evaluation.num_finished == evaluation.num_prompts and evaluation.rewards:
+        if evaluation.num_finished == evaluation.num_prompts and evaluation.samples:
             benchmark = re.sub(r"-\d+$", "", evaluation_id)
-            self.keep_score(benchmark, evaluation_id, summarise(evaluation.rewards).mean)
+            self.keep_score(benchmark, evaluation_id, summarise(evaluation.samples).mean)
 
     def keep_score(self, benchmark: str, numbered: str, score: float) -> None:
         """Keep the newest score of a benchmark and, under its name with a number at the end, its history."""

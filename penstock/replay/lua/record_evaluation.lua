@@ -1,5 +1,6 @@
 -- ARGV: evaluation id, prompt id, number of samples, sum of rewards, min version, max version, rewards as text, data
--- source and answers as JSON, encoded group to keep (or nothing), bytes of groups to keep at most, seconds to keep them.
+-- source and answers as JSON, encoded group to keep (or nothing), bytes of groups to keep at most, seconds to keep them,
+-- parts of the rewards as JSON.
 -- Counts a held-out prompt as finished. Returns 0, and changes nothing, if it was finished before. No group of a team's
 -- evaluation is kept: the learner does not see its scores.
 local evaluation, groups, id = EVALUATION .. ARGV[1], EVALUATION_GROUPS .. ARGV[1], ARGV[2]
@@ -34,7 +35,7 @@ if ARGV[9] ~= '' and is_kept ~= '0' then
   end
 end
 finish_evaluation_prompt(ARGV[1])
-redis.call('HSET', evaluation, 'rewards:' .. id, ARGV[7], 'samples:' .. id, ARGV[8])
+redis.call('HSET', evaluation, 'rewards:' .. id, ARGV[7], 'samples:' .. id, ARGV[8], 'parts:' .. id, ARGV[12])
 if is_lowest then redis.call('HSET', evaluation, 'version_min', ARGV[5]) end
 if is_highest then redis.call('HSET', evaluation, 'version_max', ARGV[6]) end
 return 1

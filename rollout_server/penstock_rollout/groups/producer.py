@@ -41,7 +41,7 @@ from penstock.errors import (
 from penstock.logs import bind
 from penstock.replay.queue import GroupProducer, answer_all
 from penstock.replay.queue_types import AppendOutcome, FinishedGroup, Lease, is_numbered
-from penstock.sample_scores import ACCURACY
+from penstock.sample_scores import parts_by_name
 from penstock.store.notices import Event, PostEvent, ignore_event
 from penstock.store.redis_client import EXCHANGES_AT_ONCE
 from penstock.tracing import Tracing
@@ -340,13 +340,11 @@ class Producer:
 
     async def _record_evaluation(self, lease: Lease, prompt: Prompt, group: Group) -> None:
         rewards = [trajectory.reward for trajectory in group.trajectories]
-        parts = [trajectory.reward_parts for trajectory in group.trajectories]
-        accuracies = [part[ACCURACY] for part in parts if math.isfinite(part.get(ACCURACY, math.nan))]
         answers = [trajectory.answer for trajectory in group.trajectories if trajectory.answer is not None]
         await self.queue.record_evaluation(
             prompt.evaluation_id, lease, rewards, group.min_version, group.max_version, prompt.data_source,
             answers if len(answers) == len(rewards) else (), await self._kept_group(prompt, group),
-            accuracies if len(accuracies) == len(rewards) else (),
+            parts_by_name([trajectory.reward_parts for trajectory in group.trajectories]),
         )  # fmt: skip
         self._note_success()
 

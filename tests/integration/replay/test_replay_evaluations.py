@@ -52,8 +52,14 @@ async def test_an_evaluation_has_the_scores_of_each_data_source(queue: ReplayQue
     first, second, third = await queue.lease("s", 5)
     await queue.record_evaluation("heldout", first, [1.0, 0.0], 0, 0, "math", ["4", "5"])
     await queue.record_evaluation("heldout", second, [1.0, 1.0], 0, 0, "math", ["7", "7"])
-    await queue.record_evaluation("heldout", third, [0.5, 0.5], 0, 0, "judged", accuracies=[1.0, 0.0])
-    by_source = (await queue.get_evaluation("heldout")).by_source
+    await queue.record_evaluation(
+        "heldout", third, [0.5, 0.5], 0, 0, "judged", parts={"acc": [1.0, 0.0], "format": [None, 0.25]}
+    )
+    evaluation = await queue.get_evaluation("heldout", part="acc")
+    assert evaluation.parts == {"judged": {"acc": 0.5, "format": 0.25}}
+    assert evaluation.pass_at == {1: pytest.approx(1 / 6), 2: pytest.approx(1 / 3)}
+    assert (await queue.get_evaluation("heldout")).pass_at == {1: pytest.approx(0.5), 2: pytest.approx(2 / 3)}
+    by_source = evaluation.by_source
     assert by_source["judged"] == {
         "mean@2": 0.5, "best@2/mean": 0.5, "acc/mean@2": 0.5, "acc/best@2/mean": 0.75,
     }  # fmt: skip

@@ -36,7 +36,7 @@ class PromptSamples:
 
 
 def parts_by_name(samples: Sequence[Mapping[str, float]]) -> Parts:
-    """The parts of these rewards, of which those that are not finite are left out."""
+    """The parts of these rewards, without those that are not finite."""
     names = list(dict.fromkeys(name for parts in samples for name in parts))[:MAX_PARTS]
     values = {name: [parts.get(name, math.nan) for parts in samples] for name in names}
     return {name: [value if math.isfinite(value) else None for value in found] for name, found in values.items()}

@@ -56,6 +56,7 @@ from penstock.config.service import ReplayConfig
 from penstock.errors import Conflict, DeadlineExceeded, NotFound
 from penstock.replay.group_payloads import GroupPayloads
 from penstock.replay.queue_types import (
+    ALL_PROMPTS,
     KEPT_EVALUATION_S,
     KEPT_EVALUATION_SHARE,
     SAVED_SHARE,
@@ -342,14 +343,15 @@ class GroupProducer(QueueCalls):
     async def record_evaluation(
         self, evaluation_id: str, lease: Lease, rewards: Sequence[float], min_version: int, max_version: int,
         data_source: str = "", answers: Sequence[str] = (), kept_group: bytes = b"", parts: Parts | None = None,
+        num_kept: int = ALL_PROMPTS,
     ) -> None:  # fmt: skip
         """Record the samples of a held-out prompt. `answers` has the answer of each sample, or nothing if the reward
-        does not say them. `kept_group` is the encoded group
-        if the learner's reward model is to score it; it is kept for KEPT_EVALUATION_S, if there is room."""
+        does not say them. `kept_group` is the encoded group if the learner is to read it. It is kept with its prompt
+        for KEPT_EVALUATION_S, if there is room and the prompt is among the first `num_kept` of the evaluation."""
         await self.call(
             "record_evaluation", evaluation_id, lease.prompt_id, len(rewards), sum(rewards), min_version, max_version,
             " ".join(map(repr, rewards)), json.dumps([data_source, list(answers)]), kept_group,
-            self.config.capacity_bytes // KEPT_EVALUATION_SHARE, KEPT_EVALUATION_S, json.dumps(parts or {}),
+            self.config.capacity_bytes // KEPT_EVALUATION_SHARE, KEPT_EVALUATION_S, json.dumps(parts or {}), num_kept,
         )  # fmt: skip
 
     async def save_tokens(self, server_id: str, pieces: Sequence[tuple[Lease, SavedTokens]]) -> list[int]:
@@ -446,16 +448,17 @@ class GroupConsumer(QueueCalls):
 
     async def kept_groups(self, evaluation_id: str) -> KeptGroups:
         """The groups of an evaluation that are still kept. None of them if all were forgotten, or none was kept."""
-        prompt_ids = await guarded(self.client.hkeys(self.keys.evaluation_groups(evaluation_id)))
+        names = await guarded(self.client.hkeys(self.keys.evaluation_groups(evaluation_id)))
         num_omitted = await guarded(self.client.hget(self.keys.evaluation(evaluation_id), "num_omitted"))
-        return KeptGroups(tuple(sorted(map(int, prompt_ids))), int(num_omitted or 0))
+        return KeptGroups(tuple(sorted(int(name) for name in names if name.isdigit())), int(num_omitted or 0))
 
-    async def fetch_kept(self, evaluation_id: str, prompt_ids: Sequence[int]) -> list[bytes]:
-        """Kept groups of an evaluation. Groups that are no longer kept are skipped."""
+    async def fetch_kept(self, evaluation_id: str, prompt_ids: Sequence[int], kind: str = "") -> list[bytes]:
+        """Kept groups of an evaluation, or with the kind `prompt:` their prompts. Others are skipped."""
         if not prompt_ids:
             return []
-        groups = await guarded(self.client.hmget(self.keys.evaluation_groups(evaluation_id), list(prompt_ids)))
-        return [group for group in groups if group is not None]
+        names = [f"{kind}{prompt_id}" for prompt_id in prompt_ids]
+        found = await guarded(self.client.hmget(self.keys.evaluation_groups(evaluation_id), names))
+        return [each for each in found if each is not None]
 
     async def forget_kept(self, evaluation_id: str) -> None:
         """Delete the kept groups of an evaluation."""

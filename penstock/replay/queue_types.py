@@ -302,7 +302,7 @@ def is_numbered(evaluation_id: str) -> bool:
 
 @dataclass(frozen=True)
 class KeptGroups:
-    """The groups of an evaluation that are kept for the learner's reward model."""
+    """The groups of an evaluation that are kept for the learner, which writes their text or has a model score them."""
 
     prompt_ids: tuple[int, ...] = ()
     num_omitted: int = 0
@@ -313,5 +313,7 @@ VALIDATION = "validation-"
 """Ids of the run's own evaluations begin with this."""
 KEPT_EVALUATION_S = 3600
 """How long the groups of an evaluation are kept after the last of them was recorded."""
+ALL_PROMPTS = 2**31
+"""More prompts than an evaluation has."""
 KEPT_EVALUATION_SHARE = 4
 """The kept groups of one evaluation have at most `replay.capacity_bytes` divided by this."""

@@ -16,6 +16,7 @@ from penstock.codec import encode_group
 from penstock.config.service import ReplayConfig
 from penstock.errors import Conflict, Fenced, NotFound
 from penstock.replay.queue_types import (
+    ALL_PROMPTS,
     KEPT_EVALUATION_S,
     KEPT_EVALUATION_SHARE,
     SAVED_SHARE,
@@ -86,7 +87,8 @@ class MemoryIntake:
     async def create_evaluation(self, evaluation_id: str, payloads: Sequence[bytes]) -> Evaluation:
         store = self.store
         if evaluation_id not in store.evaluations:
-            store.evaluations[evaluation_id] = MemoryEvaluation(len(payloads))
+            first_id = store.counters["next_prompt_id"] + 1
+            store.evaluations[evaluation_id] = MemoryEvaluation(len(payloads), first_id)
             for payload in payloads:
                 prompt_id = store.count("next_prompt_id")
                 store.prompts[prompt_id] = MemoryPrompt(payload, evaluation_id=evaluation_id)
@@ -347,9 +349,11 @@ class MemoryProducer:
     async def record_evaluation(
         self, evaluation_id: str, lease: Lease, rewards: Sequence[float], min_version: int, max_version: int,
         data_source: str = "", answers: Sequence[str] = (), kept_group: bytes = b"", parts: Parts | None = None,
+        num_kept: int = ALL_PROMPTS,
     ) -> None:  # fmt: skip
         if lease.prompt_id not in self.store.prompts:
             return
+        prompt = self.store.prompts[lease.prompt_id].payload
         self.store.record_success(lease.prompt_id)
         self.store.drop_saved(lease.prompt_id)
         del self.store.prompts[lease.prompt_id]
@@ -358,9 +362,9 @@ class MemoryProducer:
         evaluation = self.store.evaluations[evaluation_id]
         evaluation.samples.append(PromptSamples(data_source, tuple(rewards), tuple(answers), parts or {}))
         evaluation.versions += (min_version, max_version)
-        if kept_group:
+        if kept_group and lease.prompt_id < evaluation.first_id + num_kept:
             max_bytes = self.config.capacity_bytes // KEPT_EVALUATION_SHARE
-            evaluation.keep(lease.prompt_id, kept_group, max_bytes, self.store.clock() + KEPT_EVALUATION_S)
+            evaluation.keep(lease.prompt_id, kept_group, prompt, max_bytes, self.store.clock() + KEPT_EVALUATION_S)
         self.store.finish_evaluation_prompt(evaluation_id)
 
     async def save_tokens(self, server_id: str, pieces: Sequence[tuple[Lease, SavedTokens]]) -> list[int]:
@@ -516,9 +520,9 @@ class MemoryConsumer:
             found.kept.clear()
         return KeptGroups(tuple(sorted(found.kept)), found.num_omitted)
 
-    async def fetch_kept(self, evaluation_id: str, prompt_ids: Sequence[int]) -> list[bytes]:
+    async def fetch_kept(self, evaluation_id: str, prompt_ids: Sequence[int], kind: str = "") -> list[bytes]:
         kept = self.store.evaluations[evaluation_id].kept
-        return [kept[prompt_id] for prompt_id in prompt_ids if prompt_id in kept]
+        return [kept[prompt_id][kind] for prompt_id in prompt_ids if prompt_id in kept]
 
     async def forget_kept(self, evaluation_id: str) -> None:
         self.store.evaluations[evaluation_id].kept.clear()

@@ -87,6 +87,18 @@ async def test_groups_of_an_evaluation_are_kept_while_there_is_room_until_they_a
     assert (await queue.kept_groups("unknown-1")).prompt_ids == ()
 
 
+async def test_the_first_groups_of_an_evaluation_are_kept_with_their_prompts(queue: ReplayQueue) -> None:
+    await submit(queue, 3)
+    await queue.create_evaluation("heldout-1", [b"q1", b"q2", b"q3"])
+    held_out = [lease for lease in await queue.lease("s", 9) if lease.payload.startswith(b"q")]
+    for lease in reversed(held_out):
+        await queue.record_evaluation("heldout-1", lease, [1.0], 0, 0, kept_group=b"of " + lease.payload, num_kept=2)
+    kept = await queue.kept_groups("heldout-1")
+    assert kept.prompt_ids == tuple(lease.prompt_id for lease in held_out[:2]) and kept.num_omitted == 0
+    assert await queue.fetch_kept("heldout-1", kept.prompt_ids) == [b"of q1", b"of q2"]
+    assert await queue.fetch_kept("heldout-1", kept.prompt_ids[1:], "prompt:") == [b"q2"]
+
+
 @pytest.mark.parametrize("sees_all", [False, True])
 async def test_no_group_of_a_teams_evaluation_is_kept(redis_client: redis.Redis, sees_all: bool) -> None:
     """The learner's reward model does not find the evaluation, and would not forget its groups."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
@@ -14,46 +14,10 @@ from numpy.typing import NDArray
 PASS_SCORE = 1.0
 ACCURACY = "acc"
 """The part of a reward that says whether the answer is right, as verl names it."""
-
-
-@dataclass(frozen=True)
-class ScoreSummary:
-    num_prompts: int
-    num_samples: int
-    mean: float
-    """Mean over all samples. This is mean@k if every prompt has k samples."""
-    pass_at: dict[int, float]
-    """pass@k by k: the probability that at least one of k samples of a prompt passes. The k are the powers of two up to
-    the smallest number of samples of any prompt, and that number itself."""
-
-
-def summarise(scores: Sequence[Sequence[float]], pass_score: float = PASS_SCORE) -> ScoreSummary:
-    """Summarise `scores`, which has one list per prompt with one score per sample. A sample passes if its score is at
-    least `pass_score`.
-
-    Prompts without samples, because they failed, are skipped."""
-    answered = [samples for samples in scores if samples]
-    flat = [score for samples in answered for score in samples]
-    fewest = min(map(len, answered), default=0)
-    ks = sorted({1 << power for power in range(fewest.bit_length())} | ({fewest} if fewest else set()))
-    return ScoreSummary(
-        num_prompts=len(answered),
-        num_samples=len(flat),
-        mean=math.fsum(flat) / len(flat) if flat else 0.0,
-        pass_at={
-            k: _mean(
-                [pass_at_k(len(samples), sum(score >= pass_score for score in samples), k) for samples in answered]
-            )
-            for k in ks
-        },
-    )
-
-
-def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
-    """Unbiased estimate of pass@k: 1 - C(n - c, k) / C(n, k) (Chen et al., 2021)."""
-    if not 1 <= k <= num_samples:
-        raise ValueError(f"pass@{k} needs at least {k} samples, not {num_samples}")
-    return 1.0 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)
+MAX_PARTS = 32
+"""Parts of a reward that are kept of a held-out prompt."""
+Parts = Mapping[str, Sequence[float | None]]
+"""Parts of the rewards of a prompt's samples by name, with None for a sample whose reward lacks the part."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +28,79 @@ class PromptSamples:
     rewards: tuple[float, ...]
     answers: tuple[str, ...] = ()
     """The answer that the reward has read from each sample. Empty if it does not say."""
-    accuracies: tuple[float, ...] = ()
-    """The part `acc` of each sample's reward. Empty if the reward has none."""
+    parts: Parts = field(default_factory=dict)
+
+    def scores(self, part: str) -> Sequence[float | None]:
+        """This part of each sample's reward, or the rewards if the name is empty."""
+        return self.parts.get(part, [None] * len(self.rewards)) if part else self.rewards
 
 
-def scores_by_source(prompts: Sequence[PromptSamples]) -> dict[str, dict[str, float]]:
+def parts_by_name(samples: Sequence[Mapping[str, float]]) -> Parts:
+    """The parts of these rewards, without those that are not finite."""
+    names = list(dict.fromkeys(name for parts in samples for name in parts))[:MAX_PARTS]
+    values = {name: [parts.get(name, math.nan) for parts in samples] for name in names}
+    return {name: [value if math.isfinite(value) else None for value in found] for name, found in values.items()}
+
+
+@dataclass(frozen=True)
+class ScoreSummary:
+    num_prompts: int
+    num_samples: int
+    mean: float
+    """Mean over all samples. This is mean@k if every prompt has k samples."""
+    pass_at: dict[int, float]
+    """pass@k by k: the probability that at least one of k samples of a prompt passes. The k are the powers of two up to
+    the smallest number of samples of any prompt, and that number itself. Empty if no reward has the chosen part."""
+    parts: dict[str, float]
+    """Mean of each part of the reward: see `part_means`."""
+
+
+def summarise(prompts: Iterable[PromptSamples], pass_score: float = PASS_SCORE, part: str = "") -> ScoreSummary:
+    """Summarise the samples. One passes if its reward, or the chosen part of it, is at least `pass_score`; a sample
+    without that part does not pass.
+
+    Prompts without samples, because they failed, are skipped."""
+    answered = [prompt for prompt in prompts if prompt.rewards]
+    flat = [reward for prompt in answered for reward in prompt.rewards]
+    parts = part_means(answered)
+    is_known = not part or part in parts
+    fewest = min((len(prompt.rewards) for prompt in answered), default=0) if is_known else 0
+    ks = sorted({1 << power for power in range(fewest.bit_length())} | ({fewest} if fewest else set()))
+    passed = [
+        (len(prompt.rewards), sum(value is not None and value >= pass_score for value in prompt.scores(part)))
+        for prompt in answered
+    ]
+    return ScoreSummary(
+        num_prompts=len(answered),
+        num_samples=len(flat),
+        mean=math.fsum(flat) / len(flat) if flat else 0.0,
+        pass_at={k: _mean([pass_at_k(*counts, k) for counts in passed]) for k in ks},
+        parts=parts,
+    )
+
+
+def part_means(prompts: Sequence[PromptSamples]) -> dict[str, float]:
+    """Mean of each part over the samples whose reward has it."""
+    names = sorted({name for prompt in prompts for name in prompt.parts})
+    known = {name: [v for prompt in prompts for v in prompt.scores(name) if v is not None] for name in names}
+    return {name: _mean(values) for name, values in known.items() if values}
+
+
+def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
+    """Unbiased estimate of pass@k: 1 - C(n - c, k) / C(n, k) (Chen et al., 2021)."""
+    if not 1 <= k <= num_samples:
+        raise ValueError(f"pass@{k} needs at least {k} samples, not {num_samples}")
+    return 1.0 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)
+
+
+def by_source(prompts: Iterable[PromptSamples]) -> dict[str, list[PromptSamples]]:
+    found: dict[str, list[PromptSamples]] = {}
+    for prompt in prompts:
+        found.setdefault(prompt.data_source, []).append(prompt)
+    return dict(sorted(found.items()))
+
+
+def scores_by_source(prompts: Iterable[PromptSamples]) -> dict[str, dict[str, float]]:
     """Scores of each data source under verl's names, where k is the smallest number of samples of its prompts:
 
     mean@k       mean reward over all samples
@@ -76,19 +108,16 @@ def scores_by_source(prompts: Sequence[PromptSamples]) -> dict[str, dict[str, fl
     maj@k/mean   expected reward of the most frequent answer of k samples; if the reward reports its answers
 
     If every reward has a part `acc`, the same for it under `acc/mean@k` and so on."""
-    by_source: dict[str, list[PromptSamples]] = {}
-    for prompt in prompts:
-        if prompt.rewards:
-            by_source.setdefault(prompt.data_source, []).append(prompt)
-    return {source: _source_scores(answered) for source, answered in sorted(by_source.items())}
+    answered = by_source(prompt for prompt in prompts if prompt.rewards)
+    return {source: _source_scores(own) for source, own in answered.items()}
 
 
 def _source_scores(prompts: Sequence[PromptSamples]) -> dict[str, float]:
     answers = [prompt.answers for prompt in prompts]
     scores = _scores([prompt.rewards for prompt in prompts], answers)
-    if all(len(prompt.accuracies) == len(prompt.rewards) for prompt in prompts):
-        accuracies = _scores([prompt.accuracies for prompt in prompts], answers)
-        scores |= {f"{ACCURACY}/{name}": value for name, value in accuracies.items()}
+    accuracies = [[value for value in prompt.scores(ACCURACY) if value is not None] for prompt in prompts]
+    if all(len(known) == len(prompt.rewards) for known, prompt in zip(accuracies, prompts, strict=True)):
+        scores |= {f"{ACCURACY}/{name}": value for name, value in _scores(accuracies, answers).items()}
     return scores
 
 

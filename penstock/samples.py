@@ -1,4 +1,5 @@
-"""The files `samples.jsonl` and `samples.1.jsonl` of a run: one line for each trained group, the oldest first.
+"""The files `samples.jsonl` and `samples.1.jsonl` of a run: one line for each trained group, the oldest first. The
+folder `validation` has such files of held-out groups.
 
 Only the learner writes them. When `samples.jsonl` has reached half of the limit, it replaces `samples.1.jsonl`. A
 learner that starts from a checkpoint first writes a line with `resumed_from_step`: groups of later steps above it were
@@ -26,11 +27,11 @@ from penstock.v1 import groups_pb2
 
 @dataclass(frozen=True)
 class Sample:
-    """A response that a step trained on. The REST interface answers with the same fields."""
+    """A response that was trained, or scored in a validation. The REST interface answers with the same fields."""
 
     step: int
     policy_version: int
-    """The version that the step made."""
+    """The version that the step made; the newest one that answered the validation."""
     prompt_id: int
     sample: int
     """Number of the sample in its group, from 0."""
@@ -59,6 +60,8 @@ class Sample:
     """Whether the reward function failed, so that `reward` is `rollout.reward.error_value`."""
     owner: str = ""
     """Owner of the prompt."""
+    validation: str = ""
+    """Name of the validation, without its step. Empty if the sample was trained."""
 
 
 SAMPLE_FIELDS = (
@@ -85,6 +88,8 @@ def samples_of(line: Mapping[str, Any]) -> Iterator[Sample]:
 
 
 NEWEST, OLDER = "samples.jsonl", "samples.1.jsonl"
+VALIDATED = "validation"
+"""Folder of the run with the files of its validations."""
 READ_BYTES = 1 << 20
 
 
@@ -97,7 +102,6 @@ class SampleFile:
 
     def begin(self, step: int) -> None:
         """Call it once before the first line: what follows was trained from the state of `step` on."""
-        self.folder.mkdir(parents=True, exist_ok=True)
         self._append(json.dumps({"resumed_from_step": step}) + "\n")
 
     def write(self, lines: Iterable[dict[str, Any]]) -> None:
@@ -105,6 +109,7 @@ class SampleFile:
         self._append("".join(json.dumps(line, allow_nan=False, ensure_ascii=False) + "\n" for line in lines))
 
     def _append(self, text: str) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / NEWEST
         # A line that a crash or a full disk has cut off must not become one with the next line.
         start = ""
@@ -143,8 +148,8 @@ def has_samples(folder: Path) -> bool:
 
 
 def groups_newest_first(folder: Path, after: Place | None = None) -> Iterator[tuple[Place, dict[str, Any]]]:
-    """The lines of the groups, each with its place. Steps never increase. With `after`, it continues behind that
-    place, or yields nothing if the place is no longer kept."""
+    """The lines of the groups, each with its place. Steps of trained groups never increase. With `after`, it continues
+    behind that place, or yields nothing if the place is no longer kept."""
     last_step = after.last_step if after else None
     seen: set[int] = set()
     for name in (NEWEST, OLDER):
@@ -274,7 +279,7 @@ class SamplesFound:
 def matching(folder: Path, wanted: SampleFilter, after: Place | None = None) -> Iterator[tuple[Place, list[Sample]]]:
     """Every group in the range of steps, newest first, with its samples that match: perhaps none."""
     for place, line in groups_newest_first(folder, after):
-        if wanted.steps.low is not None and line["step"] < wanted.steps.low:
+        if wanted.steps.low is not None and line["step"] < wanted.steps.low and not line.get("validation"):
             return  # steps never increase
         yield place, [sample for sample in samples_of(line) if wanted.matches(sample)]
 

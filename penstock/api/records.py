@@ -140,7 +140,7 @@ class GroupPage(PageAnswer):
 
 
 class Sample(Record, samples.Sample):  # type: ignore[misc]  # mypy does not know that it is frozen
-    """A trained response."""
+    """A response that was trained, or scored in a validation."""
 
 
 class SamplePage(PageAnswer):

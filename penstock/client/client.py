@@ -158,7 +158,8 @@ class PenstockClient:
     async def samples(
         self, /, order: str = "", page_size: int = 50, page_token: str = "", **filters: str | float
     ) -> records.SamplePage:
-        """Return one page of trained samples as text, newest first, or by reward with `order` WORST or BEST.
+        """Return one page of trained samples as text, newest first, or by reward with `order` WORST or BEST. Those of
+        validations with `validation=True`.
 
         Filters are `min_step`, `max_step`, `min_reward`, `max_reward`, `prompt_id`, `data_source` and `text`."""
         wanted: dict[str, Any] = {"order": order, "page_size": page_size, "page_token": page_token} | filters

@@ -67,9 +67,11 @@ class ValidationConfig(SamplingConfig):  # type: ignore[misc]  # mypy does not k
     """How long the learner waits at the end of the run for the last validation's scores. 0 does not wait."""
     num_samples: int = Field(default=1, ge=1)
     """Number of samples per prompt: the k of mean@k, and the largest k of pass@k."""
+    score: str = ""
+    """Part of the reward, such as `acc`, that pass@k counts. Empty means the reward itself."""
     pinned: bool = True
-    """Let one rollout server answer the whole dataset at one policy version while the others follow training. If false,
-    or with only one server, all servers answer it during training, and its samples may span versions."""
+    """Let one server answer the whole dataset with one version while the others follow training. If false, or with only
+    one server, its samples may span versions."""
     temperature: float = Field(default=1.0, ge=0, le=100)
     """Sampling temperature. 0 is greedy decoding."""
 

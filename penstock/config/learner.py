@@ -28,14 +28,17 @@ class WandbConfig(Config):
 
 
 class SamplesConfig(Config):
-    """Trained samples as text, written to `samples.jsonl` in the run's folder. `penstock samples` shows them."""
+    """Trained samples as text, in `samples.jsonl` of the run's folder, and those of validations, in
+    `validation/samples.jsonl`."""
 
     share: float = Field(default=1.0, ge=0, le=1)
     """Share of the groups that is written, chosen by prompt id. 0 means none."""
     max_bytes: int = Field(default=1 << 30, ge=0)
-    """Largest size of the files. The oldest half is deleted when it is reached. 0 means no limit."""
+    """Largest size of the files in each folder. The oldest half is deleted when it is reached. 0 means no limit."""
+    validation_samples: int = Field(default=256, ge=0)
+    """Number of samples that are written of each validation, from its first prompts. 0 means none."""
     table_every_steps: int = Field(default=10, ge=0)
-    """Number of steps between two tables of samples that the loggers `tensorboard` and `wandb` get. 0 means none."""
+    """Steps between two tables of samples for `tensorboard` and `wandb`; validations have one each. 0 means none."""
     table_rows: int = Field(default=8, ge=1, le=1000)
     """Number of samples in such a table: the worst and the best of the step, and others evenly between them."""
 

@@ -137,7 +137,7 @@ def plain_table(
     for index, name in enumerate(columns):
         is_number = all(isinstance(row[index], int | float | None) for row in rows)
         justify: Literal["left", "right"] = "right" if is_number else "left"
-        table.add_column(name, justify=justify, overflow="fold", no_wrap=name in whole or name == "heartbeat")
+        table.add_column(Text(name), justify=justify, overflow="fold", no_wrap=name in whole or name == "heartbeat")
     for row in rows:
         table.add_row(*(cell if isinstance(cell, Text) else Text(_cell(cell)) for cell in row))
     return table

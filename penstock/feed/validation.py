@@ -220,6 +220,12 @@ class Validator:
         with self.results.open("a") as lines:
             lines.write(json.dumps({"step": step} | asdict(evaluation)) + "\n")
         logger.info("%s", result_line({"step": step} | asdict(evaluation)))
+        if not evaluation.pass_at and evaluation.num_samples:
+            logger.warning(
+                "no reward of the validation at step %d has the part %r, so it has no pass@k; correct "
+                "dataset.validation.score: the parts are %s", step, self.config.score,
+                ", ".join(sorted({name for parts in evaluation.parts.values() for name in parts})) or "none",
+            )  # fmt: skip
         if evaluation.num_failed:
             logger.warning(
                 "validation at step %d: %d of %d prompts failed and are not in the score; the servers' logs say why",
@@ -229,7 +235,8 @@ class Validator:
 
     async def _finished(self, name: str) -> Evaluation:
         payloads = [encode_prompt(replace(prompt, evaluation_id=name)) for prompt in self.prompts]
-        evaluation = await self.queue.create_evaluation(name, payloads)
+        await self.queue.create_evaluation(name, payloads)
+        evaluation = await self.queue.get_evaluation(name, part=self.config.score)
         num_finished, progressed_at = evaluation.num_finished, time.monotonic()
         while evaluation.num_finished < evaluation.num_prompts:
             if evaluation.num_finished > num_finished:
@@ -242,7 +249,7 @@ class Validator:
             await asyncio.sleep(POLL_S)
             if self.hold is not None:
                 await self.hold.keep()
-            evaluation = await self.queue.get_evaluation(name)
+            evaluation = await self.queue.get_evaluation(name, part=self.config.score)
         return evaluation
 
 
@@ -266,9 +273,10 @@ def result_line(result: Mapping[str, Any]) -> str:
     """A result in one line, for people: the mean over all samples, and pass@k."""
     passed = "".join(f"  pass@{k} {share:.3f}" for k, share in result["pass_at"].items())
     failed = f"  ({result['num_failed']} prompts failed)" if result.get("num_failed") else ""
-    sources = result.get("by_source", {})
+    sources, parts = result.get("by_source", {}), result.get("parts", {})
     named = ""
-    for source, scores in sources.items():
+    for source in sources:
+        scores = sources[source] | parts.get(source, {})
         if len(sources) > 1 or len(scores) > 1:
             listed = "  ".join(f"{name.removesuffix('/mean')} {value:.3f}" for name, value in scores.items())
             named += f"  [{source or 'all'}: {listed}]"

@@ -56,6 +56,7 @@ from penstock.config.service import ReplayConfig
 from penstock.errors import Conflict, DeadlineExceeded, NotFound
 from penstock.replay.group_payloads import GroupPayloads
 from penstock.replay.queue_types import (
+    ALL_PROMPTS,
     KEPT_EVALUATION_S,
     KEPT_EVALUATION_SHARE,
     SAVED_SHARE,
@@ -79,7 +80,7 @@ from penstock.replay.queue_types import (
     Submission,
     admission,
 )
-from penstock.sample_scores import PromptSamples, scores_by_source, summarise
+from penstock.sample_scores import Parts, PromptSamples, by_source, part_means, scores_by_source, summarise
 from penstock.store.ownership import RUN_ITSELF, Owner
 from penstock.store.redis_client import QUEUE, RedisClient, RunRecords, guarded, read_columns, read_record, read_rows
 
@@ -206,20 +207,18 @@ class PromptIntake(QueueCalls):
             raise Conflict(f"evaluation {evaluation_id!r} has other prompts; choose another id")
         return evaluation
 
-    async def get_evaluation(self, evaluation_id: str, owner: Owner = RUN_ITSELF) -> Evaluation:
+    async def get_evaluation(self, evaluation_id: str, owner: Owner = RUN_ITSELF, part: str = "") -> Evaluation:
+        """`part` is the part of the reward that pass@k counts; empty: the reward."""
         fields = await guarded(self.client.hgetall(self.keys.evaluation(evaluation_id)))
         if not fields or not owner.may_use(fields.get(b"owner", b"").decode()):
             raise NotFound(f"evaluation {evaluation_id!r} does not exist")
         num_samples = int(fields[b"num_samples"])
-        rewards = {
-            name.partition(b":")[2]: [float(word) for word in text.split()]
-            for name, text in fields.items()
-            if name.startswith(b"rewards:")
-        }
         samples = []
-        for prompt, scored in rewards.items():
-            source, answers, *others = json.loads(fields.get(b"samples:" + prompt, b'["", []]'))
-            samples.append(PromptSamples(source, tuple(scored), tuple(answers), *map(tuple, others)))
+        for prompt in [name.partition(b":")[2] for name in fields if name.startswith(b"rewards:")]:
+            rewards = tuple(map(float, fields[b"rewards:" + prompt].split()))
+            source, answers, *_ = json.loads(fields.get(b"samples:" + prompt, b'["", []]'))
+            parts = json.loads(fields.get(b"parts:" + prompt, b"{}"))
+            samples.append(PromptSamples(source, rewards, tuple(answers), parts))
         return Evaluation(
             evaluation_id=evaluation_id,
             num_prompts=int(fields[b"num_prompts"]),
@@ -228,9 +227,10 @@ class PromptIntake(QueueCalls):
             policy_version_min=int(fields.get(b"version_min", -1)),
             policy_version_max=int(fields.get(b"version_max", -1)),
             num_samples=num_samples,
-            pass_at=summarise(list(rewards.values())).pass_at,
+            pass_at=summarise(samples, part=part).pass_at,
             num_failed=int(fields.get(b"num_failed", 0)),
             by_source=scores_by_source(samples),
+            parts={source: found for source, own in by_source(samples).items() if (found := part_means(own))},
         )
 
     async def get_prompt(self, prompt_id: int) -> PromptStatus:
@@ -342,15 +342,16 @@ class GroupProducer(QueueCalls):
 
     async def record_evaluation(
         self, evaluation_id: str, lease: Lease, rewards: Sequence[float], min_version: int, max_version: int,
-        data_source: str = "", answers: Sequence[str] = (), kept_group: bytes = b"", accuracies: Sequence[float] = (),
+        data_source: str = "", answers: Sequence[str] = (), kept_group: bytes = b"", parts: Parts | None = None,
+        num_kept: int = ALL_PROMPTS,
     ) -> None:  # fmt: skip
         """Record the samples of a held-out prompt. `answers` has the answer of each sample, or nothing if the reward
-        does not say them, and `accuracies` the part `acc` of each reward, or nothing. `kept_group` is the encoded group
-        if the learner's reward model is to score it; it is kept for KEPT_EVALUATION_S, if there is room."""
+        does not say them. `kept_group` is the encoded group if the learner is to read it. It is kept with its prompt
+        for KEPT_EVALUATION_S, if there is room and the prompt is among the first `num_kept` of the evaluation."""
         await self.call(
             "record_evaluation", evaluation_id, lease.prompt_id, len(rewards), sum(rewards), min_version, max_version,
-            " ".join(map(repr, rewards)), json.dumps([data_source, list(answers), list(accuracies)]), kept_group,
-            self.config.capacity_bytes // KEPT_EVALUATION_SHARE, KEPT_EVALUATION_S,
+            " ".join(map(repr, rewards)), json.dumps([data_source, list(answers)]), kept_group,
+            self.config.capacity_bytes // KEPT_EVALUATION_SHARE, KEPT_EVALUATION_S, json.dumps(parts or {}), num_kept,
         )  # fmt: skip
 
     async def save_tokens(self, server_id: str, pieces: Sequence[tuple[Lease, SavedTokens]]) -> list[int]:
@@ -447,16 +448,17 @@ class GroupConsumer(QueueCalls):
 
     async def kept_groups(self, evaluation_id: str) -> KeptGroups:
         """The groups of an evaluation that are still kept. None of them if all were forgotten, or none was kept."""
-        prompt_ids = await guarded(self.client.hkeys(self.keys.evaluation_groups(evaluation_id)))
+        names = await guarded(self.client.hkeys(self.keys.evaluation_groups(evaluation_id)))
         num_omitted = await guarded(self.client.hget(self.keys.evaluation(evaluation_id), "num_omitted"))
-        return KeptGroups(tuple(sorted(map(int, prompt_ids))), int(num_omitted or 0))
+        return KeptGroups(tuple(sorted(int(name) for name in names if name.isdigit())), int(num_omitted or 0))
 
-    async def fetch_kept(self, evaluation_id: str, prompt_ids: Sequence[int]) -> list[bytes]:
-        """Kept groups of an evaluation. Groups that are no longer kept are skipped."""
+    async def fetch_kept(self, evaluation_id: str, prompt_ids: Sequence[int], kind: str = "") -> list[bytes]:
+        """Kept groups of an evaluation, or with the kind `prompt:` their prompts. Others are skipped."""
         if not prompt_ids:
             return []
-        groups = await guarded(self.client.hmget(self.keys.evaluation_groups(evaluation_id), list(prompt_ids)))
-        return [group for group in groups if group is not None]
+        names = [f"{kind}{prompt_id}" for prompt_id in prompt_ids]
+        found = await guarded(self.client.hmget(self.keys.evaluation_groups(evaluation_id), names))
+        return [each for each in found if each is not None]
 
     async def forget_kept(self, evaluation_id: str) -> None:
         """Delete the kept groups of an evaluation."""

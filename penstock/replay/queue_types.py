@@ -277,7 +277,8 @@ class EvaluationProgress:
     policy_version_max: int
     num_samples: int = 0
     pass_at: dict[int, float] = field(default_factory=dict)
-    """pass@k over the prompts finished so far: see `penstock.sample_scores`. A sample passes with a reward of 1."""
+    """pass@k over the prompts finished so far: see `penstock.sample_scores`. A sample passes with a reward of 1, or
+    with a 1 in the part that `dataset.validation.score` names."""
     num_failed: int = 0
     """Finished prompts without samples: they failed too often or had no server. The score does not contain them."""
 
@@ -288,6 +289,8 @@ class Evaluation(EvaluationProgress):
 
     by_source: dict[str, dict[str, float]] = field(default_factory=dict)
     """Scores of each data source: see `penstock.sample_scores.scores_by_source`."""
+    parts: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Mean of each part of the reward, by data source."""
 
 
 def is_numbered(evaluation_id: str) -> bool:
@@ -299,7 +302,7 @@ def is_numbered(evaluation_id: str) -> bool:
 
 @dataclass(frozen=True)
 class KeptGroups:
-    """The groups of an evaluation that are kept for the learner's reward model."""
+    """The groups of an evaluation that are kept for the learner, which writes their text or has a model score them."""
 
     prompt_ids: tuple[int, ...] = ()
     num_omitted: int = 0
@@ -310,5 +313,7 @@ VALIDATION = "validation-"
 """Ids of the run's own evaluations begin with this."""
 KEPT_EVALUATION_S = 3600
 """How long the groups of an evaluation are kept after the last of them was recorded."""
+ALL_PROMPTS = 2**31
+"""More prompts than an evaluation has."""
 KEPT_EVALUATION_SHARE = 4
 """The kept groups of one evaluation have at most `replay.capacity_bytes` divided by this."""

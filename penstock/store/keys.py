@@ -125,7 +125,8 @@ class RunKeys:
     # ── evaluations ──
     evaluation = KeyFamily("Hash of one evaluation: its counts, rewards and versions.")
     evaluation_groups = KeyFamily(
-        "Hash of one evaluation: held-out prompt to its encoded group, for the learner's reward model; expires."
+        "Hash of one evaluation: held-out prompt to its encoded group, which the learner reads, and `prompt:ID` to the "
+        "encoded prompt; expires."
     )
     eval_pending = Key("Sorted set of held-out prompts that can be leased, by id.")
     eval_leases = Key("Sorted set of leased held-out prompts, by the time the lease runs out.")

@@ -53,7 +53,7 @@ class GroupSummary(_message.Message):
     def __init__(self, prompt_id: _Optional[int] = ..., attempt: _Optional[int] = ..., server_id: _Optional[str] = ..., data_source: _Optional[str] = ..., num_trajectories: _Optional[int] = ..., num_tokens: _Optional[int] = ..., mean_reward: _Optional[float] = ..., min_version: _Optional[int] = ..., max_version: _Optional[int] = ..., finished_at_ms: _Optional[int] = ..., is_taken: _Optional[bool] = ...) -> None: ...
 
 class ListSamplesRequest(_message.Message):
-    __slots__ = ("run", "page_size", "page_token", "order", "min_step", "max_step", "min_reward", "max_reward", "prompt_id", "data_source", "text")
+    __slots__ = ("run", "page_size", "page_token", "order", "min_step", "max_step", "min_reward", "max_reward", "prompt_id", "data_source", "text", "validation")
     class Order(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         ORDER_UNSPECIFIED: _ClassVar[ListSamplesRequest.Order]
@@ -73,6 +73,7 @@ class ListSamplesRequest(_message.Message):
     PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
     DATA_SOURCE_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
+    VALIDATION_FIELD_NUMBER: _ClassVar[int]
     run: str
     page_size: int
     page_token: str
@@ -84,7 +85,8 @@ class ListSamplesRequest(_message.Message):
     prompt_id: int
     data_source: str
     text: str
-    def __init__(self, run: _Optional[str] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., order: _Optional[_Union[ListSamplesRequest.Order, str]] = ..., min_step: _Optional[int] = ..., max_step: _Optional[int] = ..., min_reward: _Optional[float] = ..., max_reward: _Optional[float] = ..., prompt_id: _Optional[int] = ..., data_source: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
+    validation: bool
+    def __init__(self, run: _Optional[str] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., order: _Optional[_Union[ListSamplesRequest.Order, str]] = ..., min_step: _Optional[int] = ..., max_step: _Optional[int] = ..., min_reward: _Optional[float] = ..., max_reward: _Optional[float] = ..., prompt_id: _Optional[int] = ..., data_source: _Optional[str] = ..., text: _Optional[str] = ..., validation: _Optional[bool] = ...) -> None: ...
 
 class ListSamplesResponse(_message.Message):
     __slots__ = ("samples", "next_page_token")
@@ -95,7 +97,7 @@ class ListSamplesResponse(_message.Message):
     def __init__(self, samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class Sample(_message.Message):
-    __slots__ = ("step", "policy_version", "prompt_id", "sample", "data_source", "prompt", "ground_truth_json", "response", "reward", "reward_parts", "num_tokens", "min_version", "max_version", "finish_reason", "is_baseline", "server_id", "agent_name", "attempt", "finished_at_ms", "reward_failed", "owner")
+    __slots__ = ("step", "policy_version", "prompt_id", "sample", "data_source", "prompt", "ground_truth_json", "response", "reward", "reward_parts", "num_tokens", "min_version", "max_version", "finish_reason", "is_baseline", "server_id", "agent_name", "attempt", "finished_at_ms", "reward_failed", "owner", "validation")
     class RewardPartsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -124,6 +126,7 @@ class Sample(_message.Message):
     FINISHED_AT_MS_FIELD_NUMBER: _ClassVar[int]
     REWARD_FAILED_FIELD_NUMBER: _ClassVar[int]
     OWNER_FIELD_NUMBER: _ClassVar[int]
+    VALIDATION_FIELD_NUMBER: _ClassVar[int]
     step: int
     policy_version: int
     prompt_id: int
@@ -145,7 +148,8 @@ class Sample(_message.Message):
     finished_at_ms: int
     reward_failed: bool
     owner: str
-    def __init__(self, step: _Optional[int] = ..., policy_version: _Optional[int] = ..., prompt_id: _Optional[int] = ..., sample: _Optional[int] = ..., data_source: _Optional[str] = ..., prompt: _Optional[str] = ..., ground_truth_json: _Optional[str] = ..., response: _Optional[str] = ..., reward: _Optional[float] = ..., reward_parts: _Optional[_Mapping[str, float]] = ..., num_tokens: _Optional[int] = ..., min_version: _Optional[int] = ..., max_version: _Optional[int] = ..., finish_reason: _Optional[str] = ..., is_baseline: _Optional[bool] = ..., server_id: _Optional[str] = ..., agent_name: _Optional[str] = ..., attempt: _Optional[int] = ..., finished_at_ms: _Optional[int] = ..., reward_failed: _Optional[bool] = ..., owner: _Optional[str] = ...) -> None: ...
+    validation: str
+    def __init__(self, step: _Optional[int] = ..., policy_version: _Optional[int] = ..., prompt_id: _Optional[int] = ..., sample: _Optional[int] = ..., data_source: _Optional[str] = ..., prompt: _Optional[str] = ..., ground_truth_json: _Optional[str] = ..., response: _Optional[str] = ..., reward: _Optional[float] = ..., reward_parts: _Optional[_Mapping[str, float]] = ..., num_tokens: _Optional[int] = ..., min_version: _Optional[int] = ..., max_version: _Optional[int] = ..., finish_reason: _Optional[str] = ..., is_baseline: _Optional[bool] = ..., server_id: _Optional[str] = ..., agent_name: _Optional[str] = ..., attempt: _Optional[int] = ..., finished_at_ms: _Optional[int] = ..., reward_failed: _Optional[bool] = ..., owner: _Optional[str] = ..., validation: _Optional[str] = ...) -> None: ...
 
 class GetGroupRequest(_message.Message):
     __slots__ = ("run", "prompt_id")

@@ -70,7 +70,7 @@ class GroupServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListSamples(self, request, context):
-        """Lists trained samples as text, from the learner's samples.jsonl. Empty if this gateway cannot read the run's folder.
+        """Lists samples of training or of validations as text, which the learner has written. Empty if this gateway cannot read the run's folder.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

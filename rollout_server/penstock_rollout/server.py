@@ -220,7 +220,7 @@ def assemble(config: RunConfig, server_id: str) -> RolloutServer:
     producer = Producer(
         queue, server_id, maker, rollout, config.replay, metrics, may_lease=membership.may_lease,
         engine_stats=engine.stats, tracing=tracing, post=notices.post, reward_model=config.learner.reward_model,
-        saver=saver,
+        validation_samples=config.learner.samples.validation_samples, saver=saver,
     )  # fmt: skip
     tool_calling = ToolCalling.of(rollout, engine.name, tokenization)
     listener = make_listener(ClusterKey.of(config))

@@ -74,7 +74,8 @@ def group_of_samples(step: int, prompt_id: int, *rewards: float, **changes: Any)
 def write_samples(folder: Path, *groups: list[Sample], start_step: int = 0, max_bytes: int = 0) -> None:
     """As a learner that starts from `start_step`."""
     file = SampleFile(folder, max_bytes)
-    file.begin(start_step)
+    if not groups[0][0].validation:
+        file.begin(start_step)
     for group in groups:
         file.write([line_of(group)])
 

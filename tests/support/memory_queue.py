@@ -16,6 +16,7 @@ from penstock.codec import encode_group
 from penstock.config.service import ReplayConfig
 from penstock.errors import Conflict, Fenced, NotFound
 from penstock.replay.queue_types import (
+    ALL_PROMPTS,
     KEPT_EVALUATION_S,
     KEPT_EVALUATION_SHARE,
     SAVED_SHARE,
@@ -38,7 +39,7 @@ from penstock.replay.queue_types import (
     SavedTokens,
     Submission,
 )
-from penstock.sample_scores import PromptSamples, scores_by_source, summarise
+from penstock.sample_scores import Parts, PromptSamples, by_source, part_means, scores_by_source, summarise
 from support.memory_store import (
     NEVER,
     Breaker,
@@ -86,7 +87,8 @@ class MemoryIntake:
     async def create_evaluation(self, evaluation_id: str, payloads: Sequence[bytes]) -> Evaluation:
         store = self.store
         if evaluation_id not in store.evaluations:
-            store.evaluations[evaluation_id] = MemoryEvaluation(len(payloads))
+            first_id = store.counters["next_prompt_id"] + 1
+            store.evaluations[evaluation_id] = MemoryEvaluation(len(payloads), first_id)
             for payload in payloads:
                 prompt_id = store.count("next_prompt_id")
                 store.prompts[prompt_id] = MemoryPrompt(payload, evaluation_id=evaluation_id)
@@ -94,15 +96,16 @@ class MemoryIntake:
             store.lease_signal.send()
         return await self.get_evaluation(evaluation_id)
 
-    async def get_evaluation(self, evaluation_id: str) -> Evaluation:
+    async def get_evaluation(self, evaluation_id: str, part: str = "") -> Evaluation:
         found = self.store.evaluations.get(evaluation_id)
         if found is None:
             raise NotFound(f"evaluation {evaluation_id!r} does not exist")
-        summary = summarise(found.rewards)
+        summary = summarise(found.samples, part=part)
         low, high = (min(found.versions), max(found.versions)) if found.versions else (-1, -1)
         return Evaluation(
             evaluation_id, found.num_prompts, found.num_finished, summary.mean, low, high, summary.num_samples,
             summary.pass_at, found.num_failed, scores_by_source(found.samples),
+            {source: means for source, own in by_source(found.samples).items() if (means := part_means(own))},
         )  # fmt: skip
 
     async def record_scores(self, number: int, scores: Mapping[str, float]) -> None:
@@ -345,22 +348,23 @@ class MemoryProducer:
 
     async def record_evaluation(
         self, evaluation_id: str, lease: Lease, rewards: Sequence[float], min_version: int, max_version: int,
-        data_source: str = "", answers: Sequence[str] = (), kept_group: bytes = b"", accuracies: Sequence[float] = (),
+        data_source: str = "", answers: Sequence[str] = (), kept_group: bytes = b"", parts: Parts | None = None,
+        num_kept: int = ALL_PROMPTS,
     ) -> None:  # fmt: skip
         if lease.prompt_id not in self.store.prompts:
             return
+        prompt = self.store.prompts[lease.prompt_id].payload
         self.store.record_success(lease.prompt_id)
         self.store.drop_saved(lease.prompt_id)
         del self.store.prompts[lease.prompt_id]
         self.store.eval_leases.remove(lease.prompt_id)
         self.store.eval_pending.remove(lease.prompt_id)
         evaluation = self.store.evaluations[evaluation_id]
-        evaluation.rewards.append(list(rewards))
-        evaluation.samples.append(PromptSamples(data_source, tuple(rewards), tuple(answers), tuple(accuracies)))
+        evaluation.samples.append(PromptSamples(data_source, tuple(rewards), tuple(answers), parts or {}))
         evaluation.versions += (min_version, max_version)
-        if kept_group:
+        if kept_group and lease.prompt_id < evaluation.first_id + num_kept:
             max_bytes = self.config.capacity_bytes // KEPT_EVALUATION_SHARE
-            evaluation.keep(lease.prompt_id, kept_group, max_bytes, self.store.clock() + KEPT_EVALUATION_S)
+            evaluation.keep(lease.prompt_id, kept_group, prompt, max_bytes, self.store.clock() + KEPT_EVALUATION_S)
         self.store.finish_evaluation_prompt(evaluation_id)
 
     async def save_tokens(self, server_id: str, pieces: Sequence[tuple[Lease, SavedTokens]]) -> list[int]:
@@ -516,9 +520,9 @@ class MemoryConsumer:
             found.kept.clear()
         return KeptGroups(tuple(sorted(found.kept)), found.num_omitted)
 
-    async def fetch_kept(self, evaluation_id: str, prompt_ids: Sequence[int]) -> list[bytes]:
+    async def fetch_kept(self, evaluation_id: str, prompt_ids: Sequence[int], kind: str = "") -> list[bytes]:
         kept = self.store.evaluations[evaluation_id].kept
-        return [kept[prompt_id] for prompt_id in prompt_ids if prompt_id in kept]
+        return [kept[prompt_id][kind] for prompt_id in prompt_ids if prompt_id in kept]
 
     async def forget_kept(self, evaluation_id: str) -> None:
         self.store.evaluations[evaluation_id].kept.clear()

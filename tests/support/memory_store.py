@@ -116,21 +116,22 @@ class MemoryGroup:
 @dataclass
 class MemoryEvaluation:
     num_prompts: int
+    first_id: int
     num_finished: int = 0
     num_failed: int = 0
-    rewards: list[list[float]] = field(default_factory=list)
     samples: list[PromptSamples] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    kept: dict[int, bytes] = field(default_factory=dict)
+    kept: dict[int, dict[str, bytes]] = field(default_factory=dict)
+    """Group and prompt by prompt id."""
     kept_until: float = 0.0
     kept_bytes: int = 0
     num_omitted: int = 0
 
-    def keep(self, prompt_id: int, group: bytes, max_bytes: int, until: float) -> None:
-        """Keep the group for the learner's reward model, if there is room."""
-        self.kept_bytes += len(group)
+    def keep(self, prompt_id: int, group: bytes, prompt: bytes, max_bytes: int, until: float) -> None:
+        """Keep the group and its prompt for the learner, if there is room."""
+        self.kept_bytes += len(group) + len(prompt)
         if self.kept_bytes <= max_bytes:
-            self.kept[prompt_id], self.kept_until = group, until
+            self.kept[prompt_id], self.kept_until = {"": group, "prompt:": prompt}, until
         else:
             self.num_omitted += 1
 
@@ -466,9 +467,9 @@ class MemoryStore:
         the number at the end."""
         evaluation = self.evaluations[evaluation_id]
         evaluation.num_finished += 1
-        if evaluation.num_finished == evaluation.num_prompts and evaluation.rewards:
+        if evaluation.num_finished == evaluation.num_prompts and evaluation.samples:
             benchmark = re.sub(r"-\d+$", "", evaluation_id)
-            self.keep_score(benchmark, evaluation_id, summarise(evaluation.rewards).mean)
+            self.keep_score(benchmark, evaluation_id, summarise(evaluation.samples).mean)
 
     def keep_score(self, benchmark: str, numbered: str, score: float) -> None:
         """Keep the newest score of a benchmark and, under its name with a number at the end, its history."""

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 
 import pytest
 
-from penstock.sample_scores import PromptSamples, best_at_k, maj_at_k, scores_by_source
+from penstock.sample_scores import (
+    MAX_PARTS,
+    PromptSamples,
+    best_at_k,
+    maj_at_k,
+    parts_by_name,
+    scores_by_source,
+    summarise,
+)
 
 
 def test_best_at_k_is_the_mean_over_all_draws() -> None:
@@ -62,10 +71,26 @@ def test_scores_have_verls_names_and_are_apart_by_data_source() -> None:
 
 
 def test_accuracies_have_scores_of_their_own() -> None:
-    first = PromptSamples("aime", (1.0, -1.0), ("4", "5"), (1.0, 0.0))
-    scores = scores_by_source([first, PromptSamples("aime", (-1.0, -1.0), ("7", "7"), (0.0, 0.0))])["aime"]
+    first = PromptSamples("aime", (1.0, -1.0), ("4", "5"), {"acc": (1.0, 0.0)})
+    scores = scores_by_source([first, PromptSamples("aime", (-1.0, -1.0), ("7", "7"), {"acc": (0.0, 0.0)})])["aime"]
     assert scores["mean@2"] == -0.5 and scores["acc/mean@2"] == 0.25
     assert scores["best@2/mean"] == -0.25 and scores["acc/best@2/mean"] == 0.375
     assert 0.2 < scores["acc/maj@2/mean"] < 0.3
     without = scores_by_source([first, PromptSamples("aime", (-1.0, -1.0))])["aime"]
     assert not [name for name in without if name.startswith("acc")], "not every reward says it"
+
+
+def test_pass_at_k_may_count_a_part_of_the_reward() -> None:
+    parts = parts_by_name([{"acc": 1.0, "format": 1.0}, {"format": 0.5}, {"acc": math.nan, "format": 0.0}])
+    assert parts == {"acc": [1.0, None, None], "format": [1.0, 0.5, 0.0]}
+    prompts = [
+        PromptSamples("math", (2.0, 0.5, 1.5), parts=parts),
+        PromptSamples("math", (0.0,) * 3),
+        PromptSamples("", ()),
+    ]
+    summary = summarise(prompts, part="acc")
+    assert summary.pass_at == {1: pytest.approx(1 / 6), 2: pytest.approx(1 / 3), 3: 0.5}, "without the part: not passed"
+    assert summary.parts == {"acc": 1.0, "format": 0.5} and summary.mean == pytest.approx(4 / 6)
+    assert summarise(prompts).pass_at[1] == pytest.approx(1 / 3)
+    assert summarise(prompts, part="misspelt").pass_at == {}
+    assert len(parts_by_name([{str(name): 1.0 for name in range(1000)}])) == MAX_PARTS

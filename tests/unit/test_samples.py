@@ -135,6 +135,11 @@ def test_samples_are_filtered(tmp_path: Path, wanted: SampleFilter, prompts: lis
     assert [sample.prompt_id for sample in select(tmp_path, wanted, 10)] == prompts
 
 
+def test_steps_of_validations_come_in_any_order(tmp_path: Path) -> None:
+    write_samples(tmp_path, *(group_of_samples(step, step, validation="math") for step in (10, 20, 5)))
+    assert [sample.step for sample in select(tmp_path, SampleFilter(steps=Range(low=10)), 9)] == [20, 10]
+
+
 def test_the_worst_and_the_best_come_from_all_samples(tmp_path: Path) -> None:
     write_samples(
         tmp_path, group_of_samples(1, 1, 0.5, -2.0), group_of_samples(2, 2, 3.0, 0.0), group_of_samples(3, 3, 0.5)
@@ -203,6 +208,22 @@ def test_the_command_as_json_and_its_mistakes(
     assert "--step: 'x' is not a range; write 3:7" in capsys.readouterr().err
     assert main(["samples", "--run-dir", str(tmp_path)]) == 2
     assert "has no samples.jsonl" in capsys.readouterr().err
+
+
+def test_the_command_shows_samples_of_validations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_samples(tmp_path / "runs" / "b", group_of_samples(9, 9, 1.0))
+    assert main(["samples", "--validation"]) == 2
+    assert "no run in runs/ has samples" in capsys.readouterr().err
+    folder = tmp_path / "runs" / "a" / "validation"
+    write_samples(folder, *(group_of_samples(step, step, validation="math") for step in (0, 10)))
+    assert main(["samples", "--validation", "--step", "0"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.startswith("samples of runs/a/validation reward 1 format 0.5 validation math step 0 prompt 0.0")
+    assert main(["samples", "--validation", "--run-dir", "runs/b"]) == 2
+    assert "runs/b/validation has no samples.jsonl" in capsys.readouterr().err
 
 
 def test_the_run_that_is_up_is_shown_and_not_an_older_one(

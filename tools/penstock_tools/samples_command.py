@@ -1,9 +1,11 @@
-"""`penstock samples`: show what the model wrote in training, from the `samples.jsonl` of a run's folder.
+"""`penstock samples`: show what the model wrote in training or in validations, from the files of a run's folder.
 
 penstock samples                      the newest samples
 penstock samples --worst              those with the lowest reward
 penstock samples --step 40:50 --reward :0 --grep 'answer is'
                                       of steps 40 to 50, without reward, with this text
+penstock samples --validation --step 50
+                                      what the validation of step 50 got
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ MAX_LIMIT = 100_000
 SHOWN_CHARACTERS = 600
 _EPILOG = (__doc__ or "").partition("\n\n")[2]
 _RANGES = {
-    "step": "trained in these steps", "reward": "with these rewards", "length": "with this many response tokens",
+    "step": "of these steps", "reward": "with these rewards", "length": "with this many response tokens",
     "version": "sampled by these policy versions, at least in part",
 }  # fmt: skip
 
@@ -36,29 +38,30 @@ def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     from penstock.samples import has_samples, select
 
-    folder = args.run_dir or _chosen_folder()
-    if not has_samples(folder):
+    folder = args.run_dir or _chosen_folder(args.kind)
+    if not has_samples(folder / args.kind):
+        done, setting = ("validated", "validation_samples") if args.kind else ("trained a step", "share")
         raise ConfigError(
-            f"{folder} has no samples.jsonl; give --run-dir with the folder of a run that has trained a step and whose "
-            "learner.samples.share is not 0"
+            f"{folder / args.kind} has no samples.jsonl; give --run-dir with the folder of a run that has {done} and "
+            f"whose learner.samples.{setting} is not 0"
         )
-    found = select(folder, _wanted(args), args.limit, args.order)
+    found = select(folder / args.kind, _wanted(args), args.limit, args.order)
     if args.json:
         for sample in found:
             print(json.dumps(asdict(sample)))
     elif found:
         if not args.run_dir:
-            print(f"samples of {folder}")
+            print(f"samples of {folder / args.kind}")
         _print(found, None if args.full else SHOWN_CHARACTERS)
     else:
-        print(f"no sample of {folder} matches")
+        print(f"no sample of {folder / args.kind} matches")
     return 0
 
 
 def _parser() -> Parser:
     parser = Parser(
         prog="penstock samples",
-        description="Show prompts, responses and rewards of trained samples, the newest first. Ranges are written as "
+        description="Show prompts, responses and rewards of samples, the newest first. Ranges are written as "
         "A:B, A:, :B, or one number. A negative number needs an equals sign: --reward=-1:0.",
         epilog=_EPILOG,
         formatter_class=RawHelpFormatter,
@@ -67,6 +70,10 @@ def _parser() -> Parser:
         "--run-dir", type=Path, metavar="DIR",
         help=f"folder of a run on this machine (default: the one in {RUNS_FOLDER}/ that is up, or "
         "that has the newest samples if none is)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--validation", dest="kind", action="store_const", const="validation", default="",
+        help="samples of validations, not of training",
     )  # fmt: skip
     order = parser.add_mutually_exclusive_group()
     for name in ("worst", "best"):
@@ -84,14 +91,16 @@ def _parser() -> Parser:
     return parser
 
 
-def _chosen_folder() -> Path:
+def _chosen_folder(kind: str) -> Path:
     """The newest run that is up, even if it has no samples yet; otherwise the run with the newest samples."""
     if up := folders_up():
         return up[-1]
-    files = sorted(RUNS_FOLDER.glob("*/samples*.jsonl"), key=lambda path: path.stat().st_mtime)
-    if not files:
+    runs = [
+        (path.stat().st_mtime, run) for run in RUNS_FOLDER.glob("*") for path in (run / kind).glob("samples*.jsonl")
+    ]
+    if not runs:
         raise ConfigError(f"no run in {RUNS_FOLDER}/ has samples; give --run-dir with the folder of a run")
-    return files[-1].parent
+    return max(runs)[1]
 
 
 def _wanted(args: argparse.Namespace) -> SampleFilter:
@@ -125,7 +134,8 @@ def _head(sample: Sample) -> Any:
     reward = "none" if sample.reward is None else f"{sample.reward:g}"
     parts = "".join(f"  {name} {value:g}" for name, value in sample.reward_parts.items() if value is not None)
     facts = (
-        f"step {sample.step}", f"prompt {sample.prompt_id}.{sample.sample}",
+        sample.validation and f"validation {sample.validation}", f"step {sample.step}",
+        f"prompt {sample.prompt_id}.{sample.sample}",
         versions_text(sample.min_version, sample.max_version), f"{sample.num_tokens} tokens",
         sample.finish_reason, "reward failed" if sample.reward_failed else "", "baseline" if sample.is_baseline else "",
         sample.server_id, sample.data_source,

@@ -1,8 +1,10 @@
-"""Writes the text of trained groups to `samples.jsonl`, and tables of them to the loggers.
+"""Writes the text of trained groups to `samples.jsonl`, of validations to `validation/samples.jsonl`, and tables to the
+loggers.
 
     controller ─ add(step) ─► queue of MAX_WAITING steps ─► thread: decode, write, hand tables to the loggers
 
 Training never waits for this thread. If it is too slow or the disk is full, samples are skipped and a warning says so.
+Validations are recorded by the thread that calls `record`.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import queue
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -21,7 +24,7 @@ from numpy.typing import NDArray
 
 from penstock.codec import decode_prompt
 from penstock.config.run import RunConfig
-from penstock.samples import Sample, SampleFile, TokenText, line_of
+from penstock.samples import VALIDATED, Sample, SampleFile, TokenText, line_of
 from penstock.trajectory import Group
 from penstock_learner.loggers.step_loggers import StepLoggers
 
@@ -37,16 +40,18 @@ _OF_SAMPLE = ("min_version", "max_version", "finish_reason", "is_baseline", "rew
 
 @dataclass(frozen=True)
 class TrainedStep:
-    """What a step was trained on."""
+    """What a step was trained on, or what a validation of it scored."""
 
     step: int
     policy_version: int
-    """The version that the step made."""
+    """The version that the step made, or the newest one that answered the validation."""
     groups: Sequence[Group]
     prompts: Mapping[int, bytes]
     """Encoded prompts of the groups that are to be written, by id. Empty bytes if a prompt no longer exists."""
     rewards: NDArray[np.float32]
     """One for each trajectory of all groups, in order."""
+    validation: str = ""
+    """Name of the validation."""
 
 
 class SampleLog:
@@ -58,6 +63,7 @@ class SampleLog:
         self.start_step = start_step
         self.loggers = loggers
         self.file = SampleFile(config.folder, self.config.max_bytes)
+        self.validated = SampleFile(config.folder / VALIDATED, self.config.max_bytes)
         self.waiting: queue.Queue[TrainedStep | None] = queue.Queue(MAX_WAITING)
         self.is_behind = False
         self._has_begun, self._has_failed = False, False
@@ -92,30 +98,38 @@ class SampleLog:
         if self.thread.is_alive():
             logger.error("samples were not written in %.0f s; the last steps are missing", timeout_s)
 
-    def _run(self) -> None:
-        texts = TokenText.load(self.model_path)
-        self._write([])
-        while (trained := self.waiting.get()) is not None:
-            try:
-                self._record(trained, texts)
-            except Exception:  # a token or a ground truth may be anything, and the next step may be fine
-                logger.exception("the samples of step %d are skipped", trained.step)
+    def record(self, trained: TrainedStep) -> None:
+        """Write the samples, and hand a table of them to the loggers."""
+        try:
+            self._record(trained)
+        except Exception:  # a token or a ground truth may be anything, and the next step may be fine
+            logger.exception("the samples of step %d are skipped", trained.step)
 
-    def _record(self, trained: TrainedStep, texts: TokenText) -> None:
-        groups = samples_of_step(trained, texts)
-        self._write(groups)
+    @cached_property
+    def texts(self) -> TokenText:
+        return TokenText.load(self.model_path)
+
+    def _run(self) -> None:
+        self.texts  # noqa: B018  (it takes a while)
+        self._write([], self.file)
+        while (trained := self.waiting.get()) is not None:
+            self.record(trained)
+
+    def _record(self, trained: TrainedStep) -> None:
+        groups = samples_of_step(trained, self.texts)
+        self._write(groups, self.validated if trained.validation else self.file)
         every = self.config.table_every_steps
-        if every and trained.step % every == 0 and groups:
+        if groups and every and (trained.validation or trained.step % every == 0):
             table = spread([sample for group in groups for sample in group], self.config.table_rows)
             self.loggers.log_samples(trained.step, table)
 
-    def _write(self, groups: Sequence[list[Sample]]) -> None:
+    def _write(self, groups: Sequence[list[Sample]], file: SampleFile) -> None:
         """Write the groups, or skip them if the disk takes nothing. The next ones are tried again."""
         try:
-            if not self._has_begun:
-                self.file.begin(self.start_step)
+            if file is self.file and not self._has_begun:
+                file.begin(self.start_step)
                 self._has_begun = True
-            self.file.write(line_of(group) for group in groups)
+            file.write(line_of(group) for group in groups)
             self._has_failed = False
         except OSError as error:
             if not self._has_failed:
@@ -158,6 +172,7 @@ def _sample(
     return Sample(
         step=trained.step,
         policy_version=trained.policy_version,
+        validation=trained.validation,
         sample=number,
         prompt=prompt,
         ground_truth=truth,

@@ -40,7 +40,7 @@ class StepLogger:
         """Write the numbers of one step, under the learner's own names. `step` is one of them."""
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Write some samples of a step, the worst first. `samples.jsonl` has all of them."""
+        """Write some samples of a step or of a validation, the worst first. `samples.jsonl` has all of them."""
 
     def log_validation(self, step: int, scores: Mapping[str, float]) -> None:
         """Write the scores of finished validations of `step`, which may be some steps ago, under verl's names."""
@@ -212,6 +212,10 @@ MAX_TEXT = 4000
 """Characters of a text that a table has. `samples.jsonl` has the whole text."""
 
 
+def table_name(samples: Sequence[Sample]) -> str:
+    return "validation_samples" if samples[0].validation else "samples"
+
+
 def table_rows(samples: Sequence[Sample]) -> list[list[Any]]:
     """One row per sample, with the values of COLUMNS. Nested values become JSON."""
     return [
@@ -323,7 +327,7 @@ class TensorBoardLogger(StepLogger):
             self._writer.add_scalar(name, value, int(metrics["step"]), walltime=metrics["time"])
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        self._writer.add_text("samples", markdown(samples), step)
+        self._writer.add_text(table_name(samples), markdown(samples), step)
 
     def log_validation(self, step: int, scores: Mapping[str, float]) -> None:
         for name, value in scores.items():
@@ -364,7 +368,7 @@ class WandbLogger(StepLogger):
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Add a table to the newest step. W&B refuses values of earlier steps."""
         table = self._wandb.Table(columns=list(COLUMNS), data=table_rows(samples))
-        self._run.log({"samples": table}, commit=False)
+        self._run.log({table_name(samples): table}, commit=False)
 
     def log_validation(self, step: int, scores: Mapping[str, float]) -> None:
         """Add the scores to the newest step, with the step that they belong to."""

@@ -1,8 +1,9 @@
-"""Validations: their scores go to the loggers, and the learner's reward model scores their samples, alongside training.
+"""Validations, alongside training: their scores go to the loggers, some of their samples are written as text, and the
+learner's reward model scores them.
 
 The feed validates and rollout servers score, so the learner learns of a score from the queue. Evaluations whose id is
 `NAME-STEP` count as validations. The groups of a finished one are read in parts of a step's size, so that a training
-batch waits for one part at most, and scored by the reward model. Their scores are recorded in the queue, as the feed
+batch waits for one part at most. Their scores by the reward model are recorded in the queue, as the feed
 does, and reach the loggers, the console and Prometheus from there:
 
     SOURCE/reward_model/mean@k        the model's score
@@ -31,6 +32,7 @@ from penstock.sample_scores import PromptSamples, scores_by_source
 from penstock.store.heartbeats import VALIDATOR, Heartbeats
 from penstock.trajectory import Group
 from penstock_learner.batches.sequence_batch import check_tokens
+from penstock_learner.loggers.samples import SampleLog, TrainedStep
 from penstock_learner.loggers.step_loggers import VALIDATION, StepLoggers
 from penstock_learner.steps.program import combined
 
@@ -123,8 +125,12 @@ def name_and_step(evaluation_id: str) -> tuple[str, int]:
 
 def is_named_score(name: str) -> bool:
     """Whether this is a score of a data source, and not of a whole evaluation. The feed and the learner name them as
-    verl does: openai/gsm8k/reward/mean@8."""
-    return any(kind in name for kind in ("/reward/", "/combined_reward/", "/reward_model/"))
+    verl does: openai/gsm8k/reward/mean@8. No name of an evaluation has a slash."""
+    return "/" in name
+
+
+def rewards_of(group: Group) -> NDArray[np.float32]:
+    return np.array([trajectory.reward for trajectory in group.trajectories], dtype=np.float32)
 
 
 Score = Callable[[Sequence[Group]], Awaitable[NDArray[np.float32]]]
@@ -132,93 +138,112 @@ Score = Callable[[Sequence[Group]], Awaitable[NDArray[np.float32]]]
 
 
 @dataclass(eq=False)
-class RewardModelValidation:
-    """Scores each finished validation once, at most `groups_at_once` groups in one call. Tokens beyond
-    `vocabulary_size` are refused; without it, tokens are not checked."""
+class ValidationGroups:
+    """Reads the groups of each finished validation once, at most `groups_at_once` in one call: writes some as text, and
+    has a `reward_model` score them. Tokens beyond `vocabulary_size` are refused; without it, tokens are not checked."""
 
     queue: GroupConsumer
-    score: Score
-    config: RewardModelConfig
+    samples: SampleLog
     groups_at_once: int
+    score: Score | None = None
+    """Given with `reward_model`."""
+    reward_model: RewardModelConfig | None = None
     vocabulary_size: int | None = None
     _seen: set[str] = field(default_factory=set)
-    """Evaluations that were scored, or have nothing to score."""
-    _scoring: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Evaluations that were read, or have nothing to read."""
+    _reading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def watch(self) -> None:
         """Runs forever. A death of the reward model is handled as in training."""
         while True:
             try:
-                await self.score_new()
+                await self.read_new()
             except (QueueFull, Unavailable) as error:
-                logger.warning("validations cannot be scored by the reward model: %s; trying again", error)
+                logger.warning("the samples of validations cannot be read: %s; trying again", error)
             await asyncio.sleep(POLL_S)
 
-    async def score_new(self) -> None:
-        async with self._scoring:
+    async def read_new(self) -> None:
+        async with self._reading:
             finished = [name for name in await self.queue.evaluation_history() if not is_named_score(name)]
             for evaluation_id in sorted(finished, key=lambda name: name_and_step(name)[1]):
                 if evaluation_id not in self._seen:
-                    await self._score(evaluation_id)
+                    await self._read(evaluation_id)
                     self._seen.add(evaluation_id)
 
     async def finish(self, timeout_s: float, stopping: asyncio.Event) -> None:
-        """Score the last validation before the learner ends, within `timeout_s` and until `stopping` is set."""
-        scoring, stopped = asyncio.create_task(self.score_new()), asyncio.create_task(stopping.wait())
+        """Read the last validation before the learner ends, within `timeout_s` and until `stopping` is set."""
+        reading, stopped = asyncio.create_task(self.read_new()), asyncio.create_task(stopping.wait())
         try:
-            await asyncio.wait({scoring, stopped}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            if scoring.done():
-                scoring.result()
+            await asyncio.wait({reading, stopped}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if reading.done():
+                reading.result()
             elif not stopped.done():
                 logger.warning(
-                    "the reward model has not scored the last validation in time, so its scores are missing in the "
-                    "loggers; raise dataset.validation.last_timeout_s"
+                    "the samples of the last validation were not read in time, so their text and the reward model's "
+                    "scores are missing; raise dataset.validation.last_timeout_s"
                 )
         except (QueueFull, Unavailable) as error:
-            logger.warning("the last validation is not scored by the reward model: %s", error)
+            logger.warning("the samples of the last validation cannot be read: %s", error)
         finally:
-            await end_task(scoring)
+            await end_task(reading)
             await end_task(stopped)
 
-    async def _score(self, evaluation_id: str) -> None:
-        """Score the kept groups, record the scores and forget the groups. Without all groups nothing is recorded."""
+    async def _read(self, evaluation_id: str) -> None:
+        """Score the kept groups, forget them, and write some as text. Without all groups nothing is scored."""
         kept = await self.queue.kept_groups(evaluation_id)
         if kept.num_omitted:
             logger.warning(
-                "%s is not scored by the reward model: %d groups had no room; raise replay.capacity_bytes, of which "
-                "a quarter is for the groups of a validation", evaluation_id, kept.num_omitted,
+                "%s is neither written whole nor scored by the reward model: %d groups had no room; raise "
+                "replay.capacity_bytes, of which a quarter is for the groups of a validation", evaluation_id,
+                kept.num_omitted,
             )  # fmt: skip
-        elif kept.prompt_ids:
-            try:
-                scored, own = await self._samples(evaluation_id, kept.prompt_ids)
-            except PoisonGroup as error:
-                logger.error("%s is not scored by the reward model: %s", evaluation_id, error)
-            else:
-                await self._record(evaluation_id, scored, own)
-        else:
+        elif not kept.prompt_ids:
             return
+        rewarded, scored = list[PromptSamples](), list[PromptSamples]()
+        shown, rewards = list[Group](), list[float]()
+        try:
+            for first in range(0, len(kept.prompt_ids), self.groups_at_once):
+                groups = await self._groups(evaluation_id, kept.prompt_ids[first : first + self.groups_at_once])
+                found = {} if kept.num_omitted else await self._scores(groups)
+                for group in groups:
+                    both = rewards_of(group)
+                    if group.prompt_id in found:
+                        own, both = found[group.prompt_id]
+                        rewarded.append(PromptSamples(group.data_source, tuple(both.tolist())))
+                        scored.append(PromptSamples(group.data_source, tuple(own.tolist())))
+                    if len(rewards) < self.samples.config.validation_samples:
+                        shown.append(group)
+                        rewards += both.tolist()
+        except PoisonGroup as error:
+            logger.error("%s is neither written nor scored by the reward model: %s", evaluation_id, error)
+            await self.queue.forget_kept(evaluation_id)
+            return
+        if scored:
+            await self._record(evaluation_id, rewarded, scored)
+        ids = [group.prompt_id for group in shown]
+        prompts = dict(zip(ids, await self.queue.fetch_kept(evaluation_id, ids, "prompt:"), strict=False))
         await self.queue.forget_kept(evaluation_id)
+        if shown:
+            name, step = name_and_step(evaluation_id)
+            version, of_samples = max(group.max_version for group in shown), np.array(rewards, dtype=np.float32)
+            written = TrainedStep(step, version, shown, prompts, of_samples, validation=name)
+            await asyncio.to_thread(self.samples.record, written)
 
-    async def _samples(
-        self, evaluation_id: str, prompt_ids: Sequence[int]
-    ) -> tuple[list[PromptSamples], list[PromptSamples]]:
-        """The samples of all groups with their combined rewards, and with the reward model's scores."""
-        rewarded, scored = [], []
-        for first in range(0, len(prompt_ids), self.groups_at_once):
-            part = prompt_ids[first : first + self.groups_at_once]
-            payloads = await self.queue.fetch_kept(evaluation_id, part)
-            if len(payloads) < len(part):
-                raise PoisonGroup("identity", "its groups have expired")
-            groups = await asyncio.to_thread(self._decode, payloads)
-            scores, start = await self.score(groups), 0
-            for group in groups:
-                rewards = np.array([trajectory.reward for trajectory in group.trajectories], dtype=np.float32)
-                own = scores[start : start + len(rewards)]
-                start += len(rewards)
-                both = combined(rewards, own, self.config)
-                rewarded.append(PromptSamples(group.data_source, tuple(both.tolist())))
-                scored.append(PromptSamples(group.data_source, tuple(own.tolist())))
-        return rewarded, scored
+    async def _groups(self, evaluation_id: str, prompt_ids: Sequence[int]) -> list[Group]:
+        payloads = await self.queue.fetch_kept(evaluation_id, prompt_ids)
+        if len(payloads) < len(prompt_ids):
+            raise PoisonGroup("identity", "its groups have expired")
+        return await asyncio.to_thread(self._decode, payloads)
+
+    async def _scores(self, groups: Sequence[Group]) -> dict[int, tuple[NDArray[np.float32], NDArray[np.float32]]]:
+        """Scores and combined rewards of the groups that the reward model scores, by prompt."""
+        model = self.reward_model
+        judged = [group for group in groups if model is not None and model.scores_source(group.data_source)]
+        if model is None or self.score is None or not judged:
+            return {}
+        ends = np.cumsum([len(group.trajectories) for group in judged])
+        scores = zip(judged, np.split(await self.score(judged), ends[:-1]), strict=True)
+        return {group.prompt_id: (own, combined(rewards_of(group), own, model)) for group, own in scores}
 
     def _decode(self, payloads: Sequence[bytes]) -> list[Group]:
         groups = [decode_group(payload) for payload in payloads]

@@ -36,7 +36,7 @@ from penstock_learner.agreement.servers import LogProbCheck, ServerAgreement, Se
 from penstock_learner.checkpoints import CheckpointStore, CheckpointUploads, tokenizer_digest
 from penstock_learner.loggers.samples import SampleLog
 from penstock_learner.loggers.step_loggers import open_loggers
-from penstock_learner.loggers.validations import RewardModelValidation, ValidationLog
+from penstock_learner.loggers.validations import ValidationGroups, ValidationLog
 from penstock_learner.loop.batches import BatchReader, DataEnd, FailedRewards
 from penstock_learner.loop.publication import PolicyPublication
 from penstock_learner.loop.step_loop import CheckpointWriter, OperatorOrders, StepLoop, StepRecords
@@ -204,7 +204,10 @@ class LearnerController:
         )
         steps = self._make_step_loop(term, orders, publication, quarantine)
         validations = ValidationLog(self.queue, steps.loggers, term.step)
-        scored = self._reward_model_validation()
+        validated = ValidationGroups(
+            self.queue, steps.samples, self.config.replay.groups_per_step, self.training.reward_model_scores,
+            self.config.learner.reward_model, vocabulary_size(self.config.model.path),
+        )  # fmt: skip
         silent_servers = SilentServers(self.fleet, Notices(self.fleet.client, self.config.run), term.number)
         tasks = [
             asyncio.create_task(validations.watch()),
@@ -212,9 +215,9 @@ class LearnerController:
             asyncio.create_task(publication.catch_up_loop()),
             asyncio.create_task(orders.watch()),
             asyncio.create_task(silent_servers.watch()),
-            *([asyncio.create_task(scored.watch())] if scored is not None else []),
+            asyncio.create_task(validated.watch()),
         ]
-        training = asyncio.create_task(self._train(steps, validations, scored))
+        training = asyncio.create_task(self._train(steps, validations, validated))
         try:
             done, _ = await asyncio.wait({*tasks, training}, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -227,17 +230,9 @@ class LearnerController:
             await asyncio.to_thread(steps.samples.close)
             await asyncio.to_thread(steps.loggers.close)
 
-    def _reward_model_validation(self) -> RewardModelValidation | None:
-        if (config := self.config.learner.reward_model) is None:
-            return None
-        return RewardModelValidation(
-            self.queue, self.training.reward_model_scores, config, self.config.replay.groups_per_step,
-            vocabulary_size(self.config.model.path),
-        )  # fmt: skip
-
-    async def _train(self, steps: StepLoop, validations: ValidationLog, scored: RewardModelValidation | None) -> None:
-        """Make the steps of a term. If none follows, wait for the validation of the last policy, so that its scores
-        reach the loggers."""
+    async def _train(self, steps: StepLoop, validations: ValidationLog, validated: ValidationGroups) -> None:
+        """Make the steps of a term. If none follows, wait for the validation of the last policy, so that its scores and
+        samples reach the loggers."""
         await steps.run()
         timeout_s = self.config.dataset.validation.last_timeout_s
         if timeout_s and self.config.dataset.validation.file is not None and not self.stopping.is_set():
@@ -245,8 +240,7 @@ class LearnerController:
             heartbeats = Heartbeats(self.fleet.client, self.config.run)
             started = time.monotonic()
             await validations.wait_for_last(steps.term.step, heartbeats, timeout_s, self.stopping)
-            if scored is not None:
-                await scored.finish(max(0.0, started + timeout_s - time.monotonic()), self.stopping)
+            await validated.finish(max(0.0, started + timeout_s - time.monotonic()), self.stopping)
 
     def _make_step_loop(
         self, term: Term, orders: OperatorOrders, publication: PolicyPublication, quarantine: ServerQuarantine

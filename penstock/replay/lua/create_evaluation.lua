@@ -7,8 +7,8 @@ if num_prompts then return (digest or '') ~= '' and ARGV[4] ~= '' and digest ~= 
 check('HLEN', PROMPTS, EVAL_OF)
 check('ZCARD', EVAL_PENDING)
 check_stream(LEASE_SIGNALS)
-numbers(COUNTERS, 'next_prompt_id')
-redis.call('HSET', evaluation, 'num_prompts', #ARGV - 4, 'owner', ARGV[2], 'is_kept', ARGV[3], 'digest', ARGV[4],
+local last_id = numbers(COUNTERS, 'next_prompt_id')
+redis.call('HSET', evaluation, 'first_id', last_id + 1, 'num_prompts', #ARGV - 4, 'owner', ARGV[2], 'is_kept', ARGV[3], 'digest', ARGV[4],
   'num_finished', 0, 'num_samples', 0, 'reward_sum', 0)
 for i = 5, #ARGV do
   local id = redis.call('HINCRBY', COUNTERS, 'next_prompt_id', 1)

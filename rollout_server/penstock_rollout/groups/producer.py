@@ -40,8 +40,8 @@ from penstock.errors import (
 )
 from penstock.logs import bind
 from penstock.replay.queue import GroupProducer, answer_all
-from penstock.replay.queue_types import AppendOutcome, FinishedGroup, Lease, is_numbered
-from penstock.sample_scores import ACCURACY
+from penstock.replay.queue_types import ALL_PROMPTS, AppendOutcome, FinishedGroup, Lease, is_numbered
+from penstock.sample_scores import parts_by_name
 from penstock.store.notices import Event, PostEvent, ignore_event
 from penstock.store.redis_client import EXCHANGES_AT_ONCE
 from penstock.tracing import Tracing
@@ -154,6 +154,8 @@ class Producer:
     """Tells the run's users why prompts fail."""
     reward_model: RewardModelConfig | None = None
     """The learner's, for which groups of evaluations are kept."""
+    validation_samples: int = 0
+    """Samples of an evaluation that are kept for their text (`learner.samples`)."""
     saver: TokenSaver | None = None
     """The maker's. It hands samples over when the server ends."""
 
@@ -340,23 +342,25 @@ class Producer:
 
     async def _record_evaluation(self, lease: Lease, prompt: Prompt, group: Group) -> None:
         rewards = [trajectory.reward for trajectory in group.trajectories]
-        parts = [trajectory.reward_parts for trajectory in group.trajectories]
-        accuracies = [part[ACCURACY] for part in parts if math.isfinite(part.get(ACCURACY, math.nan))]
         answers = [trajectory.answer for trajectory in group.trajectories if trajectory.answer is not None]
+        is_scored = self.reward_model is not None and self.reward_model.scores_source(prompt.data_source)
+        num_kept = ALL_PROMPTS if is_scored else -(-self.validation_samples // prompt.num_samples)
         await self.queue.record_evaluation(
             prompt.evaluation_id, lease, rewards, group.min_version, group.max_version, prompt.data_source,
-            answers if len(answers) == len(rewards) else (), await self._kept_group(prompt, group),
-            accuracies if len(accuracies) == len(rewards) else (),
+            answers if len(answers) == len(rewards) else (), await self._kept_group(prompt, group, num_kept),
+            parts_by_name([trajectory.reward_parts for trajectory in group.trajectories]), num_kept,
         )  # fmt: skip
         self._note_success()
 
-    async def _kept_group(self, prompt: Prompt, group: Group) -> bytes:
-        """The encoded group of a held-out prompt if the learner's reward model scores it, else nothing."""
-        is_scored = self.reward_model is not None and self.reward_model.scores_source(prompt.data_source)
-        if not is_scored or not is_numbered(prompt.evaluation_id):
+    async def _kept_group(self, prompt: Prompt, group: Group, num_kept: int) -> bytes:
+        """The encoded group of a held-out prompt if the learner may read it, else nothing."""
+        if not num_kept or not is_numbered(prompt.evaluation_id):
             return b""
-        # Experts are large, and the reward model has its own.
-        bare = tuple(replace(trajectory, routed_experts=None) for trajectory in group.trajectories)
+        # Neither texts nor scores need experts, which are large, or log-probs, which do not compress.
+        bare = tuple(
+            replace(trajectory, routed_experts=None, log_probs=np.zeros_like(trajectory.log_probs))
+            for trajectory in group.trajectories
+        )
         return await asyncio.to_thread(encode_group, replace(group, trajectories=bare))
 
     def _note_success(self) -> None:

@@ -20,7 +20,7 @@ from penstock.errors import InvalidInput, NotFound, PoisonGroup
 from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import Delivery
 from penstock.replay.results import RecomputedLogProbs
-from penstock.samples import Order, Place, Range, Sample, SampleFilter, SamplesFound, TokenText, page, select
+from penstock.samples import VALIDATED, Order, Place, Range, Sample, SampleFilter, SamplesFound, TokenText, page, select
 from penstock.store.ownership import Owner
 from penstock.trajectory import Group
 from penstock.v1 import groups_pb2, prompts_pb2
@@ -50,6 +50,7 @@ class ListSamples(records.Page):
     prompt_id: Number = None
     data_source: str = ""
     text: str = ""
+    validation: bool = False
 
 
 async def usable_prompts(queue: RedisReplayQueue, prompt_ids: Sequence[int], owner: Owner) -> set[int]:
@@ -125,19 +126,23 @@ class GroupHandlers(Handlers):
     async def list_samples(
         self, caller: Caller, request: groups_pb2.ListSamplesRequest
     ) -> groups_pb2.ListSamplesResponse:
-        """List trained samples as text, newest first, or by `order` (WORST or BEST). Bounds are included."""
+        """List trained samples, or those of validations, as text: newest first, or by `order` (WORST or BEST). Bounds
+        are included."""
         page_size = checked_page_size(request.page_size)
         token = decode_page_token("samples", request.page_token, r"[0-9]{1,20}\.[0-9]{1,20}\.[0-9]{0,20}")
         after = Place.parse(token) if token else None
         if request.order not in _ORDERS:
             raise InvalidInput("order", f"{request.order} is not the number of an order of ListSamplesRequest")
         wanted, order = _filter(request, caller.owner), _ORDERS[request.order]
-        found = await asyncio.to_thread(self._read, wanted, order, page_size, after)
+        found = await asyncio.to_thread(self._read, request.validation, wanted, order, page_size, after)
         next_token = encode_page_token("samples", str(found.next_place)) if found.next_place else ""
         return groups_pb2.ListSamplesResponse(samples=map(_to_proto, found.samples), next_page_token=next_token)
 
-    def _read(self, wanted: SampleFilter, order: Order, page_size: int, after: Place | None) -> SamplesFound:
+    def _read(
+        self, validation: bool, wanted: SampleFilter, order: Order, page_size: int, after: Place | None
+    ) -> SamplesFound:
         folder = (self.config.gateway.samples_dir or self.config.run_dir) / self.config.run
+        folder /= VALIDATED if validation else ""
         if order == "newest":
             return page(folder, wanted, page_size, after, MAX_GROUPS_READ)
         return SamplesFound(select(folder, wanted, page_size, order, MAX_GROUPS_READ), None)

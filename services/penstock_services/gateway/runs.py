@@ -156,13 +156,14 @@ class RunHandlers(Handlers):
         for prompt in prompts:
             prompt.owner = caller.owner.name
         payloads = [prompt.SerializeToString() for prompt in prompts]
-        created = await self.stores.queue.create_evaluation(request.evaluation_id, payloads, caller.owner, digest)
-        return message_of(runs_pb2.Evaluation, created)
+        await self.stores.queue.create_evaluation(request.evaluation_id, payloads, caller.owner, digest)
+        return await self.get_evaluation(caller, runs_pb2.GetEvaluationRequest(evaluation_id=request.evaluation_id))
 
     @operation("GET", "evaluations/{evaluation_id}", "read", records.Evaluation)
     async def get_evaluation(self, caller: Caller, request: runs_pb2.GetEvaluationRequest) -> runs_pb2.Evaluation:
         check_name("evaluation_id", request.evaluation_id)
-        found = await self.stores.queue.get_evaluation(request.evaluation_id, caller.owner)
+        score = self.config.dataset.validation.score
+        found = await self.stores.queue.get_evaluation(request.evaluation_id, caller.owner, score)
         return message_of(runs_pb2.Evaluation, found)
 
     @property

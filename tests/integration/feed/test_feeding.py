@@ -23,7 +23,7 @@ from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, DeadlineExceeded
 from penstock.feed.dataset_feed import Feeder, PromptStream
 from penstock.feed.feed_process import feed_run
-from penstock.feed.validation import Validator, VersionHold, validated_steps
+from penstock.feed.validation import Validator, VersionHold, result_line, validated_steps
 from penstock.replay.queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, PolicyRegistry, Quarantine, ServerRecord
 from penstock.store.heartbeats import VALIDATOR, Heartbeats
@@ -281,6 +281,27 @@ async def test_a_validation_says_how_many_prompts_failed(
     [line] = [json.loads(line) for line in validator.results.read_text().splitlines()]
     assert (line["num_failed"], line["score"]) == (1, 1.0)
     assert "1 of 2 prompts failed and are not in the score" in caplog.text
+
+
+@pytest.mark.parametrize("score", ["acc", "accuracy"])
+async def test_pass_at_k_of_a_validation_counts_the_part_that_is_asked_for(
+    tmp_path: Path, redis_process: RedisProcess, queue: RedisReplayQueue, caplog: pytest.LogCaptureFixture, score: str
+) -> None:
+    heldout = tmp_path / "heldout.jsonl"
+    heldout.write_text(json.dumps({"prompt": "?"}) + "\n")
+    validation = {"file": str(heldout), "num_samples": 2, "score": score}
+    validator = Validator.read(make_config(tmp_path, redis_process.url, validation=validation), queue)
+    prompt = replace(validator.prompts[0], evaluation_id="validation-train-0")
+    await queue.create_evaluation("validation-train-0", [encode_prompt(prompt)])
+    [lease] = await queue.lease("s", 1)
+    parts = {"acc": [1.0, 0.0], "format": [1.0, 0.5]}
+    await queue.record_evaluation("validation-train-0", lease, [0.5, 0.25], 0, 0, "math", parts=parts)
+    await validator.validate(0)
+    [line] = [json.loads(line) for line in validator.results.read_text().splitlines()]
+    assert line["parts"] == {"math": {"acc": 0.5, "format": 0.75}}
+    assert line["pass_at"] == ({"1": 0.5, "2": 1.0} if score == "acc" else {})
+    assert ("has the part 'accuracy'" in caplog.text) == (score == "accuracy")
+    assert "format 0.750" in result_line(line)
 
 
 class Server:

@@ -33,7 +33,9 @@ pytestmark = needs_chromium
 
 
 async def fill(queue: RedisReplayQueue, gateway: Gateway, headers: dict[str, str]) -> None:
-    """Forty steps, three servers, two groups, a dead letter, samples of two steps."""
+    """Forty steps, three servers, two groups, a dead letter, samples of two steps and of a validation."""
+    held_out = sampled(10, 3, 0.75, 0.0, data_source="held-out", validation="train")
+    write_samples(gateway.config.folder / "validation", held_out)
     write_samples(
         gateway.config.folder, sampled(11, 7, 0.25, prompt="old?"), sampled(12, 8, 1.0, 0.0, data_source="sums")
     )
@@ -174,6 +176,17 @@ async def test_samples_are_shown_with_prompt_and_truth_filtered_and_paged(page: 
     await page.get_by_label("Text", exact=True).fill("no such")
     await apply.click()
     await page.get_by_text("No sample matches here.").wait_for()
+
+    await page.get_by_label("Text", exact=True).fill("")
+    await page.get_by_label("Samples of").select_option("true")
+    await apply.click()
+    await page.get_by_role("heading", name="Samples of validations").wait_for()
+    assert await summaries.count() == 1, "the filters hold for both"
+    await page.get_by_label("Highest reward").fill("")
+    await apply.click()
+    await page.get_by_text("reward 0.75 (format 0.5) · validation train · step 10 · prompt 3.0 · held-out").wait_for()
+    await summaries.first.click()
+    await keep(page, "samples-validation")
 
     write_samples(gateway.config.folder, *(sampled(20 + n, 100 + n, 0.5) for n in range(30)), start_step=12)
     await page.reload()

@@ -323,7 +323,8 @@ async def test_trained_samples_are_listed_by_page_by_reward_and_by_filter(gatewa
 
     async def listed(**query: Any) -> Any:
         order = {"order": groups_pb2.ListSamplesRequest.Order.Value(query["order"])} if "order" in query else {}
-        request = groups_pb2.ListSamplesRequest(**query | order)
+        kind = {"validation": True} if "validation" in query else {}
+        request = groups_pb2.ListSamplesRequest(**query | order | kind)
         words = "&".join(f"{name}={value}" for name, value in query.items())
         return await both(
             gateway, "GET", f"{RUN}/samples?{words}", groups.ListSamples(request), as_json(records.SamplePage)
@@ -350,6 +351,10 @@ async def test_trained_samples_are_listed_by_page_by_reward_and_by_filter(gatewa
         ({"text": "("}, []),
     ):
         assert places(await listed(**query)) == expected, query
+    assert places(await listed(validation="true")) == []
+    write_samples(gateway.config.folder / "validation", group_of_samples(5, 3, validation="math"))
+    [sample] = (await listed(validation="true"))["samples"]
+    assert (sample["validation"], sample["step"], sample["prompt_id"]) == ("math", 5, 3)
     refused = await gateway.rest.get(f"{RUN}/samples?order=OLDEST")
     assert_problem(refused, 400, "INVALID_INPUT", "order")
     refused = await gateway.rest.get(f"{RUN}/samples?page_token=c2FtcGxlczox")
@@ -357,4 +362,5 @@ async def test_trained_samples_are_listed_by_page_by_reward_and_by_filter(gatewa
     async with PenstockClient.from_run_dir(gateway.config.folder) as client:
         page = await client.samples("WORST", page_size=1)
         assert (page.samples[0].response, page.samples[0].reward) == ("no idea", -1.0)
+        assert (await client.samples(validation=True)).samples[0].validation == "math"
         assert (await client.samples(min_step=2, max_step=2)).samples[0].ground_truth == {"answer": [5]}

@@ -478,20 +478,24 @@ async def test_the_groups_of_a_session_belong_to_its_owner(tenants: Tenants) -> 
     assert (await tenants.alice.rest("GET", f"{RUN}/groups/{prompt_id}"))["trajectories"]
 
 
-async def test_a_stranger_does_not_read_trained_samples(tenants: Tenants) -> None:
-    file = SampleFile(tenants.alice.gateway.config.folder, 0)
+@pytest.mark.parametrize("validation", ["", "math"])
+async def test_a_stranger_does_not_read_trained_or_validated_samples(tenants: Tenants, validation: str) -> None:
+    folder = tenants.alice.gateway.config.folder
+    file = SampleFile(folder / "validation" if validation else folder, 0)
     file.begin(0)
     for number, owner in enumerate(("alice", "@vision", "")):
         sample = Sample(
-            1, 1, number, 0, "d", "p", None, f"of {owner}", 1.0, {}, 1, 0, 0, "stop", False, "s", "", 1, 0, owner=owner
-        )
+            1, 1, number, 0, "d", "p", None, f"of {owner}", 1.0, {}, 1, 0, 0, "stop", False, "s", "", 1, 0, owner=owner,
+            validation=validation,
+        )  # fmt: skip
         file.write([line_of([sample])])
     for tenant, seen in (
         (tenants.bob, {""}), (tenants.alice, {"", "alice"}), (tenants.ben, {"", "@vision"}),
         (tenants.operator, {"", "alice", "@vision"}),
     ):  # fmt: skip
         for order in ("", "WORST"):
-            found = (await tenant.rest("GET", f"{RUN}/samples", params={"order": order} if order else {}))["samples"]
+            wanted = {"validation": bool(validation)} | ({"order": order} if order else {})
+            found = (await tenant.rest("GET", f"{RUN}/samples", params=wanted))["samples"]
             assert {sample["owner"] for sample in found} == seen
 
 

@@ -52,8 +52,14 @@ async def test_an_evaluation_has_the_scores_of_each_data_source(queue: ReplayQue
     first, second, third = await queue.lease("s", 5)
     await queue.record_evaluation("heldout", first, [1.0, 0.0], 0, 0, "math", ["4", "5"])
     await queue.record_evaluation("heldout", second, [1.0, 1.0], 0, 0, "math", ["7", "7"])
-    await queue.record_evaluation("heldout", third, [0.5, 0.5], 0, 0, "judged", accuracies=[1.0, 0.0])
-    by_source = (await queue.get_evaluation("heldout")).by_source
+    await queue.record_evaluation(
+        "heldout", third, [0.5, 0.5], 0, 0, "judged", parts={"acc": [1.0, 0.0], "format": [None, 0.25]}
+    )
+    evaluation = await queue.get_evaluation("heldout", part="acc")
+    assert evaluation.parts == {"judged": {"acc": 0.5, "format": 0.25}}
+    assert evaluation.pass_at == {1: pytest.approx(1 / 6), 2: pytest.approx(1 / 3)}
+    assert (await queue.get_evaluation("heldout")).pass_at == {1: pytest.approx(0.5), 2: pytest.approx(2 / 3)}
+    by_source = evaluation.by_source
     assert by_source["judged"] == {
         "mean@2": 0.5, "best@2/mean": 0.5, "acc/mean@2": 0.5, "acc/best@2/mean": 0.75,
     }  # fmt: skip
@@ -79,6 +85,18 @@ async def test_groups_of_an_evaluation_are_kept_while_there_is_room_until_they_a
     await queue.forget_kept("heldout-1")
     assert (await queue.kept_groups("heldout-1")).prompt_ids == ()
     assert (await queue.kept_groups("unknown-1")).prompt_ids == ()
+
+
+async def test_the_first_groups_of_an_evaluation_are_kept_with_their_prompts(queue: ReplayQueue) -> None:
+    await submit(queue, 3)
+    await queue.create_evaluation("heldout-1", [b"q1", b"q2", b"q3"])
+    held_out = [lease for lease in await queue.lease("s", 9) if lease.payload.startswith(b"q")]
+    for lease in reversed(held_out):
+        await queue.record_evaluation("heldout-1", lease, [1.0], 0, 0, kept_group=b"of " + lease.payload, num_kept=2)
+    kept = await queue.kept_groups("heldout-1")
+    assert kept.prompt_ids == tuple(lease.prompt_id for lease in held_out[:2]) and kept.num_omitted == 0
+    assert await queue.fetch_kept("heldout-1", kept.prompt_ids) == [b"of q1", b"of q2"]
+    assert await queue.fetch_kept("heldout-1", kept.prompt_ids[1:], "prompt:") == [b"q2"]
 
 
 @pytest.mark.parametrize("sees_all", [False, True])

@@ -122,6 +122,7 @@ def test_tensorboard_has_samples_as_text_and_validations_at_their_step(tmp_path:
     config = make_config(tmp_path, "tensorboard")
     loggers = open_loggers(config, 0)
     loggers.log_samples(10, [SAMPLE, SAMPLE])
+    loggers.log_samples(8, [replace(SAMPLE, validation="math")])
     loggers.log_validation(8, {"val-core/heldout/score": 0.25})
     loggers.close()
     events = EventAccumulator(str(config.folder / "tensorboard"))
@@ -130,6 +131,7 @@ def test_tensorboard_has_samples_as_text_and_validations_at_their_step(tmp_path:
     text = written.tensor_proto.string_val[0].decode()
     assert written.step == 10 and text.count("**reward 1** · format 0.5 · prompt 7.1 · 6 tokens") == 2
     assert "    # 2 + 3?" in text and "    <b>5</b>\n    | 5 |" in text, "no text is read as Markdown"
+    assert [each.step for each in events.Tensors("validation_samples/text_summary")] == [8]
     [score] = events.Scalars("val-core/heldout/score")
     assert (score.step, score.value) == (8, 0.25)
 
@@ -196,9 +198,11 @@ def test_wandb_gets_samples_as_a_table_and_validations(tmp_path: Path, monkeypat
     loggers = open_loggers(make_config(tmp_path, "wandb"), 0)
     loggers.log(metrics_of(10))
     loggers.log_samples(10, [SAMPLE])
+    loggers.log_samples(8, [replace(SAMPLE, validation="math")])
     loggers.log_validation(8, {"val-core/heldout/score": 0.25})
     loggers.close()
-    (_, steps), (step, table), (_, validation) = wandb.run.logged
+    (_, steps), (step, table), (_, validated), (_, validation) = wandb.run.logged
+    assert validated.keys() == {"validation_samples"}
     assert "actor/pg_loss" in steps and step == 10
     [row] = table["samples"].rows
     assert (row["prompt"], row["response"], row["reward"]) == ("# 2 + 3?", "<b>5</b>\n| 5 |", 1.0)

@@ -39,14 +39,14 @@ async def test_a_validation_is_logged_once_at_its_step() -> None:
     await validated(queue, "validation-math-0", 0.25)
     await validated(queue, "validation-code-0", 0.5)
     await validated(queue, "heldout", 1.0)
-    await queue.record_scores(0, {"openai/gsm8k/reward/maj@8/mean": 0.125})
+    await queue.record_scores(0, {"openai/gsm8k/reward/maj@8/mean": 0.125, "openai/gsm8k/acc/mean@8": 0.5})
     await log.log_new()
     await log.log_new()
     await validated(queue, "validation-math-20", 0.75)
     await log.end()
     first = {
         "val-core/math/reward/mean": 0.25, "val-core/code/reward/mean": 0.5,
-        "val-core/openai/gsm8k/reward/maj@8/mean": 0.125,
+        "val-core/openai/gsm8k/reward/maj@8/mean": 0.125, "val-core/openai/gsm8k/acc/mean@8": 0.5,
     }  # fmt: skip
     assert loggers.scores == [(0, first), (20, {"val-core/math/reward/mean": 0.75})]
 

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from penstock.cli import main as cli
-from penstock.sample_scores import pass_at_k, summarise
+from penstock.sample_scores import PromptSamples, pass_at_k, summarise
 
 ROWS: list[dict[str, Any]] = [
     {
@@ -52,7 +52,7 @@ def test_scores_are_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFi
     assert gsm8k["mean"] == pytest.approx((1 + 0.1 + 0 + 1 + 4 * 0.1) / 8)
     assert gsm8k["pass_at"] == {"1": pytest.approx(0.25), "2": pytest.approx(5 / 12), "4": 0.5}
     assert shown["data_sources"]["mine"] == {
-        "num_prompts": 1, "num_samples": 2, "mean": 0.5, "pass_at": {"1": 0.5, "2": 1.0},
+        "num_prompts": 1, "num_samples": 2, "mean": 0.5, "pass_at": {"1": 0.5, "2": 1.0}, "parts": {},
     }  # fmt: skip
     assert shown["reward_errors"] == {}
 
@@ -71,6 +71,25 @@ def test_the_table_names_every_source_and_failures(tmp_path: Path, capsys: pytes
     shown = capsys.readouterr().out
     assert "mine" in shown and "2 rewards failed (2 exception)" in shown
     assert pq.read_table(tmp_path / "out.parquet").column("scores").to_pylist() == [[0.0, 0.0]]
+
+
+def test_pass_at_k_of_a_part_of_the_reward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return {'score': 0.5, 'acc': float(solution_str == ground_truth), '[/b]': len(solution_str)}\n"
+    )
+    path = write(tmp_path / "answers.parquet", ROWS[2:])
+    words = ["evaluate", str(path), "--rollout.reward.function_file", str(tmp_path / "reward.py")]
+    assert cli.main([*words, "--json", "--score", "acc"]) == 0
+    mine = json.loads(capsys.readouterr().out)["data_sources"]["mine"]
+    assert (mine["mean"], mine["pass_at"]) == (0.5, {"1": 0.5, "2": 1.0})
+    assert mine["parts"] == {"score": 0.5, "acc": 0.5, "[/b]": 1.0}
+    assert cli.main(words) == 0
+    header, row, _ = capsys.readouterr().out.splitlines()
+    assert header.split()[4:] == ["mean", "pass@1", "pass@2", "[/b]", "acc", "score"]
+    assert row.split()[3:] == ["0.5", "0", "0", "1", "0.5", "0.5"]
+    assert cli.main([*words, "--score", "accuracy"]) == 2
+    assert "--score: no reward has a part 'accuracy'; the parts are [/b], acc, score" in capsys.readouterr().err
 
 
 def test_a_row_may_hold_one_response_in_another_column(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,7 +136,7 @@ def test_pass_at_k_is_the_share_of_choices_with_a_pass(num_samples: int, num_pas
 
 
 def test_the_summary_uses_no_more_samples_than_every_prompt_has() -> None:
-    summary = summarise([[1.0, 0.0, 0.0], [1.0] * 6, []])
+    summary = summarise([PromptSamples("", rewards) for rewards in ((1.0, 0.0, 0.0), (1.0,) * 6, ())])
     assert (summary.num_prompts, summary.num_samples, list(summary.pass_at)) == (2, 9, [1, 2, 3])
     assert summarise([]).pass_at == {} and summarise([]).mean == 0.0
 

@@ -225,24 +225,26 @@ async def test_bad_weights_pause_leasing_and_bury_no_prompt(caplog: pytest.LogCa
     assert "leasing pauses" in pause.message and "non_finite" in pause.message and "\n" not in pause.message
 
 
-async def test_groups_of_validations_are_kept_for_the_reward_model_that_scores_them() -> None:
+@pytest.mark.parametrize("validation_samples", [0, 4])
+async def test_groups_of_validations_are_kept_for_the_reward_model_and_for_their_text(validation_samples: int) -> None:
     replay = ReplayConfig()
     queue = MemoryReplayQueue(MemoryStore(), replay)
     prompt = Prompt(messages=(("user", "1+1"),), sampling=Sampling(), num_samples=4)
     for name in ("validation-math-5", "once"):
-        prompts = [replace(prompt, evaluation_id=name, data_source=source) for source in ("chat", "rules")]
+        prompts = [replace(prompt, evaluation_id=name, data_source=source) for source in ("rules", "chat", "rules")]
         await queue.create_evaluation(name, [encode_prompt(each) for each in prompts])
     maker: Any = Maker()
     producer = Producer(
         queue, "server", maker, RolloutConfig(), replay, RolloutMetrics(CollectorRegistry()), may_lease=lambda: True,
-        reward_model=RewardModelConfig(path=Path("rm"), data_sources=("chat*",)),
+        reward_model=RewardModelConfig(path=Path("rm"), data_sources=("chat*",)), validation_samples=validation_samples,
     )  # fmt: skip
     leasing = asyncio.create_task(producer.lease_loop())
     async with asyncio.timeout(20):
-        while any([(await queue.get_evaluation(name)).num_finished < 2 for name in ("validation-math-5", "once")]):
+        while any([(await queue.get_evaluation(name)).num_finished < 3 for name in ("validation-math-5", "once")]):
             await asyncio.sleep(0.01)
         await end_task(leasing)
-    [prompt_id] = (await queue.kept_groups("validation-math-5")).prompt_ids
+    *of_text, prompt_id = (await queue.kept_groups("validation-math-5")).prompt_ids
+    assert (of_text, prompt_id) == ([1] if validation_samples else [], 2), "of those not scored, the first four samples"
     [payload] = await queue.fetch_kept("validation-math-5", [prompt_id])
     assert decode_group(payload).prompt_id == prompt_id
     assert (await queue.kept_groups("once")).prompt_ids == (), "the learner does not see its scores"

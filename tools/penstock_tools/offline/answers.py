@@ -9,7 +9,6 @@ import hashlib
 import logging
 import signal
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from penstock.config.run import RunConfig
 from penstock.errors import InvalidInput, PenstockError, Unavailable, first_error
 from penstock.feed.datasets import row_field
 from penstock.replay.queue_types import Lease
-from penstock.sample_scores import ScoreSummary, summarise
+from penstock.sample_scores import PromptSamples, ScoreSummary, by_source, parts_by_name, summarise
 from penstock.sampling import Sampling
 from penstock.trajectory import Prompt
 from penstock_rollout.agents.loops import Agents
@@ -195,7 +194,7 @@ class ScoredFile:
         self.response_column = response_column
         self.metrics = RolloutMetrics(CollectorRegistry())
         self.scorer = Scorer(config, self.metrics)
-        self._scores: dict[str, list[list[float]]] = defaultdict(list)
+        self._scored: list[PromptSamples] = []
 
     async def write(self) -> None:
         try:
@@ -206,8 +205,13 @@ class ScoredFile:
         finally:
             await self.scorer.close()
 
-    def summaries(self, pass_score: float) -> dict[str, ScoreSummary]:
-        return {name: summarise(scores, pass_score) for name, scores in sorted(self._scores.items())}
+    def summaries(self, pass_score: float, part: str) -> dict[str, ScoreSummary]:
+        """By data source. pass@k counts the part of the reward, or the reward if that is empty."""
+        found = {name: summarise(scored, pass_score, part) for name, scored in by_source(self._scored).items()}
+        names = sorted({name for summary in found.values() for name in summary.parts})
+        if part and part not in names:
+            raise InvalidInput("--score", f"no reward has a part {part!r}; the parts are {', '.join(names) or 'none'}")
+        return found
 
     def num_errors(self) -> dict[str, int]:
         [metric] = self.metrics.reward_errors.collect()
@@ -263,5 +267,6 @@ class ScoredFile:
         ground_truth = row_field(where, row, "reward_model", dict, {}).get("ground_truth")
         extra_info: Row = row_field(where, row, "extra_info", dict, {})
         results = await self.scorer.score(where, data_source, responses, ground_truth, extra_info)
-        self._scores[data_source].append([score.reward for score in results])
+        rewards, parts = tuple(score.reward for score in results), parts_by_name([score.parts for score in results])
+        self._scored.append(PromptSamples(data_source, rewards, parts=parts))
         return results

@@ -133,6 +133,7 @@ def evaluate(argv: Sequence[str]) -> int:
         "--pass-score", type=float, default=1.0, metavar="X",
         help="lowest score with which a response passes (default: 1)",
     )  # fmt: skip
+    parser.add_argument("--score", default="", metavar="NAME", help="part of the reward that passes, such as acc")
     parser.add_argument("--json", action="store_true", help="print JSON")
     args, overrides = parse_with_overrides(parser, argv)
 
@@ -144,7 +145,7 @@ def evaluate(argv: Sequence[str]) -> int:
     output = args.output or args.file.with_suffix(".scored.parquet")
     scored = ScoredFile(args.file, output, args.response_column, config.rollout.reward)
     run_interruptible(scored.write(), "while it scored responses; nothing was written")
-    summaries, num_errors = scored.summaries(args.pass_score), scored.num_errors()
+    summaries, num_errors = scored.summaries(args.pass_score, args.score), scored.num_errors()
     if args.json:
         sources = {name: asdict(summary) for name, summary in summaries.items()}
         print(to_json({"data_sources": sources, "reward_errors": num_errors, "output": str(output)}))
@@ -155,11 +156,15 @@ def evaluate(argv: Sequence[str]) -> int:
 
 def _print_summaries(summaries: dict[str, ScoreSummary], num_errors: dict[str, int], output: Path) -> None:
     ks = sorted({1}.union(*(summary.pass_at for summary in summaries.values())))
+    parts = sorted(set().union(*(summary.parts for summary in summaries.values())))
     rows = [
-        (name or "(none)", summary.num_prompts, summary.num_samples, summary.mean, *map(summary.pass_at.get, ks))
+        (
+            name or "(none)", summary.num_prompts, summary.num_samples, summary.mean,
+            *map(summary.pass_at.get, ks), *map(summary.parts.get, parts),
+        )
         for name, summary in summaries.items()
-    ]
-    print_table(("data source", "prompts", "responses", "mean", *(f"pass@{k}" for k in ks)), rows)
+    ]  # fmt: skip
+    print_table(("data source", "prompts", "responses", "mean", *(f"pass@{k}" for k in ks), *parts), rows)
     if num_errors:
         counts = ", ".join(f"{count} {kind}" for kind, count in sorted(num_errors.items()))
         print(f"{sum(num_errors.values())} rewards failed ({counts}); they got error_value")

@@ -81,13 +81,7 @@ def prompt_to_proto(prompt: Prompt) -> prompts_pb2.Prompt:
         sampling=sampling_to_proto(prompt.sampling),
         ground_truth_json=json.dumps(prompt.ground_truth),
         extra_info_json=json.dumps(prompt.extra_info),
-        num_samples=prompt.num_samples,
-        agent_name=prompt.agent_name,
-        data_source=prompt.data_source,
-        priority=prompt.priority,
-        evaluation_id=prompt.evaluation_id,
-        trace_parent=prompt.trace_parent,
-        owner=prompt.owner,
+        **{name: getattr(prompt, name) for name in _PLAIN_PROMPT},
     )
 
 

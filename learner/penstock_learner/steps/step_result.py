@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from penstock.config.algorithms import AlgorithmConfig, KLConfig
 from penstock.errors import TrainingDiverged
 from penstock.trajectory import Group
-from penstock_learner.algorithms.losses import CorrectionStatistics
 from penstock_learner.batches.partition import RankShard
 from penstock_learner.batches.sequence_batch import SequenceBatch
 from penstock_learner.metrics import MAX_REWARD_PARTS, REWARD_PART
@@ -284,7 +283,7 @@ def policy_numbers(
     reports = [report for ranks in updates for report in ranks]
     num_tokens = max(sum(update.num_tokens for update in policy), 1)
     statistics = reduce(add, [report.statistics for report in reports])
-    correction = reduce(CorrectionStatistics.merge, [report.correction for report in reports])
+    correction = reduce(add, [report.correction for report in reports])
     # Only the first update counts: later ones start from weights that are not a version.
     mismatch = reduce(add, [report.mismatch for report in updates[0]])
     kl_reference = sum(report.kl for report in reports) / num_tokens

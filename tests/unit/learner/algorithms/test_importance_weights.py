@@ -52,7 +52,7 @@ def test_ratios_are_counted_by_bucket_and_parts_add_up() -> None:
     config = CorrectionConfig()
     whole = corrected([0.25, 3.0, 1.5, 0.6, 1.0, 99.0], config, mask=[1, 1, 1, 0, 1, 1]).statistics
     parts = corrected([0.25, 3.0, 1.5, 0.6], config, mask=[1, 1, 1, 0]).statistics
-    parts = parts.merge(corrected([1.0, 99.0], config).statistics)
+    parts = parts + corrected([1.0, 99.0], config).statistics
     for statistics in (whole, parts):
         counts = dict(zip((*RATIO_EDGES, math.inf), statistics.ratio_counts.tolist(), strict=True))
         assert {edge: count for edge, count in counts.items() if count} == {
@@ -152,7 +152,7 @@ def test_an_infinite_loss_of_a_rejected_token_is_dropped() -> None:
 def test_statistics_of_parts_merge_to_those_of_the_whole() -> None:
     config = CorrectionConfig(rejection="token", rejection_high=4.0)
     whole = corrected(RATIOS, config).statistics
-    merged = corrected(RATIOS[:3], config).statistics.merge(corrected(RATIOS[3:], config).statistics)
+    merged = corrected(RATIOS[:3], config).statistics + corrected(RATIOS[3:], config).statistics
     for name in ("mean_weight", "truncated_share", "rejected_share", "effective_sample_ratio"):
         assert getattr(merged, name) == pytest.approx(getattr(whole, name))
     assert merged.max_weight == whole.max_weight == 2

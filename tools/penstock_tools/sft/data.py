@@ -22,7 +22,7 @@ import numpy as np
 from penstock.config.dataset import Files, listed_files
 from penstock.config.learner import SftConfig
 from penstock.config.run import RunConfig
-from penstock.errors import InvalidInput
+from penstock.errors import InvalidInput, one_line
 from penstock.feed.datasets import MEDIA_COLUMNS, matching_files, read_messages, read_rows, shown_files
 from penstock_learner.batches.sequence_batch import SequenceBatch, unsampled_batch
 from penstock_rollout.tokenization import with_argument_objects
@@ -148,8 +148,7 @@ class ConversationMasks:
                 **self._template_arguments,
             )
         except Exception as error:  # a template is code that comes with the model
-            why = " ".join(str(error).split())
-            raise InvalidInput(where, f"the model's chat template cannot render it: {why}") from error
+            raise InvalidInput(where, f"the model's chat template cannot render it: {one_line(error)}") from error
         return text
 
     def _decode(self, ids: Sequence[int]) -> str:

@@ -62,7 +62,8 @@ class TokenSums:
             joined[name] = join(getattr(self, name), getattr(other, name))
         return type(self)(**joined)
 
-    def _per_token(self, total: Tensor) -> float:
+    def mean_of(self, total: Tensor) -> float:
+        """The mean over the trained tokens of one of the sums."""
         return float(total) / max(float(self.num_tokens), 1.0)
 
 
@@ -77,24 +78,8 @@ class LossStatistics(TokenSums):
     num_dual_clipped: Tensor
     """Tokens with a negative advantage whose loss reached the dual clip."""
     sum_negative_log_ratio: Tensor
-    """Sum of old - lp (reinforce: behaviour - lp), not clamped."""
-
-    @property
-    def clip_fraction_low(self) -> float:
-        return self._per_token(self.num_clipped_low)
-
-    @property
-    def clip_fraction_high(self) -> float:
-        return self._per_token(self.num_clipped_high)
-
-    @property
-    def dual_clip_fraction(self) -> float:
-        return self._per_token(self.num_dual_clipped)
-
-    @property
-    def approx_kl(self) -> float:
-        """Mean of old - lp over trained tokens: how far this step has moved the policy."""
-        return self._per_token(self.sum_negative_log_ratio)
+    """Sum of old - lp (reinforce: behaviour - lp), not clamped. Its mean tells how far this step has moved the
+    policy."""
 
 
 @dataclass(frozen=True)
@@ -404,26 +389,10 @@ class CorrectionStatistics(TokenSums):
     """[len(RATIO_EDGES) + 1] number of tokens in each bucket of the ratio."""
 
     @property
-    def mean_weight(self) -> float:
-        return self._per_token(self.sum_weights)
-
-    @property
-    def mean_kl(self) -> float:
-        return self._per_token(self.sum_kl)
-
-    @property
-    def truncated_share(self) -> float:
-        return self._per_token(self.num_truncated)
-
-    @property
-    def rejected_share(self) -> float:
-        return self._per_token(self.num_rejected)
-
-    @property
     def effective_sample_ratio(self) -> float:
         """`(sum w)^2 / (n sum w^2)`. It is 1 on policy, and approaches 1/n when a few tokens carry all the weight."""
         squares = float(self.sum_squared_weights)
-        return float(self.sum_weights) * self._per_token(self.sum_weights) / squares if squares else 0.0
+        return float(self.sum_weights) * self.mean_of(self.sum_weights) / squares if squares else 0.0
 
 
 @dataclass(frozen=True)

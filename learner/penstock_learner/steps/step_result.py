@@ -290,9 +290,9 @@ def policy_numbers(
     numbers = UpdateNumbers(
         **_optimizer_metrics(updates),
         kl_reference=kl_reference,
-        kl_behaviour=correction.mean_kl,
-        clip_ratio_low=statistics.clip_fraction_low,
-        clip_ratio_high=statistics.clip_fraction_high,
+        kl_behaviour=correction.mean_of(correction.sum_kl),
+        clip_ratio_low=statistics.mean_of(statistics.num_clipped_low),
+        clip_ratio_high=statistics.mean_of(statistics.num_clipped_high),
         shared_tokens=sum(shard.num_shared for update in policy for shard in update.shards),
         kl_coefficient=kl_coefficient,
         kl_loss=kl.loss_factor(kl_coefficient) * kl_reference if kl.in_loss else 0.0,
@@ -300,14 +300,14 @@ def policy_numbers(
     )
     return numbers, {
         "entropy": sum(report.entropy for report in reports) / num_tokens,
-        "importance_weight_mean": correction.mean_weight,
+        "importance_weight_mean": correction.mean_of(correction.sum_weights),
         "importance_weight_max": float(correction.max_weight),
         "importance_ratio_max": float(correction.max_ratio),
-        "is_truncated_ratio": correction.truncated_share,
-        "is_rejected_ratio": correction.rejected_share,
+        "is_truncated_ratio": correction.mean_of(correction.num_truncated),
+        "is_rejected_ratio": correction.mean_of(correction.num_rejected),
         "effective_sample_ratio": correction.effective_sample_ratio,
-        "approx_kl": statistics.approx_kl,
-        "dual_clip_ratio": statistics.dual_clip_fraction,
+        "approx_kl": statistics.mean_of(statistics.sum_negative_log_ratio),
+        "dual_clip_ratio": statistics.mean_of(statistics.num_dual_clipped),
         **router_metrics(updates),
     }
 

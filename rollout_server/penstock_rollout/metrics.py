@@ -91,9 +91,6 @@ class RolloutMetrics:
         if num_truncated:
             self.truncated.inc(num_truncated)
 
-    def count_group(self, data_source: str) -> None:
-        self.produced.labels(data_source or "default").inc()
-
 
 class GeneratingSeconds(Collector):
     """The time in which the engine had something to generate. The rest of the time the server was idle."""

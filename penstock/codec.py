@@ -81,13 +81,7 @@ def prompt_to_proto(prompt: Prompt) -> prompts_pb2.Prompt:
         sampling=sampling_to_proto(prompt.sampling),
         ground_truth_json=json.dumps(prompt.ground_truth),
         extra_info_json=json.dumps(prompt.extra_info),
-        num_samples=prompt.num_samples,
-        agent_name=prompt.agent_name,
-        data_source=prompt.data_source,
-        priority=prompt.priority,
-        evaluation_id=prompt.evaluation_id,
-        trace_parent=prompt.trace_parent,
-        owner=prompt.owner,
+        **{name: getattr(prompt, name) for name in _PLAIN_PROMPT},
     )
 
 
@@ -181,9 +175,9 @@ def check_group(group: Group) -> None:
             raise PoisonGroup("shape", f"trajectory {index} has no tokens")
         if len(trajectory.loss_mask) != num_tokens or len(trajectory.log_probs) != num_tokens:
             raise PoisonGroup("shape", f"trajectory {index}: arrays differ in length")
-        _check_cover(f"trajectory {index}: version segments", trajectory.segments, num_tokens)
+        check_cover(f"trajectory {index}: version segments", trajectory.segments, num_tokens)
         if trajectory.sampling_segments:
-            _check_cover(f"trajectory {index}: sampling segments", trajectory.sampling_segments, num_tokens)
+            check_cover(f"trajectory {index}: sampling segments", trajectory.sampling_segments, num_tokens)
             for segment in trajectory.sampling_segments:
                 _check_sampling(f"trajectory {index}", segment)
         _check_token_rewards(index, trajectory)
@@ -211,14 +205,15 @@ def _check_token_rewards(index: int, trajectory: Trajectory) -> None:
         last = given.index
 
 
-def _check_cover(what: str, segments: Sequence[TokenRange], num_tokens: int) -> None:
-    covered = 0
+def check_cover(what: str, segments: Sequence[TokenRange], end: int, start: int = 0) -> None:
+    """Raise PoisonGroup unless the segments cover the tokens from `start` to `end`, in order."""
+    covered = start
     for segment in segments:
         if segment.start != covered or segment.end <= segment.start:
             raise PoisonGroup("shape", f"{what} leave a gap at token {covered}")
         covered = segment.end
-    if covered != num_tokens:
-        raise PoisonGroup("shape", f"{what} end at {covered} of {num_tokens}")
+    if covered != end:
+        raise PoisonGroup("shape", f"{what} end at {covered} of {end}")
 
 
 def _check_sampling(where: str, sampling: Distribution) -> None:
@@ -252,10 +247,7 @@ def trajectory_to_proto(trajectory: Trajectory) -> groups_pb2.Trajectory:
         token_ids=trajectory.token_ids.astype("<i4").tobytes(),
         loss_mask=trajectory.loss_mask.astype(np.uint8).tobytes(),
         log_probs=trajectory.log_probs.astype("<f4").tobytes(),
-        segments=[
-            groups_pb2.VersionSegment(start=s.start, end=s.end, policy_version=s.policy_version)
-            for s in trajectory.segments
-        ],
+        segments=[groups_pb2.VersionSegment(**vars(segment)) for segment in trajectory.segments],
         reward=trajectory.reward,
         reward_parts=trajectory.reward_parts,
         finish_reason=FINISH_TO_PROTO[trajectory.finish_reason],

@@ -179,6 +179,11 @@ def error_from_reason(reason: str, message: str, field: str = "", retry_after_s:
     return kind(message, retry_after_s) if issubclass(kind, RateLimited) else kind(message)
 
 
+def one_line(message: object) -> str:
+    """A library's message without its line breaks."""
+    return " ".join(str(message).split())
+
+
 def first_line_of(error: BaseException) -> str:
     """The first line of a library's message. Our own messages are one line, and some libraries' are many."""
     return str(error).strip().partition("\n")[0]

@@ -13,7 +13,7 @@ from typing import Literal
 
 from penstock.config.dataset import Files, WeightedFile, listed_files
 from penstock.config.run import RunConfig
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, one_line
 
 MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken")
 DATASET_FILES = ("*.parquet", "*.jsonl", "*.ndjson")
@@ -149,10 +149,9 @@ def _download(
         return Path(folder)
     except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         where = "the cache (HF_HUB_OFFLINE is set)" if constants.HF_HUB_OFFLINE else f"the Hub at {constants.ENDPOINT}"
-        why = " ".join(str(error).split())[:300]
         raise ConfigError(
-            f"{field}: {name} is neither a path on this machine nor a {kind} that {where} gives: {why}; check the "
-            "name, HF_TOKEN and the connection"
+            f"{field}: {name} is neither a path on this machine nor a {kind} that {where} gives: "
+            f"{one_line(error)[:300]}; check the name, HF_TOKEN and the connection"
         ) from error
 
 

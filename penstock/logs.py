@@ -6,13 +6,12 @@ afterwards carries them, and so do the tasks that it starts.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextvars import ContextVar
 from types import MappingProxyType
 
@@ -23,22 +22,8 @@ _about: ContextVar[Mapping[str, object]] = ContextVar("about", default=MappingPr
 
 def bind(**fields: object) -> None:
     """Add fields to every line that the current task logs from here on."""
-    _about.set({**_about.get(), **_checked(fields)})
-
-
-@contextlib.contextmanager
-def bound(**fields: object) -> Iterator[None]:
-    """Add fields to every line that is logged within the block."""
-    token = _about.set({**_about.get(), **_checked(fields)})
-    try:
-        yield
-    finally:
-        _about.reset(token)
-
-
-def _checked(fields: Mapping[str, object]) -> Mapping[str, object]:
     assert fields.keys() <= _NAMES, f"{fields.keys() - _NAMES} are not fields of a log line"
-    return fields
+    _about.set({**_about.get(), **fields})
 
 
 class _JsonFormatter(logging.Formatter):

@@ -202,15 +202,21 @@ def port_is_free(host: str, port: int) -> bool:
         return True
 
 
+def accepts_connections(host: str, port: int, timeout_s: float) -> bool:
+    try:
+        with socket.create_connection((host, port), timeout=timeout_s):
+            return True
+    except OSError:
+        return False
+
+
 def wait_for_port(host: str, port: int, timeout_s: float, while_true: Callable[[], bool] = lambda: True) -> bool:
     """Wait until something accepts connections. Return False after `timeout_s`, or when `while_true()` is false."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline and while_true():
-        try:
-            with socket.create_connection((host, port), timeout=1):
-                return True
-        except OSError:
-            time.sleep(0.05)
+        if accepts_connections(host, port, timeout_s=1):
+            return True
+        time.sleep(0.05)
     return False
 
 

@@ -8,7 +8,6 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -21,19 +20,6 @@ SHORT_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2
 """Histogram buckets for the duration of a request or a call."""
 LONG_SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0)
 """Histogram buckets for the duration of a group, a step, a checkpoint or a recovery."""
-
-
-class Children:
-    """A cache of labelled metrics. `metric.labels` takes a lock and copies its labels on every call."""
-
-    def __init__(self) -> None:
-        self._kept: dict[tuple[int | str, ...], Any] = {}
-
-    def __call__(self, metric: Any, *labels: str) -> Any:
-        key: tuple[int | str, ...] = (id(metric), *labels)
-        if key not in self._kept:
-            self._kept[key] = metric.labels(*labels)
-        return self._kept[key]
 
 
 class DiskGauges:

@@ -8,7 +8,7 @@ from penstock.config.algorithms import ADVANTAGE_NAMES, LOSS_NAMES, AlgorithmCon
 from penstock.config.gpu_bundles import num_gpus
 from penstock.config.learner import LearnerConfig
 from penstock.config.run import RunConfig
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import ConfigError, PenstockError, one_line
 from penstock.start_checks import check_model, check_redis, check_roles, check_run_folder
 from penstock.weights.transports import ClusterKey
 from penstock_learner.checkpoints import CheckpointStore, CheckpointUploads, read_rewind
@@ -118,7 +118,6 @@ def _try(kind: str, name: str, call: Callable[[], object]) -> None:
     except PenstockError:
         raise
     except Exception as error:
-        message = " ".join(str(error).split())
         raise ConfigError(
-            f"learner.algorithm.{kind}.name: {name} fails on a small batch: {type(error).__name__}: {message}"
+            f"learner.algorithm.{kind}.name: {name} fails on a small batch: {type(error).__name__}: {one_line(error)}"
         ) from error

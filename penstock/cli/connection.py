@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import socket
 import urllib.parse
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from penstock.cli.parser import interruptible
 from penstock.errors import ConfigError
+from penstock.machine import accepts_connections
 
 if TYPE_CHECKING:
     import ssl
@@ -83,11 +83,7 @@ def _folders(file: str) -> list[Path]:
 def _answers(url: str) -> bool:
     """Whether a gateway accepts connections. A killed gateway leaves its `gateway.json` behind."""
     parts = urllib.parse.urlsplit(url)
-    try:
-        with socket.create_connection((parts.hostname, parts.port), timeout=PROBE_S):
-            return True
-    except OSError:
-        return False
+    return accepts_connections(str(parts.hostname), int(parts.port or 0), PROBE_S)
 
 
 def _gateway_of(folder: Path) -> GatewayAddress:

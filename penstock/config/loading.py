@@ -21,7 +21,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from penstock.config.run import RunConfig
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, one_line
 
 MAX_SHOWN = 60
 """A longer value is cut in a message."""
@@ -83,11 +83,11 @@ def describe(errors: Sequence[ErrorDetails]) -> str:
     if first["type"] == "missing":
         return "is missing"
     if first["type"] in ("value_error", "assertion_error"):
-        return _one_line(first["ctx"]["error"] if "ctx" in first else first["msg"])
+        return one_line(first["ctx"]["error"] if "ctx" in first else first["msg"])
     expected = " or ".join(dict.fromkeys(map(_expected, errors)))
     given = "empty" if first["input"] is None else repr(first["input"])
     shown = given if len(given) <= MAX_SHOWN else f"{given[:MAX_SHOWN]}…"
-    return _one_line(f"must be {expected}, not {shown}{_nearest(first)}")
+    return one_line(f"must be {expected}, not {shown}{_nearest(first)}")
 
 
 def dotted(path: Sequence[str]) -> str:
@@ -228,10 +228,6 @@ def _models_in(annotation: Any) -> list[type[BaseModel]]:
     return [model for argument in get_args(annotation) for model in _models_in(argument)]
 
 
-def _one_line(message: object) -> str:
-    return " ".join(str(message).split())
-
-
 class _Loader(yaml.SafeLoader):
     """Reads floats as YAML 1.2 does: `1e-4` is a number. PyYAML's own loader makes it a string."""
 
@@ -305,7 +301,7 @@ def parse_overrides(words: Sequence[str]) -> list[tuple[list[str], Any]]:
         try:
             value = parse_value(text)
         except yaml.YAMLError as error:
-            raise ConfigError(f"--{name}: {text!r} is not a value: {_one_line(error)}") from error
+            raise ConfigError(f"--{name}: {text!r} is not a value: {one_line(error)}") from error
         pairs.append((name.replace("-", "_").split("."), value))
     return pairs
 
@@ -332,7 +328,7 @@ def _parse(text: str, source: str) -> dict[str, Any]:
     try:
         data = parse_value(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{source} is not YAML: {_one_line(error)}") from error
+        raise ConfigError(f"{source} is not YAML: {one_line(error)}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{source} must be a mapping with at least the key `model:`")
     return data

@@ -21,7 +21,7 @@ from typing import Any
 
 from penstock.api.conversion import check_label, json_text
 from penstock.config.dataset import ColumnsConfig, DatasetConfig, Files, listed_files
-from penstock.errors import ConfigError, InvalidInput
+from penstock.errors import ConfigError, InvalidInput, one_line
 from penstock.feed.parquet_rows import ReadLimits, all_rows, column_names, limited_rows
 from penstock.trajectory import MESSAGE_FIELDS, Prompt, Sampling
 from penstock.user_code import load_callable
@@ -73,7 +73,7 @@ def _parquet_rows(
             yield f"{path} row {number}", row
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         # ValueError is also raised for text that is not UTF-8, and OverflowError for dates.
-        raise InvalidInput(str(path), f"cannot be read as Parquet ({_one_line(error)}); write it again") from error
+        raise InvalidInput(str(path), f"cannot be read as Parquet ({one_line(error)}); write it again") from error
 
 
 def _folder_rows(path: Path, check: Check) -> Iterator[tuple[str, Any]]:
@@ -98,7 +98,7 @@ def _folder_rows(path: Path, check: Check) -> Iterator[tuple[str, Any]]:
                         yield f"{path} row {number}", row
                         number += 1
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
-        raise InvalidInput(str(path), f"cannot be read as Arrow ({_one_line(error)}); save it again") from error
+        raise InvalidInput(str(path), f"cannot be read as Arrow ({one_line(error)}); save it again") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise InvalidInput(str(path), f"cannot be read ({_one_line(error)}); save the dataset again") from error
+        raise InvalidInput(str(path), f"cannot be read ({one_line(error)}); save the dataset again") from error
     return content if isinstance(content, dict) else {}
 
 
@@ -124,11 +124,7 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
                 except (ValueError, RecursionError) as error:  # also for a number of thousands of digits
                     raise InvalidInput(where, f"is not JSON ({error}); every line must be one object") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInput(str(path), f"cannot be read as UTF-8 text ({_one_line(error)})") from error
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+        raise InvalidInput(str(path), f"cannot be read as UTF-8 text ({one_line(error)})") from error
 
 
 MEDIA_COLUMNS = ("images", "videos", "image", "video", "audios")

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
-from penstock.metrics import LONG_SECONDS, PREFIX, SHORT_SECONDS, Children, CountedHistogram, HostMemoryGauges
+from penstock.metrics import LONG_SECONDS, PREFIX, SHORT_SECONDS, CountedHistogram, HostMemoryGauges
 
 REWARD_ERRORS = ("exception", "timeout", "worker_died")
 
@@ -30,7 +30,6 @@ class RolloutMetrics:
             return Histogram(f"{PREFIX}_{name}", text, labels, registry=registry, buckets=buckets)
 
         self.registry = registry
-        self._child = Children()
         HostMemoryGauges(registry)
         self.info = gauge("rollout_info", "Always 1.", "server", "engine")
         self.produced = counter("groups_produced", "Groups accepted by the queue, by data source.", "env")
@@ -85,15 +84,12 @@ class RolloutMetrics:
         self, data_source: str, turns: list[int], num_tokens: list[int], version_spans: list[int], num_truncated: int
     ) -> None:
         """Record the samples of a group. Each list has one entry per sample."""
-        self._child(self.trajectories, data_source or "default").inc(len(turns))
+        self.trajectories.labels(data_source or "default").inc(len(turns))
         self.turns.observe_all(turns)
         self.response_tokens.observe_all(num_tokens)
         self.version_span.observe_all(version_spans)
         if num_truncated:
             self.truncated.inc(num_truncated)
-
-    def count_group(self, data_source: str) -> None:
-        self._child(self.produced, data_source or "default").inc()
 
 
 class GeneratingSeconds(Collector):

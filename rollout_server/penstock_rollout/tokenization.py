@@ -21,7 +21,7 @@ from typing import Any
 
 from penstock.api.conversion import parse_json
 from penstock.config.rollout import PromptConfig
-from penstock.errors import ConfigError, InvalidInput, PromptTooLong
+from penstock.errors import ConfigError, InvalidInput, PromptTooLong, one_line
 from penstock.trajectory import Prompt
 from penstock.weights.folder_tensors import stop_token_ids
 from penstock_rollout.metrics import RolloutMetrics
@@ -197,7 +197,7 @@ class Tokenization:
                 **{**self._template_arguments, **(template_arguments or {})},
             )
         except Exception as error:  # a template is code that comes with the model
-            why = " ".join(str(error).split())
+            why = one_line(error)
             raise InvalidInput("messages", f"the model's chat template cannot render them: {why}") from error
         return text
 

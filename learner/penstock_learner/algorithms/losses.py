@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -48,10 +49,28 @@ class LossInputs:
 
 
 @dataclass(frozen=True)
-class LossStatistics:
-    """0-d sums without gradient. Add them over micro-batches and ranks; shares are computed at the end."""
+class TokenSums:
+    """Sums over trained tokens without gradient. `a + b` joins those of two parts of a batch, also of two ranks. Means
+    and shares are computed at the end."""
 
     num_tokens: Tensor
+
+    def __add__(self, other: Self) -> Self:
+        joined = {}
+        for name in (each.name for each in fields(self)):
+            join = torch.maximum if name.startswith("max_") else torch.add
+            joined[name] = join(getattr(self, name), getattr(other, name))
+        return type(self)(**joined)
+
+    def mean_of(self, total: Tensor) -> float:
+        """The mean over the trained tokens of one of the sums."""
+        return float(total) / max(float(self.num_tokens), 1.0)
+
+
+@dataclass(frozen=True)
+class LossStatistics(TokenSums):
+    """What a loss has clipped. All are 0-d."""
+
     num_clipped_low: Tensor
     """Tokens whose ratio was below the clip range, if that changed the loss."""
     num_clipped_high: Tensor
@@ -59,32 +78,8 @@ class LossStatistics:
     num_dual_clipped: Tensor
     """Tokens with a negative advantage whose loss reached the dual clip."""
     sum_negative_log_ratio: Tensor
-    """Sum of old - lp (reinforce: behaviour - lp), not clamped."""
-
-    def __add__(self, other: LossStatistics) -> LossStatistics:
-        return LossStatistics(
-            **{field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
-        )
-
-    @property
-    def clip_fraction_low(self) -> float:
-        return self._per_token(self.num_clipped_low)
-
-    @property
-    def clip_fraction_high(self) -> float:
-        return self._per_token(self.num_clipped_high)
-
-    @property
-    def dual_clip_fraction(self) -> float:
-        return self._per_token(self.num_dual_clipped)
-
-    @property
-    def approx_kl(self) -> float:
-        """Mean of old - lp over trained tokens: how far this step has moved the policy."""
-        return self._per_token(self.sum_negative_log_ratio)
-
-    def _per_token(self, total: Tensor) -> float:
-        return float(total) / max(float(self.num_tokens), 1.0)
+    """Sum of old - lp (reinforce: behaviour - lp), not clamped. Its mean tells how far this step has moved the
+    policy."""
 
 
 @dataclass(frozen=True)
@@ -374,10 +369,9 @@ RATIO_EDGES = (0.1, 0.25, 0.5, 0.8, 0.9, 0.95, 0.99, 1.0, 1.01, 1.05, 1.1, 1.25,
 
 
 @dataclass(frozen=True)
-class CorrectionStatistics:
-    """Sums over trained tokens. Merge the parts of a batch first; means and shares are computed at the end."""
+class CorrectionStatistics(TokenSums):
+    """How importance weights and rejection have changed the loss."""
 
-    num_tokens: Tensor
     num_truncated: Tensor
     """Tokens whose weight was cut to the cap."""
     num_rejected: Tensor
@@ -394,40 +388,11 @@ class CorrectionStatistics:
     ratio_counts: Tensor
     """[len(RATIO_EDGES) + 1] number of tokens in each bucket of the ratio."""
 
-    def merge(self, other: CorrectionStatistics) -> CorrectionStatistics:
-        """The statistics of two parts that share no token, as one."""
-        names = [each.name for each in fields(self)]
-        merged = {
-            name: (torch.maximum if name.startswith("max_") else torch.add)(getattr(self, name), getattr(other, name))
-            for name in names
-        }
-        return CorrectionStatistics(**merged)
-
-    @property
-    def mean_weight(self) -> float:
-        return float(self.sum_weights) / self._num_tokens
-
-    @property
-    def mean_kl(self) -> float:
-        return float(self.sum_kl) / self._num_tokens
-
-    @property
-    def truncated_share(self) -> float:
-        return float(self.num_truncated) / self._num_tokens
-
-    @property
-    def rejected_share(self) -> float:
-        return float(self.num_rejected) / self._num_tokens
-
     @property
     def effective_sample_ratio(self) -> float:
         """`(sum w)^2 / (n sum w^2)`. It is 1 on policy, and approaches 1/n when a few tokens carry all the weight."""
         squares = float(self.sum_squared_weights)
-        return float(self.sum_weights) ** 2 / (self._num_tokens * squares) if squares else 0.0
-
-    @property
-    def _num_tokens(self) -> float:
-        return max(float(self.num_tokens), 1.0)
+        return float(self.sum_weights) * self.mean_of(self.sum_weights) / squares if squares else 0.0
 
 
 @dataclass(frozen=True)
@@ -542,14 +507,10 @@ def interpolate_log_probs(behaviour_log_probs: Tensor, log_probs: Tensor, share:
 
 
 @dataclass(frozen=True)
-class Mismatch:
-    """How much the log-probs of learner and engine differ for the same weights. `a + b` joins parts of a batch."""
+class Mismatch(TokenSums):
+    """How much the log-probs of learner and engine differ for the same weights."""
 
     sum_abs_difference: Tensor
-    num_tokens: Tensor
-
-    def __add__(self, other: Mismatch) -> Mismatch:
-        return Mismatch(self.sum_abs_difference + other.sum_abs_difference, self.num_tokens + other.num_tokens)
 
     @property
     def mean(self) -> float | None:
@@ -563,4 +524,4 @@ def measure_mismatch(
     """Compare trained tokens that the engine sampled with `learner_version`, the version of `learner_log_probs`."""
     same_version = mask.bool() & (token_versions == learner_version)
     difference = apply_mask((learner_log_probs - behaviour_log_probs).detach().abs(), same_version)
-    return Mismatch(difference.sum(), same_version.sum())
+    return Mismatch(same_version.sum(), difference.sum())

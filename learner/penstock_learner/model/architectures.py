@@ -77,8 +77,7 @@ def require_causal(folder: Path, key: str) -> Any:
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except (ValueError, KeyError, TypeError, AttributeError, ImportError, OSError) as error:
-        first_line = first_line_of(error)
-        raise ConfigError(f"{key} {folder} cannot be loaded: {first_line}; use another model") from error
+        raise ConfigError(f"{key} {folder} cannot be loaded: {first_line_of(error)}; use another model") from error
     require_text_decoder(config, folder, key)
     return config
 

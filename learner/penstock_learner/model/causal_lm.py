@@ -356,8 +356,7 @@ def open_on_path(
             settings["attn_implementation"] = packed_attention.NAME
         lm, unread = open_lm(kind, folder, config, key, new_head=new_head, **settings)
     except (ValueError, KeyError, TypeError, AttributeError, ImportError, NotImplementedError, OSError) as error:
-        first_line = first_line_of(error)
-        raise ConfigError(f"{key} {folder} cannot be loaded: {first_line}; use another model") from error
+        raise ConfigError(f"{key} {folder} cannot be loaded: {first_line_of(error)}; use another model") from error
     if path.is_packed and not _fits_packed(lm):
         path = ModelPath("its backbone or head has parts that the packed path does not know")
         lm.set_attn_implementation("sdpa")

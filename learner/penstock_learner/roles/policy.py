@@ -121,7 +121,7 @@ class PolicyUpdate:
         sums = on_device.tolist()
         statistics, correction, mismatch = _on_host(
             reduce(add, [report.statistics for report in reports]),
-            reduce(CorrectionStatistics.merge, [report.correction for report in reports]),
+            reduce(add, [report.correction for report in reports]),
             reduce(add, [report.mismatch for report in reports]),
         )
         nonfinite = tuple(index for index, (loss, kl, _) in enumerate(sums) if not math.isfinite(loss + kl))

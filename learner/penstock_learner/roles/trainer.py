@@ -124,7 +124,12 @@ class TrainerRank(Rank):
             self.optimizer.zero_grad(set_to_none=True)
 
     def usage(self) -> RankUsage:
-        return measure_usage(self.trained, self.device)
+        if self.device.type == "cuda":
+            peak, name = torch.cuda.max_memory_allocated(self.device), torch.cuda.get_device_name(self.device)
+        else:
+            unit = 1 if sys.platform == "darwin" else 1024
+            peak, name = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "cpu"
+        return RankUsage(peak, name, num_used_parameters(self.trained))
 
     def stage(self, folder: Path) -> None:
         """Copy this rank's shards to host memory and begin to write them. Collective. Training may then continue.
@@ -199,15 +204,6 @@ def _tensors(path: str, state: Mapping[str, Any]) -> Iterator[tuple[str, torch.T
             yield from _tensors(f"{path}{name}.", value)
         elif isinstance(value, torch.Tensor):
             yield f"{path}{name}", local_shard(value)
-
-
-def measure_usage(model: torch.nn.Module, device: torch.device) -> RankUsage:
-    if device.type == "cuda":
-        peak, name = torch.cuda.max_memory_allocated(device), torch.cuda.get_device_name(device)
-    else:
-        unit = 1 if sys.platform == "darwin" else 1024
-        peak, name = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "cpu"
-    return RankUsage(peak, name, num_used_parameters(model))
 
 
 def num_used_parameters(model: torch.nn.Module) -> int:

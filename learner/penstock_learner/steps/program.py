@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from penstock.config.algorithms import AlgorithmConfig, LossConfig, ValueLossConfig
 from penstock.config.learner import LearnerConfig, RewardModelConfig
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import ConfigError, PenstockError, one_line
 from penstock.trajectory import Group
 from penstock.user_code import load_callable
 from penstock_learner.algorithms.advantages import (
@@ -329,10 +329,9 @@ async def _explained(call: Awaitable[Any], calls: Calls, name: str) -> Any:
         if isinstance(error, PenstockError):
             raise
         place = traceback.extract_tb(error.__traceback__)[-1]
-        message = " ".join(str(error).split())
         raise ConfigError(
-            f"{name} failed: {type(error).__name__}: {message} ({place.filename}:{place.lineno}); correct it and start "
-            "the learner again, which continues from its checkpoint"
+            f"{name} failed: {type(error).__name__}: {one_line(error)} ({place.filename}:{place.lineno}); "
+            "correct it and start the learner again, which continues from its checkpoint"
         ) from error
 
 

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from penstock.config.algorithms import AlgorithmConfig, KLConfig
 from penstock.errors import TrainingDiverged
 from penstock.trajectory import Group
-from penstock_learner.algorithms.losses import CorrectionStatistics
 from penstock_learner.batches.partition import RankShard
 from penstock_learner.batches.sequence_batch import SequenceBatch
 from penstock_learner.metrics import MAX_REWARD_PARTS, REWARD_PART
@@ -284,16 +283,16 @@ def policy_numbers(
     reports = [report for ranks in updates for report in ranks]
     num_tokens = max(sum(update.num_tokens for update in policy), 1)
     statistics = reduce(add, [report.statistics for report in reports])
-    correction = reduce(CorrectionStatistics.merge, [report.correction for report in reports])
+    correction = reduce(add, [report.correction for report in reports])
     # Only the first update counts: later ones start from weights that are not a version.
     mismatch = reduce(add, [report.mismatch for report in updates[0]])
     kl_reference = sum(report.kl for report in reports) / num_tokens
     numbers = UpdateNumbers(
         **_optimizer_metrics(updates),
         kl_reference=kl_reference,
-        kl_behaviour=correction.mean_kl,
-        clip_ratio_low=statistics.clip_fraction_low,
-        clip_ratio_high=statistics.clip_fraction_high,
+        kl_behaviour=correction.mean_of(correction.sum_kl),
+        clip_ratio_low=statistics.mean_of(statistics.num_clipped_low),
+        clip_ratio_high=statistics.mean_of(statistics.num_clipped_high),
         shared_tokens=sum(shard.num_shared for update in policy for shard in update.shards),
         kl_coefficient=kl_coefficient,
         kl_loss=kl.loss_factor(kl_coefficient) * kl_reference if kl.in_loss else 0.0,
@@ -301,14 +300,14 @@ def policy_numbers(
     )
     return numbers, {
         "entropy": sum(report.entropy for report in reports) / num_tokens,
-        "importance_weight_mean": correction.mean_weight,
+        "importance_weight_mean": correction.mean_of(correction.sum_weights),
         "importance_weight_max": float(correction.max_weight),
         "importance_ratio_max": float(correction.max_ratio),
-        "is_truncated_ratio": correction.truncated_share,
-        "is_rejected_ratio": correction.rejected_share,
+        "is_truncated_ratio": correction.mean_of(correction.num_truncated),
+        "is_rejected_ratio": correction.mean_of(correction.num_rejected),
         "effective_sample_ratio": correction.effective_sample_ratio,
-        "approx_kl": statistics.approx_kl,
-        "dual_clip_ratio": statistics.dual_clip_fraction,
+        "approx_kl": statistics.mean_of(statistics.sum_negative_log_ratio),
+        "dual_clip_ratio": statistics.mean_of(statistics.num_dual_clipped),
         **router_metrics(updates),
     }
 

@@ -228,8 +228,7 @@ class CudaIpcSender:
             handle, uuid = export_handle(self._memory.allocation.pointer), device_uuid(self._memory.device)
             return IpcOffer(handle.hex(), uuid, self._memory.offsets[-1], num_ready).to_json()
         except RuntimeError as error:
-            first_line = first_line_of(error)
-            raise WeightPushFailed(f"GPU memory cannot be offered by cuda_ipc: {first_line}") from error
+            raise WeightPushFailed(f"GPU memory cannot be offered by cuda_ipc: {first_line_of(error)}") from error
 
     def send(self, shipment: Shipment, members: Sequence[PushTarget], deadline: Deadline) -> None:
         """Return when every bucket is ready. The members copy without further help, and are done when they commit."""
@@ -289,8 +288,7 @@ class NcclSender:
                 self._group.open(deadline)
             self._send(self._group, shipment, deadline)
         except RuntimeError as error:
-            first_line = first_line_of(error)
-            raise WeightPushFailed(f"the NCCL broadcast broke: {first_line}") from error
+            raise WeightPushFailed(f"the NCCL broadcast broke: {first_line_of(error)}") from error
 
     def _send(self, group: NcclGroup, shipment: Shipment, deadline: Deadline) -> None:
         enqueued: deque[int] = deque()
@@ -368,8 +366,7 @@ class GlooSender:
             for work in in_flight:
                 work.wait(_rest(deadline))
         except RuntimeError as error:
-            first_line = first_line_of(error)
-            raise WeightPushFailed(f"the broadcast broke: {first_line}") from error
+            raise WeightPushFailed(f"the broadcast broke: {first_line_of(error)}") from error
 
     def close(self, *, failed: bool) -> None:
         self._store = None

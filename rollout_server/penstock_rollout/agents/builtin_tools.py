@@ -20,7 +20,7 @@ from penstock.config.rollout import PythonTool, SearchTool
 from penstock.errors import ConfigError
 from penstock_rollout.agents.tools import Tool, ToolAnswer
 from penstock_rollout.rewards.pool import RewardFailed, RewardPool
-from penstock_rollout.rewards.scorer import post_until_answered
+from penstock_rollout.rewards.scorer import JsonService
 
 _LANGUAGE = "en"
 
@@ -179,36 +179,20 @@ class ProgramTool(Tool):
         return result["text"], 0.0, {"calls": 1.0, "failed": 0.0 if result["succeeded"] else 1.0}
 
 
-class RetrievalService:
+class RetrievalService(JsonService):
     """Client of a retrieval service that takes Search-R1's requests.
 
     The request is `{"queries": [...], "topk": 3, "return_scores": true}`. The answer has one list per query:
     `{"result": [[{"document": {"contents": "..."}, "score": 1.0}, ...]]}`. Without scores, the entries are the
-    documents. Connection errors, 429 and 5xx are retried. `timeout_s` is the deadline of one attempt; the caller limits
-    all."""
-
-    def __init__(
-        self, url: str, timeout_s: float, max_connections: int, transport: httpx.AsyncBaseTransport | None = None
-    ) -> None:
-        self._url = url
-        self._http = httpx.AsyncClient(
-            timeout=timeout_s,
-            limits=httpx.Limits(max_connections=max_connections),
-            transport=transport,
-            trust_env=False,
-        )
+    documents. Connection errors, 429 and 5xx are retried."""
 
     async def open(self) -> None:
         """The service may start later than this server, so it is not called here."""
 
-    async def close(self) -> None:
-        await self._http.aclose()
-
     async def find(self, queries: Sequence[str], top_k: int) -> list[list[str]]:
         """The contents of the best passages of each query, best first."""
         body = {"queries": list(queries), "topk": top_k, "return_scores": True}
-        response = await post_until_answered(self._http, self._url, body)
-        return _read(response, len(queries), top_k)
+        return _read(await self.post(body), len(queries), top_k)
 
 
 def _read(response: httpx.Response, num_queries: int, top_k: int) -> list[list[str]]:

@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field, ValidationError
 from penstock.config.base import Config
 from penstock.config.loading import explain
 from penstock.config.rollout import PythonTool, SearchTool
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, one_line
 from penstock.user_code import load_object
 from penstock_rollout.agents.builtin_tools import ProgramTool, RetrievalTool
 from penstock_rollout.agents.interactions import Interaction
@@ -81,7 +81,7 @@ def read_declarations(path: Path, kind: type[_M], where: str) -> _M:
     except OSError as error:
         raise ConfigError(f"{where} {path} cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{where} {path} is not YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{where} {path} is not YAML: {one_line(error)}") from error
     return _validated(kind, data, f"{where} {path}")
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from penstock.cancellation import end_task
 from penstock.config.rollout import McpServer
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, first_error, one_line
 from penstock_rollout.agents.tools import Tool, ToolAnswer, ToolError
 from penstock_rollout.rewards.scorer import bearer_headers
 
@@ -186,9 +186,8 @@ class McpConnection:
 
 def _reason(error: BaseException) -> str:
     """The first error of a group, in one line."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return " ".join(str(error).split()) or type(error).__name__
+    first = first_error(error)
+    return one_line(first) or type(first).__name__
 
 
 class McpTool(Tool):

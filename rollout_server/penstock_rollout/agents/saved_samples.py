@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.codec import decode_saved, encode_saved, trajectory_from_proto, trajectory_to_proto
+from penstock.codec import check_cover, decode_saved, encode_saved, trajectory_from_proto, trajectory_to_proto
 from penstock.errors import PenstockError, PoisonGroup, QueueFull, Unavailable
 from penstock.replay.queue import GroupProducer
 from penstock.replay.queue_types import Lease, SavedTokens
@@ -75,9 +75,7 @@ def encode_piece(
     tokens = groups_pb2.Trajectory(
         token_ids=np.asarray(token_ids, dtype="<i4").tobytes(),
         log_probs=np.asarray(log_probs, dtype="<f4").tobytes(),
-        segments=[
-            groups_pb2.VersionSegment(start=s.start, end=s.end, policy_version=s.policy_version) for s in segments
-        ],
+        segments=[groups_pb2.VersionSegment(**vars(segment)) for segment in segments],
     )
     return encode_saved(groups_pb2.SavedTokens(tokens=tokens, server_id=server_id, is_handed_over=is_handed_over))
 
@@ -112,11 +110,13 @@ def _joined(pieces: Sequence[SavedTokens]) -> SavedSample:
         try:
             saved = decode_saved(piece.payload)
             tokens = trajectory_from_proto(saved.tokens)
+            if not saved.is_finished:
+                check_cover("segments", tokens.segments, piece.start + len(tokens.token_ids), piece.start)
         except PoisonGroup:
             break
         if saved.is_finished:
             return _finished(saved, tokens)
-        if piece.start != len(sample.token_ids) or not _fits(piece.start, tokens):
+        if piece.start != len(sample.token_ids) or len(tokens.log_probs) != len(tokens.token_ids):
             break
         sample = replace(
             sample,
@@ -127,16 +127,6 @@ def _joined(pieces: Sequence[SavedTokens]) -> SavedSample:
             is_handed_over=saved.is_handed_over,
         )
     return sample
-
-
-def _fits(start: int, tokens: Trajectory) -> bool:
-    """Whether the arrays are of equal length and the segments cover them."""
-    covered = start
-    for segment in tokens.segments:
-        if segment.start != covered or segment.end <= segment.start:
-            return False
-        covered = segment.end
-    return covered == start + len(tokens.token_ids) and len(tokens.log_probs) == len(tokens.token_ids)
 
 
 def _finished(saved: groups_pb2.SavedTokens, tokens: Trajectory) -> SavedSample:

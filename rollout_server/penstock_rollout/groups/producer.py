@@ -329,7 +329,7 @@ class Producer:
             if outcome in ("accepted", "duplicate"):  # the first reply to our own append may have been lost
                 self._outbox[lease.prompt_id] = finished
             if outcome == "accepted":
-                self.metrics.count_group(group.data_source)
+                self.metrics.produced.labels(group.data_source or "default").inc()
                 self._note_success()
             if outcome != "full":
                 return

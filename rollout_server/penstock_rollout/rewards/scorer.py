@@ -34,19 +34,50 @@ from penstock_rollout.rewards.pool import Json, RewardFailed, RewardPool
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 
 
-class RemoteScorer:
-    """Client of one reward service. It needs no reward process, because it only waits."""
+class JsonService:
+    """Client of a service that answers JSON. `timeout_s` is the deadline of one attempt; the caller limits all."""
 
-    def __init__(self, reward: RemoteReward, transport: httpx.AsyncBaseTransport | None = None) -> None:
-        self.reward = reward
-        self._free = asyncio.Semaphore(reward.max_concurrent)
+    def __init__(
+        self, url: str, timeout_s: float, max_connections: int, transport: httpx.AsyncBaseTransport | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        self.url = url
         self._http = httpx.AsyncClient(
-            headers=bearer_headers(reward.api_key_file),
-            timeout=reward.attempt_timeout_s,
-            limits=httpx.Limits(max_connections=reward.max_concurrent),
+            headers=headers,
+            timeout=timeout_s,
+            limits=httpx.Limits(max_connections=max_connections),
             transport=transport,
             trust_env=False,
         )
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def post(self, body: Json, note_failure: Callable[[str], None] = lambda failure: None) -> httpx.Response:
+        """POST until the service answers with a status other than 429 and 5xx. The caller sets a deadline.
+        `note_failure` is called with the reason of each attempt that failed: the service may be starting, or the
+        network may be down for a moment."""
+        pause_s = FIRST_PAUSE_S
+        while True:
+            try:
+                response = await self._http.post(self.url, json=body)
+            except httpx.TransportError as error:
+                note_failure(f"{type(error).__name__} {error}".strip())
+            else:
+                if response.status_code != httpx.codes.TOO_MANY_REQUESTS and not response.is_server_error:
+                    return response
+                note_failure(f"status {response.status_code}")
+            await asyncio.sleep(random.uniform(0.5, 1.0) * pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+class RemoteScorer(JsonService):
+    """Client of one reward service. It needs no reward process, because it only waits."""
+
+    def __init__(self, reward: RemoteReward, transport: httpx.AsyncBaseTransport | None = None) -> None:
+        headers = bearer_headers(reward.api_key_file)
+        super().__init__(reward.url, reward.attempt_timeout_s, reward.max_concurrent, transport, headers)
+        self._free = asyncio.Semaphore(reward.max_concurrent)
 
     async def compute(self, arguments: Json, timeout_s: float) -> SampleScore:
         """Compute one reward. The deadline starts when a connection is free. A timeout names the last failure."""
@@ -54,34 +85,11 @@ class RemoteScorer:
             failures = ["no reply"]
             try:
                 async with asyncio.timeout(timeout_s):
-                    return _read(await post_until_answered(self._http, self.reward.url, arguments, failures.append))
+                    return _read(await self.post(arguments, failures.append))
             except TimeoutError as error:
                 raise RewardFailed(
-                    "timeout", f"{self.reward.url} gave no score within {timeout_s:g} s ({failures[-1]})"
+                    "timeout", f"{self.url} gave no score within {timeout_s:g} s ({failures[-1]})"
                 ) from error
-
-    async def close(self) -> None:
-        await self._http.aclose()
-
-
-async def post_until_answered(
-    http: httpx.AsyncClient, url: str, body: Json, note_failure: Callable[[str], None] = lambda failure: None
-) -> httpx.Response:
-    """POST until the service answers with a status other than 429 and 5xx. The caller sets a deadline. `note_failure`
-    is called with the reason of each attempt that failed: the service may be starting, or the network may be down for a
-    moment."""
-    pause_s = FIRST_PAUSE_S
-    while True:
-        try:
-            response = await http.post(url, json=body)
-        except httpx.TransportError as error:
-            note_failure(f"{type(error).__name__} {error}".strip())
-        else:
-            if response.status_code != httpx.codes.TOO_MANY_REQUESTS and not response.is_server_error:
-                return response
-            note_failure(f"status {response.status_code}")
-        await asyncio.sleep(random.uniform(0.5, 1.0) * pause_s)
-        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
 def _read(response: httpx.Response) -> SampleScore:

@@ -155,9 +155,7 @@ def _to_proto(chunk: TokenChunk, found_stop: str) -> generate_pb2.GenerateChunk:
     message = generate_pb2.GenerateChunk(
         token_ids=_bytes(chunk.token_ids),
         log_probs=np.asarray(chunk.log_probs, dtype="<f4").tobytes(),
-        segments=[
-            groups_pb2.VersionSegment(start=s.start, end=s.end, policy_version=s.policy_version) for s in chunk.segments
-        ],
+        segments=[groups_pb2.VersionSegment(**vars(segment)) for segment in chunk.segments],
         stop_text=found_stop,
     )
     reason = "stop" if found_stop else chunk.finish_reason

@@ -19,6 +19,7 @@ from typing import Any
 
 from penstock.config.rollout import RolloutConfig
 from penstock.errors import ConfigError, InvalidInput
+from penstock.protocols.chat import TOOL_CHOICES
 from penstock.protocols.conversation import Conversation, Json
 from penstock.user_code import hint_for_name
 from penstock.v1 import generate_pb2
@@ -210,11 +211,7 @@ def new_call_id() -> str:
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
-_CHOICES = {
-    generate_pb2.TOOL_CHOICE_UNSPECIFIED: "auto",
-    generate_pb2.TOOL_CHOICE_NONE: "none",
-    generate_pb2.TOOL_CHOICE_REQUIRED: "required",
-}
+_CHOICES = {number: name for name, number in TOOL_CHOICES.items()}
 
 
 class VllmToolReader:

@@ -549,8 +549,7 @@ def receive_by_nccl(reception: Reception) -> Iterator[Arrived]:
     except BaseException as error:
         reception.groups.drop(joined)
         if isinstance(error, RuntimeError):
-            first_line = first_line_of(error)
-            raise WeightPushFailed(f"the NCCL broadcast broke: {first_line}") from error
+            raise WeightPushFailed(f"the NCCL broadcast broke: {first_line_of(error)}") from error
         raise
 
 

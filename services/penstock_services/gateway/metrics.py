@@ -42,24 +42,16 @@ class RequestSeries(Collector):
         """Number of requests in each bucket, and last the sum of their durations, by protocol and route."""
 
     def collect(self) -> Iterator[Metric]:
-        requests = CounterMetricFamily(
-            "penstock_gateway_requests", "Requests answered.", labels=["protocol", "route", "code"]
-        )
-        for answered, count in self.answered.items():
-            requests.add_metric(answered, count)
-        yield requests
+        requests: Row = ("gateway_requests", "Requests answered.", "protocol route code", self.answered)
+        yield from _families(CounterMetricFamily, [requests])
         duration = HistogramMetricFamily(
             "penstock_gateway_request_duration_seconds", "Time to answer.", labels=["protocol", "route"]
         )
         for labels, (*counts, total) in self.durations.items():
             duration.add_metric(labels, list(zip(_EDGES, accumulate(counts), strict=True)), total)
         yield duration
-        inflight = GaugeMetricFamily(
-            "penstock_gateway_inflight_requests", "Requests being served.", labels=["protocol"]
-        )
-        for protocol, count in self.inflight.items():
-            inflight.add_metric([protocol], count)
-        yield inflight
+        inflight: Row = ("gateway_inflight_requests", "Requests being served.", "protocol", self.inflight)
+        yield from _families(GaugeMetricFamily, [inflight])
 
 
 class Observation:
@@ -88,18 +80,18 @@ class Observation:
         durations[-1] += took_s
 
 
-Row = tuple[str, str, str, Mapping[str, float] | float]
-"""Name, documentation, label and values of a family, or its value if it has no label."""
+Row = tuple[str, str, str, Mapping[str, float] | Mapping[tuple[str, ...], float] | float]
+"""Name, documentation, labels and values of a family, or its value if it has no label. Labels have spaces between."""
 
 
 def _families(kind: type[CounterMetricFamily] | type[GaugeMetricFamily], rows: Iterable[Row]) -> Iterator[Metric]:
-    for name, text, label, values in rows:
+    for name, text, labels, values in rows:
         if not isinstance(values, Mapping):
             yield kind(f"penstock_{name}", text, value=values)
             continue
-        family = kind(f"penstock_{name}", text, labels=[label])
+        family = kind(f"penstock_{name}", text, labels=labels.split())
         for key, value in values.items():
-            family.add_metric([key], value)
+            family.add_metric([key] if isinstance(key, str) else key, value)
         yield family
 
 

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from penstock.api.records import Run
 from penstock.config.run import RunConfig
-from penstock.diagnosis.display import Display, make_display
+from penstock.diagnosis.display import Display, History, make_display
 from penstock.diagnosis.facts import NO_LEARNER
 from penstock.diagnosis.log_lines import PAUSED_STATES
 from penstock.diagnosis.terminal import sparkline
@@ -32,7 +32,6 @@ from penstock_tools.local.supervisor import News
 POLL_S = 0.5
 SUBMIT_BATCH = 512
 """Number of prompts that are submitted at once, whenever fewer than this wait in the queue."""
-History = Sequence[dict[str, float]]
 
 
 async def run_demo(config: RunConfig) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from penstock.cli.output import progress_bar
 from penstock.codec import encode_prompt
 from penstock.config.rollout import RewardConfig
 from penstock.config.run import RunConfig
-from penstock.errors import InvalidInput, PenstockError, Unavailable, first_error
+from penstock.errors import InvalidInput, PenstockError, Unavailable, first_error, one_line
 from penstock.feed.datasets import row_field
 from penstock.replay.queue_types import Lease
 from penstock.sample_scores import PromptSamples, ScoreSummary, by_source, parts_by_name, summarise
@@ -237,7 +237,7 @@ class ScoredFile:
                     )
                 yield file
         except (pa.ArrowException, OSError) as error:
-            raise InvalidInput(str(self.path), f"cannot be read as Parquet ({' '.join(str(error).split())})") from error
+            raise InvalidInput(str(self.path), f"cannot be read as Parquet ({one_line(error)})") from error
 
     async def _score_file(self, file: pq.ParquetFile, partial: Path) -> None:
         kept = [field for field in file.schema_arrow if field.name not in (SCORES.name, PARTS.name)]

@@ -27,7 +27,7 @@ from google.protobuf.message import DecodeError
 from pyarrow import parquet
 
 from penstock.codec import check_group
-from penstock.errors import InvalidInput, PenstockError, PoisonGroup, QueueFull
+from penstock.errors import InvalidInput, PenstockError, PoisonGroup, QueueFull, one_line
 from penstock.replay.inspection import QueueInspector
 from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import OfferedGroup, Origin
@@ -295,8 +295,7 @@ class Recording:
                 )
 
     def _unreadable(self, error: Exception) -> InvalidInput:
-        reason = " ".join(str(error).split())
-        return InvalidInput(str(self.path), f"cannot be read as Parquet ({reason}); export it again")
+        return InvalidInput(str(self.path), f"cannot be read as Parquet ({one_line(error)}); export it again")
 
 
 # ── from a queue and back ──

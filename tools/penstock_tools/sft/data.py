@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -22,9 +22,9 @@ import numpy as np
 from penstock.config.dataset import Files, listed_files
 from penstock.config.learner import SftConfig
 from penstock.config.run import RunConfig
-from penstock.errors import InvalidInput
+from penstock.errors import InvalidInput, one_line
 from penstock.feed.datasets import MEDIA_COLUMNS, matching_files, read_messages, read_rows, shown_files
-from penstock_learner.batches.sequence_batch import SequenceBatch
+from penstock_learner.batches.sequence_batch import SequenceBatch, unsampled_batch
 from penstock_rollout.tokenization import with_argument_objects
 
 # ── which tokens of a conversation are trained ──
@@ -148,8 +148,7 @@ class ConversationMasks:
                 **self._template_arguments,
             )
         except Exception as error:  # a template is code that comes with the model
-            why = " ".join(str(error).split())
-            raise InvalidInput(where, f"the model's chat template cannot render it: {why}") from error
+            raise InvalidInput(where, f"the model's chat template cannot render it: {one_line(error)}") from error
         return text
 
     def _decode(self, ids: Sequence[int]) -> str:
@@ -295,18 +294,9 @@ def batch_of_examples(examples: Sequence[Example]) -> SequenceBatch:
     lengths = np.array([len(example.token_ids) for example in examples], dtype=np.int64)
     prompt_lengths = np.array([example.prompt_length for example in examples], dtype=np.int64)
     masks = [np.array(example.loss_mask[example.prompt_length :], dtype=np.uint8) for example in examples]
-    num_responses = int((lengths - prompt_lengths).sum())
-    return SequenceBatch(
-        token_ids=np.concatenate([np.array(example.token_ids, dtype=np.int64) for example in examples]),
-        lengths=lengths,
-        prompt_lengths=prompt_lengths,
-        rewards=np.zeros(len(examples), dtype=np.float32),
-        group_ids=np.arange(len(examples)),
-        loss_mask=np.concatenate(masks),
-        behaviour_log_probs=np.zeros(num_responses, dtype=np.float32),
-        token_versions=np.zeros(num_responses, dtype=np.int64),
-        temperatures=np.ones(num_responses, dtype=np.float32),
-    )
+    token_ids = np.concatenate([np.array(example.token_ids, dtype=np.int64) for example in examples])
+    batch = unsampled_batch(token_ids, lengths, prompt_lengths, np.arange(len(examples)))
+    return replace(batch, loss_mask=np.concatenate(masks))
 
 
 def _field(row: dict[str, Any], column: str) -> Any:

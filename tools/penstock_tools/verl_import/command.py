@@ -86,7 +86,8 @@ def report_lines(imported: Imported, *, shows_unneeded: bool = True) -> list[str
 def config_text(imported: Imported, source: str, file: str) -> str:
     """The YAML file: how to use it, the fields, and as comments what the import lost or changed."""
     if imported.command:
-        head = [f"# Imported from {source}. Use it with: {command_line(imported.command, file)}"]
+        words = [file if word == CONFIG else word for word in imported.command]
+        head = [f"# Imported from {source}. Use it with: {shlex.join(words)}"]
     else:
         head = [
             f"# Imported from {source}. Check it with `penstock up {file} --check`.",
@@ -290,10 +291,6 @@ def set_evaluation(values: Values) -> list[str]:
     values.set("rollout.reward.compat", "verl")
     file = str(files(values.get("data.path")))
     return ["penstock", "evaluate", file, "--config", CONFIG, "--response-column", str(values.get("data.response_key"))]
-
-
-def command_line(words: list[str], config: str) -> str:
-    return shlex.join([config if word == CONFIG else word for word in words])
 
 
 def set_sft(values: Values) -> list[str]:

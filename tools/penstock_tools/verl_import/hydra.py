@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from penstock.config.loading import parse_value
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, one_line
 
 OWN_CONFIGS = frozenset(
     ("ppo_trainer", "ppo_megatron_trainer", "dapo_trainer", "dapo_megatron_trainer", "ppo_trainer_split", "generation",
@@ -117,7 +117,7 @@ def _tree(path: Path, config: HydraConfig, folders: Sequence[Path], depth: int) 
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{path} is not YAML: {one_line(error)}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{path} is not a verl config: it must be a mapping")
     own = {key: value for key, value in data.items() if key not in ("defaults", "hydra")}

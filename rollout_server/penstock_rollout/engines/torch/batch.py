@@ -25,7 +25,7 @@ import torch
 from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 
-from penstock.errors import ConfigError, InvalidInput
+from penstock.errors import ConfigError, InvalidInput, one_line
 from penstock.trajectory import ExpertIds, FinishReason
 from penstock.weights.folder_tensors import stop_token_ids
 from penstock_rollout.engines.engine import GenerateRequest, OutputConstraint, TokenChunk, segments_of
@@ -76,8 +76,7 @@ class ConstraintCompiler:
                     schema = constraint.text if constraint.kind == "json_schema" else '{"type": "object"}'
                     grammar = compiler.compile_json_schema(schema, any_whitespace=False)
             except Exception as error:  # xgrammar raises errors of several kinds
-                why = " ".join(str(error).split())[:200]
-                raise InvalidInput("response_format", f"the schema cannot be used: {why}") from error
+                raise InvalidInput("response_format", f"the schema cannot be used: {one_line(error)[:200]}") from error
         return RowConstraint(xgrammar.GrammarMatcher(grammar), self.vocab_size)
 
     def _create(self) -> Any:

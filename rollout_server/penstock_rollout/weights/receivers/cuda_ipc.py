@@ -35,8 +35,7 @@ def receive(reception: Reception) -> Iterator[Arrived]:
         with mappings.opened(bytes.fromhex(offer.handle), index, reception.manifest.term) as pointer:
             yield from _copies(pointer, offer.num_ready, offsets, sizes, reception, _copy_stream(index))
     except RuntimeError as error:
-        first_line = first_line_of(error)
-        raise WeightPushFailed(f"copying the publisher's GPU memory failed: {first_line}") from error
+        raise WeightPushFailed(f"copying the publisher's GPU memory failed: {first_line_of(error)}") from error
 
 
 def _copies(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import socket
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -20,6 +19,7 @@ import torch
 from torch._C._distributed_c10d import BroadcastOptions, GatherOptions, PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 from penstock.errors import WeightPushFailed, first_line_of
+from penstock.machine import accepts_connections
 from penstock.weights.transports import (
     GLOO_PIECE_BYTES,
     GLOO_PIECES_AT_ONCE,
@@ -44,7 +44,8 @@ def receive(reception: Reception) -> Iterator[Arrived]:
     """Yield buckets in host memory. The rendezvous is `host:port/prefix/group_size`, with the publisher's store."""
     host, port, prefix, group_size = parse_rendezvous(reception.rendezvous)
     deadline, num_ranks = reception.deadline, reception.announcement.world_size
-    deadline.wait_until(lambda: _listens(host, port, deadline.remaining_s), CONNECT_RETRY_S)
+    # TCPStore's own retries could not be aborted.
+    deadline.wait_until(lambda: accepts_connections(host, port, min(deadline.remaining_s, 1.0)), CONNECT_RETRY_S)
     try:
         store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=deadline.remaining_s))
 
@@ -108,15 +109,6 @@ def _options(timeout_s: float) -> Any:
     options._timeout = timedelta(seconds=timeout_s)
     options._threads = GLOO_PIECES_AT_ONCE + 1
     return options
-
-
-def _listens(host: str, port: int, timeout_s: float) -> bool:
-    """Return whether the publisher's store accepts connections. TCPStore's own retries could not be aborted."""
-    try:
-        with socket.create_connection((host, port), timeout=min(timeout_s, 1.0)):
-            return True
-    except OSError:
-        return False
 
 
 @dataclass(frozen=True)

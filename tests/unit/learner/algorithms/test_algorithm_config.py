@@ -219,7 +219,8 @@ def test_a_plain_tensor_of_a_user_is_masked_and_counted(tmp_path: Path) -> None:
     nan = torch.tensor([2.0, torch.nan, 2.0])
     outputs = policy_loss(LossInputs(log_probs, torch.zeros(3), nan, mask, ids), LossConfig(name=f"{file}:loss"))
     assert outputs.per_token.tolist() == [2.0, 0.0, 6.0]
-    assert (int(outputs.statistics.num_tokens), outputs.statistics.approx_kl) == (2, 2.0)
+    statistics = outputs.statistics
+    assert (int(statistics.num_tokens), statistics.mean_of(statistics.sum_negative_log_ratio)) == (2, 2.0)
     advantages = compute_advantages(
         AdvantageInputs(nan, mask, ids, torch.tensor([5, 5])), AdvantageConfig(name=f"{file}:advantage")
     )

@@ -40,11 +40,11 @@ def test_token_truncation_and_its_statistics() -> None:
     statistics = correction.statistics
     assert correction.weights.tolist() == near([0.25, 2.0, 1.5, 0.6])
     assert correction.kept.tolist() == [True] * 4
-    assert statistics.mean_weight == pytest.approx(4.35 / 4)
+    assert statistics.mean_of(statistics.sum_weights) == pytest.approx(4.35 / 4)
     assert statistics.max_weight.item() == 2.0
     assert statistics.max_ratio.item() == pytest.approx(3.0)
-    assert statistics.truncated_share == 0.25
-    assert statistics.rejected_share == 0
+    assert statistics.mean_of(statistics.num_truncated) == 0.25
+    assert statistics.mean_of(statistics.num_rejected) == 0
     assert statistics.effective_sample_ratio == pytest.approx(4.35**2 / (4 * (0.0625 + 4 + 2.25 + 0.36)))
 
 
@@ -52,7 +52,7 @@ def test_ratios_are_counted_by_bucket_and_parts_add_up() -> None:
     config = CorrectionConfig()
     whole = corrected([0.25, 3.0, 1.5, 0.6, 1.0, 99.0], config, mask=[1, 1, 1, 0, 1, 1]).statistics
     parts = corrected([0.25, 3.0, 1.5, 0.6], config, mask=[1, 1, 1, 0]).statistics
-    parts = parts.merge(corrected([1.0, 99.0], config).statistics)
+    parts = parts + corrected([1.0, 99.0], config).statistics
     for statistics in (whole, parts):
         counts = dict(zip((*RATIO_EDGES, math.inf), statistics.ratio_counts.tolist(), strict=True))
         assert {edge: count for edge, count in counts.items() if count} == {
@@ -64,7 +64,7 @@ def test_ratios_are_counted_by_bucket_and_parts_add_up() -> None:
         }
         assert statistics.sum_ratio.item() == pytest.approx(0.25 + 3 + 1.5 + 1 + 99)
         expected = sum(ratio - 1 - math.log(ratio) for ratio in (0.25, 3.0, 1.5, 1.0, 99.0)) / 5
-        assert statistics.mean_kl == pytest.approx(expected)
+        assert statistics.mean_of(statistics.sum_kl) == pytest.approx(expected)
 
 
 def test_sequence_truncation_gives_one_weight_to_all_tokens() -> None:
@@ -72,23 +72,23 @@ def test_sequence_truncation_gives_one_weight_to_all_tokens() -> None:
     assert corrected(RATIOS, config).weights.tolist() == near([1.125, 1.125, 1.125, 0.6])
     correction = corrected([1.5, 1.6, 1.0, 0.6], config)
     assert correction.weights.tolist() == near([2.0, 2.0, 2.0, 0.6])
-    assert correction.statistics.truncated_share == 0.75
+    assert correction.statistics.mean_of(correction.statistics.num_truncated) == 0.75
 
 
 def test_band_zeroes_what_is_outside() -> None:
     correction = corrected([0.25, 3.0, 5.5, 0.6], CorrectionConfig(weight="band"))
     assert correction.weights.tolist() == near([0, 3.0, 0, 0.6])
     assert correction.kept.tolist() == [True] * 4
-    assert correction.statistics.rejected_share == 0.5
-    assert correction.statistics.truncated_share == 0
+    assert correction.statistics.mean_of(correction.statistics.num_rejected) == 0.5
+    assert correction.statistics.mean_of(correction.statistics.num_truncated) == 0
 
 
 def test_token_rejection() -> None:
     correction = corrected(RATIOS, CorrectionConfig(rejection="token"))
     assert correction.weights.tolist() == near([0, 0, 1.5, 0.6])
     assert correction.kept.tolist() == [False, False, True, True]
-    assert correction.statistics.rejected_share == 0.5
-    assert correction.statistics.truncated_share == 0
+    assert correction.statistics.mean_of(correction.statistics.num_rejected) == 0.5
+    assert correction.statistics.mean_of(correction.statistics.num_truncated) == 0
 
 
 def test_sequence_rejection_is_by_the_product_of_ratios() -> None:
@@ -152,16 +152,21 @@ def test_an_infinite_loss_of_a_rejected_token_is_dropped() -> None:
 def test_statistics_of_parts_merge_to_those_of_the_whole() -> None:
     config = CorrectionConfig(rejection="token", rejection_high=4.0)
     whole = corrected(RATIOS, config).statistics
-    merged = corrected(RATIOS[:3], config).statistics.merge(corrected(RATIOS[3:], config).statistics)
-    for name in ("mean_weight", "truncated_share", "rejected_share", "effective_sample_ratio"):
-        assert getattr(merged, name) == pytest.approx(getattr(whole, name))
+    merged = corrected(RATIOS[:3], config).statistics + corrected(RATIOS[3:], config).statistics
+    for name in ("sum_weights", "num_truncated", "num_rejected"):
+        assert merged.mean_of(getattr(merged, name)) == pytest.approx(whole.mean_of(getattr(whole, name)))
+    assert merged.effective_sample_ratio == pytest.approx(whole.effective_sample_ratio)
     assert merged.max_weight == whole.max_weight == 2
     assert merged.max_ratio == whole.max_ratio
 
 
 def test_statistics_of_nothing_are_finite() -> None:
     statistics = corrected([], CorrectionConfig()).statistics
-    assert (statistics.mean_weight, statistics.effective_sample_ratio, statistics.max_weight.item()) == (0, 0, 0)
+    assert (
+        statistics.mean_of(statistics.sum_weights),
+        statistics.effective_sample_ratio,
+        statistics.max_weight.item(),
+    ) == (0, 0, 0)
 
 
 def test_interpolated_proximal_policy() -> None:

@@ -43,16 +43,18 @@ def test_ppo_clips_each_side_only_where_it_would_gain() -> None:
     assert outputs.per_token.tolist() == near([-1.2, -0.5, 0.8, 1.5, 3.0, -2.2])
     assert gradient == near([0, -0.5, 0, 1.5, 0, -2.2])
     statistics = outputs.statistics
-    assert statistics.clip_fraction_high == pytest.approx(1 / 6)
-    assert statistics.clip_fraction_low == pytest.approx(1 / 6)
-    assert statistics.dual_clip_fraction == pytest.approx(1 / 6)
-    assert statistics.approx_kl == pytest.approx(-math.log(1.5 * 0.5 * 0.5 * 1.5 * 5.0 * 1.1) / 6)
+    assert statistics.mean_of(statistics.num_clipped_high) == pytest.approx(1 / 6)
+    assert statistics.mean_of(statistics.num_clipped_low) == pytest.approx(1 / 6)
+    assert statistics.mean_of(statistics.num_dual_clipped) == pytest.approx(1 / 6)
+    assert statistics.mean_of(statistics.sum_negative_log_ratio) == pytest.approx(
+        -math.log(1.5 * 0.5 * 0.5 * 1.5 * 5.0 * 1.1) / 6
+    )
 
 
 def test_ppo_clip_higher_and_without_dual_clip() -> None:
     outputs, _ = evaluate(LossConfig(clip_high=0.28, dual_clip=None), [1, -1, -1], [1.5, 5.0, 0.5])
     assert outputs.per_token.tolist() == near([-1.28, 5.0, 0.8])
-    assert outputs.statistics.dual_clip_fraction == 0
+    assert outputs.statistics.mean_of(outputs.statistics.num_dual_clipped) == 0
 
 
 def test_the_ratio_is_bounded_before_it_is_exponentiated() -> None:
@@ -82,8 +84,8 @@ def test_gspo_default_clip_is_tight_and_has_no_dual_clip() -> None:
     )
     assert outputs.per_token.tolist() == near([-1.0004, 1.2, -0.8, 0.9997, math.exp(10)])
     assert gradient == near([0, 1.2, -0.8, 0, 0])
-    assert outputs.statistics.clip_fraction_high == pytest.approx(0.2)
-    assert outputs.statistics.clip_fraction_low == pytest.approx(0.2)
+    assert outputs.statistics.mean_of(outputs.statistics.num_clipped_high) == pytest.approx(0.2)
+    assert outputs.statistics.mean_of(outputs.statistics.num_clipped_low) == pytest.approx(0.2)
 
 
 def test_gspo_mean_is_over_trained_tokens() -> None:
@@ -98,15 +100,15 @@ def test_cispo_clips_the_weight_and_keeps_the_gradient() -> None:
     outputs, gradient = evaluate(LossConfig(name="cispo"), [2, -1, 1], [1.5, 0.5, 1.1], log_probs=[-1, -2, -3])
     assert outputs.per_token.tolist() == near([-1.2 * 2 * -1, -0.8 * -1 * -2, -1.1 * 1 * -3])
     assert gradient == near([-2.4, 0.8, -1.1])
-    assert outputs.statistics.clip_fraction_low == pytest.approx(1 / 3)
-    assert outputs.statistics.clip_fraction_high == pytest.approx(1 / 3)
+    assert outputs.statistics.mean_of(outputs.statistics.num_clipped_low) == pytest.approx(1 / 3)
+    assert outputs.statistics.mean_of(outputs.statistics.num_clipped_high) == pytest.approx(1 / 3)
 
 
 def test_reinforce_truncates_the_weight_and_keeps_the_gradient() -> None:
     outputs, gradient = evaluate(LossConfig(name="reinforce"), [1.5, -1], [3.0, 0.5], log_probs=[-0.5, -2])
     assert outputs.per_token.tolist() == near([-2 * 1.5 * -0.5, -0.5 * -1 * -2])
     assert gradient == near([-3, 0.5])
-    assert outputs.statistics.clip_fraction_high == pytest.approx(0.5)
+    assert outputs.statistics.mean_of(outputs.statistics.num_clipped_high) == pytest.approx(0.5)
 
 
 def test_reinforce_weighs_by_behaviour_and_not_by_the_proximal_policy() -> None:
@@ -129,7 +131,9 @@ def test_masked_tokens_reach_neither_loss_nor_gradient(name: str, garbage: float
         outputs = policy_loss(inputs, LossConfig(name=name, dro_beta=0.5))
         outputs.per_token.sum().backward()
         assert current.grad is not None
-        return outputs.per_token.tolist(), current.grad.tolist(), outputs.statistics.approx_kl
+        statistics = outputs.statistics
+        mean = statistics.mean_of(statistics.sum_negative_log_ratio)
+        return outputs.per_token.tolist(), current.grad.tolist(), mean
 
     clean_loss, clean_gradient, clean_kl = run(0.0)
     loss, gradient, kl = run(garbage)
@@ -146,8 +150,10 @@ def test_statistics_of_parts_add_up() -> None:
     rest, _ = evaluate(LossConfig(), [1, -1, -1], [0.5, 0.5, 5.0])
     total = first.statistics + rest.statistics
     assert total.num_tokens == whole.statistics.num_tokens
-    assert total.clip_fraction_high == whole.statistics.clip_fraction_high == 0.25
-    assert total.approx_kl == pytest.approx(whole.statistics.approx_kl)
+    assert total.mean_of(total.num_clipped_high) == whole.statistics.mean_of(whole.statistics.num_clipped_high) == 0.25
+    assert total.mean_of(total.sum_negative_log_ratio) == pytest.approx(
+        whole.statistics.mean_of(whole.statistics.sum_negative_log_ratio)
+    )
 
 
 def test_value_loss_takes_the_larger_of_the_two_errors() -> None:

@@ -444,6 +444,9 @@ def _cheap(connection: type[AbstractConnection]) -> type[AbstractConnection]:
         if check_health:
             await self.check_health()
         writer: asyncio.StreamWriter = self._writer
+        if writer.transport.is_closing():  # uvloop raises RuntimeError if a closed transport is written to
+            await self.disconnect(nowait=True)
+            raise RedisConnectionError("the connection was closed")
         writer.writelines(command)
         if writer.transport.get_write_buffer_size() > 0:  # the socket is full; redis-py waits, with its deadline
             await send(self, [], check_health=False)

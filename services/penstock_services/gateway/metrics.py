@@ -80,7 +80,7 @@ class Observation:
         durations[-1] += took_s
 
 
-Row = tuple[str, str, str, Mapping[str, float] | Mapping[tuple[str, ...], float] | float]
+Row = tuple[str, str, str, Mapping[str, float] | Mapping[tuple[str, str, str], float] | float]
 """Name, documentation, labels and values of a family, or its value if it has no label. Labels have spaces between."""
 
 

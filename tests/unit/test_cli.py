@@ -185,10 +185,12 @@ def test_interruption_and_missing_extras(command: Any, capsys: pytest.CaptureFix
 
 
 def test_a_closed_pipe_is_quiet() -> None:
-    script = "import sys; from penstock.cli.main import main; sys.exit(main(['--help']))"
-    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout is not None and process.stderr is not None
+    script = "import sys; from penstock.cli.main import main; sys.stdin.read(); sys.exit(main(['--help']))"
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([sys.executable, "-c", script], stdin=pipe, stdout=pipe, stderr=pipe)
+    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
     process.stdout.close()
+    process.stdin.close()  # it writes only now
     with process.stderr as stderr:
         assert stderr.read() == b""
     assert process.wait(timeout=60) == 141

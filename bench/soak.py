@@ -88,7 +88,7 @@ class Observations:
 
     conservation_errors: list[int] = field(default_factory=list)
     rss: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
-    """Of each part, 0 in a minute in which it was down."""
+    """Bytes of each part in every minute; 0 while the part was down."""
     redis_bytes: list[int] = field(default_factory=list)
     unfinished: list[int] = field(default_factory=list)
     """Prompts and groups that wait, are in flight or queued: what the queue holds beyond its counters."""

@@ -168,7 +168,10 @@ class RoleActors:
 OTHER_ERRORS_S = 5.0
 """How long to wait for other ranks' errors: one that lost its connection may report before the one that died."""
 ADOPT_S = 30.0
-"""How long a rank may take to end the call of a dead controller. One that waits in a collective is killed then."""
+"""How long the first rank may take to end the call of a dead controller."""
+OTHERS_ADOPT_S = 5.0
+"""How long the other ranks may take after the first one. They end their calls together. One that is still busy waits in
+a collective for a call that a dead controller has made to some ranks only, and would wait until its timeout."""
 DEATHS = (RayActorError, NodeDiedError, ObjectLostError)
 """Errors that mean that a rank died. A large answer is lost if its node dies after the rank has answered."""
 END_S = 10.0
@@ -266,9 +269,10 @@ class RoleGroup:
         """Adopt the ranks. Returns whether all of them are up and can be used."""
         if len(actors) != self.source.role.num_ranks:
             return False
-        calls = [actor.adopt.remote(self.owner, self.source.config) for actor in actors]
+        calls = [asyncio.ensure_future(actor.adopt.remote(self.owner, self.source.config)) for actor in actors]
         try:
-            if not all(await self._gather("adopt", calls, ADOPT_S)):
+            await asyncio.wait(calls, timeout=ADOPT_S, return_when=asyncio.FIRST_COMPLETED)
+            if not all(await self._gather("adopt", calls, OTHERS_ADOPT_S)):
                 return False
             # A push or a checkpoint of the controller before may still run.
             idle = [self._call(actor, "wait_idle", lane=lane) for lane in LANES for actor in actors]

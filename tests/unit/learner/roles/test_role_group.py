@@ -138,6 +138,18 @@ async def test_a_set_with_a_dead_rank_is_not_adopted() -> None:
     assert successor.actors == cluster.sets[2]
 
 
+async def test_a_rank_that_waits_for_one_that_is_idle_is_not_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The controller died between its calls to two ranks: one is idle, the other waits for it in a collective."""
+    monkeypatch.setattr(role_group, "OTHERS_ADOPT_S", 0.01)
+    cluster = FakeCluster()
+    await controller_of(cluster).start()
+    cluster.sets[1][0].adopt = SimpleNamespace(remote=lambda *_: asyncio.get_running_loop().create_future())
+    successor = controller_of(cluster)
+    async with asyncio.timeout(role_group.ADOPT_S / 2):
+        assert not await successor.adopt()
+    assert all(actor.is_dead for actor in cluster.sets[1])
+
+
 async def test_ranks_of_another_config_are_not_adopted() -> None:
     cluster = FakeCluster()
     await controller_of(cluster).start()

@@ -43,6 +43,28 @@ def test_no_two_files_import_each_other() -> None:
     TopologicalSorter(files).prepare()  # raises CycleError, which names the circle
 
 
+def test_a_controller_starts_without_the_parts_of_torch_that_only_ranks_use() -> None:
+    """They take a quarter of its start, for which the run waits whenever a learner is replaced."""
+    slow = ("torch.distributed.fsdp", "torch.distributed.tensor", "transformers", "penstock_learner.model.")
+    imported, new = set[str](), {"penstock_learner.loop.process"}
+    while new:
+        name = new.pop()
+        imported.add(name)
+        if (path := ROOT / "learner" / f"{name.replace('.', '/')}.py").exists():
+            new |= set(_imports_at_start(ast.parse(path.read_text()))) - imported
+    assert "penstock_learner.weights.staging" in imported
+    assert [name for name in imported if name.startswith(slow)] == []
+
+
+def _imports_at_start(tree: ast.Module) -> Iterator[str]:
+    """The modules that a file imports when it is imported itself."""
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
 def test_no_two_files_of_tests_have_one_name() -> None:
     """Otherwise pytest imports one of them, and cannot import the other."""
     names = Counter(path.name for path in Path(__file__).parents[1].rglob("test_*.py"))

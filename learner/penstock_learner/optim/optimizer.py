@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from penstock.config.learner import LearnerConfig
 
@@ -87,6 +86,8 @@ class _Weight(NamedTuple):
 
 def local_shard(tensor: Tensor) -> Tensor:
     """This rank's shard. Working on shards avoids a dispatch through the device mesh for every parameter."""
+    from torch.distributed.tensor import DTensor  # takes a second, which a controller's start does without
+
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -29,13 +29,13 @@ from penstock_learner.batches.partition import RankShard
 from penstock_learner.checkpoints import READ_BYTES, FileRecord, PieceChecksums, find_damage
 from penstock_learner.model.causal_lm import CausalLM
 from penstock_learner.model.loading import prepare_for_training, read_weights
-from penstock_learner.model.published_layout import first_nonfinite
 from penstock_learner.model.scalar_model import ScalarModel
 from penstock_learner.model.torch_settings import compute_dtype_of
 from penstock_learner.optim.optimizer import local_shard, make_optimizer
 from penstock_learner.roles.dispatch import RankUsage
 from penstock_learner.roles.rank import Rank
 from penstock_learner.shards import load_shards
+from penstock_learner.weights.staging import first_nonfinite
 
 
 class HashingWriter(FileSystemWriter):

@@ -9,7 +9,7 @@ import mmap
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import cache
@@ -38,7 +38,6 @@ from penstock.weights.transports import (
     make_header,
     piece_digest,
 )
-from penstock_learner.model.published_layout import first_nonfinite, is_finite
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 COPY_BYTES = 2**18
@@ -466,3 +465,18 @@ class MemoryPool:
         if kind == "device":
             return DeviceBuckets(sizes, self.device)
         return SharedBuckets(sizes) if kind == "shared" else HostBuckets(sizes)
+
+
+def first_nonfinite(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """The name of the first tensor that holds a NaN or an infinity, or an empty text. Waits for the device once."""
+    checked = [(name, tensor) for name, tensor in tensors if tensor.is_floating_point() and tensor.numel()]
+    if not checked:
+        return ""
+    finite = torch.stack([is_finite(tensor).to(checked[0][1].device) for _, tensor in checked]).tolist()
+    return next((name for (name, _), each in zip(checked, finite, strict=True) if not each), "")
+
+
+def is_finite(tensor: torch.Tensor) -> torch.Tensor:
+    """A boolean on the tensor's device. Smallest and largest value cost a tenth of `isfinite`, and NaN is both."""
+    smallest, largest = tensor.detach().aminmax()
+    return smallest.isfinite() & largest.isfinite()

@@ -7,8 +7,7 @@ import torch
 
 from penstock.errors import TrainingDiverged
 from penstock.weights.transports import Deadline, TensorShape, build_manifest
-from penstock_learner.model.published_layout import first_nonfinite
-from penstock_learner.weights.staging import HostBuckets, StagedVersion
+from penstock_learner.weights.staging import HostBuckets, StagedVersion, first_nonfinite
 
 NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 BUCKET_BYTES = 64

@@ -39,6 +39,7 @@ FREE: Schema = {"type": "object"}
 LIST: Schema = {"type": "array", "items": {"type": "object"}}
 NAMED: Schema = {"type": "array", "items": {"type": "object", "required": ["name"]}}
 LABELS: Schema = {"type": "object", "additionalProperties": {"type": "string"}}
+TEXT_FILES: Schema = {"type": "object", "propertyNames": {"pattern": "^[-._a-zA-Z0-9]+$"}, "additionalProperties": TEXT}
 TEXTS: Schema = {"type": "array", "items": {"type": "string"}}
 PULL_POLICY: Schema = {"enum": ["Always", "IfNotPresent", "Never"]}
 
@@ -176,6 +177,7 @@ def chart_values() -> Schema:
             data=section(existingClaim=TEXT, mountPath=TEXT),
             cache=section(existingClaim=TEXT, mountPath=TEXT),
         ),
+        files=TEXT_FILES,
         modelDownload=workload(
             **claim,
             source=TEXT,

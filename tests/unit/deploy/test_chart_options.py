@@ -213,6 +213,52 @@ def test_tls_reaches_everyone_who_calls_the_gateway(tmp_path: Path) -> None:
     assert gateway.keys_file == Path(mounts["keys"]) / "api-keys"
 
 
+REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info): return 1.0\n"
+STORED = (
+    f"--set-json=files={json.dumps({'reward.py': REWARD, 'train.jsonl': '{}'})}",
+    "--set=config.rollout.reward.function_file=/etc/penstock/files/reward.py",
+    "--set=config.dataset.file=/etc/penstock/files/train.jsonl",
+    "--set=config.learner.checkpoint.upload=s3://bucket/runs,learner.driver.envFrom[0].secretRef.name=s3",
+    "--set=rollout.envFrom[0].secretRef.name=s3,feed.envFrom[0].secretRef.name=s3",
+    "--set=modelDownload.source=s3://bucket/qwen,modelDownload.envFrom[0].secretRef.name=s3",
+)
+declare(STORED, (STORED[0].replace("1.0", "2.0"), *STORED[1:]))
+
+
+def test_an_object_store_gets_its_secret_where_it_is_called(tmp_path: Path) -> None:
+    manifests = render(*STORED)
+    assert run_config(manifests, tmp_path).learner.checkpoint.upload == "s3://bucket/runs"
+    secret = [{"secretRef": {"name": "s3"}}]
+    with_secret = {
+        container["name"]
+        for _, template in pod_templates(manifests)
+        for container in [*template["spec"]["containers"], *template["spec"].get("initContainers", [])]
+        if container.get("envFrom") == secret
+    }
+    assert with_secret == {"learner", "rollout", "feed", "model", "download"}
+
+
+def test_small_files_are_where_the_config_names_them_and_a_change_restarts_their_readers(tmp_path: Path) -> None:
+    manifests = render(*STORED)
+    files = one(manifests, "ConfigMap", "-files")
+    assert files["data"] == {"reward.py": REWARD, "train.jsonl": "{}"}
+    config = run_config(manifests, tmp_path)
+    changed = render(STORED[0].replace("1.0", "2.0"), *STORED[1:])
+    restarted = set()
+    for (name, template), (_, other) in zip(pod_templates(manifests), pod_templates(changed), strict=True):
+        main = template["spec"]["containers"][0]
+        paths = {mount["name"]: mount["mountPath"] for mount in main["volumeMounts"]}
+        if "files" in paths:
+            assert config.rollout.reward.function_file == Path(paths["files"], "reward.py"), name
+            assert config.dataset.file == Path(paths["files"], "train.jsonl"), name
+            volumes = {volume["name"]: volume for volume in template["spec"]["volumes"]}
+            assert volumes["files"]["configMap"]["name"] == files["metadata"]["name"], name
+            restarted |= {main["name"]} if template != other else set()
+        else:
+            assert main["name"] in ("gateway", "redis", "ray-head", "download", "status") and template == other, name
+    assert restarted == {"learner", "rollout", "feed"}
+
+
 def test_a_dataset_is_fed_by_a_job_of_its_own() -> None:
     assert not of_kind(render(), "Job", "-feed-")
     manifests = render(*OPTIONS)

@@ -144,6 +144,13 @@ class LearnerMetrics:
         HostMemoryGauges(registry)
         self.checkpoint_success = gauge("checkpoint_last_success_timestamp_seconds", "Last committed checkpoint.")
         self.checkpoint_seconds = seconds("checkpoint_duration_seconds", "One checkpoint, with its commit.")
+        self.upload_success = gauge(
+            "checkpoint_upload_last_success_timestamp_seconds", "Last upload of a checkpoint; 0 before the first."
+        )
+        self.upload_seconds = seconds("checkpoint_upload_duration_seconds", "One upload of a checkpoint.")
+        self.upload_failures = counter(
+            "checkpoint_upload_failures", "Failed calls of the object store, with those that were retried."
+        )
         self.recovery_seconds = seconds(
             "recovery_duration_seconds", "From the last heartbeat before a crash to the next step.", "component"
         )

@@ -113,7 +113,7 @@ class LearnerController:
         self.training = TrainingStep(config.learner, roles, list(self.trained), self.recovery, metrics, skipped)
         self.records = StepRecords(config.learner, self.policy, metrics, self.tracing, silence_s)
         self.checkpoints = CheckpointStore(
-            config.folder / "checkpoints", config.learner.checkpoint.keep, CheckpointUploads.of(config)
+            config.folder / "checkpoints", config.learner.checkpoint.keep, CheckpointUploads.of(config, metrics)
         )
         self.disk = DiskWatch(config.folder, "checkpoints and snapshots")
         metrics.disk.follow("run_dir", self.disk)

@@ -76,7 +76,7 @@ def gateway() -> Schema:
         ingress=section(enabled=FLAG, className=TEXT, host=TEXT, tlsSecretName=TEXT, annotations=FREE),
         tls=section(enabled=FLAG, secretName=TEXT),
         namedKeys=FLAG,
-        httpRoute=section(enabled=FLAG, parentRefs=LIST, hostnames=TEXTS),
+        httpRoute=section(enabled=FLAG, parentRefs=LIST, hostnames=TEXTS, caConfigMap=TEXT),
         spreadOver=TEXTS,
     )
 

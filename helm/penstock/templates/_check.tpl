@@ -52,6 +52,14 @@
 {{- if and (dig "learner" "checkpoint" "upload" "" $values.config) $values.networkPolicy.enabled $values.networkPolicy.egress.enabled (not $values.networkPolicy.egress.to.learner) -}}
 {{- fail "config.learner.checkpoint.upload is set, and networkPolicy.egress stops the learner from connecting to it; add a rule to networkPolicy.egress.to.learner" -}}
 {{- end -}}
+{{- with $values.gateway -}}
+{{- if and .tls.enabled .ingress.enabled .ingress.className (not (contains "nginx" .ingress.className)) (not .ingress.annotations) -}}
+{{- fail (printf "gateway.tls.enabled is true; set gateway.ingress.annotations to the one by which the controller of %s speaks HTTPS to the gateway" .ingress.className) -}}
+{{- end -}}
+{{- if and .tls.enabled .httpRoute.enabled (not .httpRoute.caConfigMap) (not (include "penstock.hasPublicCertificate" $)) -}}
+{{- fail "gateway.tls.enabled is true; set gateway.httpRoute.caConfigMap to a ConfigMap with the ca.crt by which the Gateway checks the gateway's certificate" -}}
+{{- end -}}
+{{- end -}}
 {{- if and $values.learner.gang.scheduler (not $values.learner.kuberay.enabled) -}}
 {{- fail "learner.gang.scheduler is set and learner.kuberay.enabled is false: one pod needs no gang" -}}
 {{- end -}}

@@ -190,6 +190,18 @@ instead. */}}
 {{- .Values.gateway.tls.secretName | default (printf "%s-gateway-tls" (include "penstock.fullname" .)) -}}
 {{- end -}}
 
+{{/* Not empty if the gateway's certificate has public names only. It does not name the Service then. */}}
+{{- define "penstock.hasPublicCertificate" -}}
+{{- with .Values -}}
+{{- if and .gateway.tls.enabled .certManager.enabled .certManager.publicNamesOnly (not .gateway.tls.secretName) }}yes{{ end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The first public name of the gateway. */}}
+{{- define "penstock.publicName" -}}
+{{- first .Values.gateway.httpRoute.hostnames | default .Values.gateway.ingress.host -}}
+{{- end -}}
+
 {{/* include "penstock.trainingVolumes" (list . "8Gi"): config, scratch, the run's folder, models and shared memory. */}}
 {{- define "penstock.trainingVolumes" -}}
 {{- $root := first . -}}

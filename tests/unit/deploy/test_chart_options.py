@@ -206,6 +206,18 @@ def test_tls_reaches_everyone_who_calls_the_gateway(tmp_path: Path) -> None:
     assert "--url=https://test-penstock-gateway:8080" in words
     [volume] = [v["secret"] for v in one(manifests, "Pod")["spec"]["volumes"] if v["name"] == "tls"]
     assert volume["optional"], "a certificate of a public authority has no ca.crt"
+    nginx = {"nginx.ingress.kubernetes.io/backend-protocol": "HTTPS"}
+    assert one(manifests, "Ingress")["metadata"]["annotations"] == nginx
+    assert "annotations" not in one(render(*OPTIONS), "Ingress")["metadata"], "the gateway speaks HTTP"
+    assert not of_kind(render(*OPTIONS), "BackendTLSPolicy")
+    policy = one(manifests, "BackendTLSPolicy")["spec"]
+    assert policy["validation"]["hostname"] in one(manifests, "Certificate")["spec"]["dnsNames"]
+    assert [ref["name"] for ref in policy["validation"]["caCertificateRefs"]] == ["authority"]
+    [target] = policy["targetRefs"]
+    service = one(manifests, "Service", target["name"])
+    assert target["sectionName"] in {port["name"] for port in service["spec"]["ports"]}
+    public = one(render(*PUBLIC), "BackendTLSPolicy")["spec"]["validation"]
+    assert public == {"wellKnownCACertificates": "System", "hostname": "penstock.example.org"}
     gateway = run_config(manifests, tmp_path).gateway
     mounts = {mount["name"]: mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
     assert gateway.tls_cert_file == Path(mounts["tls"]) / "tls.crt"

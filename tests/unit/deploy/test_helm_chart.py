@@ -105,6 +105,16 @@ def test_the_schema_refuses_each_wrong_value_by_name() -> None:
             ),
             ("learner.gang.scheduler=kueue", "set learner.gang.queue to a LocalQueue"),
             ("gateway.ingress.enabled=true", "gateway.ingress.host"),
+            (
+                "gateway.tls.enabled=true,gateway.tls.secretName=t,gateway.ingress.enabled=true,"
+                "gateway.ingress.host=a.example.org,gateway.ingress.className=traefik",
+                "by which the controller of traefik speaks HTTPS",
+            ),
+            (
+                "gateway.tls.enabled=true,gateway.tls.secretName=t,gateway.httpRoute.enabled=true,"
+                "gateway.httpRoute.parentRefs[0].name=edge",
+                "set gateway.httpRoute.caConfigMap",
+            ),
             ("gateway.httpRoute.enabled=true", "gateway.httpRoute.parentRefs"),
             ("certManager.enabled=true", "certManager.issuerRef"),
         ),

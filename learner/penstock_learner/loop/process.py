@@ -107,6 +107,7 @@ class LearnerController:
         self.trained = {name: roles[name] for name in trained_roles(config.learner)}
         self.policy = roles["policy"]
         self.metrics = metrics
+        metrics.num_steps.set(config.learner.num_steps)
         self.tracing = tracing or Tracing()
         self.recovery = RoleRecovery(config.learner.max_role_restarts, metrics)
         skipped = SkippedSteps(config.learner.max_skipped_steps, config.folder / "nonfinite")

@@ -144,7 +144,9 @@ def test_every_metrics_port_is_scraped() -> None:
             ]
             [endpoint] = monitor["spec"]["podMetricsEndpoints"]
         assert endpoint["port"] in {port["name"] for port in found}
-        assert endpoint["relabelings"] == [{"targetLabel": "run", "replacement": "run1"}]
+        run, *pools = endpoint["relabelings"]
+        assert run == {"targetLabel": "run", "replacement": "run1"}
+        assert [each["targetLabel"] for each in pools] == ["pool"] * monitor["metadata"]["name"].endswith("-rollout")
 
 
 PUBLIC = (

@@ -68,6 +68,9 @@ def test_the_schema_refuses_each_wrong_value_by_name() -> None:
     complaints = [line.removeprefix("- ") for line in refused.splitlines() if line.startswith("- ")]
     for setting, wanted in WRONG_BY_SCHEMA.items():
         assert any(complaint.startswith(wanted) for complaint in complaints), f"{setting}: {refused}"
+    for section, meant in (("(root)", "gateway"), ("gateway", "podLabels"), ("config.learner", "lr")):
+        listed = [each for each in complaints if each.startswith(f"{section}: {section} must be one of")]
+        assert [each for each in listed if f'"{meant}"' in each], f"{section} lists no {meant}: {refused}"
 
 
 @pytest.mark.parametrize(

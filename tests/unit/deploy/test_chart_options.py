@@ -157,6 +157,34 @@ PUBLIC = (
 declare(PUBLIC)
 
 
+SHARED = (
+    *OPTIONS,
+    "--set=redis.enabled=false,externalRedis.url=redis://redis:6379/0,externalRedis.existingSecret=redis",
+    "--set=storage.runs.existingClaim=runs",
+)
+declare((*SHARED, "--set=config.run=test"))
+
+
+@pytest.mark.parametrize("options", [OPTIONS, *further((SHARED,))], ids=["own Redis", "one Redis"])
+def test_two_releases_in_one_namespace_have_nothing_in_common(options: tuple[str, ...], tmp_path: Path) -> None:
+    words = [*options, "--set=config.run=other", "-f", str(CHART / "values-standalone.yaml")]
+    command = [str(HELM), "template", "other", str(CHART), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    assert done.returncode == 0, done.stderr
+    other = [manifest for manifest in yaml.safe_load_all(done.stdout) if manifest]
+    mine = render(*options, "--set=config.run=test") if options == SHARED else render(*options)
+    names = [{(m["kind"], m["metadata"]["name"]) for m in manifests} for manifests in (mine, other)]
+    assert len(names[0]) == len(names[1]) > 20 and not names[0] & names[1]
+    for manifest in other:
+        assert "test-penstock" not in json.dumps(manifest), manifest["metadata"]["name"]
+    selectors = [m["spec"]["podSelector"]["matchLabels"] for m in of_kind(other, "NetworkPolicy")]
+    selectors += [m["spec"]["selector"] for m in of_kind(other, "Service")]
+    assert selectors and {each["app.kubernetes.io/instance"] for each in selectors} == {"other"}
+    configs = [run_config(manifests, tmp_path) for manifests in (mine, other)]
+    assert (configs[0].redis.url == configs[1].redis.url) == (options == SHARED)
+    assert configs[0].folder != configs[1].folder, "they may share a volume"
+
+
 def test_alerts_and_dashboards_link_to_the_runbooks_of_the_deployment() -> None:
     for options, page in (
         (OPTIONS, "https://penstock.example.org/console/runbooks.html"),

@@ -39,6 +39,7 @@ FREE: Schema = {"type": "object"}
 LIST: Schema = {"type": "array", "items": {"type": "object"}}
 NAMED: Schema = {"type": "array", "items": {"type": "object", "required": ["name"]}}
 LABELS: Schema = {"type": "object", "additionalProperties": {"type": "string"}}
+TEXT_FILES: Schema = {"type": "object", "propertyNames": {"pattern": "^[-._a-zA-Z0-9]+$"}, "additionalProperties": TEXT}
 TEXTS: Schema = {"type": "array", "items": {"type": "string"}}
 PULL_POLICY: Schema = {"enum": ["Always", "IfNotPresent", "Never"]}
 
@@ -75,7 +76,7 @@ def gateway() -> Schema:
         ingress=section(enabled=FLAG, className=TEXT, host=TEXT, tlsSecretName=TEXT, annotations=FREE),
         tls=section(enabled=FLAG, secretName=TEXT),
         namedKeys=FLAG,
-        httpRoute=section(enabled=FLAG, parentRefs=LIST, hostnames=TEXTS),
+        httpRoute=section(enabled=FLAG, parentRefs=LIST, hostnames=TEXTS, caConfigMap=TEXT),
         spreadOver=TEXTS,
     )
 
@@ -176,6 +177,7 @@ def chart_values() -> Schema:
             data=section(existingClaim=TEXT, mountPath=TEXT),
             cache=section(existingClaim=TEXT, mountPath=TEXT),
         ),
+        files=TEXT_FILES,
         modelDownload=workload(
             **claim,
             source=TEXT,
@@ -222,11 +224,23 @@ def take_number_texts(schema: Any) -> Any:
     return {key: take_number_texts(value) for key, value in schema.items()}
 
 
+def list_keys(schema: Any) -> Any:
+    """Let the error about an unknown key list the keys that its section has."""
+    if isinstance(schema, list):
+        return [list_keys(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    listed = {key: list_keys(value) for key, value in schema.items()}
+    if schema.get("additionalProperties") is False and schema.get("properties"):
+        listed["propertyNames"] = {"enum": sorted(schema["properties"])}
+    return listed
+
+
 def build() -> str:
     schema = chart_values()
     schema["properties"]["config"], definitions = run_config()
     whole = {"$schema": "http://json-schema.org/draft-07/schema#", "title": "Values of the penstock chart"}
-    return json.dumps(whole | schema | {"$defs": definitions}, indent=1) + "\n"
+    return json.dumps(list_keys(whole | schema | {"$defs": definitions}), indent=1) + "\n"
 
 
 if __name__ == "__main__":

@@ -53,12 +53,15 @@ class ObjectFolder:
     until `timeout_s` and then raises Unavailable. A refusal raises ConfigError. All calls block.
 
     fsspec does the work. `s3://` needs s3fs (the extra `[objectstore]`) and takes AWS_ACCESS_KEY_ID,
-    AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT_URL for other servers than Amazon's, or the identity of a pod."""
+    AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT_URL for other servers than Amazon's, or the identity of a pod.
+
+    `on_failure` is called for each call that fails, also if it is retried, in the thread of the call."""
 
     def __init__(self, url: str, field: str, timeout_s: float = 60.0) -> None:
         self.url = url.rstrip("/")
         self.field = field
         self.timeout_s = timeout_s
+        self.on_failure: Callable[[], object] = lambda: None
         self._fs, self._root = _open(self.url, field)
 
     def list(self) -> dict[str, ObjectInfo]:
@@ -116,10 +119,12 @@ class ObjectFolder:
             try:
                 return call()
             except REFUSALS as error:
+                self.on_failure()
                 raise ConfigError(f"{self.field}: {self.url} refuses to {what} ({_short(error)}); check it") from error
             except FileNotFoundError:
                 raise
             except Exception as error:  # the stores' libraries have no common error
+                self.on_failure()
                 if time.monotonic() + wait_s > deadline:
                     raise Unavailable(
                         f"{self.url} could not {what} for {self.timeout_s:.0f} s ({_short(error)}); check the store, "

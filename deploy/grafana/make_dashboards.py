@@ -48,18 +48,28 @@ RUNBOOKS = "http://127.0.0.1:8080/console/runbooks.html"
 COLUMNS = 24
 WINDOWS = ("1m", "5m", "15m", "1h")
 _SELECTOR = re.compile(r"(\b(?:penstock_\w+|(?:vllm|sglang):\w+|up\b|ALERTS\b))(?:\{([^}]*)\})?")
+_AGGREGATION = re.compile(r"\b(sum|avg|min|max|count)(?: by \(([^)]*)\))? ?(?=\()")
 
 AnyPanel = TimeSeriesPanel | StatPanel | BarsPanel
 
 
 def of_run(expr: str) -> str:
-    """Add the label of the run to every selector: `penstock_x` becomes `penstock_x{run=~"$run"}`."""
+    """Add the label of the run to every selector and aggregation, so that two runs are two lines: `max(penstock_x)`
+    becomes `max by (run) (penstock_x{run=~"$run"})`."""
 
     def select(match: re.Match[str]) -> str:
         inside = f",{match[2]}" if match[2] else ""
         return f'{match[1]}{{run=~"$run"{inside}}}'
 
-    return _SELECTOR.sub(select, expr)
+    def group(match: re.Match[str]) -> str:
+        labels = [label for label in (match[2] or "").split(", ") if label]
+        return f"{match[1]} by ({', '.join(labels if 'run' in labels else ['run', *labels])}) "
+
+    return _AGGREGATION.sub(group, _SELECTOR.sub(select, expr))
+
+
+def of_run_legend(legend: str) -> str:
+    return legend if "{{run}}" in legend else f"{{{{run}}}} {legend}".strip()
 
 
 def panel_ids(board: Board) -> dict[str, int]:
@@ -119,7 +129,7 @@ def build_panel(panel: Panel, panel_id: int, x: int, y: int) -> AnyPanel:
         target = Dataquery().expr(of_run(query.expr)).ref_id(letter).datasource(SOURCE)
         if panel.look in ("name", "bars"):
             target.instant()
-        built.with_target(target.legend_format(query.legend or panel.title))
+        built.with_target(target.legend_format(of_run_legend(query.legend)))
     return built
 
 

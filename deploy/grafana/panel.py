@@ -16,9 +16,10 @@ NOT_IN_SIGHT_S = 7 * 86400
 @dataclass(frozen=True)
 class Query:
     expr: str
-    """PromQL, without the label of the run, which `make_dashboards.py` adds. The expression must return something for a
-    healthy run: a series that exists only after a fault ends in `or vector(0)`."""
+    """PromQL, without the label of the run, which `make_dashboards.py` adds to every selector and aggregation. The
+    expression must return something for a healthy run: a series that exists only after a fault is `or_zero`."""
     legend: str = ""
+    """`make_dashboards.py` puts the run before it, unless it names the run itself."""
 
 
 @dataclass(frozen=True)
@@ -87,10 +88,14 @@ def rate(metric: str, by: str = "") -> str:
 
 
 def run_wide(expr: str, by: str = "") -> str:
-    """PromQL: an expression over series that every gateway reports of the whole run, summed over runs. Replicas of a
-    gateway report the same, so they must not be summed."""
-    labels = f"run, {by}" if by else "run"
-    return f"sum by ({by}) (max by ({labels}) ({expr}))" if by else f"sum(max by ({labels}) ({expr}))"
+    """PromQL: an expression over series that every gateway reports of the whole run. Replicas of a gateway report the
+    same, so they must not be summed."""
+    return f"max by ({by}) ({expr})" if by else f"max({expr})"
+
+
+def or_zero(expr: str) -> str:
+    """PromQL: 0 if no run has the expression."""
+    return f"{expr} or on () vector(0)"
 
 
 def quantile(share: float, histogram: str, by: str = "") -> str:

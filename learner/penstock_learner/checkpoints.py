@@ -31,7 +31,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
@@ -42,6 +42,9 @@ from penstock.machine import is_disk_full, measure_disk
 from penstock.replay.queue_types import RunRewind
 from penstock_learner.crash_points import crash_point
 from penstock_learner.term import Rewind, TrainerState
+
+if TYPE_CHECKING:
+    from penstock_learner.metrics import LearnerMetrics
 
 logger = logging.getLogger(__name__)
 PIECE_BYTES = 64 * 2**20
@@ -237,18 +240,22 @@ class CheckpointUploads:
 
     store: ObjectFolder
     keep: int
+    metrics: LearnerMetrics | None = None
     abandoned: threading.Event = field(default_factory=threading.Event)
     """Set to end an upload between two files."""
     _damaged: set[str] = field(default_factory=set)
     """Checkpoints that arrived damaged, and are not fetched again."""
 
     @classmethod
-    def of(cls, config: RunConfig) -> CheckpointUploads | None:
+    def of(cls, config: RunConfig, metrics: LearnerMetrics | None = None) -> CheckpointUploads | None:
         checkpoint = config.learner.checkpoint
         if not checkpoint.upload:
             return None
         url = f"{checkpoint.upload.rstrip('/')}/{config.run}"
-        return cls(ObjectFolder(url, UPLOAD_FIELD, checkpoint.upload_timeout_s), checkpoint.keep_uploaded)
+        store = ObjectFolder(url, UPLOAD_FIELD, checkpoint.upload_timeout_s)
+        if metrics is not None:
+            store.on_failure = metrics.upload_failures.inc
+        return cls(store, checkpoint.keep_uploaded, metrics)
 
     def newest_first(self) -> list[str]:
         return sorted((name for name, files in self._list().items() if MANIFEST_FILE in files), reverse=True)
@@ -258,6 +265,7 @@ class CheckpointUploads:
         self.abandoned.clear()
         if checkpoint.name in self.newest_first():
             return
+        started = time.monotonic()
         files = sorted(str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file())
         with ThreadPoolExecutor(_UPLOAD_THREADS, thread_name_prefix="upload") as pool:
             list(pool.map(lambda name: self._put(checkpoint, name), [name for name in files if name != MANIFEST_FILE]))
@@ -265,6 +273,9 @@ class CheckpointUploads:
         self._put(checkpoint, MANIFEST_FILE)
         crash_point("after_upload")
         logger.info("uploaded %s to %s", checkpoint.name, self.store.url)
+        if self.metrics is not None:
+            self.metrics.upload_seconds.observe(time.monotonic() - started)
+            self.metrics.upload_success.set_to_current_time()
         self._remove_old(checkpoint.name, is_usable)
 
     def fetch_newest(self, folder: Path, is_usable: Callable[[str], bool]) -> None:

@@ -20,6 +20,8 @@ MAX_SERVERS = 256
 OTHER_SERVERS = "other"
 """Label of groups from imports, from sessions, and from servers that have left."""
 _ALGORITHM_GAUGES = {
+    "step": ("learner_step", "Newest step of the run."),
+    "lr": ("learner_lr", "Learning rate of the policy."),
     "entropy": ("algo_entropy_nats", "Mean entropy over trained tokens."),
     "grad_norm": ("algo_grad_norm", "Gradient norm before clipping."),
     "is_truncated_ratio": ("algo_is_truncated_ratio", "Share of tokens with an importance weight cut to the cap."),
@@ -98,6 +100,7 @@ class LearnerMetrics:
         self.registry = registry
         gauge("build_info", "Always 1.", "placement", "version").labels(placement, __version__).set(1)
         self.steps = counter("learner_steps", "Optimizer steps.")
+        self.num_steps = gauge("learner_num_steps", "`learner.num_steps`.")
         self.step_seconds = seconds("learner_step_duration_seconds", "One step, with the wait for its batch.")
         self.phase_seconds = counter("learner_phase_seconds", "Time by phase of a step.", "phase")
         self.compute_seconds = counter(
@@ -144,6 +147,13 @@ class LearnerMetrics:
         HostMemoryGauges(registry)
         self.checkpoint_success = gauge("checkpoint_last_success_timestamp_seconds", "Last committed checkpoint.")
         self.checkpoint_seconds = seconds("checkpoint_duration_seconds", "One checkpoint, with its commit.")
+        self.upload_success = gauge(
+            "checkpoint_upload_last_success_timestamp_seconds", "Last upload of a checkpoint; 0 before the first."
+        )
+        self.upload_seconds = seconds("checkpoint_upload_duration_seconds", "One upload of a checkpoint.")
+        self.upload_failures = counter(
+            "checkpoint_upload_failures", "Failed calls of the object store, with those that were retried."
+        )
         self.recovery_seconds = seconds(
             "recovery_duration_seconds", "From the last heartbeat before a crash to the next step.", "component"
         )

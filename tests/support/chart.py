@@ -48,7 +48,7 @@ RUNBOOKS = "http://127.0.0.1:8080/console/runbooks.html"
 FURTHER_OPTIONS = (
     *OPTIONS,
     f"--set=config.run=run1,monitoring.release=prom,monitoring.runbookUrl={RUNBOOKS}",
-    "--set=gateway.tls.enabled=true,gateway.namedKeys=true",
+    "--set=gateway.tls.enabled=true,gateway.namedKeys=true,gateway.httpRoute.caConfigMap=authority",
     f"--set=huggingFace.tokenSecret=hub,huggingFace.tokenKey=read,modelDownload.source={MODEL},modelDownload.into=claim",
     "--set=serviceAccount.annotations.eks\\.amazonaws\\.com/role-arn=arn:aws:iam::1:role/runs",
     "--set-json=networkPolicy.metricsFrom=[]",

@@ -94,9 +94,11 @@ def serve_engine_samples() -> list[int]:
 
 
 @contextmanager
-def scraping(folder: Path, endpoint_of: Callable[[str], str], engine_ports: Sequence[int]) -> Iterator[Ask]:
+def scraping(
+    folder: Path, endpoint_of: Callable[[str], str], engine_ports: Sequence[int], runs: Sequence[str] = ("live",)
+) -> Iterator[Ask]:
     """A real Prometheus with the shipped configuration, except for the targets and the scrape interval. `endpoint_of`
-    gives host and port of a process. It ends with the context."""
+    gives host and port of a process, which is scraped once as that of each run. It ends with the context."""
     port = free_port()
     config = yaml.safe_load((ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text())
     config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
@@ -108,7 +110,7 @@ def scraping(folder: Path, endpoint_of: Callable[[str], str], engine_ports: Sequ
             targets += [f"127.0.0.1:{engine}" for engine in engine_ports]
         for name in ("dns_sd_configs", "relabel_configs"):
             job.pop(name, None)
-        job["static_configs"] = [{"targets": targets, "labels": {"run": "live"}}]
+        job["static_configs"] = [{"targets": targets, "labels": {"run": run}} for run in runs]
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
     command = [
         "prometheus", f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}",

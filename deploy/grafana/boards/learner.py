@@ -107,6 +107,12 @@ ALGORITHM = Section(
             alerts=("EntropyCollapse",),
         ),
         lines(
+            "Learning rate",
+            "Learning rate of the policy in the last step.",
+            ("max(penstock_learner_lr)", ""),
+            unit="none",
+        ),
+        lines(
             "Gradient norm",
             "Norm before clipping.",
             ("max(penstock_algo_grad_norm)", "policy"),
@@ -214,7 +220,7 @@ ALGORITHM = Section(
         lines(
             "Reward parts",
             "Mean of each part of the reward in the last batch; the whole reward if it has no parts.",
-            ("avg by (part) (penstock_reward_part_mean) or avg(penstock_reward_mean)", "{{part}}"),
+            ("avg by (part) (penstock_reward_part_mean) or on (run) avg(penstock_reward_mean)", "{{part}}"),
             unit="none",
         ),
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from panel import WINDOW, Board, Panel, Query, Section, lines, mean, quantile, rate, run_wide, since, time_left
+from panel import WINDOW, Board, Panel, Query, Section, lines, mean, or_zero, quantile, rate, run_wide, since, time_left
 
 FINDINGS = {0: "green", 2: "orange", 3: "red"}
 """Colors of a finding: fine, a warning, a failure."""
@@ -168,16 +168,37 @@ WELL = Section(
     ),
 )
 
+_STEPS_LEFT = "(max(penstock_learner_num_steps) - max(penstock_learner_step))"
+_STEP_S = mean("penstock_learner_step_duration_seconds").replace(WINDOW, "[1h]")
+
 RUN = Section(
     "Run",
     (
         Panel(
-            "Steps",
-            "Steps since the learner was started.",
-            (Query("max by (run) (penstock_learner_steps_total)", "{{run}}"),),
-            "short",
+            "Step",
+            "Newest step of the run.",
+            (Query("max(penstock_learner_step)"),),
+            "none",
             look="number",
-            width=8,
+            width=4,
+            height=4,
+        ),
+        Panel(
+            "Progress",
+            "Newest step over `learner.num_steps`. A run also ends with its dataset.",
+            (Query("max(penstock_learner_step) / max(penstock_learner_num_steps)"),),
+            "percentunit",
+            look="number",
+            width=5,
+            height=4,
+        ),
+        Panel(
+            "Time left",
+            "Time until `learner.num_steps`, if steps take as long as in the last hour.",
+            (Query(f"{_STEPS_LEFT} * {_STEP_S}"),),
+            "s",
+            look="number",
+            width=5,
             height=4,
         ),
         Panel(
@@ -187,7 +208,7 @@ RUN = Section(
             "none",
             look="number",
             opens=("overview/Policy versions",),
-            width=8,
+            width=5,
             height=4,
         ),
         Panel(
@@ -198,7 +219,7 @@ RUN = Section(
             look="number",
             limits={1: "red"},
             alerts=("ConservationBroken",),
-            width=8,
+            width=5,
             height=4,
         ),
         lines(
@@ -324,6 +345,7 @@ QUEUE = Section(
 )
 
 _HISTORY = rate("penstock_gateway_session_history_tokens_total")
+_REQUESTS = rate("penstock_gateway_requests_total")
 _FAILED = 'penstock_gateway_requests_total{code=~"5..|INTERNAL|UNAVAILABLE|DEADLINE_EXCEEDED"}'
 
 GATEWAY = Section(
@@ -338,7 +360,7 @@ GATEWAY = Section(
         lines(
             "Failed requests",
             "Share of requests that failed with an error of the server.",
-            (f"(sum(rate({_FAILED}{WINDOW})) or vector(0)) / {rate('penstock_gateway_requests_total')}", "failed"),
+            (f"({rate(_FAILED)} or 0 * {_REQUESTS}) / {_REQUESTS}", "failed"),
             unit="percentunit",
             limits={0.05: "orange"},
             alerts=("GatewayErrors",),
@@ -378,8 +400,8 @@ GATEWAY = Section(
         lines(
             "Session calls",
             "Calls of sessions per second, by how they continue, and those that moved to another server.",
-            (f"{rate('penstock_gateway_session_calls_total', 'kind')} or vector(0)", "{{kind}}"),
-            (f"{rate('penstock_gateway_session_moved_calls_total')} or vector(0)", "moved"),
+            (or_zero(rate("penstock_gateway_session_calls_total", "kind")), "{{kind}}"),
+            (or_zero(rate("penstock_gateway_session_moved_calls_total")), "moved"),
             unit="suffix:calls/s",
         ),
         lines(
@@ -392,9 +414,9 @@ GATEWAY = Section(
         lines(
             "Tasks that ended",
             "Tasks, and sessions of tasks, that ended per second, by outcome.",
-            (f"{run_wide(f'rate(penstock_tasks_ended_total{WINDOW})', 'outcome')} or vector(0)", "tasks {{outcome}}"),
+            (or_zero(run_wide(f"rate(penstock_tasks_ended_total{WINDOW})", "outcome")), "tasks {{outcome}}"),
             (
-                f"{run_wide(f'rate(penstock_task_places_ended_total{WINDOW})', 'outcome')} or vector(0)",
+                or_zero(run_wide(f"rate(penstock_task_places_ended_total{WINDOW})", "outcome")),
                 "sessions {{outcome}}",
             ),
             unit="suffix:/s",

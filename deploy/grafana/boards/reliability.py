@@ -106,6 +106,8 @@ WEIGHTS = Section(
     ),
 )
 
+_UPLOADED = "penstock_checkpoint_upload_last_success_timestamp_seconds"
+
 DURABILITY = Section(
     "Durability",
     (
@@ -155,6 +157,23 @@ DURABILITY = Section(
             "Checkpoint duration",
             "Time to write a checkpoint and commit its groups.",
             "penstock_checkpoint_duration_seconds",
+        ),
+        lines(
+            "Uploads",
+            "Time since the last upload of a checkpoint, and the 95th percentile of its duration. 0 without uploads.",
+            (f"{since(_UPLOADED)} or 0 * max by (run) ({_UPLOADED})", "{{run}} since the last"),
+            (quantile(0.95, "penstock_checkpoint_upload_duration_seconds", "run"), "{{run}} duration"),
+            unit="s",
+            opens=("reliability/Failed uploads",),
+            alerts=("CheckpointUploadFailing",),
+        ),
+        lines(
+            "Failed uploads",
+            "Calls of the object store per minute that failed. They are retried for `upload_timeout_s`.",
+            (f"60 * {rate('penstock_checkpoint_upload_failures_total', 'run')}", "{{run}}"),
+            unit="suffix:calls/min",
+            limits={1: "orange"},
+            alerts=("CheckpointUploadFailing",),
         ),
         lines(
             "Dropped",

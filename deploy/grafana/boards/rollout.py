@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from panel import SERVER, WINDOW, Board, Section, by_server, lines, mean, quantile, rate, run_wide, spread
+from panel import SERVER, WINDOW, Board, Section, by_server, lines, mean, or_zero, quantile, rate, run_wide, spread
 
 GENERATION = Section(
     "Generation",
@@ -27,6 +27,13 @@ GENERATION = Section(
             "Groups appended per second, by server.",
             (by_server(rate("penstock_groups_produced_total", SERVER)), "{{server}}"),
             unit="suffix:groups/s",
+        ),
+        lines(
+            "Groups by pool",
+            "Groups appended per second, by pool of the chart's `rollout.pools`.",
+            (rate("penstock_groups_produced_total", "pool"), "{{pool}}"),
+            unit="suffix:groups/s",
+            opens=("rollout/Groups by server",),
         ),
         lines(
             "Samples",
@@ -94,8 +101,9 @@ def _of_engine(metric: str, how: str = "sum") -> str:
     return f"{how} by ({SERVER}) ({metric})"
 
 
-def _slowest_tokens(engine: str) -> str:
-    return quantile(0.95, f"{engine}:inter_token_latency_seconds", SERVER)
+def _slowest(histogram: str) -> str:
+    """PromQL: 95th percentile of a histogram that both engines have."""
+    return _engine(*(quantile(0.95, f"{engine}:{histogram}", SERVER) for engine in ("vllm", "sglang")))
 
 
 ENGINE = Section(
@@ -165,8 +173,15 @@ ENGINE = Section(
         lines(
             "Time per token",
             "95th percentile of the time between two tokens of a response, by server.",
-            (_engine(_slowest_tokens("vllm"), _slowest_tokens("sglang")), "{{server}}"),
+            (_slowest("inter_token_latency_seconds"), "{{server}}"),
             unit="s",
+        ),
+        lines(
+            "Time to first token",
+            "95th percentile of the time from a request to its first token, with its wait in the engine, by server.",
+            (_slowest("time_to_first_token_seconds"), "{{server}}"),
+            unit="s",
+            opens=("rollout/Requests in the engine",),
         ),
     ),
 )
@@ -205,7 +220,7 @@ WAITING = Section(
         lines(
             "Given back",
             "Prompts given back per second, by reason.",
-            (f"sum by (reason) (rate(penstock_rollout_failures_total{WINDOW})) or vector(0)", "{{reason}}"),
+            (or_zero(rate("penstock_rollout_failures_total", "reason")), "{{reason}}"),
             unit="suffix:prompts/s",
             alerts=("LeasingPaused",),
         ),
@@ -225,12 +240,16 @@ WAITING = Section(
         ),
         lines(
             "Engines",
-            "Number of servers, by engine.",
-            ("count by (engine) (penstock_rollout_info)", "{{engine}}"),
+            "Number of servers, by engine and, with the chart's `rollout.pools`, by pool.",
+            ("count by (engine, pool) (penstock_rollout_info)", "{{engine}} {{pool}}"),
             unit="suffix:servers",
+            opens=("rollout/Groups by pool",),
         ),
     ),
 )
+
+_CALLS = rate("penstock_tool_calls_total", "tool")
+_OK_CALLS = rate('penstock_tool_calls_total{result="ok"}', "tool")
 
 REWARDS = Section(
     "Rewards and tools",
@@ -272,16 +291,24 @@ REWARDS = Section(
         lines(
             "Tool calls",
             "Calls per second, by result.",
-            (f"sum by (result) (rate(penstock_tool_calls_total{WINDOW})) or vector(0)", "{{result}}"),
+            (or_zero(rate("penstock_tool_calls_total", "result")), "{{result}}"),
             unit="suffix:calls/s",
+            opens=("rollout/Tool errors",),
+        ),
+        lines(
+            "Tool errors",
+            "Share of calls with another result than ok, by tool. 0 without tools.",
+            (or_zero(f"1 - ({_OK_CALLS} or 0 * {_CALLS}) / {_CALLS}"), "{{tool}}"),
+            unit="percentunit",
+            limits={0.1: "orange", 0.5: "red"},
         ),
         spread("Tool duration", "Time of one call.", "penstock_tool_duration_seconds"),
         lines(
             "Saved tokens",
             "Tokens of unfinished samples per second: saved, continued by another server, and generated again.",
-            (f"{rate('penstock_rollout_saved_tokens_total')} or vector(0)", "saved"),
-            (f"{rate('penstock_rollout_continued_tokens_total')} or vector(0)", "continued"),
-            (f"{rate('penstock_rollout_regenerated_tokens_total', 'reason')} or vector(0)", "again: {{reason}}"),
+            (or_zero(rate("penstock_rollout_saved_tokens_total")), "saved"),
+            (or_zero(rate("penstock_rollout_continued_tokens_total")), "continued"),
+            (or_zero(rate("penstock_rollout_regenerated_tokens_total", "reason")), "again: {{reason}}"),
             unit="suffix:tokens/s",
         ),
     ),

@@ -39,6 +39,27 @@
 {{- if and $values.gateway.tls.enabled (not (or $values.gateway.tls.secretName $values.certManager.enabled)) -}}
 {{- fail "gateway.tls.enabled is true; set gateway.tls.secretName to a Secret with tls.crt and tls.key, or certManager.enabled" -}}
 {{- end -}}
+{{- $size := 0 -}}
+{{- range $values.files }}{{ $size = add $size (len .) }}{{ end -}}
+{{- if gt $size 1000000 -}}
+{{- fail (printf "files has %d bytes, and a ConfigMap takes 1 MB; put large ones on storage.data" $size) -}}
+{{- end -}}
+{{- range regexFindAll "/etc/penstock/files/[^\":]+" (toRawJson $values.config) -1 -}}
+{{- if not (hasKey $values.files (base .)) -}}
+{{- fail (printf "config names %s, which files lacks; add --set-file 'files.%s=FILE'" . (base . | replace "." "\\.")) -}}
+{{- end -}}
+{{- end -}}
+{{- if and (dig "learner" "checkpoint" "upload" "" $values.config) $values.networkPolicy.enabled $values.networkPolicy.egress.enabled (not $values.networkPolicy.egress.to.learner) -}}
+{{- fail "config.learner.checkpoint.upload is set, and networkPolicy.egress stops the learner from connecting to it; add a rule to networkPolicy.egress.to.learner" -}}
+{{- end -}}
+{{- with $values.gateway -}}
+{{- if and .tls.enabled .ingress.enabled .ingress.className (not (contains "nginx" .ingress.className)) (not .ingress.annotations) -}}
+{{- fail (printf "gateway.tls.enabled is true; set gateway.ingress.annotations to the one by which the controller of %s speaks HTTPS to the gateway" .ingress.className) -}}
+{{- end -}}
+{{- if and .tls.enabled .httpRoute.enabled (not .httpRoute.caConfigMap) (not (include "penstock.hasPublicCertificate" $)) -}}
+{{- fail "gateway.tls.enabled is true; set gateway.httpRoute.caConfigMap to a ConfigMap with the ca.crt by which the Gateway checks the gateway's certificate" -}}
+{{- end -}}
+{{- end -}}
 {{- if and $values.learner.gang.scheduler (not $values.learner.kuberay.enabled) -}}
 {{- fail "learner.gang.scheduler is set and learner.kuberay.enabled is false: one pod needs no gang" -}}
 {{- end -}}

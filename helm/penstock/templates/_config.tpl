@@ -35,7 +35,7 @@ Redis are paths of mounted files. Each process gets its Redis user, and a rollou
 {{- end -}}
 
 {{/* include "penstock.checksum" (list . "gateway"): digest of the parts of the configuration that the process reads, which
-files/config-sections.yaml lists. Another part changes without a restart of the pod. */}}
+files/config-sections.yaml lists, and of `files`. Another part changes without a restart of the pod. */}}
 {{- define "penstock.checksum" -}}
 {{- $config := include "penstock.config" (first .) | fromYaml -}}
 {{- $read := list -}}
@@ -44,5 +44,6 @@ files/config-sections.yaml lists. Another part changes without a restart of the 
 {{- range splitList "." . }}{{ if kindIs "map" $value }}{{ $value = get $value . }}{{ end }}{{ end -}}
 {{- $read = append $read $value -}}
 {{- end -}}
+{{- if ne (last .) "gateway" }}{{ with (first .).Values.files }}{{ $read = append $read . }}{{ end }}{{ end -}}
 checksum/config: {{ $read | toJson | sha256sum }}
 {{- end -}}

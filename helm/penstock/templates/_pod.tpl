@@ -75,7 +75,7 @@ path of the password file are in the run's configuration. */}}
 - {name: runs, mountPath: /runs}
 {{- end -}}
 
-{{/* The volumes with the input of a run: models, data, and the token of the Hugging Face Hub. An image may contain models and data
+{{/* The volumes with the input of a run: models, data, small files, and the token of the Hugging Face Hub. An image may contain models and data
 instead. */}}
 {{- define "penstock.inputMounts" -}}
 {{- if include "penstock.modelsVolume" . }}
@@ -83,6 +83,9 @@ instead. */}}
 {{- end }}
 {{- if .Values.storage.data.existingClaim }}
 - {name: data, mountPath: {{ .Values.storage.data.mountPath }}, readOnly: true}
+{{- end }}
+{{- if .Values.files }}
+- {name: files, mountPath: /etc/penstock/files, readOnly: true}
 {{- end }}
 {{- include "penstock.tokenMount" . }}
 {{- end -}}
@@ -93,6 +96,9 @@ instead. */}}
 {{- end }}
 {{- with .Values.storage.data.existingClaim }}
 - {name: data, persistentVolumeClaim: {claimName: {{ . }}, readOnly: true}}
+{{- end }}
+{{- if .Values.files }}
+- {name: files, configMap: {name: {{ include "penstock.fullname" . }}-files}}
 {{- end }}
 {{- include "penstock.tokenVolume" . }}
 {{- end -}}
@@ -182,6 +188,18 @@ instead. */}}
 {{/* The Secret with the gateway's certificate. */}}
 {{- define "penstock.tlsSecret" -}}
 {{- .Values.gateway.tls.secretName | default (printf "%s-gateway-tls" (include "penstock.fullname" .)) -}}
+{{- end -}}
+
+{{/* Not empty if the gateway's certificate has public names only. It does not name the Service then. */}}
+{{- define "penstock.hasPublicCertificate" -}}
+{{- with .Values -}}
+{{- if and .gateway.tls.enabled .certManager.enabled .certManager.publicNamesOnly (not .gateway.tls.secretName) }}yes{{ end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The first public name of the gateway. */}}
+{{- define "penstock.publicName" -}}
+{{- first .Values.gateway.httpRoute.hostnames | default .Values.gateway.ingress.host -}}
 {{- end -}}
 
 {{/* include "penstock.trainingVolumes" (list . "8Gi"): config, scratch, the run's folder, models and shared memory. */}}

@@ -107,13 +107,14 @@ class LearnerController:
         self.trained = {name: roles[name] for name in trained_roles(config.learner)}
         self.policy = roles["policy"]
         self.metrics = metrics
+        metrics.num_steps.set(config.learner.num_steps)
         self.tracing = tracing or Tracing()
         self.recovery = RoleRecovery(config.learner.max_role_restarts, metrics)
         skipped = SkippedSteps(config.learner.max_skipped_steps, config.folder / "nonfinite")
         self.training = TrainingStep(config.learner, roles, list(self.trained), self.recovery, metrics, skipped)
         self.records = StepRecords(config.learner, self.policy, metrics, self.tracing, silence_s)
         self.checkpoints = CheckpointStore(
-            config.folder / "checkpoints", config.learner.checkpoint.keep, CheckpointUploads.of(config)
+            config.folder / "checkpoints", config.learner.checkpoint.keep, CheckpointUploads.of(config, metrics)
         )
         self.disk = DiskWatch(config.folder, "checkpoints and snapshots")
         metrics.disk.follow("run_dir", self.disk)

@@ -92,7 +92,13 @@ def test_a_run_is_examined_from_any_folder(
     (folder / "config.yaml").write_text(f"run: mine\nrun_dir: runs\nmodel: {{path: m}}\nredis: {{url: '{address}'}}\n")
     monkeypatch.chdir(tmp_path.parent)
     cli.main(["doctor", "--run-dir", str(folder)])
-    assert "mine is stopped; `penstock up` with its config continues it" in capsys.readouterr().out
+    told = capsys.readouterr()
+    assert "mine is stopped; `penstock up` with its config continues it" in told.out and told.err == ""
+    monkeypatch.chdir(tmp_path)
+    cli.main(["doctor", "--json"])
+    told = capsys.readouterr()
+    assert told.err.startswith("penstock doctor: runs/mine, ") and len(told.err.splitlines()) == 1
+    assert json.loads(told.out), "what a program reads has no further line"
 
 
 async def test_a_healthy_deployment_is_ok_throughout(

@@ -144,7 +144,9 @@ def test_every_metrics_port_is_scraped() -> None:
             ]
             [endpoint] = monitor["spec"]["podMetricsEndpoints"]
         assert endpoint["port"] in {port["name"] for port in found}
-        assert endpoint["relabelings"] == [{"targetLabel": "run", "replacement": "run1"}]
+        run, *pools = endpoint["relabelings"]
+        assert run == {"targetLabel": "run", "replacement": "run1"}
+        assert [each["targetLabel"] for each in pools] == ["pool"] * monitor["metadata"]["name"].endswith("-rollout")
 
 
 PUBLIC = (
@@ -153,6 +155,34 @@ PUBLIC = (
     "--set=monitoring.runbookUrl=https://wiki.example.com/penstock",
 )
 declare(PUBLIC)
+
+
+SHARED = (
+    *OPTIONS,
+    "--set=redis.enabled=false,externalRedis.url=redis://redis:6379/0,externalRedis.existingSecret=redis",
+    "--set=storage.runs.existingClaim=runs",
+)
+declare((*SHARED, "--set=config.run=test"))
+
+
+@pytest.mark.parametrize("options", [OPTIONS, *further((SHARED,))], ids=["own Redis", "one Redis"])
+def test_two_releases_in_one_namespace_have_nothing_in_common(options: tuple[str, ...], tmp_path: Path) -> None:
+    words = [*options, "--set=config.run=other", "-f", str(CHART / "values-standalone.yaml")]
+    command = [str(HELM), "template", "other", str(CHART), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    assert done.returncode == 0, done.stderr
+    other = [manifest for manifest in yaml.safe_load_all(done.stdout) if manifest]
+    mine = render(*options, "--set=config.run=test") if options == SHARED else render(*options)
+    names = [{(m["kind"], m["metadata"]["name"]) for m in manifests} for manifests in (mine, other)]
+    assert len(names[0]) == len(names[1]) > 20 and not names[0] & names[1]
+    for manifest in other:
+        assert "test-penstock" not in json.dumps(manifest), manifest["metadata"]["name"]
+    selectors = [m["spec"]["podSelector"]["matchLabels"] for m in of_kind(other, "NetworkPolicy")]
+    selectors += [m["spec"]["selector"] for m in of_kind(other, "Service")]
+    assert selectors and {each["app.kubernetes.io/instance"] for each in selectors} == {"other"}
+    configs = [run_config(manifests, tmp_path) for manifests in (mine, other)]
+    assert (configs[0].redis.url == configs[1].redis.url) == (options == SHARED)
+    assert configs[0].folder != configs[1].folder, "they may share a volume"
 
 
 def test_alerts_and_dashboards_link_to_the_runbooks_of_the_deployment() -> None:
@@ -206,11 +236,69 @@ def test_tls_reaches_everyone_who_calls_the_gateway(tmp_path: Path) -> None:
     assert "--url=https://test-penstock-gateway:8080" in words
     [volume] = [v["secret"] for v in one(manifests, "Pod")["spec"]["volumes"] if v["name"] == "tls"]
     assert volume["optional"], "a certificate of a public authority has no ca.crt"
+    nginx = {"nginx.ingress.kubernetes.io/backend-protocol": "HTTPS"}
+    assert one(manifests, "Ingress")["metadata"]["annotations"] == nginx
+    assert "annotations" not in one(render(*OPTIONS), "Ingress")["metadata"], "the gateway speaks HTTP"
+    assert not of_kind(render(*OPTIONS), "BackendTLSPolicy")
+    policy = one(manifests, "BackendTLSPolicy")["spec"]
+    assert policy["validation"]["hostname"] in one(manifests, "Certificate")["spec"]["dnsNames"]
+    assert [ref["name"] for ref in policy["validation"]["caCertificateRefs"]] == ["authority"]
+    [target] = policy["targetRefs"]
+    service = one(manifests, "Service", target["name"])
+    assert target["sectionName"] in {port["name"] for port in service["spec"]["ports"]}
+    public = one(render(*PUBLIC), "BackendTLSPolicy")["spec"]["validation"]
+    assert public == {"wellKnownCACertificates": "System", "hostname": "penstock.example.org"}
     gateway = run_config(manifests, tmp_path).gateway
     mounts = {mount["name"]: mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
     assert gateway.tls_cert_file == Path(mounts["tls"]) / "tls.crt"
     assert gateway.tls_key_file == Path(mounts["tls"]) / "tls.key"
     assert gateway.keys_file == Path(mounts["keys"]) / "api-keys"
+
+
+REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info): return 1.0\n"
+STORED = (
+    f"--set-json=files={json.dumps({'reward.py': REWARD, 'train.jsonl': '{}'})}",
+    "--set=config.rollout.reward.function_file=/etc/penstock/files/reward.py",
+    "--set=config.dataset.file=/etc/penstock/files/train.jsonl",
+    "--set=config.learner.checkpoint.upload=s3://bucket/runs,learner.driver.envFrom[0].secretRef.name=s3",
+    "--set=rollout.envFrom[0].secretRef.name=s3,feed.envFrom[0].secretRef.name=s3",
+    "--set=modelDownload.source=s3://bucket/qwen,modelDownload.envFrom[0].secretRef.name=s3",
+)
+declare(STORED, (STORED[0].replace("1.0", "2.0"), *STORED[1:]))
+
+
+def test_an_object_store_gets_its_secret_where_it_is_called(tmp_path: Path) -> None:
+    manifests = render(*STORED)
+    assert run_config(manifests, tmp_path).learner.checkpoint.upload == "s3://bucket/runs"
+    secret = [{"secretRef": {"name": "s3"}}]
+    with_secret = {
+        container["name"]
+        for _, template in pod_templates(manifests)
+        for container in [*template["spec"]["containers"], *template["spec"].get("initContainers", [])]
+        if container.get("envFrom") == secret
+    }
+    assert with_secret == {"learner", "rollout", "feed", "model", "download"}
+
+
+def test_small_files_are_where_the_config_names_them_and_a_change_restarts_their_readers(tmp_path: Path) -> None:
+    manifests = render(*STORED)
+    files = one(manifests, "ConfigMap", "-files")
+    assert files["data"] == {"reward.py": REWARD, "train.jsonl": "{}"}
+    config = run_config(manifests, tmp_path)
+    changed = render(STORED[0].replace("1.0", "2.0"), *STORED[1:])
+    restarted = set()
+    for (name, template), (_, other) in zip(pod_templates(manifests), pod_templates(changed), strict=True):
+        main = template["spec"]["containers"][0]
+        paths = {mount["name"]: mount["mountPath"] for mount in main["volumeMounts"]}
+        if "files" in paths:
+            assert config.rollout.reward.function_file == Path(paths["files"], "reward.py"), name
+            assert config.dataset.file == Path(paths["files"], "train.jsonl"), name
+            volumes = {volume["name"]: volume for volume in template["spec"]["volumes"]}
+            assert volumes["files"]["configMap"]["name"] == files["metadata"]["name"], name
+            restarted |= {main["name"]} if template != other else set()
+        else:
+            assert main["name"] in ("gateway", "redis", "ray-head", "download", "status") and template == other, name
+    assert restarted == {"learner", "rollout", "feed"}
 
 
 def test_a_dataset_is_fed_by_a_job_of_its_own() -> None:

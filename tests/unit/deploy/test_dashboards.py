@@ -14,9 +14,23 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
+from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.parser import text_string_to_metric_families
 
-from support.monitoring import DEPLOY, ROOT, declared_names, names_in, run_wide_names
+from penstock_learner.metrics import LearnerMetrics
+from penstock_rollout.metrics import RolloutMetrics
+from support.monitoring import (
+    DEPLOY,
+    ROOT,
+    declared_names,
+    filled_in,
+    gateway_metrics,
+    names_in,
+    run_wide_names,
+    scraping,
+    serve_engine_samples,
+)
+from support.processes import until
 
 DASHBOARDS = sorted((DEPLOY / "grafana" / "dashboards").glob("*.json"))
 ENGINE_SAMPLES = ROOT / "tests" / "prometheus"
@@ -202,3 +216,27 @@ def test_what_runs_out_next_is_a_leak_and_not_a_model_that_was_loaded(tmp_path: 
     command = ["promtool", "test", "rules", str(tmp_path / "case.yml")]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="no prometheus; install Debian's package of that name")
+def test_two_runs_are_two_lines_of_every_panel(tmp_path: Path) -> None:
+    """A real Prometheus scrapes the same processes as those of two runs."""
+    registries = {
+        "gateway": gateway_metrics().registry,
+        "learner": LearnerMetrics(CollectorRegistry(), "standalone").registry,
+        "rollout": RolloutMetrics(CollectorRegistry()).registry,
+    }
+    ports = {name: start_http_server(0, "127.0.0.1", registry)[0].server_port for name, registry in registries.items()}
+    num_answered = 0
+    with scraping(tmp_path, lambda name: f"127.0.0.1:{ports[name]}", serve_engine_samples(), ("a", "b")) as ask:
+        rate = filled_in("rate(penstock_learner_steps_total[$window])")
+        until(lambda: len(ask(rate)) == 2 and len(ask("vllm:num_requests_running")) == 2, "two scrapes", timeout_s=60)
+        for path in DASHBOARDS:
+            for panel in panels(path):
+                for target in panel["targets"]:
+                    assert "{{run}}" in target["legendFormat"], panel["title"]
+                    runs = [sample["metric"].get("run") for sample in ask(filled_in(target["expr"]))]
+                    no_lines = ([], [None]) if "vector(0)" in target["expr"] else ([],)
+                    assert runs in no_lines or {*runs} == {"a", "b"}, (panel["title"], runs)
+                    num_answered += len(runs) > 1
+    assert num_answered > 120

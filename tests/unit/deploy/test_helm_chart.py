@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 from collections.abc import Iterator
@@ -67,6 +68,9 @@ def test_the_schema_refuses_each_wrong_value_by_name() -> None:
     complaints = [line.removeprefix("- ") for line in refused.splitlines() if line.startswith("- ")]
     for setting, wanted in WRONG_BY_SCHEMA.items():
         assert any(complaint.startswith(wanted) for complaint in complaints), f"{setting}: {refused}"
+    for section, meant in (("(root)", "gateway"), ("gateway", "podLabels"), ("config.learner", "lr")):
+        listed = [each for each in complaints if each.startswith(f"{section}: {section} must be one of")]
+        assert [each for each in listed if f'"{meant}"' in each], f"{section} lists no {meant}: {refused}"
 
 
 @pytest.mark.parametrize(
@@ -97,8 +101,23 @@ def test_the_schema_refuses_each_wrong_value_by_name() -> None:
                 "redis.enabled=false,externalRedis.url=redis://host,externalRedis.username=u",
                 "the Secret with its password",
             ),
+            ("config.dataset.file=/etc/penstock/files/a.jsonl", "/etc/penstock/files/a.jsonl, which files lacks"),
+            (
+                "config.learner.checkpoint.upload=s3://b/p,networkPolicy.egress.enabled=true",
+                "add a rule to networkPolicy.egress.to.learner",
+            ),
             ("learner.gang.scheduler=kueue", "set learner.gang.queue to a LocalQueue"),
             ("gateway.ingress.enabled=true", "gateway.ingress.host"),
+            (
+                "gateway.tls.enabled=true,gateway.tls.secretName=t,gateway.ingress.enabled=true,"
+                "gateway.ingress.host=a.example.org,gateway.ingress.className=traefik",
+                "by which the controller of traefik speaks HTTPS",
+            ),
+            (
+                "gateway.tls.enabled=true,gateway.tls.secretName=t,gateway.httpRoute.enabled=true,"
+                "gateway.httpRoute.parentRefs[0].name=edge",
+                "set gateway.httpRoute.caConfigMap",
+            ),
             ("gateway.httpRoute.enabled=true", "gateway.httpRoute.parentRefs"),
             ("certManager.enabled=true", "certManager.issuerRef"),
         ),
@@ -106,6 +125,11 @@ def test_the_schema_refuses_each_wrong_value_by_name() -> None:
 )
 def test_a_wrong_value_is_refused_by_name(setting: str, complaint: str) -> None:
     assert complaint in refusal("--set", setting)
+
+
+def test_files_that_no_config_map_takes_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "values.json").write_text(json.dumps({"files": {"a": "x" * 600_000, "b": "x" * 400_001}}))
+    assert "files has 1000001 bytes" in refusal(f"--values={tmp_path / 'values.json'}")
 
 
 def test_an_external_redis_replaces_the_chart_s_own(tmp_path: Path) -> None:

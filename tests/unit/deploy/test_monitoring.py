@@ -22,8 +22,8 @@ RUNBOOKS = "http://127.0.0.1:8080/console/runbooks.html"
 CASES = Path(__file__).parents[2] / "prometheus" / "alerts_test.yml"
 CRITICAL = {
     "LearnerStalled", "PolicyVersionSkew", "WeightSyncFailing", "RolloutServersDown", "NonFiniteSteps",
-    "CheckpointStale", "ComponentHeartbeatLost", "ConservationBroken", "LeasingPaused", "ServerQuarantined",
-    "DiskNearlyFull", "RunPausedItself", "RedisUnreachable",
+    "CheckpointStale", "CheckpointUploadFailing", "ComponentHeartbeatLost", "ConservationBroken", "LeasingPaused",
+    "ServerQuarantined", "DiskNearlyFull", "RunPausedItself", "RedisUnreachable",
 }  # fmt: skip
 WARNING = {
     "LearnerStarved", "RolloutBackpressured", "StalenessNearLimit", "DropsHigh", "QueueOld", "EntropyCollapse",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,7 +34,11 @@ def main(argv: Sequence[str]) -> int:
     written = None if args.run_dir is None else args.run_dir / "config.yaml"
     if written is not None and not written.is_file():
         raise ConfigError(f"{args.run_dir} has no config.yaml; give the folder of a run that was started")
-    config = load_started_config(args.config or written or newest_config(), overrides)
+    file = args.config or written
+    if file is None:
+        file = newest_config()
+        print(f"penstock doctor: {file.parent}, since neither --config nor --run-dir names a run", file=sys.stderr)
+    config = load_started_config(file, overrides)
     if args.run_dir is not None and args.run_dir.resolve().name == config.run:
         # The written path may be relative to the folder in which the run was started.
         config = config.changed({"run_dir": args.run_dir.resolve().parent})

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
+from penstock.config.loading import validate
 from penstock.errors import ConfigError, Unavailable
 from penstock.fetching import ObjectFolder
 from penstock.replay.queue_types import RunRewind
@@ -178,6 +179,35 @@ def test_an_upload_that_is_abandoned_ends_between_files_and_a_wrong_url_is_refus
         CheckpointUploads(ObjectFolder("s3://nowhere/one", UPLOAD_FIELD, 2), 2).newest_first()
     with pytest.raises(ConfigError, match="is not a URL that fsspec knows"):
         ObjectFolder("other://x", UPLOAD_FIELD)
+
+
+def test_metrics_say_how_uploads_go(empty: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = CollectorRegistry()
+    settings = {"run": "one", "model": {"path": "m"}, "learner": {"checkpoint": {"upload": URL}}}
+    uploads = CheckpointUploads.of(validate(settings, "test"), LearnerMetrics(registry, "standalone"))
+    assert uploads is not None
+    store = CheckpointStore(tmp_path / "a", 5, uploads)
+
+    def measured(name: str) -> float | None:
+        return registry.get_sample_value(f"penstock_checkpoint_upload_{name}")
+
+    assert [measured(name) for name in ("failures_total", "last_success_timestamp_seconds")] == [0, 0]
+    put, failures = uploads.store._fs.put_file, [OSError("reset"), PermissionError("no")]
+
+    def fails_at_first(*words: str) -> None:
+        if failures:
+            raise failures.pop()
+        put(*words)
+
+    monkeypatch.setattr(uploads.store._fs, "put_file", fails_at_first)
+    with pytest.raises(ConfigError, match="refuses to upload"):
+        store.upload(write(store, 1))
+    assert measured("failures_total") and not measured("last_success_timestamp_seconds")
+    store.upload(write(store, 2))
+    assert measured("failures_total") == 2 and measured("duration_seconds_count") == 1
+    assert measured("last_success_timestamp_seconds")
+    store.upload(tmp_path / "a" / "term-000001-step-00000002")
+    assert measured("duration_seconds_count") == 1, "the store had it already"
 
 
 class Commits:

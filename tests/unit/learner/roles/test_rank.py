@@ -12,7 +12,7 @@ from penstock.config.loading import validate
 from penstock_learner.roles.rank import Rank
 
 
-@pytest.mark.parametrize("address", ["", "ray://elsewhere:10001"])
+@pytest.mark.parametrize("address", ["", "elsewhere:6380"])
 def test_files_of_a_rank_on_a_joined_ray_are_private(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -191,6 +191,15 @@ def keep_collectives_on_loopback() -> None:
     os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
 
 
+def address_towards(host: str, port: int) -> str:
+    """The address that this machine has on its way to another one. Sends nothing. Raises OSError if there is no way."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)
+        own: str = probe.getsockname()[0]
+        return own
+
+
 def free_port(host: str = "127.0.0.1") -> int:
     """Return a port that is free now. Bind it soon, before another process does."""
     with socket.socket() as probe:

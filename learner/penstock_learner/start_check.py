@@ -1,4 +1,4 @@
-"""`penstock learner --check`: finds the mistakes that can be found before Ray is started."""
+"""`penstock learner --check`: finds the mistakes that can be found before Ray is started or joined."""
 
 from __future__ import annotations
 
@@ -13,10 +13,15 @@ from penstock.start_checks import check_model, check_redis, check_roles, check_r
 from penstock.weights.transports import ClusterKey
 from penstock_learner.checkpoints import CheckpointStore, CheckpointUploads, read_rewind
 from penstock_learner.loggers.step_loggers import check_loggers
+from penstock_learner.roles.ray_address import FOUND_BY_RAY, check_cluster
+
+REACH_S = 5.0
+"""How long a check waits for the head of the Ray cluster."""
 
 
 def check(config: RunConfig) -> str:
-    """Raise ConfigError for the first mistake. Returns a phrase that says from which weights the run would start."""
+    """Raise ConfigError for the first mistake. Returns a phrase that says from which weights the run would start,
+    and what the Ray cluster to join has."""
     check_redis(config.redis)
     check_model(config)
     _check_structure(config)
@@ -28,7 +33,7 @@ def check(config: RunConfig) -> str:
             require_causal(own_folder, f"learner.{'roles.' if name in config.learner.roles else ''}{name}.path")
     try_functions(config.learner.algorithm, has_critic=config.learner.critic is not None)
     check_step(config.learner)
-    _check_gpus(config)
+    cluster = _check_ray(config)
     check_run_folder(config)
     ClusterKey.of(config).check()
     check_loggers(config.learner.loggers)
@@ -38,9 +43,10 @@ def check(config: RunConfig) -> str:
     found = CheckpointStore(folder, checkpoint.keep).candidates(checkpoint.resume, rewind if is_done else None)
     uploads = CheckpointUploads.of(config)
     newest = uploads.newest_first()[:1] if uploads is not None and checkpoint.resume != "off" else []
+    start = f"from {found[0].name}" if found else "from the model folder"
     if uploads is not None and newest > [path.name for path in found[:1]]:
-        return f"from {newest[0]} of {uploads.store.url}"
-    return f"from {found[0].name}" if found else "from the model folder"
+        start = f"from {newest[0]} of {uploads.store.url}"
+    return f"{start}; {cluster}" if cluster else start
 
 
 def check_step(learner: LearnerConfig) -> None:
@@ -55,15 +61,19 @@ def check_step(learner: LearnerConfig) -> None:
             worker_of(learner, name)
 
 
-def _check_gpus(config: RunConfig) -> None:
-    """Raise ConfigError if a private Ray on this machine could not place the roles."""
-    roles = config.learner.needed_roles
-    if not config.learner.ray_address and num_gpus(config.learner.placement, roles):
+def _check_ray(config: RunConfig) -> str:
+    """Raise ConfigError if a private Ray on this machine could not place the roles, or if the cluster to join cannot be
+    reached or is too small. Returns what the cluster has; empty for a private Ray, and for one that Ray has to find."""
+    learner, roles = config.learner, config.learner.needed_roles
+    if learner.ray_address:
+        return "" if learner.ray_address == FOUND_BY_RAY else check_cluster(learner, roles, REACH_S)
+    if num_gpus(learner.placement, roles):
         import torch
 
         from penstock_learner.roles.ray_cluster import check_gpus
 
-        check_gpus(config.learner, roles, torch.cuda.device_count())
+        check_gpus(learner, roles, torch.cuda.device_count())
+    return ""
 
 
 def _check_structure(config: RunConfig) -> None:

@@ -20,6 +20,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "init": ("penstock_tools.starter", "write the configuration of a new run"),
     "import-verl": ("penstock_tools.verl_import.command", "write our configuration from a verl script or command line"),
     "up": ("penstock_tools.local.commands:up", "start every process of a run on this machine"),
+    "join": ("penstock_tools.local.commands:join", "make this machine part of a run that is up on another one"),
     "submit": ("penstock.cli.commands.submit", "submit the prompts of a dataset file to a run"),
     "feed": ("penstock.cli.commands.feed", "submit the dataset of a config file to its run, and run its validations"),
     "status": ("penstock.cli.commands.observe:status", "show the state of a run once: step, version, queue, servers"),

@@ -295,9 +295,10 @@ class LearnerConfig(Config):
     means the reward model's scores and the reference's log-probs."""
     max_role_restarts: int = Field(default=3, ge=0)
     """How often a role is restarted after one of its ranks died or hung. A checkpoint resets the count."""
-    ray_address: str = ""
-    """Ray cluster to join; its ranks outlive the controller, and a restarted controller adopts them. Empty starts a
-    private one on this machine, which ends with the controller."""
+    ray_address: str = Field(default="", pattern=r"^(auto|[^/\s]+:[0-9]{1,5})?$")
+    """Ray cluster to join, as `HOST:PORT` of its head, or `auto` for one with a node on this machine. Its ranks outlive
+    the controller, and a restarted controller adopts them. Empty starts a private Ray, which ends with the controller.
+    Ray's default port, 6379, is also that of Redis: use another one."""
     publish_host: str = ""
     """Address at which rollout servers reach the weight publisher. Empty means the address of its Ray node."""
     metrics_host: str = "127.0.0.1"

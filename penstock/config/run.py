@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field
 
@@ -108,7 +109,22 @@ class RunConfig(Config):
             (self.dataset.file is not None and self.dataset.num_samples == 1 and advantage in COMPARING_ADVANTAGES,
              f"advantage {advantage} compares the samples of a prompt, so with one it trains nothing: raise "
              "dataset.num_samples, or choose grpo"),
+            (self._ray_is_redis,
+             f"learner.ray_address {self.learner.ray_address} is the address of redis.url; give the one of Ray's head, "
+             "and start that with another --port than 6379, such as 6380"),
         )  # fmt: skip
+
+    @property
+    def _ray_is_redis(self) -> bool:
+        host, _, port = self.learner.ray_address.rpartition(":")
+        try:
+            url = urlsplit(self.redis.url)
+            return bool(host and url.hostname) and (host.strip("[]").lower(), int(port)) == (
+                url.hostname,
+                url.port or 6379,
+            )
+        except ValueError:  # of a port that is not a number: Redis' client explains it
+            return False
 
     @property
     def folder(self) -> Path:

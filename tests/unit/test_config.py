@@ -86,6 +86,11 @@ def test_a_resolved_config_reads_back_as_it_was(file: Path, tmp_path: Path) -> N
         (["--redis.url=redis://h", "--redis.tls_ca_file=ca.pem"], "only a rediss:// url uses TLS"),
         (["--redis.url=rediss://h", "--redis.tls_cert_file=c.pem"], "set tls_key_file as well"),
         (["--redis.url=unix:///s", "--redis.cluster=true"], "a Redis Cluster needs"),
+        (
+            ["--redis.url=redis://Head/0", "--learner.ray_address=head:6379"],
+            "learner.ray_address head:6379 is the address of redis.url; give the one of Ray's head",
+        ),
+        (["--learner.ray_address=ray://head:10001"], "learner.ray_address: must be HOST:PORT of a Ray head"),
         (["learner.lr", "1"], "'learner.lr' is not an override"),
         (
             ["--run", "No Spaces"],

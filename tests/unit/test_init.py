@@ -14,7 +14,7 @@ import yaml
 from penstock.cli import main as cli
 from penstock.config.gpu_bundles import num_gpus
 from penstock.config.loading import load_config
-from penstock_tools.local.local_run import divide_gpus
+from penstock_tools.local.processes import divide_gpus
 from penstock_tools.starter import ALGORITHMS, Answers, starter_config
 
 ROOT = Path(__file__).parents[2]

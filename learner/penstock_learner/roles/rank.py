@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from datetime import timedelta
@@ -10,6 +11,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 import torch
 import torch.distributed as dist
@@ -123,6 +125,8 @@ class Rank:
         learner = self.config.learner
         set_up_torch(learner.threads_per_rank, compiles=learner.compile)
         torch.manual_seed(self.config.seed)
+        if learner.ray_address:
+            keep_gloo_on(self.node_address)
         use_gpu = self.settings.gpus_per_rank > 0
         self.device = torch.device("cuda", 0) if use_gpu else torch.device("cpu")
         timeout = timedelta(seconds=learner.rank_timeout_s)
@@ -186,3 +190,11 @@ class Rank:
     @property
     def model_dtype(self) -> torch.dtype:
         return DTYPES[self.config.model.dtype]
+
+
+def keep_gloo_on(address: str) -> None:
+    """Make gloo listen on the interface with this address, unless the environment says otherwise. By default it takes
+    the address of the machine's name, which no other machine reaches where it is 127.0.1.1, as on Debian."""
+    for interface, found in psutil.net_if_addrs().items():
+        if address in {each.address for each in found}:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

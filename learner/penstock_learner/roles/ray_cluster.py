@@ -28,7 +28,8 @@ from penstock.cancellation import end_task
 from penstock.config.gpu_bundles import active_resource_groups, bundles, num_gpus
 from penstock.config.learner import LearnerConfig, RoleConfig
 from penstock.config.run import RunConfig
-from penstock.errors import ConfigError, DeadlineExceeded, RayDied, Unavailable
+from penstock.errors import ConfigError, DeadlineExceeded, RayDied, Unavailable, one_line
+from penstock_learner.roles.ray_address import FOUND_BY_RAY, ask_cluster
 from penstock_learner.roles.role_group import RoleActors, RoleGroup, namespace_of
 
 logger = logging.getLogger(__name__)
@@ -226,13 +227,20 @@ def remove_abandoned_folders() -> None:
 
 def _start_patiently(config: RunConfig, roles: Mapping[str, RoleConfig], folder: Path) -> None:
     """Start or join Ray. A private one gets three tries: its own limit of 30 s is short for a busy machine."""
+    if config.learner.ray_address not in ("", FOUND_BY_RAY):
+        ask_cluster(config.learner.ray_address, UNREACHABLE_S)
     for attempt in range(1, START_ATTEMPTS + 1):
         try:
             _start(config, roles, str(folder / f"r{attempt}"))
             return
         except Exception as error:  # for a start that takes too long Ray raises no narrower class
-            if config.learner.ray_address or attempt == START_ATTEMPTS or "timed out" not in str(error):
-                raise Unavailable(f"Ray did not start: {error}; check learner.ray_address and free memory") from error
+            if config.learner.ray_address:
+                raise Unavailable(
+                    f"the Ray cluster at learner.ray_address cannot be joined: {one_line(error)}; the learner needs "
+                    f"a node of it on its own machine: run `ray start --address={config.learner.ray_address}` there"
+                ) from error
+            if attempt == START_ATTEMPTS or "timed out" not in str(error):
+                raise Unavailable(f"Ray did not start: {error}; check that the machine has free memory") from error
             logger.warning("Ray took too long to start; it is started again (%d of %d)", attempt + 1, START_ATTEMPTS)
             kill_own_processes()
             ray.shutdown()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -76,6 +77,18 @@ def test_the_rendezvous_listens_on_its_host_only() -> None:
     opened = listeners([psutil.Process()]).keys() - before.keys()
     sender.close(failed=False)
     assert opened == {rendezvous.partition("/")[0].replace(":", " ")}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no address 127.0.0.3")
+def test_a_member_listens_on_its_address_towards_the_publisher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The address of the machine's name may be 127.0.1.1, which members on other machines cannot reach."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    assert gloo.address_towards("127.0.0.1", 1) == "127.0.0.1"
+    before = listeners([psutil.Process()])
+    options = gloo._options("127.0.0.3", DEADLINE_S)
+    opened = listeners([psutil.Process()]).keys() - before.keys()
+    assert opened and all(address.startswith("127.0.0.3 ") for address in opened)
+    del options
 
 
 def test_a_host_of_another_machine_is_named() -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from penstock.config.loading import validate
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, Unavailable
+from penstock_learner import start_check
 from penstock_learner.start_check import check
 
 MODEL = Path(__file__).parents[3] / "examples" / "arithmetic" / "model"
@@ -52,3 +53,10 @@ def test_the_check_names_a_type_that_is_not_known(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model.path \S+ cannot be loaded: .*from_the_future") as raised:
         check(_config(tmp_path, tmp_path, None))
     assert "\n" not in str(raised.value)
+
+
+def test_the_check_says_that_the_ray_cluster_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = _config(tmp_path, MODEL, None).changed({"learner.ray_address": "127.0.0.1:1"})
+    monkeypatch.setattr(start_check, "REACH_S", 0.1)
+    with pytest.raises(Unavailable, match=r"^nothing listens at learner.ray_address 127.0.0.1:1; start Ray there"):
+        check(config)

@@ -25,6 +25,7 @@ def up(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("config", type=Path, help="YAML file of the run")
     parser.add_argument("--check", action="store_true", help="check the configuration and exit")
+    parser.add_argument("--host", default="", help="address of this machine at which others reach it and join the run")
     arguments, overrides = parse_with_overrides(parser, argv)
 
     import asyncio
@@ -47,7 +48,27 @@ def up(argv: Sequence[str] | None = None) -> int:
     from penstock_tools.local.supervisor import supervise
 
     keep_files_private()
-    return INTERRUPTED if asyncio.run(supervise(config)) else 0
+    return INTERRUPTED if asyncio.run(supervise(config, arguments.host)) else 0
+
+
+def join(argv: Sequence[str] | None = None) -> int:
+    parser = Parser(
+        prog="penstock join",
+        description="Make this machine part of a run that `penstock up --host` has started on another one, until "
+        "Ctrl-C: start rollout servers, or a Ray node for the learner's ranks.",
+        epilog="Any config field can be overridden for this machine: --model.path /data/model",
+    )
+    parser.add_argument("file", type=Path, help="copy of join.yaml from the run's folder, with the mode 0600")
+    parser.add_argument("--servers", type=int, help="number of rollout servers (default: as many as fit on the GPUs)")
+    parser.add_argument("--ray-node", action="store_true", help="offer CPUs and GPUs to the learner instead")
+    arguments, overrides = parse_with_overrides(parser, argv)
+
+    from penstock.machine import keep_files_private
+    from penstock_tools.local.join import Joined
+
+    keep_files_private()
+    Joined(arguments.file, overrides, arguments.servers, is_ray_node=arguments.ray_node).run()
+    return 0
 
 
 def demo(argv: Sequence[str] | None = None) -> int:

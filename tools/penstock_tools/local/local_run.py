@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import IO, Self
 
 import psutil
@@ -19,7 +20,6 @@ from penstock.api.records import Server
 from penstock.api_keys import OWN_KEY_FILE, read_own_key, read_secret
 from penstock.client import PenstockClient
 from penstock.client.address import write_restarting
-from penstock.config.gpu_bundles import num_gpus
 from penstock.config.loading import dump_config, load_config
 from penstock.config.run import RunConfig
 from penstock.diagnosis.facts import PROCESS_STARTED
@@ -30,13 +30,20 @@ from penstock.store.heartbeats import Phases
 from penstock.store.notices import Event, Notices
 from penstock.store.redis_client import connect
 from penstock.weights.transports import ClusterKey
-from penstock_tools.local.private_redis import find_redis_server, write_config
-from penstock_tools.local.processes import Child, HungServers, ProcessGroup, Restart, Restarts
+from penstock_tools.local.join import (
+    opened,
+    ray_command,
+    ray_environment,
+    ray_head_arguments,
+    starts_ray_head,
+    write_join_file,
+)
+from penstock_tools.local.private_redis import find_redis_server, kept_port, write_config, write_secret
+from penstock_tools.local.processes import Child, HungServers, ProcessGroup, Restart, Restarts, divide_gpus
 from penstock_tools.local.start_check import check_before_start
 
 logger = logging.getLogger(__name__)
 LEARNER, GATEWAY = "learner", "gateway"
-VARIABLE = "CUDA_VISIBLE_DEVICES"
 ORPHANS_S = 60.0
 """How long a start waits for the processes of a run whose supervisor was killed."""
 
@@ -47,8 +54,10 @@ class LocalRun:
 
     Leaving the block ends every process. Starting the run again continues it."""
 
-    def __init__(self, config: RunConfig, *, workers_at_once: bool = False) -> None:
+    def __init__(self, config: RunConfig, *, workers_at_once: bool = False, host: str = "") -> None:
+        """`host` is the address at which other machines reach this one, and join the run. Empty means that none can."""
         self.config = config
+        self.host = host
         self._workers_at_once = workers_at_once
         self.folder = config.folder
         self.config_file = config.folder / "config.yaml"
@@ -73,8 +82,12 @@ class LocalRun:
         await self._take_lock()
         try:
             ClusterKey.of(self.config).make_if_missing()
+            if self.host:
+                self.config = opened(self.config, self.host, ClusterKey.of(self.config).file)
             self._start_redis()
             self._write_config()
+            if self.host:
+                write_join_file(self.config, self._ray_token_file)
             for name in (GATEWAY, feed_file(self.config)):
                 (self.folder / f"{name}.json").unlink(missing_ok=True)
             gateway = self._start_process(GATEWAY, "penstock_services.gateway")
@@ -105,6 +118,10 @@ class LocalRun:
 
     def _start_slow_workers(self) -> None:
         self._environments = divide_gpus(self.config, visible_gpus())
+        if (token_file := self._ray_token_file) is not None:
+            self._environments[LEARNER] = ray_environment(token_file)
+            command = ray_command(self.host, *ray_head_arguments(self.config))
+            self.processes.start("ray", command, environment=ray_environment(token_file), stop_timeout_s=60)
         self._learner = self._start_process(LEARNER, "penstock_learner", stop_timeout_s=60)
         for server_id in self._server_ids:
             self._start_process(server_id, "penstock_rollout", "--server-id", server_id, stop_timeout_s=30)
@@ -176,11 +193,18 @@ class LocalRun:
             except PenstockError as error:
                 logger.warning("cannot record the restart of %s: %s", restart.name, error)
 
+    @property
+    def _ray_token_file(self) -> Path | None:
+        """The token of the Ray whose head this run starts. None if it starts none."""
+        if not starts_ray_head(self.config, self.host):
+            return None
+        return write_secret(self.folder / "ray.token")
+
     def _start_redis(self) -> None:
         if self.config.redis.url:
             return
-        port = free_port()
-        redis_config, url = write_config(self.folder / "redis", port)
+        port = (self.host and kept_port(self.folder / "redis")) or free_port(self.host or "127.0.0.1")
+        redis_config, url = write_config(self.folder / "redis", port, host=self.host)
         redis = self.processes.start("redis", [find_redis_server(), str(redis_config)], ends_last=True)
         if not wait_for_port("127.0.0.1", port, timeout_s=30, while_true=lambda: redis.exit_code is None):
             self.processes.check()
@@ -236,18 +260,3 @@ class LocalRun:
         lock.write(str(os.getpid()))
         lock.flush()
         self.processes.held_file = lock
-
-
-def divide_gpus(config: RunConfig, gpus: Sequence[str]) -> dict[str, dict[str, str]]:
-    """The environment of each process: the learner has the first GPUs, then each rollout server its own. Empty if there
-    are too few GPUs: then all processes see and share all of them."""
-    learner = config.learner
-    num_for_learner = 0 if learner.ray_address else num_gpus(learner.placement, learner.needed_roles)
-    num_per_server = config.rollout.engine.tensor_parallel_size
-    if not gpus or num_for_learner + config.rollout.num_servers * num_per_server > len(gpus):
-        return {}
-    divided = {"learner": {VARIABLE: ",".join(gpus[:num_for_learner])}} if num_for_learner else {}
-    for index in range(config.rollout.num_servers):
-        start = num_for_learner + index * num_per_server
-        divided[f"rollout-{index}"] = {VARIABLE: ",".join(gpus[start : start + num_per_server])}
-    return divided

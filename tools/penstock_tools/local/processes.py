@@ -22,6 +22,8 @@ from typing import IO
 import psutil
 
 from penstock.api.records import Server
+from penstock.config.gpu_bundles import num_gpus
+from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, ProcessDied
 from penstock_tools.local.orphan_cleanup import GRACE_S, OrphanCleanup
 
@@ -34,6 +36,7 @@ WRONG_INPUT = 2
 """Exit code for a wrong config or wrong data, such as a dataset of which every prompt was dead-lettered."""
 HEALTHY_S = 600.0
 """A process that has run for this long has all its restarts again."""
+VARIABLE = "CUDA_VISIBLE_DEVICES"
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -353,3 +356,18 @@ class HungServers:
             for name, age_s in silent.items()
             if self._silent_s[name] > (0 if name in stopped else self.limit_s)
         }
+
+
+def divide_gpus(config: RunConfig, gpus: Sequence[str]) -> dict[str, dict[str, str]]:
+    """The environment of each process: the learner has the first GPUs, then each rollout server its own. Empty if there
+    are too few GPUs: then all processes see and share all of them."""
+    learner = config.learner
+    num_for_learner = 0 if learner.ray_address else num_gpus(learner.placement, learner.needed_roles)
+    num_per_server = config.rollout.engine.tensor_parallel_size
+    if not gpus or num_for_learner + config.rollout.num_servers * num_per_server > len(gpus):
+        return {}
+    divided = {"learner": {VARIABLE: ",".join(gpus[:num_for_learner])}} if num_for_learner else {}
+    for index in range(config.rollout.num_servers):
+        start = num_for_learner + index * num_per_server
+        divided[f"rollout-{index}"] = {VARIABLE: ",".join(gpus[start : start + num_per_server])}
+    return divided

@@ -16,6 +16,7 @@ from penstock.diagnosis.log_lines import PAUSED_STATES, Announcements, waiting_f
 from penstock.errors import ConfigError, DeadlineExceeded, NotFound, ProcessDied, Unavailable
 from penstock.feed.feed_process import feed_file
 from penstock.feed.validation import evaluation_id, read_results, result_line, validated_steps
+from penstock_tools.local.join import JOIN_FILE
 from penstock_tools.local.local_run import LocalRun
 
 POLL_S = 0.5
@@ -27,7 +28,7 @@ PROGRESS_POLLS = 20
 VALIDATIONS = "validation.jsonl"
 
 
-async def supervise(config: RunConfig) -> bool:
+async def supervise(config: RunConfig, host: str = "") -> bool:
     """Run until the learner has made its last step, a process dies for good, or SIGTERM or SIGINT arrives. Returns
     whether Ctrl-C ended it before the last step."""
     stopping, received = asyncio.Event(), set[signal.Signals]()
@@ -40,8 +41,11 @@ async def supervise(config: RunConfig) -> bool:
         asyncio.get_running_loop().add_signal_handler(name, stop, name)
     display, started = LineDisplay(config), time.monotonic()
     display.print(f"run {config.run}: starting Redis and the gateway; logs and checkpoints in {config.folder}")
-    async with LocalRun(config, workers_at_once=True) as run:
+    async with LocalRun(config, workers_at_once=True, host=host) as run:
         display.print(f"console and REST at {run.console}, after {time.monotonic() - started:.1f} s")
+        if host:
+            file = run.folder / JOIN_FILE
+            display.print(f"other machines join with a copy of {file}, which holds keys: penstock join {JOIN_FILE}")
         news = await News.open(run, display)
         display.begin_at(news.status.step)
         run.start_workers()

@@ -19,7 +19,7 @@ import torch
 from torch._C._distributed_c10d import BroadcastOptions, GatherOptions, PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 from penstock.errors import WeightPushFailed, first_line_of
-from penstock.machine import accepts_connections
+from penstock.machine import accepts_connections, address_towards
 from penstock.weights.transports import (
     GLOO_PIECE_BYTES,
     GLOO_PIECES_AT_ONCE,
@@ -47,11 +47,14 @@ def receive(reception: Reception) -> Iterator[Arrived]:
     # TCPStore's own retries could not be aborted.
     deadline.wait_until(lambda: accepts_connections(host, port, min(deadline.remaining_s, 1.0)), CONNECT_RETRY_S)
     try:
+        own_address = address_towards(host, port)
         store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=deadline.remaining_s))
 
         def meet(place: GroupPlace) -> Any:
             interruptible = InterruptibleStore(PrefixStore(f"{prefix}/{place.name}", store), deadline)
-            return ProcessGroupGloo(interruptible, place.rank, place.num_ranks, _options(deadline.remaining_s))
+            return ProcessGroupGloo(
+                interruptible, place.rank, place.num_ranks, _options(own_address, deadline.remaining_s)
+            )
 
         groups = [meet(place) for place in group_places(reception.rank, num_ranks, group_size)]
         yield from _broadcasts(groups, reception, ends_together=is_divided(num_ranks, group_size))
@@ -100,12 +103,14 @@ def parse_rendezvous(rendezvous: str) -> tuple[str, int, str, int]:
     return parts[1].strip("[]"), int(parts[2]), parts[3], int(parts[4])
 
 
-def _options(timeout_s: float) -> Any:
-    """One thread for each concurrent piece, and one for the broadcast of `break_connections`."""
+def _options(own_address: str, timeout_s: float) -> Any:
+    """Connections are accepted on the address on the way to the publisher. By default gloo takes that of the machine's
+    name, which is 127.0.1.1 on Debian: relays and members on other machines could not connect. There is one thread for
+    each concurrent piece, and one for the broadcast of `break_connections`."""
     gloo: Any = ProcessGroupGloo
     options = gloo._Options()
     interface = os.environ.get("GLOO_SOCKET_IFNAME")  # torch's own constructor reads it too
-    options._devices = [gloo.create_device(interface=interface) if interface else gloo.create_default_device()]
+    options._devices = [gloo.create_device(**({"interface": interface} if interface else {"hostname": own_address}))]
     options._timeout = timedelta(seconds=timeout_s)
     options._threads = GLOO_PIECES_AT_ONCE + 1
     return options

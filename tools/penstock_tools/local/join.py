@@ -1,0 +1,219 @@
+"""A run on several machines: `penstock up --host ADDRESS` opens it on the first one, `penstock join FILE` adds others.
+
+The first machine writes JOIN_FILE into the run's folder: the config of the run, and the contents of its key files. An
+operator copies this one file to another machine. Neither command sends a key over the network to hand it over. What
+`join` writes is in `hosts/HOST` of the run's folder, which may be on a volume that the machines share.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import signal
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
+from pathlib import Path
+from typing import IO
+from urllib.parse import urlsplit
+
+import yaml
+
+from penstock.config.loading import dump_config, load_overrides, parse_overrides, read_config
+from penstock.config.run import RunConfig
+from penstock.errors import ConfigError
+from penstock.machine import address_towards, is_loopback, port_is_free, visible_gpus
+from penstock.store.keys import check_name
+from penstock_learner.roles.ray_address import ask_cluster
+from penstock_tools.local.processes import Child, ProcessGroup, Restarts, divide_gpus
+
+JOIN_FILE = "join.yaml"
+KEY_FIELDS = (
+    "weights.cluster_key_file", "redis.password_file", "redis.tls_ca_file", "redis.tls_cert_file", "redis.tls_key_file",
+)  # fmt: skip
+"""Fields of the config whose files travel inside JOIN_FILE."""
+RAY_TOKEN = "ray_token"  # noqa: S105  (a name)
+POLL_S = 0.5
+REACH_S = 40.0
+"""How long a Ray node waits for the head at its start."""
+
+
+# ── the first machine ──
+
+
+def opened(config: RunConfig, host: str, cluster_key_file: Path) -> RunConfig:
+    """The config of a run whose processes on this machine, `host`, are reached from others."""
+    if not port_is_free(host, 0):
+        raise ConfigError(
+            f"--host {host} is not an address of this machine; give the one that the others reach, as IPv4"
+        )
+    if starts_ray_head(config, host) and config.rollout.num_servers and visible_gpus():
+        raise ConfigError(
+            "Ray offers all GPUs of this machine to the learner; set rollout.num_servers to 0, and start rollout "
+            "servers with `penstock join` on others"
+        )
+    if config.redis.url and is_loopback(urlsplit(config.redis.url).hostname or "localhost"):
+        raise ConfigError(
+            "redis.url is reachable from this machine only; give the address that the others reach, or none"
+        )
+    changes = {"weights.cluster_key_file": config.weights.cluster_key_file or cluster_key_file}
+    if is_loopback(config.rollout.host):
+        changes["rollout.host"] = host
+    return config.changed(changes | {"learner.publish_host": config.learner.publish_host or host})
+
+
+def starts_ray_head(config: RunConfig, host: str) -> bool:
+    """Whether `learner.ray_address` is on this machine, so that the head is one of the run's processes."""
+    return bool(host) and config.learner.ray_address.rpartition(":")[0].strip("[]") == host
+
+
+def ray_command(host: str, *arguments: str) -> list[str]:
+    """The command of a Ray node on this machine."""
+    words = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
+    return [*words, f"--node-ip-address={host}", *arguments]
+
+
+def ray_head_arguments(config: RunConfig) -> list[str]:
+    port = config.learner.ray_address.rpartition(":")[2]
+    # Ray's sockets need a short path (107 bytes). A later learner removes the folder of a process that has ended.
+    folder = tempfile.mkdtemp(prefix=f"penstock-ray-{os.getpid()}-")
+    return ["--head", f"--port={port}", "--include-dashboard=false", f"--temp-dir={folder}/r"]
+
+
+def ray_environment(token_file: Path) -> dict[str, str]:
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token_file)}
+
+
+def write_join_file(config: RunConfig, ray_token_file: Path | None) -> Path:
+    """Write what another machine needs. Only the owner can read the file."""
+    files: dict[str, Path | None] = {field: attrgetter(field)(config) for field in KEY_FIELDS}
+    files[RAY_TOKEN] = ray_token_file
+    keys = {name: file.read_text() for name, file in files.items() if file is not None}
+    path = config.folder / JOIN_FILE
+    _write_private(path, yaml.safe_dump({"config": config.model_dump(mode="json"), "keys": keys}, sort_keys=False))
+    return path
+
+
+def _write_private(path: Path, text: str) -> None:
+    """Replace a file by one that only its owner can read."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.partial")
+    aside.unlink(missing_ok=True)
+    aside.touch(mode=0o600)
+    aside.write_text(text)
+    aside.replace(path)
+
+
+# ── another machine ──
+
+
+def read_join_file(file: Path) -> tuple[dict[str, object], dict[str, str]]:
+    """Return the config's data, and the contents of key files by KEY_FIELDS. Raises ConfigError."""
+    data = read_config(file)
+    if file.stat().st_mode & 0o077:
+        raise ConfigError(f"{file} holds keys, and other users of this machine can read it; run `chmod 600 {file}`")
+    config, keys = data.get("config"), data.get("keys")
+    if not isinstance(config, dict) or not isinstance(keys, dict) or not keys.keys() <= {*KEY_FIELDS, RAY_TOKEN}:
+        raise ConfigError(
+            f"{file} is not a join file; copy {JOIN_FILE} from the run's folder on the machine of `penstock up --host`"
+        )
+    return config, {str(name): str(text) for name, text in keys.items()}
+
+
+class Joined:
+    """This machine's part of a run: its rollout servers, or its Ray node for the learner's ranks."""
+
+    def __init__(self, file: Path, overrides: Sequence[str], num_servers: int | None, *, is_ray_node: bool) -> None:
+        data, keys = read_join_file(file)
+        config = load_overrides(data, overrides, str(file))
+        self.name = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())
+        check_name("the name of this machine", self.name)
+        self.folder = config.folder / "hosts" / self.name
+        self.is_ray_node = is_ray_node
+        self.num_servers = num_servers or max(1, len(visible_gpus()) // config.rollout.engine.tensor_parallel_size)
+        self.key_files = {name: self.folder / "keys" / name for name in keys}
+        self._keys = keys
+        if is_ray_node and config.learner.ray_address.rpartition(":")[0] == "":
+            raise ConfigError(
+                "the learner of this run has a private Ray, which no machine can join; start the run with "
+                "--learner.ray_address HOST:PORT, where HOST is the address given to `penstock up --host`"
+            )
+        self.host = self._own_address(config, overrides)
+        changes = {name: path for name, path in self.key_files.items() if name != RAY_TOKEN}
+        self.config = config.changed(changes | {"rollout.host": self.host})
+
+    def _own_address(self, config: RunConfig, overrides: Sequence[str]) -> str:
+        """The address on the way to Redis, unless the command line gives one: the others are there too."""
+        if ["rollout", "host"] in [keys for keys, _ in parse_overrides(overrides)]:
+            return config.rollout.host
+        url = urlsplit(config.redis.url)
+        try:
+            return address_towards(url.hostname or "", url.port or 6379)
+        except OSError as error:
+            raise ConfigError(
+                f"there is no way from this machine to {url.hostname} ({error.strerror}), where the run's Redis is; "
+                "connect the two, or start the run with another --host"
+            ) from error
+
+    def run(self) -> None:
+        """Run until SIGTERM or SIGINT. Processes that were up are started again whenever they end, because the network
+        may be away for any time. Raises ProcessDied if a server ends before it was ever up, and other
+        errors if the head of Ray refuses this machine."""
+        for name, text in self._keys.items():
+            _write_private(self.key_files[name], text)
+        config_file = self.folder / "config.yaml"
+        _write_private(config_file, dump_config(self.config))
+        stopping = threading.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: stopping.set())
+        with (self.folder / "lock").open("a") as lock:
+            self._take(lock)
+            processes = ProcessGroup(self.folder / "logs", lock)
+            try:
+                self._start(processes, config_file)
+                self._watch(processes, stopping)
+            finally:
+                processes.stop()
+
+    def _take(self, lock: IO[str]) -> None:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(f"this machine has joined run {self.config.run} already ({self.folder})") from error
+
+    def _start(self, processes: ProcessGroup, config_file: Path) -> None:
+        if self.is_ray_node:
+            token, address = self.key_files.get(RAY_TOKEN), self.config.learner.ray_address
+            os.environ.update(ray_environment(token) if token else {})
+            ask_cluster(address, REACH_S)
+            processes.start("ray", ray_command(self.host, f"--address={address}"), stop_timeout_s=60)
+            return
+        here = self.config.changed({"rollout.num_servers": self.num_servers, "learner.ray_address": "auto"})
+        environments: Mapping[str, Mapping[str, str]] = divide_gpus(here, visible_gpus())
+        for index in range(self.num_servers):
+            name = f"{self.name}-{index}"
+            command = [sys.executable, "-m", "penstock_rollout", "--config", str(config_file), "--server-id", name]
+            processes.start(name, command, environment=environments.get(f"rollout-{index}"), stop_timeout_s=30)
+
+    def _watch(self, processes: ProcessGroup, stopping: threading.Event) -> None:
+        ready: set[str] = set()
+
+        def was_ready(child: Child) -> bool:
+            endpoint = self.config.folder / f"{child.name}.json"
+            if child.name not in ready and endpoint.exists() and endpoint.stat().st_mtime >= child.started_at:
+                ready.add(child.name)
+                print(f"{child.name} serves at {self.host}; logs in {processes.log_folder}", flush=True)
+            return child.name in ready or self.is_ray_node
+
+        names = [child.name for child in processes.children]
+        print(f"joining run {self.config.run} as {self.host}: starting {', '.join(names)}", flush=True)
+        restarts = Restarts(processes, names, sys.maxsize, was_ready)
+        while not stopping.wait(POLL_S):
+            for child in processes.children:
+                was_ready(child)
+            for restart in restarts.check():
+                print(f"{restart.text}; it is started again in {restart.delay_s:g} s", flush=True)

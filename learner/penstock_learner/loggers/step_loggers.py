@@ -25,6 +25,7 @@ from penstock.config.learner import LoggerName
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError
 from penstock.samples import Sample
+from penstock.step_history import METRICS, read_steps
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -136,7 +137,7 @@ class StepLoggers:
 
 def _open(name: LoggerName, config: RunConfig, start_step: int) -> StepLogger:
     if name == "jsonl":
-        return JsonlLogger(config.folder / "metrics.jsonl", start_step)
+        return JsonlLogger(config.folder, start_step)
     if name == "tensorboard":
         return TensorBoardLogger(config.folder / "tensorboard", start_step)
     if name == "wandb":
@@ -256,28 +257,25 @@ class JsonlLogger(StepLogger):
     """Writes one line per step, with the learner's own names, and flushes it at once. When a run continues, lines of
     steps after `start_step` are dropped: they are trained again."""
 
-    def __init__(self, path: Path, start_step: int) -> None:
-        kept = []
-        if path.is_file():
-            for line in path.read_text().splitlines():
-                try:
-                    if json.loads(line)["step"] <= start_step:
-                        kept.append(line + "\n")
-                except (ValueError, KeyError):
-                    continue
-        path.parent.mkdir(parents=True, exist_ok=True)
+    def __init__(self, folder: Path, start_step: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / METRICS
         partial = path.with_suffix(".partial")
-        partial.write_text("".join(kept))
+        partial.write_text("".join(_line(step) for step in read_steps(folder) if step["step"] <= start_step))
         partial.rename(path)
         self._file = path.open("a", buffering=1)
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """Write the step. Numbers that are not finite, as in a skipped step, become null: JSON cannot express them."""
-        line = {name: _rounded(value) if math.isfinite(value) else None for name, value in metrics.items()}
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._file.write(_line(metrics))
 
     def close(self) -> None:
         self._file.close()
+
+
+def _line(metrics: Mapping[str, float]) -> str:
+    """The line of a step. Numbers that are not finite, as in a skipped step, become null: JSON cannot express them."""
+    numbers = {name: _rounded(value) if math.isfinite(value) else None for name, value in metrics.items()}
+    return json.dumps(numbers, allow_nan=False) + "\n"
 
 
 def _rounded(value: float) -> float:

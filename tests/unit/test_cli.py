@@ -31,7 +31,7 @@ from penstock.errors import ConfigError, InvalidInput, PenstockError, Unavailabl
 HEAVY = ("torch", "vllm", "ray", "grpc", "fastapi", "httpx", "numpy", "pyarrow", "redis", "pydantic", "rich")
 LIGHT_COMMANDS = (
     "submit", "feed", "status", "top", "doctor", "policies", "plan", "simulate", "generate", "evaluate", "gateway",
-    "samples",
+    "samples", "plot",
 )  # fmt: skip
 
 

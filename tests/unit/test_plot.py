@@ -1,4 +1,4 @@
-"""The history of a run in its folder, and `penstock plot`."""
+"""The history of a run in its folder: `penstock plot` and `penstock runs metrics`."""
 
 from __future__ import annotations
 
@@ -114,3 +114,28 @@ def test_what_cannot_be_drawn_is_one_line(
     assert main(["plot", *words]) == 2
     error = capsys.readouterr().err
     assert complaint in error and error.count("\n") == 1 and not Path("plot.png").exists()
+
+
+def test_the_steps_of_a_run_that_has_ended_are_shown_from_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    of_learner = {"policy_version": 7, "time": 1000.5, "grad_norm": None}
+    write_run(Path("runs/run"), *(step(number, **of_learner) for number in (1, 2, 3)))
+    assert main(["runs", "metrics", "run", "--limit", "2", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert [(found["step"], found["policy_version"], found["published_at_ms"]) for found in shown] == [
+        (2, 7, 1000500),
+        (3, 7, 1000500),
+    ]
+    assert shown[1]["metrics"]["reward_mean"] == 0.3 and shown[1]["metrics"]["grad_norm"] is None
+    assert main(["runs", "metrics", str(tmp_path / "runs/run")]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[:3] == ["1", "7", "0.1"]
+    for words, complaint in (
+        (["rnu"], "did you mean run?"), (["a", "b"], "metrics takes [RUN], not 'a b'"),
+        (["run", "--run-dir", "runs/run"], "RUN cannot be combined with --run-dir"),
+        ([], "no run is up in runs/"),
+    ):  # fmt: skip
+        assert main(["runs", "metrics", *words]) == 2
+        error = capsys.readouterr().err
+        assert complaint in error and error.count("\n") == 1

@@ -53,6 +53,8 @@ LABELS = {
     "logprob_mismatch": "log-prob mismatch (nats)",
     "staleness_mean": "staleness (versions; faint: oldest token)",
     "tokens_per_second": "trained tokens/s",
+    "memory_peak_gib": "peak memory of a rank (GiB)",
+    "mfu": "model FLOPs over peak",
     "step_s": "seconds of a step",
     "wait_s": "seconds waiting for a batch",
     "forward_s": "seconds of forward passes",

@@ -161,12 +161,23 @@ VERL_NAMES = {
     "critic_grad_norm": "critic/grad_norm",
     "critic_lr": "critic/lr",
     "critic_clip_ratio": "critic/vf_clipfrac",
-    "value_mean": "critic/vpred_mean",
+    "value_mean": "critic/values/mean",
     "value_explained_variance": "critic/vf_explained_var",
     "reward_mean": "critic/rewards/mean",
     "reward_min": "critic/rewards/min",
     "reward_max": "critic/rewards/max",
+    "advantage_mean": "critic/advantages/mean",
+    "advantage_min": "critic/advantages/min",
+    "advantage_max": "critic/advantages/max",
+    "return_mean": "critic/returns/mean",
+    "return_min": "critic/returns/min",
+    "return_max": "critic/returns/max",
     "response_length_mean": "response_length/mean",
+    "response_length_min": "response_length/min",
+    "response_length_max": "response_length/max",
+    "truncated_ratio": "response_length/clip_ratio",
+    "memory_peak_gib": "perf/max_memory_allocated_gb",
+    "mfu": "perf/mfu/actor",
     "kl_behaviour": "rollout_corr/k3_kl",
     "importance_weight_mean": "rollout_corr/rollout_is_mean",
     "importance_weight_max": "rollout_corr/rollout_is_max",
@@ -185,6 +196,10 @@ OWN_PREFIX = "penstock/"
 Metrics = Mapping[str, float]
 
 _DERIVED: dict[str, Callable[[Metrics], float]] = {
+    "critic/score/mean": lambda m: m["reward_mean"],
+    "critic/score/min": lambda m: m["reward_min"],
+    "critic/score/max": lambda m: m["reward_max"],
+    "perf/time_per_step": lambda m: m["step_s"],
     "actor/pg_clipfrac": lambda m: m["clip_ratio_low"] + m["clip_ratio_high"],
     "prompt_length/mean": lambda m: m["prompt_tokens"] / m["num_sequences"],
     "perf/total_num_tokens": lambda m: m["prompt_tokens"] + m["response_tokens"],
@@ -194,8 +209,8 @@ _NOT_LOGGED = ("time",)
 
 
 def under_verl_names(metrics: Metrics) -> dict[str, float]:
-    """Every number once, under verl's name or `penstock/…`, and the numbers that verl derives from several. Names with
-    a slash, as those of supervised fine-tuning (`train/loss`), are verl's already."""
+    """Every number under verl's name or `penstock/…`, and what verl has under a second name or derives from several.
+    Names with a slash, as those of supervised fine-tuning (`train/loss`), are verl's already."""
     named = {
         name if "/" in name else VERL_NAMES.get(name, OWN_PREFIX + name): value
         for name, value in metrics.items()

@@ -24,8 +24,11 @@ TABLE = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end -->\n)", re.DOTALL)
 DIFFERENCES = {
     "kl_loss": "multiplied by its coefficient",
     "kl_coefficient": "in the reward too: verl's `actor/reward_kl_penalty_coeff`",
-    "value_mean": "before the update",
-    "reward_mean": "before a KL penalty in the reward: verl's `critic/score/mean`",
+    "reward_mean": "before a KL penalty in the reward",
+    "advantage_mean": "verl also logs returns for GRPO, which equal the advantages",
+    "truncated_ratio": "cut at any limit on tokens or turns, not only as long as the longest response may be",
+    "memory_peak_gib": "of the policy's fullest rank; on a CPU, of its process",
+    "mfu": "6 FLOPs per parameter and token, without attention",
     "importance_weight_max": "after truncation; before it: `penstock/importance_ratio_max`",
     "is_rejected_ratio": "tokens outside the band too",
     "wait_s": "time waiting for a batch; generation runs all the time",

@@ -28,8 +28,8 @@ from penstock.client import PenstockClient
 from penstock.config.loading import load_config
 from penstock.config.run import RunConfig
 from penstock.feed.datasets import read_prompts
+from penstock.step_history import read_steps
 from penstock.trajectory import Prompt, Sampling
-from penstock_tools.local.demo import read_history
 from penstock_tools.local.local_run import LocalRun
 from penstock_tools.local.processes import Child
 
@@ -213,7 +213,7 @@ async def train(variant: Variant, local: LocalRun | FollowedRun) -> dict[str, An
     started = time.time()
     await asyncio.wait_for(_train(local, _prompts(local.config)), TRAIN_S)
     after = {name: seconds - before[name] for name, seconds in _cpu_seconds(local).items()}
-    return row_of(variant, read_history(local.folder)[: variant.num_steps], started, after)
+    return row_of(variant, read_steps(local.folder)[: variant.num_steps], started, after)
 
 
 def row_of(variant: Variant, rows: list[dict[str, float]], started: float, cpu_s: dict[str, float]) -> dict[str, Any]:

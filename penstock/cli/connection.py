@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.cli.parser import interruptible
+from penstock.cli.parser import did_you_mean, interruptible
 from penstock.errors import ConfigError
 from penstock.machine import accepts_connections
 
@@ -23,6 +23,22 @@ if TYPE_CHECKING:
 
 RUNS_FOLDER = Path("runs")
 PROBE_S = 1.0
+
+
+def run_folder(run: str, *files: str) -> Path:
+    """The folder of a run, by its name in `runs/` or its path. Raises ConfigError unless it has one of the files."""
+    named = [RUNS_FOLDER / run] if Path(run).name == run else []
+    folder = next((folder for folder in (*named, Path(run)) if folder.is_dir()), None)
+    if folder is None:
+        names = [path.name for path in RUNS_FOLDER.glob("*") if path.is_dir()]
+        hint = did_you_mean(run, names) or "give its folder"
+        raise ConfigError(f"there is no run {run!r} in {RUNS_FOLDER}/, and no such folder; {hint}")
+    if not any((folder / file).is_file() for file in files):
+        raise ConfigError(
+            f"{folder} has no {' or '.join(files)}; give the folder of a run that has trained a step, and whose "
+            "learner.loggers has jsonl"
+        )
+    return folder
 
 
 def add_gateway_arguments(parser: argparse.ArgumentParser) -> None:

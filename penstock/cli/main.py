@@ -28,6 +28,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "doctor": ("penstock_tools.doctor.command", "check a deployment and give advice"),
     "watch": ("penstock.cli.commands.observe:watch", "print the results of a run as they arrive"),
     "samples": ("penstock_tools.samples_command", "show what the model wrote in training: prompts, responses, rewards"),
+    "plot": ("penstock_tools.plot", "draw the metrics of runs, also of runs that have ended"),
     "policies": ("penstock.cli.commands.control:policies", "list, compare, promote and rewind policy versions"),
     "runs": ("penstock.cli.commands.control:runs", "show, list, pause, resume and stop runs; show metrics by step"),
     "servers": ("penstock.cli.commands.control:servers", "list, drain and undrain the rollout servers of a run"),

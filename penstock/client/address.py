@@ -44,8 +44,9 @@ class GatewayAddress:
             if not (path.parent / "config.yaml").exists():
                 raise ConfigError(f"{path.parent} is not the folder of a run; check the path, or give a URL") from error
             raise ConfigError(
-                f"the run in {path.parent} is not up; `penstock up` with its configuration continues it, and `penstock "
-                f"doctor --run-dir {path.parent}` says how it was left"
+                f"the run in {path.parent} is not up; `penstock up` with its configuration continues it, `penstock "
+                f"doctor --run-dir {path.parent}` says how it was left, and `penstock runs metrics {path.parent}` "
+                "shows its steps"
             ) from error
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{path} cannot be read ({error}); restart the gateway") from error

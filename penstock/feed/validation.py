@@ -21,6 +21,7 @@ from penstock.feed.run_end import RunEnd
 from penstock.replay.queue import PromptIntake
 from penstock.replay.queue_types import VALIDATION, Evaluation
 from penstock.sample_scores import ACCURACY
+from penstock.step_history import VALIDATIONS
 from penstock.store.fleet import SERVING_STATES, Fleet, PolicyRegistry, ServerRecord
 from penstock.trajectory import Prompt
 
@@ -176,7 +177,7 @@ class Validator:
             raise InvalidInput(shown_files(validation.file), "holds no prompts")
         # A prompt may fail once for each attempt before it counts as finished.
         stall_timeout_s = config.replay.max_attempts * config.rollout.prompt_timeout_s + config.replay.lease_ttl_s
-        results = config.folder / "validation.jsonl"
+        results = config.folder / VALIDATIONS
         run_end = RunEnd(queue, config)
         return cls(queue, prompts, validation, config.dataset.name, results, stall_timeout_s, run_end, hold)
 

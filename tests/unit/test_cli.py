@@ -31,7 +31,7 @@ from penstock.errors import ConfigError, InvalidInput, PenstockError, Unavailabl
 HEAVY = ("torch", "vllm", "ray", "grpc", "fastapi", "httpx", "numpy", "pyarrow", "redis", "pydantic", "rich")
 LIGHT_COMMANDS = (
     "submit", "feed", "status", "top", "doctor", "policies", "plan", "simulate", "generate", "evaluate", "gateway",
-    "samples",
+    "samples", "plot",
 )  # fmt: skip
 
 
@@ -204,6 +204,7 @@ def test_a_run_that_is_not_up_says_so(name: str, tmp_path: Path, capsys: pytest.
     assert cli.main([name, "--run-dir", str(tmp_path)]) == 2
     said = capsys.readouterr().err
     assert f"the run in {tmp_path} is not up; `penstock up`" in said and f"doctor --run-dir {tmp_path}" in said
+    assert f"`penstock runs metrics {tmp_path}` shows its steps" in said
     (tmp_path / "lock").write_text(str(os.getpid()))  # as the supervisor of a run that is up does
     assert cli.main([name, "--run-dir", str(tmp_path)]) == 2
     assert f"the run in {tmp_path} is starting or stopping, and its gateway is not up" in capsys.readouterr().err

@@ -493,7 +493,7 @@ def test_simulate_compares_with_a_run(tmp_path: Path, capsys: pytest.CaptureFixt
     (tmp_path / "config.yaml").write_text("model: {path: /models/policy}\nreplay: {groups_per_step: 8}\n")
     row = {"wait_s": 0.5, "forward_s": 0.2, "update_s": 0.7, "gather_s": 0.1, "step_s": 1.5, "staleness_mean": 1.0,
            "staleness_max": 2.0, "mixed_version_ratio": 0.1}  # fmt: skip
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for _ in range(9)))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row | {"step": n}) + "\n" for n in range(9)))
     name = "penstock_rollout_episode_duration_seconds"
     (tmp_path / "metrics.txt").write_text(f"{name}_count 10.0\n{name}_sum 25.0\n")
     words = ["--run-dir", str(tmp_path), "--rollout-metrics", str(tmp_path / "metrics.txt"), "--json"]

@@ -25,6 +25,7 @@ from penstock.config.learner import LoggerName
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError
 from penstock.samples import Sample
+from penstock.step_history import METRICS, read_steps
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -136,7 +137,7 @@ class StepLoggers:
 
 def _open(name: LoggerName, config: RunConfig, start_step: int) -> StepLogger:
     if name == "jsonl":
-        return JsonlLogger(config.folder / "metrics.jsonl", start_step)
+        return JsonlLogger(config.folder, start_step)
     if name == "tensorboard":
         return TensorBoardLogger(config.folder / "tensorboard", start_step)
     if name == "wandb":
@@ -160,12 +161,23 @@ VERL_NAMES = {
     "critic_grad_norm": "critic/grad_norm",
     "critic_lr": "critic/lr",
     "critic_clip_ratio": "critic/vf_clipfrac",
-    "value_mean": "critic/vpred_mean",
+    "value_mean": "critic/values/mean",
     "value_explained_variance": "critic/vf_explained_var",
     "reward_mean": "critic/rewards/mean",
     "reward_min": "critic/rewards/min",
     "reward_max": "critic/rewards/max",
+    "advantage_mean": "critic/advantages/mean",
+    "advantage_min": "critic/advantages/min",
+    "advantage_max": "critic/advantages/max",
+    "return_mean": "critic/returns/mean",
+    "return_min": "critic/returns/min",
+    "return_max": "critic/returns/max",
     "response_length_mean": "response_length/mean",
+    "response_length_min": "response_length/min",
+    "response_length_max": "response_length/max",
+    "truncated_ratio": "response_length/clip_ratio",
+    "memory_peak_gib": "perf/max_memory_allocated_gb",
+    "mfu": "perf/mfu/actor",
     "kl_behaviour": "rollout_corr/k3_kl",
     "importance_weight_mean": "rollout_corr/rollout_is_mean",
     "importance_weight_max": "rollout_corr/rollout_is_max",
@@ -184,6 +196,10 @@ OWN_PREFIX = "penstock/"
 Metrics = Mapping[str, float]
 
 _DERIVED: dict[str, Callable[[Metrics], float]] = {
+    "critic/score/mean": lambda m: m["reward_mean"],
+    "critic/score/min": lambda m: m["reward_min"],
+    "critic/score/max": lambda m: m["reward_max"],
+    "perf/time_per_step": lambda m: m["step_s"],
     "actor/pg_clipfrac": lambda m: m["clip_ratio_low"] + m["clip_ratio_high"],
     "prompt_length/mean": lambda m: m["prompt_tokens"] / m["num_sequences"],
     "perf/total_num_tokens": lambda m: m["prompt_tokens"] + m["response_tokens"],
@@ -193,8 +209,8 @@ _NOT_LOGGED = ("time",)
 
 
 def under_verl_names(metrics: Metrics) -> dict[str, float]:
-    """Every number once, under verl's name or `penstock/…`, and the numbers that verl derives from several. Names with
-    a slash, as those of supervised fine-tuning (`train/loss`), are verl's already."""
+    """Every number under verl's name or `penstock/…`, and what verl has under a second name or derives from several.
+    Names with a slash, as those of supervised fine-tuning (`train/loss`), are verl's already."""
     named = {
         name if "/" in name else VERL_NAMES.get(name, OWN_PREFIX + name): value
         for name, value in metrics.items()
@@ -256,28 +272,25 @@ class JsonlLogger(StepLogger):
     """Writes one line per step, with the learner's own names, and flushes it at once. When a run continues, lines of
     steps after `start_step` are dropped: they are trained again."""
 
-    def __init__(self, path: Path, start_step: int) -> None:
-        kept = []
-        if path.is_file():
-            for line in path.read_text().splitlines():
-                try:
-                    if json.loads(line)["step"] <= start_step:
-                        kept.append(line + "\n")
-                except (ValueError, KeyError):
-                    continue
-        path.parent.mkdir(parents=True, exist_ok=True)
+    def __init__(self, folder: Path, start_step: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / METRICS
         partial = path.with_suffix(".partial")
-        partial.write_text("".join(kept))
+        partial.write_text("".join(_line(step) for step in read_steps(folder) if step["step"] <= start_step))
         partial.rename(path)
         self._file = path.open("a", buffering=1)
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """Write the step. Numbers that are not finite, as in a skipped step, become null: JSON cannot express them."""
-        line = {name: _rounded(value) if math.isfinite(value) else None for name, value in metrics.items()}
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._file.write(_line(metrics))
 
     def close(self) -> None:
         self._file.close()
+
+
+def _line(metrics: Mapping[str, float]) -> str:
+    """The line of a step. Numbers that are not finite, as in a skipped step, become null: JSON cannot express them."""
+    numbers = {name: _rounded(value) if math.isfinite(value) else None for name, value in metrics.items()}
+    return json.dumps(numbers, allow_nan=False) + "\n"
 
 
 def _rounded(value: float) -> float:

@@ -243,6 +243,7 @@ class StepLoop:
         ended = time.monotonic()
         times = StepTimes(wait_s, between_s, ended - stage_started, ended - started, self.publication.computed_s)
         metrics = flattened(result, times, version, self.publication.in_flight_updates)
+        metrics |= await self.records.usage_numbers(result)
         await self.records.record(batch, result, metrics, self.term, self.loggers)
         self.samples.add(TrainedStep(batch.step, version, batch.groups, batch.prompts, result.rewards))
         await self.publication.publish(staged, batch.step, self.agreement.check.last | metrics)
@@ -350,10 +351,9 @@ class StepRecords:
             "step %d version %d reward %.3f staleness %.2f loss %.4f %.2fs", result.step, term.policy_version,
             result.batch.reward_mean, result.batch.staleness_mean, result.update.loss, metrics["step_s"],
         )  # fmt: skip
-        await self._observe_usage(result)
 
-    async def _observe_usage(self, result: StepResult) -> None:
-        """Memory of the policy's ranks, and how much of their FLOPs the update used."""
+    async def usage_numbers(self, result: StepResult) -> dict[str, float]:
+        """Memory of the policy's ranks, and how much of their FLOPs the update used, if these are known."""
         if time.monotonic() - self.usage_at >= USAGE_EVERY_S:
             self.usage = await self.policy.call_all("usage")
             self.usage_at = time.monotonic()
@@ -362,7 +362,10 @@ class StepRecords:
         peak = sum(peak_flops(usage.device_name, self.config.peak_flops_per_rank) for usage in self.usage)
         num_tokens: float = (result.batch.prompt_tokens + result.batch.response_tokens) * self.config.epochs_per_step
         num_tokens -= result.update.shared_tokens
-        self.metrics.mfu.set(mfu(self.usage[0].num_parameters, num_tokens, result.update_s, peak))
+        share = mfu(self.usage[0].num_parameters, num_tokens, result.update_s, peak)
+        self.metrics.mfu.set(share)
+        memory_gib = max(usage.memory_peak_bytes for usage in self.usage) / 2**30
+        return {"memory_peak_gib": memory_gib} | ({"mfu": share} if peak else {})
 
 
 @dataclass(eq=False)

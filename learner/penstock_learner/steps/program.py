@@ -55,6 +55,7 @@ from penstock_learner.steps.step_result import (
     numbers_of_updates,
     ratio_counts,
     reward_part_means,
+    token_numbers,
 )
 from penstock_learner.term import Term
 
@@ -409,7 +410,7 @@ class TrainingStep:
             step=step,
             batch=batch_numbers(batch, groups, term),
             update=update,
-            others=MappingProxyType({**own, **reward_part_means(groups), **others}),
+            others=MappingProxyType({**own, **reward_part_means(groups), **token_numbers(batch), **others}),
             forward_s=update_started - started,
             update_s=ended - update_started,
             ended_s=time.time(),

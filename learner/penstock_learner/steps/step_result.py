@@ -45,6 +45,8 @@ class BatchNumbers:
     prompt_tokens: int
     response_tokens: int
     response_length_mean: float
+    response_length_min: int
+    response_length_max: int
     mixed_version_ratio: float
     zero_advantage_group_ratio: float
     singleton_group_ratio: float
@@ -163,12 +165,26 @@ def batch_numbers(batch: SequenceBatch, groups: Sequence[Group], term: Term) -> 
         prompt_tokens=int(trained.prompt_lengths.sum()),
         response_tokens=len(trained.loss_mask),
         response_length_mean=float(trained.response_lengths.mean()),
+        response_length_min=int(trained.response_lengths.min()),
+        response_length_max=int(trained.response_lengths.max()),
         mixed_version_ratio=float((trained.unmixed_versions[ends - 1] == -1).mean()),
         zero_advantage_group_ratio=float(((highest == lowest) & (sizes > 1)).mean()),
         singleton_group_ratio=float((sizes == 1).mean()),
         reward_failed_ratio=sum(sample.reward_failed for sample in samples) / len(samples),
         truncated_ratio=sum(sample.finish_reason == "length" for sample in samples) / len(samples),
     )
+
+
+def token_numbers(batch: SequenceBatch) -> dict[str, float]:
+    """The spread over the trained tokens of the advantages, and of the returns if the estimator has computed any."""
+    batch = batch.without_baselines()
+    trained, numbers = batch.loss_mask.astype(bool), dict[str, float]()
+    for name, given in (("advantage", batch.advantages), ("return", batch.returns)):
+        if given is not None and trained.any():
+            values = given[trained].astype(np.float64)
+            spread = {"mean": values.mean(), "min": values.min(), "max": values.max()}
+            numbers |= {f"{name}_{kind}": float(value) for kind, value in spread.items()}
+    return numbers
 
 
 def _deviation(values: NDArray[np.float32]) -> float:

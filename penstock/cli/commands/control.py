@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from penstock.cli.connection import add_gateway_arguments, open_client
+from penstock.cli.connection import add_gateway_arguments, open_client, run_folder
 from penstock.cli.output import print_table, to_json
 from penstock.cli.parser import Parser, RawHelpFormatter, whole_number
 from penstock.errors import InvalidInput
@@ -31,7 +33,7 @@ Action = tuple[str, Callable[..., Any], Callable[[Any], None]]
 
 def _run(argv: Sequence[str], prog: str, description: str, actions: Mapping[str, Action], limit_help: str = "") -> int:
     """Run one of the actions, whose keys have the words that they take: `pin VERSION NAME`. The first is the default.
-    A VERSION becomes a number before the call."""
+    A VERSION becomes a number before the call. With a word in brackets, the call gets no client."""
     width = max(map(len, actions)) + len(prog) + 3
     parser = Parser(
         prog=prog,
@@ -50,13 +52,17 @@ def _run(argv: Sequence[str], prog: str, description: str, actions: Mapping[str,
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
     wanted = usages[args.action].split()[1:]
-    if len(args.words) != len(wanted):
+    has_option = len(args.words) == len(wanted) > 0 and wanted[-1].startswith("[")
+    if len(args.words) != len([word for word in wanted if not word.startswith("[")]) + has_option:
         missing = "which is missing" if len(wanted) == 1 else "not none"
         given = f"not {' '.join(args.words)!r}" if args.words else missing
         parser.error(f"{args.action} takes {' '.join(wanted) or 'no word'}, {given}; see `{prog} --help`")
     _, call, show = actions[usages[args.action]]
-    with open_client(args, DEADLINE_S) as client:
-        kinds = zip(wanted, args.words, strict=True)
+    if has_option and (args.run_dir or args.url):
+        parser.error(f"{wanted[-1][1:-1]} cannot be combined with --run-dir and --url")
+    opened: Any = nullcontext() if has_option else open_client(args, DEADLINE_S)
+    with opened as client:
+        kinds = zip(wanted, args.words, strict=False)
         words = [_version(client, word) if kind == "VERSION" else word for kind, word in kinds]
         answer = call(client, words, getattr(args, "limit", 0))
     print(to_json(answer)) if args.json else show(answer)
@@ -78,7 +84,11 @@ def runs(argv: Sequence[str]) -> int:
         "pause": ("stop leasing prompts", lambda c, *_: c.pause_run(), _print_run),
         "resume": ("lease prompts again", lambda c, *_: c.resume_run(), _print_run),
         "stop": ("end the learner after its step, with a checkpoint", lambda c, *_: c.stop_run(), _print_run),
-        "metrics": ("show the newest steps", lambda c, _, limit: c.metrics(limit), _print_metrics),
+        "metrics [RUN]": (
+            "show the newest steps; those of RUN, a name in runs/ or a folder, also when it is not up",
+            lambda c, words, limit: c.metrics(limit) if c else _recorded_steps(*words, limit),
+            _print_metrics,
+        ),
     }
     limit_help = "show the metrics of N steps (default: %(default)s)"
     return _run(argv, "penstock runs", "Show, list, pause, resume and stop runs.", actions, limit_help)
@@ -89,6 +99,20 @@ def _print_run(found: Run | Sequence[Run]) -> None:
         held = "" if run.held_version is None else f", servers held at version {run.held_version}"
         detail = f": {run.detail}" if run.detail else ""
         print(f"run {run.run} is {run.state.lower()} at step {run.step}, version {run.policy_version}{held}{detail}")
+
+
+def _recorded_steps(run: str, limit: int) -> list[StepMetrics]:
+    from penstock.api.records import StepMetrics
+    from penstock.step_history import METRICS, read_steps
+
+    return [
+        StepMetrics(
+            step=int(step["step"]), policy_version=int(step["policy_version"]),
+            published_at_ms=int(1000 * step["time"]),
+            metrics={name: value if math.isfinite(value) else None for name, value in step.items()},
+        )
+        for step in read_steps(run_folder(run, METRICS))[-limit:]
+    ]  # fmt: skip
 
 
 def _print_metrics(steps: Sequence[StepMetrics]) -> None:

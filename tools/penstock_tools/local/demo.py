@@ -8,9 +8,7 @@ import json
 import random
 import signal
 import time
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from statistics import fmean
+from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
@@ -25,10 +23,13 @@ from penstock.diagnosis.terminal import sparkline
 from penstock.errors import ConfigError, Conflict, DeadlineExceeded
 from penstock.feed.dataset_feed import seeded
 from penstock.feed.datasets import read_prompts
+from penstock.step_history import read_steps
 from penstock.trajectory import Prompt, Sampling
 from penstock_tools.local.local_run import LocalRun
 from penstock_tools.local.supervisor import News
+from penstock_tools.plot import RunHistory, draw, panel
 
+PLOTTED = ("reward_mean", "staleness_mean", "tokens_per_second")
 POLL_S = 0.5
 SUBMIT_BATCH = 512
 """Number of prompts that are submitted at once, whenever fewer than this wait in the queue."""
@@ -69,10 +70,18 @@ async def run_demo(config: RunConfig) -> dict[str, Any]:
                     ) from error
                 raise
             display.print("stopping everything")
-    history = read_history(config.folder)
+    history = read_steps(config.folder)
     summary = summarise(config, history, final, score_start, score_end, time.monotonic() - started)
     (config.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    write_plot(config.folder / "plot.png", history, summary)
+    title = f"{config.run}: held-out {score_start:.2f} → {score_end:.2f} in {summary['steps']} steps"
+    scores = {0: score_start, summary["steps"]: score_end}
+    draw(
+        config.folder / "plot.png",
+        [RunHistory(config.run, history, scores)],
+        [panel(name) for name in PLOTTED],
+        title=title,
+        num_columns=1,
+    )
     print_summary(config, summary, history)
     return summary
 
@@ -128,25 +137,11 @@ async def _train(run: LocalRun, prompts: Iterator[Prompt], display: Display, new
             batch = list(itertools.islice(prompts, SUBMIT_BATCH))
             await run.client.submit(batch, idempotency_key=f"{run.config.run}/{num_submitted}")
             num_submitted += len(batch)
-        display.update(status, read_history(run.folder))
+        display.update(status, read_steps(run.folder))
         await asyncio.sleep(POLL_S)
 
 
 # ── the report ──
-
-
-def read_history(folder: Path) -> list[dict[str, float]]:
-    """Read the learner's metrics.jsonl: one dict per step. A line that is still being written is skipped."""
-    path = folder / "metrics.jsonl"
-    if not path.is_file():
-        return []
-    rows = []
-    for line in path.read_text().splitlines():
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            break
-    return rows
 
 
 def summarise(
@@ -178,42 +173,6 @@ def summarise(
     }
 
 
-def write_plot(path: Path, history: History, summary: dict[str, Any]) -> None:
-    """Plot reward, staleness and throughput over steps, one above the other."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    def series(name: str) -> list[float]:
-        return [row[name] for row in history]
-
-    steps = series("step")
-    figure, axes = pyplot.subplots(3, 1, figsize=(8, 8), sharex=True, layout="constrained")
-    rewards, staleness, rates = axes
-    rewards.plot(steps, series("reward_mean"), color="tab:green", alpha=0.35, label="batch")
-    rewards.plot(steps, _smooth(series("reward_mean"), 10), color="tab:green", label="mean of 10")
-    if steps:
-        scores = [summary["score_start"], summary["score_end"]]
-        rewards.scatter([0, steps[-1]], scores, color="black", zorder=3, label="held-out")
-    rewards.set(ylabel="reward", ylim=(0, 1.02))
-    staleness.plot(steps, series("staleness_max"), color="tab:orange", alpha=0.35, label="max")
-    staleness.plot(steps, series("staleness_mean"), color="tab:orange", label="mean")
-    staleness.set(ylabel="staleness (versions)", ylim=(0, None))
-    rates.plot(steps, series("tokens_per_second"), color="tab:blue", alpha=0.35, label="step")
-    rates.plot(steps, _smooth(series("tokens_per_second"), 10), color="tab:blue", label="mean of 10")
-    rates.set(ylabel="trained tokens/s", xlabel="step", ylim=(0, None))
-    for axis in axes:
-        axis.legend(loc="lower right")
-        axis.grid(alpha=0.25)
-    figure.suptitle(
-        f"{summary['run']}: held-out {summary['score_start']:.2f} → {summary['score_end']:.2f} "
-        f"in {summary['steps']} steps, {summary['seconds']:.0f} s"
-    )
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-
-
 def print_summary(config: RunConfig, summary: dict[str, Any], history: History) -> None:
     console = Console()
     table = Table(title="summary", show_header=False, min_width=60)
@@ -233,7 +192,3 @@ def print_summary(config: RunConfig, summary: dict[str, Any], history: History) 
     console.print(f"reward {sparkline([row['reward_mean'] for row in history], 60)}", style="green")
     for name in ("plot.png", "summary.json"):
         console.print(str(config.folder / name), soft_wrap=True)
-
-
-def _smooth(values: Sequence[float], window: int) -> list[float]:
-    return [fmean(values[max(0, index - window + 1) : index + 1]) for index in range(len(values))]

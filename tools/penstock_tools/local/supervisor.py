@@ -16,6 +16,7 @@ from penstock.diagnosis.log_lines import PAUSED_STATES, Announcements, waiting_f
 from penstock.errors import ConfigError, DeadlineExceeded, NotFound, ProcessDied, Unavailable
 from penstock.feed.feed_process import feed_file
 from penstock.feed.validation import evaluation_id, read_results, result_line, validated_steps
+from penstock.step_history import VALIDATIONS
 from penstock_tools.local.join import JOIN_FILE
 from penstock_tools.local.local_run import LocalRun
 
@@ -25,7 +26,6 @@ ANSWER_S = 0.5
 STATUS_POLLS = 2
 """The run's status is read after this many polls, and its news are printed."""
 PROGRESS_POLLS = 20
-VALIDATIONS = "validation.jsonl"
 
 
 async def supervise(config: RunConfig, host: str = "") -> bool:

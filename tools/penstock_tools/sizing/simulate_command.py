@@ -11,6 +11,7 @@ from typing import Any
 
 from penstock.cli.parser import Parser, whole_number
 from penstock.errors import ConfigError
+from penstock.step_history import METRICS, read_steps
 
 _REQUIRED = {
     "num_servers": "number of rollout servers",
@@ -91,13 +92,9 @@ def _measured(folder: Path) -> tuple[dict[str, Any], dict[str, float]]:
     """The inputs of a run: limits from its configuration, and durations that its learner measured. And its results."""
     from penstock.config.loading import load_config
 
-    config, path = load_config(folder / "config.yaml"), folder / "metrics.jsonl"
-    try:
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}; give the folder of a run that has trained") from error
+    config, rows = load_config(folder / "config.yaml"), read_steps(folder)
     if len(rows) <= WARM_UP_STEPS:
-        raise ConfigError(f"{path} has {len(rows)} steps; more than {WARM_UP_STEPS} are needed")
+        raise ConfigError(f"{folder / METRICS} has {len(rows)} steps; more than {WARM_UP_STEPS} are needed")
     names = ("forward_s", "update_s", "gather_s", "wait_s", "step_s", "staleness_mean")
     mean = {name: sum(row[name] for row in rows[WARM_UP_STEPS:]) / len(rows[WARM_UP_STEPS:]) for name in names}
     rollout, replay = config.rollout, config.replay

@@ -21,7 +21,8 @@ export function table(caption, columns, rows) {
 export const card = (title, ...children) => h("section", { class: "card" }, h("h2", {}, title), children);
 export const empty = (text) => h("p", { class: "empty" }, text);
 export const number = (value) => (value === null || value === undefined || Number.isNaN(value) ? "–"
-  : Math.abs(value) >= 1000 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(4))));
+  : Math.abs(value) >= 1000 ? Math.round(value).toLocaleString("en")
+    : value !== 0 && Math.abs(value) < 0.001 ? Number(value.toPrecision(4)).toExponential() : String(Number(value.toPrecision(4))));
 export const clock = (milliseconds) => (milliseconds ? new Date(milliseconds).toLocaleString() : "–");
 
 // A form of filters. A field is [name, label, kind]; its kind is a type of input, or a list of [value, title]. `apply` gets

@@ -5,6 +5,15 @@ import { card, confirmed, empty, h, number, say, table } from "/console/elements
 
 const SHOWN_STEPS = 200, SHOWN_MOMENTS = 300;
 const CHARTS = [["reward", "reward_mean"], ["staleness (versions)", "staleness_mean"], ["tokens per second", "tokens_per_second"]];
+// Shown as soon as a step has the number.
+const MORE_CHARTS = [
+  ["response length (tokens)", "response_length_mean"], ["share of cut responses", "truncated_ratio"], ["entropy (nats)", "entropy"],
+  ["KL to the reference (nats)", "kl_reference"], ["KL to the behaviour policy (nats)", "kl_behaviour"],
+  ["gradient norm", "grad_norm"], ["learning rate", "lr"], ["log-prob mismatch (nats)", "logprob_mismatch"],
+  ["peak memory of a rank (GiB)", "memory_peak_gib"], ["model FLOPs over peak", "mfu"], ["seconds of a step", "step_s"],
+  ["seconds waiting for a batch", "wait_s"], ["seconds of forward passes", "forward_s"],
+  ["seconds of the update", "update_s"], ["seconds gathering weights", "gather_s"],
+];
 const REWARD_PART = "reward_part/", MAX_PARTS = 8;
 const depths = [];
 
@@ -82,10 +91,12 @@ export async function overview(refresh) {
   if (depths.length > SHOWN_MOMENTS) depths.shift();
   const queue = run.queue;
   const held = run.held_version === null ? "" : `, held at ${run.held_version}`;
-  const charts = CHARTS.map(([title, name]) =>
-    lineChart(title, history.steps.map((s) => ({ x: s.step, y: s.metrics[name] ?? NaN }))));
+  const chart = ([title, name]) => lineChart(title, history.steps.map((s) => ({ x: s.step, y: s.metrics[name] ?? NaN })));
+  const charts = CHARTS.map(chart);
   charts.push(...validations(history.scores ?? []), ...rewardParts(history.steps));
   charts.push(lineChart("groups ready", depths, (x) => new Date(x).toLocaleTimeString()));
+  const isKnown = ([, name]) => history.steps.some((s) => Number.isFinite(s.metrics[name]));
+  charts.push(...MORE_CHARTS.filter(isKnown).map(chart));
   return [
     h("div", { class: "facts" },
       fact("state", run.state.toLowerCase() + held), fact("step", number(run.step)),

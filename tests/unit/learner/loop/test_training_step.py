@@ -7,6 +7,7 @@ import math
 import shutil
 from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,13 @@ from prometheus_client import CollectorRegistry
 from transformers import AutoModelForCausalLM
 
 from penstock.config.algorithms import AdvantageConfig, AlgorithmConfig, KLConfig
+from penstock.config.learner import LearnerConfig
 from penstock.errors import ConfigError, TrainingDiverged
+from penstock.tracing import Tracing
 from penstock_learner.batches.sequence_batch import batch_of
+from penstock_learner.loop.step_loop import StepRecords
 from penstock_learner.metrics import MAX_REWARD_PARTS, LearnerMetrics
+from penstock_learner.roles.dispatch import RankUsage
 from penstock_learner.steps.program import with_advantages
 from penstock_learner.steps.step_result import SkippedSteps, StepTimes, mean_rewards, reward_part_means
 from penstock_learner.term import KLController, Rewind, Term
@@ -39,6 +44,7 @@ async def test_all_forwards_run_at_the_same_time_and_so_do_the_updates(tiny_mode
     )  # fmt: skip
     metrics = (await step.run(groups_of("a", "b"), 1, Term(kl=KLController(KLConfig(), 0.1)))).by_name()
     assert metrics["critic_loss"] > 0 and metrics["grad_norm"] > 0
+    assert metrics["return_min"] < metrics["return_mean"] < metrics["return_max"]
 
 
 async def test_the_reward_model_adds_or_replaces_for_its_data_sources(tiny_models: dict[str, Path]) -> None:
@@ -127,6 +133,11 @@ async def test_the_spread_and_the_parts_of_rewards_are_metrics(tiny_models: dict
     metrics = (await make_step(tiny_models).run([group], 1, Term())).by_name()
     assert (metrics["reward_min"], metrics["reward_max"]) == (-1, 4)
     assert metrics["reward_std"] == pytest.approx(np.std([-1, 0, 4]))
+    assert metrics["advantage_min"] < 0 < metrics["advantage_max"] < 2, (
+        "in deviations; the greedy sample does not count"
+    )
+    lengths = [len(sample.token_ids) for sample in scored]
+    assert (metrics["response_length_min"], metrics["response_length_max"]) == (min(lengths), max(lengths))
     assert (metrics["reward_part/format"], metrics["reward_part/an_swer_"]) == (0.75, 3)
     prometheus = LearnerMetrics(CollectorRegistry(), "standalone")
     names = {f"reward_part/{letter}": 1.0 for letter in "abcdefghijklmnopqrst"}
@@ -137,6 +148,26 @@ async def test_the_spread_and_the_parts_of_rewards_are_metrics(tiny_models: dict
     assert len(series) == MAX_REWARD_PARTS, "a reward function cannot make more and more series"
     invented = [replace(t, reward_parts={f"part {i} {j}": 1.0 for j in range(9)}) for i, t in enumerate(scored)]
     assert len(reward_part_means([replace(group, trajectories=tuple(invented))])) == MAX_REWARD_PARTS
+
+
+async def test_memory_and_the_share_of_flops_are_numbers_of_a_step() -> None:
+    ranks = [RankUsage(gib * 2**30, "NVIDIA H100", 10**9) for gib in (3, 5)]
+
+    class Policy:
+        async def call_all(self, method: str) -> list[RankUsage]:
+            return ranks if method == "usage" else []
+
+    policy: Any = Policy()
+    batch, update = SimpleNamespace(prompt_tokens=600, response_tokens=400), SimpleNamespace(shared_tokens=0)
+    result: Any = SimpleNamespace(batch=batch, update=update, update_s=2.0)
+
+    async def numbers() -> dict[str, float]:
+        metrics = LearnerMetrics(CollectorRegistry(), "standalone")
+        return await StepRecords(LearnerConfig(), policy, metrics, Tracing(), None).usage_numbers(result)
+
+    assert await numbers() == {"memory_peak_gib": 5, "mfu": pytest.approx(6e12 / 2 / (2 * 989e12))}
+    ranks = [RankUsage(2**29, "cpu", 10**9)]
+    assert await numbers() == {"memory_peak_gib": 0.5}, "no peak is known"
 
 
 async def test_the_greedy_sample_is_scored_and_not_trained(tiny_models: dict[str, Path]) -> None:

@@ -38,6 +38,8 @@ def test_the_file_is_short_and_has_what_was_given(tmp_path: Path) -> None:
     assert config.rollout.reward.function_file == EXAMPLE / "reward.py"
     assert (config.learner.lr, config.learner.num_steps) == (1e-4, 7)
     assert config.rollout.engine.max_model_len == 128, "the model's context"
+    sizes = config.replay.groups_per_step, config.dataset.num_samples, config.dataset.max_tokens
+    assert sizes == (16, 8, 32), "small, because there is no GPU"
     lines = file.read_text().splitlines()
     assert len(lines) < 60 and sum("#" in line for line in lines) > 10
 
@@ -75,14 +77,14 @@ def test_ids_of_the_hub_are_taken_without_looking_them_up(tmp_path: Path, monkey
     words = ["--model", "Qwen/Qwen2.5-0.5B-Instruct", "--data", "openai/gsm8k/main/train", "--reward", "gsm8k"]
     assert cli.main(["init", str(tmp_path / "run.yaml"), *words]) == 0
     config = load_config(tmp_path / "run.yaml")
-    assert (str(config.model.path), config.rollout.engine.max_model_len) == ("Qwen/Qwen2.5-0.5B-Instruct", 2048)
+    assert (str(config.model.path), config.rollout.engine.max_model_len) == ("Qwen/Qwen2.5-0.5B-Instruct", 1280)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_an_algorithm_is_that_of_its_preset(name: str, tmp_path: Path) -> None:
     preset = load_config(ROOT / "examples" / "presets" / f"{name}.yaml")
     longest = preset.dataset.max_tokens
-    answers = Answers("r", f"{EXAMPLE}/model", f"{EXAMPLE}/train.parquet", algorithm=name, max_tokens=longest)
+    answers = Answers("r", f"{EXAMPLE}/model", f"{EXAMPLE}/train.parquet", algorithm=name, gpus=8, max_tokens=longest)
     (tmp_path / "run.yaml").write_text(starter_config(answers, "run.yaml"))
     made = load_config(tmp_path / "run.yaml")
     assert made.learner.algorithm == preset.learner.algorithm
@@ -91,6 +93,18 @@ def test_an_algorithm_is_that_of_its_preset(name: str, tmp_path: Path) -> None:
     assert made.learner.needed_roles.keys() == preset.learner.needed_roles.keys()
     assert made.replay.dynamic_sampling == preset.replay.dynamic_sampling
     assert made.dataset.num_samples == preset.dataset.num_samples
+
+
+@pytest.mark.parametrize(("steps", "every"), [(1, 1), (3, 1), (20, 10), (50, 25), (1000, 25)])
+def test_a_checkpoint_and_a_validation_come_before_the_last_step(steps: int, every: int, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    sizes = ("--gpus", "8", "--groups-per-step", "12", "--num-samples", "3", "--algorithm", "dapo")
+    assert cli.main(["init", str(file), *OPTIONS, *sizes, "--steps", str(steps)]) == 0
+    config = load_config(file)
+    assert config.learner.checkpoint.every_steps == config.dataset.validation.every_steps == every
+    assert (config.replay.groups_per_step, config.dataset.num_samples) == (12, 3)
+    assert config.learner.minibatches_per_step == 12, "not more parts than prompts"
+    assert config.learner.warmup_steps <= every
 
 
 def test_every_preset_can_be_written() -> None:
@@ -141,7 +155,7 @@ def test_it_asks_on_a_terminal_and_asks_again_after_a_wrong_answer(tmp_path: Pat
     """The answers are a model that does not exist, the right one, and the defaults."""
     leader, follower = pty.openpty()
     typed = ["nowhere", f"{EXAMPLE}/model", f"{EXAMPLE}/train.parquet", "", f"{EXAMPLE}/reward.py", "dapo", "0"]
-    os.write(leader, ("\n".join(typed) + "\n\n\n\n").encode())
+    os.write(leader, ("\n".join(typed) + "\n\n12\n3\n\n\n").encode())
     command = [sys.executable, "-m", "penstock.cli.main", "init", str(tmp_path / "run.yaml")]
     done = subprocess.run(command, stdin=follower, capture_output=True, text=True, timeout=60, check=False)
     os.close(follower)
@@ -150,4 +164,5 @@ def test_it_asks_on_a_terminal_and_asks_again_after_a_wrong_answer(tmp_path: Pat
     assert "nowhere does not exist" in done.stdout and "wrote" in done.stdout
     config = load_config(tmp_path / "run.yaml")
     assert (config.replay.dynamic_sampling, config.dataset.max_tokens, config.learner.lr) == (True, 32, 1e-6)
+    assert (config.replay.groups_per_step, config.dataset.num_samples) == (12, 3)
     assert config.dataset.validation.file is None

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 
 from penstock.api.records import Server
+from penstock.config.loading import load_config
 from penstock.errors import ConfigError, ProcessDied
-from penstock_tools.local import processes
+from penstock_tools.local import local_run, processes
+from penstock_tools.local.local_run import LocalRun, _work_at_end
 from penstock_tools.local.processes import Child, HungServers, ProcessGroup, Restart, Restarts
 from support.processes import until
 
@@ -183,6 +187,77 @@ def test_processes_that_were_there_before_the_group_live_on(tmp_path: Path) -> N
             assert other.poll() is None
         finally:
             other.kill()
+
+
+SAVING = """
+trap 'mkdir {0}.partial; until [ -e {0}-go ]; do sleep 0.02; done; mv {0}.partial {0}; exit 0' TERM
+touch {0}-ready
+while :; do sleep 0.02; done
+"""
+
+
+def start_saving(group: ProcessGroup, checkpoint: Path) -> Child:
+    """Start a stand-in for a learner: at SIGTERM it writes a checkpoint, which ends once `CHECKPOINT-go` is there."""
+    learner = group.start("learner", ["sh", "-c", SAVING.format(checkpoint)], stop_timeout_s=1000)
+    learner.work_at_end = partial(_work_at_end, checkpoint.parent, 0.0)
+    until(lambda: checkpoint.with_name(f"{checkpoint.name}-ready").exists(), "the learner")
+    return learner
+
+
+def test_the_end_of_a_run_waits_until_the_checkpoint_is_written(
+    group: ProcessGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "QUIET_S", 0.0)
+    monkeypatch.setattr(processes, "STILL_AFTER_S", 0.0)
+    checkpoint, lines = tmp_path / "term-000001-step-00000007", list[str]()
+
+    def on_wait(line: str) -> None:
+        lines.append(line)
+        if "still writing" in line:
+            (tmp_path / f"{checkpoint.name}-go").touch()
+
+    group.on_wait = on_wait
+    learner = start_saving(group, checkpoint)
+    group.stop()
+    assert learner.exit_code == 0 and checkpoint.exists()
+    assert lines[0].startswith("waiting for learner to end, at most 1000 s (log: ")
+    assert "learner: writing the checkpoint of step 7" in lines
+
+
+def test_a_second_ctrl_c_kills_all_but_redis_at_once(
+    group: ProcessGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "QUIET_S", 0.0)
+    redis = group.start("redis", ["sh", "-c", f"trap 'touch {tmp_path}/saved; exit 0' TERM; touch {tmp_path}/up; "
+                                  "while :; do sleep 0.02; done"], ends_last=True)  # fmt: skip
+    until(lambda: (tmp_path / "up").exists(), "redis")
+    learner = start_saving(group, tmp_path / "term-000001-step-00000007")
+    group.on_wait = lambda _: group.end_at_once()
+    group.stop()
+    assert learner.exit_code == -signal.SIGKILL
+    assert redis.exit_code == 0 and (tmp_path / "saved").exists()
+
+
+@pytest.mark.parametrize(("redis", "error", "expected_s"), [
+    ("sleep 1000", None, 1800), ("sleep 1000", ProcessDied("rollout-0 was killed"), 1800),
+    ("true", ProcessDied("redis was killed"), 60), ("sleep 1000", asyncio.CancelledError(), 60),
+])  # fmt: skip
+async def test_only_a_learner_that_can_save_has_long_for_it(
+    redis: str, error: BaseException | None, expected_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without Redis it cannot acknowledge what it has trained, and the demo is not continued."""
+    example = Path(__file__).parents[2] / "examples" / "arithmetic" / "demo.yaml"
+    run = LocalRun(load_config(example, ["--run_dir", str(tmp_path)]))
+    monkeypatch.setattr(local_run, "visible_gpus", list)
+    monkeypatch.setattr(
+        run, "_start_process", lambda name, *_, **options: run.processes.start(name, ["true"], **options)
+    )
+    child = run.processes.start("redis", redis.split(), ends_last=True)
+    if redis == "true":
+        child.process.wait(10)
+    run._start_slow_workers()
+    await run.__aexit__(None, error)
+    assert run._learner is not None and run._learner.stop_timeout_s == expected_s
 
 
 def adopted(group: ProcessGroup) -> list[psutil.Process]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,14 @@ from penstock.cli import main as cli
 from penstock.config.loading import load_config
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, InvalidInput
+from penstock.machine import DiskSpace
 from penstock.start_checks import check_rewards, doubts_about, make_run_folder
 from penstock_learner.start_check import check as check_learner
 from penstock_rollout.engines.factory import check_serves_model
 from penstock_rollout.start_check import check as check_rollout
+from penstock_tools.local import start_check
 from penstock_tools.local.start_check import check_before_start, doubts_about_dataset
+from penstock_tools.sizing.models import find_shape
 
 DEMO = Path(__file__).parents[2] / "examples" / "arithmetic" / "demo.yaml"
 DATA = DEMO.with_name("train.parquet")
@@ -182,6 +186,50 @@ def test_up_says_what_servers_would_warn_of(tmp_path: Path, config: Any, capsys:
     words += NO_FUNCTION
     assert cli.main(["up", str(DEMO), "--check", *words]) == 0
     assert "warning: unknown data source 'what'; scoring it with" in capsys.readouterr().out
+
+
+def test_a_reward_that_fails_on_every_row_is_wrong(
+    tmp_path: Path, config: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The learner and the server find nothing wrong with it: the function can be imported."""
+    monkeypatch.setattr(start_check, "_check_process", _nothing_wrong)
+    file = write_rows(tmp_path / "some.jsonl", {"one": "1+1=", "two": "2+2="})
+    reward = reward_file(tmp_path, "def compute_score(extra_info, **_): return extra_info['answer']")
+    words = ["--run_dir", str(tmp_path / "runs"), "--dataset.file", str(file), "--dataset.max_tokens", "16"]
+    assert cli.main(["up", str(DEMO), "--check", *words, "--rollout.reward.function_file", reward]) == 2
+    out, error = capsys.readouterr()
+    assert "reward: wrong (" in out and "dataset: ok (" in out
+    assert error.count("\n") == 1 and "fails on each of the 1 rows that were tried" in error
+    assert f"row 1 of {file}, data source 'one', failed (exception): KeyError: 'answer'" in error
+
+
+def test_up_says_what_it_checked_and_how_large_a_checkpoint_is(
+    tmp_path: Path, config: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A function that fails for an empty response only is not wrong."""
+    monkeypatch.setattr(start_check, "_check_process", _nothing_wrong)
+    file = write_rows(tmp_path / "some.jsonl", {"one": "1+1="})
+    reward = reward_file(tmp_path, "def compute_score(solution_str, **_): return float(solution_str)")
+    words = ["--run_dir", str(tmp_path / "runs"), "--dataset.file", str(file), "--dataset.max_tokens", "16"]
+    assert cli.main(["up", str(DEMO), "--check", *words, "--rollout.reward.function_file", reward]) == 0
+    *progress, last = capsys.readouterr().out.splitlines()
+    assert progress[:2] == [
+        "checking the config, its files and ports", "checking in parallel: learner, rollout server, dataset, reward",
+    ]  # fmt: skip
+    assert "penstock_rollout asked; up to 1,000 rows of some.jsonl; the reward on 1 row; a checkpoint takes" in last
+    num_bytes = 12 * find_shape(str(DEMO.with_name("model"))).num_parameters
+    assert f"about {num_bytes / 1e6:.3g} MB" in last, "each parameter with its two moments"
+
+
+def test_a_disk_without_room_for_the_checkpoints_is_doubted(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = DiskSpace(DEMO.parent, free_bytes=10**7, size_bytes=10**9)
+    monkeypatch.setattr(start_check, "measure_disk", lambda _, needed: replace(disk, needed_bytes=needed))
+    text, (doubt,) = start_check._room_for_checkpoints(config())
+    assert text.endswith("and 10 MB of disk are free") and "keep 2 needs room for 3: free space" in doubt
+
+
+async def _nothing_wrong(module: str, _: Path) -> tuple[str, list[str]]:
+    return f"{module} asked", []
 
 
 def write_rows(file: Path, prompts: dict[str, str]) -> Path:

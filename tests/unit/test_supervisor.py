@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+import asyncio
+import os
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Self, cast
 
 import pytest
 
+from penstock.api.records import QueueStat, Run
+from penstock.config.loading import load_config
 from penstock.errors import ProcessDied
-from penstock_tools.local.supervisor import check_processes
+from penstock_tools.local import supervisor
+from penstock_tools.local.supervisor import check_processes, kept_line, supervise
+
+DEMO = Path(__file__).parents[2] / "examples" / "arithmetic" / "demo.yaml"
 
 
 class DeadLearner:
@@ -28,3 +38,60 @@ async def test_the_process_whose_death_ends_the_run_is_named_at_once() -> None:
     with pytest.raises(ProcessDied, match=r"signal 9 .* fix the cause and start the run again"):
         await check_processes(cast(Any, DeadLearner()), cast(Any, display))
     assert display.printed == ["learner has died; stopping the others, which may take a minute"]
+
+
+class StoppedRun:
+    """A run that gets Ctrl-C when its workers are started, and again while it stops."""
+
+    learner_finished, console = False, ""
+
+    def __init__(self, config: Any, **_: Any) -> None:
+        self.config, self.folder = config, config.folder
+        self.killed = asyncio.Event()
+        self.processes = SimpleNamespace(on_wait=None, end_at_once=self.killed.set)
+        queue = QueueStat(**dict.fromkeys(QueueStat.model_fields, 0))
+        status = Run(
+            run="test", step=9, policy_version=9, term=1, queue=queue, metrics={}, servers=(), state="RUNNING",
+            held_version=None, detail="",
+        )  # fmt: skip
+        self.client = SimpleNamespace(get_run=self._answer(status))
+
+    @staticmethod
+    def _answer(status: Run) -> Any:
+        async def get_run() -> Run:
+            return status
+
+        return get_run
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert not self.killed.is_set(), "the first Ctrl-C waits"
+        os.kill(os.getpid(), signal.SIGINT)
+        async with asyncio.timeout(60):
+            await self.killed.wait()
+
+    async def check(self) -> None: ...
+
+    def end_hung(self, _: object) -> None: ...
+
+    def start_workers(self) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+async def test_a_second_ctrl_c_kills_and_what_is_kept_and_lost_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(supervisor, "LocalRun", StoppedRun)
+    config = load_config(DEMO, ["--run_dir", str(tmp_path)])
+    (config.folder / "checkpoints" / "term-000001-step-00000005").mkdir(parents=True)
+    (config.folder / "checkpoints" / "term-000001-step-00000009.partial").mkdir()
+    assert await supervise(config), "Ctrl-C ended it"
+    *_, stopping, killing, kept = capsys.readouterr().out.splitlines()
+    assert stopping.startswith("stopping the run; ") and "Ctrl-C again kills every process at once" in stopping
+    assert killing == "killing every process"
+    assert kept == (
+        "kept: checkpoint of step 5; lost: 4 steps since then, which are made again; continue with the same command"
+    )
+    assert kept_line(config, 5) == "kept: checkpoint of step 5; continue with the same command"

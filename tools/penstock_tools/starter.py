@@ -107,6 +107,8 @@ Placement = Literal["standalone", "split-collocate"]
 _CONTEXT = 32768
 """Context of a model that does not say its own."""
 _PROMPT_TOKENS = 1024
+_CPU_GROUPS, _CPU_SAMPLES, _CPU_TOKENS = 16, 8, 256
+"""Sizes of a run without a GPU, whose steps take minutes with those of a preset."""
 
 
 _PRESETS = next(
@@ -150,7 +152,11 @@ class Answers:
     placement: Placement | None = None
     """None means split-collocate if several models share GPUs."""
     max_tokens: int | None = None
-    """None means a quarter of the model's context, at most 1024."""
+    """None means a quarter of the model's context, at most 1024, or 256 without a GPU."""
+    groups_per_step: int | None = None
+    """None means the value of the algorithm's preset, or 16 without a GPU."""
+    num_samples: int | None = None
+    """None means the value of the algorithm's preset, at most 8 without a GPU."""
     steps: int = 100
     lr: float | None = None
     """None means the value of the algorithm's preset."""
@@ -161,7 +167,22 @@ class Answers:
 
     @property
     def longest_response(self) -> int:
-        return self.max_tokens or max(1, min(1024, context_of(self.model) // 4))
+        return self.max_tokens or max(1, min(1024 if self.gpus else _CPU_TOKENS, context_of(self.model) // 4))
+
+    @property
+    def prompts_of_a_step(self) -> int:
+        preset = int(ALGORITHMS[self.algorithm].preset["replay"]["groups_per_step"])
+        return self.groups_per_step or (preset if self.gpus else _CPU_GROUPS)
+
+    @property
+    def samples_of_a_prompt(self) -> int:
+        preset = int(ALGORITHMS[self.algorithm].preset["dataset"]["num_samples"])
+        return self.num_samples or (preset if self.gpus else min(_CPU_SAMPLES, preset))
+
+    @property
+    def interval(self) -> int:
+        """Steps between two checkpoints and between two validations: at least one comes before the last step."""
+        return max(1, min(25, self.steps // 2))
 
     @property
     def chosen_placement(self) -> str:
@@ -229,34 +250,37 @@ def starter_fields(answers: Answers) -> dict[str, Any]:
     if answers.reward in BUILT_IN_REWARDS:
         reward = {"by_data_source": {"*": {"kind": answers.reward}}}
     dataset = {
-        "file": answers.data, "epochs": 0, **algorithm.fields("dataset", "num_samples"), "max_tokens": longest,
-        "validation": {"file": answers.validation, "every_steps": 25, "max_tokens": longest}
+        "file": answers.data, "epochs": 0, "num_samples": answers.samples_of_a_prompt, "max_tokens": longest,
+        "validation": {"file": answers.validation, "every_steps": answers.interval, "max_tokens": longest}
         if answers.validation else None,
     }  # fmt: skip
-    # A machine without GPUs, which trains tiny models only, has few prompts in a step.
-    groups = algorithm.fields("replay", "groups_per_step") if answers.gpus else {"groups_per_step": 32}
+    groups = answers.prompts_of_a_step
     roles: dict[str, dict[str, Any]] = {name: asdict(role) for name, role in divided.roles.items()}
     if "critic" in roles:
         roles["critic"]["lr"] = float(f"{10 * answers.learning_rate:g}")
-    set_by_preset = ("minibatches_per_step", "weight_decay", "warmup_steps", "critic_warmup_steps")
+    names = ("minibatches_per_step", "weight_decay", "warmup_steps", "critic_warmup_steps")
+    limits = {"minibatches_per_step": groups, "warmup_steps": answers.interval, "critic_warmup_steps": answers.interval}
+    set_by_preset = {
+        name: min(value, limits.get(name, value)) for name, value in algorithm.fields("learner", *names).items()
+    }
     # The preset may be for responses of another length.
     lengths = {"constant_length": longest, "max_num_tokens": longest, "buffer_num_tokens": max(1, longest // 5)}
     return {
         "run": answers.run,
         "model": {"path": answers.model, "dtype": "bfloat16" if answers.gpus else "float32"},
         "dataset": dataset if answers.data else None,
-        "replay": {**groups, "max_staleness": 2, **algorithm.fields("replay", "dynamic_sampling")},
+        "replay": {"groups_per_step": groups, "max_staleness": 2, **algorithm.fields("replay", "dynamic_sampling")},
         "rollout": {
             "num_servers": divided.num_servers, "engine": engine, "reward": reward if answers.reward else None,
         },
         "learner": {
             "num_steps": answers.steps, "lr": answers.learning_rate, "placement": answers.chosen_placement, **roles,
-            **algorithm.fields("learner", *set_by_preset),
+            **set_by_preset,
             "algorithm": {
                 name: {field: lengths.get(field, value) for field, value in section.items()}
                 for name, section in algorithm.preset["learner"]["algorithm"].items()
             },
-            "checkpoint": {"every_steps": 25},
+            "checkpoint": {"every_steps": answers.interval},
         },
     }  # fmt: skip
 
@@ -336,10 +360,14 @@ def _ask(file: Path) -> Answers:
 def _derived_default(name: str, answers: dict[str, Any]) -> str:
     if name == "gpus":
         return str(_num_gpus_here())
-    if name not in ("max_tokens", "steps", "lr"):
+    if "gpus" not in answers:
         return ""
     known = Answers(**answers)
-    return f"{ {'max_tokens': known.longest_response, 'steps': known.steps, 'lr': known.learning_rate}[name]:g}"
+    numbers = {
+        "max_tokens": known.longest_response, "groups_per_step": known.prompts_of_a_step,
+        "num_samples": known.samples_of_a_prompt, "steps": known.steps, "lr": known.learning_rate,
+    }  # fmt: skip
+    return f"{numbers[name]:g}" if name in numbers else ""
 
 
 def _answer(name: str, question: str, default: str) -> Any:
@@ -401,7 +429,7 @@ _COUNT, _NUMBER = {"type": whole_number(0), "metavar": "N"}, {"type": whole_numb
 _QUESTIONS: dict[str, tuple[str, dict[str, Any], str]] = {
     "model": ("model to train: a folder, or an id of the Hugging Face Hub", {}, ""),
     "data": ("dataset to train on; without one, clients submit prompts", {}, "none"),
-    "validation": ("held-out dataset, scored every 25 steps", {"metavar": "DATA"}, "none"),
+    "validation": ("held-out dataset, scored at least twice during training", {"metavar": "DATA"}, "none"),
     "reward": ("reward: a Python file, gsm8k, math, code, exact_match, or auto (by data source)", {}, "auto"),
     "algorithm": (f"algorithm: {', '.join(ALGORITHMS)}", {"choices": tuple(ALGORITHMS), "metavar": "NAME"}, "grpo"),
     "gpus": ("GPUs to use", _COUNT, "all of this machine"),
@@ -409,7 +437,9 @@ _QUESTIONS: dict[str, tuple[str, dict[str, Any], str]] = {
         "placement: split-collocate (policy and reference share GPUs), or standalone",
         {"choices": get_args(Placement)}, "split-collocate",
     ),
-    "max_tokens": ("longest response, in tokens", _NUMBER, "at most 1024"),
+    "max_tokens": ("longest response, in tokens", _NUMBER, "at most 1024, without a GPU 256"),
+    "groups_per_step": ("prompts of a training step", _NUMBER, "that of the preset, without a GPU 16"),
+    "num_samples": ("responses to each prompt", _NUMBER, "that of the preset, without a GPU at most 8"),
     "steps": ("training steps", _NUMBER, "100"),
     "lr": ("learning rate", {"type": float}, "that of the preset"),
 }  # fmt: skip

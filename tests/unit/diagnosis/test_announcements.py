@@ -170,7 +170,7 @@ def test_a_process_that_takes_long_to_end_is_named(tmp_path: Path, monkeypatch: 
         with subprocess.Popen(["sleep", seconds]) as process:
             if seconds == "0":
                 process.wait()
-            group._wait_for_end(Child("learner", process, tmp_path / "learner.log", stop_timeout_s=60))
+            assert group._ends_in_time(Child("learner", process, tmp_path / "learner.log", stop_timeout_s=60))
     assert lines == [f"waiting for learner to end, at most 60 s (log: {tmp_path / 'learner.log'})"]
 
 

@@ -29,6 +29,7 @@ def up(argv: Sequence[str] | None = None) -> int:
     arguments, overrides = parse_with_overrides(parser, argv)
 
     import asyncio
+    from functools import partial
 
     from penstock.config.loading import load_config
     from penstock.hub import with_local_datasets, with_local_models
@@ -40,10 +41,12 @@ def up(argv: Sequence[str] | None = None) -> int:
     for doubt in doubts_about(config):
         print(f"warning: {doubt}", flush=True)
     if arguments.check:
+        print("checking the config, its files and ports", flush=True)
         check_before_start(config)
-        for doubt in asyncio.run(check_processes(config)):
+        checked, doubts = asyncio.run(check_processes(config, partial(print, flush=True)))
+        for doubt in doubts:
             print(f"warning: {doubt}", flush=True)
-        print(f"{arguments.config}: ok")
+        print(f"{arguments.config}: ok; checked: {'; '.join(['config, files and ports', *checked])}")
         return 0
     from penstock_tools.local.supervisor import supervise
 

@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, Self
 
@@ -44,6 +45,11 @@ from penstock_tools.local.start_check import check_before_start
 
 logger = logging.getLogger(__name__)
 LEARNER, GATEWAY = "learner", "gateway"
+STOP_CALLS = 3
+"""A learner that stops may take as long as this many calls of its ranks may: the step, the copy of the shards, and
+their files."""
+CUT_SHORT_S = 60.0
+"""How long a learner has that cannot finish its checkpoint, or of a run that is not continued."""
 ORPHANS_S = 60.0
 """How long a start waits for the processes of a run whose supervisor was killed."""
 
@@ -101,7 +107,10 @@ class LocalRun:
             raise
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(self, _: object = None, error: BaseException | None = None, *__: object) -> None:
+        has_redis = all(child.exit_code is None for child in self.processes.children if child.ends_last)
+        if self._learner is not None and (isinstance(error, asyncio.CancelledError) or not has_redis):
+            self._learner.stop_timeout_s = CUT_SHORT_S
         if self._client is not None:
             await self._client.aclose()
         await asyncio.to_thread(self.processes.stop)
@@ -122,7 +131,9 @@ class LocalRun:
             self._environments[LEARNER] = ray_environment(token_file)
             command = ray_command(self.host, *ray_head_arguments(self.config))
             self.processes.start("ray", command, environment=ray_environment(token_file), stop_timeout_s=60)
-        self._learner = self._start_process(LEARNER, "penstock_learner", stop_timeout_s=60)
+        stop_timeout_s = STOP_CALLS * self.config.learner.rank_timeout_s
+        self._learner = self._start_process(LEARNER, "penstock_learner", stop_timeout_s=stop_timeout_s)
+        self._learner.work_at_end = partial(_work_at_end, self.folder / "checkpoints", self._learner.started_at)
         for server_id in self._server_ids:
             self._start_process(server_id, "penstock_rollout", "--server-id", server_id, stop_timeout_s=30)
 
@@ -260,3 +271,16 @@ class LocalRun:
         lock.write(str(os.getpid()))
         lock.flush()
         self.processes.held_file = lock
+
+
+def _work_at_end(checkpoints: Path, since_s: float) -> str:
+    """What a learner that stops does, as its folder of checkpoints shows."""
+    newest = max(checkpoints.glob("term-*-step-*.partial"), default=None)
+    with contextlib.suppress(FileNotFoundError):  # it has just been finished
+        if newest is not None and newest.stat().st_mtime >= since_s:
+            return f"writing the checkpoint of step {step_of(newest)}"
+    return ""
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.stem.rpartition("-")[2])

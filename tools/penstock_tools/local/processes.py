@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -29,6 +30,9 @@ from penstock_tools.local.orphan_cleanup import GRACE_S, OrphanCleanup
 
 QUIET_S = 3.0
 """A child that takes longer than this to end is mentioned."""
+STILL_AFTER_S = 15.0
+"""One that still has not ended is mentioned again after each further time of this length."""
+END_POLL_S = 0.05
 BACK_OFF_S = 1.0
 """Wait before the first restart of a process. It doubles with each further one, up to BACK_OFF_CAP_S."""
 BACK_OFF_CAP_S = 60.0
@@ -52,6 +56,9 @@ class Child:
     command: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     started_at: float = field(default_factory=time.time)
+    ends_last: bool = False
+    work_at_end: Callable[[], str] = lambda: ""
+    """What a process that takes a while to end does, in a few words; empty if that is not known."""
     why_killed: str = ""
     """Why the supervisor has killed the process; empty if it has not."""
 
@@ -106,6 +113,7 @@ class ProcessGroup:
         self.orphan_grace_s = orphan_grace_s
         self.on_wait: Callable[[str], None] = lambda _: None
         """Called with a line about a child that takes a while to end."""
+        self._at_once = threading.Event()
         self.children: list[Child] = []
         self._cleanup: OrphanCleanup | None = None
         self._others = {process.pid for process in psutil.Process().children()}
@@ -139,7 +147,9 @@ class ProcessGroup:
                 env={**os.environ, **(environment or {})},
             )
         self._cleanup.add(process.pid, is_last=ends_last)
-        child = Child(name, process, log, stop_timeout_s, log_start, command, environment or {})
+        child = Child(
+            name, process, log, stop_timeout_s, log_start, command, environment or {}, ends_last=ends_last
+        )  # fmt: skip
         self.children.append(child)
         return child
 
@@ -198,9 +208,7 @@ class ProcessGroup:
         for child in reversed(self.children):
             if child.exit_code is None:
                 child.process.terminate()
-                try:
-                    self._wait_for_end(child)
-                except subprocess.TimeoutExpired:
+                if not self._ends_in_time(child):
                     _kill(reversed(_tree(child.process.pid)))
                     child.process.wait(10)
         self._kill_leftovers()
@@ -208,13 +216,33 @@ class ProcessGroup:
             self._cleanup.close()
             self._cleanup = None
 
-    def _wait_for_end(self, child: Child) -> None:
-        quiet_s = min(QUIET_S, child.stop_timeout_s)
-        try:
-            child.process.wait(quiet_s)
-        except subprocess.TimeoutExpired:
-            self.on_wait(f"waiting for {child.name} to end, at most {child.stop_timeout_s:.0f} s (log: {child.log})")
-            child.process.wait(child.stop_timeout_s - quiet_s)
+    def end_at_once(self) -> None:
+        """Have `stop`, in another thread, kill what has not ended, except a child that `ends_last`: Redis must save."""
+        self._at_once.set()
+
+    def _ends_in_time(self, child: Child) -> bool:
+        """Wait for the end of a child, and report what it does meanwhile. Returns whether it ended by itself."""
+        limit_s, started, work, mentioned_s = child.stop_timeout_s, time.monotonic(), "", None
+        while child.exit_code is None:
+            waited_s = time.monotonic() - started
+            if self._at_once.is_set() and not child.ends_last:
+                return False
+            if waited_s > limit_s:
+                self.on_wait(f"{child.name} did not end in {limit_s:.0f} s and is killed (log: {child.log})")
+                return False
+            before, work = work, child.work_at_end()
+            if mentioned_s is None:
+                if waited_s >= QUIET_S:
+                    self.on_wait(f"waiting for {child.name} to end, at most {limit_s:.0f} s (log: {child.log})")
+                    mentioned_s, work = waited_s, ""
+            elif work != before and work:
+                self.on_wait(f"{child.name}: {work}")
+                mentioned_s = waited_s
+            elif waited_s - mentioned_s >= STILL_AFTER_S:
+                self.on_wait(f"{child.name}: still {work or 'ending'}, for {waited_s:.0f} of at most {limit_s:.0f} s")
+                mentioned_s = waited_s
+            time.sleep(END_POLL_S)
+        return True
 
     def _kill_session(self, leader: int) -> None:
         left = []

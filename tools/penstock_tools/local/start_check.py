@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack
 from itertools import islice
 from pathlib import Path
 
@@ -13,16 +18,19 @@ from prometheus_client import CollectorRegistry
 
 from penstock.config.dataset import listed_files
 from penstock.config.loading import dump_config
+from penstock.config.rollout import RemoteReward, RewardModelReward
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, DeadlineExceeded, InvalidInput, PenstockError
 from penstock.feed.datasets import RowFormat, matching_files, read_prompts
-from penstock.machine import port_is_free
+from penstock.machine import measure_disk, port_is_free
 from penstock.start_checks import RUN_CHECKS, check_agent_packages, check_run_folder
+from penstock.store.notices import Event
 from penstock.trajectory import Prompt, Sampling
 from penstock_rollout.metrics import RolloutMetrics
-from penstock_rollout.rewards.scorer import RewardChoice
+from penstock_rollout.rewards.scorer import RewardChoice, Scorer
 from penstock_rollout.tokenization import PromptLength, Tokenization
 from penstock_services.gateway.access import check_gateway
+from penstock_tools.sizing.plan import checkpoint_bytes
 
 CHECK_TIMEOUT_S = 120.0
 PRIVATE_REDIS = "redis://127.0.0.1:6379"
@@ -50,41 +58,80 @@ def check_before_start(config: RunConfig) -> None:
             )
 
 
-async def check_processes(config: RunConfig) -> list[str]:
+Found = tuple[str, list[str]]
+"""What a part of the check has looked at, and what it would warn of."""
+
+
+async def check_processes(config: RunConfig, show: Callable[[str], None]) -> tuple[list[str], list[str]]:
     """Let the learner and a rollout server check the config in separate processes, and look at the dataset meanwhile.
-    Returns what servers would warn of. Raises ConfigError with everything that is wrong."""
+    `show` gets a line for each part that ends. Returns what was checked, and what servers would warn of. Raises
+    ConfigError with everything that is wrong."""
     if not config.redis.url:
         config = config.changed({"redis.url": PRIVATE_REDIS})
-    modules = ["penstock_learner", *["penstock_rollout"] * bool(config.rollout.num_servers)]
     with tempfile.TemporaryDirectory(prefix="penstock-check-") as folder:
         file = Path(folder) / "config.yaml"
         file.touch(mode=0o600)
         file.write_text(dump_config(config))
-        looking = asyncio.create_task(asyncio.to_thread(_look_at_dataset, config))
-        failures = await asyncio.gather(*(_failure_of(module, file) for module in modules))
-        failure, doubts = await looking
-    if found := [each for each in (*failures, failure) if each]:
-        raise ConfigError("; ".join(found))
-    return doubts
+        parts: dict[str, Awaitable[Found]] = {"learner": _check_process("penstock_learner", file)}
+        if config.rollout.num_servers:
+            parts["rollout server"] = _check_process("penstock_rollout", file)
+            if _paths(config):
+                parts["dataset"] = _look_at_dataset(config)
+                parts["reward"] = _call_reward(config)
+        show(f"checking in parallel: {', '.join(parts)}")
+        ended = await asyncio.gather(*(_shown(name, part, show) for name, part in parts.items()))
+    if failures := [str(each) for each in ended if isinstance(each, PenstockError)]:
+        raise ConfigError("; ".join(dict.fromkeys(failures)))
+    found = [*(each for each in ended if not isinstance(each, PenstockError)), _room_for_checkpoints(config)]
+    return [what for what, _ in found if what], [doubt for _, doubts in found for doubt in doubts]
 
 
-def _look_at_dataset(config: RunConfig) -> tuple[str, list[str]]:
-    """What is wrong with the dataset, empty if nothing is, and what servers would warn of."""
+async def _shown(name: str, part: Awaitable[Found], show: Callable[[str], None]) -> Found | PenstockError:
+    """The result of a part, after a line that says how it ended."""
+    started = time.monotonic()
     try:
-        return "", doubts_about_dataset(config) if config.rollout.num_servers else []
+        found: Found | PenstockError = await part
+    except DeadlineExceeded:
+        raise
     except PenstockError as error:
-        return str(error), []
+        found = error
+    show(f"  {name}: {'wrong' if isinstance(found, PenstockError) else 'ok'} ({time.monotonic() - started:.1f} s)")
+    return found
 
 
-async def _failure_of(module: str, config_file: Path) -> str:
-    """What the check of a module finds wrong; empty if nothing is."""
+async def _look_at_dataset(config: RunConfig) -> Found:
+    doubts = await asyncio.to_thread(doubts_about_dataset, config)
+    return f"up to {MAX_ROWS:,} rows of {', '.join(path.name for path in _paths(config))}", doubts
+
+
+def _room_for_checkpoints(config: RunConfig) -> Found:
+    """The size of a checkpoint and the free disk. A run keeps `keep` checkpoints while it writes another one."""
+    try:
+        num_bytes = checkpoint_bytes(config)
+    except ConfigError:
+        return "", []  # the sizes of such a model cannot be read from its config.json
+    num_needed = config.learner.checkpoint.keep + 1
+    disk = measure_disk(config.folder, round(num_needed * num_bytes))
+    text = f"a checkpoint takes about {_size(num_bytes)}, and {_size(disk.free_bytes)} of disk are free"
+    if disk.free_bytes >= disk.needed_bytes:
+        return text, []
+    advice = "free space, or set run_dir to a larger disk"
+    return text, [f"{text}; learner.checkpoint.keep {num_needed - 1} needs room for {num_needed}: {advice}"]
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.3g} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.3g} MB"
+
+
+async def _check_process(module: str, config_file: Path) -> Found:
+    """What the check of a module says. Raises ConfigError with its error."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", module, "--config", str(config_file), "--check",
-        stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     try:
         async with asyncio.timeout(CHECK_TIMEOUT_S):
-            _, errors = await process.communicate()
+            said, errors = await process.communicate()
     except TimeoutError as error:
         raise DeadlineExceeded(
             f"{module} --check did not end in {CHECK_TIMEOUT_S:.0f} s; try again when this machine is less busy"
@@ -94,9 +141,9 @@ async def _failure_of(module: str, config_file: Path) -> str:
             process.kill()
             await process.wait()
     if process.returncode == 0:
-        return ""
+        return said.decode(errors="replace").partition(": ok (")[2].strip().removesuffix(")"), []
     last = (errors.decode(errors="replace").strip().splitlines() or [f"{module} --check exited with an error"])[-1]
-    return last.partition(": error: ")[2] or last
+    raise ConfigError(last.partition(": error: ")[2] or last)
 
 
 # ── what servers would warn of in a dataset: data sources without their own reward, and prompts that are too long ──
@@ -108,8 +155,6 @@ MAX_ROWS = 1000
 def doubts_about_dataset(config: RunConfig) -> list[str]:
     """One line for each thing, with what to do. Raises InvalidInput for a row that is not a prompt. The rows of a
     loader are not read."""
-    if config.dataset.loader:
-        return []
     files = {path: _first_prompts(config, path) for path in _paths(config)}
     if not files:
         return []
@@ -119,16 +164,16 @@ def doubts_about_dataset(config: RunConfig) -> list[str]:
     return [*unknown, *_long_prompts(config, files)]
 
 
-def _paths(config: RunConfig) -> Iterator[Path]:
-    for files in (config.dataset.file, config.dataset.validation.file):
-        for entry in listed_files(files):
-            yield from matching_files(entry.file)
+def _paths(config: RunConfig) -> list[Path]:
+    """The files of the dataset, or none if a loader reads them."""
+    sets = () if config.dataset.loader else (config.dataset.file, config.dataset.validation.file)
+    return [path for files in sets for entry in listed_files(files) for path in matching_files(entry.file)]
 
 
-def _first_prompts(config: RunConfig, path: Path) -> list[Prompt]:
+def _first_prompts(config: RunConfig, path: Path, num_rows: int = MAX_ROWS) -> list[Prompt]:
     row_format = RowFormat(config.dataset.columns, config.dataset.data_source)
     prompts = read_prompts(path, num_samples=1, sampling=Sampling(max_tokens=1), row_format=row_format)
-    return list(islice(prompts, MAX_ROWS))
+    return list(islice(prompts, num_rows))
 
 
 def _long_prompts(config: RunConfig, files: dict[Path, list[Prompt]]) -> Iterator[str]:
@@ -155,3 +200,45 @@ def _long_prompts(config: RunConfig, files: dict[Path, list[Prompt]]) -> Iterato
                 f"{num_long} {where} have more than {limit} tokens, up to {max(lengths)}, and {treatment}; shorten "
                 "them, or raise rollout.prompt.max_tokens or rollout.engine.max_model_len"
             )
+
+
+# ── the reward on a few rows ──
+
+REWARD_ROWS = 4
+"""Rows of each file that the reward is called on."""
+
+
+async def _call_reward(config: RunConfig) -> Found:
+    """Call the reward on the first rows of each file, with the ground truth and with an empty response. Raises
+    ConfigError if it fails on both, on all of the rows of a data source. Remote rewards are not called."""
+    events: list[Event] = []
+    logging.getLogger("penstock_rollout").addHandler(logging.NullHandler())  # the failures are reported here
+    reward = config.rollout.reward.model_copy(update={"num_processes": 1})
+    scorer = Scorer(reward, RolloutMetrics(CollectorRegistry()), events.append)
+    num_rows: dict[str, int] = defaultdict(int)
+    failures: dict[str, list[str]] = defaultdict(list)
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(scorer.close)
+        await scorer.check()
+        for path in _paths(config):
+            for number, prompt in enumerate(await asyncio.to_thread(_first_prompts, config, path, REWARD_ROWS), 1):
+                source, truth = prompt.data_source, prompt.ground_truth
+                if isinstance(scorer.choice.reward_for(source), RemoteReward | RewardModelReward):
+                    continue
+                responses = [truth if isinstance(truth, str) else json.dumps(truth, default=str), ""]
+                num_before = len(events)
+                scores = await scorer.score(f"row {number} of {path}", source, responses, truth, prompt.extra_info)
+                num_rows[source] += 1
+                if all(score.failed for score in scores):
+                    failures[source].append(events[num_before].text.rpartition("; ")[0])
+    wrong = [
+        f"rollout.reward fails on each of the {num_rows[source]} rows that were tried, so nothing could be learned; "
+        f"{texts[0]}"
+        for source, texts in failures.items()
+        if len(texts) == num_rows[source]
+    ]
+    if wrong:
+        raise ConfigError("; ".join(wrong))
+    total = sum(num_rows.values())
+    doubts = [f"the reward fails on some rows; {texts[0]}" for texts in failures.values()]
+    return f"the reward on {total} row{'s' * (total > 1)}" if total else "", doubts

@@ -17,8 +17,9 @@ from penstock.errors import ConfigError, DeadlineExceeded, NotFound, ProcessDied
 from penstock.feed.feed_process import feed_file
 from penstock.feed.validation import evaluation_id, read_results, result_line, validated_steps
 from penstock.step_history import VALIDATIONS
+from penstock_tools.doctor.examination import newest_checkpoint
 from penstock_tools.local.join import JOIN_FILE
-from penstock_tools.local.local_run import LocalRun
+from penstock_tools.local.local_run import LocalRun, step_of
 
 POLL_S = 0.5
 ANSWER_S = 0.5
@@ -32,16 +33,20 @@ async def supervise(config: RunConfig, host: str = "") -> bool:
     """Run until the learner has made its last step, a process dies for good, or SIGTERM or SIGINT arrives. Returns
     whether Ctrl-C ended it before the last step."""
     stopping, received = asyncio.Event(), set[signal.Signals]()
+    display, started = LineDisplay(config), time.monotonic()
+    run = LocalRun(config, workers_at_once=True, host=host)
 
     def stop(name: signal.Signals) -> None:
+        if stopping.is_set() and name is signal.SIGINT:
+            display.print("killing every process")
+            run.processes.end_at_once()
         received.add(name)
         stopping.set()
 
     for name in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(name, stop, name)
-    display, started = LineDisplay(config), time.monotonic()
     display.print(f"run {config.run}: starting Redis and the gateway; logs and checkpoints in {config.folder}")
-    async with LocalRun(config, workers_at_once=True, host=host) as run:
+    async with run:
         display.print(f"console and REST at {run.console}, after {time.monotonic() - started:.1f} s")
         if host:
             file = run.folder / JOIN_FILE
@@ -68,12 +73,24 @@ async def supervise(config: RunConfig, host: str = "") -> bool:
         if run.learner_finished and config.dataset.validation.file is not None:
             await _finish_validation(run, stopping)
         print_validations(run.folder / VALIDATIONS, display, validated)
-        if run.learner_finished:
+        has_finished = run.learner_finished
+        if has_finished:
             display.update_last(*_progress(await news.print_new()))
             display.print("the learner has finished; stopping")
         else:
-            news.print_stopping("; the same command continues it")
-        return signal.SIGINT in received and not run.learner_finished
+            news.print_stopping("; Ctrl-C again kills every process at once")
+    if not has_finished:
+        display.print(kept_line(config, news.status.step))
+    return signal.SIGINT in received and not has_finished
+
+
+def kept_line(config: RunConfig, step: int) -> str:
+    """What a run that was stopped after `step` keeps and loses, and how to continue it."""
+    newest = newest_checkpoint(config)
+    kept = 0 if newest is None else step_of(newest)
+    lost = f"; lost: {step - kept} steps since then, which are made again" if step > kept else ""
+    checkpoint = "the model folder (there is no checkpoint yet)" if newest is None else f"checkpoint of step {kept}"
+    return f"kept: {checkpoint}{lost}; continue with the same command"
 
 
 async def check_processes(run: LocalRun, display: LineDisplay) -> None:

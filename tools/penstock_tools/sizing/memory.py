@@ -42,6 +42,7 @@ READ_BYTES = 2**26
 """A rank reads its weights in pieces, and has at most this much of the files in host memory."""
 CONTEXT = "context"
 STAGED = "versions staged for pushes"
+CHECKPOINT_COPY = "copy for the checkpoint"
 STAGED_VERSIONS = 2
 """Versions on rank 0: the current one and the newest. A third is there while a push takes longer than a step."""
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -262,7 +263,7 @@ def _trained_memory(role: Role, model: ModelShape, num_ranks: int, setup: Setup)
     if is_sharded and is_whole:
         reduced = max(size + REDUCED_BYTES, REDUCED_BYTES * twice.value) - (master / num_ranks if is_first else 0)
         end = [Size("gradients of the root that are being reduced", "", reduced * in_root.value)]
-    copy = Size("copy for the checkpoint", "weights and Adam", total([*kept, adam]))
+    copy = Size(CHECKPOINT_COPY, "weights and Adam", total([*kept, adam]))
 
     def use(phase: Phase, what: str, state: list[Size], others: list[Size], host: Sequence[Size] = ()) -> MemoryUse:
         """The moment with the state on the GPU, or with offload on the host, and with the versions for pushes."""

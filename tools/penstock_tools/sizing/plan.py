@@ -12,7 +12,17 @@ from penstock.config.learner import RoleConfig
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError
 from penstock_tools.sizing.hardware import USABLE_MEMORY, Gpu
-from penstock_tools.sizing.memory import PHASES, MemoryUse, Role, Setup, peak, role_memory, server_memory, total
+from penstock_tools.sizing.memory import (
+    CHECKPOINT_COPY,
+    PHASES,
+    MemoryUse,
+    Role,
+    Setup,
+    peak,
+    role_memory,
+    server_memory,
+    total,
+)
 from penstock_tools.sizing.models import HUB_IDS, find_shape
 from penstock_tools.sizing.rates import LONGEST_SAMPLE, Pace, PlanTask, Workload
 from penstock_tools.sizing.search import Deployment, SearchResult
@@ -231,6 +241,18 @@ def _memory(config: RunConfig, name: str, role: RoleConfig) -> list[MemoryUse]:
         return []
     kind = cast(Role, name if own is None else own.worker)
     return role_memory(kind, find_shape(_model_of(config, role)), role.num_ranks, Setup.of(config))
+
+
+def checkpoint_bytes(config: RunConfig) -> float:
+    """Bytes of one checkpoint: weights and Adam's state of every trained model."""
+    roles = config.learner.needed_roles
+    return sum(
+        role.num_ranks * part.num_bytes
+        for name, role in roles.items()
+        for use in _memory(config, name, role)
+        for part in use.host
+        if part.name == CHECKPOINT_COPY
+    )
 
 
 def _model_of(config: RunConfig, role: RoleConfig) -> str:

@@ -143,7 +143,7 @@ def _written_whole(out: Path) -> Iterator[Path]:
 
 
 def _require_finite(tensors: Iterable[tuple[str, torch.Tensor]], dtype: str, out: Path) -> None:
-    from penstock_learner.model.published_layout import first_nonfinite
+    from penstock_learner.weights.staging import first_nonfinite
 
     if name := first_nonfinite(tensors):
         raise TrainingDiverged(f"{name} is not finite in {dtype}, so {out} is not written; choose another checkpoint")

@@ -222,7 +222,8 @@ def _draw_panel(axis: Axes, runs: Sequence[RunHistory], panel: Panel, smooth: in
     low, high, window = 0.0, 0.0, 1 if panel.metric in EXACT else smooth
     for number, run in enumerate(runs):
         color: dict[str, Any] = {"color": f"C{number}"}
-        for metric, style in ((panel.faint or panel.metric, {"alpha": FAINT, "linewidth": 1}), (panel.metric, {})):
+        faint: dict[str, Any] = {"alpha": FAINT, "linewidth": 1}
+        for metric, style in ((panel.faint or panel.metric, faint), (panel.metric, {})):
             places, values = run.points(metric, panel.by_time)
             low, high = min([low, *values]), max([high, *values])
             if not style:

@@ -230,7 +230,7 @@ def test_a_second_ctrl_c_kills_all_but_redis_at_once(
     monkeypatch.setattr(processes, "QUIET_S", 0.0)
     redis = group.start("redis", ["sh", "-c", f"trap 'touch {tmp_path}/saved; exit 0' TERM; touch {tmp_path}/up; "
                                   "while :; do sleep 0.02; done"], ends_last=True)  # fmt: skip
-    until(lambda: (tmp_path / "up").exists(), "redis")
+    until((tmp_path / "up").exists, "redis")
     learner = start_saving(group, tmp_path / "term-000001-step-00000007")
     group.on_wait = lambda _: group.end_at_once()
     group.stop()

@@ -112,6 +112,8 @@ def make_display(config: RunConfig) -> Display:
 
 def _waiting(status: Run) -> str:
     """The state of a run that makes no steps, so that one can see what is missing."""
+    if status.speed_finding is not None and status.speed_finding.code == "validation":
+        return status.speed_finding.text
     states = (
         "quarantined" if server.is_quarantined else "paused by failures" if server.breaker_reason else server.state
         for server in status.servers

@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Literal, get_args
 
 from penstock.config.run import RunConfig
+from penstock.feed.validation import evaluation_id
 from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import QueueStat
 from penstock.store.fleet import (
@@ -46,6 +47,19 @@ NUM_RECENT_VERSIONS = 50
 
 
 @dataclass(frozen=True)
+class Validating:
+    """A validation that servers are answering."""
+
+    step: int
+    num_finished: int
+    num_prompts: int
+
+    def __str__(self) -> str:
+        what = f"the policy of step {self.step}" if self.step else "version 0 before the first step"
+        return f"validating {what}: {self.num_finished}/{self.num_prompts} prompts"
+
+
+@dataclass(frozen=True)
 class RunFacts:
     """What Redis holds about a run at one moment, and the run's config."""
 
@@ -71,6 +85,8 @@ class RunFacts:
     """The newest versions, the newest first."""
     notices: Sequence[Notice] = ()
     """Newest first."""
+    validation: Validating | None = None
+    """The validation that runs now."""
 
     @cached_property
     def steps(self) -> Sequence[Mapping[str, float]]:
@@ -181,7 +197,16 @@ class RunStores:
             learner_phase_age_s=await self.phases.age_s(phases[LEARNER][-1]) if LEARNER in phases else 0.0,
             policies=await self.policies.newest_first(None, NUM_RECENT_VERSIONS),
             notices=await self.notices.newest_first(),
+            validation=await self._validation(config, stat),
         )
+
+    async def _validation(self, config: RunConfig, stat: QueueStat) -> Validating | None:
+        if config.dataset.validation.file is None:
+            return None
+        has_ended, every = stat.finished_step == stat.step, config.dataset.validation.every_steps
+        step = stat.step if has_ended else stat.step - stat.step % every
+        found = await self.queue.evaluation_progress(evaluation_id(config.dataset.name, step))
+        return None if found is None or found[0] >= found[1] else Validating(step, *found)
 
 
 def progress(step: int, num_steps: int) -> str:

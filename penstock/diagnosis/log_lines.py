@@ -74,7 +74,7 @@ class Announcements:
             is_starting = part.is_starting and run.state != "PAUSED" and not lacks_prompts(run, part)
             if is_starting and silence_s >= STILL_AFTER_S:
                 self._mentioned_s[part.component] = now_s
-                lines.append(f"{part.component}: still {part.phases[-1].name}")
+                lines.append(f"{part.component}: still {part.phases[-1].name}{_meanwhile(run, part)}")
         return lines
 
     def _notice_lines(self, run: Run) -> list[str]:
@@ -120,6 +120,13 @@ def _new_phases(part: Part, known: Sequence[Phase]) -> list[str]:
             took = f" ({part.phases[index - 1].name}: {seconds:.1f} s)"
         lines.append(f"{part.component}: {phase.name}{took}")
     return lines
+
+
+def _meanwhile(run: Run, part: Part) -> str:
+    """The validation that a learner without a batch waits for."""
+    found = run.speed_finding
+    is_validating = part.phases[-1].name == FIRST_BATCH and found is not None and found.code == "validation"
+    return f"; {found.text}" if is_validating and found is not None else ""
 
 
 class LearningLine:

@@ -126,11 +126,14 @@ def _causes(facts: RunFacts, steps: Steps) -> Iterator[Finding]:
 def speed_finding(facts: RunFacts) -> Finding:
     """What the run waits for most."""
     steps = facts.steps[-SPEED_STEPS:]
+    validating = f"; {facts.validation}" if facts.validation else ""
+    if facts.state == "WAITING":
+        return _speed("not_running", f"the run is waiting for its learner or its servers to start{validating}")
     if facts.state != "RUNNING":
-        waits = " for its learner or its servers to start" if facts.state == "WAITING" else ""
-        return _speed("not_running", f"the run is {facts.state.lower()}{waits}")
+        return _speed("not_running", f"the run is {facts.state.lower()}")
     if facts.learner_phase == LAST_VALIDATION:
-        return _speed("validation", "every step is made; the learner waits for the validation of the last policy")
+        text = "every step is made; the learner waits for the validation of the last policy"
+        return _speed("validation", text + validating)
     if not facts.serving:
         advice = "see docs/runbooks.md#rolloutserversdown"
         return _speed("servers", f"no server serves, of {len(facts.servers)} in the list", "FAIL", advice)
@@ -142,6 +145,8 @@ def speed_finding(facts: RunFacts) -> Finding:
         return _learner_finding(steps, step_s, wait_s)
     waits = f"the learner waits {wait_s / step_s:.0%} of {step_s:.3g} s a step" if step_s else "no step yet"
     cause = _producer_finding(facts)
+    if facts.validation and (cause.code == "admission" or (not step_s and cause.code in ("groups", "engine"))):
+        return _speed("validation", f"{waits}: {facts.validation}" if step_s else str(facts.validation))
     if not step_s and cause.code in ("admission", "groups"):  # it says nothing yet about the speed of the run
         stat = facts.stat
         text = f"no step yet: {stat.in_flight} groups are being generated, and {stat.queued} wait for the learner"

@@ -233,6 +233,12 @@ class PromptIntake(QueueCalls):
             parts={source: found for source, own in by_source(samples).items() if (found := part_means(own))},
         )
 
+    async def evaluation_progress(self, evaluation_id: str) -> tuple[int, int] | None:
+        """The numbers of finished and of all prompts; None if there is no such evaluation."""
+        names = ["num_finished", "num_prompts"]
+        num_finished, num_prompts = await guarded(self.client.hmget(self.keys.evaluation(evaluation_id), names))
+        return None if num_prompts is None else (int(num_finished), int(num_prompts))
+
     async def get_prompt(self, prompt_id: int) -> PromptStatus:
         found = read_record(await self.call("get_prompt", prompt_id))
         if not found:

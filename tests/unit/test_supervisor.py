@@ -92,6 +92,6 @@ async def test_a_second_ctrl_c_kills_and_what_is_kept_and_lost_is_printed(
     assert stopping.startswith("stopping the run; ") and "Ctrl-C again kills every process at once" in stopping
     assert killing == "killing every process"
     assert kept == (
-        "kept: checkpoint of step 5; lost: 4 steps since then, which are made again; continue with the same command"
+        "kept: checkpoint of step 5; lost: 4 steps since then, to be made again; continue with the same command"
     )
     assert kept_line(config, 5) == "kept: checkpoint of step 5; continue with the same command"

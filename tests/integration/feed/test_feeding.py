@@ -20,6 +20,7 @@ from penstock.cli import main as cli
 from penstock.codec import decode_prompt, encode_prompt
 from penstock.config.loading import dump_config, validate
 from penstock.config.run import RunConfig
+from penstock.diagnosis.facts import RunStores, Validating
 from penstock.errors import ConfigError, DeadlineExceeded
 from penstock.feed.dataset_feed import Feeder, PromptStream
 from penstock.feed.feed_process import feed_run
@@ -257,12 +258,16 @@ async def test_a_validation_that_no_server_answers_ends_with_a_named_error(
     monkeypatch.setattr("penstock.feed.validation.POLL_S", 0.02)
     heldout = tmp_path / "heldout.jsonl"
     heldout.write_text(json.dumps({"prompt": "?"}) + "\n")
-    validator = Validator.read(make_config(tmp_path, redis_process.url, validation={"file": str(heldout)}), queue)
+    config = make_config(tmp_path, redis_process.url, validation={"file": str(heldout)})
+    validator, stores = Validator.read(config, queue), RunStores.of(queue.client, config)
     validator.stall_timeout_s = 0.2
+    assert (await stores.read(config)).validation is None
     with pytest.raises(DeadlineExceeded, match="validation-train-0 has 0 of 1 prompts, .* are rollout servers READY"):
         await validator.validate(0)
+    assert (await stores.read(config)).validation == Validating(0, num_finished=0, num_prompts=1)
     [lease] = await queue.lease("s", 1)
     await queue.record_evaluation("validation-train-0", lease, [1.0], 0, 0)
+    assert (await stores.read(config)).validation is None
     assert (await validator.validate(0)).num_finished == 1, "the next try goes on with the same evaluation"
 
 

@@ -162,6 +162,17 @@ def test_a_learner_without_prompts_says_so_once_and_is_not_repeated(monkeypatch:
     ]
 
 
+def test_a_learner_that_waits_for_the_first_validation_is_not_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, text = [0.0], "validating version 0 before the first step: 40/256 prompts"
+    monkeypatch.setattr(log_lines.time, "monotonic", lambda: clock[0])
+    validating = Finding(check="speed", level="OK", text=text, advice="", code="validation")
+    run = run_with(parts=(part("learner", (FIRST_BATCH, 1)),), speed=text, speed_finding=validating)
+    announcements = Announcements(RUN)
+    announcements.new_lines(run)
+    clock[0] += STILL_AFTER_S
+    assert announcements.new_lines(run) == [f"learner: still {FIRST_BATCH}; {text}"]
+
+
 def test_a_process_that_takes_long_to_end_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "QUIET_S", 0.01)
     group, lines = ProcessGroup(tmp_path), list[str]()

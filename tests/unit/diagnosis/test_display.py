@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.api.records import QueueStat, Run
+from penstock.api.records import Finding, QueueStat, Run
 from penstock.config.loading import validate
 from penstock.diagnosis import display
 from penstock.diagnosis.display import LINE_EVERY_S, WAITING_AFTER_S, LineDisplay
@@ -73,6 +73,10 @@ def test_a_line_every_ten_steps_and_for_steps_that_take_long(
     waiting = "no new step: 7 prompts pending, 0 in flight, 2 groups ready, 0 dead letters; servers: none"
     assert lines(12, after_s=WAITING_AFTER_S - LINE_EVERY_S) == [waiting]
     assert lines(12, after_s=1) == []
+    validating = Finding(check="speed", level="OK", text="validating: 40/256", advice="", code="validation")
+    clock[0] += WAITING_AFTER_S
+    shown.update(RUN.model_copy(update={"speed_finding": validating}), history(12))
+    assert capsys.readouterr().out == "validating: 40/256\n", "not a stall"
     clock[0] += WAITING_AFTER_S
     shown.print("scoring")
     assert lines(12, after_s=1) == ["scoring"], "the time without a line begins again"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.diagnosis.facts import RunFacts
+from penstock.diagnosis.facts import RunFacts, Validating
 from penstock.diagnosis.progress import Steps, learning_finding, speed_finding
 from penstock.store.fleet import OpenBreaker, Orders, ServerRecord
 from penstock.store.reports import LAST_VALIDATION, Phase
@@ -107,6 +107,29 @@ def test_a_wait_for_the_last_validation_is_not_a_staleness_bound() -> None:
     steps, phases = [STEP | {"wait_s": 8.0}] * 12, {"learner": [Phase(LAST_VALIDATION, 0)]}
     finding = speed_finding(facts(steps, servers=servers, stat=stat, phases=phases))
     assert (finding.code, finding.level) == ("validation", "OK") and "validation of the last policy" in finding.text
+
+
+@pytest.mark.parametrize(("server", "stat"), [
+    ({}, {}), ({"running_groups": 0}, {"queued": 12}), ({"waiting_requests": 65}, {}),
+])  # fmt: skip
+def test_a_validation_before_the_first_step_is_shown_with_its_progress(
+    server: dict[str, Any], stat: dict[str, int]
+) -> None:
+    busy = {"servers": [replace(SERVER, **server)], "stat": replace(STAT, **stat), "validation": Validating(0, 40, 256)}
+    finding = speed_finding(facts((), **busy))
+    assert (finding.code, finding.level, finding.advice) == ("validation", "OK", "")
+    assert finding.text == "validating version 0 before the first step: 40/256 prompts"
+    loading = {"learner": [Phase("loading the model", 0)]}
+    starting = speed_finding(facts((), **busy, phases=loading))
+    assert starting.code == "not_running" and starting.text.endswith(f"to start; {finding.text}")
+
+
+def test_a_wait_during_a_validation_is_not_a_staleness_bound() -> None:
+    idle, full = [replace(SERVER, running_groups=0)], replace(STAT, queued=12, delivered=5)
+    steps, running = [STEP | {"wait_s": 8.0}] * 12, Validating(25, 1, 2)
+    finding = speed_finding(facts(steps, servers=idle, stat=full, validation=running))
+    assert finding.text == "the learner waits 80% of 10 s a step: validating the policy of step 25: 1/2 prompts"
+    assert (finding.code, finding.level) == ("validation", "OK")
 
 
 def test_failing_rewards_are_named_from_the_first_step_and_even_if_the_reward_rises() -> None:

@@ -88,7 +88,8 @@ def kept_line(config: RunConfig, step: int) -> str:
     """What a run that was stopped after `step` keeps and loses, and how to continue it."""
     newest = newest_checkpoint(config)
     kept = 0 if newest is None else step_of(newest)
-    lost = f"; lost: {step - kept} steps since then, which are made again" if step > kept else ""
+    num_lost = step - kept
+    lost = f"; lost: {num_lost} step{'s' * (num_lost > 1)} since then, to be made again" if num_lost > 0 else ""
     checkpoint = "the model folder (there is no checkpoint yet)" if newest is None else f"checkpoint of step {kept}"
     return f"kept: {checkpoint}{lost}; continue with the same command"
 

@@ -86,7 +86,7 @@ def runs(argv: Sequence[str]) -> int:
         "stop": ("end the learner after its step, with a checkpoint", lambda c, *_: c.stop_run(), _print_run),
         "metrics [RUN]": (
             "show the newest steps; those of RUN, a name in runs/ or a folder, also when it is not up",
-            lambda c, words, limit: c.metrics(limit) if c else _recorded_steps(*words, limit),
+            lambda c, words, limit: c.metrics(limit) if c else _recorded_steps(words[0], limit),
             _print_metrics,
         ),
     }

@@ -21,9 +21,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from harness import Bar, alternate, make_parser, median_ratio, report, sized
 from penstock.weights.transports import Deadline, TensorShape, build_manifest
 from penstock_learner.checkpoints import FileRecord, find_damage
-from penstock_learner.weights.staging import first_nonfinite
 from penstock_learner.roles.trainer import HashingWriter
-from penstock_learner.weights.staging import HostBuckets, StagedVersion
+from penstock_learner.weights.staging import HostBuckets, StagedVersion, first_nonfinite
 
 NUM_ROUNDS = sized(5, 1)
 SHAPE = sized((4096, 1024), (64, 64))

@@ -30,7 +30,7 @@ def step(number: int, **more: float | None) -> dict[str, float | None]:
 
 
 @pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The figures that were written."""
     figures, write = list[Figure](), Figure.savefig
 
@@ -68,7 +68,7 @@ def test_a_mean_begins_with_fewer_values() -> None:
 
 
 def test_runs_are_lines_of_one_picture(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], drawn: list[Figure]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], drawn: list[Any]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_run(Path("runs/long"), step(1), step(2), step(3), step(2), step(3), scores={0: 0.25, 2: 0.5})

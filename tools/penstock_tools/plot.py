@@ -220,17 +220,16 @@ def _draw_panel(axis: Axes, runs: Sequence[RunHistory], panel: Panel, smooth: in
         longest_s = max((end for run in runs for end in run.seconds.values() if math.isfinite(end)), default=0.0)
         unit, unit_s = ("hours", 3600.0) if longest_s > 7200 else ("minutes", 60.0)
     low, high, window = 0.0, 0.0, 1 if panel.metric in EXACT else smooth
+    faint: dict[str, Any] = {"alpha": FAINT, "linewidth": 1}
     for number, run in enumerate(runs):
         color: dict[str, Any] = {"color": f"C{number}"}
-        faint: dict[str, Any] = {"alpha": FAINT, "linewidth": 1}
-        for metric, style in ((panel.faint or panel.metric, faint), (panel.metric, {})):
-            places, values = run.points(metric, panel.by_time)
+        if window > 1 or panel.faint:
+            places, values = run.points(panel.faint or panel.metric, panel.by_time)
             low, high = min([low, *values]), max([high, *values])
-            if not style:
-                values = smoothed(values, window)
-            elif window == 1:
-                continue
-            axis.plot([place / unit_s for place in places], values, **color, **style)
+            axis.plot([place / unit_s for place in places], values, **color, **faint)
+        places, values = run.points(panel.metric, panel.by_time)
+        low, high = min([low, *values]), max([high, *values])
+        axis.plot([place / unit_s for place in places], smoothed(values, window), **color)
         if panel.metric == REWARD:
             places, scores = run.score_points(panel.by_time)
             low, high = min([low, *scores]), max([high, *scores])

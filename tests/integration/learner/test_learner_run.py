@@ -15,6 +15,7 @@ from penstock.codec import encode_group
 from penstock.config.run import RunConfig
 from penstock.config.service import RedisConfig, ReplayConfig
 from penstock.replay.queue import RedisReplayQueue
+from penstock.step_history import read_steps
 from penstock.store.redis_client import connect
 from support.groups import make_group
 from support.learner_runs import (
@@ -263,6 +264,8 @@ def test_a_starved_learner_acknowledges_early_and_knows_its_redis(
     code, output = run_learner(config)
     assert code == 1 and "step 2 has 0 of 2 groups" in output, output[-3000:]
     assert outcome(config).stat.trained == GROUPS_PER_STEP, "an early checkpoint covers the one step"
+    [step] = read_steps(config.folder)
+    assert step["memory_peak_gib"] > 0 and step["advantage_min"] <= step["advantage_max"] and "mfu" not in step
 
     lost = config.model_copy(update={"redis": config.redis.model_copy(update={"url": redis_process.url[:-1] + "1"})})
     code, output = run_learner(lost)

@@ -16,11 +16,15 @@ from penstock_learner.loggers.step_loggers import check_loggers
 
 
 def check(config: RunConfig) -> str:
-    """Raise ConfigError for the first mistake. Returns a phrase that says from which weights the run would start."""
+    """Raise ConfigError for the first mistake. Returns a phrase that says from which weights the run would start. What
+    needs torch, whose import takes seconds, is checked last."""
     check_redis(config.redis)
     check_model(config)
-    _check_structure(config)
     check_roles(config.learner)
+    check_run_folder(config)
+    ClusterKey.of(config).check()
+    check_loggers(config.learner.loggers)
+    _check_structure(config)
     for name, role in config.learner.needed_roles.items():
         if (own_folder := getattr(role, "path", None)) is not None:
             from penstock_learner.model.architectures import require_causal
@@ -29,9 +33,6 @@ def check(config: RunConfig) -> str:
     try_functions(config.learner.algorithm, has_critic=config.learner.critic is not None)
     check_step(config.learner)
     _check_gpus(config)
-    check_run_folder(config)
-    ClusterKey.of(config).check()
-    check_loggers(config.learner.loggers)
     checkpoint = config.learner.checkpoint
     folder = config.folder / "checkpoints"
     rewind, is_done = read_rewind(folder)

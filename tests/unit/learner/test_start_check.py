@@ -52,3 +52,13 @@ def test_the_check_names_a_type_that_is_not_known(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model.path \S+ cannot be loaded: .*from_the_future") as raised:
         check(_config(tmp_path, tmp_path, None))
     assert "\n" not in str(raised.value)
+
+
+def test_what_needs_no_torch_is_checked_before_it_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock_learner.start_check._check_structure", lambda _: pytest.fail("it imports torch"))
+    with pytest.raises(ConfigError, match=r"learner.critic.path \S+ is not a model folder"):
+        check(_config(tmp_path, MODEL, tmp_path / "nowhere"))
+    monkeypatch.setattr("penstock_learner.loggers.step_loggers.find_spec", lambda _: None)
+    config = _config(tmp_path, MODEL, None).changed({"learner.loggers": ("wandb",)})
+    with pytest.raises(ConfigError, match="learner.loggers has wandb"):
+        check(config)

@@ -21,11 +21,14 @@ REACH_S = 5.0
 
 def check(config: RunConfig) -> str:
     """Raise ConfigError for the first mistake. Returns a phrase that says from which weights the run would start,
-    and what the Ray cluster to join has."""
+    and what the Ray cluster to join has. What needs torch, whose import takes seconds, is checked last."""
     check_redis(config.redis)
     check_model(config)
-    _check_structure(config)
     check_roles(config.learner)
+    check_run_folder(config)
+    ClusterKey.of(config).check()
+    check_loggers(config.learner.loggers)
+    _check_structure(config)
     for name, role in config.learner.needed_roles.items():
         if (own_folder := getattr(role, "path", None)) is not None:
             from penstock_learner.model.architectures import require_causal
@@ -34,9 +37,6 @@ def check(config: RunConfig) -> str:
     try_functions(config.learner.algorithm, has_critic=config.learner.critic is not None)
     check_step(config.learner)
     cluster = _check_ray(config)
-    check_run_folder(config)
-    ClusterKey.of(config).check()
-    check_loggers(config.learner.loggers)
     checkpoint = config.learner.checkpoint
     folder = config.folder / "checkpoints"
     rewind, is_done = read_rewind(folder)

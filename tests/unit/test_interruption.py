@@ -76,7 +76,7 @@ def test_a_command_that_waits_for_redis(
 def test_an_interrupted_run_is_not_a_success(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def interrupted(_: object) -> bool:
+    async def interrupted(*_: object) -> bool:
         return True
 
     monkeypatch.setattr("penstock_tools.local.supervisor.supervise", interrupted)

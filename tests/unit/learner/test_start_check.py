@@ -60,3 +60,13 @@ def test_the_check_says_that_the_ray_cluster_cannot_be_reached(tmp_path: Path, m
     monkeypatch.setattr(start_check, "REACH_S", 0.1)
     with pytest.raises(Unavailable, match=r"^nothing listens at learner.ray_address 127.0.0.1:1; start Ray there"):
         check(config)
+
+
+def test_what_needs_no_torch_is_checked_before_it_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock_learner.start_check._check_structure", lambda _: pytest.fail("it imports torch"))
+    with pytest.raises(ConfigError, match=r"learner.critic.path \S+ is not a model folder"):
+        check(_config(tmp_path, MODEL, tmp_path / "nowhere"))
+    monkeypatch.setattr("penstock_learner.loggers.step_loggers.find_spec", lambda _: None)
+    config = _config(tmp_path, MODEL, None).changed({"learner.loggers": ("wandb",)})
+    with pytest.raises(ConfigError, match="learner.loggers has wandb"):
+        check(config)

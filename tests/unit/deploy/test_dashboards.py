@@ -229,8 +229,8 @@ def test_two_runs_are_two_lines_of_every_panel(tmp_path: Path) -> None:
     ports = {name: start_http_server(0, "127.0.0.1", registry)[0].server_port for name, registry in registries.items()}
     num_answered = 0
     with scraping(tmp_path, lambda name: f"127.0.0.1:{ports[name]}", serve_engine_samples(), ("a", "b")) as ask:
-        rate = filled_in("rate(penstock_learner_steps_total[$window])")
-        until(lambda: len(ask(rate)) == 2 and len(ask("vllm:num_requests_running")) == 2, "two scrapes", timeout_s=60)
+        num_targets = 2 * (len(registries) + 2)
+        until(lambda: len(ask("sum_over_time(up[20s]) > 2")) == num_targets, "scrapes of all targets", timeout_s=60)
         for path in DASHBOARDS:
             for panel in panels(path):
                 for target in panel["targets"]:

@@ -53,6 +53,16 @@ class Ledger:
             bits[first : last + 1] = 0
         return [int(prompt_id) for prompt_id in np.flatnonzero(bits)]
 
+    def absent_from(self, bitmap: bytes) -> list[int]:
+        """The prompts of the ledger that a bitmap does not have."""
+        bits = np.unpackbits(np.frombuffer(bitmap, np.uint8))
+        absent: list[int] = []
+        for first, last in self._ranges:
+            known = bits[first : last + 1]
+            absent += [first + int(place) for place in np.flatnonzero(known == 0)]
+            absent += range(first + len(known), last + 1)
+        return absent
+
     def is_durable(self, prompt_id: int) -> bool:
         """Whether a durable checkpoint covers the prompt, so that its group may be acknowledged."""
         return prompt_id in self and prompt_id not in self._volatile

@@ -167,6 +167,7 @@ class StepLoop:
         await self.publication.wait_until_published()
         await self._checkpoint()
         await self.writer.wait_until_written()
+        await repeat_lost_commits(self.queue, self.term)
         if not self.orders.stopping.is_set():
             await self.publication.keep_last()
             await self.queue.finish(self.term.step)
@@ -270,6 +271,15 @@ async def profiled(config: RunConfig, roles: Mapping[str, RoleGroup], step: int)
     yield
     folder = profiles_folder(config)
     await gather_all(*(role.call_rank(rank, "write_profile", folder, step) for role, rank in ranks))
+
+
+async def repeat_lost_commits(queue: GroupConsumer, term: Term) -> None:
+    """Commit again what Redis has lost in a crash, after a checkpoint that covers the whole ledger. While the learner
+    trains, the reader does that for each such group that it takes. Those that nobody takes would stay in the queue."""
+    lost = term.ledger.absent_from((await queue.committed()).trained)
+    if lost:
+        logger.warning("Redis has lost the commits of %d groups; they are committed again", len(lost))
+        await queue.commit(term.step, lost)
 
 
 @dataclass(frozen=True)

@@ -167,6 +167,8 @@ class RoleActors:
 
 OTHER_ERRORS_S = 5.0
 """How long to wait for other ranks' errors: one that lost its connection may report before the one that died."""
+START_S = 120.0
+"""How long the processes of new ranks may take to start, which is mostly imports, however short a call must be."""
 ADOPT_S = 30.0
 """How long the first rank may take to end the call of a dead controller."""
 OTHERS_ADOPT_S = 5.0
@@ -241,6 +243,8 @@ class RoleGroup:
         for actor in self.actors:
             ray.kill(actor)
         self.actors = self._make_set()
+        started = [self._call(actor, "wait_idle") for actor in self.actors]
+        await self._gather("wait_idle", started, max(self.timeout_s, START_S))
         rendezvous = await self.call_rank(0, "rendezvous")
         await self.call_all("join", rendezvous)
         await self.call_all("load")

@@ -18,6 +18,7 @@ from penstock.errors import DeadlineExceeded, InvalidInput
 from penstock.trajectory import SESSION_AGENT, Group
 from penstock_learner.loop import batches
 from penstock_learner.loop.batches import BatchReader, DataEnd, FailedRewards, reason_to_discard
+from penstock_learner.loop.step_loop import repeat_lost_commits
 from penstock_learner.term import Ledger, Rewind, Term
 from support.groups import made_by, make_group
 from support.memory_queue import MemoryReplayQueue
@@ -412,3 +413,13 @@ async def test_groups_are_filtered_by_rewards_and_lengths(
     dropped = {} if len(left) == 4 else {reason: 4 - len(left)}
     assert await queue.expired_reasons() == dropped
     assert [group.prompt_id for group in groups if not reason_to_discard(group, replay)] == left
+
+
+async def test_commits_that_redis_has_lost_are_repeated_when_the_learner_ends() -> None:
+    """Redis restarted without its newest writes: groups that a checkpoint covers wait again, and nobody takes them."""
+    queue = await queue_with(REPLAY, [make_group(1), make_group(2), make_group(3)])
+    await queue.commit(1, [1])
+    await repeat_lost_commits(queue, Term(step=1, ledger=Ledger([(1, 2)])))
+    stat = await queue.stat()
+    assert (stat.trained, stat.queued, stat.conservation_error) == (2, 1, 0)
+    assert (await queue.committed()).step == 1

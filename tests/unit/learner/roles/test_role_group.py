@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import ray
@@ -148,6 +148,27 @@ async def test_a_rank_that_waits_for_one_that_is_idle_is_not_waited_for_long(mon
     async with asyncio.timeout(role_group.ADOPT_S / 2):
         assert not await successor.adopt()
     assert all(actor.is_dead for actor in cluster.sets[1])
+
+
+async def test_the_processes_of_ranks_may_start_slower_than_a_call_may_take() -> None:
+    """On a busy machine their imports take longer than a short `learner.rank_timeout_s`, at every restart again."""
+
+    class SlowCluster(FakeCluster):
+        def make(self, number: int, owner: str) -> list[FakeActor]:
+            actors = super().make(number, owner)
+            for actor in actors:
+                first, call = asyncio.get_running_loop().create_future(), actor.call
+                asyncio.get_running_loop().call_later(0.3, first.set_result, None)
+
+                def options(first: Any = first, call: Any = call, **_: Any) -> Any:
+                    return call.options() if first.done() else SimpleNamespace(remote=lambda *_: first)
+
+                actor.call = SimpleNamespace(options=options)
+            return actors
+
+    role = RoleGroup(cast(Any, SlowCluster()), timeout_s=0.1)
+    await role.start()
+    assert role.is_up
 
 
 async def test_ranks_of_another_config_are_not_adopted() -> None:

@@ -72,6 +72,8 @@ class LocalRun:
         self._lock: IO[str] | None = None
         self._client: PenstockClient | None = None
         self._learner: Child | None = None
+        self.has_trained = True
+        """Whether the learner may have something to save. If false, it is not given long to end."""
         self._environments: dict[str, dict[str, str]] = {}
         """Additional environment variables of a process, by its name."""
 
@@ -97,7 +99,8 @@ class LocalRun:
 
     async def __aexit__(self, _: object = None, error: BaseException | None = None, *__: object) -> None:
         has_redis = all(child.exit_code is None for child in self.processes.children if child.ends_last)
-        if self._learner is not None and (isinstance(error, asyncio.CancelledError) or not has_redis):
+        can_save = has_redis and self.has_trained and not isinstance(error, asyncio.CancelledError)
+        if self._learner is not None and not can_save:
             self._learner.stop_timeout_s = CUT_SHORT_S
         if self._client is not None:
             await self._client.aclose()

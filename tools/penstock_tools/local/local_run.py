@@ -43,7 +43,7 @@ STOP_CALLS = 3
 """A learner that stops may take as long as this many calls of its ranks may: the step, the copy of the shards, and
 their files."""
 CUT_SHORT_S = 60.0
-"""How long a learner has that cannot finish its checkpoint, or of a run that is not continued."""
+"""How long a learner has that has nothing to save, cannot save without Redis, or whose run is not continued."""
 ORPHANS_S = 60.0
 """How long a start waits for the processes of a run whose supervisor was killed."""
 

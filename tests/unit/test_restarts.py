@@ -238,12 +238,18 @@ def test_a_second_ctrl_c_kills_all_but_redis_at_once(
     assert redis.exit_code == 0 and (tmp_path / "saved").exists()
 
 
-@pytest.mark.parametrize(("redis", "error", "expected_s"), [
-    ("sleep 1000", None, 1800), ("sleep 1000", ProcessDied("rollout-0 was killed"), 1800),
-    ("true", ProcessDied("redis was killed"), 60), ("sleep 1000", asyncio.CancelledError(), 60),
+@pytest.mark.parametrize(("redis", "error", "has_trained", "expected_s"), [
+    ("sleep 1000", None, True, 1800), ("sleep 1000", ProcessDied("rollout-0 was killed"), True, 1800),
+    ("true", ProcessDied("redis was killed"), True, 60), ("sleep 1000", asyncio.CancelledError(), True, 60),
+    ("sleep 1000", None, False, 60),
 ])  # fmt: skip
 async def test_only_a_learner_that_can_save_has_long_for_it(
-    redis: str, error: BaseException | None, expected_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    redis: str,
+    error: BaseException | None,
+    has_trained: bool,
+    expected_s: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Without Redis it cannot acknowledge what it has trained, and the demo is not continued."""
     example = Path(__file__).parents[2] / "examples" / "arithmetic" / "demo.yaml"
@@ -256,6 +262,7 @@ async def test_only_a_learner_that_can_save_has_long_for_it(
     if redis == "true":
         child.process.wait(10)
     run._start_slow_workers()
+    run.has_trained = has_trained
     await run.__aexit__(None, error)
     assert run._learner is not None and run._learner.stop_timeout_s == expected_s
 

@@ -43,6 +43,8 @@ async def test_the_process_whose_death_ends_the_run_is_named_at_once() -> None:
 class StoppedRun:
     """A run that gets Ctrl-C when its workers are started, and again while it stops."""
 
+    has_trained = True
+
     learner_finished, console = False, ""
 
     def __init__(self, config: Any, **_: Any) -> None:
@@ -68,6 +70,7 @@ class StoppedRun:
 
     async def __aexit__(self, *_: object) -> None:
         assert not self.killed.is_set(), "the first Ctrl-C waits"
+        assert not self.has_trained, "the learner has not begun to train"
         os.kill(os.getpid(), signal.SIGINT)
         async with asyncio.timeout(60):
             await self.killed.wait()

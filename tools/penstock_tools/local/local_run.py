@@ -49,7 +49,7 @@ STOP_CALLS = 3
 """A learner that stops may take as long as this many calls of its ranks may: the step, the copy of the shards, and
 their files."""
 CUT_SHORT_S = 60.0
-"""How long a learner has that cannot finish its checkpoint, or of a run that is not continued."""
+"""How long a learner has that has nothing to save, cannot save without Redis, or whose run is not continued."""
 ORPHANS_S = 60.0
 """How long a start waits for the processes of a run whose supervisor was killed."""
 
@@ -80,6 +80,8 @@ class LocalRun:
         self._lock: IO[str] | None = None
         self._client: PenstockClient | None = None
         self._learner: Child | None = None
+        self.has_trained = True
+        """Whether the learner may have something to save. If false, it is not given long to end."""
         self._environments: dict[str, dict[str, str]] = {}
         """Additional environment variables of a process, by its name."""
 
@@ -109,7 +111,8 @@ class LocalRun:
 
     async def __aexit__(self, _: object = None, error: BaseException | None = None, *__: object) -> None:
         has_redis = all(child.exit_code is None for child in self.processes.children if child.ends_last)
-        if self._learner is not None and (isinstance(error, asyncio.CancelledError) or not has_redis):
+        can_save = has_redis and self.has_trained and not isinstance(error, asyncio.CancelledError)
+        if self._learner is not None and not can_save:
             self._learner.stop_timeout_s = CUT_SHORT_S
         if self._client is not None:
             await self._client.aclose()

@@ -131,7 +131,7 @@ async def _check_process(module: str, config_file: Path) -> Found:
     )  # fmt: skip
     try:
         async with asyncio.timeout(CHECK_TIMEOUT_S):
-            answer, errors = await process.communicate()
+            output, errors = await process.communicate()
     except TimeoutError as error:
         raise DeadlineExceeded(
             f"{module} --check did not end in {CHECK_TIMEOUT_S:.0f} s; try again when this machine is less busy"
@@ -141,7 +141,7 @@ async def _check_process(module: str, config_file: Path) -> Found:
             process.kill()
             await process.wait()
     if process.returncode == 0:
-        return answer.decode(errors="replace").partition(": ok (")[2].strip().removesuffix(")"), []
+        return output.decode(errors="replace").partition(": ok (")[2].strip().removesuffix(")"), []
     last = (errors.decode(errors="replace").strip().splitlines() or [f"{module} --check exited with an error"])[-1]
     raise ConfigError(last.partition(": error: ")[2] or last)
 

@@ -78,6 +78,7 @@ async def supervise(config: RunConfig, host: str = "") -> bool:
             display.update_last(*_progress(await news.print_new()))
             display.print("the learner has finished; stopping")
         else:
+            run.has_trained = not waiting_for(news.status, news.before)
             news.print_stopping("; Ctrl-C again kills every process at once")
     if not has_finished:
         display.print(kept_line(config, news.status.step))

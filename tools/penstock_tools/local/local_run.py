@@ -203,7 +203,8 @@ class LocalRun:
     def _start_redis(self) -> None:
         if self.config.redis.url:
             return
-        port = (self.host and kept_port(self.folder / "redis")) or free_port(self.host or "127.0.0.1")
+        kept = kept_port(self.folder / "redis") if self.host else 0
+        port = kept or free_port(self.host or "127.0.0.1")
         redis_config, url = write_config(self.folder / "redis", port, host=self.host)
         redis = self.processes.start("redis", [find_redis_server(), str(redis_config)], ends_last=True)
         if not wait_for_port("127.0.0.1", port, timeout_s=30, while_true=lambda: redis.exit_code is None):

@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -74,7 +75,7 @@ def ask_cluster(address: str, timeout_s: float) -> RayNodes | None:
                 "or unset RAY_AUTH_MODE here"
             )
     except grpc.RpcError as error:
-        code: grpc.StatusCode = error.code()  # type: ignore[attr-defined]  # grpc types the error of a call as its base
+        code: grpc.StatusCode = error.code()
         if code is not grpc.StatusCode.UNAUTHENTICATED:
             raise ConfigError(
                 f"what listens at learner.ray_address {address} does not answer as Ray's head does ({code.name}); give "
@@ -118,5 +119,6 @@ def _is_open(address: str) -> bool:
 
 def _call(address: str, metadata: list[tuple[str, str]]) -> bytes:
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
-        reply: bytes = channel.unary_unary(_NODES)(b"", timeout=ANSWER_S, metadata=metadata)
+        call: Any = channel.unary_unary(_NODES)
+        reply: bytes = call(b"", timeout=ANSWER_S, metadata=metadata)
         return reply

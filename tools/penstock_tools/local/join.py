@@ -60,7 +60,7 @@ def opened(config: RunConfig, host: str, cluster_key_file: Path) -> RunConfig:
         raise ConfigError(
             "redis.url is reachable from this machine only; give the address that the others reach, or none"
         )
-    changes = {"weights.cluster_key_file": config.weights.cluster_key_file or cluster_key_file}
+    changes: dict[str, str | Path] = {"weights.cluster_key_file": config.weights.cluster_key_file or cluster_key_file}
     if is_loopback(config.rollout.host):
         changes["rollout.host"] = host
     return config.changed(changes | {"learner.publish_host": config.learner.publish_host or host})

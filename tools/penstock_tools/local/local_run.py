@@ -8,7 +8,9 @@ import fcntl
 import json
 import logging
 import os
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -72,6 +74,7 @@ class LocalRun:
         recent_s = config.replay.lease_ttl_s
         self._hung = HungServers(recent_s, recent_s + config.weights.push_timeout_s)
         self._lock: IO[str] | None = None
+        self._ray_folder = ""
         self._client: PenstockClient | None = None
         self._learner: Child | None = None
         self._environments: dict[str, dict[str, str]] = {}
@@ -105,6 +108,8 @@ class LocalRun:
         if self._client is not None:
             await self._client.aclose()
         await asyncio.to_thread(self.processes.stop)
+        if self._ray_folder:
+            shutil.rmtree(self._ray_folder, ignore_errors=True)
         if self._lock is not None:
             write_restarting(self.folder, {})
             self._lock.close()
@@ -120,7 +125,8 @@ class LocalRun:
         self._environments = divide_gpus(self.config, visible_gpus())
         if (token_file := self._ray_token_file) is not None:
             self._environments[LEARNER] = ray_environment(token_file)
-            command = ray_command(self.host, *ray_head_arguments(self.config))
+            self._ray_folder = tempfile.mkdtemp(prefix="penstock-head-")  # Ray's sockets need a short path (107 bytes)
+            command = ray_command(self.host, *ray_head_arguments(self.config, self._ray_folder))
             self.processes.start("ray", command, environment=ray_environment(token_file), stop_timeout_s=60)
         self._learner = self._start_process(LEARNER, "penstock_learner", stop_timeout_s=60)
         for server_id in self._server_ids:

@@ -69,7 +69,7 @@ def test_another_machine_gets_config_and_keys_by_one_file(tmp_path: Path, monkey
     (tmp_path / "token").write_text("the token")
     config = make_config(tmp_path, ray_address=f"{HOST}:6380")
     assert starts_ray_head(config, HOST) and not starts_ray_head(config, "127.0.0.3")
-    assert "--port=6380" in ray_head_arguments(config)
+    assert {"--port=6380", "--temp-dir=/tmp/x/r"} <= set(ray_head_arguments(config, "/tmp/x"))
     file = write_join_file(config, tmp_path / "token")
     assert file.stat().st_mode & 0o777 == 0o600
     here = joined(file, "--run_dir", str(tmp_path / "elsewhere"), "--model.path", "/data/m")

@@ -18,6 +18,7 @@ import torch
 from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
 from penstock.errors import WeightPushFailed
+from penstock.machine import address_towards
 from penstock.v1 import weights_pb2
 from penstock.weights.transports import (
     GLOO_PIECE_BYTES,
@@ -83,7 +84,7 @@ def test_the_rendezvous_listens_on_its_host_only() -> None:
 def test_a_member_listens_on_its_address_towards_the_publisher(monkeypatch: pytest.MonkeyPatch) -> None:
     """The address of the machine's name may be 127.0.1.1, which members on other machines cannot reach."""
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    assert gloo.address_towards("127.0.0.1", 1) == "127.0.0.1"
+    assert address_towards("127.0.0.1", 1) == "127.0.0.1"
     before = listeners([psutil.Process()])
     options = gloo._options("127.0.0.3", DEADLINE_S)
     opened = listeners([psutil.Process()]).keys() - before.keys()

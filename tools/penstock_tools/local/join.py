@@ -13,7 +13,6 @@ import re
 import signal
 import socket
 import sys
-import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
@@ -80,10 +79,9 @@ def ray_command(host: str, *arguments: str) -> list[str]:
     return [*words, f"--node-ip-address={host}", *arguments]
 
 
-def ray_head_arguments(config: RunConfig) -> list[str]:
+def ray_head_arguments(config: RunConfig, folder: str) -> list[str]:
+    """`folder` gets a folder of Ray, of which other nodes make one with the same path."""
     port = config.learner.ray_address.rpartition(":")[2]
-    # Ray's sockets need a short path (107 bytes). A later learner removes the folder of a process that has ended.
-    folder = tempfile.mkdtemp(prefix=f"penstock-ray-{os.getpid()}-")
     return ["--head", f"--port={port}", "--include-dashboard=false", f"--temp-dir={folder}/r"]
 
 

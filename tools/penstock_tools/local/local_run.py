@@ -8,7 +8,9 @@ import fcntl
 import json
 import logging
 import os
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -78,6 +80,7 @@ class LocalRun:
         recent_s = config.replay.lease_ttl_s
         self._hung = HungServers(recent_s, recent_s + config.weights.push_timeout_s)
         self._lock: IO[str] | None = None
+        self._ray_folder = ""
         self._client: PenstockClient | None = None
         self._learner: Child | None = None
         self.has_trained = True
@@ -117,6 +120,8 @@ class LocalRun:
         if self._client is not None:
             await self._client.aclose()
         await asyncio.to_thread(self.processes.stop)
+        if self._ray_folder:
+            shutil.rmtree(self._ray_folder, ignore_errors=True)
         if self._lock is not None:
             write_restarting(self.folder, {})
             self._lock.close()
@@ -132,7 +137,8 @@ class LocalRun:
         self._environments = divide_gpus(self.config, visible_gpus())
         if (token_file := self._ray_token_file) is not None:
             self._environments[LEARNER] = ray_environment(token_file)
-            command = ray_command(self.host, *ray_head_arguments(self.config))
+            self._ray_folder = tempfile.mkdtemp(prefix="penstock-head-")  # Ray's sockets need a short path (107 bytes)
+            command = ray_command(self.host, *ray_head_arguments(self.config, self._ray_folder))
             self.processes.start("ray", command, environment=ray_environment(token_file), stop_timeout_s=60)
         stop_timeout_s = STOP_CALLS * self.config.learner.rank_timeout_s
         self._learner = self._start_process(LEARNER, "penstock_learner", stop_timeout_s=stop_timeout_s)
@@ -217,7 +223,8 @@ class LocalRun:
     def _start_redis(self) -> None:
         if self.config.redis.url:
             return
-        port = (self.host and kept_port(self.folder / "redis")) or free_port(self.host or "127.0.0.1")
+        kept = kept_port(self.folder / "redis") if self.host else 0
+        port = kept or free_port(self.host or "127.0.0.1")
         redis_config, url = write_config(self.folder / "redis", port, host=self.host)
         redis = self.processes.start("redis", [find_redis_server(), str(redis_config)], ends_last=True)
         if not wait_for_port("127.0.0.1", port, timeout_s=30, while_true=lambda: redis.exit_code is None):

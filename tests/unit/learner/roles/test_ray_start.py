@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -76,7 +77,7 @@ def ray_head(token: str, *resources: dict[str, float]) -> Iterator[str]:
             context.abort(grpc.StatusCode.UNAUTHENTICATED, "InvalidAuthToken: missing or incorrect")
         return bytes(reply.SerializeToString())
 
-    handlers = {"GetAllNodeInfo": grpc.unary_unary_rpc_method_handler(answer)}
+    handlers: dict[str, Any] = {"GetAllNodeInfo": grpc.unary_unary_rpc_method_handler(answer)}
     server = grpc.server(ThreadPoolExecutor(2))
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("ray.rpc.NodeInfoGcsService", handlers),))
     port = server.add_insecure_port("127.0.0.1:0")

@@ -37,6 +37,12 @@ STREAM_SILENCE_S = 30.0
 """A result stream that is silent for this long is broken: the gateway sends keep-alives more often."""
 
 
+def needs_authorities(url: str) -> bool:
+    """Whether a client of this address verifies certificates. Reading the system's authorities takes longer than a
+    call, so it is not done where there is no TLS."""
+    return httpx.URL(url).scheme != "http"
+
+
 class PenstockClient:
     """Calls a gateway about one run. Use it as a context manager, or close it yourself.
 
@@ -52,8 +58,9 @@ class PenstockClient:
         self.timeout_s = timeout_s
         self.deadline_s = deadline_s
         self._http = httpx.AsyncClient(
-            base_url=url, headers=self.address.headers, transport=transport, verify=tls or True, trust_env=False
-        )
+            base_url=url, headers=self.address.headers, transport=transport, verify=tls or needs_authorities(url),
+            trust_env=False,
+        )  # fmt: skip
 
     @classmethod
     def from_run_dir(cls, folder: Path | str, api_key: str = "", **options: Any) -> Self:

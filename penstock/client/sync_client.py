@@ -18,7 +18,7 @@ import httpx
 
 from penstock.api.records import Result
 from penstock.client.address import GatewayAddress
-from penstock.client.client import PenstockClient
+from penstock.client.client import PenstockClient, needs_authorities
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -86,7 +86,8 @@ class SyncPenstockClient:
         self, url: str, *, tls: ssl.SSLContext | None = None, transport: httpx.BaseTransport | None = None,
         **options: Any,
     ) -> None:  # fmt: skip
-        blocking = _BlockingTransport(transport or httpx.HTTPTransport(verify=tls or True, trust_env=False))
+        verify = tls or needs_authorities(url)
+        blocking = _BlockingTransport(transport or httpx.HTTPTransport(verify=verify, trust_env=False))
         self._client = _BlockingClient(url, transport=blocking, **options)
         self.address = self._client.address
 

@@ -93,8 +93,9 @@ async def running(config: RunConfig) -> AsyncIterator[Gateway]:
     host, rest_port, grpc_port = ready.result()
     key = read_own_key(config.folder)
     headers, senders = ({"Authorization": f"Bearer {key}"}, KeySender.interceptors(key)) if key else ({}, [])
+    plain: dict[str, Any] = {"trust_env": False, "verify": False}  # there is no TLS, and reading authorities takes long
     async with (
-        httpx.AsyncClient(base_url=f"http://{host}:{rest_port}", timeout=20, trust_env=False, headers=headers) as rest,
+        httpx.AsyncClient(base_url=f"http://{host}:{rest_port}", timeout=20, headers=headers, **plain) as rest,
         grpc.aio.insecure_channel(
             f"{host}:{grpc_port}", options=[("grpc.enable_http_proxy", 0)], interceptors=senders
         ) as channel,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import ssl
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
@@ -165,6 +166,19 @@ def test_the_synchronous_client_has_every_method_with_its_signature_and_document
             continue
         blocking = getattr(SyncPenstockClient, name)
         assert inspect.signature(blocking) == inspect.signature(method) and blocking.__doc__ == method.__doc__
+
+
+@pytest.mark.parametrize("client", [PenstockClient, SyncPenstockClient])
+@pytest.mark.parametrize(("url", "times"), [("http://gateway:8080", 0), ("HTTPS://gateway", 1)])
+def test_a_client_reads_the_system_s_authorities_only_for_tls(
+    client: type, url: str, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[ssl.SSLContext] = []
+    create = ssl.create_default_context
+    monkeypatch.setattr(ssl, "create_default_context", lambda **options: made.append(create(**options)) or made[-1])
+    client(url)
+    assert len(made) == times
+    assert all(context.verify_mode == ssl.CERT_REQUIRED and context.check_hostname for context in made)
 
 
 def test_threads_share_a_synchronous_client() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
@@ -95,6 +96,16 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def the_log_of_a_test_ends_with_it() -> Iterator[None]:
+    """A command that a test calls here logs to the stderr of this test, which is closed when the test has ended."""
+    root = logging.getLogger()
+    level = root.level
+    yield
+    root.handlers[:] = [handler for handler in root.handlers if type(handler) is not logging.StreamHandler]
+    root.setLevel(level)
 
 
 @pytest.fixture(scope="session")

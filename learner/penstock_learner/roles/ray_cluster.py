@@ -22,15 +22,14 @@ from typing import Any, NoReturn
 import psutil
 import ray
 from ray._private.node import Node
-from ray.util.placement_group import PlacementGroup, get_placement_group, placement_group, remove_placement_group
 
 from penstock.cancellation import end_task
 from penstock.config.gpu_bundles import active_resource_groups, bundles, num_gpus
 from penstock.config.learner import LearnerConfig, RoleConfig
 from penstock.config.run import RunConfig
-from penstock.errors import ConfigError, DeadlineExceeded, RayDied, Unavailable, one_line
+from penstock.errors import ConfigError, RayDied, Unavailable, one_line
 from penstock_learner.roles.ray_address import FOUND_BY_RAY, ask_cluster
-from penstock_learner.roles.role_group import RoleActors, RoleGroup, namespace_of
+from penstock_learner.roles.role_group import Reservation, RoleActors, RoleGroup, namespace_of
 
 logger = logging.getLogger(__name__)
 
@@ -57,40 +56,11 @@ async def place_roles(config: RunConfig, roles: Mapping[str, RoleConfig], timeou
     if not config.learner.ray_address:
         check_gpus(config.learner, roles, ray.cluster_resources().get("GPU", 0))
     for group in active_resource_groups(config.learner.placement, roles):
-        reserved = _reserve(config, group)
-        if not await _is_ready(reserved, timeout_s):
-            raise DeadlineExceeded(
-                f"the cluster has no room for {' + '.join(group)} ({bundles(group)}) after {timeout_s:.0f} s; "
-                "add nodes, or lower learner.*.num_ranks"
-            )
+        reserved = Reservation(config, group, timeout_s)
+        await reserved.take()
         for name, role in group.items():
             placed[name] = RoleGroup(RoleActors(config, name, role, reserved), config.learner.rank_timeout_s)
     return placed
-
-
-async def _is_ready(reserved: PlacementGroup, timeout_s: float) -> bool:
-    """Whether Ray reserves the resources in time. `PlacementGroup.ready` would run a task, in a separate process."""
-    deadline = time.monotonic() + timeout_s
-    while (left_s := deadline - time.monotonic()) > 0:
-        # In short pieces, because a thread cannot be cancelled.
-        if await asyncio.to_thread(reserved.wait, min(left_s, 0.5)):
-            return True
-    return False
-
-
-def _reserve(config: RunConfig, group: Mapping[str, RoleConfig]) -> PlacementGroup:
-    """The placement group of a resource group. On a joined cluster it may still exist, with ranks in it."""
-    if not config.learner.ray_address:
-        return placement_group(bundles(group), strategy="PACK")
-    name = "+".join(group)
-    try:
-        kept = get_placement_group(name)
-    except ValueError:
-        return placement_group(bundles(group), strategy="PACK", name=name, lifetime="detached")
-    if kept.bundle_specs == bundles(group):
-        return kept
-    remove_placement_group(kept)
-    return placement_group(bundles(group), strategy="PACK", name=name, lifetime="detached")
 
 
 NEEDED = ("gcs_server", "raylet")

@@ -14,22 +14,30 @@ import logging
 import re
 import secrets
 import sys
+import time
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import cloudpickle
 from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError, RayTaskError
-from ray.util import list_named_actors, remove_placement_group
-from ray.util.placement_group import PlacementGroup
+from ray.util import list_named_actors
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_placement_group,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from penstock.cancellation import end_task
+from penstock.config.gpu_bundles import bundles
 from penstock.config.learner import LearnerConfig, RoleConfig
 from penstock.config.run import RunConfig
-from penstock.errors import ConfigError, Fenced, PenstockError, ProcessDied, RoleDied
+from penstock.errors import ConfigError, DeadlineExceeded, Fenced, PenstockError, ProcessDied, RoleDied
 from penstock.user_code import load_object
 from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.roles.dispatch import Dispatch, declarations
@@ -109,6 +117,55 @@ def namespace_of(config: RunConfig) -> str:
     return f"penstock-{config.run}"
 
 
+@dataclass(eq=False)
+class Reservation:
+    """The placement group of a resource group. On a joined cluster it outlives the controller, with ranks in it. Ranks
+    that wait in vain for the next controller remove it, perhaps while that one starts: see `holds`."""
+
+    config: RunConfig
+    roles: Mapping[str, RoleConfig]
+    timeout_s: float
+    group: PlacementGroup = field(init=False)
+    _renewing: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def take(self) -> None:
+        """Reserve the resources, or find what an earlier controller reserved. Raises DeadlineExceeded if they do not
+        fit."""
+        self.group = self._find_or_make()
+        deadline = time.monotonic() + self.timeout_s
+        # In short pieces, because a thread cannot be cancelled. `PlacementGroup.ready` would run a task, in a process.
+        while not await asyncio.to_thread(self.group.wait, 0.5):
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(
+                    f"the cluster has no room for {' + '.join(self.roles)} ({bundles(self.roles)}) after "
+                    f"{self.timeout_s:.0f} s; add nodes, or lower learner.*.num_ranks"
+                )
+
+    async def holds(self, group: PlacementGroup) -> bool:
+        """Whether `group` still is what is reserved. If it was removed, the resources are reserved again. Ray would
+        never start an actor that is made in a group that was removed, nor say so."""
+        async with self._renewing:
+            if self.group is group and placement_group_table(group).get("state") == "REMOVED":
+                await self.take()
+            return self.group is group
+
+    def release(self) -> None:
+        """End all ranks in the group, and free its resources."""
+        remove_placement_group(self.group)
+
+    def _find_or_make(self) -> PlacementGroup:
+        needed = bundles(self.roles)
+        if not self.config.learner.ray_address:
+            return placement_group(needed, strategy="PACK")
+        name = "+".join(self.roles)
+        with contextlib.suppress(ValueError):
+            kept = get_placement_group(name)
+            if kept.bundle_specs == needed:
+                return kept
+            remove_placement_group(kept)
+        return placement_group(needed, strategy="PACK", name=name, lifetime="detached")
+
+
 @dataclass(frozen=True)
 class RoleActors:
     """Makes and finds the actors of a role, on resources that are reserved for it."""
@@ -116,7 +173,7 @@ class RoleActors:
     config: RunConfig
     name: str
     role: RoleConfig
-    reserved: PlacementGroup
+    reserved: Reservation
 
     @property
     def outlive_controller(self) -> bool:
@@ -141,7 +198,7 @@ class RoleActors:
                     num_cpus=self.role.cpus_per_rank,
                     num_gpus=self.role.gpus_per_rank,
                     scheduling_strategy=PlacementGroupSchedulingStrategy(
-                        self.reserved, placement_group_bundle_index=rank
+                        self.reserved.group, placement_group_bundle_index=rank
                     ),
                 ).remote(self.config, rank, self.role.num_ranks, owner, self.name)
                 for rank in range(self.role.num_ranks)
@@ -159,10 +216,6 @@ class RoleActors:
                 with contextlib.suppress(ValueError):  # it has ended meanwhile
                     sets[int(match[2])][int(match[1])] = ray.get_actor(name)
         return {number: [ranks[rank] for rank in sorted(ranks)] for number, ranks in sorted(sets.items())}
-
-    def release(self) -> None:
-        """End all ranks of the role's resource group, and free its resources."""
-        remove_placement_group(self.reserved)
 
 
 OTHER_ERRORS_S = 5.0
@@ -242,7 +295,7 @@ class RoleGroup:
                 self.actors += actors
         for actor in self.actors:
             ray.kill(actor)
-        self.actors = self._make_set()
+        self.actors = await self._make_set()
         started = [self._call(actor, "wait_idle") for actor in self.actors]
         await self._gather("wait_idle", started, max(self.timeout_s, START_S))
         rendezvous = await self.call_rank(0, "rendezvous")
@@ -308,7 +361,7 @@ class RoleGroup:
             logger.warning("%s; its ranks are ended", error)
             waits = False
         if not waits:
-            self.source.release()
+            self.source.reserved.release()
 
     async def call_all(self, method: str, *arguments: Any) -> list[Any]:
         return await self.call_each(method, [arguments] * self.num_ranks)
@@ -337,9 +390,15 @@ class RoleGroup:
         options = {"name": f"{self.worker}.{method}"} | ({"concurrency_group": lane} if lane else {})
         return actor.call.options(**options).remote(self.owner, method, *arguments)
 
-    def _make_set(self) -> list[Any]:
-        self.num_sets += 1
-        return self.source.make(self.num_sets, self.owner)
+    async def _make_set(self) -> list[Any]:
+        while True:
+            group = self.source.reserved.group
+            self.num_sets += 1
+            actors = self.source.make(self.num_sets, self.owner)
+            if await self.source.reserved.holds(group):
+                return actors
+            for actor in actors:
+                ray.kill(actor)
 
     async def _gather(self, method: str, references: list[Any], timeout_s: float) -> list[Any]:
         calls = [asyncio.ensure_future(reference) for reference in references]

@@ -15,7 +15,7 @@ from penstock.config.run import RunConfig
 from penstock.errors import Fenced, ProcessDied, RoleDied, Unavailable
 from penstock_learner.roles import role_group
 from penstock_learner.roles.rank import Rank
-from penstock_learner.roles.role_group import RoleActors, RoleGroup, run_with_ranks
+from penstock_learner.roles.role_group import Reservation, RoleActors, RoleGroup, run_with_ranks
 
 NUM_RANKS = 2
 
@@ -77,6 +77,10 @@ class FakeCluster:
         self.outlive_controller = True
         self.can_be_adopted = True
         self.is_released = False
+        self.reserved = self
+        self.group = object()
+        self.num_removals = 0
+        """How many more times ranks of an earlier controller remove the reservation while ranks are made in it."""
 
     def make(self, number: int, owner: str) -> list[FakeActor]:
         assert number not in self.sets, "the name is taken"
@@ -86,6 +90,12 @@ class FakeCluster:
     def find(self) -> dict[int, list[FakeActor]]:
         alive = {number: [actor for actor in actors if not actor.is_dead] for number, actors in self.sets.items()}
         return {number: actors for number, actors in alive.items() if actors}
+
+    async def holds(self, group: object) -> bool:
+        if self.num_removals > 0:
+            self.num_removals -= 1
+            self.group = object()
+        return self.group is group
 
     def release(self) -> None:
         self.is_released = True
@@ -125,6 +135,42 @@ async def test_a_fenced_controller_does_not_end_the_ranks_of_its_successor() -> 
     assert not cluster.is_released
     await successor.end()
     assert cluster.is_released
+
+
+async def test_ranks_made_in_a_reservation_that_was_removed_meanwhile_are_made_again() -> None:
+    cluster = FakeCluster()
+    cluster.num_removals = 2
+    role = controller_of(cluster)
+    await role.start()
+    assert list(cluster.find()) == [3] and role.actors == cluster.sets[3]
+
+
+async def test_resources_that_ranks_of_an_earlier_learner_freed_are_reserved_again_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two roles share them. Ray would start nothing in a group that was removed, and not say so."""
+    states = {"kept": "REMOVED"}
+    made: list[str] = []
+
+    def make(*_: object, name: str, **__: object) -> Any:
+        made.append(name)
+        states[f"new-{len(made)}"] = "CREATED"
+        return SimpleNamespace(id=f"new-{len(made)}", wait=lambda _: True)
+
+    def look_up(name: str) -> Any:
+        if not made:
+            raise ValueError(name)
+        return SimpleNamespace(id=f"new-{len(made)}", wait=lambda _: True, bundle_specs=[])
+
+    monkeypatch.setattr(role_group, "placement_group", make)
+    monkeypatch.setattr(role_group, "get_placement_group", look_up)
+    monkeypatch.setattr(role_group, "placement_group_table", lambda group: {"state": states[group.id]})
+    config = validate({"run": "r", "model": {"path": "m"}, "learner": {"ray_address": "head:6379"}}, "test")
+    reserved = Reservation(config, {"policy": config.learner.policy}, timeout_s=1)
+    kept: Any = SimpleNamespace(id="kept")
+    reserved.group = kept
+    assert await asyncio.gather(reserved.holds(kept), reserved.holds(kept)) == [False, False]
+    assert made == ["policy"] and await reserved.holds(reserved.group)
 
 
 async def test_a_set_with_a_dead_rank_is_not_adopted() -> None:
@@ -192,7 +238,7 @@ async def test_ranks_whose_controller_died_while_it_started_them_are_not_used() 
     """They have joined a process group, and cannot join another one."""
     cluster = FakeCluster()
     killed = controller_of(cluster)
-    killed.actors = killed._make_set()
+    killed.actors = await killed._make_set()
     await killed.call_all("join", await killed.call_rank(0, "rendezvous"))
     successor = controller_of(cluster)
     assert not await successor.adopt()
@@ -272,7 +318,7 @@ def test_ranks_that_end_while_they_are_looked_up_are_skipped(monkeypatch: pytest
     monkeypatch.setattr(role_group, "list_named_actors", lambda: names)
     monkeypatch.setattr(ray, "get_actor", get_actor)
     config = validate({"run": "r", "model": {"path": "m"}, "learner": {"ray_address": "head:6379"}}, "test")
-    found = RoleActors(config, "policy", config.learner.policy, reserved=None).find()
+    found = RoleActors(config, "policy", config.learner.policy, cast(Any, None)).find()
     assert found == {2: ["policy-0-2", "policy-1-2"]}
 
 

@@ -235,13 +235,16 @@ def run_demo(tree: Tree, num_steps: int) -> tuple[float, float]:
 PARTS = {
     "gateway": gateway_part, "queue": queue_part, "weights": weights_part, "rollout": rollout_part, "demo": demo_part,
 }  # fmt: skip
+SMOKE_PARTS = ("gateway", "queue")
+"""What a smoke run measures unless it is told otherwise. The processes of the other parts import torch."""
 
 
 def measure(part: str, code: dict[str, Path], amounts: Amounts, folder: Path) -> Results:
-    """All contenders of a part, in turn. The first round warms up, but not that of the demo, which always starts. In a
-    smoke run all contenders are the same processes, because their start takes longest."""
+    """All contenders of a part, in turn. The first round warms up, but not that of the demo, which always starts, nor
+    the only one of a smoke run. There all contenders are the same processes, because their start takes longest."""
     measured: dict[str, dict[str, Measurement]] = {}
-    num_rounds = amounts.demo_rounds - 1 if part == "demo" else amounts.num_rounds
+    warms_up = part != "demo" and not SMOKE
+    num_rounds = amounts.num_rounds if warms_up else amounts.demo_rounds - 1
     with contextlib.ExitStack() as stack:
         contenders: dict[str, Turn] = {}
         for name, where in code.items():
@@ -253,7 +256,7 @@ def measure(part: str, code: dict[str, Path], amounts: Amounts, folder: Path) ->
             contenders[name] = stack.enter_context(PARTS[part](tree, amounts))
         for name, number in turns(contenders, num_rounds):
             rates = contenders[name]()
-            for figure, rate in rates.items() if number or part == "demo" else ():
+            for figure, rate in rates.items() if number or not warms_up else ():
                 by_contender = measured.setdefault(figure, {n: Measurement(f"{figure}: {n}", "") for n in code})
                 by_contender[name].rates.append(rate)
             say(f"{part}: round {number} of {num_rounds}: {name}")
@@ -290,7 +293,7 @@ def export(commit: str, folder: Path) -> str:
 def main() -> int:
     parser = make_parser()
     parser.add_argument("base", nargs="?", default="HEAD", help="the commit to compare with")
-    parser.add_argument("--parts", default=",".join(part for part in PARTS if not SMOKE or part != "demo"))
+    parser.add_argument("--parts", default=",".join(SMOKE_PARTS if SMOKE else PARTS))
     parser.add_argument("--quick", action="store_true", help="small amounts and two rounds, and no results written")
     arguments = parser.parse_args()
     amounts = SMALLEST if SMOKE else QUICK if arguments.quick else Amounts()

@@ -88,7 +88,12 @@ QUEUE_MUTANTS = {
 MAX_ROUNDS = 20
 
 
-@pytest.mark.parametrize("mutant", QUEUE_MUTANTS)
+def cases(mutants: dict[str, tuple[str, str, str]], shown: str) -> list[Any]:
+    """No fault and one wrong script; `make test-long` has the others."""
+    return [name if name in ("none", shown) else pytest.param(name, marks=pytest.mark.long) for name in mutants]
+
+
+@pytest.mark.parametrize("mutant", cases(QUEUE_MUTANTS, "a key is stored before its prompts"))
 async def test_a_history_of_the_queue_shows_a_wrong_script(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mutant: str
 ) -> None:
@@ -117,7 +122,7 @@ def change_script(monkeypatch: pytest.MonkeyPatch, changed: str, right: str, wro
     monkeypatch.setattr(ScriptFolder, "load", load_mutant)
 
 
-@pytest.mark.parametrize("mutant", TASK_MUTANTS)
+@pytest.mark.parametrize("mutant", cases(TASK_MUTANTS, "the second reward counts"))
 async def test_a_history_of_tasks_shows_a_wrong_script(
     redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch, mutant: str
 ) -> None:

@@ -39,7 +39,7 @@ TOLERANCE = 1e-3
 TORCH = "torch"
 """The variant of `make test`: shared memory, as in `shm`, and the engine that starts soonest. The others run vLLM."""
 VARIANTS: dict[str, dict[str, Any]] = {
-    TORCH: {},
+    TORCH: {"ready_timeout_s": 3},
     "shm": {},
     "gloo": {"transport": "gloo", "bucket_bytes": 2**18},
     "gloo-delta": {"transport": "gloo", "delta": True},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ IMPORTED = (
 class SmokeRun:
     """One program in its own process. `finish` returns what it wrote."""
 
-    def __init__(self, program: str, folder: Path, run: Path | None = None) -> None:
+    def __init__(self, program: str, folder: Path, run: Path | None = None, arguments: Sequence[str] = ()) -> None:
         self.program = program
         self.results = folder / f"results of {program.replace('/', ' ')}"
         self.results.mkdir()
@@ -39,7 +40,7 @@ class SmokeRun:
         }  # fmt: skip
         if run is not None:
             environment["PENSTOCK_BENCH_RUN"] = str(run)
-        self.process = ForkedProcess(BENCH / program, ["--smoke"], self.output, environment, IMPORTED)
+        self.process = ForkedProcess(BENCH / program, ["--smoke", *arguments], self.output, environment, IMPORTED)
 
     def finish(self) -> dict[str, Any]:
         """Wait for the end of the program. Its results must have figures and bars."""

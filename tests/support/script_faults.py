@@ -18,8 +18,9 @@ The last is seen by rewriting the text: every condition of an error(), and every
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from importlib import resources
 from typing import Any, cast
 
@@ -61,7 +62,7 @@ READ_STATE = """
 local READS = {hash = {'HGETALL'}, zset = {'ZRANGE', 0, -1, 'WITHSCORES'}, set = {'SMEMBERS'}, list = {'LRANGE', 0, -1},
   stream = {'XRANGE', '-', '+'}, string = {'GET'}}
 local found = {}
-for _, key in ipairs(#KEYS > 0 and KEYS or redis.call('KEYS', '*')) do
+for _, key in ipairs(redis.call('KEYS', '*')) do
   local kind = redis.call('TYPE', key).ok
   local command, first, last, option = unpack(READS[kind])
   local arguments = {command, key, first, last, option}
@@ -69,8 +70,39 @@ for _, key in ipairs(#KEYS > 0 and KEYS or redis.call('KEYS', '*')) do
 end
 return found
 """
+DIGEST = """
+local READS = {hash = {'HGETALL'}, zset = {'ZRANGE', 0, -1, 'WITHSCORES'}, set = {'SMEMBERS'}, list = {'LRANGE', 0, -1},
+  stream = {'XRANGE', '-', '+'}, string = {'GET'}}
+local keys, found = redis.call('KEYS', '*'), {}
+table.sort(keys)
+for _, key in ipairs(keys) do
+  local kind = redis.call('TYPE', key).ok
+  local command, first, last, option = unpack(READS[kind])
+  local arguments = {command, key, first, last, option}
+  local contents = redis.call(unpack(arguments))
+  if kind == 'hash' then
+    local fields = {}
+    for i = 1, #contents, 2 do fields[#fields + 1] = contents[i] .. '=' .. redis.sha1hex(contents[i + 1]) end
+    contents = fields
+  end
+  if kind == 'hash' or kind == 'set' then table.sort(contents) end
+  found[#found + 1] = {key, kind, redis.call('PTTL', key) > 0, contents}
+end
+return redis.sha1hex(cmsgpack.pack(found))
+"""
+"""Of all that READ_STATE returns, without its order. To read the state itself after each of many runs takes longer."""
+COPY_ALL = """
+local from, to = unpack(ARGV)
+redis.call('SELECT', to)
+redis.call('FLUSHDB')
+redis.call('SELECT', from)
+for _, key in ipairs(redis.call('KEYS', '*')) do redis.call('COPY', key, key, 'DB', to) end
+"""
+LIVE, KEPT = 0, 1
+"""The database that scripts run in, and the one that keeps the state before them."""
 TRACED = """
 local num_calls, trace, checks, real = 0, {}, {}, redis
+local fail_at, hang_at, seconds = tonumber(KEYS[2]), tonumber(KEYS[3]), KEYS[4]
 local function reached(what)
   checks[#checks + 1] = num_calls .. ' ' .. what
   return false
@@ -78,23 +110,23 @@ end
 local redis = setmetatable({call = function(...)
   local arguments = {...}
   num_calls = num_calls + 1
-  if num_calls == %(fail_at)d then error('injected') end
-  while num_calls == %(hang_at)d do end
+  if num_calls == fail_at then error('injected') end
+  while num_calls == hang_at do end
   trace[num_calls] = {}
   for i, argument in ipairs(arguments) do trace[num_calls][i] = tostring(argument) end
-  if arguments[1] == 'TIME' then return {'%(seconds)d', '0'} end
+  if arguments[1] == 'TIME' then return {seconds, '0'} end
   if arguments[1] == 'XADD' then
     for i, argument in ipairs(arguments) do
-      if argument == '*' then arguments[i] = '%(seconds)d000-' .. num_calls end
+      if argument == '*' then arguments[i] = seconds .. '000-' .. num_calls end
     end
   end
   return real.call(unpack(arguments))
 end}, {__index = real})
 local function script()
-%(text)s
+%s
 end
 local answer = script()
-while num_calls + 1 == %(hang_at)d do end
+while num_calls + 1 == hang_at do end
 if type(answer) == 'table' and answer.err then return answer end
 return {trace, checks}
 """
@@ -139,11 +171,13 @@ class Call:
 
 @dataclass(frozen=True)
 class Run:
-    """A run of a script with a fault, and the state after it."""
+    """A run of a script with a fault."""
 
     error: str
     calls: tuple[Call, ...]
-    state: State
+    before: str
+    """The digest of the state that the script began with, with what is broken in it."""
+    after: str
     checks: tuple[tuple[int, str], ...] = ()
     """The checks that were reached, each with the number of calls before it."""
 
@@ -162,12 +196,11 @@ class Case:
 
     num_calls: int = 0
 
-    def text(self, *, fail_at: int = 0, hang_at: int = 0) -> str:
-        """The script, which fails at or never ends from one of its calls. The call after the last is its end."""
-        text = self.folder.load(self.name).text
-        assert "pcall" not in text, f"{self.name} catches errors"
-        text = _with_reached_checks(text)
-        return TRACED % {"text": text, "fail_at": fail_at, "hang_at": hang_at, "seconds": self.seconds}
+    def words(self, *, fail_at: int = 0, hang_at: int = 0) -> tuple[Any, ...]:
+        """The arguments of EVAL. The script fails at or never ends from one of its calls. The call after the last is
+        its end."""
+        text = _traced(self.folder.load(self.name).text)
+        return (text, 4, self.prefix, fail_at, hang_at, self.seconds, *self.arguments)
 
 
 @dataclass
@@ -179,8 +212,6 @@ class ScriptFaults:
     writing: dict[tuple[ScriptFolder, str], Case] = field(default_factory=dict)
     """The newest call of each script that wrote something."""
     _checked: set[Any] = field(default_factory=set)
-    _present: Any = None
-    """The dump that Redis holds exactly; None if it is not known."""
 
     def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Check every call of a script that this process makes from now on, before it is made."""
@@ -211,25 +242,27 @@ class ScriptFaults:
         """Run a script under every fault, unless it was checked with the same calls before. The state is kept."""
         seconds = cast("tuple[int, int]", self.client.time())[0] + 1
         case = Case(folder, name, prefix, arguments, self._save(), self.read_state(), seconds)
-        self._present = case.dump
+        self.client.eval(COPY_ALL, 0, LIVE, KEPT)
         done = self._run(case)
+        changes = done.after != done.before
         self._checked.add((folder, name))
         shape = (name, *((call.command, *map(_family, call.keys)) for call in done.calls))
         if done.error:
-            self._report(case, f"answered {done.error!r} and wrote", done.state == case.state)
+            self._report(case, f"answered {done.error!r} and wrote", not changes)
         elif shape not in self._checked:
             self._checked.add(shape)
-            if done.state != case.state:
+            if changes:
                 self.writing[folder, name] = replace(case, num_calls=len(done.calls))
+            written = self.read_state()
             first_write = self._fail_at_each_call(case, done)
             self._find_late_keys(case, done.calls, first_write)
             self._find_late_numbers(case, done.calls, first_write)
-            if done.state != case.state:
+            if changes:
                 self._find_late_checks(case, done.checks, first_write)
             self._fill_redis(case, done)
-            self._change_types(case, done)
+            self._change_types(case, done, written)
             self._break_values(case, done)
-        self.restore(case.dump)
+        self.client.eval(COPY_ALL, 0, KEPT, LIVE)
 
     @property
     def unchecked(self) -> set[str]:
@@ -238,10 +271,9 @@ class ScriptFaults:
     def _fail_at_each_call(self, case: Case, done: Run) -> int:
         """Inject an error at each call up to the first one that changes something. Returns the number of that call."""
         for number in range(1, len(done.calls) + 1):
-            self.restore(case.dump)
             failed = self._run(case, fail_at=number)
             assert "injected" in failed.error, (case.name, failed.error)
-            if failed.state != case.state:
+            if failed.after != failed.before:
                 return number - 1
         return len(done.calls)
 
@@ -274,14 +306,11 @@ class ScriptFaults:
 
     def _fill_redis(self, case: Case, done: Run) -> None:
         """Without memory, Redis refuses a script before its first write, or runs it to its end."""
-        self.restore(case.dump)
-        self.client.config_set("maxmemory", 1)
-        full = self._run(case)
-        self.client.config_set("maxmemory", 0)
-        allowed = case.state if full.error else done.state
-        self._report(case, f"without memory: {full.error or 'success'}, but half was written", full.state == allowed)
+        full = self._run(case, ("CONFIG", "SET", "maxmemory", 1))
+        allowed = full.before if full.error else done.after
+        self._report(case, f"without memory: {full.error or 'success'}, but half was written", full.after == allowed)
 
-    def _change_types(self, case: Case, done: Run) -> None:
+    def _change_types(self, case: Case, done: Run, written: State) -> None:
         kinds: dict[bytes, set[str]] = {}
         for call in done.calls:
             for key in call.keys:
@@ -290,61 +319,51 @@ class ScriptFaults:
             for wrong, (command, *value) in WRONG.items():
                 if wrong in right:
                     continue
-
-                def put(key: bytes = key, command: str = command, value: list[str] = value) -> None:
-                    self.client.unlink(key)
-                    self.client.execute_command(command, key, *value)
-
-                faulty, before = self._run_broken(case, key, put)
-                is_whole = faulty.state == before
-                if not faulty.error:
-                    is_whole = is_whole or _without(faulty.state, key) == _without(done.state, key)
+                faulty = self._run(case, ("UNLINK", key), (command, key, *value))
+                is_whole = faulty.after == faulty.before
+                if not is_whole and not faulty.error:
+                    is_whole = _without(self.read_state(), key) == _without(written, key)
                 self._report(case, f"{key!r} as {wrong}: {faulty.error or 'success'}, but half was written", is_whole)
 
     def _break_values(self, case: Case, done: Run) -> None:
-        places: dict[tuple[bytes, bytes], Callable[[bytes], Any]] = {}
+        places: dict[tuple[bytes, bytes], tuple[Any, ...]] = {}
         for call in done.calls:
             for key in call.keys:
                 kind, _, contents = case.state.get(key, ("", 0, {}))
                 if kind == "hash" and call.kind == "hash":
                     for name in set(contents) & set(contents if call.fields is None else call.fields):
-                        places[key, name] = lambda value, key=key, name=name: self.client.hset(key, name, value)
+                        places[key, name] = ("HSET", key, name)
                 elif kind == "string" and call.command == "GET":
-                    places[key, b""] = lambda value, key=key: self.client.set(key, value)
+                    places[key, b""] = ("SET", key)
         for (key, name), put in places.items():
             for value in BROKEN:
-                faulty, before = self._run_broken(case, key, lambda put=put, value=value: put(value))  # type: ignore[misc]
-                is_whole = not faulty.error or faulty.state == before
+                faulty = self._run(case, (*put, value))
+                is_whole = not faulty.error or faulty.after == faulty.before
                 self._report(case, f"{key!r} {name!r} is {value!r}: {faulty.error}, but half was written", is_whole)
 
     def _report(self, case: Case, problem: str, is_whole: bool) -> None:
         if not is_whole:
             self.problems.append(f"{case.name}: {problem}")
 
-    def _run_broken(self, case: Case, key: bytes, put: Callable[[], Any]) -> tuple[Run, State]:
-        """Break a key and run the script. Returns the run, and the state before it."""
-        self.restore(case.dump)
-        put()
-        before = case.state | {key: self.read_state(key)[key]}
-        run = self._run(case)
-        if run.state == before:
-            self.client.unlink(key)
-            self._restore_keys([entry for entry in case.dump if entry[0] == key])
-            self._present = case.dump
-        return run, before
-
-    def _run(self, case: Case, *, fail_at: int = 0) -> Run:
-        error, calls, checks = "", (), ()
-        try:
-            answer: Any = self.client.eval(case.text(fail_at=fail_at), 1, case.prefix, *case.arguments)
-            calls = tuple(Call(command.decode(), tuple(arguments)) for command, *arguments in answer[0])
-            split = [check.decode(errors="replace").split(" ", 1) for check in answer[1]]
-            checks = tuple((int(num_calls), what) for num_calls, what in split)
-        except ResponseError as raised:
-            error = str(raised)
-        state = self.read_state()
-        self._present = case.dump if state == case.state else None
-        return Run(error, calls, state, checks)
+    def _run(self, case: Case, *broken: tuple[Any, ...], fail_at: int = 0) -> Run:
+        """Run a script from the state that `check` was called in, after the commands that break something in it."""
+        pipeline = self.client.pipeline(transaction=False)
+        pipeline.eval(COPY_ALL, 0, KEPT, LIVE)
+        for command in broken:
+            pipeline.execute_command(*command)
+        pipeline.eval(DIGEST, 0)
+        pipeline.eval(*case.words(fail_at=fail_at))
+        pipeline.eval(DIGEST, 0)
+        pipeline.config_set("maxmemory", 0)
+        *others, before, answer, after, _ = pipeline.execute(raise_on_error=False)
+        for other in (*others, before, after):
+            if isinstance(other, Exception):
+                raise other
+        if isinstance(answer, ResponseError):
+            return Run(str(answer), (), before, after)
+        calls = tuple(Call(command.decode(), tuple(arguments)) for command, *arguments in answer[0])
+        split = [check.decode(errors="replace").split(" ", 1) for check in answer[1]]
+        return Run("", calls, before, after, tuple((int(num_calls), what) for num_calls, what in split))
 
     def _save(self) -> tuple[tuple[bytes, int, bytes], ...]:
         keys = cast("list[bytes]", self.client.keys())
@@ -355,22 +374,24 @@ class ScriptFaults:
         found = pipeline.execute()
         return tuple(zip(keys, found[::2], found[1::2], strict=True))
 
-    def restore(self, dump: tuple[tuple[bytes, int, bytes], ...]) -> None:
-        if self._present is not dump:
-            self.client.flushdb()
-            self._restore_keys(dump)
-            self._present = dump
-
-    def _restore_keys(self, dump: Sequence[tuple[bytes, int, bytes]]) -> None:
+    def restore(self, dump: Sequence[tuple[bytes, int, bytes]]) -> None:
         pipeline = self.client.pipeline(transaction=False)
+        pipeline.flushdb()
         for key, ttl_ms, value in dump:
             pipeline.restore(key, max(0, ttl_ms), value)
         pipeline.execute()
 
-    def read_state(self, *keys: bytes) -> State:
-        """These keys, or all, each with its type, whether it expires, and its contents."""
-        found = cast("list[Any]", self.client.eval(READ_STATE, len(keys), *keys))
+    def read_state(self) -> State:
+        """All keys, each with its type, whether it expires, and its contents."""
+        found = cast("list[Any]", self.client.eval(READ_STATE, 0))
         return {key: (kind.decode(), expires, _sorted(kind, value)) for key, kind, expires, value in found}
+
+
+@cache
+def _traced(text: str) -> str:
+    """The script in TRACED, with checks that report that they are reached."""
+    assert "pcall" not in text, f"a script catches errors: {text}"
+    return TRACED % _with_reached_checks(text)
 
 
 def _with_reached_checks(text: str) -> str:

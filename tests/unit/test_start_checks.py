@@ -164,6 +164,13 @@ def test_up_asks_every_process(tmp_path: Path, config: Any, capsys: pytest.Captu
     assert "rollout.host 0.0.0.0 is reachable by others" in error
 
 
+async def test_up_repeats_what_a_process_says_of_its_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """test_chart_processes.py sees that the real processes say it in this form."""
+    (tmp_path / "a_process.py").write_text("print('run.yaml: ok (learner, 2 ranks (FSDP))')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert await start_check._check_process("a_process", tmp_path / "run.yaml") == ("learner, 2 ranks (FSDP)", [])
+
+
 def test_a_dataset_that_servers_would_warn_of_is_doubted(tmp_path: Path, config: Any) -> None:
     assert doubts_about_dataset(config("--dataset.file", str(DATA))) == []
     file = write_rows(tmp_path / "some.jsonl", {"known": "2+2=", "what": "1+1=", "long": "1+" * 15})
@@ -180,7 +187,10 @@ def test_a_dataset_that_servers_would_warn_of_is_doubted(tmp_path: Path, config:
     assert "would be truncated" in doubt
 
 
-def test_up_says_what_servers_would_warn_of(tmp_path: Path, config: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_up_says_what_servers_would_warn_of(
+    tmp_path: Path, config: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start_check, "_check_process", _nothing_wrong)
     file = write_rows(tmp_path / "some.jsonl", {"what": "1+1="})
     words = ["--run_dir", str(tmp_path / "runs"), "--dataset.file", str(file), "--dataset.max_tokens", "16"]
     words += NO_FUNCTION

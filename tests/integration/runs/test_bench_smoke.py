@@ -28,6 +28,11 @@ def test_a_smoke_run_of_a_benchmark_measures(program: str, tmp_path: Path) -> No
     assert before == {path: path.stat().st_mtime_ns for path in (BENCH / "results").iterdir()}
 
 
+@pytest.mark.long
+def test_the_parts_of_a_comparison_that_import_torch_measure(tmp_path: Path) -> None:
+    SmokeRun("against.py", tmp_path, arguments=["--parts", "weights,rollout"]).finish()
+
+
 def test_a_program_that_could_have_measured_fails_without_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

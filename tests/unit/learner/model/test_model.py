@@ -131,7 +131,7 @@ def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch makes it while it traces an autograd function
-@pytest.mark.parametrize("model_type", ["qwen2", "gemma3_text"])
+@pytest.mark.parametrize("model_type", ["qwen2", pytest.param("gemma3_text", marks=pytest.mark.long)])
 def test_all_layers_of_a_kind_share_one_compiled_program(model_type: str) -> None:
     """Otherwise a model with many layers compiles for minutes, and then runs uncompiled at torch's limit."""
     assert _num_programs(model_type, num_layers=6) == _num_programs(model_type, num_layers=4)

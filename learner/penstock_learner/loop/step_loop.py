@@ -275,7 +275,7 @@ async def profiled(config: RunConfig, roles: Mapping[str, RoleGroup], step: int)
 
 async def repeat_lost_commits(queue: GroupConsumer, term: Term) -> None:
     """Commit again what Redis has lost in a crash, after a checkpoint that covers the whole ledger. While the learner
-    trains, the reader does that for each such group that it takes. Those that nobody takes would stay in the queue."""
+    trains, the reader does that for each such group that it takes. Those that no one takes would stay in the queue."""
     lost = term.ledger.absent_from((await queue.committed()).trained)
     if lost:
         logger.warning("Redis has lost the commits of %d groups; they are committed again", len(lost))

@@ -69,7 +69,9 @@ def gateway() -> Schema:
     return workload(
         replicas=AT_LEAST_ONE,
         resources=FREE,
-        service=section(type={"enum": ["ClusterIP", "NodePort", "LoadBalancer"]}, port=PORT, grpcPort=PORT),
+        service=section(
+            type={"enum": ["ClusterIP", "NodePort", "LoadBalancer"]}, port=PORT, grpcPort=PORT, annotations=FREE
+        ),
         autoscaling=section(
             enabled=FLAG, minReplicas=AT_LEAST_ONE, maxReplicas=AT_LEAST_ONE, targetCpuPercent=AT_LEAST_ONE
         ),

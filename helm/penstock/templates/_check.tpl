@@ -45,7 +45,7 @@
 {{- fail (printf "files has %d bytes, and a ConfigMap takes 1 MB; put large ones on storage.data" $size) -}}
 {{- end -}}
 {{- range regexFindAll "/etc/penstock/files/[^\":]+" (toRawJson $values.config) -1 -}}
-{{- if not (hasKey $values.files (base .)) -}}
+{{- if not (hasKey $values.files (trimPrefix "/etc/penstock/files/" .)) -}}
 {{- fail (printf "config names %s, which files lacks; add --set-file 'files.%s=FILE'" . (base . | replace "." "\\.")) -}}
 {{- end -}}
 {{- end -}}
@@ -53,8 +53,8 @@
 {{- fail "config.learner.checkpoint.upload is set, and networkPolicy.egress stops the learner from connecting to it; add a rule to networkPolicy.egress.to.learner" -}}
 {{- end -}}
 {{- with $values.gateway -}}
-{{- if and .tls.enabled .ingress.enabled .ingress.className (not (contains "nginx" .ingress.className)) (not .ingress.annotations) -}}
-{{- fail (printf "gateway.tls.enabled is true; set gateway.ingress.annotations to the one by which the controller of %s speaks HTTPS to the gateway" .ingress.className) -}}
+{{- if and .tls.enabled .ingress.enabled .ingress.className (not (contains "nginx" .ingress.className)) (not .ingress.annotations) (not .service.annotations) -}}
+{{- fail (printf "gateway.tls.enabled is true; set gateway.ingress.annotations or gateway.service.annotations to the one by which the controller of %s speaks HTTPS to the gateway" .ingress.className) -}}
 {{- end -}}
 {{- if and .tls.enabled .httpRoute.enabled (not .httpRoute.caConfigMap) (not (include "penstock.hasPublicCertificate" $)) -}}
 {{- fail "gateway.tls.enabled is true; set gateway.httpRoute.caConfigMap to a ConfigMap with the ca.crt by which the Gateway checks the gateway's certificate" -}}

@@ -194,6 +194,7 @@ class LearnerController:
         load = partial(load_checkpoint, trained=self.trained)
         loss_window_s, kl = self.config.replay.loss_window_s, self.config.learner.algorithm.kl
         term = await take_over(self.queue, self.checkpoints, self.checkpoint_config, chosen, load, loss_window_s, kl)
+        self.metrics.algorithm["step"].set(term.step)
         # A rank answers, because this process would import transformers for it, which takes seconds.
         self.training.share_prefixes(await self.policy.call_rank(0, "prefix_sharing_roles"))
         self._is_training = True

@@ -56,26 +56,23 @@ class SearchIndex:
                 ) from error
             self._contents = self._ranking.corpus
         elif self._path.is_file():
-            contents = list(read_passages(self._path))
-            self._ranking = build_index(contents)
-            self._contents = contents
+            self._contents = list(read_passages(self._path))
+            self._ranking = build_index(self._contents)
         else:
             raise ConfigError(f"{self._path} does not exist; check the path")
 
     def _find(self, queries: Sequence[str], top_k: int) -> list[list[str]]:
         tokens = _bm25s().tokenize(list(queries), stopwords=_LANGUAGE, return_ids=False, show_progress=False)
-        found: list[list[str]] = []
-        for words in tokens:
-            known = [word for word in words if word in self._ranking.vocab_dict]
-            if not known:
-                found.append([])
-                continue
-            everything = range(len(self._contents))
-            num = min(top_k, len(everything))
-            rows, scores = self._ranking.retrieve([known], corpus=everything, k=num, show_progress=False)
-            passages = [self._contents[int(row)] for row, score in zip(rows[0], scores[0], strict=True) if score > 0]
-            found.append([passage if isinstance(passage, str) else passage["text"] for passage in passages])
-        return found
+        return [self._best([word for word in words if word in self._ranking.vocab_dict], top_k) for words in tokens]
+
+    def _best(self, words: Sequence[str], top_k: int) -> list[str]:
+        if not words:
+            return []
+        everything = range(len(self._contents))
+        num = min(top_k, len(everything))
+        rows, scores = self._ranking.retrieve([words], corpus=everything, k=num, show_progress=False)
+        passages = [self._contents[int(row)] for row, score in zip(rows[0], scores[0], strict=True) if score > 0]
+        return [passage if isinstance(passage, str) else passage["text"] for passage in passages]
 
 
 def read_passages(path: Path) -> Iterator[str]:

@@ -46,24 +46,12 @@ class ToolDeclaration(Config):
     mcp: Any = None
     """verl's block of MCP servers, which is refused."""
 
-    @property
-    def openai_schema(self) -> dict[str, Any] | None:
-        """The schema as written in the file. Keys that were omitted stay out."""
-        if self.tool_schema is None:
-            return None
-        return {"type": "function"} | self.tool_schema.model_dump(exclude_unset=True)
-
 
 class InteractionDeclaration(Config):
     name: str | None = Field(default=None, min_length=1)
     """None for the name of the class without `Interaction`, in lower case, as in verl."""
     class_name: str = Field(min_length=1)
     config: dict[str, Any] = {}
-
-    @property
-    def chosen_name(self) -> str:
-        class_name = _dotted(self.class_name).rpartition(".")[2]
-        return self.name or (class_name.removesuffix("Interaction") or class_name).lower()
 
 
 class ToolsFile(Config):
@@ -183,7 +171,8 @@ def load_interactions(path: Path) -> dict[str, Interaction]:
     interactions: dict[str, Interaction] = {}
     for index, declared in enumerate(read_declarations(path, InteractionsFile, where).interaction):
         place = f"{where} {path}: interaction.{index}"
-        name = declared.chosen_name
+        class_name = _dotted(declared.class_name).rpartition(".")[2]
+        name = declared.name or (class_name.removesuffix("Interaction") or class_name).lower()
         if name in interactions:
             raise ConfigError(f"{place}: an interaction {name!r} was declared already; give it another name")
         interactions[name] = _interaction(declared.class_name, name, declared.config, place)
@@ -191,7 +180,10 @@ def load_interactions(path: Path) -> dict[str, Interaction]:
 
 
 def _tool(declared: ToolDeclaration, place: str) -> Tool:
-    schema, built_in = declared.openai_schema, _CONFIGS.get(_dotted(declared.class_name))
+    built_in = _CONFIGS.get(_dotted(declared.class_name))
+    schema: dict[str, Any] | None = None
+    if declared.tool_schema is not None:  # as written in the file: keys that were omitted stay out
+        schema = {"type": "function"} | declared.tool_schema.model_dump(exclude_unset=True)
     loaded = None if built_in else _class(declared.class_name, Tool, TOOL_METHODS, "verl's BaseTool", place)
     is_verl = loaded is not None and not issubclass(loaded, Tool)
     if schema is None and not is_verl:

@@ -36,7 +36,7 @@ from penstock_rollout.agents.episode import Episode
 from penstock_rollout.agents.interactions import Interaction, InteractionSession
 from penstock_rollout.agents.mcp import McpConnection, open_tools
 from penstock_rollout.agents.tool_calls import MalformedCall, ToolCall, ToolCallParser, find_parser
-from penstock_rollout.agents.tools import Tool, ToolAnswer, Toolbox, ToolError, tools_kwargs
+from penstock_rollout.agents.tools import SET_TOOLS, Tool, ToolAnswer, Toolbox, ToolError, tools_kwargs
 from penstock_rollout.agents.transcript import AgentContext, AgentLoop, Transcript, Turn, uses_tools
 from penstock_rollout.tokenization import Tokenization
 
@@ -238,9 +238,7 @@ def _finite(value: Any) -> float:
 async def tool_agent(context: AgentContext) -> Episode:
     """Offer the tools to the model. With `interaction_kwargs` in the prompt, an interaction replies to other turns."""
     if not context.toolbox.tools:
-        raise InvalidInput(
-            "agent_name", "tool_agent has no tools to offer; set rollout.agents.tools, mcp_servers or tools_file"
-        )
+        raise InvalidInput("agent_name", f"tool_agent has no tools to offer; {SET_TOOLS}")
     return await _Conversation(context, _interaction_kwargs(context)).run()
 
 

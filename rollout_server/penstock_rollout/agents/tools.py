@@ -11,6 +11,8 @@ from penstock.errors import ConfigError, InvalidInput
 ToolAnswer = tuple[str, float, dict[str, float]]
 """Text for the model, reward of the call, and numbers to record."""
 
+SET_TOOLS = "set rollout.agents.tools, mcp_servers or tools_file"
+
 
 class ToolError(Exception):
     """A call failed. The model reads the message as the result; other exceptions are shown with their type."""
@@ -84,15 +86,11 @@ class Toolbox:
         """The tools that a prompt may use: all of them, or with `need_tools_kwargs` the ones in `tools_kwargs`."""
         kwargs = tools_kwargs(extra_info)
         if unknown := sorted(set(kwargs) - set(self.tools)):
-            raise InvalidInput("extra_info.tools_kwargs", f"there is no tool {unknown[0]!r}; {self._known()}")
+            known = f"tools: {', '.join(self.tools)}" if self.tools else SET_TOOLS
+            raise InvalidInput("extra_info.tools_kwargs", f"there is no tool {unknown[0]!r}; {known}")
         if not extra_info.get("need_tools_kwargs"):
             return self
         return Toolbox({name: tool for name, tool in self.tools.items() if name in kwargs})
-
-    def _known(self) -> str:
-        return (
-            f"tools: {', '.join(self.tools)}" if self.tools else "set rollout.agents.tools, mcp_servers or tools_file"
-        )
 
 
 def tools_kwargs(extra_info: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:

@@ -270,10 +270,7 @@ def has_methods(loaded: Any, *names: str) -> bool:
 def _plain_schema(tool: Any) -> dict[str, Any]:
     """The schema that the tool has, which may be its own, as a chat template takes it."""
     schema = getattr(tool, "tool_schema", None) or tool.get_openai_tool_schema()
-    plain: dict[str, Any] = (
-        schema if isinstance(schema, dict) else schema.model_dump(exclude_unset=True, exclude_none=True)
-    )
-    return plain
+    return schema if isinstance(schema, dict) else dict(schema.model_dump(exclude_unset=True, exclude_none=True))
 
 
 def _text(response: Any) -> str:

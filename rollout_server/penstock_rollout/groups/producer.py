@@ -46,7 +46,7 @@ from penstock.store.notices import Event, PostEvent, ignore_event
 from penstock.store.redis_client import EXCHANGES_AT_ONCE
 from penstock.tracing import Tracing
 from penstock.trajectory import Group, Prompt, Trajectory
-from penstock_rollout.agents.episode import Episode, RewardUse, combine_rewards, token_rewards_of
+from penstock_rollout.agents.episode import Episode, combine_rewards, token_rewards_of
 from penstock_rollout.agents.loops import Agents
 from penstock_rollout.agents.saved_samples import SampleProgress, SavedSample, TokenSaver
 from penstock_rollout.agents.transcript import AgentContext, AgentLoop
@@ -487,12 +487,8 @@ class GroupMaker:
                 f"prompt {lease.prompt_id}", prompt.data_source, responses, prompt.ground_truth,
                 prompt.extra_info, [episode.info_for_rewards for episode in episodes],
             )  # fmt: skip
-        how = self.agents.config.turn_rewards
         trajectories = tuple(
-            replace(
-                _trajectory(episode, score, how, self._placed(episode, score), is_baseline=index >= prompt.num_samples),
-                server_ids=() if episode.server_ids == (self.server_id,) else episode.server_ids,
-            )
+            self._trajectory(episode, score, is_baseline=index >= prompt.num_samples)
             for index, (episode, score) in enumerate(zip(episodes, scores, strict=True))
         )
         group = Group(
@@ -572,12 +568,22 @@ class GroupMaker:
     def _scored_start(self, episode: Episode) -> int:
         return episode.last_turn_start if self.agents.config.scored_text == "last_turn" else 0
 
-    def _placed(self, episode: Episode, score: SampleScore) -> dict[int, float]:
-        """The reward function's scores of parts of the response, by token."""
-        start = self._scored_start(episode)
+    def _trajectory(self, episode: Episode, score: SampleScore, *, is_baseline: bool) -> Trajectory:
+        how, start = self.agents.config.turn_rewards, self._scored_start(episode)
         ids = episode.token_ids[start:].tolist()
-        return place_scores(
+        placed = place_scores(
             score.placed, episode.loss_mask.tolist(), start, lambda n: len(self.tokenization.text(ids[:n]))
+        )
+        reward, parts = combine_rewards((score.reward, score.parts), episode, how)
+        return Trajectory(
+            **episode.trajectory_fields,
+            reward=reward,
+            reward_parts=parts,
+            is_baseline=is_baseline,
+            reward_failed=score.failed,
+            answer=score.answer,
+            token_rewards=token_rewards_of(episode, how, placed),
+            server_ids=() if episode.server_ids == (self.server_id,) else episode.server_ids,
         )
 
 
@@ -587,18 +593,3 @@ def _episode(task: asyncio.Task[Episode], agent_name: str) -> Episode:
     if not isinstance(episode, Episode):
         raise PenstockError(f"agent {agent_name} returned {type(episode).__name__}; it must return an Episode")
     return episode
-
-
-def _trajectory(
-    episode: Episode, score: SampleScore, how: RewardUse, placed: Mapping[int, float], *, is_baseline: bool
-) -> Trajectory:
-    reward, parts = combine_rewards((score.reward, score.parts), episode, how)
-    return Trajectory(
-        **episode.trajectory_fields,
-        reward=reward,
-        reward_parts=parts,
-        is_baseline=is_baseline,
-        reward_failed=score.failed,
-        answer=score.answer,
-        token_rewards=token_rewards_of(episode, how, placed),
-    )

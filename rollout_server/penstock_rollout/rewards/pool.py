@@ -3,8 +3,8 @@
 A process that takes too long is killed and replaced. One that dies is replaced too, and its sample is scored once more,
 because another sample or the machine may be the cause.
 
-A process handles one request at a time. Requests and answers are JSON frames on its standard input and output: four
-bytes with the length, then the text. multiprocessing's pipes are not used, because they carry pickles, and reading a
+A process handles one request at a time. Requests and answers are lines of JSON on its standard input and output.
+multiprocessing's pipes are not used, because they carry pickles, and reading a
 pickle runs code that the other side chose. The output of a reward function goes to standard error, and its standard
 input is empty. `settings` is JSON text.
 
@@ -29,14 +29,13 @@ import json
 import logging
 import os
 import signal
-import struct
 import sys
 import time
 import traceback
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import IO, Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from penstock_rollout.rewards.function import RewardFunction, SampleScore, WrongScore, build, read_score
 
@@ -110,7 +109,7 @@ class RewardProcess:
     async def start(cls) -> RewardProcess:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "penstock_rollout.rewards.pool", stdin=PIPE, stdout=PIPE, start_new_session=True,
-            env={"OMP_NUM_THREADS": "1", **os.environ},
+            env={"OMP_NUM_THREADS": "1", **os.environ}, limit=MAX_ANSWER_BYTES,
         )  # fmt: skip
         return cls(process)
 
@@ -147,12 +146,11 @@ class RewardProcess:
             raise RewardFailed("exception", f"the arguments cannot be encoded as JSON: {error}") from error
         try:
             async with asyncio.timeout(timeout_s):
-                self.process.stdin.write(struct.pack("<I", len(text)) + text)
+                self.process.stdin.write(text + b"\n")
                 await self.process.stdin.drain()
-                (num_bytes,) = struct.unpack("<I", await self.process.stdout.readexactly(4))
-                if num_bytes > MAX_ANSWER_BYTES:
-                    raise RewardFailed(DIED, f"the reward process answered with {num_bytes} bytes")
-                answer: Json = json.loads(await self.process.stdout.readexactly(num_bytes))
+                answer: Json = json.loads(await self.process.stdout.readuntil(b"\n"))
+        except asyncio.LimitOverrunError as error:
+            raise RewardFailed(DIED, f"the reward process answered with more than {MAX_ANSWER_BYTES} bytes") from error
         except TimeoutError as error:
             raise RewardFailed("timeout", f"took longer than {timeout_s:g} s") from error
         except (asyncio.IncompleteReadError, ConnectionError) as error:
@@ -308,7 +306,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
-    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w", buffering=1)
     with open(os.devnull, "rb") as nothing:  # noqa: PTH123  (a device)
         os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)
@@ -320,8 +318,8 @@ def main() -> int:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     functions: dict[str, RewardFunction] = {}
-    while (request := _read(requests)) is not None:
-        _write(answers, _answer(request, functions))
+    for request in requests:
+        answers.write(json.dumps(_answer(json.loads(request), functions)) + "\n")
     # The parent closed the pipe or died. A SIGTERM while Python shuts down must not print a traceback.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     return 0
@@ -375,20 +373,6 @@ def _origin(error: Exception) -> dict[str, str]:
     lines += traceback.format_exception_only(error)
     place = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
     return {"traceback": "".join(lines)[-MAX_TRACEBACK_CHARS:], "place": f"{type(error).__name__} {place}".strip()}
-
-
-def _read(requests: IO[bytes]) -> dict[str, Any] | None:
-    header = requests.read(4)
-    if len(header) < 4:
-        return None
-    request: dict[str, Any] = json.loads(requests.read(struct.unpack("<I", header)[0]))
-    return request
-
-
-def _write(answers: IO[bytes], answer: dict[str, Any]) -> None:
-    text = json.dumps(answer).encode()
-    answers.write(struct.pack("<I", len(text)) + text)
-    answers.flush()
 
 
 def _exit(*_: object) -> NoReturn:

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import grpc
 import numpy as np
@@ -54,7 +54,8 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
         except _OtherVersion as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         except PenstockError as error:
-            await _abort(context, error)
+            named = [("field", ascii(error.field)[1:-1])] if isinstance(error, InvalidInput) else []
+            await context.abort(grpc.StatusCode[error.grpc_code], str(error), (("reason", error.reason), *named))
 
     async def _chunks(self, request: generate_pb2.GenerateRequest) -> AsyncIterator[generate_pb2.GenerateChunk]:
         """Generate, and yield a message per chunk, or raise what is wrong with the request. The first carries the
@@ -100,9 +101,11 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
                     return
 
     def _prompt_ids(self, request: generate_pb2.GenerateRequest) -> tuple[int, ...]:
-        if request.history_token_ids:
-            return self._continued_ids(request)
+        """The ids of a prompt, or of a conversation that was sampled and the new messages or the new text after it."""
+        history = tuple(np.frombuffer(request.history_token_ids, dtype="<i4").tolist())
         if request.text:
+            if history:
+                return self.tokenization.continued_text_ids(history, request.text)
             return self.tokenization.text_ids(request.text)
         if len(request.token_ids) % 4:
             raise InvalidInput("token_ids", f"has {len(request.token_ids)} bytes; an id has 4")
@@ -110,16 +113,10 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
         messages, fields = messages_from_proto(request.messages)
         prompt = Prompt(messages=messages, message_fields=fields, token_ids=ids)
         conversation = Conversation.from_request(request)
-        return self.tokenization.prompt_ids(prompt, conversation.tools, conversation.template_arguments)
-
-    def _continued_ids(self, request: generate_pb2.GenerateRequest) -> tuple[int, ...]:
-        """The ids of a conversation that was sampled, then the new messages or the new text."""
-        history = tuple(np.frombuffer(request.history_token_ids, dtype="<i4").tolist())
-        if request.text:
-            return self.tokenization.continued_text_ids(history, request.text)
-        messages, fields = messages_from_proto(request.messages)
-        chat, conversation = Prompt(messages=messages, message_fields=fields).chat, Conversation.from_request(request)
-        return self.tokenization.continued_ids(history, chat, conversation.tools, conversation.template_arguments)
+        shown = conversation.tools, conversation.template_arguments
+        if history:
+            return self.tokenization.continued_ids(history, prompt.chat, *shown)
+        return self.tokenization.prompt_ids(prompt, *shown)
 
     def _sampling(self, request: generate_pb2.GenerateRequest, num_prompt_tokens: int) -> Sampling:
         room = self.max_model_len - num_prompt_tokens
@@ -162,14 +159,6 @@ def _to_proto(chunk: TokenChunk, found_stop: str) -> generate_pb2.GenerateChunk:
     if reason is not None:
         message.finish_reason = FINISH_TO_PROTO[reason]
     return message
-
-
-async def _abort(context: Context, error: PenstockError) -> NoReturn:
-    trailing = [("reason", error.reason)]
-    if isinstance(error, InvalidInput):
-        trailing.append(("field", ascii(error.field)[1:-1]))
-    await context.abort(grpc.StatusCode[error.grpc_code], str(error), tuple(trailing))
-    raise AssertionError("abort always raises")
 
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"

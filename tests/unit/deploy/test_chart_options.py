@@ -255,6 +255,21 @@ def test_tls_reaches_everyone_who_calls_the_gateway(tmp_path: Path) -> None:
     assert gateway.keys_file == Path(mounts["keys"]) / "api-keys"
 
 
+ELSEWHERE = (
+    "--set=gateway.tls.enabled=true,gateway.tls.secretName=t,gateway.ingress.enabled=true",
+    "--set=gateway.ingress.host=a.example.org,gateway.ingress.className=traefik",
+    r"--set=gateway.service.annotations.traefik\.ingress\.kubernetes\.io/service\.serversscheme=https",
+)
+declare(ELSEWHERE)
+
+
+def test_a_controller_that_speaks_https_by_an_annotation_of_the_service_gets_it() -> None:
+    manifests = render(*ELSEWHERE)
+    service = one(manifests, "Service", "gateway")["metadata"]
+    assert service["annotations"] == {"traefik.ingress.kubernetes.io/service.serversscheme": "https"}
+    assert "annotations" not in one(manifests, "Ingress")["metadata"]
+
+
 REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info): return 1.0\n"
 STORED = (
     f"--set-json=files={json.dumps({'reward.py': REWARD, 'train.jsonl': '{}'})}",

@@ -102,6 +102,7 @@ def test_the_schema_refuses_each_wrong_value_by_name() -> None:
                 "the Secret with its password",
             ),
             ("config.dataset.file=/etc/penstock/files/a.jsonl", "/etc/penstock/files/a.jsonl, which files lacks"),
+            (r"files.a\.jsonl=x,config.dataset.file=/etc/penstock/files/b/a.jsonl", "b/a.jsonl, which files lacks"),
             (
                 "config.learner.checkpoint.upload=s3://b/p,networkPolicy.egress.enabled=true",
                 "add a rule to networkPolicy.egress.to.learner",

@@ -71,7 +71,11 @@ class SglangServer:
             *self._arguments,
             stdin=asyncio.subprocess.DEVNULL,
             start_new_session=True,
-            env=_environment(self._api_key) | dict(self._environment),
+            # The promised log-probs are those of the sampled distribution.
+            env={
+                "HF_HUB_OFFLINE": "1", **os.environ, "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
+                API_KEY_VARIABLE: self._api_key, **self._environment,
+            },
         )  # fmt: skip
         while not await self.calls.is_ready():
             if process.returncode is not None:
@@ -225,14 +229,3 @@ def _words(name: str, value: Any) -> list[str]:
     if isinstance(value, list):
         return [flag, *(str(item) for item in value)]
     return [flag, str(value)]
-
-
-def _environment(api_key: str) -> dict[str, str]:
-    """Return our environment plus SGLang's settings. This process's own environment stays unchanged.
-    SGLANG_RETURN_ORIGINAL_LOGPROB=0 selects the log-probs of the sampled distribution, which the engine promises."""
-    return {
-        "HF_HUB_OFFLINE": "1",
-        **os.environ,
-        "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
-        API_KEY_VARIABLE: api_key,
-    }

@@ -163,7 +163,7 @@ class DecodeBatch:
             by_length[len(row.tokens)].append(row)
         for length in sorted(by_length):
             self._prefill(by_length[length], version)
-        self._drop_finished()
+        self.drop_ended()
 
     @torch.inference_mode()
     def step(self, version: int) -> None:
@@ -182,16 +182,12 @@ class DecodeBatch:
             for row, experts in zip(self.rows, self._recorder.take(len(self.rows)), strict=True):
                 row.experts.append(experts)
         self._extend(self.rows, output.logits[:, -1], version)
-        self._drop_finished()
+        self.drop_ended()
 
     def release(self) -> list[Row]:
         """Remove and return all rows, and free their KV. `join` computes the KV again."""
         rows, self.rows, self._cache = self.rows, [], None
         return rows
-
-    def drop_cancelled(self) -> None:
-        if any(row.cancelled for row in self.rows):
-            self._keep([index for index, row in enumerate(self.rows) if not row.cancelled])
 
     def _prefill(self, rows: list[Row], version: int) -> None:
         from transformers import DynamicCache
@@ -263,12 +259,11 @@ class DecodeBatch:
         chosen = torch.where(greedy[:, None], log_probs, log_probs - race.log()).argmax(dim=-1)
         return chosen.tolist(), log_probs.gather(1, chosen[:, None])[:, 0].tolist()
 
-    def _drop_finished(self) -> None:
-        if any(row.finish_reason for row in self.rows):
-            self._keep([index for index, row in enumerate(self.rows) if row.finish_reason is None])
-
-    def _keep(self, indices: list[int]) -> None:
-        """Keep these rows, and only as much of the cache as the longest of them needs."""
+    def drop_ended(self) -> None:
+        """Drop rows that are finished or cancelled. Keep only as much of the cache as the longest other one needs."""
+        indices = [index for index, row in enumerate(self.rows) if not (row.finish_reason or row.cancelled)]
+        if len(indices) == len(self.rows):
+            return
         self.rows = [self.rows[index] for index in indices]
         if not self.rows:
             self._cache = None

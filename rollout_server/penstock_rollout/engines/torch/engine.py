@@ -195,7 +195,7 @@ class TorchEngine(Engine):
             actions = [self._actions.popleft() for _ in range(len(self._actions))]
         for action in actions:
             action()
-        self._batch.drop_cancelled()
+        self._batch.drop_ended()
         stepping = list(self._batch.rows)
         if stepping:
             self._batch.step(self.policy_version)

@@ -30,6 +30,7 @@ before is used.
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 import logging
 import os
@@ -87,13 +88,16 @@ class WeightStaging:
     vllm_config: Any
     device: torch.device
     rank: int
-    _penstock_slot: StageSlot
     _penstock_copies: Copies | None
     """Set at the first load. None if every version needs vLLM's loader."""
 
+    @functools.cached_property
+    def _penstock_slot(self) -> StageSlot:
+        return StageSlot(Path(self.model_config.model), self.device, self.rank)
+
     def penstock_stage(self, announcement: bytes) -> None:
         """Start to receive the version of a serialized AnnounceRequest. Drops an earlier stage."""
-        self._penstock_stages().begin(weights_pb2.AnnounceRequest.FromString(announcement))
+        self._penstock_slot.begin(weights_pb2.AnnounceRequest.FromString(announcement))
 
     def penstock_device(self) -> str:
         """Return `cpu`, or the UUID of this worker's GPU."""
@@ -102,7 +106,7 @@ class WeightStaging:
     def penstock_poll(self, policy_version: int) -> tuple[str, str]:
         """Return the phase of the version's stage and the reason if it failed. A replaced stage counts as failed."""
         try:
-            stage = self._penstock_stages().staged(policy_version)
+            stage = self._penstock_slot.staged(policy_version)
         except WeightPushFailed as error:
             return "failed", str(error)
         return stage.phase, stage.failure
@@ -112,11 +116,11 @@ class WeightStaging:
         phase, failure = self.penstock_poll(policy_version)
         if phase != "received":
             return failure or f"version {policy_version} is still being received"
-        return self._penstock_stages().staged(policy_version).mismatch(bucket_checksums)
+        return self._penstock_slot.staged(policy_version).mismatch(bucket_checksums)
 
     def penstock_commit(self) -> tuple[float, float]:
         """Load the stage into the serving model. Call it while nothing decodes. Returns receive_s and load_s."""
-        stage = self._penstock_stages().take()
+        stage = self._penstock_slot.take()
         started = time.monotonic()
         tensors = list(stage.tensors())
         copies = getattr(self, "_penstock_copies", None)
@@ -151,12 +155,7 @@ class WeightStaging:
                     logger.warning("vLLM's loader loads every version, because learning its copies failed: %r", error)
 
     def penstock_abort(self) -> None:
-        self._penstock_stages().abort()
-
-    def _penstock_stages(self) -> StageSlot:
-        if not hasattr(self, "_penstock_slot"):
-            self._penstock_slot = StageSlot(Path(self.model_config.model), self.device, self.rank)
-        return self._penstock_slot
+        self._penstock_slot.abort()
 
 
 def reload(model: Any, model_config: Any, tensors: NamedTensors) -> None:

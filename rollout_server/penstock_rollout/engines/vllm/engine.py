@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Awaitable, Collection, Iterator
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -159,14 +159,13 @@ class VllmEngine(Engine):
         try:
             async with asyncio.timeout(timeout_s):
                 await self._received(policy_version)
-            report = await asyncio.shield(asyncio.create_task(self._flip(staged, bucket_checksums)))
+            return await asyncio.shield(asyncio.create_task(self._flip(staged, bucket_checksums)))
         except (TimeoutError, WeightPushFailed) as error:
             if self._staged is staged:
                 await self.abort_weights()
             if isinstance(error, TimeoutError):
                 raise WeightPushFailed(f"version {policy_version} did not arrive within {timeout_s:g} s") from error
             raise
-        return report
 
     async def _received(self, policy_version: int) -> None:
         """Wait until every worker has received the version."""
@@ -285,11 +284,10 @@ def _structured_outputs(constraint: OutputConstraint) -> Any:
     """vLLM masks the logits before anything else, so that the processed log-probs are those of what may be sampled."""
     from vllm.sampling_params import StructuredOutputsParams
 
-    if constraint.kind == "json_schema":
-        return StructuredOutputsParams(json=constraint.text)
     if constraint.kind == "json_object":
         return StructuredOutputsParams(json_object=True)
-    return StructuredOutputsParams(structural_tag=constraint.text)
+    field = "json" if constraint.kind == "json_schema" else "structural_tag"
+    return StructuredOutputsParams(**{field: constraint.text})
 
 
 async def answer_of(call: Awaitable[_T], timeout_s: float = CONTROL_TIMEOUT_S) -> _T:
@@ -326,18 +324,19 @@ class _Stamped:
         self.num_tokens += num_tokens
 
 
-class VersionStamps:
-    """Which version produced which token of a request. Create it before the first call to EngineCore: it replaces the
-    output queue, and the task that reads EngineCore's socket uses the queue that exists when it starts. Requests have
-    the id under which they were submitted."""
+class VersionStamps(asyncio.Queue[Any]):
+    """Which version produced which token of a request. It is the queue between the task that reads EngineCore's socket
+    and vLLM's output handler. Create it before the first call to EngineCore: that task uses the queue that exists when
+    it starts. Requests have the id under which they were submitted."""
 
     def __init__(self, llm: Any) -> None:
+        super().__init__()
         assert llm.engine_core.resources.output_queue_task is None
         self._states = llm.output_processor.request_states
         self.policy_version = -1
         """The version of the tokens that arrive now. Set it before the first request; then EngineCore's marks do."""
         self._requests: dict[str, _Stamped] = {}
-        llm.engine_core.outputs_queue = _ArrivalQueue(self._stamp)
+        llm.engine_core.outputs_queue = self
 
     @contextmanager
     def of(self, request_id: str) -> Iterator[None]:
@@ -352,25 +351,12 @@ class VersionStamps:
         """Return the versions of the tokens that came with `completion`, of which `start` is the first."""
         return segments_of(self._requests[request_id].starts, start, start + len(completion.token_ids))
 
-    def _stamp(self, arrived: Any) -> None:
-        if isinstance(arrived, Exception):
-            return
-        for output in arrived.outputs:
+    def put_nowait(self, item: Any) -> None:
+        for output in () if isinstance(item, Exception) else item.outputs:
             state = self._states.get(output.request_id)  # None if the request was aborted
             if state is None and output.request_id.startswith(VERSION_MARK):
                 self.policy_version = int(output.request_id.removeprefix(VERSION_MARK))
             stamped = self._requests.get(state.external_req_id) if state is not None else None
             if stamped is not None and output.new_token_ids:
                 stamped.add(len(output.new_token_ids), self.policy_version)
-
-
-class _ArrivalQueue(asyncio.Queue[Any]):
-    """The queue between the task that reads EngineCore's socket and vLLM's output handler."""
-
-    def __init__(self, on_arrival: Callable[[Any], None]) -> None:
-        super().__init__()
-        self._on_arrival = on_arrival
-
-    def put_nowait(self, item: Any) -> None:
-        self._on_arrival(item)
         super().put_nowait(item)

@@ -149,16 +149,10 @@ def filter_program(machine: str, *, own_pid: int | None, shares_files: bool) -> 
         (_LOAD, 0, 0, _AT_ARCHITECTURE), (_JUMP_EQUAL, 1, 0, architecture), (_RETURN, 0, 0, _KILL),
         (_LOAD, 0, 0, _AT_NUMBER), (_JUMP_AT_LEAST, 0, 1, _X32), _REFUSE,
     ]  # fmt: skip
-    tables = [(ALWAYS, [_REFUSE])]
-    tables.append((ON_PID_ZERO_ONLY, _only(0, [0])))
-    tables.append((NO_SUCH_CALL, [(_RETURN, 0, 0, _ERRNO | _ENOSYS)]))
-    if shares_files:
-        tables.append((ON_FILES_OF_THE_SERVER, [_REFUSE]))
-    if own_pid is not None:
-        tables.append((ON_PROCESSES_OF_THE_SERVER, [_REFUSE]))
-        tables.append((ON_ITSELF_ONLY, _only(0, [own_pid])))
-        tables.append(({"prctl": PRCTL}, _unless(0, _JUMP_EQUAL, *PRCTL_OPTIONS.values())))
-    tables += [
+    tables = [
+        (ALWAYS, [_REFUSE]),
+        (ON_PID_ZERO_ONLY, _only(0, [0])),
+        (NO_SUCH_CALL, [(_RETURN, 0, 0, _ERRNO | _ENOSYS)]),
         ({"clone": CLONE}, _unless(0, _JUMP_SET, _NEW_NAMESPACES)),
         ({"open": OPEN}, _open_rule(1)),
         ({"openat": OPENAT}, _open_rule(2)),
@@ -167,6 +161,14 @@ def filter_program(machine: str, *, own_pid: int | None, shares_files: bool) -> 
         ({"socketpair": SOCKETPAIR}, _socketpair_rule()),
         ({"mmap": MMAP}, _mmap_rule()),
     ]
+    if shares_files:
+        tables.append((ON_FILES_OF_THE_SERVER, [_REFUSE]))
+    if own_pid is not None:
+        tables += [
+            (ON_PROCESSES_OF_THE_SERVER, [_REFUSE]),
+            (ON_ITSELF_ONLY, _only(0, [own_pid])),
+            ({"prctl": PRCTL}, _unless(0, _JUMP_EQUAL, *PRCTL_OPTIONS.values())),
+        ]
     for calls, rule in tables:
         for numbers in calls.values():
             if (number := numbers[column]) is not None:

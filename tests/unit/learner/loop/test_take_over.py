@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -138,6 +139,17 @@ async def test_the_checkpoint_is_chosen_once_unless_one_was_finished_since(
         await controller.run()
     names = [f"term-000001-step-{step:08d}" for step in sorted({480, newest})]
     assert stopped.value.folder.name == names[-1] and read == names
+
+
+async def test_a_learner_that_continues_shows_its_step_before_it_makes_another(
+    controller: LearnerController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(controller, 480)
+    monkeypatch.setattr(OnePolicy, "call_all", AsyncMock())
+    monkeypatch.setattr(controller.training, "share_prefixes", Mock(side_effect=Loaded(Path())))
+    with pytest.raises(Loaded):
+        await controller.run()
+    assert controller.metrics.registry.get_sample_value("penstock_learner_step") == 480
 
 
 async def test_a_damaged_checkpoint_is_not_read_again_if_nothing_was_finished_since(

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Self, cast, get_type_hints
+from typing import Any, Self, cast, get_args, get_type_hints
 
 import pyarrow as pa
 from google.protobuf.message import DecodeError
@@ -32,7 +32,7 @@ from penstock.replay.inspection import QueueInspector
 from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import OfferedGroup, Origin
 from penstock.sampling import SAMPLING_FIELDS, Distribution, Sampling
-from penstock.trajectory import Group, SamplingSegment, Trajectory, VersionSegment
+from penstock.trajectory import FinishReason, Group, SamplingSegment, TokenReward, Trajectory, VersionSegment
 from penstock.v1 import prompts_pb2
 
 # ── groups as Arrow columns, which have the names of their fields ──
@@ -67,9 +67,15 @@ TRAJECTORY = pa.struct(
         ("is_baseline", pa.bool_()),
         ("sampling_segments", pa.list_(SAMPLING_SEGMENT)),
         ("episode", pa.int32()),
+        ("reward_failed", pa.bool_()),
+        ("token_rewards", pa.list_(pa.struct([("index", pa.int32()), ("reward", pa.float64())]))),
+        ("server_ids", pa.list_(pa.string())),
     ]
 )
-OPTIONAL = {*SAMPLING_FIELDS, "sampling_segments", "episode"} - {"temperature", "top_p", "max_tokens", "seed"}
+"""All fields of a sample but the experts that the engine chose, which are large: the learner chooses its own."""
+OPTIONAL = {
+    *SAMPLING_FIELDS, "sampling_segments", "episode", "reward_failed", "token_rewards", "server_ids"
+} - {"temperature", "top_p", "max_tokens", "seed"}  # fmt: skip
 """Fields that a file from elsewhere need not have. They have their defaults there."""
 SCHEMA = pa.schema(
     [
@@ -85,7 +91,7 @@ SCHEMA = pa.schema(
         ("finished_at_ms", pa.int64()),
         ("prompt", pa.binary()),
     ],
-    metadata={"penstock.recording": "4"},
+    metadata={"penstock.recording": "5"},
 )
 _GROUP = pa.struct([field for field in SCHEMA if field.name != "prompt"])
 
@@ -125,9 +131,13 @@ def from_record_batch(batch: Any) -> list[RecordedGroup]:
     return rows
 
 
-def _trajectory(segments: Any, sampling_segments: Any = (), **fields: Any) -> Trajectory:
-    calls = tuple(SamplingSegment(**each) for each in sampling_segments)
-    return Trajectory(segments=tuple(VersionSegment(**each) for each in segments), sampling_segments=calls, **fields)
+def _trajectory(segments: Any, sampling_segments: Any = (), token_rewards: Any = (), **fields: Any) -> Trajectory:
+    return Trajectory(
+        segments=tuple(VersionSegment(**each) for each in segments),
+        sampling_segments=tuple(SamplingSegment(**each) for each in sampling_segments),
+        token_rewards=tuple(TokenReward(**each) for each in token_rewards),
+        **fields,
+    )
 
 
 def _values(array: Any) -> Sequence[Any]:
@@ -179,8 +189,6 @@ def _is_readable(found: Any, wanted: Any) -> bool:
 ROW_GROUP_ROWS = 512
 ROW_GROUP_BYTES = 32 * 2**20
 """Upper bound on the bytes of arrays in a row group. An export or import needs a small multiple of it in memory."""
-
-_FINISH_REASONS = ("stop", "length", "aborted")
 
 
 @contextmanager
@@ -268,8 +276,8 @@ class Recording:
             except PoisonGroup as error:
                 raise InvalidInput(f"{self.path} row {number}", f"{error}; remove the row") from error
             for trajectory in row.group.trajectories:
-                if trajectory.finish_reason not in _FINISH_REASONS:
-                    raise InvalidInput(f"{self.path} row {number}", f"finish_reason is not one of {_FINISH_REASONS}")
+                if trajectory.finish_reason not in (known := get_args(FinishReason)):
+                    raise InvalidInput(f"{self.path} row {number}", f"finish_reason is not one of {known}")
         return rows
 
     def _check_sampling(self, column: Any, first_row: int) -> None:

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -26,6 +25,7 @@ import pyarrow as pa
 from google.protobuf.message import DecodeError
 from pyarrow import parquet
 
+from penstock.cli.output import progress_bar
 from penstock.codec import check_group
 from penstock.errors import InvalidInput, PenstockError, PoisonGroup, QueueFull, one_line
 from penstock.replay.inspection import QueueInspector
@@ -34,6 +34,7 @@ from penstock.replay.queue_types import OfferedGroup, Origin
 from penstock.sampling import SAMPLING_FIELDS, Distribution, Sampling
 from penstock.trajectory import FinishReason, Group, SamplingSegment, TokenReward, Trajectory, VersionSegment
 from penstock.v1 import prompts_pb2
+from penstock_tools.offline.answer_store import written_whole
 
 # ── groups as Arrow columns, which have the names of their fields ──
 
@@ -119,16 +120,13 @@ def _plain(kind: Any, value: Any) -> Any:
 
 
 def from_record_batch(batch: Any) -> list[RecordedGroup]:
-    """The rows of a batch that has SCHEMA's columns, and nulls only as seeds."""
-    columns = [_values(batch.column(name)) for name in SCHEMA.names]
-    rows = []
-    for values in zip(*columns, strict=True):
-        fields = dict(zip(SCHEMA.names, values, strict=True))
-        prompt = fields.pop("prompt")
-        trajectories = tuple(_trajectory(**each) for each in fields.pop("trajectories"))
-        group = Group(sampling=Sampling(**fields.pop("sampling")), trajectories=trajectories, **fields)
-        rows.append(RecordedGroup(group, prompt))
-    return rows
+    """The rows of a batch that has SCHEMA's columns and no others, and nulls only as seeds."""
+    return [_recorded(**fields) for fields in _values(batch.to_struct_array())]
+
+
+def _recorded(prompt: bytes, trajectories: Any, sampling: Any, **fields: Any) -> RecordedGroup:
+    samples = tuple(_trajectory(**each) for each in trajectories)
+    return RecordedGroup(Group(sampling=Sampling(**sampling), trajectories=samples, **fields), prompt)
 
 
 def _trajectory(segments: Any, sampling_segments: Any = (), token_rewards: Any = (), **fields: Any) -> Trajectory:
@@ -161,15 +159,14 @@ def _values(array: Any) -> Sequence[Any]:
 
 
 def has_nulls(array: Any) -> bool:
-    if array.null_count:
-        return True
+    inner: list[Any] = []
     if isinstance(array, pa.MapArray):
-        return has_nulls(array.keys) or has_nulls(array.items)
-    if isinstance(array, pa.ListArray):
-        return has_nulls(array.values)
-    if isinstance(array, pa.StructArray):
-        return any(has_nulls(array.field(i)) for i in range(array.type.num_fields))
-    return False
+        inner = [array.keys, array.items]
+    elif isinstance(array, pa.ListArray):
+        inner = [array.values]
+    elif isinstance(array, pa.StructArray):
+        inner = [array.field(index) for index in range(array.type.num_fields)]
+    return array.null_count > 0 or any(map(has_nulls, inner))
 
 
 def _is_readable(found: Any, wanted: Any) -> bool:
@@ -195,7 +192,6 @@ ROW_GROUP_BYTES = 32 * 2**20
 def writing(path: Path) -> Iterator[Callable[[RecordedGroup], None]]:
     """Yields a function that adds a row. Row groups are written as they fill. The complete file appears when the block
     ends without an error."""
-    partial = path.with_name(f"{path.name}.partial")
     rows: list[RecordedGroup] = []
     num_bytes = 0
 
@@ -214,18 +210,16 @@ def writing(path: Path) -> Iterator[Callable[[RecordedGroup], None]]:
         num_bytes = 0
 
     try:
-        with partial.open("wb") as file:
-            with parquet.ParquetWriter(file, SCHEMA, compression="zstd") as writer:
-                yield write
-                flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
+        with (
+            written_whole(path, path.parent) as partial,
+            partial.open("wb") as file,
+            parquet.ParquetWriter(file, SCHEMA, compression="zstd") as writer,
+        ):
+            yield write
+            flush()
     except OSError as error:
         why = error.strerror or error
         raise InvalidInput(str(path), f"cannot be written ({why}); free space or choose another path") from error
-    finally:
-        with suppress(OSError):
-            partial.unlink()
 
 
 class Recording:
@@ -243,11 +237,6 @@ class Recording:
         except (pa.ArrowException, OSError) as error:
             raise self._unreadable(error) from error
         self.num_rows: int = self._file.metadata.num_rows
-        try:
-            self._check_columns()
-        except InvalidInput:
-            self._file.close()
-            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -255,6 +244,7 @@ class Recording:
 
     def batches(self, batch_rows: int) -> Iterator[list[RecordedGroup]]:
         """Every row, in batches of at most `batch_rows`."""
+        self._check_columns()
         row = 0
         try:
             for batch in self._file.iter_batches(batch_size=batch_rows, columns=SCHEMA.names):
@@ -316,17 +306,17 @@ POLL_S = 0.2
 
 
 async def export_groups(
-    inspector: QueueInspector, path: Path, *, include_delivered: bool, advance: Callable[[int, int], None]
+    inspector: QueueInspector, path: Path, *, include_delivered: bool
 ) -> tuple[int, int, list[str]]:
-    """Write the queued groups to `path`. `advance(done, total)` is called as it goes. Returns the numbers of groups
-    that were written and that were committed meanwhile, and why others cannot be decoded: the learner will dead-letter
-    those."""
+    """Write the queued groups to `path`. Returns the numbers of groups that were written and that were committed
+    meanwhile, and why others cannot be decoded: the learner will dead-letter those."""
     ids = await inspector.queued_ids(include_delivered=include_delivered)
     num_groups, num_seen, unreadable = 0, 0, []
-    advance(0, len(ids))
-    with writing(path) as write:
+    with writing(path) as write, progress_bar("exporting") as progress:
+        task = progress.add_task("", total=len(ids))
         for start in range(0, len(ids), FETCH_GROUPS):
-            found = await inspector.groups(ids[start : start + FETCH_GROUPS])
+            wanted = ids[start : start + FETCH_GROUPS]
+            found = await inspector.groups(wanted)
             prompts = await inspector.queue.prompts([queued.prompt_id for queued in found])
             num_seen += len(found)
             for queued, prompt in zip(found, prompts, strict=True):
@@ -335,21 +325,19 @@ async def export_groups(
                     continue
                 await asyncio.to_thread(write, RecordedGroup(queued.group, prompt))
                 num_groups += 1
-            advance(min(start + FETCH_GROUPS, len(ids)), len(ids))
+            progress.advance(task, len(wanted))
     return num_groups, len(ids) - num_seen, unreadable
 
 
-async def import_groups(
-    inspector: QueueInspector, path: Path, *, epoch: int, wait_s: float, advance: Callable[[int, int], None]
-) -> tuple[int, int]:
+async def import_groups(inspector: QueueInspector, path: Path, *, epoch: int, wait_s: float) -> tuple[int, int]:
     """Import every row of `path` into the inspector's run. Returns how many groups were imported, and how many rows an
     earlier import of the same file had imported.
 
     Raises QueueFull when the queue has had no room for `wait_s`. Another `epoch` imports the same file again."""
     origin = Origin(ORIGIN, await asyncio.to_thread(_import_key, path, epoch))
     num_groups, row = 0, 0
-    with Recording(path) as recording:
-        advance(0, recording.num_rows)
+    with Recording(path) as recording, progress_bar("importing") as progress:
+        task = progress.add_task("", total=recording.num_rows)
         batches = recording.batches(IMPORT_GROUPS)
         while batch := await asyncio.to_thread(next, batches, None):
             groups = [
@@ -358,7 +346,7 @@ async def import_groups(
             ]
             num_groups += await _accept(inspector.queue, groups, origin, wait_s)
             row += len(batch)
-            advance(row, recording.num_rows)
+            progress.advance(task, len(batch))
     return num_groups, row - num_groups
 
 

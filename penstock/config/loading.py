@@ -342,3 +342,12 @@ def _assign(data: dict[str, Any], keys: list[str], value: Any) -> None:
             raise ConfigError(f"--{'.'.join(keys)}: {'.'.join(keys[: depth + 1])} is not a section")
         data = inner
     data[keys[-1]] = value
+
+
+def merged(base: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """`base` with the values of `other`, section by section."""
+    result = dict(base)
+    for name, value in other.items():
+        before = result.get(name)
+        result[name] = merged(before, value) if isinstance(before, dict) and isinstance(value, dict) else value
+    return result

@@ -20,7 +20,7 @@ from penstock.config.service import RedisConfig, ReplayConfig
 from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import QueueStat
 from penstock.store.redis_client import connect
-from penstock.trajectory import Group, Prompt, Sampling, SamplingSegment, Trajectory, VersionSegment
+from penstock.trajectory import Group, Prompt, Sampling, SamplingSegment, TokenReward, Trajectory, VersionSegment
 from support.redis_server import RedisProcess
 
 USERS = Path(__file__).parents[2] / "deploy" / "redis" / "users.acl"
@@ -139,6 +139,9 @@ def rich_group(index: int) -> Group:
                 is_baseline=sample == 2,
                 sampling_segments=calls if sample % 2 else (),
                 episode=sample,
+                reward_failed=sample == 1,
+                token_rewards=(TokenReward(0, 0.5), TokenReward(length - 1, -0.25)) if sample % 2 else (),
+                server_ids=("rollout-8", "rollout-9") if sample == 3 else (),
             )
         )
     return Group(
@@ -172,7 +175,7 @@ def content(group: Group) -> list[Any]:
         for array in (t.token_ids, t.loss_mask, t.log_probs)
     ]
     others = [
-        (t.segments, t.reward, t.finish_reason, t.reward_parts, t.is_baseline, t.sampling_segments, t.episode)
+        {name: value for name, value in vars(t).items() if not isinstance(value, np.ndarray)}
         for t in group.trajectories
     ]
     return [

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 
 from penstock.cli import main as cli
 from penstock.config.gpu_bundles import num_gpus as bundled_gpus
-from penstock.config.loading import load_config, validate
+from penstock.config.loading import load_config, merged, validate
 from penstock.errors import InvalidInput
 from penstock_tools.sizing.hardware import GPUS, TRAIN_EFFICIENCY, USABLE_MEMORY, Gpu
 from penstock_tools.sizing.memory import STAGINGS, Role, Setup, peak, peak_bytes, role_memory, server_memory, total
 from penstock_tools.sizing.models import KNOWN, shape_of_hub_id
-from penstock_tools.sizing.plan import ROLES, chosen_fields, deployment_memory, memory_of, merged, task_of
+from penstock_tools.sizing.plan import ROLES, chosen_fields, deployment_memory, memory_of, task_of
 from penstock_tools.sizing.rates import PLACEMENTS, PlanTask, Workload, exchange_s, offload_s, train_s
 from penstock_tools.sizing.search import PARALLEL, SHARED_UTILIZATIONS, Deployment, Learner, search, servers_on
 

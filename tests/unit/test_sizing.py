@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 
 from penstock.cli import main as cli
 from penstock.config.gpu_bundles import num_gpus
-from penstock.config.loading import validate
+from penstock.config.loading import merged, validate
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, InvalidInput
 from penstock_tools.sizing.hardware import GPUS, LOAD_RATE, TRAIN_EFFICIENCY, USABLE_MEMORY, Gpu
 from penstock_tools.sizing.memory import CONTEXT, PHASES, STAGED, Role, Setup, peak, role_memory, total
 from penstock_tools.sizing.models import KNOWN, find_shape
-from penstock_tools.sizing.plan import ROLES, chosen_fields, deployment_memory, memory_of, merged, new_run
+from penstock_tools.sizing.plan import ROLES, chosen_fields, deployment_memory, memory_of, new_run
 from penstock_tools.sizing.rates import (
     GROUP_VARIATION,
     LONGEST_GROUP,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from itertools import combinations
 from pathlib import Path
@@ -146,3 +147,16 @@ def test_an_output_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytes
     output = tmp_path / "nowhere" / "scores.parquet"
     assert cli.main(["evaluate", str(path), "--output", str(output)]) == 2
     assert f"{output}: cannot be written (No such file or directory)" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_not_taken_for_an_unreadable_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_batch(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path, output = write(tmp_path / "answers.parquet", ROWS[2:]), tmp_path / "out.parquet"
+    monkeypatch.setattr(pq.ParquetWriter, "write_batch", write_batch)
+    assert cli.main(["evaluate", str(path), "--output", str(output)]) == 2
+    assert f"{output}: cannot be written (No space left on device); give --output" in capsys.readouterr().err
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]

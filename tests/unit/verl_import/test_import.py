@@ -220,8 +220,8 @@ def test_every_key_that_means_the_same_sets_its_field() -> None:
     for row in KEYS_BY_PROGRAM["ppo"]:
         if row.convert == "=" and not row.verl.endswith(("gdpo_reward_keys", "gdpo_reward_weights", "dro_beta")):
             default = "file.yaml" if row.default is None else row.default
-            fields = imported(f"{row.verl}={chosen.get(row.verl, default)}", base=base).fields
-            assert look_up(fields, row.ours[0]) is not None, row.verl
+            config = imported(f"{row.verl}={chosen.get(row.verl, default)}", base=base).config
+            assert look_up(config.model_dump(mode="json", exclude_unset=True), row.ours[0]) is not None, row.verl
 
 
 def test_the_table_names_fields_that_exist_and_gives_reasons() -> None:
@@ -397,3 +397,11 @@ def test_a_warm_up_ratio_counts_the_rows_that_are_here() -> None:
 
     rows = parquet.ParquetFile(example / "train.parquet").metadata.num_rows
     assert result.config.learner.warmup_steps == 2 * (rows // 8) // 2
+
+
+def test_a_note_of_several_lines_stays_a_comment_of_the_file(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text("SEED=$(ask a server \\\n  for: a seed)\npython3 -m verl.trainer.main_ppo\n")
+    result = import_words([str(script), *GRPO])
+    assert any("\n" in note for note in result.findings.notes)
+    assert yaml.safe_load(config_text(result, "run.sh", "run.yaml"))["run"] == "qwen3-8b"

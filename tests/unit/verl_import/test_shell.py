@@ -112,3 +112,25 @@ def test_nothing_of_a_script_is_run(tmp_path: Path) -> None:
     marker = tmp_path / "marker"
     read = read_script(f"touch {marker}\nX=$(touch {marker})\npython -m verl.trainer.main_ppo a.b=$X", "run.sh", [], {})
     assert read.commands[0].words == ["a.b="] and not marker.exists()
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "kind"),
+    [("1", "1", "both"), ("1", "2", "a"), ("2", "2", "b"), ("2", "1", "none"), ("3", "1", "none"), ("4", "4", "first")],
+)
+def test_of_nested_conditions_the_branch_that_holds_is_followed(a: str, b: str, kind: str) -> None:
+    text = """
+    if [ $A = 4 ]; then kind=first
+    elif [ $A = 1 ] && true; then
+        if [ $B = 1 ]; then kind=both; else kind=a; fi
+    elif [ $B = 2 ]; then
+        kind=b
+        if [ $A = 1 ]; then kind=wrong; elif [ $B = 1 ]; then kind=wrong; fi
+    else
+        kind=none
+    fi
+    f() { if [ -n "$1" ]; then python -m verl.trainer.main_ppo kind=$1; else wrong; fi; }
+    f $kind
+    """
+    (command,) = read_script(text, "run.sh", [], {"A": a, "B": b}).commands
+    assert command.words == [f"kind={kind}"]

@@ -68,16 +68,13 @@ class Totals:
     num_rewards: int = 0
 
     def add(self, table: Any) -> None:
-        self.num_samples += _sum(pc.list_value_length(table["responses"]))
-        self.num_tokens += _sum(pc.list_value_length(pc.list_flatten(table["token_ids"])))
+        tokens = pc.list_value_length(pc.list_flatten(table["token_ids"]))
+        self.num_samples += len(tokens)
+        self.num_tokens += pc.sum(tokens, min_count=0).as_py()
         self.num_failed += pc.count(table["error"]).as_py()
         rewards = pc.list_flatten(table["rewards"])
-        self.reward_sum += _sum(rewards)
+        self.reward_sum += pc.sum(rewards, min_count=0).as_py()
         self.num_rewards += len(rewards)
-
-
-def _sum(array: Any) -> Any:
-    return pc.sum(array).as_py() or 0
 
 
 # ── prompts in verl's schema, so that the answers can be scored later ──
@@ -100,13 +97,14 @@ def json_column(values: Sequence[Any]) -> Any:
     """An Arrow column of JSON values. Objects become structs. Values that share no Arrow type become JSON text."""
     if any(isinstance(value, dict) for value in values) and all(isinstance(v, dict | None) for v in values):
         return _struct_column(values)
-    try:
+    with contextlib.suppress(pa.ArrowException, OverflowError):
         column = pa.array(values)
-    except (pa.ArrowException, OverflowError):
-        column = None
-    if column is None or _holds_objects(column.type):
-        return pa.array([v if v is None or isinstance(v, str) else json.dumps(v) for v in values], pa.string())
-    return column
+        kind = column.type
+        while pa.types.is_list(kind):
+            kind = kind.value_type
+        if not pa.types.is_struct(kind):  # fields of objects in lists may be missing or empty
+            return column
+    return pa.array([v if v is None or isinstance(v, str) else json.dumps(v) for v in values], pa.string())
 
 
 def _struct_column(values: Sequence[dict[str, Any] | None]) -> Any:
@@ -115,13 +113,6 @@ def _struct_column(values: Sequence[dict[str, Any] | None]) -> Any:
         return pa.nulls(len(values))  # Parquet has no struct without fields
     columns = [json_column([value.get(key) if value else None for value in values]) for key in keys]
     return pa.StructArray.from_arrays(columns, names=keys, mask=pa.array([value is None for value in values]))
-
-
-def _holds_objects(kind: Any) -> bool:
-    """Whether the type contains objects. Their fields may be missing or empty, so they are written as JSON text."""
-    while pa.types.is_list(kind):
-        kind = kind.value_type
-    return bool(pa.types.is_struct(kind))
 
 
 # ── the store ──
@@ -152,25 +143,21 @@ class AnswerStore:
         self._waiting: list[AnswerRow] = []
         self._written_at = time.monotonic()
         self._num_parts = 0
-        self._lock: int | None = None
         self._writing = threading.Lock()
 
     def __enter__(self) -> Self:
-        try:
-            self._open()
-        except (InvalidInput, OSError) as error:
-            self._release()
-            if isinstance(error, InvalidInput):
-                raise
-            reason = f"cannot be written ({error.strerror}); choose another --output"
-            raise InvalidInput(str(self.output), reason) from error
+        with contextlib.ExitStack() as resources:
+            try:
+                self._open(resources)
+            except OSError as error:
+                reason = f"cannot be written ({error.strerror}); choose another --output"
+                raise InvalidInput(str(self.output), reason) from error
+            self._resources = resources.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        try:
+        with self._resources:
             self.write_part()
-        finally:
-            self._release()
 
     def add(self, row: AnswerRow) -> None:
         self._waiting.append(row)
@@ -214,14 +201,19 @@ class AnswerStore:
         shutil.rmtree(self.folder)
         self.finished = True
 
-    def _open(self) -> None:
+    def _open(self, resources: contextlib.ExitStack) -> None:
         if self.output.is_dir() or self.output.suffix != ".parquet":
             raise InvalidInput(str(self.output), "is not the name of a Parquet file; end --output with .parquet")
         if not self.output.parent.is_dir():
             raise InvalidInput(str(self.output), f"there is no folder {self.output.parent}; create it")
         if not self.output.exists():
             self.folder.mkdir(exist_ok=True)
-            self._take_lock()
+            lock = os.open(self.folder, os.O_RDONLY)
+            resources.callback(os.close, lock)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise InvalidInput(str(self.output), "is being written by another process; wait for it") from error
         if not self.output.exists():
             for part in self._parts():
                 self._read(part, self.folder)
@@ -231,18 +223,6 @@ class AnswerStore:
             self.folder.rmdir()  # another process finished between the two checks
         self._read(self.output, self.output)
         self.finished = True
-
-    def _release(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-        self._lock = None
-
-    def _take_lock(self) -> None:
-        self._lock = os.open(self.folder, os.O_RDONLY)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise InvalidInput(str(self.output), "is being written by another process; wait for it") from error
 
     def _read(self, file: Path, where: Path) -> None:
         """Count the rows of a part or of the output file. Raises InvalidInput, which names `where`, if they were made
@@ -255,11 +235,9 @@ class AnswerStore:
         found = json.loads((table.schema.metadata or {}).get(SETTINGS_KEY, b"{}"))
         for name, value in self.settings.items():
             if found.get(name) != value:
-                raise InvalidInput(
-                    str(where),
-                    f"holds answers with {name} {found.get(name, 'unknown')!r}, not {value!r}; "
-                    "remove it, or choose another --output",
-                )
+                given = f"{name} {found.get(name, 'unknown')!r}, not {value!r}"
+                reason = f"holds answers with {given}; remove it, or choose another --output"
+                raise InvalidInput(str(where), reason)
         self.rows.update(table["row"].to_pylist())
         self.totals.add(table)
 

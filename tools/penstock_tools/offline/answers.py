@@ -6,10 +6,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import itertools
 import logging
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -44,14 +45,9 @@ logger = logging.getLogger(__name__)
 # ── generating ──
 
 
-class Unscored:
-    """A scorer that computes nothing, for generation without `--score`."""
-
-    async def score(
-        self, prompt: str, data_source: str, responses: list[str], ground_truth: Any, extra_info: dict[str, Any],
-        sample_infos: Sequence[Mapping[str, Any]] = (),
-    ) -> list[SampleScore]:  # fmt: skip
-        return [SampleScore(0.0, {})] * len(responses)
+_LATER = {"kind": "reward_model"}
+UNSCORED = RewardConfig.model_validate({"by_data_source": {"*": _LATER}, "default": _LATER})
+"""Rewards that compute nothing, for generation without `--score`."""
 
 
 def answer_missing(
@@ -81,17 +77,16 @@ async def _answer_all(
     assert main is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, main.cancel)
     metrics = RolloutMetrics(CollectorRegistry())
-    scorer = Scorer(config.rollout.reward, metrics) if scored else None
+    scorer = Scorer(config.rollout.reward if scored else UNSCORED, metrics)
     length = PromptLength(config.rollout.prompt, config.rollout.engine.max_model_len, metrics)
     tokenization = Tokenization(config.model.path, length.fit, config.rollout.prompt.template_arguments)
     agents = Agents.load(config.rollout.agents, config.rollout.engine.max_model_len, tokenization)
     engine = create_engine(config.rollout.engine, config.model.path, config.model.dtype, config.seed)
-    maker = GroupMaker("generate", "generate", engine, tokenization, scorer or Unscored(), metrics, agents)
+    maker = GroupMaker("generate", "generate", engine, tokenization, scorer, metrics, agents)
     # By default as many prompts as fill the engine with samples, and an eighth more, so that none of it stays free.
     at_once = concurrency or -(-config.rollout.engine.max_num_seqs * 9 // 8 // missing[0][1].num_samples)
     try:
-        if scorer is not None:
-            await scorer.check()
+        await scorer.check()
         await agents.open()
         await start_engine(engine, config.rollout.start_timeout_s)
         ready = time.monotonic()
@@ -117,8 +112,7 @@ async def _answer_all(
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: None)
         await engine.stop()
         await agents.close()
-        if scorer is not None:
-            await scorer.close()
+        await scorer.close()
 
 
 async def _answer(maker: GroupMaker, row: int, prompt: Prompt, scored: bool) -> AnswerRow:
@@ -149,14 +143,14 @@ def describe_settings(config: RunConfig, file: Path, prompts: Sequence[Prompt], 
     for prompt in prompts:
         encoded = encode_prompt(replace(prompt, sampling=Sampling(), num_samples=1))
         digest.update(len(encoded).to_bytes(8, "little") + encoded)
-    sampling, engine, prompt_config = prompts[0].sampling, config.rollout.engine, config.rollout.prompt
+    engine, prompt_config = config.rollout.engine, config.rollout.prompt
     return {
         "prompts": f"{file.name}, {len(prompts)} prompts, sha256 {digest.hexdigest()[:16]}",
         "model": str(config.model.path.resolve()),
         "dtype": config.model.dtype,
         "engine": f"{engine.name}, max_model_len {engine.max_model_len}, quantization {engine.quantization}",
         "prompt": f"max_tokens {prompt_config.max_tokens}, overlong {prompt_config.overlong}",
-        "sampling": f"n {prompts[0].num_samples}, {describe_sampling(sampling)}",
+        "sampling": f"n {prompts[0].num_samples}, {describe_sampling(prompts[0].sampling)}",
         "agents": _digest(config.rollout.agents),
         "rewards": _digest(config.rollout.reward) if scored else "",
     }
@@ -198,10 +192,13 @@ class ScoredFile:
 
     async def write(self) -> None:
         try:
-            with self._open() as file, written_whole(self.output, self.output.parent) as partial:
-                self._check_output(partial)
+            with self._opened() as file, written_whole(self.output, self.output.parent) as partial:
+                partial.touch()
                 await self.scorer.check()
                 await self._score_file(file, partial)
+        except OSError as error:
+            why = f"cannot be written ({error.strerror or error}); give --output"
+            raise InvalidInput(str(self.output), why) from error
         finally:
             await self.scorer.close()
 
@@ -217,25 +214,26 @@ class ScoredFile:
         [metric] = self.metrics.reward_errors.collect()
         return {s.labels["kind"]: int(s.value) for s in metric.samples if s.name.endswith("_total") and s.value}
 
-    def _check_output(self, partial: Path) -> None:
-        try:
-            partial.touch()
-        except OSError as error:
-            raise InvalidInput(str(self.output), f"cannot be written ({error.strerror}); give --output") from error
-
-    @contextlib.contextmanager
-    def _open(self) -> Iterator[pq.ParquetFile]:
+    def _opened(self) -> pq.ParquetFile:
         if not self.path.is_file():
             raise InvalidInput(str(self.path), "is not a file; check the path")
+        with self._reading():
+            file = pq.ParquetFile(self.path)
+        names = file.schema_arrow.names
+        if self.response_column not in names:
+            why = f"has no column `{self.response_column}`, only {', '.join(names)}; give --response-column"
+            raise InvalidInput(str(self.path), why)
+        return file
+
+    def _batches(self, file: pq.ParquetFile) -> Iterator[tuple[Any, list[Row]]]:
+        with self._reading():
+            for batch in file.iter_batches(batch_size=BATCH_ROWS):
+                yield batch, batch.to_pylist()
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
         try:
-            with pq.ParquetFile(self.path) as file:
-                names = file.schema_arrow.names
-                if self.response_column not in names:
-                    raise InvalidInput(
-                        str(self.path),
-                        f"has no column `{self.response_column}`, only {', '.join(names)}; give --response-column",
-                    )
-                yield file
+            yield
         except (pa.ArrowException, OSError) as error:
             raise InvalidInput(str(self.path), f"cannot be read as Parquet ({one_line(error)})") from error
 
@@ -244,19 +242,16 @@ class ScoredFile:
         schema = pa.schema([*kept, SCORES, PARTS])
         with pq.ParquetWriter(partial, schema) as writer, progress_bar("scoring") as progress:
             task = progress.add_task("", total=file.metadata.num_rows)
-            start = 0
-            for batch in file.iter_batches(batch_size=BATCH_ROWS):
-                rows = batch.to_pylist()
-                results = await asyncio.gather(
-                    *(self._score_row(f"{self.path} row {start + index}", row) for index, row in enumerate(rows))
-                )
+            numbers = itertools.count()
+            for batch, rows in self._batches(file):
+                scoring = (self._score_row(f"{self.path} row {next(numbers)}", row) for row in rows)
+                results = await asyncio.gather(*scoring)
                 scores = [[score.reward for score in result] for result in results]
                 parts = [[list(score.parts.items()) for score in result] for result in results]
                 arrays = [batch.column(field.name) for field in kept]
                 arrays += [pa.array(scores, SCORES.type), pa.array(parts, PARTS.type)]
                 writer.write_batch(pa.record_batch(arrays, schema=schema))
-                start += len(rows)
-                progress.advance(task, len(rows))
+                progress.advance(task, len(results))
 
     async def _score_row(self, where: str, row: Row) -> list[SampleScore]:
         responses = row[self.response_column]

@@ -6,8 +6,8 @@ It connects to Redis directly, so it works while the gateway, the learner and al
 from __future__ import annotations
 
 import argparse
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from penstock.samples import TokenText
 
 
-MAX_LIMIT = 1000
-
-
 def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     return run_interruptible(_run(args), "while it waited for Redis")
@@ -41,8 +38,9 @@ async def _run(args: argparse.Namespace) -> int:
         inspector = QueueInspector(client, target.run, target.replay)
         if not args.may_start_queue:
             await inspector.check_exists()
-        command: Callable[[argparse.Namespace, QueueInspector], Awaitable[int]] = args.command
-        return await command(args, inspector)
+        command: Callable[[argparse.Namespace, QueueInspector], Awaitable[None]] = args.command
+        await command(args, inspector)
+    return 0
 
 
 # ── options ──
@@ -54,7 +52,7 @@ def _parser() -> Parser:
         description="Inspect a run's replay queue, export and import groups, and requeue dead letters.",
     )
     parser.set_defaults(config=None, redis_url=None, run=None, json=False, may_start_queue=False)
-    commands, limit = parser.add_subparsers(required=True, metavar="COMMAND"), whole_number(1, MAX_LIMIT)
+    commands, limit = parser.add_subparsers(required=True, metavar="COMMAND"), whole_number(1, 1000)
 
     _command(commands, "stat", _stat, "count every place of the queue and check that nothing is lost", can_json=True)
 
@@ -97,7 +95,7 @@ def _parser() -> Parser:
 
 
 def _command(
-    commands: Any, name: str, function: Callable[..., Awaitable[int]], text: str, *, can_json: bool = False
+    commands: Any, name: str, function: Callable[..., Awaitable[None]], text: str, *, can_json: bool = False
 ) -> Parser:
     parser: Parser = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
     # Only the outermost parser has defaults: those of an inner one would overwrite options given to an outer one.
@@ -134,22 +132,18 @@ class _Target:
 
 
 def _target(args: argparse.Namespace) -> _Target:
-    if args.redis_url is not None:
-        if args.config is not None or args.run is None:
-            raise ConfigError("--redis-url needs --run NAME, and cannot be combined with --config")
-        return _Target(_redis_at(args.redis_url), args.run, None)
-    config = load_started_config(args.config or newest_config())
-    return _Target(config.redis, args.run or config.run, config.replay, config.model.path)
-
-
-def _redis_at(url: str) -> RedisConfig:
+    if args.redis_url is None:
+        config = load_started_config(args.config or newest_config())
+        return _Target(config.redis, args.run or config.run, config.replay, config.model.path)
+    if args.config is not None or args.run is None:
+        raise ConfigError("--redis-url needs --run NAME, and cannot be combined with --config")
     from pydantic import ValidationError
 
     from penstock.config.loading import explain
     from penstock.config.service import RedisConfig
 
     try:
-        return RedisConfig(url=url)
+        return _Target(RedisConfig(url=args.redis_url), args.run, None)
     except ValidationError as error:
         raise ConfigError(f"--redis-url: {explain(error, RedisConfig)[0].text}") from error
 
@@ -157,14 +151,14 @@ def _redis_at(url: str) -> RedisConfig:
 # ── commands ──
 
 
-async def _stat(args: argparse.Namespace, inspector: QueueInspector) -> int:
+async def _stat(args: argparse.Namespace, inspector: QueueInspector) -> None:
     from penstock_tools.recordings.queue_tables import print_report, report_record
 
     report = await inspector.report()
-    return _show(args, report_record(report), lambda: print_report(report))
+    _show(args, report_record(report), lambda: print_report(report))
 
 
-async def _peek(args: argparse.Namespace, inspector: QueueInspector) -> int:
+async def _peek(args: argparse.Namespace, inspector: QueueInspector) -> None:
     from penstock.replay.inspection import decoded_prompt
     from penstock_tools.recordings.queue_tables import group_record, print_group, print_groups, summary_record
 
@@ -179,13 +173,14 @@ async def _peek(args: argparse.Namespace, inspector: QueueInspector) -> int:
             )
         group, [payload] = found[0].group, await inspector.queue.prompts([args.prompt_id])
         show = partial(print_group, group, decoded_prompt(payload), _texts(args), with_tokens=args.tokens)
-        return _show(args, group_record(group), show)
+        _show(args, group_record(group), show)
+        return
     groups = await inspector.groups(await inspector.queued_ids(inspector.queue.config.selection, args.limit))
     records = [summary_record(queued) for queued in groups]
-    return _show(args, records, lambda: print_groups(records))
+    _show(args, records, lambda: print_groups(records))
 
 
-async def _requeue(args: argparse.Namespace, inspector: QueueInspector) -> int:
+async def _requeue(args: argparse.Namespace, inspector: QueueInspector) -> None:
     requeued: list[dict[str, Any]] = []
     refused: list[dict[str, str]] = []
     for stream_id in await _selected(args, inspector):
@@ -198,10 +193,9 @@ async def _requeue(args: argparse.Namespace, inspector: QueueInspector) -> int:
     _show(args, {"requeued": requeued, "refused": refused}, lambda: print("\n".join(lines)))
     if refused:
         raise PenstockError(f"{len(refused)} dead letters could not be requeued; the first: {refused[0]['problem']}")
-    return 0
 
 
-async def _dlq_list(args: argparse.Namespace, inspector: QueueInspector) -> int:
+async def _dlq_list(args: argparse.Namespace, inspector: QueueInspector) -> None:
     from penstock_tools.recordings.queue_tables import dead_letter_record, print_dead_letters
 
     letters: list[dict[str, Any]] = []
@@ -209,24 +203,23 @@ async def _dlq_list(args: argparse.Namespace, inspector: QueueInspector) -> int:
         letters.append(dead_letter_record(letter))
         if len(letters) == args.limit:
             break
-    return _show(args, letters, lambda: print_dead_letters(letters))
+    _show(args, letters, lambda: print_dead_letters(letters))
 
 
-async def _dlq_show(args: argparse.Namespace, inspector: QueueInspector) -> int:
+async def _dlq_show(args: argparse.Namespace, inspector: QueueInspector) -> None:
     from penstock_tools.recordings.queue_tables import contents_record, print_contents
 
     contents = await inspector.dead_letter(args.id)
-    return _show(args, contents_record(contents), lambda: print_contents(contents, _texts(args)))
+    _show(args, contents_record(contents), lambda: print_contents(contents, _texts(args)))
 
 
-async def _dlq_purge(args: argparse.Namespace, inspector: QueueInspector) -> int:
+async def _dlq_purge(args: argparse.Namespace, inspector: QueueInspector) -> None:
     ids = await _selected(args, inspector)
     if ids and not args.yes:
         raise InvalidInput(
             "--yes", f"is needed to delete {len(ids)} dead letters for good; `requeue` keeps their prompts"
         )
     print(f"purged {await inspector.purge(ids)} dead letters")
-    return 0
 
 
 async def _selected(args: argparse.Namespace, inspector: QueueInspector) -> list[str]:
@@ -245,10 +238,9 @@ def _texts(args: argparse.Namespace) -> TokenText:
     return TokenText(None) if target.model_path is None else TokenText.load(target.model_path)
 
 
-def _show(args: argparse.Namespace, record: Any, show: Callable[[], None]) -> int:
+def _show(args: argparse.Namespace, record: Any, show: Callable[[], None]) -> None:
     """Print the record as JSON with `--json`, and call `show` otherwise."""
     print(to_json(record)) if args.json else show()
-    return 0
 
 
 # ── the groups of a queue to a Parquet file, and back ──
@@ -257,40 +249,22 @@ def _show(args: argparse.Namespace, record: Any, show: Callable[[], None]) -> in
 WAIT_S = 600.0
 
 
-async def _export(args: argparse.Namespace, inspector: QueueInspector) -> int:
+async def _export(args: argparse.Namespace, inspector: QueueInspector) -> None:
     from penstock_tools.recordings.recording import export_groups
 
     if args.file.exists() and not args.force:
         raise InvalidInput(str(args.file), "exists; choose another name or add --force")
-    with _progress("exporting") as advance:
-        num_groups, num_committed, unreadable = await export_groups(
-            inspector, args.file, include_delivered=args.all, advance=advance
-        )
+    num_groups, num_committed, unreadable = await export_groups(inspector, args.file, include_delivered=args.all)
     missed = f"; {num_committed} were committed meanwhile" if num_committed else ""
     print(f"exported {num_groups} groups of run {inspector.run} to {args.file}{missed}")
     for line in unreadable:
         print(f"skipped {line}")
-    return 0
 
 
-async def _import(args: argparse.Namespace, inspector: QueueInspector) -> int:
+async def _import(args: argparse.Namespace, inspector: QueueInspector) -> None:
     from penstock_tools.recordings.recording import import_groups
 
-    with _progress("importing") as advance:
-        num_groups, num_before = await import_groups(
-            inspector, args.file, epoch=args.epoch, wait_s=args.wait_s, advance=advance
-        )
+    num_groups, num_before = await import_groups(inspector, args.file, epoch=args.epoch, wait_s=args.wait_s)
     print(
         f"imported {num_groups} groups into run {inspector.run}; {num_before} groups of the file were imported before"
     )
-    return 0
-
-
-@contextmanager
-def _progress(text: str) -> Iterator[Callable[[int, int], None]]:
-    """Yields `advance(done, total)`, which draws a progress bar on a terminal."""
-    from penstock.cli.output import progress_bar
-
-    with progress_bar(text) as progress:
-        task = progress.add_task("")
-        yield lambda done, total: progress.update(task, completed=done, total=total)

@@ -20,9 +20,6 @@ _HEADLINE = ("step", "policy_version", "term")
 _PLACES = ("pending_prompts", "in_flight", "queued", "delivered", "queued_bytes", "saved_bytes")
 """Fields of QueueStat that the table of places already shows."""
 
-_COUNTERS = {"trained": "trained, with a checkpoint"}
-"""Names of counters that need more words than their field has."""
-
 
 # ── stat ──
 
@@ -62,7 +59,7 @@ def print_report(report: QueueReport) -> None:
     ]  # fmt: skip
     print_table(("place", "count", "MiB", "oldest", "note" if any(place[-1] for place in places) else ""), places)
     counters = [
-        (_COUNTERS.get(name, _words(name)), None if value < 0 else value)
+        ("trained, with a checkpoint" if name == "trained" else _words(name), None if value < 0 else value)
         for name, value in stat.items()
         if name not in _HEADLINE + _PLACES
     ]

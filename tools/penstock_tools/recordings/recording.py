@@ -13,27 +13,28 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Self, cast, get_type_hints
+from typing import Any, Self, cast, get_args, get_type_hints
 
 import pyarrow as pa
 from google.protobuf.message import DecodeError
 from pyarrow import parquet
 
+from penstock.cli.output import progress_bar
 from penstock.codec import check_group
 from penstock.errors import InvalidInput, PenstockError, PoisonGroup, QueueFull, one_line
 from penstock.replay.inspection import QueueInspector
 from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import OfferedGroup, Origin
 from penstock.sampling import SAMPLING_FIELDS, Distribution, Sampling
-from penstock.trajectory import Group, SamplingSegment, Trajectory, VersionSegment
+from penstock.trajectory import FinishReason, Group, SamplingSegment, TokenReward, Trajectory, VersionSegment
 from penstock.v1 import prompts_pb2
+from penstock_tools.offline.answer_store import written_whole
 
 # ── groups as Arrow columns, which have the names of their fields ──
 
@@ -67,9 +68,15 @@ TRAJECTORY = pa.struct(
         ("is_baseline", pa.bool_()),
         ("sampling_segments", pa.list_(SAMPLING_SEGMENT)),
         ("episode", pa.int32()),
+        ("reward_failed", pa.bool_()),
+        ("token_rewards", pa.list_(pa.struct([("index", pa.int32()), ("reward", pa.float64())]))),
+        ("server_ids", pa.list_(pa.string())),
     ]
 )
-OPTIONAL = {*SAMPLING_FIELDS, "sampling_segments", "episode"} - {"temperature", "top_p", "max_tokens", "seed"}
+"""All fields of a sample but the experts that the engine chose, which are large: the learner chooses its own."""
+OPTIONAL = {
+    *SAMPLING_FIELDS, "sampling_segments", "episode", "reward_failed", "token_rewards", "server_ids"
+} - {"temperature", "top_p", "max_tokens", "seed"}  # fmt: skip
 """Fields that a file from elsewhere need not have. They have their defaults there."""
 SCHEMA = pa.schema(
     [
@@ -85,7 +92,7 @@ SCHEMA = pa.schema(
         ("finished_at_ms", pa.int64()),
         ("prompt", pa.binary()),
     ],
-    metadata={"penstock.recording": "4"},
+    metadata={"penstock.recording": "5"},
 )
 _GROUP = pa.struct([field for field in SCHEMA if field.name != "prompt"])
 
@@ -113,21 +120,22 @@ def _plain(kind: Any, value: Any) -> Any:
 
 
 def from_record_batch(batch: Any) -> list[RecordedGroup]:
-    """The rows of a batch that has SCHEMA's columns, and nulls only as seeds."""
-    columns = [_values(batch.column(name)) for name in SCHEMA.names]
-    rows = []
-    for values in zip(*columns, strict=True):
-        fields = dict(zip(SCHEMA.names, values, strict=True))
-        prompt = fields.pop("prompt")
-        trajectories = tuple(_trajectory(**each) for each in fields.pop("trajectories"))
-        group = Group(sampling=Sampling(**fields.pop("sampling")), trajectories=trajectories, **fields)
-        rows.append(RecordedGroup(group, prompt))
-    return rows
+    """The rows of a batch that has SCHEMA's columns and no others, and nulls only as seeds."""
+    return [_recorded(**fields) for fields in _values(batch.to_struct_array())]
 
 
-def _trajectory(segments: Any, sampling_segments: Any = (), **fields: Any) -> Trajectory:
-    calls = tuple(SamplingSegment(**each) for each in sampling_segments)
-    return Trajectory(segments=tuple(VersionSegment(**each) for each in segments), sampling_segments=calls, **fields)
+def _recorded(prompt: bytes, trajectories: Any, sampling: Any, **fields: Any) -> RecordedGroup:
+    samples = tuple(_trajectory(**each) for each in trajectories)
+    return RecordedGroup(Group(sampling=Sampling(**sampling), trajectories=samples, **fields), prompt)
+
+
+def _trajectory(segments: Any, sampling_segments: Any = (), token_rewards: Any = (), **fields: Any) -> Trajectory:
+    return Trajectory(
+        segments=tuple(VersionSegment(**each) for each in segments),
+        sampling_segments=tuple(SamplingSegment(**each) for each in sampling_segments),
+        token_rewards=tuple(TokenReward(**each) for each in token_rewards),
+        **fields,
+    )
 
 
 def _values(array: Any) -> Sequence[Any]:
@@ -151,15 +159,14 @@ def _values(array: Any) -> Sequence[Any]:
 
 
 def has_nulls(array: Any) -> bool:
-    if array.null_count:
-        return True
+    inner: list[Any] = []
     if isinstance(array, pa.MapArray):
-        return has_nulls(array.keys) or has_nulls(array.items)
-    if isinstance(array, pa.ListArray):
-        return has_nulls(array.values)
-    if isinstance(array, pa.StructArray):
-        return any(has_nulls(array.field(i)) for i in range(array.type.num_fields))
-    return False
+        inner = [array.keys, array.items]
+    elif isinstance(array, pa.ListArray):
+        inner = [array.values]
+    elif isinstance(array, pa.StructArray):
+        inner = [array.field(index) for index in range(array.type.num_fields)]
+    return array.null_count > 0 or any(map(has_nulls, inner))
 
 
 def _is_readable(found: Any, wanted: Any) -> bool:
@@ -180,14 +187,11 @@ ROW_GROUP_ROWS = 512
 ROW_GROUP_BYTES = 32 * 2**20
 """Upper bound on the bytes of arrays in a row group. An export or import needs a small multiple of it in memory."""
 
-_FINISH_REASONS = ("stop", "length", "aborted")
-
 
 @contextmanager
 def writing(path: Path) -> Iterator[Callable[[RecordedGroup], None]]:
     """Yields a function that adds a row. Row groups are written as they fill. The complete file appears when the block
     ends without an error."""
-    partial = path.with_name(f"{path.name}.partial")
     rows: list[RecordedGroup] = []
     num_bytes = 0
 
@@ -206,18 +210,16 @@ def writing(path: Path) -> Iterator[Callable[[RecordedGroup], None]]:
         num_bytes = 0
 
     try:
-        with partial.open("wb") as file:
-            with parquet.ParquetWriter(file, SCHEMA, compression="zstd") as writer:
-                yield write
-                flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
+        with (
+            written_whole(path, path.parent) as partial,
+            partial.open("wb") as file,
+            parquet.ParquetWriter(file, SCHEMA, compression="zstd") as writer,
+        ):
+            yield write
+            flush()
     except OSError as error:
         why = error.strerror or error
         raise InvalidInput(str(path), f"cannot be written ({why}); free space or choose another path") from error
-    finally:
-        with suppress(OSError):
-            partial.unlink()
 
 
 class Recording:
@@ -235,11 +237,6 @@ class Recording:
         except (pa.ArrowException, OSError) as error:
             raise self._unreadable(error) from error
         self.num_rows: int = self._file.metadata.num_rows
-        try:
-            self._check_columns()
-        except InvalidInput:
-            self._file.close()
-            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -247,6 +244,7 @@ class Recording:
 
     def batches(self, batch_rows: int) -> Iterator[list[RecordedGroup]]:
         """Every row, in batches of at most `batch_rows`."""
+        self._check_columns()
         row = 0
         try:
             for batch in self._file.iter_batches(batch_size=batch_rows, columns=SCHEMA.names):
@@ -268,8 +266,8 @@ class Recording:
             except PoisonGroup as error:
                 raise InvalidInput(f"{self.path} row {number}", f"{error}; remove the row") from error
             for trajectory in row.group.trajectories:
-                if trajectory.finish_reason not in _FINISH_REASONS:
-                    raise InvalidInput(f"{self.path} row {number}", f"finish_reason is not one of {_FINISH_REASONS}")
+                if trajectory.finish_reason not in (known := get_args(FinishReason)):
+                    raise InvalidInput(f"{self.path} row {number}", f"finish_reason is not one of {known}")
         return rows
 
     def _check_sampling(self, column: Any, first_row: int) -> None:
@@ -308,17 +306,17 @@ POLL_S = 0.2
 
 
 async def export_groups(
-    inspector: QueueInspector, path: Path, *, include_delivered: bool, advance: Callable[[int, int], None]
+    inspector: QueueInspector, path: Path, *, include_delivered: bool
 ) -> tuple[int, int, list[str]]:
-    """Write the queued groups to `path`. `advance(done, total)` is called as it goes. Returns the numbers of groups
-    that were written and that were committed meanwhile, and why others cannot be decoded: the learner will dead-letter
-    those."""
+    """Write the queued groups to `path`. Returns the numbers of groups that were written and that were committed
+    meanwhile, and why others cannot be decoded: the learner will dead-letter those."""
     ids = await inspector.queued_ids(include_delivered=include_delivered)
     num_groups, num_seen, unreadable = 0, 0, []
-    advance(0, len(ids))
-    with writing(path) as write:
+    with writing(path) as write, progress_bar("exporting") as progress:
+        task = progress.add_task("", total=len(ids))
         for start in range(0, len(ids), FETCH_GROUPS):
-            found = await inspector.groups(ids[start : start + FETCH_GROUPS])
+            wanted = ids[start : start + FETCH_GROUPS]
+            found = await inspector.groups(wanted)
             prompts = await inspector.queue.prompts([queued.prompt_id for queued in found])
             num_seen += len(found)
             for queued, prompt in zip(found, prompts, strict=True):
@@ -327,21 +325,19 @@ async def export_groups(
                     continue
                 await asyncio.to_thread(write, RecordedGroup(queued.group, prompt))
                 num_groups += 1
-            advance(min(start + FETCH_GROUPS, len(ids)), len(ids))
+            progress.advance(task, len(wanted))
     return num_groups, len(ids) - num_seen, unreadable
 
 
-async def import_groups(
-    inspector: QueueInspector, path: Path, *, epoch: int, wait_s: float, advance: Callable[[int, int], None]
-) -> tuple[int, int]:
+async def import_groups(inspector: QueueInspector, path: Path, *, epoch: int, wait_s: float) -> tuple[int, int]:
     """Import every row of `path` into the inspector's run. Returns how many groups were imported, and how many rows an
     earlier import of the same file had imported.
 
     Raises QueueFull when the queue has had no room for `wait_s`. Another `epoch` imports the same file again."""
     origin = Origin(ORIGIN, await asyncio.to_thread(_import_key, path, epoch))
     num_groups, row = 0, 0
-    with Recording(path) as recording:
-        advance(0, recording.num_rows)
+    with Recording(path) as recording, progress_bar("importing") as progress:
+        task = progress.add_task("", total=recording.num_rows)
         batches = recording.batches(IMPORT_GROUPS)
         while batch := await asyncio.to_thread(next, batches, None):
             groups = [
@@ -350,7 +346,7 @@ async def import_groups(
             ]
             num_groups += await _accept(inspector.queue, groups, origin, wait_s)
             row += len(batch)
-            advance(row, recording.num_rows)
+            progress.advance(task, len(batch))
     return num_groups, row - num_groups
 
 

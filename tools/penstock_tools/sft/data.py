@@ -24,6 +24,7 @@ from penstock.config.learner import SftConfig
 from penstock.config.run import RunConfig
 from penstock.errors import InvalidInput, one_line
 from penstock.feed.datasets import MEDIA_COLUMNS, matching_files, read_messages, read_rows, shown_files
+from penstock.trajectory import Prompt
 from penstock_learner.batches.sequence_batch import SequenceBatch, unsampled_batch
 from penstock_rollout.tokenization import with_argument_objects
 
@@ -31,14 +32,15 @@ from penstock_rollout.tokenization import with_argument_objects
 
 
 Message = Mapping[str, Any]
+Tokens = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Example:
     """One sequence, and which of its tokens are trained."""
 
-    token_ids: tuple[int, ...]
-    loss_mask: tuple[int, ...]
+    token_ids: Tokens
+    loss_mask: Tokens
     """1 for each trained token, else 0. The first token cannot be trained: nothing precedes it."""
 
     @property
@@ -90,26 +92,22 @@ class ConversationMasks:
         found: list[Example] = []
         for index in turns:
             prompt, turn = self._turn(where, messages[: index + 1], tools)
+            trained_before: Tokens = ()
             if found and prompt[: len(found[-1].token_ids)] == found[-1].token_ids:
-                before = found.pop()
-                untrained = prompt[len(before.token_ids) :]
-                mask = (*before.loss_mask, *(0 for _ in untrained), *(1 for _ in turn))
-                found.append(Example((*prompt, *turn), mask))
-            else:
-                found.append(Example.of(prompt, turn))
+                trained_before = found.pop().loss_mask
+            untrained = (0,) * (len(prompt) - len(trained_before))
+            found.append(Example((*prompt, *turn), (*trained_before, *untrained, *(1 for _ in turn))))
         return found
 
-    def prompt_ids(self, where: str, messages: Sequence[Message], tools: Sequence[Any]) -> tuple[int, ...]:
+    def prompt_ids(self, where: str, messages: Sequence[Message], tools: Sequence[Any]) -> Tokens:
         """The tokens of a conversation up to the start of the assistant's next turn."""
         return self.encode(self._render(where, messages, tools, add_generation_prompt=True))
 
-    def encode(self, text: str) -> tuple[int, ...]:
+    def encode(self, text: str) -> Tokens:
         """The tokens of a text alone, without the tokens that a tokenizer puts around it."""
         return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _turn(
-        self, where: str, messages: Sequence[Message], tools: Sequence[Any]
-    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _turn(self, where: str, messages: Sequence[Message], tools: Sequence[Any]) -> tuple[Tokens, Tokens]:
         """The tokens of the prompt of the last message, and the tokens of the message."""
         prompt = self._render(where, messages[:-1], tools, add_generation_prompt=True)
         whole = self._render(where, messages, tools, add_generation_prompt=False)
@@ -124,7 +122,8 @@ class ConversationMasks:
             return prompt_ids, whole_ids[len(prompt_ids) :]
         # The tokenizer merges across the boundary. A model that gets the prompt alone writes the turn by itself.
         turn_ids = self.encode(whole[len(prompt) :])
-        if self._decode((*prompt_ids, *turn_ids)) != self._decode(whole_ids):
+        exactly = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        if self._tokenizer.decode([*prompt_ids, *turn_ids], **exactly) != self._tokenizer.decode(whole_ids, **exactly):
             raise InvalidInput(
                 where,
                 f"the tokenizer writes message {len(messages) - 1} differently after its prompt than alone; use the "
@@ -149,10 +148,6 @@ class ConversationMasks:
             )
         except Exception as error:  # a template is code that comes with the model
             raise InvalidInput(where, f"the model's chat template cannot render it: {one_line(error)}") from error
-        return text
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
 
@@ -230,25 +225,31 @@ class ExampleReader:
         text = row.get(columns.text)
         if messages:
             chat = _chat(f"{where}: {columns.messages}", messages)
-            return self._checked(where, self.masks.sequences(where, chat, self._tools(where, row), self.sft.train_on))
-        if prompt and isinstance(response, str):
-            ids = self._prompt(where, prompt, row)
+            examples = self.masks.sequences(where, chat, self._tools(where, row), self.sft.train_on)
+        elif prompt and isinstance(response, str):
             answer = (*self.masks.encode(response), self.tokenizer.eos_token_id)
-            return self._checked(where, [Example.of(ids, answer)])
-        if isinstance(text, str):
+            examples = [Example.of(self._prompt(where, prompt, row), answer)]
+        elif isinstance(text, str):
             whole = (*self.tokenizer.encode(text), self.tokenizer.eos_token_id)
-            return self._checked(where, [Example.of(whole[:1], whole[1:])])
-        raise InvalidInput(
-            where,
-            f"has no `{columns.messages}`, no `{columns.prompt}` with `{columns.response}`, and no `{columns.text}`; "
-            "rename its columns, or set sft.columns",
-        )
+            examples = [Example.of(whole[:1], whole[1:])]
+        else:
+            raise InvalidInput(
+                where,
+                f"has no `{columns.messages}`, no `{columns.prompt}` with `{columns.response}`, and no "
+                f"`{columns.text}`; rename its columns, or set sft.columns",
+            )
+        for example in examples:
+            if example.loss_mask[:1] != (0,) or 1 not in example.loss_mask:
+                raise InvalidInput(
+                    where, "has no token to train, or no token before the first trained one; remove the row"
+                )
+            if None in example.token_ids:
+                raise InvalidInput(where, "needs an end token, which the model's tokenizer does not have; set one")
+        return tuple(examples)
 
-    def _prompt(self, where: str, prompt: Any, row: dict[str, Any]) -> tuple[int, ...]:
+    def _prompt(self, where: str, prompt: Any, row: dict[str, Any]) -> Tokens:
         if isinstance(prompt, str) and self.sft.text_prompts == "text":
             return tuple(self.tokenizer.encode(prompt))
-        if isinstance(prompt, str):
-            prompt = [{"role": "user", "content": prompt}]
         chat = _chat(f"{where}: {self.sft.columns.prompt}", prompt)
         return self.masks.prompt_ids(where, chat, self._tools(where, row))
 
@@ -261,16 +262,6 @@ class ExampleReader:
         if not isinstance(found, list):
             raise InvalidInput(f"{where}: {self.sft.columns.tools}", "must be a list of tools, or one as JSON text")
         return found
-
-    def _checked(self, where: str, examples: list[Example]) -> Row:
-        for example in examples:
-            if example.loss_mask[:1] != (0,) or 1 not in example.loss_mask:
-                raise InvalidInput(
-                    where, "has no token to train, or no token before the first trained one; remove the row"
-                )
-            if None in example.token_ids:
-                raise InvalidInput(where, "needs an end token, which the model's tokenizer does not have; set one")
-        return tuple(examples)
 
     def _limit(self, where: str, row: Row) -> Row:
         """The row as `sft.too_long` has it; empty if it is dropped."""
@@ -308,6 +299,4 @@ def _field(row: dict[str, Any], column: str) -> Any:
 
 def _chat(where: str, value: Any) -> list[dict[str, Any]]:
     messages, further = read_messages(where, value)
-    return [
-        {"role": role, "content": content, **further.get(index, {})} for index, (role, content) in enumerate(messages)
-    ]
+    return Prompt(messages, further).chat

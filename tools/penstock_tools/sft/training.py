@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
-from types import FrameType
 
 import torch
 import torch.distributed as dist
@@ -128,12 +127,6 @@ class SupervisedRank(TrainerRank):
         loss, num_trained = sums.tolist()
         return float(loss / num_trained)
 
-    def agree(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank. Collective."""
-        votes = torch.tensor([int(flag)])
-        dist.all_reduce(votes)
-        return bool(votes.item())
-
     def _part(self, batch: SequenceBatch) -> list[SequenceBatch]:
         """The micro-batches of this rank, which are those of all ranks that share its sequences."""
         budget = self.config.learner.micro_batch_tokens * self.num_sharing
@@ -220,11 +213,6 @@ class Plan:
         chosen = self.order.rows(epoch)[first : first + self.sft.batch_size]
         return _batch([self.training.rows[index] for index in chosen.tolist()])
 
-    def held_out_batches(self) -> Iterator[SequenceBatch]:
-        rows = [] if self.held_out is None else self.held_out.rows
-        for first in range(0, len(rows), self.sft.batch_size):
-            yield _batch(rows[first : first + self.sft.batch_size])
-
     def __str__(self) -> str:
         held_out = "" if self.held_out is None else f" Held out: {self.held_out}."
         return f"{self.training}. {self.num_steps} steps in {self.sft.epochs} epochs.{held_out}"
@@ -247,7 +235,18 @@ def make_plan(config: RunConfig) -> Plan:
     require_drawn(training.parts, shown_files(sft.file))
     order = EpochOrder(training.parts, shuffle=sft.shuffle, seed=config.seed % 2**32)
     plan = Plan(sft, training, held_out, order)
-    _require_steps(config, plan)
+    learner, files = config.learner, shown_files(sft.file)
+    if plan.num_steps == 0:
+        raise InvalidInput(
+            files,
+            f"has {order.num_rows} rows, less than one batch of {sft.batch_size}; lower --batch-size, or set "
+            "sft.last_batch to train",
+        )
+    if learner.warmup_steps >= plan.num_steps and learner.lr_schedule != "constant":
+        raise ConfigError(
+            f"{files} gives {plan.num_steps} steps, which are not more than learner.warmup_steps "
+            f"({learner.warmup_steps}); lower it, raise --epochs, or set learner.lr_schedule to constant"
+        )
     return plan
 
 
@@ -271,27 +270,30 @@ class SupervisedTraining:
         """Train to the last step, or until `signals` has one. Returns the last checkpoint, which is written first."""
         self.rank.load()
         done = self._restore()
-        loggers = self._open_loggers(done)
-        try:
+        loggers: StepLoggers | None = None
+        if self.rank.rank == 0:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            place = {"run_dir": self.folder.parent, "run": self.folder.name}
+            loggers = open_loggers(self.config.model_copy(update=place), done)
+        with contextlib.closing(loggers) if loggers is not None else contextlib.nullcontext():
             return self._run(done, signals, loggers)
-        finally:
-            if loggers is not None:
-                loggers.close()
 
     def _run(self, done: int, signals: Sequence[int], loggers: StepLoggers | None) -> Path | Stopped:
-        checkpoint, num_steps = None, self.plan.num_steps
-        if done == 0 and self.plan.sft.validation.before_train and self.plan.held_out is not None:
-            self._log(loggers, {"step": 0, "val/loss": self._validate()})
+        checkpoint, num_steps, held_out = None, self.plan.num_steps, self.plan.held_out
+        if done == 0 and self.plan.sft.validation.before_train and held_out is not None:
+            self._log(loggers, {"step": 0, "val/loss": self._validate(held_out)})
         while done < num_steps:
             started = time.monotonic()
             report = self.rank.step(self.plan.batch(done), done)
             done += 1
             epoch, seconds = done / self.plan.steps_per_epoch, time.monotonic() - started
             numbers = {"step": done, "epoch": epoch, **report, "timing_s/step": seconds}
-            if self._is_due(self.plan.sft.validation.every_steps, done) and self.plan.held_out is not None:
-                numbers["val/loss"] = self._validate()
+            if self._is_due(self.plan.sft.validation.every_steps, done) and held_out is not None:
+                numbers["val/loss"] = self._validate(held_out)
             self._log(loggers, numbers)
-            is_told = self.rank.agree(bool(signals))
+            num_signals = torch.tensor(len(signals))
+            dist.all_reduce(num_signals)  # a rank that got none stops too
+            is_told = num_signals.item() > 0
             if is_told or self._is_due(self.config.learner.checkpoint.every_steps, done):
                 checkpoint = self._save(done)
             if is_told and done < num_steps:
@@ -302,16 +304,9 @@ class SupervisedTraining:
     def _is_due(self, every_steps: int, done: int) -> bool:
         return done % every_steps == 0 or done == self.plan.num_steps
 
-    def _validate(self) -> float:
-        return self.rank.mean_loss(self.plan.held_out_batches())
-
-    def _open_loggers(self, done: int) -> StepLoggers | None:
-        """Only rank 0 has loggers. They write to the folder of the training."""
-        if self.rank.rank != 0:
-            return None
-        place = {"run_dir": self.folder.parent, "run": self.folder.name}
-        self.folder.mkdir(parents=True, exist_ok=True)
-        return open_loggers(self.config.model_copy(update=place), done)
+    def _validate(self, held_out: Examples) -> float:
+        rows, size = held_out.rows, self.plan.sft.batch_size
+        return self.rank.mean_loss(_batch(rows[first : first + size]) for first in range(0, len(rows), size))
 
     def _log(self, loggers: StepLoggers | None, numbers: dict[str, float]) -> None:
         if loggers is None:
@@ -382,7 +377,7 @@ def noted_signals() -> Iterator[list[int]]:
     """The list gets a SIGTERM or SIGINT that comes within the block. A second one has its usual effect."""
     received: list[int] = []
 
-    def note(number: int, _: FrameType | None) -> None:
+    def note(number: int, _: object) -> None:
         received.append(number)
         signal.signal(number, before[number])
         logger.warning("signal %d: a checkpoint is written after this step, and the training ends", number)
@@ -397,19 +392,3 @@ def noted_signals() -> Iterator[list[int]]:
 
 def _batch(rows: Sequence[Row]) -> SequenceBatch:
     return batch_of_examples([example for row in rows for example in row])
-
-
-def _require_steps(config: RunConfig, plan: Plan) -> None:
-    """Raise an error in one line if the files are too small for the batch or the schedule."""
-    learner, files = config.learner, shown_files(config.sft.file or ())
-    if plan.num_steps == 0:
-        raise InvalidInput(
-            files,
-            f"has {plan.order.num_rows} rows, less than one batch of {config.sft.batch_size}; lower --batch-size, or "
-            "set sft.last_batch to train",
-        )
-    if learner.warmup_steps >= plan.num_steps and learner.lr_schedule != "constant":
-        raise ConfigError(
-            f"{files} gives {plan.num_steps} steps, which are not more than learner.warmup_steps "
-            f"({learner.warmup_steps}); lower it, raise --epochs, or set learner.lr_schedule to constant"
-        )

@@ -66,10 +66,8 @@ class Count(NamedTuple):
 
 def sized(name: str, *factors: Count | int, each: float, copies: Count | int = 1, ranks: int = 0) -> Size:
     """A product of factors and bytes: `P x 4 B / 8` for `sized("weights", P, each=4, ranks=8)`."""
-    parts = [*(factor if isinstance(factor, Count) else Count(str(factor), factor) for factor in factors)]
-    parts.append(Count(f"{each:g} B", each))
-    if copies != 1:
-        parts.append(copies if isinstance(copies, Count) else Count(str(copies), copies))
+    given = (*factors, Count(f"{each:g} B", each), *[copies] * (copies != 1))
+    parts = [factor if isinstance(factor, Count) else Count(str(factor), factor) for factor in given]
     formula = " x ".join(part.name for part in parts) + (f" / {ranks}" if ranks else "")
     return Size(name, formula, math.prod(part.value for part in parts) / (ranks or 1))
 
@@ -152,6 +150,11 @@ def peak(uses: Sequence[MemoryUse], phase: Phase | None = None) -> MemoryUse:
     return max((use for use in uses if phase in (None, use.phase)), key=lambda m: total(m.device))
 
 
+def saved_bytes(uses: Sequence[MemoryUse]) -> float:
+    """Bytes of a rank's part of a checkpoint, which it copies to the host."""
+    return sum(part.num_bytes for use in uses for part in use.host if part.name == CHECKPOINT_COPY)
+
+
 def layer_width(model: ModelShape, *, compiles: bool) -> int:
     """Numbers per token that a layer keeps for its backward pass: norms, attention, and the feed-forward network.
 
@@ -161,8 +164,11 @@ def layer_width(model: ModelShape, *, compiles: bool) -> int:
     return norms * model.hidden_size + model.attention_size + gates * model.active_intermediate_size + copies
 
 
-def adapter_parameters(model: ModelShape, rank: int) -> int:
-    """Parameters of a LoRA adapter for the attention and the feed-forward network of every layer. Experts get none."""
+def trained_parameters(model: ModelShape, rank: int) -> int:
+    """Parameters that are trained: all, or with a LoRA rank an adapter for the attention and the feed-forward network
+    of every layer. Experts get none."""
+    if not rank:
+        return model.num_parameters
     hidden, keys = model.hidden_size, model.num_kv_heads * model.head_size
     queries = model.num_heads * model.head_size
     attention = 2 * (hidden + queries) + 2 * (hidden + keys)
@@ -172,10 +178,8 @@ def adapter_parameters(model: ModelShape, rank: int) -> int:
 
 def _counts(model: ModelShape) -> tuple[Count, Count, Count, Count]:
     """The parameters of the model, of its largest layer, of the root and of the embedding."""
-    weights = model.weights
-    named = {"P": weights.total, "L": weights.largest_layer, "R": weights.root, "E": model.embedding_parameters}
-    whole, layer, root, embedding = (Count(name, value) for name, value in named.items())
-    return whole, layer, root, embedding
+    whole, layer = Count("P", model.weights.total), Count("L", model.weights.largest_layer)
+    return whole, layer, Count("R", model.weights.root), Count("E", model.embedding_parameters)
 
 
 def _logits(model: ModelShape, setup: Setup, num_tokens: int, *, has_gradient: bool) -> Size:
@@ -215,7 +219,7 @@ def _trained_memory(role: Role, model: ModelShape, num_ranks: int, setup: Setup)
     is_sharded = num_ranks > 1 or master != size or setup.cpu_offload
     gathered = size if is_sharded else 0
     is_whole = not setup.lora_rank
-    trained = whole if is_whole else Count("adapter", adapter_parameters(model, setup.lora_rank))
+    trained = whole if is_whole else Count("adapter", trained_parameters(model, setup.lora_rank))
     is_first = setup.num_micro_batches == 1
     twice = Count("(1 + 1/N)", 1 + 1 / num_ranks)
 

@@ -121,10 +121,8 @@ class ModelShape:
         """The same model with one number as its output, as critics and reward models are."""
         if self.has_tied_head:
             return self
-        counted = self.counted
-        if counted is not None:
-            head = self.embedding_parameters
-            counted = replace(counted, root=counted.root - head, total=counted.total - head)
+        weights, head = self.weights, self.embedding_parameters
+        counted = replace(weights, root=weights.root - head, total=weights.total - head)
         return replace(self, has_tied_head=True, counted=counted)
 
 
@@ -161,7 +159,6 @@ def shape_of_hub_id(name: str) -> ModelShape | None:
 # ── models in folders ──
 
 _LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
-_EXPERT = re.compile(r"\.experts\.")
 
 
 def find_shape(name: str) -> ModelShape:
@@ -237,7 +234,7 @@ def _counted(folder: Path) -> Counted | None:
             root += num_weights
         else:
             layers[layer[1]] += num_weights
-        experts += num_weights if _EXPERT.search(name) else 0
+        experts += num_weights if ".experts." in name else 0
     if not layers:
         return None
     return Counted(max(layers.values()), root, root + layers.total(), experts)

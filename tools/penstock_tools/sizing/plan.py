@@ -12,17 +12,7 @@ from penstock.config.learner import RoleConfig
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError
 from penstock_tools.sizing.hardware import USABLE_MEMORY, Gpu
-from penstock_tools.sizing.memory import (
-    CHECKPOINT_COPY,
-    PHASES,
-    MemoryUse,
-    Role,
-    Setup,
-    peak,
-    role_memory,
-    server_memory,
-    total,
-)
+from penstock_tools.sizing.memory import MemoryUse, Role, Setup, peak, role_memory, saved_bytes, server_memory, total
 from penstock_tools.sizing.models import HUB_IDS, find_shape
 from penstock_tools.sizing.rates import LONGEST_SAMPLE, Pace, PlanTask, Workload
 from penstock_tools.sizing.search import Deployment, SearchResult
@@ -92,15 +82,6 @@ def chosen_fields(found: Deployment) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def merged(base: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """`base` with the values of `other`, section by section."""
-    result = dict(base)
-    for name, value in other.items():
-        before = result.get(name)
-        result[name] = merged(before, value) if isinstance(before, dict) and isinstance(value, dict) else value
-    return result
-
-
 # ── a deployment ──
 
 
@@ -158,8 +139,8 @@ def _role_lines(role: str, uses: Sequence[MemoryUse], found: Deployment) -> list
 
 
 def _phases(uses: Sequence[MemoryUse]) -> str:
-    present = {use.phase for use in uses}
-    peaks = [f"{phase} {total(peak(uses, phase).device) / 1e9:.1f}" for phase in PHASES if phase in present]
+    phases = dict.fromkeys(use.phase for use in uses)
+    peaks = [f"{phase} {total(peak(uses, phase).device) / 1e9:.1f}" for phase in phases]
     return f"{', '.join(peaks)} GB; {max(total(use.host) for use in uses) / 1e9:.1f} GB on the host"
 
 
@@ -245,14 +226,8 @@ def _memory(config: RunConfig, name: str, role: RoleConfig) -> list[MemoryUse]:
 
 def checkpoint_bytes(config: RunConfig) -> float:
     """Bytes of one checkpoint: weights and Adam's state of every trained model."""
-    roles = config.learner.needed_roles
-    return sum(
-        role.num_ranks * part.num_bytes
-        for name, role in roles.items()
-        for use in _memory(config, name, role)
-        for part in use.host
-        if part.name == CHECKPOINT_COPY
-    )
+    roles = config.learner.needed_roles.items()
+    return sum(role.num_ranks * saved_bytes(_memory(config, name, role)) for name, role in roles)
 
 
 def _model_of(config: RunConfig, role: RoleConfig) -> str:

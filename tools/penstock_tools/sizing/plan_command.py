@@ -19,7 +19,7 @@ _FIELDS = {
 
 def main(argv: Sequence[str]) -> int:
     args, overrides = parse_with_overrides(_parser(), argv)
-    from penstock.config.loading import load_overrides, read_config
+    from penstock.config.loading import load_overrides, merged, read_config
     from penstock.errors import ConfigError
     from penstock_tools.sizing import plan
     from penstock_tools.sizing.hardware import GPUS
@@ -46,11 +46,11 @@ def main(argv: Sequence[str]) -> int:
     placements = [name for name in PLACEMENTS if args.placement in (None, name)]
     if args.gpus is None:
         found = [cheapest(replace(task, placements=(placement,))) for placement in placements]
-        print("\n\n".join(plan.as_text(each, plan.merged(run, plan.chosen_fields(each))) for each in found))
+        print("\n\n".join(plan.as_text(each, merged(run, plan.chosen_fields(each))) for each in found))
         return 0
     result = search(replace(task, placements=tuple(placements)), args.gpus)
     chosen = plan.chosen_fields(result.best)
-    placed = plan.merged(run, chosen)
+    placed = merged(run, chosen)
     if args.write is not None:
         _write(args.write, placed)
     print(f"{plan.search_text(result, args.gpus)}\n\n{plan.as_text(result.best, chosen if args.config else placed)}")

@@ -12,7 +12,7 @@ from typing import Literal
 from penstock.config.gpu_bundles import RESOURCE_GROUPS
 from penstock_tools.sizing import hardware
 from penstock_tools.sizing.hardware import GPUS_PER_NODE, USABLE_MEMORY, Gpu
-from penstock_tools.sizing.memory import Role, Setup, adapter_parameters, peak_bytes
+from penstock_tools.sizing.memory import Role, Setup, peak_bytes, trained_parameters
 from penstock_tools.sizing.models import ModelShape
 
 Placement = Literal["standalone", "split-collocate"]
@@ -162,7 +162,7 @@ def offload_s(role: str, model: ModelShape, num_ranks: int, workload: Workload, 
         return 0.0
     tokens = workload.tokens_per_step / num_ranks
     num_micro_batches = max(1, math.ceil(tokens / setup.tokens_of("policy")))
-    trained = adapter_parameters(model, setup.lora_rank) if setup.lora_rank else model.num_parameters
+    trained = trained_parameters(model, setup.lora_rank)
     part, size, epochs = 1 / num_ranks, setup.master_bytes, workload.epochs_per_step
     down = (workload.num_forwards(role) + 3 * epochs) * size * model.num_parameters * part
     copied = num_micro_batches * (down + epochs * size * trained * part)
@@ -173,7 +173,7 @@ def offload_s(role: str, model: ModelShape, num_ranks: int, workload: Workload, 
 def push_s(task: PlanTask, policy_ranks: int, server_gpus: int, setup: Setup) -> tuple[float, float, float]:
     """Seconds to gather the weights on rank 0, of the whole push, and of the pause in decoding."""
     size = task.policy.num_parameters
-    pushed = adapter_parameters(task.policy, setup.lora_rank) if setup.lora_rank else size
+    pushed = trained_parameters(task.policy, setup.lora_rank)
     network = hardware.NETWORK_RATE * hardware.LINK_EFFICIENCY
     gathering = task.gpu.link_rate * hardware.LINK_EFFICIENCY if policy_ranks <= GPUS_PER_NODE else network
     gather_s = (2 * size / gathering if policy_ranks > 1 else 0.0) + 2 * pushed / hardware.STAGING_RATE

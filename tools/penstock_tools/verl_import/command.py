@@ -6,10 +6,9 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -75,8 +74,12 @@ def report_lines(imported: Imported, *, shows_unneeded: bool = True) -> list[str
     findings = imported.findings
     lines = []
     for verdict, title in VERDICTS.items():
-        if verdict != "unneeded" or shows_unneeded:
-            lines += _listed(title, findings.keys[verdict])
+        if findings.keys[verdict] and (verdict != "unneeded" or shows_unneeded):
+            lines.append(title)
+            for name, value, reason in findings.keys[verdict]:
+                text = " ".join(str(value).split())
+                lines += [f"  {name}={text if len(text) <= 80 else f'{text[:77]}...'}", f"      {reason}"]
+            lines.append("")
     if findings.notes:
         lines += ["Notes", *(f"  {note}" for note in findings.notes), ""]
     counts = ", ".join(f"{len(entries)} {verdict}" for verdict, entries in findings.keys.items())
@@ -93,18 +96,9 @@ def config_text(imported: Imported, source: str, file: str) -> str:
             f"# Imported from {source}. Check it with `penstock up {file} --check`.",
             f"# `penstock plan --config {file} --gpu NAME` says whether it fits. docs/coming-from-verl.md explains.",
         ]
-    tail = [f"# {line}".rstrip() for line in report_lines(imported, shows_unneeded=False)]
+    report = "\n".join(report_lines(imported, shows_unneeded=False))  # a note may quote several lines of a script
+    tail = [f"# {line}".rstrip() for line in report.splitlines()]
     return "\n".join([*head, "", imported.yaml(), *tail, ""])
-
-
-def _listed(title: str, entries: Iterable[tuple[str, Any, str]]) -> list[str]:
-    lines = [f"  {name}={_short(value)}\n      {reason}" for name, value, reason in entries]
-    return [title, *"\n".join(lines).splitlines(), ""] if lines else []
-
-
-def _short(value: Any) -> str:
-    text = " ".join(str(value).split())
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 # ── from the words that a user gives to our config ──
@@ -116,7 +110,6 @@ _SFT = ("sft", "fsdp_sft")
 class Imported:
     program: str
     """`ppo`, `dapo`, `generation`, `generation_server`, `eval`, `sft` or `fsdp_sft`."""
-    fields: dict[str, Any]
     findings: Findings
     config: RunConfig
     command: list[str] = field(default_factory=list)
@@ -149,13 +142,12 @@ def import_words(words: Sequence[str], max_staleness: int = 0) -> Imported:
     except (TypeError, ValueError) as error:
         raise ConfigError(f"a value cannot be translated: {error}; check the numbers of the verl config") from error
     values.classify()
-    fields = values.fields
     if program in _SFT:  # the number of its steps follows from its files
-        fields = {**fields, "learner": {**fields["learner"], "num_steps": 10**9}}
-    config = validate(fields, "the imported config")
+        values.set("learner.num_steps", 10**9)
+    config = validate(values.fields, "the imported config")
     if not command:
         values.findings.notes += findings_of(config)
-    return Imported(program, values.fields, values.findings, config, command)
+    return Imported(program, values.findings, config, command)
 
 
 def _read(words: list[str]) -> tuple[str, HydraConfig]:
@@ -307,7 +299,10 @@ def set_sft(values: Values) -> list[str]:
     values.set("sft.last_batch", "drop")
     if is_plain:  # a question as the user's message, and an answer
         for column in ("prompt", "response"):
-            values.set(f"sft.columns.{column}", _nested(values, column))
+            keys = values.get(f"data.{column}_dict_keys") or []
+            if len(keys) > 1:
+                values.lose(f"data.{column}_dict_keys", "a field of a column may not be nested deeper")
+            values.set(f"sft.columns.{column}", ".".join(map(str, [values.get(f"data.{column}_key"), *keys[:1]])))
         values.set("sft.text_prompts", "user")
     set_warmup(values, "optim.", steps_of_files(values), int(values.get("optim.lr_warmup_steps")) < 0)
     longest, rows = int(values.get("data.max_length")), int(values.get("data.micro_batch_size_per_gpu"))
@@ -323,10 +318,3 @@ def set_sft(values: Values) -> list[str]:
     out = local_path(values.get("trainer.default_local_dir") or "models/sft")
     torchrun = ["torchrun", "--nproc-per-node", str(num_ranks), "-m", "penstock.cli.main"]
     return [*torchrun, "sft", "--config", CONFIG, "--out", out]
-
-
-def _nested(values: Values, column: str) -> str:
-    keys = values.get(f"data.{column}_dict_keys") or []
-    if len(keys) > 1:
-        values.lose(f"data.{column}_dict_keys", "a field of a column may not be nested deeper")
-    return ".".join([str(values.get(f"data.{column}_key")), *map(str, keys[:1])])

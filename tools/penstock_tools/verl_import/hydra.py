@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from penstock.config.loading import parse_value
+from penstock.config.loading import merged, parse_value
 from penstock.errors import ConfigError, one_line
 
 OWN_CONFIGS = frozenset(
@@ -61,20 +61,17 @@ def read_overrides(words: Sequence[str], folders: Sequence[Path]) -> HydraConfig
     """The words after `python3 -m verl.trainer.main_ppo`. `folders` are searched for the config they name."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for short, long in (("-cp", "--config-path"), ("-cn", "--config-name"), ("-cd", "--config-dir")):
-        parser.add_argument(short, long, nargs="?", default="")
+        parser.add_argument(short, long, nargs="?", default="", const="")
     flags, others = parser.parse_known_args(list(words))
-    folder = flags.config_dir or flags.config_path or ""
-    name = (flags.config_name or "").removesuffix(".yaml")
-    config = HydraConfig(config_name=name)
-    file = _find(Path(folder) / f"{name}.yaml", folders) if name else None
-    if file is not None:
-        config = read_file(file, folders)
-        config.config_name = name
-    elif name and name not in OWN_CONFIGS:
+    name = flags.config_name.removesuffix(".yaml")
+    path = Path(flags.config_dir or flags.config_path) / f"{name}.yaml"
+    file = _find(path, folders) if name else None
+    if name and file is None and name not in OWN_CONFIGS:
         raise ConfigError(
-            f"--config-name {name}: {Path(folder) / name}.yaml does not exist; run this command in the folder in which "
-            "you start verl"
+            f"--config-name {name}: {path} does not exist; run this command in the folder in which you start verl"
         )
+    config = HydraConfig() if file is None else read_file(file, folders)
+    config.config_name = name
     for word in others:
         if not word.startswith("--"):
             _override(config, word)
@@ -84,7 +81,7 @@ def read_overrides(words: Sequence[str], folders: Sequence[Path]) -> HydraConfig
 def read_file(path: Path, folders: Sequence[Path] = ()) -> HydraConfig:
     """A YAML file, after the files that its `defaults` name."""
     config = HydraConfig(config_name=path.stem)
-    config.values = dict(_flat(_tree(path, config, [path.parent, *folders], 0)))
+    config.values |= _flat(_tree(path, config, [path.parent, *folders], 0))
     return config
 
 
@@ -121,14 +118,14 @@ def _tree(path: Path, config: HydraConfig, folders: Sequence[Path], depth: int) 
     if not isinstance(data, dict):
         raise ConfigError(f"{path} is not a verl config: it must be a mapping")
     own = {key: value for key, value in data.items() if key not in ("defaults", "hydra")}
-    merged: dict[str, Any] = {}
+    tree: dict[str, Any] = {}
     entries = data.get("defaults") or []
     for entry in entries if "_self_" in entries else [*entries, "_self_"]:
         if entry == "_self_":
-            _merge(merged, own)
+            tree = merged(tree, own)
         elif depth < 8:
-            _merge(merged, _default(entry, path, config, folders, depth))
-    return merged
+            tree = merged(tree, _default(entry, path, config, folders, depth))
+    return tree
 
 
 def _default(entry: Any, path: Path, config: HydraConfig, folders: Sequence[Path], depth: int) -> dict[str, Any]:
@@ -146,17 +143,9 @@ def _default(entry: Any, path: Path, config: HydraConfig, folders: Sequence[Path
         return {}
     tree = _tree(file, config, folders, depth + 1)
     keys = [] if package in ("_global_", "_here_") else (package or group).replace("/", ".").split(".")
-    for key in reversed([key for key in keys if key]):
-        tree = {key: tree}
+    for key in reversed(keys):
+        tree = {key: tree} if key else tree
     return tree
-
-
-def _merge(into: dict[str, Any], tree: dict[str, Any]) -> None:
-    for key, value in tree.items():
-        if isinstance(value, dict) and isinstance(into.get(key), dict):
-            _merge(into[key], value)
-        else:
-            into[key] = value
 
 
 def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -258,12 +258,10 @@ def _set_reward_model(values: Values) -> None:
     values.set("learner.reward_model.tokenizer", "policy" if reads_tokens else "own")
     values.set("learner.reward_model.combine", "replace")
     values.set("rollout.reward.by_data_source", {"*": {"kind": "reward_model"}})
-    if values.get("algorithm.filter_groups.enable"):
+    filtered = "algorithm.filter_groups.enable"
+    if values.get(filtered):
         values.set("replay.dynamic_sampling", False)
-        values.lose(
-            "algorithm.filter_groups.enable",
-            "groups are filtered by the rewards of rules, which the reward model replaces",
-        )
+        values.lose(filtered, "groups are filtered by the rewards of rules, which the reward model replaces")
 
 
 # ── GPUs, on which everything takes turns in verl ──
@@ -276,8 +274,6 @@ def number(value: Any, default: int) -> int:
 
 def _num_rollout_gpus(values: Values) -> int:
     """GPUs of engines in verl's asynchronous trainers, which do not share GPUs either. 0 if they take turns."""
-    if not values.is_given("rollout.n_gpus_per_node"):
-        return 0
     return number(values.get("rollout.n_gpus_per_node"), 0) * number(values.get("rollout.nnodes"), 1)
 
 
@@ -332,10 +328,8 @@ def has_kl_reward(values: Values) -> bool:
 
 
 def loss_name(values: Values) -> str:
-    is_policy_gradient = values.get(_CORRECTION + "use_policy_gradient")
-    if values.get(_CORRECTION + "bypass_mode") and (
-        values.get(_CORRECTION + "loss_type") == "reinforce" or is_policy_gradient
-    ):
+    is_reinforce = values.get(_CORRECTION + "loss_type") == "reinforce"
+    if values.get(_CORRECTION + "bypass_mode") and (is_reinforce or values.get(_CORRECTION + "use_policy_gradient")):
         return "reinforce"
     return str(values.converted(_ACTOR + "policy_loss.loss_mode", CONVERTERS["loss"]))
 

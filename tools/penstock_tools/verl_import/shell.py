@@ -52,7 +52,7 @@ _OPERATOR = re.compile(r"&&|\|\||;;|[;|&\n()]")
 _SKIPPED = re.compile(r"\\\n|#[^\n]*")
 _REDIRECTION = re.compile(r"\d*&?[<>]+[&|]?-?[ \t]*")
 _CLOSING = {"(": ")", "{": "}"}
-_BLOCKS = {"if": "fi", "case": "esac", "{": "}"}
+_BLOCKS = {"case": "esac", "{": "}"}
 _KEYWORDS = ("if", "then", "elif", "else", "fi", "while", "do", "done", "esac", "{", "}", "!")
 
 
@@ -159,64 +159,57 @@ def bracket_end(text: str, start: int) -> int:
 class ScriptReader:
     def __init__(self, expansion: Expansion) -> None:
         self.expansion = expansion
+        self.unknown = expansion.unknown
         self.commands: list[VerlCommand] = []
         self.skipped: list[str] = []
         """Parts of the script that are not followed."""
         self.status = True
         self.num_calls = 0
 
-    @property
-    def unknown(self) -> list[str]:
-        """Variables and commands that the script uses and that are not known here. They count as empty."""
-        return list(self.expansion.unknown)
-
     def follow(self, statements: list[Statement]) -> None:
+        """Follow statements; of each `if`, the first branch whose condition holds."""
+        branches: list[str] = []  # of each `if` around a statement: its condition, followed, skipped, or done
         at = 0
         while at < len(statements):
-            words = statements[at].words
-            if words[0] == "if":
-                end = _block_end(statements, at)
-                self._if(statements[at:end])
-                at = end
-            elif words[0] == "case":
-                self.skipped.append(f"`{' '.join(words[:3])}` is not followed")
-                at = _block_end(statements, at)
-            elif (name := _function_name(words)) and at + 1 < len(statements) and statements[at + 1].words == ["{"]:
-                end = _block_end(statements, at + 1)
-                self.expansion.functions[name] = statements[at + 2 : end]
-                at = end
-            else:
-                self._statement(statements[at])
+            words, is_followed = statements[at].words, {"skipped", "done"}.isdisjoint(branches)
+            match words[0], branches[-1:]:
+                case "if", _:
+                    branches.append("condition" if is_followed else "done")
+                    self.status = self.status or is_followed
+                case "fi", [_]:
+                    branches.pop()
+                case "then", ["condition"]:
+                    branches[-1] = "followed" if self.status else "skipped"
+                case "elif", ["skipped"]:
+                    branches[-1], self.status = "condition", True
+                case "else", ["skipped"]:
+                    branches[-1] = "followed"
+                case "elif" | "else", ["followed"]:
+                    branches[-1] = "done"
+                case _ if not is_followed:
+                    pass
+                case "case", _:
+                    self.skipped.append(f"`{' '.join(words[:3])}` is not followed")
+                    at = _block_end(statements, at)
+                case _ if (name := _function_name(words)) and statements[at + 1 :][:1] == [Statement(["{"])]:
+                    end = _block_end(statements, at + 1)
+                    self.expansion.functions[name] = statements[at + 2 : end]
+                    at = end
+                case _:
+                    self._statement(statements[at])
             at += 1
-
-    def _if(self, statements: list[Statement]) -> None:
-        """Follow the first branch whose condition holds."""
-        parts: list[tuple[str, list[Statement]]] = []
-        depth = 0
-        for statement in statements:
-            word = statement.words[0]
-            if (word == "if" and depth == 0) or (depth == 1 and word in ("then", "elif", "else")):
-                parts.append((word, []))
-            else:
-                parts[-1][1].append(statement)
-            depth += {"if": 1, "fi": -1}.get(word, 0)
-        holds = False
-        for word, inner in parts:
-            if word in ("if", "elif"):
-                self.status = True
-                self.follow(inner)
-                holds = self.status
-            elif word == "else" or holds:
-                self.follow(inner)
-                return
 
     def _statement(self, statement: Statement) -> None:
         words = statement.words
         is_skipped = statement.operator != ";" and self.status != (statement.operator == "&&")
         if is_skipped or words[0] in _KEYWORDS:
             return
-        if words[0] == "for":
-            self._for(words)
+        if words[0] == "for":  # a loop is followed once, with its first value
+            values = self.expansion.words(words[3:]) if words[2:3] == ["in"] else []
+            if values:
+                self.expansion.variables[words[1]] = values[0]
+            if len(values) > 1:
+                self.skipped.append(f"the loop over {words[1]} is followed once, with {values[0]!r}")
             return
         if words[0] in ("[", "[[", "test") or words[-1] == "]]":
             inner = [word for word in words if word not in ("[", "[[", "test", "]", "]]")]
@@ -243,14 +236,6 @@ class ScriptReader:
             del self.expansion.arguments[: int(words[1]) if len(words) > 1 and words[1].isdigit() else 1]
         elif command := find_command(words):
             self.commands.append(command)
-
-    def _for(self, words: list[str]) -> None:
-        """A loop is followed once, with its first value."""
-        values = self.expansion.words(words[3:]) if words[2:3] == ["in"] else []
-        if values:
-            self.expansion.variables[words[1]] = values[0]
-            if len(values) > 1:
-                self.skipped.append(f"the loop over {words[1]} is followed once, with {values[0]!r}")
 
 
 _UNARY: dict[str, Callable[[str], bool]] = {
@@ -304,14 +289,14 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
 
 
 class Expansion:
-    """The variables of a script. `unknown` collects what could not be computed: names that nothing sets, commands that
-    are not run."""
+    """The variables of a script. `unknown` collects what could not be computed, and counts as empty: names that nothing
+    sets, commands that are not run."""
 
     def __init__(self, environment: Mapping[str, str], arguments: Sequence[str], script: str) -> None:
         self.variables: dict[str, Value] = dict(environment)
         self.arguments = list(arguments)
         self.script = script
-        self.unknown: dict[str, None] = {}
+        self.unknown: list[str] = []
         self.functions: dict[str, list[Statement]] = {}
 
     def words(self, raw: Sequence[str]) -> list[str]:
@@ -429,8 +414,8 @@ class Expansion:
         return self.variables[name] if name in self.variables else self._not_known(f"${name}")
 
     def _not_known(self, what: str) -> str:
-        if what not in ("$?", "$$", "$!"):
-            self.unknown[what] = None
+        if what not in ("$?", "$$", "$!", *self.unknown):
+            self.unknown.append(what)
         return ""
 
     def _arithmetic(self, raw: str) -> str:
@@ -472,15 +457,11 @@ def _changed(value: str, rest: str) -> str:
     if rest.startswith("/"):
         old, _, new = rest.lstrip("/").partition("/")
         return value.replace(old, new) if rest.startswith("//") else value.replace(old, new, 1)
-    pattern = rest.lstrip("#%")
-    is_longest = len(rest) - len(pattern) == 2
-    if rest[:1] == "#":
-        cuts = [end for end in range(len(value) + 1) if fnmatch.fnmatchcase(value[:end], pattern)]
-        return value[(max(cuts) if is_longest else min(cuts)) :] if cuts else value
-    if rest[:1] == "%":
-        cuts = [start for start in range(len(value) + 1) if fnmatch.fnmatchcase(value[start:], pattern)]
-        return value[: (min(cuts) if is_longest else max(cuts))] if cuts else value
-    return value
+    pattern, parts = rest.lstrip("#%"), [(value[:at], value[at:]) for at in range(len(value) + 1)]
+    if rest.startswith("%"):
+        parts = [(end, start) for start, end in parts]
+    kept = [left for cut, left in parts if rest[:1] in ("#", "%") and fnmatch.fnmatchcase(cut, pattern)]
+    return (min if len(rest) - len(pattern) == 2 else max)(kept or [value], key=len)
 
 
 def _compute(node: ast.expr) -> int:

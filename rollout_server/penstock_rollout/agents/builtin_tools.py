@@ -56,8 +56,8 @@ class SearchIndex:
                 ) from error
             self._contents = self._ranking.corpus
         elif self._path.is_file():
-            self._contents = list(read_passages(self._path))
-            self._ranking = build_index(self._contents)
+            self._contents = contents = list(read_passages(self._path))
+            self._ranking = build_index(contents)
         else:
             raise ConfigError(f"{self._path} does not exist; check the path")
 

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import re
 import shlex
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from penstock.cli import main as cli
+from penstock.config.learner import LearnerConfig
 from penstock.config.loading import load_config, validate
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError
 from penstock_tools.local import commands, join
-from penstock_tools.local.join import Joined, opened, ray_head_arguments, starts_ray_head, write_join_file
+from penstock_tools.local.join import Joined, opened, ray_head_command, starts_ray_head, write_join_file
+from penstock_tools.local.local_run import STOP_CALLS
 from penstock_tools.local.private_redis import kept_port, write_config
 from penstock_tools.local.processes import ProcessGroup
 
@@ -46,6 +51,7 @@ def test_the_first_machine_is_reached_at_its_address(tmp_path: Path) -> None:
     assert (config.rollout.host, config.learner.publish_host) == (HOST, HOST)
     for host, url, message in (
         ("192.0.2.77", "", "192.0.2.77 is not an address of this machine"),
+        ("0.0.0.0", "", "0.0.0.0 is not an address of this machine"),
         (HOST, "redis://localhost:6379/0", "redis.url is reachable from this machine only"),
         (HOST, "unix:///run/redis", "redis.url is reachable from this machine only"),
     ):
@@ -69,7 +75,7 @@ def test_another_machine_gets_config_and_keys_by_one_file(tmp_path: Path, monkey
     (tmp_path / "token").write_text("the token")
     config = make_config(tmp_path, ray_address=f"{HOST}:6380")
     assert starts_ray_head(config, HOST) and not starts_ray_head(config, "127.0.0.3")
-    assert {"--port=6380", "--temp-dir=/tmp/x/r"} <= set(ray_head_arguments(config, "/tmp/x"))
+    assert {"--port=6380", "--temp-dir=/tmp/x/r"} <= set(ray_head_command(config, HOST, "/tmp/x"))
     file = write_join_file(config, tmp_path / "token")
     assert file.stat().st_mode & 0o777 == 0o600
     here = joined(file, "--run_dir", str(tmp_path / "elsewhere"), "--model.path", "/data/m")
@@ -94,20 +100,68 @@ def test_a_file_that_gives_keys_away_or_has_none_is_refused(tmp_path: Path) -> N
         joined(file)
     file.write_text(yaml.safe_dump({"config": {"model": {"path": "m"}}, "keys": {"gateway.api_key_file": "k"}}))
     file.chmod(0o600)
-    with pytest.raises(ConfigError, match="is not a join file; copy join.yaml"):
+    with pytest.raises(ConfigError, match="is not a whole join file; copy join.yaml"):
         joined(file)
+
+
+def test_a_copy_that_was_cut_off_is_refused(tmp_path: Path) -> None:
+    file = write_join_file(make_config(tmp_path), None)
+    text = file.read_text()
+    assert joined(file).config.run == "math"
+    for end in (*range(text.index("the cluster key"), len(text) - 1), len(text) // 2):
+        file.write_text(text[:end])
+        with pytest.raises(ConfigError):
+            joined(file)
 
 
 def test_a_machine_joins_a_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ProcessGroup, "start", lambda *_, **__: None)
     file = write_join_file(make_config(tmp_path), None)
 
-    def join_again(*_: object) -> None:
+    def join_again(first: Joined, *_: object) -> None:
         with pytest.raises(ConfigError, match="this machine has joined run math already"):
-            joined(file).run()
+            joined(file, "--model.path", "another").run()
+        assert str(load_config(first.folder / "config.yaml").model.path) == "m", "the first one's processes read it"
 
     monkeypatch.setattr(Joined, "_watch", join_again)
     joined(file).run()
+
+
+def test_a_machine_joins_again_once_the_processes_of_a_killed_command_have_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ProcessGroup, "start", lambda *_, **__: None)
+    here = joined(write_join_file(make_config(tmp_path), None))
+    has_joined = list[Joined]()
+    monkeypatch.setattr(Joined, "_watch", lambda self, *_: has_joined.append(self))
+    here.folder.mkdir(parents=True)
+    with subprocess.Popen(["true"]) as killed:
+        killed.wait(10)
+    with (here.folder / "lock").open("w") as lock:
+        lock.write(str(killed.pid))
+        lock.flush()
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        monkeypatch.setattr(join, "ORPHANS_S", 0.0)
+        with pytest.raises(ConfigError, match="this machine has joined run math already"):
+            here.run()
+        monkeypatch.setattr(join, "ORPHANS_S", 60.0)
+        tries, try_lock = list[object](), join.try_lock
+
+        def try_and_end(*words: Any) -> Any:
+            tries.append(found := try_lock(*words))
+            fcntl.flock(lock, fcntl.LOCK_UN)
+            return found
+
+        monkeypatch.setattr(join, "try_lock", try_and_end)
+        here.run()
+    assert has_joined == [here] and tries[0] is None
+
+
+def test_a_number_of_servers_is_at_least_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["join", "join.yaml", "--servers", "0"]) == 2
+    assert "--servers: must be at least 1, not 0" in capsys.readouterr().err
+    assert cli.main(["join", "join.yaml", "--servers", "2", "--ray-node"]) == 2
+    assert "cannot be combined with" in capsys.readouterr().err
 
 
 # ── deploy/slurm and deploy/systemd ──
@@ -130,6 +184,34 @@ def test_the_commands_of_the_units_and_of_the_sbatch_script_exist(monkeypatch: p
         with pytest.raises(ConfigError, match="config file .* does not exist"):
             {"up": commands.up, "join": commands.join}[words[1]](words[2:])
     assert {"up", "join"} <= cli.COMMANDS.keys()
+
+
+@pytest.mark.parametrize(("up", "code"), [
+    ("exit 2", 2),
+    ("touch $RUN/join.yaml; sleep 1; exit 3", 3),
+    ("trap 'exit 0' TERM; touch $RUN/join.yaml; sleep 1; kill -TERM $PPID; while :; do sleep 0.1; done", 0),
+])  # fmt: skip
+def test_a_job_of_slurm_ends_as_the_run_does(up: str, code: int, tmp_path: Path) -> None:
+    """A wrong config ends `up` before the job waits for it. SIGTERM, at the end of the job's time, is passed on."""
+    run = tmp_path / "runs" / "math"
+    run.mkdir(parents=True)
+    programs = tmp_path / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    for name, text in (("penstock", up), ("srun", "exec sleep 60")):
+        (programs / name).write_text(f"#!/bin/sh\n{text}\n")
+        (programs / name).chmod(0o700)
+    environment = {
+        **os.environ, "RUN": str(run), "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_NAME": "math",
+        "SLURM_JOB_NUM_NODES": "2", "SLURMD_NODENAME": "one", "PENSTOCK_HOST": HOST,
+    }  # fmt: skip
+    command = ["bash", str(DEPLOY / "slurm" / "penstock.sbatch"), "run.yaml"]
+    assert subprocess.run(command, env=environment, check=False, timeout=50).returncode == code
+
+
+def test_systemd_waits_for_the_checkpoint_as_long_as_up_does() -> None:
+    unit = (DEPLOY / "systemd" / "penstock-up@.service").read_text()
+    (timeout_s,) = re.findall(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)
+    assert int(timeout_s) > STOP_CALLS * LearnerConfig().rank_timeout_s
 
 
 def test_shell_and_systemd_accept_the_files(tmp_path: Path) -> None:

@@ -7,7 +7,10 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,8 @@ from penstock_tools.local import commands, join
 from penstock_tools.local.join import Joined, opened, ray_head_command, starts_ray_head, write_join_file
 from penstock_tools.local.local_run import STOP_CALLS
 from penstock_tools.local.private_redis import kept_port, write_config
-from penstock_tools.local.processes import ProcessGroup
+from penstock_tools.local.processes import Child, ProcessGroup
+from support.processes import until
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 HOST = "127.0.0.2"
@@ -33,6 +37,15 @@ HOST = "127.0.0.2"
 @pytest.fixture(autouse=True)
 def own_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(join, "port_is_free", lambda host, port: host == HOST)
+
+
+@pytest.fixture(autouse=True)
+def own_handlers() -> Iterator[None]:
+    """`join` takes over the signals of its process, which here is that of all tests."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def make_config(tmp_path: Path, **learner: str) -> RunConfig:
@@ -155,6 +168,25 @@ def test_a_machine_joins_again_once_the_processes_of_a_killed_command_have_ended
         monkeypatch.setattr(join, "try_lock", try_and_end)
         here.run()
     assert has_joined == [here] and tries[0] is None
+
+
+def test_a_second_ctrl_c_kills_the_processes_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    children = list[Child]()
+
+    def start(_: Joined, processes: ProcessGroup, *__: object) -> None:
+        script = f"trap '' TERM; touch {tmp_path}/up; while :; do sleep 0.02; done"
+        children.append(processes.start("one", ["sh", "-c", script], stop_timeout_s=1000))
+        until((tmp_path / "up").exists, "the process")
+
+    def interrupt(_: Joined, __: ProcessGroup, stopping: threading.Event) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stopping.is_set() and children[0].exit_code is None
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Joined, "_start", start)
+    monkeypatch.setattr(Joined, "_watch", interrupt)
+    joined(write_join_file(make_config(tmp_path), None)).run()
+    assert children[0].exit_code == -signal.SIGKILL
 
 
 def test_a_number_of_servers_is_at_least_one(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from penstock.cli import main as cli
+from penstock.config.learner import LearnerConfig
 from penstock.config.loading import load_config, validate
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError
 from penstock_tools.local import commands, join
-from penstock_tools.local.join import Joined, opened, ray_head_arguments, starts_ray_head, write_join_file
+from penstock_tools.local.join import Joined, opened, ray_head_command, starts_ray_head, write_join_file
+from penstock_tools.local.local_run import STOP_CALLS
 from penstock_tools.local.private_redis import kept_port, write_config
-from penstock_tools.local.processes import ProcessGroup
+from penstock_tools.local.processes import Child, ProcessGroup
+from support.processes import until
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 HOST = "127.0.0.2"
@@ -28,6 +37,15 @@ HOST = "127.0.0.2"
 @pytest.fixture(autouse=True)
 def own_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(join, "port_is_free", lambda host, port: host == HOST)
+
+
+@pytest.fixture(autouse=True)
+def own_handlers() -> Iterator[None]:
+    """`join` takes over the signals of its process, which here is that of all tests."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def make_config(tmp_path: Path, **learner: str) -> RunConfig:
@@ -46,6 +64,7 @@ def test_the_first_machine_is_reached_at_its_address(tmp_path: Path) -> None:
     assert (config.rollout.host, config.learner.publish_host) == (HOST, HOST)
     for host, url, message in (
         ("192.0.2.77", "", "192.0.2.77 is not an address of this machine"),
+        ("0.0.0.0", "", "0.0.0.0 is not an address of this machine"),
         (HOST, "redis://localhost:6379/0", "redis.url is reachable from this machine only"),
         (HOST, "unix:///run/redis", "redis.url is reachable from this machine only"),
     ):
@@ -69,7 +88,7 @@ def test_another_machine_gets_config_and_keys_by_one_file(tmp_path: Path, monkey
     (tmp_path / "token").write_text("the token")
     config = make_config(tmp_path, ray_address=f"{HOST}:6380")
     assert starts_ray_head(config, HOST) and not starts_ray_head(config, "127.0.0.3")
-    assert {"--port=6380", "--temp-dir=/tmp/x/r"} <= set(ray_head_arguments(config, "/tmp/x"))
+    assert {"--port=6380", "--temp-dir=/tmp/x/r"} <= set(ray_head_command(config, HOST, "/tmp/x"))
     file = write_join_file(config, tmp_path / "token")
     assert file.stat().st_mode & 0o777 == 0o600
     here = joined(file, "--run_dir", str(tmp_path / "elsewhere"), "--model.path", "/data/m")
@@ -94,20 +113,87 @@ def test_a_file_that_gives_keys_away_or_has_none_is_refused(tmp_path: Path) -> N
         joined(file)
     file.write_text(yaml.safe_dump({"config": {"model": {"path": "m"}}, "keys": {"gateway.api_key_file": "k"}}))
     file.chmod(0o600)
-    with pytest.raises(ConfigError, match="is not a join file; copy join.yaml"):
+    with pytest.raises(ConfigError, match="is not a whole join file; copy join.yaml"):
         joined(file)
+
+
+def test_a_copy_that_was_cut_off_is_refused(tmp_path: Path) -> None:
+    file = write_join_file(make_config(tmp_path), None)
+    text = file.read_text()
+    assert joined(file).config.run == "math"
+    for end in (*range(text.index("the cluster key"), len(text) - 1), len(text) // 2):
+        file.write_text(text[:end])
+        with pytest.raises(ConfigError):
+            joined(file)
 
 
 def test_a_machine_joins_a_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ProcessGroup, "start", lambda *_, **__: None)
     file = write_join_file(make_config(tmp_path), None)
 
-    def join_again(*_: object) -> None:
+    def join_again(first: Joined, *_: object) -> None:
         with pytest.raises(ConfigError, match="this machine has joined run math already"):
-            joined(file).run()
+            joined(file, "--model.path", "another").run()
+        assert str(load_config(first.folder / "config.yaml").model.path) == "m", "the first one's processes read it"
 
     monkeypatch.setattr(Joined, "_watch", join_again)
     joined(file).run()
+
+
+def test_a_machine_joins_again_once_the_processes_of_a_killed_command_have_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ProcessGroup, "start", lambda *_, **__: None)
+    here = joined(write_join_file(make_config(tmp_path), None))
+    has_joined = list[Joined]()
+    monkeypatch.setattr(Joined, "_watch", lambda self, *_: has_joined.append(self))
+    here.folder.mkdir(parents=True)
+    with subprocess.Popen(["true"]) as killed:
+        killed.wait(10)
+    with (here.folder / "lock").open("w") as lock:
+        lock.write(str(killed.pid))
+        lock.flush()
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        monkeypatch.setattr(join, "ORPHANS_S", 0.0)
+        with pytest.raises(ConfigError, match="this machine has joined run math already"):
+            here.run()
+        monkeypatch.setattr(join, "ORPHANS_S", 60.0)
+        tries, try_lock = list[object](), join.try_lock
+
+        def try_and_end(*words: Any) -> Any:
+            tries.append(found := try_lock(*words))
+            fcntl.flock(lock, fcntl.LOCK_UN)
+            return found
+
+        monkeypatch.setattr(join, "try_lock", try_and_end)
+        here.run()
+    assert has_joined == [here] and tries[0] is None
+
+
+def test_a_second_ctrl_c_kills_the_processes_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    children = list[Child]()
+
+    def start(_: Joined, processes: ProcessGroup, *__: object) -> None:
+        script = f"trap '' TERM; touch {tmp_path}/up; while :; do sleep 0.02; done"
+        children.append(processes.start("one", ["sh", "-c", script], stop_timeout_s=1000))
+        until((tmp_path / "up").exists, "the process")
+
+    def interrupt(_: Joined, __: ProcessGroup, stopping: threading.Event) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stopping.is_set() and children[0].exit_code is None
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Joined, "_start", start)
+    monkeypatch.setattr(Joined, "_watch", interrupt)
+    joined(write_join_file(make_config(tmp_path), None)).run()
+    assert children[0].exit_code == -signal.SIGKILL
+
+
+def test_a_number_of_servers_is_at_least_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["join", "join.yaml", "--servers", "0"]) == 2
+    assert "--servers: must be at least 1, not 0" in capsys.readouterr().err
+    assert cli.main(["join", "join.yaml", "--servers", "2", "--ray-node"]) == 2
+    assert "cannot be combined with" in capsys.readouterr().err
 
 
 # ── deploy/slurm and deploy/systemd ──
@@ -130,6 +216,12 @@ def test_the_commands_of_the_units_and_of_the_sbatch_script_exist(monkeypatch: p
         with pytest.raises(ConfigError, match="config file .* does not exist"):
             {"up": commands.up, "join": commands.join}[words[1]](words[2:])
     assert {"up", "join"} <= cli.COMMANDS.keys()
+
+
+def test_systemd_waits_for_the_checkpoint_as_long_as_up_does() -> None:
+    unit = (DEPLOY / "systemd" / "penstock-up@.service").read_text()
+    (timeout_s,) = re.findall(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)
+    assert int(timeout_s) > STOP_CALLS * LearnerConfig().rank_timeout_s
 
 
 def test_shell_and_systemd_accept_the_files(tmp_path: Path) -> None:

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from penstock.cli.main import main
 from penstock.step_history import read_steps
-from penstock_tools.plot import RunHistory, smoothed
+from penstock_tools.plot import MAX_RUNS, RunHistory, _style, smoothed
 
 
 def write_run(folder: Path, *steps: Mapping[str, Any], scores: Mapping[int, float] | None = None) -> Path:
@@ -65,6 +66,11 @@ def test_time_is_that_of_the_steps(tmp_path: Path) -> None:
 def test_a_mean_begins_with_fewer_values() -> None:
     assert smoothed([4.0, 0.0, 2.0, 7.0], 3) == [4, 2, 2, 3]
     assert smoothed([], 3) == []
+
+
+def test_no_two_runs_look_the_same() -> None:
+    looks = {(to_hex(style["color"]), style["linestyle"]) for style in map(_style, range(MAX_RUNS))}
+    assert len(looks) == MAX_RUNS
 
 
 def test_runs_are_lines_of_one_picture(

@@ -81,6 +81,16 @@ def test_a_process_that_ran_for_long_has_all_its_restarts_again(
         until(lambda: restarts.check() == [] and group.children[0].exit_code is None, "the new process")
 
 
+def test_a_process_may_be_started_again_without_end(group: ProcessGroup) -> None:
+    """As those of `penstock join` while the network is away: after a day there were more than 1024 restarts."""
+    restarts = Restarts(group, (SERVER,), sys.maxsize, is_ready)
+    restarts._num_restarts[SERVER] = 2000
+    group.start(SERVER, ["sleep", "1000"])
+    kill(group)
+    [found] = restarts.check()
+    assert (found.number, found.delay_s) == (2001, processes.BACK_OFF_CAP_S)
+
+
 def served(age_s: float, name: str = SERVER) -> Server:
     return Server(
         server_id=name, address="127.0.0.1:1", state="READY", policy_version=0, heartbeat_age_ms=int(1000 * age_s),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -211,6 +212,41 @@ def test_a_reward_that_fails_on_every_row_is_wrong(
     assert "reward: wrong (" in out and "dataset: ok (" in out
     assert error.count("\n") == 1 and "fails on each of the 1 rows that were tried" in error
     assert f"row 1 of {file}, data source 'one', failed (exception): KeyError: 'answer'" in error
+
+
+def test_rewards_of_agents_are_called_with_what_an_agent_tells_them(config: Any, tmp_path: Path) -> None:
+    text = "def compute_score(extra_info, **_): return extra_info['num_turns'] + len(extra_info['tool_rewards'])"
+    words = ("--dataset.file", str(DATA), "--rollout.reward.function_file", reward_file(tmp_path, text))
+    assert asyncio.run(start_check._call_reward(config(*words))) == ("the reward on 4 rows", [])
+
+
+def test_a_failed_reward_is_one_line_and_a_slow_one_ends_the_check(
+    config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "def compute_score(**_): raise ValueError('two\\nlines; and more')"
+    words = ("--dataset.file", str(DATA), "--rollout.reward.function_file", reward_file(tmp_path, text))
+    with pytest.raises(ConfigError, match="each of the 4 rows .*ValueError: two lines; and more$"):
+        asyncio.run(start_check._call_reward(config(*words)))
+    monkeypatch.setattr(start_check, "CHECK_TIMEOUT_S", 0.0)
+    assert asyncio.run(start_check._call_reward(config(*words))) == ("", []), "no row was tried in time"
+
+
+def test_the_address_for_other_machines_is_checked(
+    tmp_path: Path, config: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head of Ray at this address is not up yet, so the learner does not look for it."""
+    asked = list[str]()
+
+    async def ask(module: str, file: Path) -> tuple[str, list[str]]:
+        asked.append(load_config(file).learner.ray_address)
+        return module, []
+
+    monkeypatch.setattr(start_check, "_check_process", ask)
+    words = ["up", str(DEMO), "--check", "--run_dir", str(tmp_path / "runs"), "--rollout.num_servers", "0"]
+    assert cli.main([*words, "--host", "192.0.2.77"]) == 2
+    assert "--host 192.0.2.77 is not an address of this machine" in capsys.readouterr().err
+    assert cli.main([*words, "--host", "127.0.0.1", "--learner.ray_address", "127.0.0.1:6380"]) == 0
+    assert asked == ["auto"]
 
 
 def test_up_says_what_it_checked_and_how_large_a_checkpoint_is(

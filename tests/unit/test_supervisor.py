@@ -14,7 +14,7 @@ import pytest
 from penstock.api.records import QueueStat, Run
 from penstock.config.loading import load_config
 from penstock.errors import ProcessDied
-from penstock_tools.local import supervisor
+from penstock_tools.local import commands, supervisor
 from penstock_tools.local.supervisor import check_processes, kept_line, supervise
 
 DEMO = Path(__file__).parents[2] / "examples" / "arithmetic" / "demo.yaml"
@@ -43,8 +43,7 @@ async def test_the_process_whose_death_ends_the_run_is_named_at_once() -> None:
 class StoppedRun:
     """A run that gets Ctrl-C when its workers are started, and again while it stops."""
 
-    has_trained = True
-
+    has_trained, is_up = True, True
     learner_finished, console = False, ""
 
     def __init__(self, config: Any, **_: Any) -> None:
@@ -98,3 +97,36 @@ async def test_a_second_ctrl_c_kills_and_what_is_kept_and_lost_is_printed(
         "kept: checkpoint of step 5; lost: 4 steps since then, to be made again; continue with the same command"
     )
     assert kept_line(config, 5) == "kept: checkpoint of step 5; continue with the same command"
+
+
+class StartingRun(StoppedRun):
+    """A run whose gateway does not come up, and that gets Ctrl-C twice meanwhile."""
+
+    is_up = False
+
+    async def __aenter__(self) -> Self:
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.sleep(0)
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.Event().wait()
+        return self
+
+
+async def test_a_second_ctrl_c_ends_a_start_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(supervisor, "LocalRun", StartingRun)
+    task = asyncio.create_task(supervise(load_config(DEMO, ["--run_dir", str(tmp_path)])))
+    async with asyncio.timeout(60):
+        await asyncio.wait({task})
+    assert task.cancelled()
+    assert capsys.readouterr().out.splitlines()[-1] == "killing every process"
+
+
+def test_a_cancelled_start_is_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def cancelled(*_: object) -> bool:
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(supervisor, "supervise", cancelled)
+    with pytest.raises(KeyboardInterrupt, match="before the run was up; every process of it was stopped"):
+        commands.up([str(DEMO), "--run_dir", str(tmp_path)])

@@ -14,12 +14,13 @@ from pathlib import Path
 
 from penstock.cli.parser import Parser
 
-_EXIT_WRONG = 1
-_DESCRIPTION = "Check that the learner computes a model as Hugging Face does, and say on which path: packed or padded."
-
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(prog="penstock check-model", description=_DESCRIPTION)
+    parser = Parser(
+        prog="penstock check-model",
+        description="Check that the learner computes a model as Hugging Face does, and say on which path: packed or "
+        "padded.",
+    )
     parser.add_argument("folder", type=Path, help="a Hugging Face model folder, or a Hub id")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="type to compute in")
     arguments = parser.parse_args(argv)
@@ -52,4 +53,4 @@ def check_model(folder: Path, dtype_name: str) -> int:
     for name, text in rows.items():
         print(f"{name:<12}{text}")
     print("right" if check.ok else "WRONG: the learner would train this model incorrectly; use another one")
-    return 0 if check.ok else _EXIT_WRONG
+    return 0 if check.ok else 1

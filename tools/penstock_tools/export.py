@@ -61,7 +61,8 @@ def export(config: RunConfig, checkpoint: Path, out: Path, dtype: str, *, adapte
     if adapter:
         write_adapter(model.lm, config.model.path, out, dtype)
     else:
-        write_folder(_without_adapter(config, model), config.model.path, out, dtype)
+        merge_adapter(model.lm)
+        write_folder(model.lm, config.model.path, out, dtype)
 
 
 def write_adapter(lm: Any, base: Path, out: Path, dtype: str) -> None:
@@ -176,14 +177,18 @@ def _newest(config: RunConfig) -> Path:
 
 def _load(config: RunConfig, checkpoint: Path) -> CausalLM:
     """The model with the checkpoint's weights, and with its adapter next to them if it has one, on the CPU."""
+    import torch
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
     from penstock_learner.checkpoints import shards_folder
     from penstock_learner.model.adapter import add_adapter
+    from penstock_learner.model.causal_lm import load_model
+    from penstock_learner.model.published_layout import fit_to_folder
     from penstock_learner.shards import load_shards
 
-    model = _load_plain(config)
+    model = load_model(config.model.path, torch.float32, config.learner.logprob_chunk_tokens)
+    fit_to_folder(model.lm, config.model.path, "model.path")
     if config.learner.lora is not None:
         add_adapter(model, config.learner.lora)
     state: dict[str, Any] = {"model": get_model_state_dict(model)}
@@ -199,32 +204,11 @@ def _load(config: RunConfig, checkpoint: Path) -> CausalLM:
     return model
 
 
-def _load_plain(config: RunConfig) -> CausalLM:
-    import torch
-
-    from penstock_learner.model.causal_lm import load_model
-    from penstock_learner.model.published_layout import fit_to_folder
-
-    loaded = load_model(config.model.path, torch.float32, config.learner.logprob_chunk_tokens)
-    fit_to_folder(loaded.lm, config.model.path, "model.path")
-    return loaded
-
-
-def _without_adapter(config: RunConfig, model: CausalLM) -> Any:
-    if config.learner.lora is None:
-        return model.lm
-    plain = _load_plain(config).lm
-    plain.load_state_dict(_merged(model.lm))
-    return plain
-
-
-def _merged(lm: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The weights under their plain names, with the adapter merged in."""
+def merge_adapter(lm: Any) -> None:
+    """Merge the adapter, if there is one, into the weights that it changes, and remove it from the model."""
     from peft.tuners.lora import LoraLayer
 
-    for module in lm.modules():
+    for name, module in list(lm.named_modules()):
         if isinstance(module, LoraLayer):
             module.merge()
-    return {
-        name.replace(".base_layer.", "."): weight for name, weight in lm.state_dict().items() if ".lora_" not in name
-    }
+            lm.set_submodule(name, module.get_base_layer())

@@ -30,17 +30,6 @@ EXACT = ("lr",)
 """Metrics without noise, which are not smoothed."""
 
 
-@dataclass(frozen=True)
-class Panel:
-    """A metric of metrics.jsonl, by step or by time. The panel of the reward also has the scores of validations."""
-
-    metric: str
-    label: str
-    by_time: bool = False
-    faint: str = ""
-    """Metric that is drawn faintly behind the line instead of the values of single steps."""
-
-
 LABELS = {
     REWARD: "reward",
     "response_length_mean": "response length (tokens)",
@@ -64,9 +53,16 @@ LABELS = {
 """What is drawn by default, in this order."""
 
 
-def panel(metric: str, by_time: bool = False) -> Panel:
-    faint = "staleness_max" if metric == "staleness_mean" else ""
-    return Panel(metric, LABELS.get(metric, metric), by_time, faint)
+FAINT_METRICS = {"staleness_mean": "staleness_max"}
+"""Metrics that are drawn faintly behind another one, instead of its values in single steps."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A metric of metrics.jsonl, by step or by time. The panel of the reward also has the scores of validations."""
+
+    metric: str
+    by_time: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,14 +83,16 @@ class RunHistory:
 
     def points(self, metric: str, by_time: bool) -> tuple[list[float], list[float]]:
         """Where the metric is known: steps, or seconds of training, and its values."""
-        places = self.seconds if by_time else {int(step["step"]): step["step"] for step in self.steps}
-        known = [step for step in self.steps if math.isfinite(step.get(metric, math.nan))]
-        return [places[int(step["step"])] for step in known], [step[metric] for step in known]
+        known = {int(step["step"]): step[metric] for step in self.steps if math.isfinite(step.get(metric, math.nan))}
+        return self._placed(known, by_time)
 
     def score_points(self, by_time: bool) -> tuple[list[float], list[float]]:
-        places = self.seconds if by_time else {step: float(step) for step in self.scores}
-        known = [step for step in self.scores if step in places]
-        return [places[step] for step in known], [self.scores[step] for step in known]
+        return self._placed(self.scores, by_time)
+
+    def _placed(self, values: Mapping[int, float], by_time: bool) -> tuple[list[float], list[float]]:
+        places = self.seconds if by_time else {step: float(step) for step in values}
+        known = [step for step in values if step in places]
+        return [places[step] for step in known], [values[step] for step in known]
 
     @property
     def seconds(self) -> dict[int, float]:
@@ -157,11 +155,9 @@ def _panels(runs: Sequence[RunHistory], args: argparse.Namespace) -> list[Panel]
         raise ConfigError(f"there is nothing to draw: {skipped}" + ("" if any(hints) else f"; they have {others}"))
     if missing:
         print(f"skipped: {skipped}")
-    panels = []
-    for name in (name for name in wanted if name in found):
-        panels.append(panel(name, args.by == "time"))
-        if name == REWARD and args.by is None and any(run.steps for run in runs):
-            panels.append(panel(name, by_time=True))
+    panels = [Panel(name, args.by == "time") for name in wanted if name in found]
+    if args.by is None and Panel(REWARD) in panels and any(run.steps for run in runs):
+        panels.insert(panels.index(Panel(REWARD)) + 1, Panel(REWARD, by_time=True))
     return panels
 
 
@@ -204,14 +200,18 @@ def _legend(runs: Sequence[RunHistory], panels: Sequence[Panel], smooth: int) ->
 
     mean = f"mean of {smooth} steps"
     names = [run.name for run in runs] if len(runs) > 1 else [mean]
-    lines = [Line2D([], [], color=f"C{number}", label=name) for number, name in enumerate(names)]
+    lines = [Line2D([], [], **_style(number), label=name) for number, name in enumerate(names)]
     if smooth > 1:
-        lines.append(
-            Line2D([], [], color="gray", alpha=FAINT, label=f"one step (line: {mean})" if len(runs) > 1 else "one step")
-        )
+        label = f"one step (line: {mean})" if len(runs) > 1 else "one step"
+        lines.append(Line2D([], [], color="gray", alpha=FAINT, label=label))
     if any(panel.metric == REWARD for panel in panels) and any(run.scores for run in runs):
         lines.append(Line2D([], [], color="black", marker="o", linestyle="", markersize=5, label="held-out score"))
     return lines
+
+
+def _style(number: int) -> dict[str, Any]:
+    """How the lines of a run look: matplotlib has ten colors."""
+    return {"color": f"C{number}", "linestyle": "-" if number < 10 else "--"}
 
 
 def _draw_panel(axis: Axes, runs: Sequence[RunHistory], panel: Panel, smooth: int) -> None:
@@ -219,25 +219,25 @@ def _draw_panel(axis: Axes, runs: Sequence[RunHistory], panel: Panel, smooth: in
     if panel.by_time:
         longest_s = max((end for run in runs for end in run.seconds.values() if math.isfinite(end)), default=0.0)
         unit, unit_s = ("hours", 3600.0) if longest_s > 7200 else ("minutes", 60.0)
-    low, high, window = 0.0, 0.0, 1 if panel.metric in EXACT else smooth
-    faint: dict[str, Any] = {"alpha": FAINT, "linewidth": 1}
+    drawn, window = [0.0], 1 if panel.metric in EXACT else smooth
+    faint = FAINT_METRICS.get(panel.metric, panel.metric if window > 1 else "")
     for number, run in enumerate(runs):
-        color: dict[str, Any] = {"color": f"C{number}"}
-        if window > 1 or panel.faint:
-            places, values = run.points(panel.faint or panel.metric, panel.by_time)
-            low, high = min([low, *values]), max([high, *values])
-            axis.plot([place / unit_s for place in places], values, **color, **faint)
+        style = _style(number)
+        if faint:
+            places, values = run.points(faint, panel.by_time)
+            axis.plot([place / unit_s for place in places], values, **style, alpha=FAINT, linewidth=1)
+            drawn += values
         places, values = run.points(panel.metric, panel.by_time)
-        low, high = min([low, *values]), max([high, *values])
-        axis.plot([place / unit_s for place in places], smoothed(values, window), **color)
+        axis.plot([place / unit_s for place in places], smoothed(values, window), **style)
+        drawn += values
         if panel.metric == REWARD:
             places, scores = run.score_points(panel.by_time)
-            low, high = min([low, *scores]), max([high, *scores])
-            marks = color | {"edgecolors": "black"} if len(runs) > 1 else {"color": "black"}
+            marks = {"color": style["color"], "edgecolors": "black"} if len(runs) > 1 else {"color": "black"}
             axis.scatter([place / unit_s for place in places], scores, s=22, zorder=3, **marks)
-    axis.set(title=panel.label, xlabel=unit)
-    if low == 0:
-        axis.set_ylim(0, 1.05 * high or 1)
+            drawn += scores
+    axis.set(title=LABELS.get(panel.metric, panel.metric), xlabel=unit)
+    if min(drawn) == 0:
+        axis.set_ylim(0, 1.05 * max(drawn) or 1)
     axis.grid(alpha=0.25)
 
 

@@ -16,15 +16,7 @@ import yaml
 from penstock.cli.parser import Parser, interruptible, whole_number
 from penstock.config.loading import read_config
 from penstock.errors import ConfigError
-
-# ──
-# Divides the GPUs of one machine among the rollout servers and the roles of a new configuration.
-#
-# gpus   servers            learner
-# 0      1, on the CPU      every role on the CPU
-# 1      1, shares the GPU  every role has a part of the GPU
-# n      n / 2              the rest, by placement
-
+from penstock.machine import visible_gpus
 
 SHARED_UTILIZATION = 0.4
 """Share of the only GPU's memory that the engine takes. The learner has the rest."""
@@ -49,7 +41,13 @@ class DividedGpus:
 
 
 def divide_gpus(num_gpus: int, placement: str, roles: tuple[str, ...]) -> DividedGpus:
-    """Raises ConfigError if the placement needs more GPUs. `roles` starts with the policy."""
+    """Divide the GPUs of one machine among the rollout servers and the roles, which start with the policy. Raises
+    ConfigError if the placement needs more GPUs.
+
+    gpus   servers            learner
+    0      1, on the CPU      every role on the CPU
+    1      1, shares the GPU  every role has a part of the GPU
+    n      n / 2              the rest, by placement"""
     if num_gpus == 0:
         return DividedGpus(1, {role: RoleGpus(1, 0) for role in roles})
     if num_gpus == 1 or placement != "standalone":
@@ -81,18 +79,14 @@ def collocate(
         tensor_parallel = max(1, tensor_parallel // 2)
     num_servers = for_engines // tensor_parallel
     left = num_gpus - num_servers * tensor_parallel
-    apart = tuple(role for role in roles if role in ("critic", "reward_model"))
-    if apart and left == 1:
-        return DividedGpus(num_servers, shares_of_gpus(roles, 1), None, tensor_parallel)
+    apart = tuple(role for role in roles if role in ("critic", "reward_model") and left != 1)
     num_apart = left // 2 if apart else 0
     num_policy = left - num_apart
-    while num_policy % sequence_parallel and num_policy >= 1:
-        if num_policy > sequence_parallel:
-            num_policy -= 1
-        else:
-            sequence_parallel = max(1, sequence_parallel // 2)
+    while sequence_parallel > max(1, num_policy):
+        sequence_parallel //= 2
+    num_policy -= num_policy % sequence_parallel
     with_policy = tuple(role for role in roles if role not in apart)
-    divided = shares_of_gpus(with_policy, num_policy) | (shares_of_gpus(apart, num_apart) if apart else {})
+    divided = shares_of_gpus(with_policy, num_policy) | shares_of_gpus(apart, num_apart)
     return DividedGpus(num_servers, divided, None, tensor_parallel, sequence_parallel)
 
 
@@ -107,10 +101,6 @@ Placement = Literal["standalone", "split-collocate"]
 _CONTEXT = 32768
 """Context of a model that does not say its own."""
 _PROMPT_TOKENS = 1024
-_CPU_GROUPS, _CPU_SAMPLES, _CPU_TOKENS = 16, 8, 256
-"""Sizes of a run without a GPU, whose steps take minutes with those of a preset."""
-
-
 _PRESETS = next(
     (folder for folder in (Path(__file__).parent / "presets", Path(__file__).parents[2] / "examples" / "presets")
      if folder.is_dir()), Path("presets"),
@@ -152,32 +142,26 @@ class Answers:
     placement: Placement | None = None
     """None means split-collocate if several models share GPUs."""
     max_tokens: int | None = None
-    """None means a quarter of the model's context, at most 1024, or 256 without a GPU."""
     groups_per_step: int | None = None
-    """None means the value of the algorithm's preset, or 16 without a GPU."""
     num_samples: int | None = None
-    """None means the value of the algorithm's preset, at most 8 without a GPU."""
-    steps: int = 100
     lr: float | None = None
-    """None means the value of the algorithm's preset."""
+    steps: int = 100
 
     @property
-    def learning_rate(self) -> float:
-        return float(ALGORITHMS[self.algorithm].preset["learner"]["lr"]) if self.lr is None else self.lr
-
-    @property
-    def longest_response(self) -> int:
-        return self.max_tokens or max(1, min(1024 if self.gpus else _CPU_TOKENS, context_of(self.model) // 4))
-
-    @property
-    def prompts_of_a_step(self) -> int:
-        preset = int(ALGORITHMS[self.algorithm].preset["replay"]["groups_per_step"])
-        return self.groups_per_step or (preset if self.gpus else _CPU_GROUPS)
-
-    @property
-    def samples_of_a_prompt(self) -> int:
-        preset = int(ALGORITHMS[self.algorithm].preset["dataset"]["num_samples"])
-        return self.num_samples or (preset if self.gpus else min(_CPU_SAMPLES, preset))
+    def numbers(self) -> dict[str, Any]:
+        """The last five fields. None means the value of the algorithm's preset, for `max_tokens` a quarter of the
+        model's context and at most 1024, and less without a GPU: steps of a preset's size would take minutes there."""
+        algorithm, cpu = ALGORITHMS[self.algorithm], self.gpus == 0
+        groups = algorithm.preset["replay"]["groups_per_step"]
+        samples = algorithm.preset["dataset"]["num_samples"]
+        defaults = {
+            "max_tokens": max(1, min(256 if cpu else 1024, context_of(self.model) // 4)),
+            "groups_per_step": 16 if cpu else groups,
+            "num_samples": min(8, samples) if cpu else samples,
+            "lr": float(algorithm.preset["learner"]["lr"]),
+            "steps": self.steps,
+        }
+        return {name: value if getattr(self, name) is None else getattr(self, name) for name, value in defaults.items()}
 
     @property
     def interval(self) -> int:
@@ -239,7 +223,8 @@ def starter_config(answers: Answers, file: str) -> str:
 
 def starter_fields(answers: Answers) -> dict[str, Any]:
     """The configuration, in the order of the file. None stands for a field that the file shows as a comment."""
-    algorithm, longest = ALGORITHMS[answers.algorithm], answers.longest_response
+    algorithm, numbers = ALGORITHMS[answers.algorithm], answers.numbers
+    longest, groups, lr = numbers["max_tokens"], numbers["groups_per_step"], numbers["lr"]
     divided = divide_gpus(answers.gpus, answers.chosen_placement, algorithm.roles)
     engine = {"name": "auto", "max_model_len": min(context_of(answers.model), longest + _PROMPT_TOKENS)}
     if answers.gpus == 0:
@@ -250,14 +235,13 @@ def starter_fields(answers: Answers) -> dict[str, Any]:
     if answers.reward in BUILT_IN_REWARDS:
         reward = {"by_data_source": {"*": {"kind": answers.reward}}}
     dataset = {
-        "file": answers.data, "epochs": 0, "num_samples": answers.samples_of_a_prompt, "max_tokens": longest,
+        "file": answers.data, "epochs": 0, "num_samples": numbers["num_samples"], "max_tokens": longest,
         "validation": {"file": answers.validation, "every_steps": answers.interval, "max_tokens": longest}
         if answers.validation else None,
     }  # fmt: skip
-    groups = answers.prompts_of_a_step
     roles: dict[str, dict[str, Any]] = {name: asdict(role) for name, role in divided.roles.items()}
     if "critic" in roles:
-        roles["critic"]["lr"] = float(f"{10 * answers.learning_rate:g}")
+        roles["critic"]["lr"] = float(f"{10 * lr:g}")
     names = ("minibatches_per_step", "weight_decay", "warmup_steps", "critic_warmup_steps")
     limits = {"minibatches_per_step": groups, "warmup_steps": answers.interval, "critic_warmup_steps": answers.interval}
     set_by_preset = {
@@ -274,7 +258,7 @@ def starter_fields(answers: Answers) -> dict[str, Any]:
             "num_servers": divided.num_servers, "engine": engine, "reward": reward if answers.reward else None,
         },
         "learner": {
-            "num_steps": answers.steps, "lr": answers.learning_rate, "placement": answers.chosen_placement, **roles,
+            "num_steps": answers.steps, "lr": lr, "placement": answers.chosen_placement, **roles,
             **set_by_preset,
             "algorithm": {
                 name: {field: lengths.get(field, value) for field, value in section.items()}
@@ -312,8 +296,11 @@ def main(argv: Sequence[str]) -> int:
     if file.exists() and not args.force:
         raise ConfigError(f"{file} exists; choose another name, or overwrite it with --force")
     given = {name: value for name, value in vars(args).items() if name not in ("file", "force") and value is not None}
+    asks = not given and sys.stdin.isatty()
+    if not asks and "model" not in given:
+        raise ConfigError("--model is missing; give the folder or the Hub id of the model to train")
     with interruptible("before it wrote the file"):
-        answers = _from_options(file, given) if given or not sys.stdin.isatty() else _ask(file)
+        answers = _ask(file) if asks else Answers(**{"run": _run_name(file), "gpus": len(visible_gpus()), **given})
     text = starter_config(answers, str(file))
     _check(text, file)
     try:
@@ -339,12 +326,6 @@ def _init_parser() -> Parser:
     return parser
 
 
-def _from_options(file: Path, given: dict[str, Any]) -> Answers:
-    if "model" not in given:
-        raise ConfigError("--model is missing; give the folder or the Hub id of the model to train")
-    return Answers(**{"run": _run_name(file), "gpus": _num_gpus_here(), **given})
-
-
 def _ask(file: Path) -> Answers:
     """Ask for everything, with a default where there is one. A wrong answer is asked for again."""
     print("Enter accepts the value in brackets.")
@@ -352,22 +333,10 @@ def _ask(file: Path) -> Answers:
     for name, (text, _, default) in _QUESTIONS.items():
         if name == "placement" and (answers["gpus"] < 2 or len(ALGORITHMS[answers["algorithm"]].roles) == 1):
             continue
-        offered = _derived_default(name, answers) or default
+        numbers = Answers(**answers).numbers if "gpus" in answers else {"gpus": len(visible_gpus())}
+        offered = f"{numbers[name]:g}" if name in numbers else default
         answers[name] = _answer(name, text[0].upper() + text[1:], offered)
     return Answers(**answers)
-
-
-def _derived_default(name: str, answers: dict[str, Any]) -> str:
-    if name == "gpus":
-        return str(_num_gpus_here())
-    if "gpus" not in answers:
-        return ""
-    known = Answers(**answers)
-    numbers = {
-        "max_tokens": known.longest_response, "groups_per_step": known.prompts_of_a_step,
-        "num_samples": known.samples_of_a_prompt, "steps": known.steps, "lr": known.learning_rate,
-    }  # fmt: skip
-    return f"{numbers[name]:g}" if name in numbers else ""
 
 
 def _answer(name: str, question: str, default: str) -> Any:
@@ -401,12 +370,6 @@ def _check(text: str, file: Path) -> None:
 def _run_name(file: Path) -> str:
     """The name of a run from its file's name: `My run.yaml` is `my-run`."""
     return re.sub(r"[^a-z0-9_-]+", "-", file.stem.lower()).strip("-_")[:63] or "run"
-
-
-def _num_gpus_here() -> int:
-    from penstock.machine import visible_gpus
-
-    return len(visible_gpus())
 
 
 def _parsed(name: str, text: str) -> Any:

@@ -150,12 +150,10 @@ def check_sandbox(config: RunConfig) -> list[Finding]:
         except (subprocess.SubprocessError, OSError) as error:
             findings.append(finding("sandbox", "WARN", f"could not be tried: {error}", "run penstock doctor again"))
             continue
-        text = (done.stdout or done.stderr).strip().splitlines()[-1:] or ["no answer"]
-        if done.returncode == 0:
-            findings.append(finding("sandbox", "OK", f"code rewards run {text[0]}"))
-        else:
-            level: Level = "FAIL" if codes else "WARN"
-            findings.append(finding("sandbox", level, text[0], "see docs/rewards.md; other rewards work"))
+        (text,) = (done.stdout or done.stderr).strip().splitlines()[-1:] or ["no answer"]
+        level: Level = "FAIL" if codes else "WARN"
+        refusal = (done.returncode, level, text, "see docs/rewards.md; other rewards work")
+        findings.append(first_finding("sandbox", refusal, ok=f"code rewards run {text}"))
     return findings
 
 
@@ -196,9 +194,8 @@ async def check_redis(client: RedisClient, config: RunConfig) -> list[Finding]:
         advice = "correct redis.url or redis.password_file"
         return [finding("redis", "FAIL", f"refuses the user or password ({error})", advice)]
     except (RedisError, OSError) as error:
-        return [
-            finding("redis", "FAIL", f"does not answer ({error})", "check redis.url and that the server is running")
-        ]
+        advice = "check redis.url and that the server is running"
+        return [finding("redis", "FAIL", f"does not answer ({error})", advice)]
     fsync = await _setting(client, "appendfsync")
     findings = [_version(info), _durability(info, fsync, config.replay.loss_window_s), _memory(info)]
     return findings + _disk(config, await _setting(client, "dir"))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
 from pathlib import Path
 
-from penstock.cli.parser import Parser, parse_with_overrides
+from penstock.cli.parser import Parser, parse_with_overrides, whole_number
 
 DEMO_CONFIG = Path("examples/arithmetic/demo.yaml")
 DEMO_PATHS = ("model.path", "rollout.reward.function_file", "demo.train_file", "demo.heldout_file")
@@ -29,7 +30,6 @@ def up(argv: Sequence[str] | None = None) -> int:
     arguments, overrides = parse_with_overrides(parser, argv)
 
     import asyncio
-    from functools import partial
 
     from penstock.config.loading import load_config
     from penstock.hub import with_local_datasets, with_local_models
@@ -43,7 +43,7 @@ def up(argv: Sequence[str] | None = None) -> int:
     if arguments.check:
         print("checking the config, its files and ports", flush=True)
         check_before_start(config)
-        checked, doubts = asyncio.run(check_processes(config, partial(print, flush=True)))
+        checked, doubts = asyncio.run(check_processes(config, arguments.host))
         for doubt in doubts:
             print(f"warning: {doubt}", flush=True)
         print(f"{arguments.config}: ok; checked: {'; '.join(['config, files and ports', *checked])}")
@@ -51,7 +51,8 @@ def up(argv: Sequence[str] | None = None) -> int:
     from penstock_tools.local.supervisor import supervise
 
     keep_files_private()
-    return INTERRUPTED if asyncio.run(supervise(config, arguments.host)) else 0
+    with _cancelled_by_ctrl_c("before the run was up"):
+        return INTERRUPTED if asyncio.run(supervise(config, arguments.host)) else 0
 
 
 def join(argv: Sequence[str] | None = None) -> int:
@@ -62,8 +63,12 @@ def join(argv: Sequence[str] | None = None) -> int:
         epilog="Any config field can be overridden for this machine: --model.path /data/model",
     )
     parser.add_argument("file", type=Path, help="copy of join.yaml from the run's folder, with the mode 0600")
-    parser.add_argument("--servers", type=int, help="number of rollout servers (default: as many as fit on the GPUs)")
-    parser.add_argument("--ray-node", action="store_true", help="offer CPUs and GPUs to the learner instead")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
+        "--servers", type=whole_number(1), metavar="N",
+        help="number of rollout servers (default: as many as fit on the GPUs)",
+    )  # fmt: skip
+    what.add_argument("--ray-node", action="store_true", help="offer CPUs and GPUs to the learner instead")
     arguments, overrides = parse_with_overrides(parser, argv)
 
     from penstock.machine import keep_files_private
@@ -98,11 +103,20 @@ def demo(argv: Sequence[str] | None = None) -> int:
     if "run" not in given:
         config = config.changed({"run": f"{config.run}-{time.strftime('%Y%m%d-%H%M%S')}"})
     keep_files_private()
-    try:
+    with _cancelled_by_ctrl_c("before the demo was done"):
         asyncio.run(run_demo(config))
-    except asyncio.CancelledError:
-        raise KeyboardInterrupt("before the demo was done; every process of it was stopped") from None
     return 0
+
+
+@contextmanager
+def _cancelled_by_ctrl_c(when: str) -> Iterator[None]:
+    """Report that Ctrl-C, which cancels the work of the block, has interrupted it."""
+    from asyncio import CancelledError
+
+    try:
+        yield
+    except CancelledError:
+        raise KeyboardInterrupt(f"{when}; every process of it was stopped") from None
 
 
 def _clone() -> Path:

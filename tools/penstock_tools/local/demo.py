@@ -27,7 +27,7 @@ from penstock.step_history import read_steps
 from penstock.trajectory import Prompt, Sampling
 from penstock_tools.local.local_run import LocalRun
 from penstock_tools.local.supervisor import News
-from penstock_tools.plot import RunHistory, draw, panel
+from penstock_tools.plot import Panel, RunHistory, draw
 
 PLOTTED = ("reward_mean", "staleness_mean", "tokens_per_second")
 POLL_S = 0.5
@@ -75,13 +75,8 @@ async def run_demo(config: RunConfig) -> dict[str, Any]:
     (config.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     title = f"{config.run}: held-out {score_start:.2f} → {score_end:.2f} in {summary['steps']} steps"
     scores = {0: score_start, summary["steps"]: score_end}
-    draw(
-        config.folder / "plot.png",
-        [RunHistory(config.run, history, scores)],
-        [panel(name) for name in PLOTTED],
-        title=title,
-        num_columns=1,
-    )
+    runs, panels = [RunHistory(config.run, history, scores)], [Panel(name) for name in PLOTTED]
+    draw(config.folder / "plot.png", runs, panels, title=title, num_columns=1)
     print_summary(config, summary, history)
     return summary
 
@@ -96,11 +91,8 @@ def _prompts(config: RunConfig) -> tuple[Iterator[Prompt], list[Prompt]]:
     heldout = list(read_prompts(demo.heldout_file, num_samples=demo.heldout_samples, sampling=sampling))
     order = random.Random(config.seed)
     epochs = (order.sample(problems, len(problems)) for _ in itertools.count())
-    train = itertools.chain.from_iterable(epochs)
-    return (
-        (seeded(prompt, config.seed, number) for number, prompt in enumerate(train)),
-        [seeded(prompt, config.seed, number) for number, prompt in enumerate(heldout)],
-    )
+    train = (seeded(prompt, config.seed, number) for number, prompt in enumerate(itertools.chain.from_iterable(epochs)))
+    return train, [seeded(prompt, config.seed, number) for number, prompt in enumerate(heldout)]
 
 
 async def _evaluate(run: LocalRun, evaluation_id: str, prompts: list[Prompt], news: News) -> float:

@@ -7,14 +7,15 @@ operator copies this one file to another machine. Neither command sends a key ov
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Sequence
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import IO
@@ -28,7 +29,8 @@ from penstock.errors import ConfigError
 from penstock.machine import address_towards, is_loopback, port_is_free, visible_gpus
 from penstock.store.keys import check_name
 from penstock_learner.roles.ray_address import ask_cluster
-from penstock_tools.local.processes import Child, ProcessGroup, Restarts, divide_gpus
+from penstock_tools.local.private_redis import write_private
+from penstock_tools.local.processes import ORPHANS_S, Child, ProcessGroup, Restarts, divide_gpus, try_lock
 
 JOIN_FILE = "join.yaml"
 KEY_FIELDS = (
@@ -46,7 +48,7 @@ REACH_S = 40.0
 
 def opened(config: RunConfig, host: str, cluster_key_file: Path) -> RunConfig:
     """The config of a run whose processes on this machine, `host`, are reached from others."""
-    if not port_is_free(host, 0):
+    if host == "0.0.0.0" or not port_is_free(host, 0):  # noqa: S104  (others cannot connect to it)
         raise ConfigError(
             f"--host {host} is not an address of this machine; give the one that the others reach, as IPv4"
         )
@@ -75,14 +77,14 @@ def starts_ray_head(config: RunConfig, host: str) -> bool:
 
 def ray_command(host: str, *arguments: str) -> list[str]:
     """The command of a Ray node on this machine."""
-    words = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
-    return [*words, f"--node-ip-address={host}", *arguments]
+    words = ["-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", f"--node-ip-address={host}"]
+    return [sys.executable, *words, *arguments]
 
 
-def ray_head_arguments(config: RunConfig, folder: str) -> list[str]:
+def ray_head_command(config: RunConfig, host: str, folder: str) -> list[str]:
     """`folder` gets a folder of Ray, of which other nodes make one with the same path."""
     port = config.learner.ray_address.rpartition(":")[2]
-    return ["--head", f"--port={port}", "--include-dashboard=false", f"--temp-dir={folder}/r"]
+    return ray_command(host, "--head", f"--port={port}", "--include-dashboard=false", f"--temp-dir={folder}/r")
 
 
 def ray_environment(token_file: Path) -> dict[str, str]:
@@ -94,19 +96,8 @@ def write_join_file(config: RunConfig, ray_token_file: Path | None) -> Path:
     files: dict[str, Path | None] = {field: attrgetter(field)(config) for field in KEY_FIELDS}
     files[RAY_TOKEN] = ray_token_file
     keys = {name: file.read_text() for name, file in files.items() if file is not None}
-    path = config.folder / JOIN_FILE
-    _write_private(path, yaml.safe_dump({"config": config.model_dump(mode="json"), "keys": keys}, sort_keys=False))
-    return path
-
-
-def _write_private(path: Path, text: str) -> None:
-    """Replace a file by one that only its owner can read."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.partial")
-    aside.unlink(missing_ok=True)
-    aside.touch(mode=0o600)
-    aside.write_text(text)
-    aside.replace(path)
+    data = {"config": config.model_dump(mode="json"), "keys": keys, "is_whole": True}
+    return write_private(config.folder / JOIN_FILE, yaml.safe_dump(data, sort_keys=False))
 
 
 # ── another machine ──
@@ -117,10 +108,12 @@ def read_join_file(file: Path) -> tuple[dict[str, object], dict[str, str]]:
     data = read_config(file)
     if file.stat().st_mode & 0o077:
         raise ConfigError(f"{file} holds keys, and other users of this machine can read it; run `chmod 600 {file}`")
-    config, keys = data.get("config"), data.get("keys")
-    if not isinstance(config, dict) or not isinstance(keys, dict) or not keys.keys() <= {*KEY_FIELDS, RAY_TOKEN}:
+    config, keys, known = data.get("config"), data.get("keys"), {*KEY_FIELDS, RAY_TOKEN}
+    is_whole = data.get("is_whole") is True  # the last line: a copy may have been cut off
+    if not (is_whole and isinstance(config, dict) and isinstance(keys, dict) and keys.keys() <= known):
         raise ConfigError(
-            f"{file} is not a join file; copy {JOIN_FILE} from the run's folder on the machine of `penstock up --host`"
+            f"{file} is not a whole join file; copy {JOIN_FILE} from the run's folder on the machine of `penstock up "
+            "--host`"
         )
     return config, {str(name): str(text) for name, text in keys.items()}
 
@@ -163,28 +156,38 @@ class Joined:
     def run(self) -> None:
         """Run until SIGTERM or SIGINT. Processes that were up are started again whenever they end, because the network
         may be away for any time. Raises ProcessDied if a server ends before it was ever up, and other
-        errors if the head of Ray refuses this machine."""
-        for name, text in self._keys.items():
-            _write_private(self.key_files[name], text)
-        config_file = self.folder / "config.yaml"
-        _write_private(config_file, dump_config(self.config))
-        stopping = threading.Event()
+        errors if the head of Ray refuses this machine. A second SIGINT kills the processes at once."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        processes, stopping = ProcessGroup(self.folder / "logs"), threading.Event()
+        processes.on_wait = partial(print, flush=True)
+
+        def stop(number: int, _: object) -> None:
+            if stopping.is_set() and number == signal.SIGINT:
+                processes.end_at_once()
+            stopping.set()
+
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: stopping.set())
-        with (self.folder / "lock").open("a") as lock:
-            self._take(lock)
-            processes = ProcessGroup(self.folder / "logs", lock)
+            signal.signal(number, stop)
+        with self._locked(stopping) as lock:
+            processes.held_file = lock
+            for name, text in self._keys.items():
+                write_private(self.key_files[name], text)
+            config_file = write_private(self.folder / "config.yaml", dump_config(self.config))
             try:
                 self._start(processes, config_file)
                 self._watch(processes, stopping)
             finally:
                 processes.stop()
 
-    def _take(self, lock: IO[str]) -> None:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ConfigError(f"this machine has joined run {self.config.run} already ({self.folder})") from error
+    def _locked(self, stopping: threading.Event) -> IO[str]:
+        """Lock this machine's folder of the run. If its `join` was killed, wait until its processes have ended."""
+        deadline = time.monotonic() + ORPHANS_S
+        taken = f"this machine has joined run {self.config.run} already ({self.folder}); stop that first"
+        while True:
+            if lock := try_lock(self.folder, taken):
+                return lock
+            if stopping.wait(POLL_S) or time.monotonic() > deadline:
+                raise ConfigError(taken)
 
     def _start(self, processes: ProcessGroup, config_file: Path) -> None:
         if self.is_ray_node:
@@ -194,7 +197,7 @@ class Joined:
             processes.start("ray", ray_command(self.host, f"--address={address}"), stop_timeout_s=60)
             return
         here = self.config.changed({"rollout.num_servers": self.num_servers, "learner.ray_address": "auto"})
-        environments: Mapping[str, Mapping[str, str]] = divide_gpus(here, visible_gpus())
+        environments = divide_gpus(here, visible_gpus())
         for index in range(self.num_servers):
             name = f"{self.name}-{index}"
             command = [sys.executable, "-m", "penstock_rollout", "--config", str(config_file), "--server-id", name]
@@ -204,8 +207,7 @@ class Joined:
         ready: set[str] = set()
 
         def was_ready(child: Child) -> bool:
-            endpoint = self.config.folder / f"{child.name}.json"
-            if child.name not in ready and endpoint.exists() and endpoint.stat().st_mtime >= child.started_at:
+            if child.name not in ready and child.has_written(self.config.folder / f"{child.name}.json"):
                 ready.add(child.name)
                 print(f"{child.name} serves at {self.host}; logs in {processes.log_folder}", flush=True)
             return child.name in ready or self.is_ray_node

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import json
 import logging
-import os
 import shutil
 import sys
 import tempfile
@@ -16,8 +14,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import IO, Self
-
-import psutil
 
 from penstock.api.records import Server
 from penstock.api_keys import OWN_KEY_FILE, read_own_key, read_secret
@@ -33,16 +29,18 @@ from penstock.store.heartbeats import Phases
 from penstock.store.notices import Event, Notices
 from penstock.store.redis_client import connect
 from penstock.weights.transports import ClusterKey
-from penstock_tools.local.join import (
-    opened,
-    ray_command,
-    ray_environment,
-    ray_head_arguments,
-    starts_ray_head,
-    write_join_file,
+from penstock_tools.local import join
+from penstock_tools.local.private_redis import find_redis_server, kept_port, write_config, write_private, write_secret
+from penstock_tools.local.processes import (
+    ORPHANS_S,
+    Child,
+    HungServers,
+    ProcessGroup,
+    Restart,
+    Restarts,
+    divide_gpus,
+    try_lock,
 )
-from penstock_tools.local.private_redis import find_redis_server, kept_port, write_config, write_secret
-from penstock_tools.local.processes import Child, HungServers, ProcessGroup, Restart, Restarts, divide_gpus
 from penstock_tools.local.start_check import check_before_start
 
 logger = logging.getLogger(__name__)
@@ -52,8 +50,6 @@ STOP_CALLS = 3
 their files."""
 CUT_SHORT_S = 60.0
 """How long a learner has that has nothing to save, cannot save without Redis, or whose run is not continued."""
-ORPHANS_S = 60.0
-"""How long a start waits for the processes of a run whose supervisor was killed."""
 
 
 class LocalRun:
@@ -94,11 +90,12 @@ class LocalRun:
         try:
             ClusterKey.of(self.config).make_if_missing()
             if self.host:
-                self.config = opened(self.config, self.host, ClusterKey.of(self.config).file)
+                self.config = join.opened(self.config, self.host, ClusterKey.of(self.config).file)
             self._start_redis()
-            self._write_config()
+            write_private(self.config_file, dump_config(self.config))  # it has Redis' password
+            assert load_config(self.config_file) == self.config, "the written config differs from the resolved one"
             if self.host:
-                write_join_file(self.config, self._ray_token_file)
+                join.write_join_file(self.config, self._ray_token_file)
             for name in (GATEWAY, feed_file(self.config)):
                 (self.folder / f"{name}.json").unlink(missing_ok=True)
             gateway = self._start_process(GATEWAY, "penstock_services.gateway")
@@ -136,10 +133,10 @@ class LocalRun:
     def _start_slow_workers(self) -> None:
         self._environments = divide_gpus(self.config, visible_gpus())
         if (token_file := self._ray_token_file) is not None:
-            self._environments[LEARNER] = ray_environment(token_file)
+            self._environments[LEARNER] = join.ray_environment(token_file)
             self._ray_folder = tempfile.mkdtemp(prefix="penstock-head-")  # Ray's sockets need a short path (107 bytes)
-            command = ray_command(self.host, *ray_head_arguments(self.config, self._ray_folder))
-            self.processes.start("ray", command, environment=ray_environment(token_file), stop_timeout_s=60)
+            command = join.ray_head_command(self.config, self.host, self._ray_folder)
+            self.processes.start("ray", command, environment=join.ray_environment(token_file), stop_timeout_s=60)
         stop_timeout_s = STOP_CALLS * self.config.learner.rank_timeout_s
         self._learner = self._start_process(LEARNER, "penstock_learner", stop_timeout_s=stop_timeout_s)
         self._learner.work_at_end = partial(_work_at_end, self.folder / "checkpoints", self._learner.started_at)
@@ -177,6 +174,11 @@ class LocalRun:
             self.processes.kill(ready[server_id], f"sent no heartbeat for {age_s:.0f} s and was killed")
 
     @property
+    def is_up(self) -> bool:
+        """Whether Redis and the gateway have been started."""
+        return self._client is not None
+
+    @property
     def client(self) -> PenstockClient:
         assert self._client is not None, "the gateway is not up"
         return self._client
@@ -194,10 +196,7 @@ class LocalRun:
         return self._learner is not None and self._learner.exit_code == 0
 
     def _was_ready(self, child: Child) -> bool:
-        """Whether a process has written its address. A rollout server does so once its engine is up."""
-        name = feed_file(self.config) if child.name == FEED else child.name
-        endpoint = self.folder / f"{name}.json"
-        return endpoint.exists() and endpoint.stat().st_mtime >= child.started_at
+        return child.has_written(self.folder / f"{feed_file(self.config) if child.name == FEED else child.name}.json")
 
     async def _record_start(self) -> None:
         """Record that the learner is about to start, so that a run that is continued is not shown as stopped."""
@@ -216,7 +215,7 @@ class LocalRun:
     @property
     def _ray_token_file(self) -> Path | None:
         """The token of the Ray whose head this run starts. None if it starts none."""
-        if not starts_ray_head(self.config, self.host):
+        if not join.starts_ray_head(self.config, self.host):
             return None
         return write_secret(self.folder / "ray.token")
 
@@ -228,15 +227,10 @@ class LocalRun:
         redis_config, url = write_config(self.folder / "redis", port, host=self.host)
         redis = self.processes.start("redis", [find_redis_server(), str(redis_config)], ends_last=True)
         if not wait_for_port("127.0.0.1", port, timeout_s=30, while_true=lambda: redis.exit_code is None):
-            self.processes.check()
+            if redis.exit_code is not None:
+                raise redis.error()
             raise DeadlineExceeded(f"Redis did not start in 30 s (log: {self.folder / 'logs' / 'redis.log'})")
         self.config = self.config.changed({"redis.url": url})
-
-    def _write_config(self) -> None:
-        """Write the resolved config, which every child reads and only its owner may: it has Redis' password."""
-        self.config_file.touch(mode=0o600)
-        self.config_file.write_text(dump_config(self.config))
-        assert load_config(self.config_file) == self.config, "the written config differs from the resolved one"
 
     def _start_process(self, name: str, module: str, *arguments: str, stop_timeout_s: float = 20) -> Child:
         command = [sys.executable, "-m", module, "--config", str(self.config_file), *arguments]
@@ -247,7 +241,7 @@ class LocalRun:
         deadline = time.monotonic() + timeout_s
         while not (self.folder / "gateway.json").exists():
             if gateway.exit_code is not None:
-                self.processes.check()
+                raise gateway.error()
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(f"the gateway did not start in {timeout_s:.0f} s; see {self.folder / 'logs'}")
             await asyncio.sleep(0.05)
@@ -262,25 +256,13 @@ class LocalRun:
         """Lock the run's folder. If its supervisor was killed, wait until the processes that it left have ended."""
         self.folder.mkdir(parents=True, exist_ok=True)
         close_to_others(self.folder)
-        self._lock = lock = (self.folder / "lock").open("a+")
         deadline = time.monotonic() + ORPHANS_S
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError as error:
-                lock.seek(0)
-                holder = lock.read().strip()
-                is_killed = holder.isdigit() and not psutil.pid_exists(int(holder))
-                if not is_killed or time.monotonic() > deadline:
-                    raise ConfigError(
-                        f"run {self.config.run} is already running in {self.folder}; stop it first"
-                    ) from error
-                await asyncio.sleep(0.1)
-        lock.truncate(0)
-        lock.write(str(os.getpid()))
-        lock.flush()
-        self.processes.held_file = lock
+        taken = f"run {self.config.run} is already running in {self.folder}; stop it first"
+        while (lock := try_lock(self.folder, taken)) is None:
+            if time.monotonic() > deadline:
+                raise ConfigError(taken)
+            await asyncio.sleep(0.1)
+        self._lock = self.processes.held_file = lock
 
 
 def _work_at_end(checkpoints: Path, since_s: float) -> str:

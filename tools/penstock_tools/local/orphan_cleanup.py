@@ -15,7 +15,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
@@ -59,12 +58,8 @@ class OrphanCleanup:
 
     def close(self) -> None:
         """Tell it that every process has ended, and wait for its own end."""
-        self._tell({"done": True})
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
         try:
-            self._process.wait(KILL_S)
+            self._process.communicate(b'{"done": true}\n', KILL_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait(KILL_S)
@@ -76,41 +71,35 @@ class OrphanCleanup:
             self._process.stdin.flush()
 
 
-@dataclass
-class Sessions:
-    """The sessions of the children, by the process ids of their leaders."""
+def left_over(messages: Iterable[bytes]) -> dict[int, bool]:
+    """Follow the supervisor's messages to their end. Returns the children that are left, each a leader of a session,
+    with whether it ends last. None is left if the supervisor has reported that all is done."""
+    children: dict[int, bool] = {}
+    for line in messages:
+        try:
+            message = json.loads(line)
+        except ValueError:
+            continue  # the supervisor was killed while it wrote
+        if "done" in message:
+            return {}
+        if "add" in message:
+            children[message["add"]] = message["is_last"]
+        else:
+            children.pop(message["forget"], None)
+    return children
 
-    first: set[int] = field(default_factory=set)
-    last: set[int] = field(default_factory=set)
 
-    def follow(self, messages: Iterable[bytes]) -> bool:
-        """Follow the supervisor's messages to their end. Returns whether it has reported that all is done."""
-        for line in messages:
-            try:
-                message = json.loads(line)
-            except ValueError:
-                continue  # the supervisor was killed while it wrote
-            if "done" in message:
-                return True
-            if "add" in message:
-                (self.last if message["is_last"] else self.first).add(message["add"])
-            elif "forget" in message:
-                self.first.discard(message["forget"])
-                self.last.discard(message["forget"])
-        return False
-
-    def end(self, grace_s: float) -> None:
-        """End all processes, the ones in `last` after the others."""
-        for leaders in (self.first, self.last):
-            for pid in leaders:
-                _signal(pid, signal.SIGTERM)
-            deadline = time.monotonic() + grace_s
-            while (left := _alive_in(leaders)) and (passed_s := time.monotonic() - deadline) < KILL_S:
-                if passed_s >= 0:
-                    print(f"killing {left}, which did not stop in {grace_s:g} s", flush=True)
-                    for pid in left:
-                        _signal(pid, signal.SIGKILL)
-                time.sleep(POLL_S)
+def end(leaders: set[int], grace_s: float) -> None:
+    """End all processes in the sessions of the leaders."""
+    for pid in leaders:
+        _signal(pid, signal.SIGTERM)
+    deadline = time.monotonic() + grace_s
+    while (left := _alive_in(leaders)) and (passed_s := time.monotonic() - deadline) < KILL_S:
+        if passed_s >= 0:
+            print(f"killing {left}, which did not stop in {grace_s:g} s", flush=True)
+            for pid in left:
+                _signal(pid, signal.SIGKILL)
+        time.sleep(POLL_S)
 
 
 def _alive_in(leaders: set[int]) -> list[int]:
@@ -132,9 +121,9 @@ def _signal(pid: int, number: signal.Signals) -> None:
 def main() -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    sessions = Sessions()
-    if not sessions.follow(sys.stdin.buffer):
-        sessions.end(float(sys.argv[1]))
+    children = left_over(sys.stdin.buffer)
+    for is_last in (False, True):
+        end({pid for pid in children if children[pid] is is_last}, float(sys.argv[1]))
     return 0
 
 

@@ -35,8 +35,6 @@ def write_config(folder: Path, port: int, max_memory_bytes: int = 0, host: str =
     """Write redis.conf, which only its owner can read, and return its path and the server's URL. A restarted run uses
     the same password, which is in a file next to it. With a `host`, the server listens on that address too."""
     password = write_secret(folder / "password").read_text()
-    config = folder / "redis.conf"
-    config.touch(mode=0o600)
     lines = [
         f"bind 127.0.0.1 {host}".rstrip(),
         f"port {port}",
@@ -52,17 +50,25 @@ def write_config(folder: Path, port: int, max_memory_bytes: int = 0, host: str =
         'rename-command DEBUG ""',
         "daemonize no",
     ]
-    config.write_text("\n".join(lines) + "\n")
+    config = write_private(folder / "redis.conf", "\n".join(lines) + "\n")
     return config, f"redis://:{password}@{f'[{host}]' if ':' in host else host or '127.0.0.1'}:{port}/0"
 
 
 def write_secret(file: Path) -> Path:
     """Make a file with a secret, which only its owner can read, if it is missing. Returns the file."""
     if not file.exists() or not file.read_text():  # empty: it was cut off by a kill or a full disk
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.touch(mode=0o600)
-        file.write_text(secrets.token_urlsafe(32))
+        write_private(file, secrets.token_urlsafe(32))
     return file
+
+
+def write_private(file: Path, text: str) -> Path:
+    """Replace a file by one that only its owner can read. Returns it."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    aside = file.with_name(f".{file.name}.partial")
+    aside.unlink(missing_ok=True)
+    aside.touch(mode=0o600)
+    aside.write_text(text)
+    return aside.replace(file)
 
 
 def kept_port(folder: Path) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import signal
 import subprocess
@@ -40,6 +41,8 @@ WRONG_INPUT = 2
 """Exit code for a wrong config or wrong data, such as a dataset of which every prompt was dead-lettered."""
 HEALTHY_S = 600.0
 """A process that has run for this long has all its restarts again."""
+ORPHANS_S = 60.0
+"""How long a start waits for the processes of a run whose supervisor was killed."""
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -80,6 +83,10 @@ class Child:
         code = self.process.returncode
         return code is not None and (code < 0 or code > 128)
 
+    def has_written(self, endpoint: Path) -> bool:
+        """Whether the file with its address is of this process. A rollout server writes it once its engine is up."""
+        return endpoint.exists() and endpoint.stat().st_mtime >= self.started_at
+
     def error(self) -> ConfigError | ProcessDied:
         """Describe in one line how the process ended, its last error message, and where its log is. A ConfigError if
         it ended with WRONG_INPUT."""
@@ -101,6 +108,25 @@ def last_error_line(log: Path, start: int = 0) -> str:
     errors = (line.split("error: ", 1)[1] for line in newest if "error: " in line)
     exceptions = (line for line in newest if "Error: " in line)
     return next(errors, next(exceptions, "")).strip()
+
+
+def try_lock(folder: Path, taken: str) -> IO[str] | None:
+    """Lock a run's folder for this supervisor. None if another one was killed and its processes are still ending.
+    Raises ConfigError with the text `taken` if the other one lives."""
+    lock = (folder / "lock").open("a+")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        with lock:
+            lock.seek(0)
+            holder = lock.read().strip()
+        if holder.isdigit() and not psutil.pid_exists(int(holder)):
+            return None
+        raise ConfigError(taken) from error
+    lock.truncate(0)
+    lock.write(str(os.getpid()))
+    lock.flush()
+    return lock
 
 
 class ProcessGroup:
@@ -147,16 +173,9 @@ class ProcessGroup:
                 env={**os.environ, **(environment or {})},
             )
         self._cleanup.add(process.pid, is_last=ends_last)
-        child = Child(
-            name, process, log, stop_timeout_s, log_start, command, environment or {}, ends_last=ends_last
-        )  # fmt: skip
+        child = Child(name, process, log, stop_timeout_s, log_start, command, environment or {}, ends_last=ends_last)
         self.children.append(child)
         return child
-
-    def check(self, may_finish: Sequence[str] = ()) -> None:
-        """Raise ProcessDied for the first child that has ended. Children in `may_finish` may end with code 0."""
-        for child in self.ended(may_finish):
-            raise child.error()
 
     def ended(self, may_finish: Sequence[str] = ()) -> list[Child]:
         """The children that have ended. Children in `may_finish` may end with code 0."""
@@ -174,17 +193,14 @@ class ProcessGroup:
     def start_again(self, child: Child) -> Child:
         """Start a child that has ended again, after killing what it left, such as an engine with GPU memory."""
         self._kill_session(child.process.pid)
-        self.remove(child)
+        self.children.remove(child)
+        self._forget(child)
         return self.start(child.name, child.command, environment=child.environment, stop_timeout_s=child.stop_timeout_s)
 
     def kill(self, child: Child, why: str) -> None:
         """Kill a child that hangs, with its descendants. `why` follows its name in `Child.error`."""
         child.why_killed = why
         _kill(reversed(_tree(child.process.pid)))
-
-    def remove(self, child: Child) -> None:
-        self.children.remove(child)
-        self._forget(child)
 
     def _forget(self, child: Child) -> None:
         if self._cleanup is not None:
@@ -340,7 +356,7 @@ class Restarts:
         if done >= self.max_restarts:
             raise ProcessDied(f"{child.error()}; max_restarts is {done}") if done else child.error()
         self._num_restarts[child.name] = done + 1
-        delay_s = min(BACK_OFF_CAP_S, BACK_OFF_S * 2**done)
+        delay_s = min(BACK_OFF_CAP_S, BACK_OFF_S * 2 ** min(done, 100))  # a float has no power of 1024
         self._due_at[child.name] = time.monotonic() + delay_s
         self.ended[child.name] = str(child.error())
         return Restart(child.name, self.ended[child.name], delay_s, done + 1)

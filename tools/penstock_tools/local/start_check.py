@@ -9,10 +9,10 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack
+from collections.abc import Awaitable, Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 
@@ -20,21 +20,23 @@ from penstock.config.dataset import listed_files
 from penstock.config.loading import dump_config
 from penstock.config.rollout import RemoteReward, RewardModelReward
 from penstock.config.run import RunConfig
-from penstock.errors import ConfigError, DeadlineExceeded, InvalidInput, PenstockError
+from penstock.errors import ConfigError, DeadlineExceeded, InvalidInput, PenstockError, one_line
 from penstock.feed.datasets import RowFormat, matching_files, read_prompts
 from penstock.machine import measure_disk, port_is_free
 from penstock.start_checks import RUN_CHECKS, check_agent_packages, check_run_folder
 from penstock.store.notices import Event
 from penstock.trajectory import Prompt, Sampling
+from penstock.weights.transports import ClusterKey
+from penstock_learner.roles.ray_address import FOUND_BY_RAY
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.rewards.scorer import RewardChoice, Scorer
 from penstock_rollout.tokenization import PromptLength, Tokenization
 from penstock_services.gateway.access import check_gateway
+from penstock_tools.local.join import opened, starts_ray_head
+from penstock_tools.local.private_redis import write_private
 from penstock_tools.sizing.plan import checkpoint_bytes
 
 CHECK_TIMEOUT_S = 120.0
-PRIVATE_REDIS = "redis://127.0.0.1:6379"
-"""Stands for the run's own Redis, which a check does not start. Checks do not connect."""
 
 
 def check_before_start(config: RunConfig) -> None:
@@ -62,32 +64,34 @@ Found = tuple[str, list[str]]
 """What a part of the check has looked at, and what it would warn of."""
 
 
-async def check_processes(config: RunConfig, show: Callable[[str], None]) -> tuple[list[str], list[str]]:
+async def check_processes(config: RunConfig, host: str = "") -> tuple[list[str], list[str]]:
     """Let the learner and a rollout server check the config in separate processes, and look at the dataset meanwhile.
-    `show` gets a line for each part that ends. Returns what was checked, and what servers would warn of. Raises
-    ConfigError with everything that is wrong."""
-    if not config.redis.url:
-        config = config.changed({"redis.url": PRIVATE_REDIS})
+    Prints a line for each part that ends. `host` is the address at which other machines would reach this one. Returns
+    what was checked, and what servers would warn of. Raises ConfigError with everything that is wrong."""
+    if host:
+        opened(config, host, ClusterKey.of(config).file)
+    if starts_ray_head(config, host):  # nothing listens there yet
+        config = config.changed({"learner.ray_address": FOUND_BY_RAY})
+    if not config.redis.url:  # a check does not start the run's own Redis, and does not connect
+        config = config.changed({"redis.url": "redis://127.0.0.1:6379"})
     with tempfile.TemporaryDirectory(prefix="penstock-check-") as folder:
-        file = Path(folder) / "config.yaml"
-        file.touch(mode=0o600)
-        file.write_text(dump_config(config))
+        file = write_private(Path(folder) / "config.yaml", dump_config(config))
         parts: dict[str, Awaitable[Found]] = {"learner": _check_process("penstock_learner", file)}
         if config.rollout.num_servers:
             parts["rollout server"] = _check_process("penstock_rollout", file)
             if _paths(config):
                 parts["dataset"] = _look_at_dataset(config)
                 parts["reward"] = _call_reward(config)
-        show(f"checking in parallel: {', '.join(parts)}")
-        ended = await asyncio.gather(*(_shown(name, part, show) for name, part in parts.items()))
+        print(f"checking in parallel: {', '.join(parts)}", flush=True)
+        ended = await asyncio.gather(*(_shown(name, part) for name, part in parts.items()))
     if failures := [str(each) for each in ended if isinstance(each, PenstockError)]:
         raise ConfigError("; ".join(dict.fromkeys(failures)))
     found = [*(each for each in ended if not isinstance(each, PenstockError)), _room_for_checkpoints(config)]
     return [what for what, _ in found if what], [doubt for _, doubts in found for doubt in doubts]
 
 
-async def _shown(name: str, part: Awaitable[Found], show: Callable[[str], None]) -> Found | PenstockError:
-    """The result of a part, after a line that says how it ended."""
+async def _shown(name: str, part: Awaitable[Found]) -> Found | PenstockError:
+    """The result of a part. Prints how it ended."""
     started = time.monotonic()
     try:
         found: Found | PenstockError = await part
@@ -95,7 +99,8 @@ async def _shown(name: str, part: Awaitable[Found], show: Callable[[str], None])
         raise
     except PenstockError as error:
         found = error
-    show(f"  {name}: {'wrong' if isinstance(found, PenstockError) else 'ok'} ({time.monotonic() - started:.1f} s)")
+    outcome = "wrong" if isinstance(found, PenstockError) else "ok"
+    print(f"  {name}: {outcome} ({time.monotonic() - started:.1f} s)", flush=True)
     return found
 
 
@@ -206,39 +211,52 @@ def _long_prompts(config: RunConfig, files: dict[Path, list[Prompt]]) -> Iterato
 
 REWARD_ROWS = 4
 """Rows of each file that the reward is called on."""
+ONE_TURN: dict[str, Any] = {"num_turns": 2, "tool_rewards": [], "turn_scores": []}
+"""What rewards are told of a sample that an agent got with one answer and without tools."""
 
 
 async def _call_reward(config: RunConfig) -> Found:
     """Call the reward on the first rows of each file, with the ground truth and with an empty response. Raises
-    ConfigError if it fails on both, on all of the rows of a data source. Remote rewards are not called."""
-    events: list[Event] = []
+    ConfigError if it fails on both, on all of the rows of a data source. Remote rewards are not called, and after
+    CHECK_TIMEOUT_S no further rows are tried."""
+    events, deadline = list[Event](), time.monotonic() + CHECK_TIMEOUT_S
     logging.getLogger("penstock_rollout").addHandler(logging.NullHandler())  # the failures are reported here
     reward = config.rollout.reward.model_copy(update={"num_processes": 1})
     scorer = Scorer(reward, RolloutMetrics(CollectorRegistry()), events.append)
-    num_rows: dict[str, int] = defaultdict(int)
     failures: dict[str, list[str]] = defaultdict(list)
-    async with AsyncExitStack() as stack:
-        stack.push_async_callback(scorer.close)
+    """By data source, how each row failed; empty for a row that did not."""
+    try:
         await scorer.check()
-        for path in _paths(config):
-            for number, prompt in enumerate(await asyncio.to_thread(_first_prompts, config, path, REWARD_ROWS), 1):
-                source, truth = prompt.data_source, prompt.ground_truth
-                if isinstance(scorer.choice.reward_for(source), RemoteReward | RewardModelReward):
-                    continue
-                responses = [truth if isinstance(truth, str) else json.dumps(truth, default=str), ""]
-                num_before = len(events)
-                scores = await scorer.score(f"row {number} of {path}", source, responses, truth, prompt.extra_info)
-                num_rows[source] += 1
-                if all(score.failed for score in scores):
-                    failures[source].append(events[num_before].text.rpartition("; ")[0])
-    wrong = [
-        f"rollout.reward fails on each of the {num_rows[source]} rows that were tried, so nothing could be learned; "
+        for where, prompt in await asyncio.to_thread(_rows_for_reward, config):
+            source, truth = prompt.data_source, prompt.ground_truth
+            if isinstance(scorer.choice.reward_for(source), RemoteReward | RewardModelReward):
+                continue
+            if time.monotonic() > deadline:
+                break
+            responses = [truth if isinstance(truth, str) else json.dumps(truth, default=str), ""]
+            num_before = len(events)
+            scores = await scorer.score(where, source, responses, truth, prompt.extra_info, [ONE_TURN] * 2)
+            has_failed = all(score.failed for score in scores)
+            failures[source].append(one_line(events[num_before].text.rpartition("; ")[0]) if has_failed else "")
+    finally:
+        await scorer.close()
+    if wrong := [
+        f"rollout.reward fails on each of the {len(texts)} rows that were tried, so nothing could be learned; "
         f"{texts[0]}"
-        for source, texts in failures.items()
-        if len(texts) == num_rows[source]
-    ]
-    if wrong:
+        for texts in failures.values()
+        if all(texts)
+    ]:
         raise ConfigError("; ".join(wrong))
-    total = sum(num_rows.values())
-    doubts = [f"the reward fails on some rows; {texts[0]}" for texts in failures.values()]
+    total = sum(map(len, failures.values()))
+    doubts = [
+        f"the reward fails on some rows; {next(filter(None, texts))}" for texts in failures.values() if any(texts)
+    ]
     return f"the reward on {total} row{'s' * (total > 1)}" if total else "", doubts
+
+
+def _rows_for_reward(config: RunConfig) -> list[tuple[str, Prompt]]:
+    return [
+        (f"row {number} of {path}", prompt)
+        for path in _paths(config)
+        for number, prompt in enumerate(_first_prompts(config, path, REWARD_ROWS), 1)
+    ]

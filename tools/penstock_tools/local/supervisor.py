@@ -31,8 +31,8 @@ PROGRESS_POLLS = 20
 
 async def supervise(config: RunConfig, host: str = "") -> bool:
     """Run until the learner has made its last step, a process dies for good, or SIGTERM or SIGINT arrives. Returns
-    whether Ctrl-C ended it before the last step."""
-    stopping, received = asyncio.Event(), set[signal.Signals]()
+    whether Ctrl-C ended it before the last step. A second Ctrl-C before the gateway is up cancels the caller."""
+    stopping, received, task = asyncio.Event(), set[signal.Signals](), asyncio.current_task()
     display, started = LineDisplay(config), time.monotonic()
     run = LocalRun(config, workers_at_once=True, host=host)
 
@@ -40,6 +40,8 @@ async def supervise(config: RunConfig, host: str = "") -> bool:
         if stopping.is_set() and name is signal.SIGINT:
             display.print("killing every process")
             run.processes.end_at_once()
+            if not run.is_up and task is not None:
+                task.cancel()
         received.add(name)
         stopping.set()
 

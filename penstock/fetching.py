@@ -101,6 +101,7 @@ class ObjectFolder:
         self._retry(lambda: self._fs.put_file(str(file), self._path(name)), f"upload {name}")
         stored = int(self._retry(lambda: self._fs.info(self._path(name), refresh=True), f"look at {name}")["size"])
         if stored != file.stat().st_size:
+            self.on_failure()
             raise Unavailable(f"{self.url}/{name} has {stored} bytes after its upload, not {file.stat().st_size}")
 
     def remove(self, name: str) -> None:

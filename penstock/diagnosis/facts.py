@@ -201,12 +201,18 @@ class RunStores:
         )
 
     async def _validation(self, config: RunConfig, stat: QueueStat) -> Validating | None:
+        """The newest one that was begun, unless it is finished. While it runs, the learner may take as many steps as
+        groups may be stale, and one more."""
         if config.dataset.validation.file is None:
             return None
-        has_ended, every = stat.finished_step == stat.step, config.dataset.validation.every_steps
-        step = stat.step if has_ended else stat.step - stat.step % every
-        found = await self.queue.evaluation_progress(evaluation_id(config.dataset.name, step))
-        return None if found is None or found[0] >= found[1] else Validating(step, *found)
+        every, last = config.dataset.validation.every_steps, [stat.step] if stat.finished_step == stat.step else []
+        newest = stat.step - stat.step % every
+        oldest = max(0, min(newest, stat.step - config.replay.max_staleness - 1))
+        for step in (*last, *range(newest, oldest - 1, -every)):
+            found = await self.queue.evaluation_progress(evaluation_id(config.dataset.name, step))
+            if found is not None:
+                return Validating(step, *found) if found[0] < found[1] else None
+        return None
 
 
 def progress(step: int, num_steps: int) -> str:

@@ -127,3 +127,14 @@ def test_a_store_that_does_not_answer_is_named_at_the_deadline(tmp_path: Path, m
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     with pytest.raises(Unavailable, match="could not list its objects for 0 s"):
         fetch_model(SOURCE, tmp_path / "tiny", 0.01)
+
+
+def test_an_upload_that_arrives_cut_off_counts_as_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").write_bytes(b"1234")
+    store, failures = ObjectFolder("memory://cut-off", "FIELD"), list[bool]()
+    store.on_failure = lambda: failures.append(True)
+    store.upload(tmp_path / "a", "a")
+    monkeypatch.setattr(store._fs, "info", lambda *_, **__: {"size": 3})
+    with pytest.raises(Unavailable, match="has 3 bytes after its upload, not 4"):
+        store.upload(tmp_path / "a", "a")
+    assert failures == [True]

@@ -128,11 +128,6 @@ class RunFacts:
         return name == PROCESS_STARTED and self.learner_phase_age_s < PROCESS_START_S
 
     @property
-    def has_servers(self) -> bool:
-        """Whether a server is beyond JOINING. One that has crashed counts, until it leaves: its heartbeat tells."""
-        return any(server.state != "JOINING" for server in self.servers)
-
-    @property
     def state(self) -> RunState:
         """Operators' orders count first, then what is alive."""
         if self.orders.is_paused:
@@ -143,7 +138,8 @@ class RunFacts:
             if 0 < self.config.learner.num_steps <= self.stat.step or self.stat.finished_step == self.stat.step:
                 return "FINISHED"
             return "STOPPED" if self.stat.term else "WAITING"
-        return "RUNNING" if self.has_servers else "WAITING"
+        # A server that has crashed counts, until it leaves: its heartbeat tells.
+        return "RUNNING" if any(server.state != "JOINING" for server in self.servers) else "WAITING"
 
     @property
     def state_detail(self) -> str:

@@ -41,7 +41,6 @@ def status(argv: Sequence[str]) -> int:
 
 
 def watch(argv: Sequence[str]) -> int:
-    """Print a line for each prompt that finishes. `--cursor` continues after an earlier line."""
     parser = Parser(
         prog="penstock watch", description="Print the results of a run as they arrive. Press Ctrl-C to end."
     )

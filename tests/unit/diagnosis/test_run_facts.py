@@ -61,8 +61,8 @@ def test_the_api_has_the_same_states() -> None:
 
 def test_a_server_counts_once_its_engine_is_up() -> None:
     joining = ServerRecord("s", "a:1", "torch")
-    assert not run_facts(servers=[]).has_servers and not run_facts(servers=[joining]).has_servers
-    assert run_facts(servers=[joining, replace(joining, state="STALE")]).has_servers
+    assert run_facts(servers=[]).state == run_facts(servers=[joining]).state == "WAITING"
+    assert run_facts(servers=[joining, replace(joining, state="STALE")]).state == "RUNNING"
 
 
 def test_groups_of_finished_steps_count_as_trained_before_a_checkpoint_covers_them() -> None:

@@ -67,7 +67,17 @@ _PLAIN_GROUP = (
     "run", "prompt_id", "attempt", "server_id", "data_source", "agent_name", "finished_at_ms", "trace_parent",
 )  # fmt: skip
 """Fields that a message has as they are."""
-_thread = threading.local()
+
+
+class _Thread(threading.local):
+    """Makes both once for each thread: two must not use one at once, and making one takes longer than a small group."""
+
+    def __init__(self) -> None:
+        self.compressor = zstandard.ZstdCompressor(level=1, write_checksum=True)
+        self.decompressor = zstandard.ZstdDecompressor()
+
+
+_thread = _Thread()
 
 
 def prompt_to_proto(prompt: Prompt) -> prompts_pb2.Prompt:
@@ -94,7 +104,12 @@ def messages_from_proto(
     return tuple((m.role, m.content) for m in listed), fields
 
 
-def prompt_from_proto(message: prompts_pb2.Prompt) -> Prompt:
+def encode_prompt(prompt: Prompt) -> bytes:
+    return prompt_to_proto(prompt).SerializeToString()
+
+
+def decode_prompt(data: bytes) -> Prompt:
+    message = prompts_pb2.Prompt.FromString(data)
     messages, message_fields = messages_from_proto(message.messages)
     return Prompt(
         messages=messages,
@@ -107,19 +122,11 @@ def prompt_from_proto(message: prompts_pb2.Prompt) -> Prompt:
     )
 
 
-def encode_prompt(prompt: Prompt) -> bytes:
-    return prompt_to_proto(prompt).SerializeToString()
-
-
-def decode_prompt(data: bytes) -> Prompt:
-    return prompt_from_proto(prompts_pb2.Prompt.FromString(data))
-
-
 def encode_group(group: Group) -> bytes:
     """Encode a group for storage. It never fails for a valid group."""
     has_episodes = any(trajectory.episode for trajectory in group.trajectories)
     version = 3 if has_episodes else 2 if any(each.sampling_segments for each in group.trajectories) else 1
-    return _HEADER.pack(MAGIC, version) + _compressor().compress(group_to_proto(group).SerializeToString())
+    return _HEADER.pack(MAGIC, version) + _thread.compressor.compress(group_to_proto(group).SerializeToString())
 
 
 def decode_group(data: bytes) -> Group:
@@ -138,7 +145,7 @@ def decode_group(data: bytes) -> Group:
 
 def encode_saved(tokens: groups_pb2.SavedTokens) -> bytes:
     """Encode saved tokens, as `SAVED_MAGIC + schema version + zstd frame`."""
-    return _HEADER.pack(SAVED_MAGIC, SAVED_SCHEMA_VERSION) + _compressor().compress(tokens.SerializeToString())
+    return _HEADER.pack(SAVED_MAGIC, SAVED_SCHEMA_VERSION) + _thread.compressor.compress(tokens.SerializeToString())
 
 
 def decode_saved(data: bytes) -> groups_pb2.SavedTokens:
@@ -155,7 +162,7 @@ def _decompressed(kind: type[M], data: bytes) -> M:
         parameters = zstandard.get_frame_parameters(frame)
         if not parameters.has_checksum or parameters.content_size > _MAX_GROUP_BYTES:
             raise PoisonGroup("corrupt", "the frame's header is damaged")
-        return kind.FromString(_decompressor().decompress(frame, allow_extra_data=False))
+        return kind.FromString(_thread.decompressor.decompress(frame, allow_extra_data=False))
     except (zstandard.ZstdError, DecodeError) as error:
         raise PoisonGroup("corrupt", f"cannot decode: {error}") from error
 
@@ -327,16 +334,3 @@ def _array(data: bytes, dtype: str, name: str) -> NDArray[np.generic]:
     if len(data) % np.dtype(dtype).itemsize:
         raise PoisonGroup("shape", f"{name} has {len(data)} bytes, not a whole number of elements")
     return np.frombuffer(data, dtype=dtype)
-
-
-def _compressor() -> zstandard.ZstdCompressor:
-    """One for each thread: it must not be used by two at once, and making one takes longer than a small group."""
-    if not hasattr(_thread, "compressor"):
-        _thread.compressor = zstandard.ZstdCompressor(level=1, write_checksum=True)
-    return _thread.compressor  # type: ignore[no-any-return]
-
-
-def _decompressor() -> zstandard.ZstdDecompressor:
-    if not hasattr(_thread, "decompressor"):
-        _thread.decompressor = zstandard.ZstdDecompressor()
-    return _thread.decompressor  # type: ignore[no-any-return]

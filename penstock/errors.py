@@ -149,8 +149,7 @@ def first_error(error: BaseException) -> BaseException:
 
 def described(error: BaseException) -> str:
     """An error in one line. An error of Python's or of a library is named, because its text alone may be `'x'`."""
-    lines = str(error).strip().splitlines()
-    text = lines[0] if lines else ""
+    text = first_line_of(error)
     if isinstance(error, PenstockError):
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
@@ -182,6 +181,11 @@ def error_from_reason(reason: str, message: str, field: str = "", retry_after_s:
 def one_line(message: object) -> str:
     """A library's message without its line breaks."""
     return " ".join(str(message).split())
+
+
+def named(error: BaseException) -> str:
+    """An error of a library or of a user's code in one line, with its type."""
+    return one_line(f"{type(error).__name__}: {error}")
 
 
 def first_line_of(error: BaseException) -> str:

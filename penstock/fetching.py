@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 import xxhash
 
-from penstock.errors import ConfigError, DeadlineExceeded, Unavailable
+from penstock.errors import ConfigError, DeadlineExceeded, Unavailable, named
 from penstock.hub import MODEL_FILES, download_model, is_hub_id
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,9 @@ class ObjectFolder:
         try:
             found = self._retry(lambda: self._fs.find(self._root, detail=True), "list its objects")
         except FileNotFoundError as error:
-            raise ConfigError(f"{self.field}: {self.url} does not exist ({_short(error)}); make the bucket") from error
+            raise ConfigError(
+                f"{self.field}: {self.url} does not exist ({named(error)[:200]}); make the bucket"
+            ) from error
         return {
             path.removeprefix(self._root).lstrip("/"): ObjectInfo(
                 int(info["size"]), str(info.get("ETag") or info.get("etag") or info.get("mtime") or "").strip('"')
@@ -78,11 +80,8 @@ class ObjectFolder:
             if path != self._root
         }
 
-    def read(self, name: str) -> bytes:
-        """The content of a small object."""
-        return self.read_part(name, 0, None)
-
-    def read_part(self, name: str, start: int, end: int | None) -> bytes:
+    def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
+        """The content of an object, or a part of it."""
         path, what = self._path(name), f"read {name} from byte {start}"
         content: bytes = self._retry(lambda: self._fs.cat_file(path, start=start, end=end), what)
         return content
@@ -92,7 +91,7 @@ class ObjectFolder:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab") as file:
             while (start := file.tell()) < num_bytes:
-                file.write(self.read_part(name, start, min(start + CHUNK_BYTES, num_bytes)))
+                file.write(self.read(name, start, min(start + CHUNK_BYTES, num_bytes)))
                 file.flush()
             os.fsync(file.fileno())
 
@@ -101,11 +100,11 @@ class ObjectFolder:
         self._retry(lambda: self._fs.put_file(str(file), self._path(name)), f"upload {name}")
         stored = int(self._retry(lambda: self._fs.info(self._path(name), refresh=True), f"look at {name}")["size"])
         if stored != file.stat().st_size:
+            self.on_failure()
             raise Unavailable(f"{self.url}/{name} has {stored} bytes after its upload, not {file.stat().st_size}")
 
     def remove(self, name: str) -> None:
         """Remove an object. It is not an error if it does not exist."""
-
         with contextlib.suppress(FileNotFoundError):
             self._retry(lambda: self._fs.rm_file(self._path(name)), f"remove {name}")
 
@@ -120,17 +119,19 @@ class ObjectFolder:
                 return call()
             except REFUSALS as error:
                 self.on_failure()
-                raise ConfigError(f"{self.field}: {self.url} refuses to {what} ({_short(error)}); check it") from error
+                raise ConfigError(
+                    f"{self.field}: {self.url} refuses to {what} ({named(error)[:200]}); check it"
+                ) from error
             except FileNotFoundError:
                 raise
             except Exception as error:  # the stores' libraries have no common error
                 self.on_failure()
                 if time.monotonic() + wait_s > deadline:
                     raise Unavailable(
-                        f"{self.url} could not {what} for {self.timeout_s:.0f} s ({_short(error)}); check the store, "
-                        "its credentials and the network"
+                        f"{self.url} could not {what} for {self.timeout_s:.0f} s ({named(error)[:200]}); check the "
+                        "store, its credentials and the network"
                     ) from error
-                logger.warning("%s could not %s yet: %s", self.url, what, _short(error))
+                logger.warning("%s could not %s yet: %s", self.url, what, named(error)[:200])
             time.sleep(wait_s)
             wait_s = min(2 * wait_s, MAX_WAIT_S)
 
@@ -153,13 +154,9 @@ def _open(url: str, field: str) -> tuple[Any, str]:
             "'penstock[objectstore]'"
         ) from error
     except ValueError as error:
-        raise ConfigError(f"{field}: {url} is not a URL that fsspec knows ({_short(error)})") from error
+        raise ConfigError(f"{field}: {url} is not a URL that fsspec knows ({named(error)[:200]})") from error
     filesystem.retries = 1  # ObjectFolder has its own deadline
     return filesystem, str(root).rstrip("/")
-
-
-def _short(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 MARKER = ".penstock-model.json"
@@ -226,15 +223,13 @@ def _download(store: ObjectFolder, name: str, info: ObjectInfo, path: Path) -> N
         if stale != partial:
             stale.unlink()
     store.download(name, partial, info.num_bytes)
-    if partial.stat().st_size != info.num_bytes or not _has_md5(partial, info.etag):
+    # The etag of an S3 object in one piece is an MD5, that of an object in parts is not.
+    is_md5 = _MD5.match(info.etag) is not None
+    is_whole = not is_md5 or _checksum(partial, lambda: hashlib.md5(usedforsecurity=False)) == info.etag
+    if partial.stat().st_size != info.num_bytes or not is_whole:
         partial.unlink()
         raise Unavailable(f"{store.url}/{name} arrived damaged and was removed; fetch again")
     partial.rename(path)
-
-
-def _has_md5(path: Path, etag: str) -> bool:
-    """Whether a file has the MD5 that an S3 etag is. The etag of an object in parts is not an MD5: then true."""
-    return not _MD5.match(etag) or _checksum(path, lambda: hashlib.md5(usedforsecurity=False)) == etag
 
 
 def _from_folder(source: Path, target: Path) -> None:

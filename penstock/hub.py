@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from penstock.config.dataset import Files, WeightedFile, listed_files
+from penstock.config.dataset import Files, listed_files
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, one_line
 
@@ -79,12 +79,10 @@ def is_hub_id(path: Path) -> bool:
 
 def _local_files(files: Files | None, field: str, split: str) -> Files | None:
     """The same entries, with a local path or pattern in place of each Hub id."""
-    if all(_hub_id(entry.file) is None for entry in listed_files(files)):
+    entries = listed_files(files)
+    if all(_hub_id(entry.file) is None for entry in entries):
         return files
-    return tuple(
-        WeightedFile(file=_local_dataset(entry.file, field, split), weight=entry.weight)
-        for entry in listed_files(files)
-    )
+    return tuple(entry.changed({"file": _local_dataset(entry.file, field, split)}) for entry in entries)
 
 
 def _local_dataset(path: Path, field: str, split: str) -> Path:

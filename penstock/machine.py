@@ -88,7 +88,6 @@ class DiskWatch:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Bytes of all files in a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
@@ -150,7 +149,6 @@ def nvidia_smi(*words: str) -> list[str]:
 
 
 def gpu_names() -> list[str]:
-    """The product name of each GPU."""
     return nvidia_smi("--query-gpu=name", "--format=csv,noheader")
 
 
@@ -196,16 +194,14 @@ def address_towards(host: str, port: int) -> str:
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)
-        own: str = probe.getsockname()[0]
-        return own
+        return str(probe.getsockname()[0])
 
 
 def free_port(host: str = "127.0.0.1") -> int:
     """Return a port that is free now. Bind it soon, before another process does."""
     with socket.socket() as probe:
         probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
+        return int(probe.getsockname()[1])
 
 
 def port_is_free(host: str, port: int) -> bool:

@@ -71,8 +71,7 @@ class CountedHistogram(Collector):
         registry.register(self)
 
     def observe(self, value: float) -> None:
-        self._counts[bisect_left(self.edges, value)] += 1
-        self._sum += value
+        self.observe_all((value,))
 
     def observe_all(self, values: Sequence[float]) -> None:
         for value in values:

@@ -7,8 +7,10 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import symtable
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,30 +110,14 @@ def _check_function(field: str, file: Path, name: str) -> None:
     if not file.is_file():
         raise ConfigError(f"{field} {file} does not exist")
     try:
-        module = ast.parse(file.read_bytes())
+        source = importlib.util.decode_source(file.read_bytes())
+        bound = symtable.symtable(source, str(file), "exec").get_symbols()
+        names = {symbol.get_name() for symbol in bound if symbol.is_assigned() or symbol.is_imported()}
+        takes_all = any(isinstance(node, ast.alias) and node.name == "*" for node in ast.walk(ast.parse(source)))
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"{field} {file} is not Python: {error}") from error
-    names = _top_level_names(module)
-    if name not in names and "*" not in names:
+    if name not in names and not takes_all:
         raise ConfigError(f"{field} {file} does not define {name}; add the function, or give its name in the config")
-
-
-def _top_level_names(module: ast.Module) -> set[str]:
-    """The names that a module binds, in branches and `try` blocks too. `*` stands for an import of all names."""
-    names = set()
-    waiting: list[ast.AST] = [*module.body]
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.Name):
-            if isinstance(node.ctx, ast.Store):
-                names.add(node.id)
-        else:
-            waiting += ast.iter_child_nodes(node)
-    return names
 
 
 def check_lengths(config: RunConfig) -> None:
@@ -198,25 +184,18 @@ RUN_CHECKS: dict[str, Callable[[RunConfig], None]] = {
 """What a run needs of its config and files, by name, in the order in which it is checked."""
 
 
-def check_run_folder(config: RunConfig) -> None:
-    """Check that the run's folder can be created and written to. Leaves nothing behind."""
-    existing = next(folder for folder in (config.folder, *config.folder.absolute().parents) if folder.exists())
+def check_run_folder(config: RunConfig, *, make: bool = False) -> None:
+    """Check that files can be written to the run's folder, or to the parent that it will be created in. With `make`, it
+    is created. Leaves nothing else behind."""
     try:
-        with tempfile.TemporaryDirectory(dir=existing, prefix=".check-"):
+        if make:
+            config.folder.mkdir(parents=True, exist_ok=True)
+        existing = next(folder for folder in (config.folder, *config.folder.absolute().parents) if folder.exists())
+        with tempfile.TemporaryDirectory(dir=existing, prefix=".check-"):  # processes start at the same time
             pass
     except OSError as error:
-        raise _unwritable(config, error) from error
+        text = f"run_dir {config.run_dir} cannot be written to: {error.strerror}; set it to a writable folder"
+        raise ConfigError(text) from error
 
 
-def make_run_folder(config: RunConfig) -> None:
-    """Create the run's folder if it is missing. Raises ConfigError if it cannot be written to."""
-    try:
-        config.folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=config.folder, prefix=".check-"):  # processes start at the same time
-            pass
-    except OSError as error:
-        raise _unwritable(config, error) from error
-
-
-def _unwritable(config: RunConfig, error: OSError) -> ConfigError:
-    return ConfigError(f"run_dir {config.run_dir} cannot be written to: {error.strerror}; set it to a writable folder")
+make_run_folder = partial(check_run_folder, make=True)

@@ -9,6 +9,8 @@ import json
 import math
 from pathlib import Path
 
+from penstock.errors import ConfigError
+
 METRICS = "metrics.jsonl"
 VALIDATIONS = "validation.jsonl"
 """The scores of the feed's validations, a line for each."""
@@ -23,6 +25,8 @@ def read_steps(folder: Path) -> list[dict[str, float]]:
         lines = (folder / METRICS).read_text().splitlines()
     except FileNotFoundError:
         return []
+    except OSError as error:
+        raise ConfigError(f"{folder / METRICS} cannot be read: {error.strerror}; run this as its owner") from error
     steps: list[dict[str, float]] = []
     for line in lines:
         try:

@@ -140,7 +140,6 @@ class Trajectory:
         return any(self.loss_mask.tobytes())
 
     def token_versions(self) -> NDArray[np.int64]:
-        """The policy version of every token."""
         versions = np.empty(len(self.token_ids), dtype=np.int64)
         for segment in self.segments:
             versions[segment.start : segment.end] = segment.policy_version

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, named
 
 
 def load_object(path: str, where: str) -> Any:
@@ -44,7 +44,7 @@ def _module(name: str, where: str) -> ModuleType:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing is not None and (name == missing or name.startswith(f"{missing}.")):
             raise ConfigError(f"{where}: there is no module {missing}; install it or set PYTHONPATH") from error
-        raise ConfigError(f"{where}: importing {name} fails: {_one_line(error)}") from error
+        raise ConfigError(f"{where}: importing {name} fails: {named(error)}") from error
 
 
 def _file_module(path: Path, where: str) -> ModuleType:
@@ -61,12 +61,8 @@ def _file_module(path: Path, where: str) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        raise ConfigError(f"{where}: {path} fails on import: {_one_line(error)}") from error
+        raise ConfigError(f"{where}: {path} fails on import: {named(error)}") from error
     return module
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def hint_for_name(name: str, known: Iterable[str], *, others: str = "") -> str:

@@ -27,7 +27,7 @@ PROBE_S = 1.0
 
 def run_folder(run: str, *files: str) -> Path:
     """The folder of a run, by its name in `runs/` or its path. Raises ConfigError unless it has one of the files."""
-    named = [RUNS_FOLDER / run] if Path(run).name == run else []
+    named = [RUNS_FOLDER / run] if Path(run).name == run != ".." else []
     folder = next((folder for folder in (*named, Path(run)) if folder.is_dir()), None)
     if folder is None:
         names = [path.name for path in RUNS_FOLDER.glob("*") if path.is_dir()]

@@ -52,15 +52,11 @@ class Parser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         """The help, without the list of all options in the usage where that is long: they follow one by one."""
-        usage = self.usage
-        if not usage and self.format_usage().count("\n") > MAX_USAGE_LINES:
+        if not self.usage and self.format_usage().count("\n") > MAX_USAGE_LINES:
             positionals = [action for action in self._actions if not action.option_strings]
             shown = [f"[{_name(action)} …]" if action.nargs in ("*", "?") else _name(action) for action in positionals]
             self.usage = " ".join(["%(prog)s", *shown, "[options]"])
-        try:
-            return super().format_help()
-        finally:
-            self.usage = usage
+        return super().format_help()
 
     @property
     def option_names(self) -> list[str]:
@@ -127,12 +123,7 @@ class Parser(argparse.ArgumentParser):
         return re.sub(r": invalid (int|float) value: (.*)$", lambda m: f": {m[2]} is not {_KINDS[m[1]]}", message)
 
     def _missing(self, names: Sequence[str]) -> str:
-        actions = [
-            action
-            for action in self._actions
-            if ("/".join(action.option_strings) or action.metavar) in names
-            or (not action.option_strings and action.dest in names)
-        ]
+        actions = [one for one in self._actions if ("/".join(one.option_strings) or one.metavar or one.dest) in names]
         shown = [_name(action) for action in actions] or list(names)
         choices = next((list(map(str, action.choices)) for action in actions if action.choices), [])
         texts = [action.help for action in actions if action.help]

@@ -40,7 +40,10 @@ STREAM_SILENCE_S = 30.0
 def needs_authorities(url: str) -> bool:
     """Whether a client of this address verifies certificates. Reading the system's authorities takes longer than a
     call, so it is not done where there is no TLS."""
-    return httpx.URL(url).scheme != "http"
+    try:
+        return httpx.URL(url).scheme != "http"
+    except httpx.InvalidURL as error:
+        raise connection_failure(url, error).error from error
 
 
 class PenstockClient:

@@ -86,8 +86,9 @@ class SyncPenstockClient:
         self, url: str, *, tls: ssl.SSLContext | None = None, transport: httpx.BaseTransport | None = None,
         **options: Any,
     ) -> None:  # fmt: skip
-        verify = tls or needs_authorities(url)
-        blocking = _BlockingTransport(transport or httpx.HTTPTransport(verify=verify, trust_env=False))
+        self.verify = tls or needs_authorities(url)
+        """What certificates are verified with, as httpx takes it."""
+        blocking = _BlockingTransport(transport or httpx.HTTPTransport(verify=self.verify, trust_env=False))
         self._client = _BlockingClient(url, transport=blocking, **options)
         self.address = self._client.address
 

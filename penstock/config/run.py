@@ -119,10 +119,8 @@ class RunConfig(Config):
         host, _, port = self.learner.ray_address.rpartition(":")
         try:
             url = urlsplit(self.redis.url)
-            return bool(host and url.hostname) and (host.strip("[]").lower(), int(port)) == (
-                url.hostname,
-                url.port or 6379,
-            )
+            is_same_host = bool(host) and host.strip("[]").lower() == url.hostname
+            return is_same_host and int(port) == (url.port or 6379)
         except ValueError:  # of a port that is not a number: Redis' client explains it
             return False
 

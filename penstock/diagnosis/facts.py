@@ -128,11 +128,6 @@ class RunFacts:
         return name == PROCESS_STARTED and self.learner_phase_age_s < PROCESS_START_S
 
     @property
-    def has_servers(self) -> bool:
-        """Whether a server is beyond JOINING. One that has crashed counts, until it leaves: its heartbeat tells."""
-        return any(server.state != "JOINING" for server in self.servers)
-
-    @property
     def state(self) -> RunState:
         """Operators' orders count first, then what is alive."""
         if self.orders.is_paused:
@@ -143,7 +138,8 @@ class RunFacts:
             if 0 < self.config.learner.num_steps <= self.stat.step or self.stat.finished_step == self.stat.step:
                 return "FINISHED"
             return "STOPPED" if self.stat.term else "WAITING"
-        return "RUNNING" if self.has_servers else "WAITING"
+        # A server that has crashed counts, until it leaves: its heartbeat tells.
+        return "RUNNING" if any(server.state != "JOINING" for server in self.servers) else "WAITING"
 
     @property
     def state_detail(self) -> str:
@@ -201,12 +197,18 @@ class RunStores:
         )
 
     async def _validation(self, config: RunConfig, stat: QueueStat) -> Validating | None:
+        """The newest one that was begun, unless it is finished. While it runs, the learner may take as many steps as
+        groups may be stale, and one more."""
         if config.dataset.validation.file is None:
             return None
-        has_ended, every = stat.finished_step == stat.step, config.dataset.validation.every_steps
-        step = stat.step if has_ended else stat.step - stat.step % every
-        found = await self.queue.evaluation_progress(evaluation_id(config.dataset.name, step))
-        return None if found is None or found[0] >= found[1] else Validating(step, *found)
+        every, last = config.dataset.validation.every_steps, [stat.step] if stat.finished_step == stat.step else []
+        newest = stat.step - stat.step % every
+        oldest = max(0, min(newest, stat.step - config.replay.max_staleness - 1))
+        for step in (*last, *range(newest, oldest - 1, -every)):
+            found = await self.queue.evaluation_progress(evaluation_id(config.dataset.name, step))
+            if found is not None:
+                return Validating(step, *found) if found[0] < found[1] else None
+        return None
 
 
 def progress(step: int, num_steps: int) -> str:

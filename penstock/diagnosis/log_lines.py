@@ -74,7 +74,10 @@ class Announcements:
             is_starting = part.is_starting and run.state != "PAUSED" and not lacks_prompts(run, part)
             if is_starting and silence_s >= STILL_AFTER_S:
                 self._mentioned_s[part.component] = now_s
-                lines.append(f"{part.component}: still {part.phases[-1].name}{_meanwhile(run, part)}")
+                phase, found = part.phases[-1].name, run.speed_finding
+                # A learner without a batch may wait for a validation.
+                is_validating = phase == FIRST_BATCH and found is not None and found.code == "validation"
+                lines.append(f"{part.component}: still {phase}{f'; {run.speed}' if is_validating else ''}")
         return lines
 
     def _notice_lines(self, run: Run) -> list[str]:
@@ -120,13 +123,6 @@ def _new_phases(part: Part, known: Sequence[Phase]) -> list[str]:
             took = f" ({part.phases[index - 1].name}: {seconds:.1f} s)"
         lines.append(f"{part.component}: {phase.name}{took}")
     return lines
-
-
-def _meanwhile(run: Run, part: Part) -> str:
-    """The validation that a learner without a batch waits for."""
-    found = run.speed_finding
-    is_validating = part.phases[-1].name == FIRST_BATCH and found is not None and found.code == "validation"
-    return f"; {found.text}" if is_validating and found is not None else ""
 
 
 class LearningLine:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from penstock.codec import decode_group, encode_prompt
 from penstock.config.dataset import DatasetConfig
 from penstock.config.run import RunConfig
-from penstock.errors import ConfigError, InvalidInput, NotFound, PoisonGroup, QueueFull, Unavailable
+from penstock.errors import ConfigError, InvalidInput, NotFound, PoisonGroup, QueueFull, Unavailable, named
 from penstock.feed.datasets import read_files, shown_files
 from penstock.replay.queue import PromptIntake, RedisReplayQueue
 from penstock.replay.results import PromptBook
@@ -46,14 +46,11 @@ class EpochOrder:
 
     def _rows(self, epoch: int) -> NDArray[np.int64]:
         # numpy guarantees RandomState's streams, so a run continues in the same order under every release of numpy.
-        if all(weight == 1.0 for _, weight in self.parts):
-            chosen = np.arange(self.num_rows)
-        else:
-            drawn, first = [], 0
-            for number, (count, weight) in enumerate(self.parts):
-                drawn.append(first + self._draw(epoch, number, count, weight))
-                first += count
-            chosen = np.concatenate(drawn)
+        drawn, first = [], 0
+        for number, (count, weight) in enumerate(self.parts):
+            drawn.append(first + self._draw(epoch, number, count, weight))
+            first += count
+        chosen = np.concatenate(drawn)
         if not self.shuffle:
             return chosen
         return chosen[np.random.RandomState([self.seed, epoch]).permutation(len(chosen))]
@@ -62,6 +59,8 @@ class EpochOrder:
         """The rows of a file in an epoch: all for each whole part of the weight, and a rest that rotates by epoch."""
         whole, rest = divmod(_num_drawn(count, weight), count)
         rows = np.tile(np.arange(count), whole)
+        if not rest:
+            return rows
         order = np.random.RandomState([self.seed, part, 1]).permutation(count)
         return np.concatenate([rows, np.sort(np.take(order, np.arange(epoch * rest, (epoch + 1) * rest), mode="wrap"))])
 
@@ -157,8 +156,7 @@ def _checked(where: str, call: Any, *arguments: Any, **keywords: Any) -> Any:
     try:
         return call(*arguments, **keywords)
     except Exception as error:
-        why = " ".join(f"{type(error).__name__}: {error}".split())
-        raise InvalidInput("dataset.sampler", f"{where} failed: {why}") from error
+        raise InvalidInput("dataset.sampler", f"{where} failed: {named(error)}") from error
 
 
 MIN_DEAD_LETTERS = 32
@@ -222,12 +220,10 @@ class PromptStream:
         self.prompts = prompts
         self.config = config
         self.seed = seed
-        self.order = EpochOrder(parts or ((len(prompts), 1.0),), shuffle=config.shuffle, seed=self._shuffle_seed)
-
-    @property
-    def epoch_prompts(self) -> int:
+        shuffle_seed = seed % 2**32 if config.shuffle_seed is None else config.shuffle_seed
+        self.order = EpochOrder(parts or ((len(prompts), 1.0),), shuffle=config.shuffle, seed=shuffle_seed)
+        self.epoch_prompts = self.order.num_rows
         """Number of prompts of one epoch."""
-        return self.order.num_rows
 
     @classmethod
     def read(cls, config: RunConfig) -> PromptStream:
@@ -251,8 +247,8 @@ class PromptStream:
     def fingerprint(self) -> str:
         """Hash of the dataset's rows and their order. Sampling parameters do not change it."""
         parts = self.order.parts
-        weights = [part for part in parts if part[1] != 1.0]
-        what = (self.config.shuffle, self._shuffle_seed, len(self.prompts), *([parts] if weights else []))
+        weighted = [parts] if any(weight != 1.0 for _, weight in parts) else []
+        what = (self.config.shuffle, self.order.seed, len(self.prompts), *weighted)
         digest = hashlib.sha256(repr(what).encode())
         for prompt in self.prompts:
             digest.update(hashlib.sha256(encode_prompt(replace(prompt, sampling=Sampling(), num_samples=1))).digest())
@@ -266,10 +262,6 @@ class PromptStream:
     def _at(self, number: int) -> Prompt:
         epoch, place = divmod(number, self.epoch_prompts)
         return seeded(self.prompts[int(self.order.rows(epoch)[place])], self.seed, number)
-
-    @property
-    def _shuffle_seed(self) -> int:
-        return self.seed % 2**32 if self.config.shuffle_seed is None else self.config.shuffle_seed
 
 
 class Feeder:

@@ -21,7 +21,7 @@ from typing import Any
 
 from penstock.api.conversion import check_label, json_text
 from penstock.config.dataset import ColumnsConfig, DatasetConfig, Files, listed_files
-from penstock.errors import ConfigError, InvalidInput, one_line
+from penstock.errors import ConfigError, InvalidInput, named, one_line
 from penstock.feed.parquet_rows import ReadLimits, all_rows, column_names, limited_rows
 from penstock.trajectory import MESSAGE_FIELDS, Prompt, Sampling
 from penstock.user_code import load_callable
@@ -293,5 +293,4 @@ def _loaded(files: Files, config: DatasetConfig) -> Iterable[tuple[str, Any]]:
     except InvalidInput:
         raise
     except Exception as error:
-        why = " ".join(f"{type(error).__name__}: {error}".split())
-        raise InvalidInput("dataset.loader", f"{config.loader} failed: {why}") from error
+        raise InvalidInput("dataset.loader", f"{config.loader} failed: {named(error)}") from error

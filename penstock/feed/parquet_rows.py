@@ -140,9 +140,7 @@ class _Reader:
         raise ValueError("the header of a page has a number that is too long")
 
     def _byte(self) -> int:
-        if self.at >= len(self.data):
-            raise ValueError("the header of a page is cut off")
-        self.at += 1
+        self._skip(1)
         return self.data[self.at - 1]
 
     def _skip(self, num_bytes: int) -> None:

@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from penstock.config.dataset import DatasetConfig
 from penstock.config.run import RunConfig
-from penstock.replay.queue import PromptIntake
-from penstock.replay.queue_types import FeedPosition, QueueStat
+from penstock.replay.queue import PromptIntake, QueueCalls
 
 
-class _Counts(Protocol):
-    """What the feed and the learner can both ask the queue."""
-
-    async def feeds(self) -> dict[str, FeedPosition]: ...
-
-    async def stat(self) -> QueueStat: ...
-
-
-async def data_has_ended(queue: _Counts, config: DatasetConfig) -> bool:
+async def data_has_ended(queue: QueueCalls, config: DatasetConfig) -> bool:
     """Whether all epochs were submitted, and every prompt has left the queue or is with the learner."""
     if config.file is None or config.epochs == 0:
         return False
@@ -57,7 +47,7 @@ class EarlierWork:
     """Prompts of other datasets and of clients that are not trained yet."""
 
 
-async def earlier_work(queue: _Counts, config: RunConfig) -> EarlierWork:
+async def earlier_work(queue: QueueCalls, config: RunConfig) -> EarlierWork:
     """What the run had before the dataset of the config. Once its prompts are submitted, it counts as the only one."""
     feed = (await queue.feeds()).get(config.dataset.name)
     if feed is not None and feed.position > 0:

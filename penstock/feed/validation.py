@@ -7,7 +7,7 @@ import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,26 +34,23 @@ RETURN_TIMEOUT_S = 2.0
 """How long a moved server may take to return to its pinned version, doubled each time. Then the pin follows it."""
 
 
+@dataclass
 class VersionHold:
     """Pins an evaluation, and one server to answer it, to the version that this server has. The others follow training.
 
     `note` is a file that names both, so that the next process can unpin what a killed one left. If the server is lost
     or moves on, the hold ends, and all servers answer the remaining prompts."""
 
-    def __init__(
-        self, policies: PolicyRegistry, fleet: Fleet, note: Path, *, max_silence_s: float, num_servers: int,
-        join_timeout_s: float,
-    ) -> None:  # fmt: skip
-        self.policies = policies
-        self.fleet = fleet
-        self.note = note
-        self.max_silence_s = max_silence_s
-        self.num_servers = num_servers
-        """Number of servers that the run starts with. The first evaluation waits `join_timeout_s` for two."""
-        self.join_timeout_s = join_timeout_s
-        self._has_begun = False
-        self._server_id = ""
-        self._version = -1
+    policies: PolicyRegistry
+    fleet: Fleet
+    note: Path
+    max_silence_s: float
+    num_servers: int
+    """Number of servers that the run starts with. The first evaluation waits `join_timeout_s` for two."""
+    join_timeout_s: float
+    _has_begun = False
+    _server_id = ""
+    _version = -1
 
     async def begin(self, evaluation_id: str) -> None:
         """Pin a server and the evaluation, before it is created. A server that is alone is needed for training."""
@@ -145,25 +142,22 @@ class VersionHold:
 POLL_S = 0.5
 
 
+@dataclass
 class Validator:
     """Creates an evaluation for each step that is due, and appends one line to `results` when it is finished.
 
     An evaluation is named after its step, so a restarted validator repeats none. A step that passes while another
     evaluation runs is skipped. With a `hold`, one server answers with one version."""
 
-    def __init__(
-        self, queue: PromptIntake, prompts: Sequence[Prompt], config: ValidationConfig, name: str, results: Path,
-        stall_timeout_s: float, run_end: RunEnd, hold: VersionHold | None = None,
-    ) -> None:  # fmt: skip
-        self.queue = queue
-        self.prompts = prompts
-        self.config = config
-        self.name = name
-        self.results = results
-        self.stall_timeout_s = stall_timeout_s
-        """How long an evaluation may go without a finished prompt."""
-        self.run_end = run_end
-        self.hold = hold
+    queue: PromptIntake
+    prompts: Sequence[Prompt]
+    config: ValidationConfig
+    name: str
+    results: Path
+    stall_timeout_s: float
+    """How long an evaluation may go without a finished prompt."""
+    run_end: RunEnd
+    hold: VersionHold | None = None
 
     @classmethod
     def read(cls, config: RunConfig, queue: PromptIntake, hold: VersionHold | None = None) -> Validator:
@@ -177,18 +171,16 @@ class Validator:
             raise InvalidInput(shown_files(validation.file), "holds no prompts")
         # A prompt may fail once for each attempt before it counts as finished.
         stall_timeout_s = config.replay.max_attempts * config.rollout.prompt_timeout_s + config.replay.lease_ttl_s
-        results = config.folder / VALIDATIONS
-        run_end = RunEnd(queue, config)
-        return cls(queue, prompts, validation, config.dataset.name, results, stall_timeout_s, run_end, hold)
+        results, name, run_end = config.folder / VALIDATIONS, config.dataset.name, RunEnd(queue, config)
+        return cls(queue, prompts, validation, name, results, stall_timeout_s, run_end, hold)
 
     async def run(self) -> None:
         """Validate until the last policy is validated. Tries again while Redis is away or full, or after a stall."""
-        done, is_free = validated_steps(self.results), self.hold is None
+        done = validated_steps(self.results)
         while True:
             try:
-                if self.hold is not None and not is_free:
+                if self.hold is not None:  # one of a process that was killed, or that could not be ended
                     await self.hold.end()
-                    is_free = True
                 has_ended, step = await self.run_end.is_reached(), (await self.queue.stat()).step
                 step = step if has_ended else step // self.config.every_steps * self.config.every_steps
                 if step not in done and (step > 0 or has_ended or self.config.before_train):
@@ -218,9 +210,10 @@ class Validator:
         }
         await self.queue.record_scores(step, scores)
         self.results.parent.mkdir(parents=True, exist_ok=True)
+        result = {"step": step} | asdict(evaluation)
         with self.results.open("a") as lines:
-            lines.write(json.dumps({"step": step} | asdict(evaluation)) + "\n")
-        logger.info("%s", result_line({"step": step} | asdict(evaluation)))
+            lines.write(json.dumps(result) + "\n")
+        logger.info("%s", result_line(result))
         if not evaluation.pass_at and evaluation.num_samples:
             logger.warning(
                 "no reward of the validation at step %d has the part %r, so it has no pass@k; correct "

@@ -19,7 +19,6 @@ from penstock.protocols.bodies import (
     Refused,
     SamplingBody,
     ToolBody,
-    conversation_of,
     set_format,
     text_field,
     text_of,
@@ -90,7 +89,7 @@ class PromptBody(SamplingBody):
         messages += [message for number, one in enumerate(self.messages) for message in _messages(one, number)]
         is_single = bool(choice.disable_parallel_tool_use)
         named = _CHOICES[choice.type], choice.name
-        return conversation_of(self, messages, self.tools or (), named, is_single=is_single)
+        return self.to_conversation(messages, self.tools or (), named, is_single=is_single)
 
 
 class MessagesBody(PromptBody):

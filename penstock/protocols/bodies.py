@@ -110,6 +110,20 @@ class SamplingBody(Body):
             policy_version=version,
         )
 
+    def to_conversation(
+        self, messages: Iterable[Message], tools: Sequence[ToolBody], choice: tuple[generate_pb2.ToolChoice, str], *,
+        is_single: bool,
+    ) -> Conversation:  # fmt: skip
+        """`choice` has the name of the tool if it names one, and `is_single` allows one call at most."""
+        return Conversation(
+            messages=tuple(messages),
+            tools=tuple(tool.declared(f"tools[{number}]") for number, tool in enumerate(tools)),
+            tool_choice=choice[0],
+            tool_name=choice[1],
+            single_tool_call=bool(tools) and is_single,
+            template_arguments=self.chat_template_kwargs or {},
+        )
+
 
 class ToolBody(Body):
     """A function that the client runs."""
@@ -125,21 +139,6 @@ class ToolBody(Body):
         json_text(self.parameters, f"{path}.parameters")
         fields = {name: getattr(self, name) for name in ToolBody.model_fields} | {"strict": self.strict or None}
         return {"type": "function", "function": {key: value for key, value in fields.items() if value is not None}}
-
-
-def conversation_of(
-    body: SamplingBody, messages: Iterable[Message], tools: Sequence[ToolBody],
-    choice: tuple[generate_pb2.ToolChoice, str], *, is_single: bool,
-) -> Conversation:  # fmt: skip
-    """`choice` has the name of the tool if it names one, and `is_single` allows one call at most."""
-    return Conversation(
-        messages=tuple(messages),
-        tools=tuple(tool.declared(f"tools[{number}]") for number, tool in enumerate(tools)),
-        tool_choice=choice[0],
-        tool_name=choice[1],
-        single_tool_call=bool(tools) and is_single,
-        template_arguments=body.chat_template_kwargs or {},
-    )
 
 
 def text_of(content: Any, path: str) -> str:

@@ -23,7 +23,6 @@ from penstock.protocols.bodies import (
     SamplingBody,
     TokenId,
     ToolBody,
-    conversation_of,
     set_format,
     text_of,
 )
@@ -189,7 +188,7 @@ class ChatBody(OpenAIBody):
     def fill(self, request: generate_pb2.GenerateRequest) -> None:
         messages = [message.message(f"messages[{number}]") for number, message in enumerate(self.messages)]
         tools, choice = [tool.function for tool in self.tools or ()], chosen_tool(self.tool_choice)
-        conversation_of(self, messages, tools, choice, is_single=self.parallel_tool_calls is False).fill(request)
+        self.to_conversation(messages, tools, choice, is_single=self.parallel_tool_calls is False).fill(request)
         if (form := self.response_format) is not None:
             schema = form.json_schema.schema_ if form.json_schema is not None else None
             set_format(request, form.type, schema, "response_format.json_schema.schema")

@@ -63,19 +63,15 @@ class Message:
     reasoning: str = ""
     """The reasoning before the content, if it is kept apart from it. Templates read it as `reasoning_content`."""
 
-    def template_fields(self) -> Json:
-        """Fields besides role and content that the chat template reads. Empty ones are skipped."""
+    def to_proto(self) -> prompts_pb2.Message:
         fields = {
             "name": self.name,
             "tool_calls": [call.to_json() for call in self.tool_calls],
             "tool_call_id": self.tool_call_id,
             "reasoning_content": self.reasoning,
         }
-        return {name: value for name, value in fields.items() if value}
-
-    def to_proto(self) -> prompts_pb2.Message:
-        fields = self.template_fields()
-        text = json.dumps(fields) if fields else ""
+        given = {name: value for name, value in fields.items() if value}
+        text = json.dumps(given) if given else ""
         return prompts_pb2.Message(role=self.role, content=self.content, fields_json=text)
 
     @classmethod

@@ -23,7 +23,6 @@ from penstock.protocols.bodies import (
     MaxTokens,
     Refused,
     ToolBody,
-    conversation_of,
     set_format,
     text_field,
     text_of,
@@ -85,7 +84,7 @@ class ResponsesBody(OpenAIFields):
                 raise InvalidInput(f"include[{number}]", f"{name!r} is not supported; omit it")
         messages, choice = input_messages(self.input, self.instructions), chosen_tool(self.tool_choice)
         is_single = self.parallel_tool_calls is False
-        conversation_of(self, messages, self.tools or (), choice, is_single=is_single).fill(request)
+        self.to_conversation(messages, self.tools or (), choice, is_single=is_single).fill(request)
         if self.text is not None:
             self.text.refuse("text.")
             form = self.text.format or TextFormat()

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import socket
+import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -348,6 +349,24 @@ def test_the_sparkline_of_top_starts_with_the_steps_before() -> None:
     assert sparkline([0.25, 0.5, 0.75, 1.0], observe.HISTORY) == "▃▅▇█"
 
 
+def test_top_verifies_the_certificate_of_metrics_as_that_of_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def scrape(url: str, **options: Any) -> httpx.Response:
+        scraped.append((url, options["verify"]))
+        return httpx.Response(200, text="", request=httpx.Request("GET", url))
+
+    trusted, scraped = ssl.create_default_context(), list[tuple[str, object]]()
+    monkeypatch.setattr(httpx, "get", scrape)
+    monkeypatch.setattr(observe, "rewards_of", lambda _: [])
+    for url, tls, verify in (("https://a", trusted, trusted), ("https://a", None, True), ("http://a", None, False)):
+        client = SyncPenstockClient(url, tls=tls)
+        client.get_run = lambda: None
+        observe._read(client)
+        assert scraped[-1] == (f"{url}/metrics", verify)
+        client.close()
+
+
 def test_the_doctor_takes_the_folder_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "--run-dir", str(tmp_path)]) == 2
     assert "has no config.yaml; give the folder of a run that was started" in capsys.readouterr().err
@@ -365,9 +384,7 @@ def test_the_table_of_policies_shows_snapshots_on_80_columns(
         snapshot_path="/runs/snapshots/version-450", state="PUBLISHED", metrics={"reward_mean": 0.5},
         server_ids=("rollout-0",), is_held=True, pins=(),
     )  # fmt: skip
-    control.print_policies(
-        [held, held.model_copy(update={"policy_version": 449, "snapshot_path": "", "is_held": False})]
-    )
+    control.print_policies(held, held.model_copy(update={"policy_version": 449, "snapshot_path": "", "is_held": False}))
     head, first, marks, second = capsys.readouterr().out.splitlines()
     assert head.split() == [
         "version",

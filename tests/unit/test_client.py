@@ -18,6 +18,7 @@ from penstock.api import records
 from penstock.client import PenstockClient, SyncPenstockClient, retries
 from penstock.errors import (
     ERRORS_BY_REASON,
+    ConfigError,
     InvalidInput,
     PenstockError,
     PromptTooLong,
@@ -348,3 +349,9 @@ def test_queue_statistics_have_one_set_of_names() -> None:
     shown = set(runs_pb2.QueueStat.DESCRIPTOR.fields_by_name)
     assert shown == set(records.QueueStat.model_fields)
     assert shown - {field.name for field in dataclasses.fields(queue_types.QueueStat)} == {"conservation_error"}
+
+
+@pytest.mark.parametrize("client", [PenstockClient, SyncPenstockClient])
+def test_a_url_that_cannot_be_parsed_is_named(client: Callable[[str], object]) -> None:
+    with pytest.raises(ConfigError, match="'http://gateway:port' is not an http:// or https:// address"):
+        client("http://gateway:port")

@@ -63,15 +63,15 @@ def test_a_model_is_fetched_once_from_an_object_store(store: ObjectStore, tmp_pa
 def test_an_interrupted_fetch_is_continued_where_it_stopped(
     store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read_part, starts = ObjectFolder.read_part, []
+    read, starts = ObjectFolder.read, []
 
     def dies_at_the_third_part(self: ObjectFolder, name: str, start: int, end: int) -> bytes:
         starts.append((name, start))
         if len(starts) == 4:
             raise KeyboardInterrupt
-        return read_part(self, name, start, end)
+        return read(self, name, start, end)
 
-    monkeypatch.setattr(ObjectFolder, "read_part", dies_at_the_third_part)
+    monkeypatch.setattr(ObjectFolder, "read", dies_at_the_third_part)
     target = tmp_path / "tiny"
     with pytest.raises(KeyboardInterrupt):
         fetch_model(SOURCE, target, 5)
@@ -86,11 +86,9 @@ def test_an_interrupted_fetch_is_continued_where_it_stopped(
 def test_an_object_that_arrives_damaged_is_not_kept(
     store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read_part = ObjectFolder.read_part
+    read = ObjectFolder.read
     with monkeypatch.context() as patch:
-        patch.setattr(
-            ObjectFolder, "read_part", lambda *words: b"x" + read_part(*words)[1:] if words[2] else read_part(*words)
-        )
+        patch.setattr(ObjectFolder, "read", lambda *words: b"x" + read(*words)[1:] if words[2] else read(*words))
         with pytest.raises(Unavailable, match=r"model-00001\.safetensors arrived damaged and was removed; fetch again"):
             fetch_model(SOURCE, tmp_path / "tiny", 5)
     assert fetch_model(SOURCE, tmp_path / "tiny", 5).startswith("fetched 3 files")
@@ -127,3 +125,14 @@ def test_a_store_that_does_not_answer_is_named_at_the_deadline(tmp_path: Path, m
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     with pytest.raises(Unavailable, match="could not list its objects for 0 s"):
         fetch_model(SOURCE, tmp_path / "tiny", 0.01)
+
+
+def test_an_upload_that_arrives_cut_off_counts_as_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").write_bytes(b"1234")
+    store, failures = ObjectFolder("memory://cut-off", "FIELD"), list[bool]()
+    store.on_failure = lambda: failures.append(True)
+    store.upload(tmp_path / "a", "a")
+    monkeypatch.setattr(store._fs, "info", lambda *_, **__: {"size": 3})
+    with pytest.raises(Unavailable, match="has 3 bytes after its upload, not 4"):
+        store.upload(tmp_path / "a", "a")
+    assert failures == [True]

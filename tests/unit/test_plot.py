@@ -13,7 +13,8 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from penstock.cli.main import main
-from penstock.step_history import read_steps
+from penstock.errors import ConfigError
+from penstock.step_history import METRICS, read_steps
 from penstock_tools.plot import MAX_RUNS, RunHistory, _style, smoothed
 
 
@@ -52,6 +53,9 @@ def test_steps_that_were_trained_again_count_once(tmp_path: Path) -> None:
     assert [found["step"] for found in steps] == [1, 2, 3]
     assert steps[1]["reward_mean"] == 0.9 and math.isnan(steps[1]["grad_norm"])
     assert read_steps(tmp_path) == []
+    (tmp_path / METRICS).mkdir()
+    with pytest.raises(ConfigError, match="metrics.jsonl cannot be read: Is a directory"):
+        read_steps(tmp_path)
 
 
 def test_time_is_that_of_the_steps(tmp_path: Path) -> None:
@@ -140,6 +144,8 @@ def test_the_steps_of_a_run_that_has_ended_are_shown_from_its_folder(
     for words, complaint in (
         (["rnu"], "did you mean run?"), (["a", "b"], "metrics takes [RUN], not 'a b'"),
         (["run", "--run-dir", "runs/run"], "RUN cannot be combined with --run-dir"),
+        (["run", "--run", "other"], "RUN cannot be combined with --run-dir, --url and --run"),
+        ([".."], "error: .. has no metrics.jsonl"),
         ([], "no run is up in runs/"),
     ):  # fmt: skip
         assert main(["runs", "metrics", *words]) == 2

@@ -27,13 +27,14 @@ _STEP_METRICS = {
 _NOT_COMPARED = ("time", "step", "policy_version")
 """Metrics that the first line of a comparison has already."""
 
-Action = tuple[str, Callable[..., Any], Callable[[Any], None]]
-"""The help, the call with the client, the words and the limit, and what prints its answer."""
+Action = tuple[str, Callable[..., Any], Callable[..., None]]
+"""The help, the call with the client, the words and the limit, and what prints the records of its answer."""
 
 
 def _run(argv: Sequence[str], prog: str, description: str, actions: Mapping[str, Action], limit_help: str = "") -> int:
     """Run one of the actions, whose keys have the words that they take: `pin VERSION NAME`. The first is the default.
-    A VERSION becomes a number before the call. With a word in brackets, the call gets no client."""
+    A VERSION becomes a number before the call. With the word in brackets, which may be omitted, the call gets no
+    client."""
     width = max(map(len, actions)) + len(prog) + 3
     parser = Parser(
         prog=prog,
@@ -52,20 +53,21 @@ def _run(argv: Sequence[str], prog: str, description: str, actions: Mapping[str,
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
     wanted = usages[args.action].split()[1:]
-    has_option = len(args.words) == len(wanted) > 0 and wanted[-1].startswith("[")
-    if len(args.words) != len([word for word in wanted if not word.startswith("[")]) + has_option:
+    num_needed = sum(not word.startswith("[") for word in wanted)
+    if len(args.words) not in (num_needed, len(wanted)):
         missing = "which is missing" if len(wanted) == 1 else "not none"
         given = f"not {' '.join(args.words)!r}" if args.words else missing
         parser.error(f"{args.action} takes {' '.join(wanted) or 'no word'}, {given}; see `{prog} --help`")
     _, call, show = actions[usages[args.action]]
-    if has_option and (args.run_dir or args.url):
-        parser.error(f"{wanted[-1][1:-1]} cannot be combined with --run-dir and --url")
-    opened: Any = nullcontext() if has_option else open_client(args, DEADLINE_S)
+    is_offline = len(args.words) > num_needed
+    if is_offline and (args.run_dir or args.url or args.run):
+        parser.error(f"{wanted[-1][1:-1]} cannot be combined with --run-dir, --url and --run")
+    opened: Any = nullcontext() if is_offline else open_client(args, DEADLINE_S)
     with opened as client:
         kinds = zip(wanted, args.words, strict=False)
         words = [_version(client, word) if kind == "VERSION" else word for kind, word in kinds]
         answer = call(client, words, getattr(args, "limit", 0))
-    print(to_json(answer)) if args.json else show(answer)
+    print(to_json(answer)) if args.json else show(*answer) if isinstance(answer, list | tuple) else show(answer)
     return 0
 
 
@@ -79,11 +81,11 @@ def _version(client: SyncPenstockClient, word: str) -> int:
 
 def runs(argv: Sequence[str]) -> int:
     actions: dict[str, Action] = {
-        "show": ("show one run: its state, step and version", lambda c, *_: c.get_run(), _print_run),
-        "list": ("show all runs", lambda c, *_: c.runs(), _print_run),
-        "pause": ("stop leasing prompts", lambda c, *_: c.pause_run(), _print_run),
-        "resume": ("lease prompts again", lambda c, *_: c.resume_run(), _print_run),
-        "stop": ("end the learner after its step, with a checkpoint", lambda c, *_: c.stop_run(), _print_run),
+        "show": ("show one run: its state, step and version", lambda c, *_: c.get_run(), _print_runs),
+        "list": ("show all runs", lambda c, *_: c.runs(), _print_runs),
+        "pause": ("stop leasing prompts", lambda c, *_: c.pause_run(), _print_runs),
+        "resume": ("lease prompts again", lambda c, *_: c.resume_run(), _print_runs),
+        "stop": ("end the learner after its step, with a checkpoint", lambda c, *_: c.stop_run(), _print_runs),
         "metrics [RUN]": (
             "show the newest steps; those of RUN, a name in runs/ or a folder, also when it is not up",
             lambda c, words, limit: c.metrics(limit) if c else _recorded_steps(words[0], limit),
@@ -94,8 +96,8 @@ def runs(argv: Sequence[str]) -> int:
     return _run(argv, "penstock runs", "Show, list, pause, resume and stop runs.", actions, limit_help)
 
 
-def _print_run(found: Run | Sequence[Run]) -> None:
-    for run in found if isinstance(found, Sequence) else [found]:
+def _print_runs(*runs: Run) -> None:
+    for run in runs:
         held = "" if run.held_version is None else f", servers held at version {run.held_version}"
         detail = f": {run.detail}" if run.detail else ""
         print(f"run {run.run} is {run.state.lower()} at step {run.step}, version {run.policy_version}{held}{detail}")
@@ -115,7 +117,7 @@ def _recorded_steps(run: str, limit: int) -> list[StepMetrics]:
     ]  # fmt: skip
 
 
-def _print_metrics(steps: Sequence[StepMetrics]) -> None:
+def _print_metrics(*steps: StepMetrics) -> None:
     rows = [(step.step, step.policy_version, *map(step.metrics.get, _STEP_METRICS)) for step in steps]
     print_table(("step", "version", *_STEP_METRICS.values()), rows, empty="no step yet")
 
@@ -129,7 +131,7 @@ def servers(argv: Sequence[str]) -> int:
     return _run(argv, "penstock servers", "List, drain and undrain the rollout servers of a run.", actions)
 
 
-def _print_servers(found: Sequence[Server]) -> None:
+def _print_servers(*found: Server) -> None:
     from rich.console import Console
 
     from penstock.diagnosis.terminal import ADDRESS_COLUMNS, server_alarms, server_table
@@ -141,11 +143,9 @@ def _print_servers(found: Sequence[Server]) -> None:
 
 
 def policies(argv: Sequence[str]) -> int:
-    def show(policy: Policy) -> None:
-        print_policies([policy])
-
+    show = print_policies
     actions: dict[str, Action] = {
-        "list": ("the newest versions", lambda c, _, limit: c.policies(page_size=limit).policies, print_policies),
+        "list": ("the newest versions", lambda c, _, limit: c.policies(page_size=limit).policies, show),
         "diff VERSION VERSION": (
             "what changed between two; `latest` is the newest, in every action",
             lambda c, words, _: c.compare_policies(*words), _print_comparison,
@@ -183,9 +183,9 @@ def _print_comparison(comparison: PolicyComparison) -> None:
     print_table(columns, rows, empty="the two have no metric in common: a learner's first version was made by no step")
 
 
-def print_policies(found: Sequence[Policy]) -> None:
+def print_policies(*policies: Policy) -> None:
     rows = []
-    for policy in found:
+    for policy in policies:
         marks = [f"pinned: {', '.join(policy.pins)}"] if policy.pins else []
         state = "\n".join([policy.state.lower(), *(["held"] if policy.is_held else []), *marks])
         rows.append((

@@ -41,7 +41,6 @@ def status(argv: Sequence[str]) -> int:
 
 
 def watch(argv: Sequence[str]) -> int:
-    """Print a line for each prompt that finishes. `--cursor` continues after an earlier line."""
     parser = Parser(
         prog="penstock watch", description="Print the results of a run as they arrive. Press Ctrl-C to end."
     )
@@ -117,7 +116,8 @@ def _read(client: SyncPenstockClient) -> tuple[Run, dict[str, dict[str, float]],
     url = f"{client.address.url}/metrics"
     run = client.get_run()
     try:
-        text = httpx.get(url, timeout=DEADLINE_S, trust_env=False).raise_for_status().text
+        answer = httpx.get(url, timeout=DEADLINE_S, trust_env=False, verify=client.verify)
+        text = answer.raise_for_status().text
     except httpx.HTTPError as error:
         raise Unavailable(f"{url} does not answer ({error}); is it a gateway?") from error
     return run, parse_series(text), rewards_of(client)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock.api_keys import SCOPES, make_key, read_keys
+from penstock.api_keys import SCOPES, Scope, make_key, read_keys
 from penstock.cli.parser import Parser
 from penstock.errors import ConfigError, InvalidInput
 
@@ -41,12 +41,12 @@ def keys(argv: Sequence[str]) -> int:
     return 0
 
 
-def _make_key(path: Path, name: str, scope: str) -> str:
+def _make_key(path: Path, name: str, scope: Scope) -> str:
     if path.exists() and path.read_text().strip() and any(key.name == name for key in read_keys(path)):
         raise InvalidInput(
             "--name", f"{path} already has a key {name!r}; choose another name, or remove its line first"
         )
-    secret, key = make_key(name, next(known for known in SCOPES if known == scope))
+    secret, key = make_key(name, scope)
     try:
         with os.fdopen(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600), "r+") as file:
             ends_in_line = not (text := file.read()) or text.endswith("\n")
@@ -58,7 +58,6 @@ def _make_key(path: Path, name: str, scope: str) -> str:
 
 
 def fetch_model(argv: Sequence[str]) -> int:
-    """Fetch a model once into a folder that the processes of a run share."""
     parser = Parser(
         prog="penstock fetch-model",
         description="Fetch a model once into a folder. Safe to kill, to repeat, and to start twice.",

@@ -63,7 +63,6 @@ def submitted_line(num_prompts: int, num_replayed: int, first: int, last: int) -
 
 
 def wait_all(client: SyncPenstockClient, prompt_ids: Sequence[int], timeout_s: float) -> None:
-    """Wait until every prompt is finished, with a progress bar."""
     import time
 
     with progress_bar("waiting") as progress:

@@ -27,8 +27,9 @@ from penstock.store.keys import check_name
 from penstock.store.ownership import Owner
 from penstock.trajectory import Prompt, Sampling
 from penstock.v1 import datasets_pb2
+from penstock_services.gateway import checks
 from penstock_services.gateway.access import Caller
-from penstock_services.gateway.operations import MAX_NUM_SAMPLES, Handlers, check_sampling, operation
+from penstock_services.gateway.operations import Handlers, operation
 from penstock_services.gateway.rest import DATASET_TYPES, HttpRequest
 
 FORMATS = ("jsonl", "parquet")
@@ -85,9 +86,9 @@ class DatasetHandlers(Handlers):
     async def submit_dataset(self, caller: Caller, request: datasets_pb2.SubmitDatasetRequest) -> datasets_pb2.Dataset:
         """Submit every prompt of the dataset once, however often this is called."""
         path = self._find(request.name)
-        if not 1 <= request.num_samples <= MAX_NUM_SAMPLES:
-            raise InvalidInput("num_samples", f"must be between 1 and {MAX_NUM_SAMPLES}")
-        check_sampling(request.sampling)
+        if not 1 <= request.num_samples <= checks.MAX_NUM_SAMPLES:
+            raise InvalidInput("num_samples", f"must be between 1 and {checks.MAX_NUM_SAMPLES}")
+        checks.sampling(request.sampling)
         sampling = sampling_from_proto(request.sampling)
         digest, feed = await self._feed(path, caller.owner)
         prompts = await asyncio.to_thread(lambda: list(self._read(path, request.num_samples, sampling)))

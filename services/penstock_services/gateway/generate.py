@@ -31,17 +31,9 @@ from penstock.store.fleet import ServerRecord
 from penstock.store.keys import check_name
 from penstock.v1 import generate_pb2, generate_pb2_grpc
 from penstock.weights.transports import ClusterKey
+from penstock_services.gateway import checks
 from penstock_services.gateway.access import Caller
-from penstock_services.gateway.operations import (
-    Handlers,
-    bounded,
-    check_messages,
-    check_sampling,
-    check_token_ids,
-    http_operation,
-    operation,
-    while_valid,
-)
+from penstock_services.gateway.operations import Handlers, bounded, http_operation, operation, while_valid
 from penstock_services.gateway.rest import HttpRequest
 from penstock_services.gateway.server_choice import ServerChoice
 from penstock_services.gateway.sessions.recorder import SessionCall, SessionRecorder, SessionTraffic
@@ -288,10 +280,10 @@ class GenerateHandlers(Handlers):
 def _check(request: generate_pb2.GenerateRequest) -> None:
     if sum(map(bool, (request.messages, request.text, request.token_ids))) != 1:
         raise InvalidInput("messages", "give exactly one of messages, text and token_ids")
-    check_messages(request.messages)
+    checks.messages(request.messages)
     if request.history_token_ids:
         raise InvalidInput("history_token_ids", "is set by the gateway; send the session's id and the whole history")
-    check_token_ids(request.token_ids)
+    checks.token_ids(request.token_ids)
     if len(request.stop) > MAX_STOP_TEXTS or not all(request.stop):
         raise InvalidInput("stop", f"must be at most {MAX_STOP_TEXTS} texts, and none may be empty")
     if request.HasField("policy_version") and request.policy_version < 0:
@@ -300,7 +292,7 @@ def _check(request: generate_pb2.GenerateRequest) -> None:
         check_name("session_id", request.session_id)
     if Conversation.from_request(request).tools and not request.messages:
         raise InvalidInput("tools_json", "needs messages")
-    check_sampling(request.sampling)
+    checks.sampling(request.sampling)
 
 
 def _extend(whole: generate_pb2.GenerateChunk, chunk: generate_pb2.GenerateChunk) -> None:

@@ -24,16 +24,9 @@ from penstock.samples import VALIDATED, Order, Place, Range, Sample, SampleFilte
 from penstock.store.ownership import Owner
 from penstock.trajectory import Group
 from penstock.v1 import groups_pb2, prompts_pb2
+from penstock_services.gateway import checks
 from penstock_services.gateway.access import Caller
-from penstock_services.gateway.operations import (
-    Handlers,
-    check_prompt_id,
-    checked_page_size,
-    cut_page,
-    decode_page_token,
-    encode_page_token,
-    operation,
-)
+from penstock_services.gateway.operations import Handlers, operation
 
 MAX_GROUPS_READ = 2_000
 """Groups that one request reads. Their text may be many megabytes."""
@@ -101,19 +94,19 @@ class GroupHandlers(Handlers):
     @operation("GET", "groups/{prompt_id}", "read", records.Group)
     async def get_group(self, caller: Caller, request: groups_pb2.GetGroupRequest) -> groups_pb2.Group:
         """Return a queued group with every token of its trajectories."""
-        check_prompt_id(request.prompt_id)
+        checks.prompt_id(request.prompt_id)
         return await self.groups.get(request.prompt_id, caller.owner)
 
     @operation("GET", "groups", "read", records.GroupPage, takes=records.Page)
     async def list_groups(self, caller: Caller, request: groups_pb2.ListGroupsRequest) -> groups_pb2.ListGroupsResponse:
         """List the queued groups. A page may be short or empty and still have a next page."""
-        page_size = checked_page_size(request.page_size)
-        after = decode_page_token("groups", request.page_token, "[01][.][0-9]{1,10}") or "0.0"
+        page_size = checks.page_size(request.page_size)
+        after = checks.page_position("groups", request.page_token, "[01][.][0-9]{1,10}") or "0.0"
         place, _, last_id = after.partition(".")
         waiting, taken = await self.groups.queue.waiting(), await self.groups.queue.taken()
         places = [(0, prompt_id) for prompt_id in waiting - taken] + [(1, prompt_id) for prompt_id in taken]
         left = sorted(found for found in places if found > (int(place), int(last_id)))
-        shown, token = cut_page("groups", left, page_size, lambda found: f"{found[0]}.{found[1]}")
+        shown, token = checks.cut_page("groups", left, page_size, lambda found: f"{found[0]}.{found[1]}")
         answer = groups_pb2.ListGroupsResponse(next_page_token=token)
         usable = await usable_prompts(self.groups.queue, [prompt_id for _, prompt_id in shown], caller.owner)
         for group in await self.groups.decoded([prompt_id for _, prompt_id in shown if prompt_id in usable]):
@@ -128,14 +121,14 @@ class GroupHandlers(Handlers):
     ) -> groups_pb2.ListSamplesResponse:
         """List trained samples, or those of validations, as text: newest first, or by `order` (WORST or BEST). Bounds
         are included."""
-        page_size = checked_page_size(request.page_size)
-        token = decode_page_token("samples", request.page_token, r"[0-9]{1,20}\.[0-9]{1,20}\.[0-9]{0,20}")
+        page_size = checks.page_size(request.page_size)
+        token = checks.page_position("samples", request.page_token, r"[0-9]{1,20}\.[0-9]{1,20}\.[0-9]{0,20}")
         after = Place.parse(token) if token else None
         if request.order not in _ORDERS:
             raise InvalidInput("order", f"{request.order} is not the number of an order of ListSamplesRequest")
         wanted, order = _filter(request, caller.owner), _ORDERS[request.order]
         found = await asyncio.to_thread(self._read, request.validation, wanted, order, page_size, after)
-        next_token = encode_page_token("samples", str(found.next_place)) if found.next_place else ""
+        next_token = checks.page_token("samples", str(found.next_place)) if found.next_place else ""
         return groups_pb2.ListSamplesResponse(samples=map(_to_proto, found.samples), next_page_token=next_token)
 
     def _read(

@@ -7,30 +7,23 @@ and Anthropic's protocols.
 
 REST routes, gRPC methods, the check of the caller's key, the audit log, the OpenAPI document and the table in
 docs/gateway.md are derived from the declarations.
-
-The checks of fields that several resources have stand at the end. Each raises InvalidInput with the path of the wrong
-field. None changes its argument.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
 import json
 import logging
 import os
-import re
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from hashlib import blake2b
 from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 from google.protobuf import descriptor_pool
 from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import Message
@@ -38,16 +31,11 @@ from google.protobuf.message_factory import GetMessageClass
 from pydantic import BaseModel
 from redis.exceptions import RedisError
 
-from penstock.api.conversion import MAX_KEY_LENGTH, check_levels, parse_json
 from penstock.api_keys import Scope
-from penstock.codec import sampling_from_proto
 from penstock.config.run import RunConfig
-from penstock.errors import DeadlineExceeded, InvalidInput, NotFound, PenstockError, Unauthenticated, Unavailable
+from penstock.errors import DeadlineExceeded, NotFound, PenstockError, Unauthenticated, Unavailable
 from penstock.replay.queue_types import kind_of
-from penstock.sampling import check_sampling as check_bounds
 from penstock.store.ownership import Owner
-from penstock.trajectory import MESSAGE_FIELDS
-from penstock.v1 import prompts_pb2
 from penstock_services.gateway.access import Caller
 
 logger = logging.getLogger(__name__)
@@ -150,10 +138,11 @@ class AuditLog:
         self.path = path
 
     def write(self, caller: Caller, operation: str, request: Message | None, run: str, outcome: str) -> None:
-        fields = {"run": run} if request is None else {one.name: _plain(value) for one, value in request.ListFields()}
+        given = [] if request is None else request.ListFields()
+        fields = {one.name: value if isinstance(value, str | int | float) else str(value) for one, value in given}
         entry = {
             "time": time.time(), "key": caller.name, "scope": caller.scope, "request_id": caller.request_id,
-            "operation": operation, "request": fields, "outcome": outcome,
+            "operation": operation, "request": fields if request is not None else {"run": run}, "outcome": outcome,
         }  # fmt: skip
         try:
             with os.fdopen(os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "a") as file:
@@ -200,9 +189,7 @@ class ServedOperation:
             if not run:
                 self._check_run(getattr(request, "run", ""))
             answer = await self._answer(request, caller)
-            if isinstance(answer, AsyncIterator):
-                return while_valid(answer, caller, operation)
-            return answer
+            return while_valid(answer, caller, operation) if isinstance(answer, AsyncIterator) else answer
         except PenstockError as error:
             outcome = error.reason
             raise
@@ -265,111 +252,6 @@ async def bounded(call: Awaitable[T], deadline_s: float) -> T:
         raise Unavailable(f"Redis does not answer ({error}); check redis.url and that the server runs") from error
 
 
-def _plain(value: Any) -> Any:
-    return value if isinstance(value, str | int | float | bool) else str(value)
-
-
-# ── checks of request fields ──
-
-MAX_PROMPT_ID = 2**32 - 1
-"""The queue keeps trained prompts in a Redis bitmap, which has no higher bits."""
-MAX_NUM_SAMPLES = 1024
-DEFAULT_PAGE_SIZE = 50
-MAX_PAGE_SIZE = 1000
-
-
-def check_keys(idempotency_key: str, keys: Sequence[str], num_prompts: int) -> None:
-    """Check the keys of a submission: one for the request, one for each prompt, or none."""
-    if len(idempotency_key) > MAX_KEY_LENGTH:
-        raise InvalidInput("idempotency_key", f"may have {MAX_KEY_LENGTH} characters, not {len(idempotency_key)}")
-    if keys and idempotency_key:
-        raise InvalidInput("prompt_keys", "cannot be combined with an idempotency key; send one of them")
-    if keys and len(keys) != num_prompts:
-        raise InvalidInput("prompt_keys", f"must have a key for each of the {num_prompts} prompts, not {len(keys)}")
-    first_at: dict[str, int] = {}
-    for index, key in enumerate(keys):
-        if first_at.setdefault(key, index) != index:
-            raise InvalidInput(
-                f"prompt_keys[{index}]",
-                f"repeats {key!r}, the key of prompts[{first_at[key]}]; each prompt needs its own key",
-            )
-        if not 1 <= len(key) <= MAX_KEY_LENGTH:
-            raise InvalidInput(f"prompt_keys[{index}]", f"must have 1 to {MAX_KEY_LENGTH} characters, not {len(key)}")
-
-
-def checked_page_size(page_size: int) -> int:
-    if page_size < 0:
-        raise InvalidInput("page_size", "must not be negative; 0 takes the default")
-    return min(page_size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
-
-
-def encode_page_token(kind: str, position: int | str) -> str:
-    return base64.urlsafe_b64encode(f"{kind}:{position}".encode()).decode().rstrip("=")
-
-
-def decode_page_token(kind: str, token: str, position: str = r"-?[0-9]{1,19}") -> str | None:
-    """The position after which the next page starts; None for the first page. `kind` is the list that issued it."""
-    if not token:
-        return None
-    try:
-        text = base64.b64decode(token + "=" * (-len(token) % 4), b"-_", validate=True).decode()
-    except (binascii.Error, ValueError):
-        text = ""
-    found_kind, _, found = text.partition(":")
-    if found_kind == kind and re.fullmatch(position, found):
-        return found
-    raise InvalidInput("page_token", "was not issued by this service for this list; start again without one")
-
-
-def cut_page(kind: str, found: Sequence[T], page_size: int, position: Callable[[T], Any]) -> tuple[Sequence[T], str]:
-    """The first page of what was found, and the token of the next page. It is empty if everything fits."""
-    page = found[:page_size]
-    return page, encode_page_token(kind, position(page[-1])) if len(found) > page_size else ""
-
-
 def shown_reason(reason: str, owner: Owner) -> str:
     """The reason of a failure, whole for operators and its kind for others: the rest may quote any team's prompts."""
     return reason if owner.sees_all or not reason else kind_of(reason)
-
-
-def check_prompt_id(prompt_id: int) -> None:
-    if not 1 <= prompt_id <= MAX_PROMPT_ID:
-        raise NotFound(f"prompt {prompt_id} does not exist")
-
-
-def check_messages(messages: Sequence[prompts_pb2.Message]) -> None:
-    for index, message in enumerate(messages):
-        if not message.role.strip():
-            raise InvalidInput(f"messages[{index}].role", "must not be empty")
-        if message.fields_json:
-            path = f"messages[{index}].fields_json"
-            fields = check_json(message.fields_json, path)
-            if not isinstance(fields, dict) or fields.keys() - MESSAGE_FIELDS:
-                raise InvalidInput(path, f"must be a JSON object with some of {', '.join(MESSAGE_FIELDS)}")
-
-
-def check_token_ids(token_ids: bytes) -> None:
-    if len(token_ids) % 4:
-        raise InvalidInput("token_ids", "must be little-endian int32, 4 bytes a token")
-    if (np.frombuffer(token_ids, dtype="<i4") < 0).any():
-        raise InvalidInput("token_ids", "must not be negative")
-
-
-def check_sampling(sampling: prompts_pb2.Sampling) -> None:
-    _check_encoded_sampling(sampling.SerializeToString())
-
-
-@lru_cache(maxsize=256)
-def _check_encoded_sampling(encoded: bytes) -> None:
-    """Most prompts of a run have the same parameters."""
-    check_bounds(sampling_from_proto(prompts_pb2.Sampling.FromString(encoded)))
-
-
-def check_json(text: str, path: str) -> Any:
-    if text == "{}":
-        return {}
-    try:
-        check_levels(text)
-        return parse_json(text)
-    except ValueError as error:
-        raise InvalidInput(path, f"is not valid JSON: {error}") from error

@@ -15,15 +15,8 @@ from penstock.errors import Conflict, InvalidInput, NotFound, PenstockError
 from penstock.store.fleet import SERVING_STATES, Fleet, PolicyRegistry, RunControl
 from penstock.store.keys import check_name
 from penstock.v1 import policies_pb2
-from penstock_services.gateway.operations import (
-    Handlers,
-    Operation,
-    bounded,
-    checked_page_size,
-    cut_page,
-    decode_page_token,
-    operation,
-)
+from penstock_services.gateway import checks
+from penstock_services.gateway.operations import Handlers, Operation, bounded, operation
 from penstock_services.gateway.rest import HttpRequest
 
 MAX_NAMED_VERSIONS = 10
@@ -67,10 +60,10 @@ class PolicyHandlers(Handlers):
     @operation("GET", "policies", "read", PolicyPage, takes=Page)
     async def list_policies(self, request: policies_pb2.ListPoliciesRequest) -> policies_pb2.ListPoliciesResponse:
         """List policy versions, newest first."""
-        page_size = checked_page_size(request.page_size)
-        before = decode_page_token("policies", request.page_token)
+        page_size = checks.page_size(request.page_size)
+        before = checks.page_position("policies", request.page_token)
         found = await self.policies.newest_first(None if before is None else int(before), page_size + 1)
-        page, token = cut_page("policies", found, page_size, lambda policy: policy.policy_version)
+        page, token = checks.cut_page("policies", found, page_size, lambda policy: policy.policy_version)
         await self._complete(page)
         return policies_pb2.ListPoliciesResponse(policies=page, next_page_token=token)
 

@@ -6,14 +6,14 @@ A document also has the member `error`, in which OpenAI's clients look for the m
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
 
 from pydantic import ValidationError
 from starlette.responses import JSONResponse
 
-from penstock.config.loading import describe
+from penstock.config.loading import describe, dotted
 from penstock.errors import InvalidInput, PenstockError, QueueFull, RateLimited, Unauthenticated, Unavailable
 from penstock.protocols.answers import anthropic_fields, openai_fields, retry_advice
 
@@ -86,7 +86,7 @@ def answer_to(path: str, error: PenstockError) -> JSONResponse:
 def invalid_input(error: ValidationError) -> InvalidInput:
     """The error of a body or a query that does not fit its model. It names the first wrong field."""
     first, *others = error.errors(include_url=False)
-    field, message = field_path(first["loc"]), describe([first])
+    field, message = dotted([str(part) for part in first["loc"]]), describe([first])
     if first["type"] == "json_invalid":
         field, message = "body", f"is not valid JSON: {first['ctx']['error']}"
     elif first["type"] == "extra_forbidden":
@@ -94,11 +94,3 @@ def invalid_input(error: ValidationError) -> InvalidInput:
     elif not first["loc"]:
         field, message = "body", NO_BODY
     return InvalidInput(field, message + (f" (and {len(others)} more)" if others else ""))
-
-
-def field_path(location: Sequence[Any]) -> str:
-    """Write a location as a path: ("prompts", 3, "num_samples") becomes prompts[3].num_samples."""
-    path = ""
-    for part in location:
-        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
-    return path

@@ -29,24 +29,14 @@ from penstock.store.ownership import Owner
 from penstock.tracing import Tracing
 from penstock.trajectory import Prompt
 from penstock.v1 import prompts_pb2
+from penstock_services.gateway import checks
 from penstock_services.gateway.access import Caller
 from penstock_services.gateway.groups import GroupReader, usable_prompts
 from penstock_services.gateway.operations import (
     IDEMPOTENCY_KEY,
-    MAX_NUM_SAMPLES,
-    MAX_PROMPT_ID,
     Handlers,
     body_digest,
     bounded,
-    check_json,
-    check_keys,
-    check_messages,
-    check_prompt_id,
-    check_sampling,
-    check_token_ids,
-    checked_page_size,
-    decode_page_token,
-    encode_page_token,
     operation,
     shown_reason,
 )
@@ -121,7 +111,7 @@ class PromptHandlers(Handlers):
     ) -> prompts_pb2.SubmitPromptsResponse:
         """Submit prompts: all are accepted, or none."""
         prompts = checked_prompts(request.prompts, self.config.gateway.max_prompts_per_request)
-        check_keys(request.idempotency_key, request.prompt_keys, len(prompts))
+        checks.keys(request.idempotency_key, request.prompt_keys, len(prompts))
         owner = caller.owner.name
         for prompt in prompts:
             prompt.owner = owner
@@ -159,7 +149,7 @@ class PromptHandlers(Handlers):
 
     @operation("GET", "prompts/{prompt_id}", "read", records.PromptRecord)
     async def get_prompt(self, caller: Caller, request: prompts_pb2.GetPromptRequest) -> prompts_pb2.PromptRecord:
-        check_prompt_id(request.prompt_id)
+        checks.prompt_id(request.prompt_id)
         return _usable(await self.queue.get_prompt(request.prompt_id), caller.owner)
 
     @operation("GET", "prompts", "read", records.PromptPage, takes=ListPrompts)
@@ -167,15 +157,15 @@ class PromptHandlers(Handlers):
         self, caller: Caller, request: prompts_pb2.ListPromptsRequest
     ) -> prompts_pb2.ListPromptsResponse:
         """List prompts by id, oldest first."""
-        page_size = checked_page_size(request.page_size)
-        after = int(decode_page_token("prompts", request.page_token, "[0-9]{1,10}") or 0)
+        page_size = checks.page_size(request.page_size)
+        after = int(checks.page_position("prompts", request.page_token, "[0-9]{1,10}") or 0)
         if request.state and request.state not in _STATE_NAMES:
             raise InvalidInput("state", f"{request.state} is not the number of a state of PromptRecord")
         page = await self.book.page(after, page_size, _STATE_NAMES.get(request.state))
         shown = [record for record in map(_to_proto, page.prompts) if caller.owner.may_use(record.prompt.owner)]
         if request.data_source:
             shown = [record for record in shown if record.prompt.data_source == request.data_source]
-        token = encode_page_token("prompts", page.after) if page.has_more else ""
+        token = checks.page_token("prompts", page.after) if page.has_more else ""
         return prompts_pb2.ListPromptsResponse(prompts=shown, next_page_token=token)
 
     @operation("POST", "prompts:cancel", "submit", records.CancelledPrompts, takes=CancelPrompts)
@@ -208,7 +198,7 @@ class PromptHandlers(Handlers):
     )
     async def wait_prompt(self, caller: Caller, request: prompts_pb2.WaitPromptRequest) -> prompts_pb2.PromptRecord:
         """Wait until the prompt is finished, for up to `timeout_s`, and return its record."""
-        check_prompt_id(request.prompt_id)
+        checks.prompt_id(request.prompt_id)
         if not 0 <= request.timeout_s <= LONGEST_WAIT_S:
             raise InvalidInput("timeout_s", f"must be between 0 and {LONGEST_WAIT_S:g}; wait again after it")
         deadline = time.monotonic() + request.timeout_s
@@ -274,8 +264,8 @@ def checked_prompts(
         try:
             _check_prompt(complete, evaluation_id)
             if ground_truth:
-                check_json(ground_truth, "ground_truth_json")
-            if extra_info and not isinstance(check_json(extra_info, "extra_info_json"), dict):
+                checks.json_value(ground_truth, "ground_truth_json")
+            if extra_info and not isinstance(checks.json_value(extra_info, "extra_info_json"), dict):
                 raise InvalidInput("extra_info_json", "must be a JSON object")
         except InvalidInput as error:
             raise error.under(f"prompts[{index}]") from error
@@ -301,16 +291,16 @@ def _check_prompt(prompt: prompts_pb2.Prompt, evaluation_id: str) -> None:
     messages, token_ids = prompt.messages, prompt.token_ids
     if bool(messages) == bool(token_ids):
         raise InvalidInput("", "give exactly one of messages and token_ids")
-    check_messages(messages)
+    checks.messages(messages)
     if token_ids:
-        check_token_ids(token_ids)
-    if not 1 <= prompt.num_samples <= MAX_NUM_SAMPLES:
-        raise InvalidInput("num_samples", f"must be between 1 and {MAX_NUM_SAMPLES}, not {prompt.num_samples}")
+        checks.token_ids(token_ids)
+    if not 1 <= prompt.num_samples <= checks.MAX_NUM_SAMPLES:
+        raise InvalidInput("num_samples", f"must be between 1 and {checks.MAX_NUM_SAMPLES}, not {prompt.num_samples}")
     if not -MAX_PRIORITY <= prompt.priority <= MAX_PRIORITY:
         raise InvalidInput("priority", f"must be between -{MAX_PRIORITY} and {MAX_PRIORITY}")
     check_label(prompt.data_source, "data_source")
     check_label(prompt.agent_name, "agent_name")
-    check_sampling(prompt.sampling)
+    checks.sampling(prompt.sampling)
     if prompt.evaluation_id not in ("", evaluation_id):
         raise InvalidInput("evaluation_id", "leave it empty; create an evaluation for held-out prompts")
 
@@ -319,8 +309,8 @@ def checked_prompt_ids(prompt_ids: Sequence[int]) -> list[int]:
     if len(prompt_ids) > MAX_PROMPT_IDS:
         raise InvalidInput("prompt_ids", f"a request may have {MAX_PROMPT_IDS}, not {len(prompt_ids)}; split it")
     for index, prompt_id in enumerate(prompt_ids):
-        if not 1 <= prompt_id <= MAX_PROMPT_ID:
-            raise InvalidInput(f"prompt_ids[{index}]", f"must be between 1 and {MAX_PROMPT_ID}")
+        if not 1 <= prompt_id <= checks.MAX_PROMPT_ID:
+            raise InvalidInput(f"prompt_ids[{index}]", f"must be between 1 and {checks.MAX_PROMPT_ID}")
     return list(prompt_ids)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import grpc
@@ -41,7 +42,6 @@ REFLECTION = f"/{reflection.SERVICE_NAME}/ServerReflectionInfo"
 HEALTH_CHECK, HEALTH_WATCH = f"/{health.SERVICE_NAME}/Check", f"/{health.SERVICE_NAME}/Watch"
 _HEALTH = health_pb2.HealthCheckResponse.SerializeToString
 Context = grpc.aio.ServicerContext[Any, Any]
-Answer = Callable[[Caller, bytes], Awaitable[Any]]
 
 
 class RpcServer:
@@ -98,17 +98,17 @@ class Servicers(grpc.GenericRpcHandler):
         try:
             caller = self.access.authenticate(str(metadata.get("authorization", "")), request_id)
         except PenstockError as error:
-            return grpc.stream_unary_rpc_method_handler(self._refusal(route, request_id, error))
+            return grpc.stream_unary_rpc_method_handler(self._unary(route, request_id, partial(_refuse, error)))
         if route == HEALTH_WATCH:
             return grpc.unary_stream_rpc_method_handler(self._of_health(self.health.Watch), None, _HEALTH)
         if route == REFLECTION:
-            return grpc.stream_stream_rpc_method_handler(self._stream(route, self._reflect, caller))
+            return grpc.stream_stream_rpc_method_handler(self._stream(route, request_id, self._reflect))
         return self._method(route, *self.methods[route], caller)
 
     def _method(
         self, route: str, rpc: MethodDescriptor, served: ServedOperation, caller: Caller
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        async def answer(caller: Caller, data: bytes) -> Any:
+        async def answer(data: bytes) -> Any:
             try:
                 request: Message | InvalidInput = _parse(served.operation.request, data)
             except InvalidInput as error:
@@ -122,27 +122,19 @@ class Servicers(grpc.GenericRpcHandler):
             return await served.call(caller, read, getattr(request, "run", ""))
 
         if not rpc.server_streaming:
-            return grpc.unary_unary_rpc_method_handler(self._unary(route, answer, caller))
+            return grpc.unary_unary_rpc_method_handler(self._unary(route, caller.request_id, answer))
 
-        async def opened(caller: Caller, data: bytes) -> AsyncIterator[Message]:
-            async for response in await answer(caller, data):
+        async def opened(data: bytes) -> AsyncIterator[Message]:
+            async for response in await answer(data):
                 yield response
 
-        async def each(caller: Caller, requests: AsyncIterator[bytes]) -> AsyncIterator[Message]:
+        async def each(requests: AsyncIterator[bytes]) -> AsyncIterator[Message]:
             async for data in requests:
-                yield await answer(caller, data)
+                yield await answer(data)
 
         if not rpc.client_streaming:
-            return grpc.unary_stream_rpc_method_handler(self._stream(route, opened, caller))
-        return grpc.stream_stream_rpc_method_handler(self._stream(route, each, caller))
-
-    def _refusal(self, route: str, request_id: str, error: PenstockError) -> Any:
-        async def behaviour(_: Any, context: Context) -> bytes:
-            with self._observed(route, request_id, context) as failures:
-                raise error
-            return await _abort(context, failures[0])
-
-        return behaviour
+            return grpc.unary_stream_rpc_method_handler(self._stream(route, caller.request_id, opened))
+        return grpc.stream_stream_rpc_method_handler(self._stream(route, caller.request_id, each))
 
     @contextlib.contextmanager
     def _observed(self, route: str, request_id: str, context: Context) -> Iterator[list[PenstockError]]:
@@ -173,30 +165,34 @@ class Servicers(grpc.GenericRpcHandler):
 
         return behaviour
 
-    async def _reflect(self, _: Caller, requests: AsyncIterator[bytes]) -> AsyncIterator[Message]:
+    async def _reflect(self, requests: AsyncIterator[bytes]) -> AsyncIterator[Message]:
         parsed = (_parse(reflection_pb2.ServerReflectionRequest, data) async for data in requests)
         async for response in self.reflection.ServerReflectionInfo(parsed, None):
             yield response
 
-    def _unary(self, route: str, answer: Answer, caller: Caller) -> Any:
-        async def behaviour(data: bytes, context: Context) -> bytes:
-            with self._observed(route, caller.request_id, context) as failures:
-                response: Message = await answer(caller, data)
+    def _unary(self, route: str, request_id: str, answer: Callable[[Any], Awaitable[Message]]) -> Any:
+        async def behaviour(request: Any, context: Context) -> bytes:
+            with self._observed(route, request_id, context) as failures:
+                response = await answer(request)
                 return response.SerializeToString()
             return await _abort(context, failures[0])
 
         return behaviour
 
-    def _stream(self, route: str, handler: Callable[[Caller, Any], AsyncIterator[Message]], caller: Caller) -> Any:
+    def _stream(self, route: str, request_id: str, answer: Callable[[Any], AsyncIterator[Message]]) -> Any:
         async def behaviour(request: Any, context: Context) -> AsyncIterator[bytes]:
-            with self._observed(route, caller.request_id, context) as failures:
+            with self._observed(route, request_id, context) as failures:
                 await context.send_initial_metadata(())  # The client learns that it is connected before any event.
-                async for response in handler(caller, request):
+                async for response in answer(request):
                     yield response.SerializeToString()
             if failures:
                 await _abort(context, failures[0])
 
         return behaviour
+
+
+async def _refuse(error: PenstockError, _: AsyncIterator[bytes]) -> NoReturn:
+    raise error
 
 
 def _parse(kind: type[Message], data: bytes) -> Message:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,26 +9,18 @@ from pydantic import Field
 
 from penstock.api import records
 from penstock.api.conversion import message_of
-from penstock.diagnosis.facts import RunStores
+from penstock.diagnosis.facts import RunFacts, RunStores
 from penstock.diagnosis.progress import learning_finding, speed_finding
 from penstock.errors import InvalidInput, NotFound
 from penstock.replay.inspection import QueueInspector, StoredDeadLetter
 from penstock.replay.queue_types import VALIDATION, kind_of
 from penstock.replay.results import entry_order
-from penstock.store.fleet import OpenBreaker, Quarantine, ServerRecord
 from penstock.store.keys import check_name
 from penstock.store.notices import QUOTING_KINDS
 from penstock.v1 import runs_pb2
+from penstock_services.gateway import checks
 from penstock_services.gateway.access import Caller
-from penstock_services.gateway.operations import (
-    RUN,
-    Handlers,
-    checked_page_size,
-    cut_page,
-    decode_page_token,
-    operation,
-    shown_reason,
-)
+from penstock_services.gateway.operations import RUN, Handlers, operation, shown_reason
 from penstock_services.gateway.prompts import checked_prompts, digest_of
 
 _LETTER_ID = r"[0-9]{1,19}-[0-9]{1,19}"
@@ -63,7 +54,7 @@ class RunHandlers(Handlers):
             run=self.config.run,
             queue=message_of(runs_pb2.QueueStat, stat),
             metrics=next((policy.metrics for policy in facts.policies if policy.metrics), {}),
-            servers=_servers(facts.servers, facts.drained, facts.breakers, facts.quarantines),
+            servers=_servers(facts),
             state=facts.state,
             held_version=facts.orders.held_version,
             detail=facts.state_detail,
@@ -107,7 +98,7 @@ class RunHandlers(Handlers):
     @operation("GET", "metrics", "read", records.MetricsList, takes=ListMetrics)
     async def list_metrics(self, request: runs_pb2.ListMetricsRequest) -> runs_pb2.ListMetricsResponse:
         """List the metrics of the steps that made the newest versions, oldest first."""
-        newest = await self.stores.policies.newest_first(None, checked_page_size(request.page_size))
+        newest = await self.stores.policies.newest_first(None, checks.page_size(request.page_size))
         history = await self.stores.queue.evaluation_history()
         scores = [(*name.rpartition("-")[::2], score) for name, score in history.items()]
         names = frozenset(request.names)
@@ -121,11 +112,7 @@ class RunHandlers(Handlers):
 
     @operation("GET", "servers", "read", records.ServerList)
     async def list_servers(self, _: runs_pb2.ListServersRequest) -> runs_pb2.ListServersResponse:
-        control = self.stores.control
-        drained, quarantines = await control.drained(), await control.quarantines()
-        breakers = {breaker.server_id: breaker for breaker in await control.open_breakers()}
-        servers = _servers(await self.stores.fleet.servers(), drained, breakers, quarantines)
-        return runs_pb2.ListServersResponse(servers=servers)
+        return runs_pb2.ListServersResponse(servers=_servers(await self.stores.read(self.config)))
 
     @operation("POST", "servers/{server_id}:drain", "admin", records.Server)
     async def drain_server(self, request: runs_pb2.ChangeServerRequest) -> runs_pb2.Server:
@@ -175,15 +162,15 @@ class RunHandlers(Handlers):
         self, caller: Caller, request: runs_pb2.ListDeadLettersRequest
     ) -> runs_pb2.ListDeadLettersResponse:
         """List dead letters, newest first."""
-        page_size = checked_page_size(request.page_size)
-        before = decode_page_token("dead", request.page_token, _LETTER_ID)
+        page_size = checks.page_size(request.page_size)
+        before = checks.page_position("dead", request.page_token, _LETTER_ID)
         found: list[StoredDeadLetter] = []
         async for letter in self._inspector.dead_letters(request.kind, newest_first=True):
             if before is None or entry_order(letter.stream_id) < entry_order(before):
                 found.append(replace(letter, reason=shown_reason(letter.reason, caller.owner)))
             if len(found) > page_size:
                 break
-        page, token = cut_page("dead", found, page_size, lambda letter: letter.stream_id)
+        page, token = checks.cut_page("dead", found, page_size, lambda letter: letter.stream_id)
         letters = [
             message_of(runs_pb2.DeadLetter, letter, letter_id=letter.stream_id, dead_lettered_at_ms=letter.time_ms)
             for letter in page
@@ -199,16 +186,13 @@ class RunHandlers(Handlers):
         return runs_pb2.RequeueDeadLetterResponse(prompt_id=await self._inspector.requeue(request.letter_id))
 
 
-def _servers(
-    servers: Sequence[ServerRecord], drained: Collection[str], breakers: Mapping[str, OpenBreaker],
-    quarantines: Mapping[str, Quarantine],
-) -> list[runs_pb2.Server]:  # fmt: skip
+def _servers(facts: RunFacts) -> list[runs_pb2.Server]:
     described = []
-    for record in servers:
-        marks: dict[str, Any] = {"is_drained": record.server_id in drained}
-        if breaker := breakers.get(record.server_id):
+    for record in facts.servers:
+        marks: dict[str, Any] = {"is_drained": record.server_id in facts.drained}
+        if breaker := facts.breakers.get(record.server_id):
             marks |= {"breaker_reason": kind_of(breaker.reason), "breaker_failures": breaker.num_failures}
-        if found := quarantines.get(record.server_id):
+        if found := facts.quarantines.get(record.server_id):
             marks |= {"is_quarantined": True, "num_reloads": found.num_reloads}
             marks |= {"logprob_mismatch_nats": found.mismatch_nats, "logprob_limit_nats": found.limit_nats}
         described.append(message_of(runs_pb2.Server, record, **marks))

@@ -74,8 +74,7 @@ async def serve(config: RunConfig, ready: Ready | None = None, stop: asyncio.Eve
         run = await asyncio.to_thread(ServedRun.create, client, streams, config, audit, tracing)
         stack.push_async_callback(run.close)
         metrics = GatewayMetrics(CollectorRegistry(), config.learner.placement)
-        if config.folder.exists():
-            metrics.disk.follow("run_dir", DiskWatch(config.folder, "the run and its uploaded datasets"))
+        metrics.disk.follow("run_dir", DiskWatch(config.folder, "the run and its uploaded datasets"))
         host = config.gateway.host
 
         listener = stack.enter_context(_listen(host, config.gateway.port, "gateway.port"))
@@ -183,16 +182,14 @@ def _add_port(rpc: grpc.aio.Server, config: GatewayConfig) -> int:
 @contextlib.contextmanager
 def _signals(stop: asyncio.Event) -> Iterator[None]:
     """SIGTERM and SIGINT set `stop`. Outside the main thread signals cannot be caught, so nothing is done."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    is_main, loop = threading.current_thread() is threading.main_thread(), asyncio.get_running_loop()
+    numbers = (signal.SIGTERM, signal.SIGINT) if is_main else ()
+    for number in numbers:
         loop.add_signal_handler(number, stop.set)
     try:
         yield
     finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in numbers:
             loop.remove_signal_handler(number)
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from penstock.cli.commands.submit import submitted_line
-from penstock.diagnosis.facts import PROCESS_START_S, PROCESS_STARTED, RUN_STATES, progress
+from penstock.diagnosis.facts import PROCESS_START_S, PROCESS_STARTED, RUN_STATES, RunStores, progress
 from penstock.store.fleet import Orders, ServerRecord
 from penstock.store.reports import Phase
 from penstock.v1 import runs_pb2
@@ -60,8 +61,8 @@ def test_the_api_has_the_same_states() -> None:
 
 def test_a_server_counts_once_its_engine_is_up() -> None:
     joining = ServerRecord("s", "a:1", "torch")
-    assert not run_facts(servers=[]).has_servers and not run_facts(servers=[joining]).has_servers
-    assert run_facts(servers=[joining, replace(joining, state="STALE")]).has_servers
+    assert run_facts(servers=[]).state == run_facts(servers=[joining]).state == "WAITING"
+    assert run_facts(servers=[joining, replace(joining, state="STALE")]).state == "RUNNING"
 
 
 def test_groups_of_finished_steps_count_as_trained_before_a_checkpoint_covers_them() -> None:
@@ -107,3 +108,34 @@ def test_a_learner_is_starting_until_it_is_ready_to_train(
     beats = {"learner": 0.5} if is_alive else {}
     facts = run_facts(phases=phases, learner_phase_age_s=age_s, heartbeat_ages_s=beats)
     assert facts.is_learner_starting == is_starting
+
+
+@pytest.mark.parametrize(
+    ("step", "finished_step", "begun", "shown"),
+    [
+        (0, -1, {0: (1, 8)}, 0), (30, -1, {25: (1, 8)}, 25), (30, -1, {25: (8, 8)}, None), (30, -1, {}, None),
+        (25, -1, {24: (1, 8)}, None),
+        (27, -1, {0: (8, 8)}, None), (30, 30, {30: (1, 8)}, 30), (30, 30, {25: (1, 8)}, 25),
+    ],
+)  # fmt: skip
+async def test_the_newest_validation_that_was_begun_is_shown(
+    step: int, finished_step: int, begun: dict[int, tuple[int, int]], shown: int | None
+) -> None:
+    assert await shown_validation(step, finished_step, begun, every_steps=25) == shown
+
+
+async def test_a_validation_is_shown_while_the_learner_takes_the_steps_that_staleness_allows() -> None:
+    running = {5: (1, 8), 4: (8, 8)}
+    assert [await shown_validation(step, -1, running, every_steps=1) for step in (5, 7, 8)] == [5, 5, 5]
+
+
+async def shown_validation(
+    step: int, finished_step: int, begun: dict[int, tuple[int, int]], every_steps: int
+) -> int | None:
+    async def evaluation_progress(name: str) -> tuple[int, int] | None:
+        return begun.get(int(name.rpartition("-")[2]))
+
+    stores: Any = SimpleNamespace(queue=SimpleNamespace(evaluation_progress=evaluation_progress))
+    config = run_facts((), {"dataset": {"validation": {"file": "v.jsonl", "every_steps": every_steps}}}).config
+    found = await RunStores._validation(stores, config, replace(STAT, step=step, finished_step=finished_step))
+    return None if found is None else found.step

@@ -28,19 +28,9 @@ from penstock.sessions.task_store import TaskStore
 from penstock.store.fleet import RunControl
 from penstock.store.keys import check_name
 from penstock.v1 import sessions_pb2, tasks_pb2
+from penstock_services.gateway import checks
 from penstock_services.gateway.access import Caller
-from penstock_services.gateway.operations import (
-    IDEMPOTENCY_KEY,
-    Handlers,
-    body_digest,
-    bounded,
-    check_json,
-    check_keys,
-    checked_page_size,
-    decode_page_token,
-    encode_page_token,
-    operation,
-)
+from penstock_services.gateway.operations import IDEMPOTENCY_KEY, Handlers, body_digest, bounded, operation
 from penstock_services.gateway.sessions.recorder import SessionRecorder
 from penstock_services.gateway.sessions.rewards import SessionRewards
 from penstock_services.gateway.sessions.tree import SessionTree
@@ -149,10 +139,10 @@ class SessionHandlers(Handlers):
         self, caller: Caller, request: sessions_pb2.ListSessionsRequest
     ) -> sessions_pb2.ListSessionsResponse:
         """List the sessions whose calls are kept, the one with the newest call first. A page may be short."""
-        page_size = checked_page_size(request.page_size)
-        first = int(decode_page_token("sessions", request.page_token, "[0-9]{1,9}") or 0)
+        page_size = checks.page_size(request.page_size)
+        first = int(checks.page_position("sessions", request.page_token, "[0-9]{1,9}") or 0)
         found, has_more = await self.recorder.store.summaries(first, page_size, caller.owner)
-        token = encode_page_token("sessions", first + page_size) if has_more else ""
+        token = checks.page_token("sessions", first + page_size) if has_more else ""
         return sessions_pb2.ListSessionsResponse(sessions=found, next_page_token=token)
 
     def _describe(
@@ -217,7 +207,7 @@ class TaskHandlers(Handlers):
         limit = self.config.gateway.max_prompts_per_request
         if not 1 <= len(request.tasks) <= limit:
             raise InvalidInput("tasks", f"must be 1 to {limit} tasks")
-        check_keys(request.idempotency_key, (), len(request.tasks))
+        checks.keys(request.idempotency_key, (), len(request.tasks))
         checked = [self._checked(task, f"tasks[{number}].") for number, task in enumerate(request.tasks)]
         tasks, bodies = zip(*checked, strict=True)
         if len({task.task_id for task in tasks}) < len(tasks):
@@ -286,10 +276,11 @@ class TaskHandlers(Handlers):
         longest_s = self.config.gateway.session_ttl_s / 2
         if not 0 <= task.deadline_s <= longest_s:
             raise InvalidInput(f"{path}deadline_s", f"must be 0 to {longest_s:g}, half of gateway.session_ttl_s")
-        payload, num_sessions = check_json(task.payload_json or "null", f"{path}payload_json"), task.num_sessions or 1
+        payload_json, num_sessions = task.payload_json or "null", task.num_sessions or 1
+        payload = checks.json_value(payload_json, f"{path}payload_json")
         full = tasks_pb2.NewTask(
             task_id=task.task_id or f"task-{uuid.uuid4().hex[:16]}",
-            payload_json=task.payload_json or "null",
+            payload_json=payload_json,
             num_sessions=num_sessions,
             deadline_s=task.deadline_s or longest_s,
             data_source=task.data_source,

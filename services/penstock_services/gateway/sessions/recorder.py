@@ -136,15 +136,11 @@ class SessionRecorder:
             tree = SessionTree(list_name)
         self.forget(session_id)
         tree.add(entries)
-        self._keep(session_id, tree)
-        return tree
-
-    def _keep(self, session_id: str, tree: SessionTree) -> None:
-        """Keep a tree in memory, and forget the least recently used ones if it does not fit."""
         self._trees[session_id] = tree
         self.cached_bytes += tree.num_bytes
-        while self.cached_bytes > self.store.limits.cache_bytes and self._trees:
+        while self.cached_bytes > self.store.limits.cache_bytes and self._trees:  # the least recently used ones go
             self.cached_bytes -= self._trees.popitem(last=False)[1].num_bytes
+        return tree
 
     def _match_messages(self, call: SessionCall, request: generate_pb2.GenerateRequest) -> None:
         others = f"{request.tools_json} {request.template_arguments_json}"

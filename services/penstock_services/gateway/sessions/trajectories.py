@@ -91,18 +91,15 @@ def _trajectory(path: _Path, num_shared: int, sampling: Sampling) -> Trajectory:
     calls = [path.session.tree.calls[number] for number in path.calls]
     version = next(segment.policy_version for call in calls for segment in call.segments)
 
-    def insert(inserted: Ids, version: int) -> None:
-        nonlocal num_tokens
+    for place, (number, call) in enumerate(zip(path.calls, calls, strict=True)):
+        version = segments[-1].policy_version if segments else version
+        inserted = call.extra if place else path.prompt[num_shared:]
         if len(inserted):
             ids.append(inserted)
             masks.extend([0] * len(inserted))
             log_probs.append(np.zeros(len(inserted), dtype=np.float32))
             segments.append(VersionSegment(num_tokens, num_tokens + len(inserted), version))
             num_tokens += len(inserted)
-
-    for place, (number, call) in enumerate(zip(path.calls, calls, strict=True)):
-        version = segments[-1].policy_version if segments else version
-        insert(call.extra if place else path.prompt[num_shared:], version)
         ids.append(call.token_ids)
         masks.extend([int(number in path.trained)] * len(call.token_ids))
         log_probs.append(call.log_probs)

@@ -132,18 +132,15 @@ class SessionTree:
                 best = (number, shared)
         return best
 
-    def paths(self) -> list[tuple[int, ...]]:
-        """The numbers of the calls of each path, in order. Every call with sampled tokens is on at least one path."""
-        inner: set[int] = set()
-        sampled = [number for number, call in enumerate(self.calls) if len(call.token_ids)]
-        for number in sampled:
-            inner.update(self._line(number)[:-1])
-        return [self._line(number) for number in sampled if number not in inner]
-
     def trained_paths(self) -> list[tuple[tuple[int, ...], frozenset[int]]]:
-        """Each path with the calls that are trained in it. A call is trained in the first path that has it."""
+        """The numbers of the calls of each path, in order, and those that are trained in it. Every call with sampled
+        tokens is on at least one path, and is trained in the first one that has it."""
+        lines = [self._line(number) for number, call in enumerate(self.calls) if len(call.token_ids)]
+        inner = {number for line in lines for number in line[:-1]}
         found, trained = [], set[int]()
-        for line in self.paths():
+        for line in lines:
+            if line[-1] in inner:
+                continue
             new = frozenset(line) - trained
             trained |= new
             found.append((line, new))

@@ -22,6 +22,8 @@ FOUND_BY_RAY = "auto"
 """The address that stands for a cluster which Ray finds on this machine."""
 ANSWER_S = 10.0
 """How long the head may take to answer once it is reached."""
+_PASSING = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+"""Errors that a head also gives while it starts, ends or is busy."""
 _NODES = "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"
 
 
@@ -55,7 +57,8 @@ def check_cluster(learner: LearnerConfig, roles: Mapping[str, RoleConfig], timeo
 
 def ask_cluster(address: str, timeout_s: float) -> RayNodes | None:
     """Wait `timeout_s` for the head to listen, and ask it for its nodes. None if it uses Ray's TLS, with which only Ray
-    itself can ask. Raises Unavailable if nothing listens, and ConfigError if what listens refuses this process."""
+    itself can ask. Raises Unavailable if nothing listens or answers, and ConfigError if what listens refuses this
+    process."""
     host, _, port = address.rpartition(":")
     if not wait_for_port(host.strip("[]"), int(port), timeout_s):
         raise Unavailable(
@@ -76,6 +79,11 @@ def ask_cluster(address: str, timeout_s: float) -> RayNodes | None:
             )
     except grpc.RpcError as error:
         code: grpc.StatusCode = error.code()
+        if code in _PASSING:
+            raise Unavailable(
+                f"what listens at learner.ray_address {address} has not answered ({code.name}); if it is Ray's head, "
+                "look at its log; otherwise give the address that `ray start --head` prints"
+            ) from error
         if code is not grpc.StatusCode.UNAUTHENTICATED:
             raise ConfigError(
                 f"what listens at learner.ray_address {address} does not answer as Ray's head does ({code.name}); give "

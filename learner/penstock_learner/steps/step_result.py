@@ -177,8 +177,9 @@ def batch_numbers(batch: SequenceBatch, groups: Sequence[Group], term: Term) -> 
 
 def token_numbers(batch: SequenceBatch) -> dict[str, float]:
     """The spread over the trained tokens of the advantages, and of the returns if the estimator has computed any."""
-    batch = batch.without_baselines()
     trained, numbers = batch.loss_mask.astype(bool), dict[str, float]()
+    if batch.is_baseline is not None:
+        trained &= ~batch.is_baseline[batch.sequence_ids]
     for name, given in (("advantage", batch.advantages), ("return", batch.returns)):
         if given is not None and trained.any():
             values = given[trained].astype(np.float64)

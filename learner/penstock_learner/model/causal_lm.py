@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -76,12 +77,15 @@ def log_probs_of_logits(
 ) -> tuple[Tensor, Tensor]:
     """The same from a model's own logits [T, V], which it has already scaled and capped. The gradient goes to them. The
     backward pass computes the softmax of each chunk again, so that it is never whole in memory."""
-    parts = [
-        checkpoint(_statistics, *chunk, None, use_reentrant=False)
-        for chunk in zip(*(tensor.split(chunk_tokens) for tensor in (logits, targets, temperatures)), strict=True)
-    ]
-    log_probs, entropy, _ = (torch.cat(part) for part in zip(*parts, strict=True))
+    statistics = partial(checkpoint, _statistics, cap=None, use_reentrant=False)
+    log_probs, entropy, _ = _by_chunk(statistics, chunk_tokens, logits, targets, temperatures)
     return log_probs, entropy if entropy_has_gradient else entropy.detach()
+
+
+def _by_chunk(function: Callable[..., tuple[Tensor, ...]], size: int, *tensors: Tensor) -> list[Tensor]:
+    """The results of a function for `size` tokens at a time, each joined."""
+    parts = [function(*chunk) for chunk in zip(*(tensor.split(size) for tensor in tensors), strict=True)]
+    return [torch.cat(part) for part in zip(*parts, strict=True)]
 
 
 def _capped(logits: Tensor, cap: float | None) -> Tensor:
@@ -132,17 +136,13 @@ def _logit_gradient(
 
 _OfEntropy = tuple[Tensor, Tensor]
 """Entropies [T] and the gradient with respect to them [T]."""
-_compiled: dict[str, Any] = {}
-"""The compiled functions, made on first use."""
 
 
+@cache
 def _functions(compiled: bool) -> tuple[Statistics, Gradient]:
     if not compiled:
         return _statistics, _logit_gradient
-    if not _compiled:
-        _compiled["statistics"] = torch.compile(_statistics)
-        _compiled["gradient"] = torch.compile(_logit_gradient)
-    return _compiled["statistics"], _compiled["gradient"]
+    return torch.compile(_statistics), torch.compile(_logit_gradient)
 
 
 class _LogProbs(torch.autograd.Function):
@@ -160,13 +160,9 @@ class _LogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         statistics = _functions(compiled)[0]
         columns = _columns(weight)
-        parts = [
-            statistics(h @ columns, target, temperature, cap)
-            for h, target, temperature in zip(
-                *(tensor.split(chunk_tokens) for tensor in (hidden, targets, temperatures)), strict=True
-            )
-        ]
-        log_probs, entropy, log_denominator = (torch.cat(part) for part in zip(*parts, strict=True))
+        log_probs, entropy, log_denominator = _by_chunk(
+            lambda h, *others: statistics(h @ columns, *others, cap), chunk_tokens, hidden, targets, temperatures
+        )
         ctx.save_for_backward(hidden, weight, targets, temperatures, log_denominator, entropy)
         ctx.cap, ctx.chunk_tokens, ctx.compiled = cap, chunk_tokens, compiled
         ctx.entropy_has_gradient = entropy_has_gradient

@@ -5,6 +5,7 @@ For a missing or wrong token, `ray.init` takes half a minute and then only says 
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -71,12 +72,14 @@ def ask_cluster(address: str, timeout_s: float) -> RayNodes | None:
     metadata = [("authorization", f"Bearer {token}")] if token else []
     try:
         reply = _call(address, metadata)
-        if token and _is_open(address):
-            raise ConfigError(
-                f"RAY_AUTH_MODE is token, but the Ray cluster at learner.ray_address {address} asks for none, so "
-                "whoever reaches it can run code there; start all its nodes with RAY_AUTH_MODE=token and this token, "
-                "or unset RAY_AUTH_MODE here"
-            )
+        if token:
+            with contextlib.suppress(grpc.RpcError):  # the head must refuse a call without a token
+                _call(address, [])
+                raise ConfigError(
+                    f"RAY_AUTH_MODE is token, but the Ray cluster at learner.ray_address {address} asks for none, so "
+                    "whoever reaches it can run code there; start all its nodes with RAY_AUTH_MODE=token and this "
+                    "token, or unset RAY_AUTH_MODE here"
+                )
     except grpc.RpcError as error:
         code: grpc.StatusCode = error.code()
         if code in _PASSING:
@@ -114,15 +117,6 @@ def own_token() -> str:
         return file.read_text().strip()
     except OSError:
         return ""
-
-
-def _is_open(address: str) -> bool:
-    """Whether the head also answers without a token."""
-    try:
-        _call(address, [])
-    except grpc.RpcError:
-        return False
-    return True
 
 
 def _call(address: str, metadata: list[tuple[str, str]]) -> bytes:

@@ -83,13 +83,11 @@ def _reserve(config: RunConfig, group: Mapping[str, RoleConfig]) -> PlacementGro
     if not config.learner.ray_address:
         return placement_group(bundles(group), strategy="PACK")
     name = "+".join(group)
-    try:
+    with contextlib.suppress(ValueError):  # there is none
         kept = get_placement_group(name)
-    except ValueError:
-        return placement_group(bundles(group), strategy="PACK", name=name, lifetime="detached")
-    if kept.bundle_specs == bundles(group):
-        return kept
-    remove_placement_group(kept)
+        if kept.bundle_specs == bundles(group):
+            return kept
+        remove_placement_group(kept)
     return placement_group(bundles(group), strategy="PACK", name=name, lifetime="detached")
 
 

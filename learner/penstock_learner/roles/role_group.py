@@ -242,7 +242,8 @@ class RoleGroup:
                 self.actors += actors
         for actor in self.actors:
             ray.kill(actor)
-        self.actors = self._make_set()
+        self.num_sets += 1
+        self.actors = self.source.make(self.num_sets, self.owner)
         started = [self._call(actor, "wait_idle") for actor in self.actors]
         await self._gather("wait_idle", started, max(self.timeout_s, START_S))
         rendezvous = await self.call_rank(0, "rendezvous")
@@ -336,10 +337,6 @@ class RoleGroup:
         """Begin a call, as the owner of the rank. Process titles and timelines show it as a call of `method`."""
         options = {"name": f"{self.worker}.{method}"} | ({"concurrency_group": lane} if lane else {})
         return actor.call.options(**options).remote(self.owner, method, *arguments)
-
-    def _make_set(self) -> list[Any]:
-        self.num_sets += 1
-        return self.source.make(self.num_sets, self.owner)
 
     async def _gather(self, method: str, references: list[Any], timeout_s: float) -> list[Any]:
         calls = [asyncio.ensure_future(reference) for reference in references]

@@ -192,7 +192,7 @@ async def test_ranks_whose_controller_died_while_it_started_them_are_not_used() 
     """They have joined a process group, and cannot join another one."""
     cluster = FakeCluster()
     killed = controller_of(cluster)
-    killed.actors = killed._make_set()
+    killed.actors = killed.source.make(1, killed.owner)
     await killed.call_all("join", await killed.call_rank(0, "rendezvous"))
     successor = controller_of(cluster)
     assert not await successor.adopt()

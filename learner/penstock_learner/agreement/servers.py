@@ -171,8 +171,6 @@ class ServerQuarantine:
             self.records[record.server_id] = record
 
 
-LogProbs = Callable[[Sequence[Group]], Awaitable[NDArray[np.float32]]]
-"""[T] log-probs of the groups' response tokens under the policy's weights, in order."""
 DRIFT_TOKENS = 1024
 """Trained tokens that are computed again in the next step, to see how far the policy has moved."""
 RELOADS_THAT_FAILED = 2
@@ -196,7 +194,8 @@ class ServerAgreement:
 
     check: LogProbCheck
     quarantine: ServerQuarantine
-    log_probs: LogProbs
+    log_probs: Callable[[Sequence[Group]], Awaitable[NDArray[np.float32]]]
+    """[T] log-probs of the groups' response tokens under the policy's weights, in order."""
     fleet: Fleet
     metrics: LearnerMetrics
     silence_s: float
@@ -388,6 +387,7 @@ def choose(groups: Sequence[Group], step: int, first: Collection[str] = ()) -> l
     for name in sorted(by_server, key=lambda name: (name not in first, zlib.crc32(f"{step} {name}".encode()))):
         if name not in first and sum(sample.num_tokens for sample in chosen) >= budget:
             break
+        # One sample of each version in turn, the newest first, and from different groups first.
         by_version: defaultdict[int, list[ComparedSample]] = defaultdict(list)
         for sample in by_server[name]:
             by_version[sample.trajectory.min_version].append(sample)

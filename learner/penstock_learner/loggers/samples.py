@@ -15,6 +15,7 @@ import math
 import queue
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -91,11 +92,9 @@ class SampleLog:
         """Wait until what was added is written, or until the deadline."""
         if not self.config.share:
             return
-        try:
+        with suppress(queue.Full):
             self.waiting.put(None, timeout=timeout_s)
             self.thread.join(timeout_s)
-        except queue.Full:
-            pass
         if self.thread.is_alive():
             logger.error("samples were not written in %.0f s; the last steps are missing", timeout_s)
 

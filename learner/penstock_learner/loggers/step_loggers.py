@@ -151,6 +151,7 @@ _SPREADS = {
     "reward": "critic/rewards", "advantage": "critic/advantages", "return": "critic/returns",
     "response_length": "response_length",
 }  # fmt: skip
+"""Numbers with a mean, a minimum and a maximum, and verl's names for them."""
 VERL_NAMES = {
     "step": "training/global_step",
     "loss": "actor/pg_loss",

@@ -205,8 +205,6 @@ def prefix_sharing_roles(config: RunConfig) -> frozenset[str]:
 
 def _can_share(folder: Path) -> bool:
     """Whether a model's tokens are the same computation in every sequence that begins with them."""
-    if not (folder / "config.json").is_file():
-        return False
     try:
         config = require_causal(folder, "path")
     except ConfigError:

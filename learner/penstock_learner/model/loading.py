@@ -34,6 +34,8 @@ from torch.utils.checkpoint import checkpoint
 from penstock.config.learner import LearnerConfig
 from penstock.errors import ConfigError
 from penstock.weights.folder_tensors import safetensors_of
+from penstock_learner.model.architectures import ModelPath
+from penstock_learner.model.attention.packed_attention import mark_layers
 from penstock_learner.model.torch_settings import compiler_keeping
 
 logger = logging.getLogger(__name__)
@@ -42,11 +44,16 @@ LORA_A, LORA_B = ".lora_A.", ".lora_B."
 
 
 class FolderModel(nn.Module):
-    """A model around a Hugging Face one."""
+    """A model around a Hugging Face one. The sharded root covers embedding, layers and head in one forward pass."""
 
-    lm: Any
-    unread: UnreadWeights | None = None
-    """Where the weights are, if the model is still on the meta device."""
+    def __init__(self, lm: Any, path: ModelPath) -> None:
+        super().__init__()
+        self.lm = lm
+        self.path = path
+        self.unread: UnreadWeights | None = None
+        """Where the weights are, if the model is still on the meta device."""
+        if path.is_packed:
+            mark_layers(lm)
 
 
 def decoder_layers(lm: Any) -> tuple[str, nn.ModuleList]:

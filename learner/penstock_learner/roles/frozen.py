@@ -151,7 +151,6 @@ class Retokenization:
         if not getattr(self._policy, "chat_template", None):
             return "", ""
         chat = [{"role": "user", "content": _MARK}]
-        before, _, after = self._policy.apply_chat_template(chat, tokenize=False, add_generation_prompt=True).partition(
-            _MARK
-        )
+        rendered = self._policy.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        before, _, after = rendered.partition(_MARK)
         return before, after

@@ -292,12 +292,8 @@ class StepProgram:
 
 def load_program(config: LearnerConfig) -> StepProgram:
     """The program that the config names. Raises ConfigError if a function cannot be loaded or called as a step."""
-    step: Step = own_step
-    ahead: Ahead = own_ahead
-    if config.step:
-        step = _load(config.step, "learner.step")
-    if config.ahead:
-        ahead = _load(config.ahead, "learner.ahead")
+    step: Step = _load(config.step, "learner.step") if config.step else own_step
+    ahead: Ahead = _load(config.ahead, "learner.ahead") if config.ahead else own_ahead
     return StepProgram(step, ahead, f"learner.step {config.step}".rstrip(), f"learner.ahead {config.ahead}".rstrip())
 
 
@@ -378,10 +374,8 @@ class TrainingStep:
 
     async def reward_model_scores(self, groups: Sequence[Group]) -> NDArray[np.float32]:
         """[S] the reward model's scores of all samples. It may run while a step trains."""
-        batch = batch_of(groups, with_experts=False)
-        scores: NDArray[np.float32] = await Roles(self.roles, self.access, with_trained=False).reward_model.scores(
-            batch
-        )
+        frozen = Roles(self.roles, self.access, with_trained=False)
+        scores: NDArray[np.float32] = await frozen.reward_model.scores(batch_of(groups, with_experts=False))
         return scores
 
     async def run(
@@ -443,7 +437,7 @@ class TrainingStep:
     def _observe(self, calls: Calls, step: int) -> None:
         """Count the step's updates. Raises TrainingDiverged if too many in a row were skipped."""
         for update in calls.updates:
-            self.skipped.check(update.role, step, update.batch, update.shards, update.reports)
+            self.skipped.check(update, step)
         for update in calls.updates:
             if update.role == "policy" and not update.reports[0].step.skipped:  # the counter would stay NaN forever
                 self.metrics.importance_ratio.add(*ratio_counts(update.reports))

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from penstock.config.algorithms import AlgorithmConfig, KLConfig
 from penstock.errors import TrainingDiverged
 from penstock.trajectory import Group
-from penstock_learner.batches.partition import RankShard
 from penstock_learner.batches.sequence_batch import SequenceBatch
 from penstock_learner.metrics import MAX_REWARD_PARTS, REWARD_PART
 from penstock_learner.roles.dispatch import CriticReport, TrainedReport, UpdateReport
@@ -219,11 +218,9 @@ class SkippedSteps:
     folder: Path
     in_a_row: Counter[str] = field(default_factory=Counter)
 
-    def check(
-        self, role: str, step: int, batch: SequenceBatch, shards: Sequence[RankShard], reports: Sequence[TrainedReport]
-    ) -> None:
-        """Call after every update of a trained role. `shards` and `reports` are in the same order."""
-        taken = reports[0].step
+    def check(self, update: Update, step: int) -> None:
+        """Call after every update of a trained role."""
+        role, taken = update.role, update.reports[0].step
         if not taken.skipped:
             self.in_a_row[role] = 0
             return
@@ -232,12 +229,12 @@ class SkippedSteps:
             return
         nonfinite = [
             sequence
-            for shard, report in zip(shards, reports, strict=True)
+            for shard, report in zip(update.shards, update.reports, strict=True)
             for micro in report.nonfinite
             for sequence in shard.sequences[micro]
         ]
-        path = self._save(step, batch, nonfinite)
-        prompts = sorted({int(batch.group_ids[sequence]) for sequence in nonfinite})
+        path = self._save(step, update.batch, nonfinite)
+        prompts = sorted({int(update.batch.group_ids[sequence]) for sequence in nonfinite})
         where = f"loss of prompts {listed(prompts)}" if nonfinite else f"gradient norm ({taken.grad_norm})"
         rate = _RATES.get(role, f"learner.roles.{role}.lr")
         raise TrainingDiverged(

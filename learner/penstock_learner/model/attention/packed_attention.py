@@ -196,8 +196,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, packing: Packing, form: ScoreForm) -
     if has_varlen(q, v, form) and (form.window is not None or not packing.is_full):
         return varlen(q, k, v, packing.offsets, packing.offsets, packing.longest, form)
     q, k, v = (to_block(states, packing) for states in (q, k, v))
-    sees_all = form.is_plain and form.window is None
-    mask = None if sees_all else _visible(q.shape[1], form.window, q.device)
+    mask = None if form.is_plain and form.window is None else _visible(q.shape[1], form.window, q.device)
     return from_block(attend_block(q, k, v, mask, form), packing)
 
 
@@ -330,10 +329,7 @@ def block_mask(packing: Packing, window: int | None) -> Any:
     return packing.derived[name]
 
 
-Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-
-
-def _sees_in_sequence(rows: Tensor, window: int | None) -> Mask:
+def _sees_in_sequence(rows: Tensor, window: int | None) -> Callable[..., Tensor]:
     def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         is_visible = (rows[query] == rows[key]) & (query >= key)
         return is_visible if window is None else is_visible & (query - key < window)
@@ -341,7 +337,7 @@ def _sees_in_sequence(rows: Tensor, window: int | None) -> Mask:
     return sees
 
 
-def _sees_on_path(packing: Packing, window: int | None) -> Mask:
+def _sees_on_path(packing: Packing, window: int | None) -> Callable[..., Tensor]:
     assert packing.paths is not None
     positions, ends = packing.columns, packing.paths.ends
 

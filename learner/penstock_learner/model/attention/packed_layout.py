@@ -128,7 +128,8 @@ class Paths:
         by_depth: dict[int, list[_PathPiece]] = {}
         for piece in pieces:
             by_depth.setdefault(piece.depth, []).append(piece)
-        blocks, positions = list[PathBlock](), tree.positions
+        blocks: list[PathBlock] = []
+        positions = tree.positions
         in_blocks, num_before = np.zeros(tree.num_stored, dtype=np.int64), 0
         for found in by_depth.values():
             queries, is_query = _rows([piece.queries for piece in found])

@@ -34,7 +34,8 @@ def bench_model(name: str, compiled: bool) -> Results:
     from learner_parts.steps import clear, make_batch, matmul_flops
     from penstock_learner.model.torch_settings import set_up_torch
 
-    set_up_torch(torch.get_num_threads(), compiles=True, fail_at_recompile_limit=True)
+    set_up_torch(torch.get_num_threads(), compiles=True)
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # torch would quietly run a layer uncompiled
 
     shape = SHAPES[name]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

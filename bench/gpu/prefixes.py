@@ -65,7 +65,8 @@ def bench_model(name: str, compiled: bool) -> Results:
     from learner_parts.steps import Ours, clear
     from penstock_learner.model.torch_settings import set_up_torch
 
-    set_up_torch(torch.get_num_threads(), compiles=True, fail_at_recompile_limit=True)
+    set_up_torch(torch.get_num_threads(), compiles=True)
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # torch would quietly run a layer uncompiled
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     store = dist.HashStore()  # type: ignore[attr-defined]

@@ -2,7 +2,9 @@
 
 | name | process |
 |---|---|
-| one of NAMES, TAKE_OVER_NAMES or UPLOAD_NAMES | the controller |
+| one of NAMES | the controller |
+| before_rewind, after_rewind | the controller, while it rewinds to a checkpoint |
+| mid_upload, after_upload | the controller, while it uploads a checkpoint: before its manifest, and after it |
 | ROLE.RANK, for example critic.1 | a rank: in each update of a trained role, in each forward pass of a frozen one |
 """
 
@@ -13,12 +15,8 @@ import signal
 from collections import Counter
 
 ENVIRONMENT = "PENSTOCK_CRASH_AT"
-TAKE_OVER_NAMES = ("before_rewind", "after_rewind")
-"""The places in the controller process while it rewinds to a checkpoint."""
 NAMES = ("after_read", "mid_step", "before_flush", "after_flush", "after_commit")
 """The places in the controller process, in the order in which a group passes them."""
-UPLOAD_NAMES = ("mid_upload", "after_upload")
-"""The places in the controller process while a checkpoint is uploaded: before its manifest, and after it."""
 _passed: Counter[str] = Counter()
 
 

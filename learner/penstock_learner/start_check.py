@@ -20,8 +20,9 @@ REACH_S = 5.0
 
 
 def check(config: RunConfig) -> str:
-    """Raise ConfigError for the first mistake. Returns a phrase that says from which weights the run would start,
-    and what the Ray cluster to join has. What needs torch, whose import takes seconds, is checked last."""
+    """Raise ConfigError for the first mistake, or Unavailable for what cannot be reached. Returns a phrase that says
+    from which weights the run would start, and what the Ray cluster to join has. What needs torch, whose import takes
+    seconds, is checked last."""
     check_redis(config.redis)
     check_model(config)
     check_roles(config.learner)
@@ -62,7 +63,7 @@ def check_step(learner: LearnerConfig) -> None:
 
 
 def _check_ray(config: RunConfig) -> str:
-    """Raise ConfigError if a private Ray on this machine could not place the roles, or if the cluster to join cannot be
+    """Raise an error if a private Ray on this machine could not place the roles, or if the cluster to join cannot be
     reached or is too small. Returns what the cluster has; empty for a private Ray, and for one that Ray has to find."""
     learner, roles = config.learner, config.learner.needed_roles
     if learner.ray_address:

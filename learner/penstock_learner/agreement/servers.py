@@ -30,9 +30,10 @@ import logging
 import math
 import time
 import zlib
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, zip_longest
 
 import numpy as np
 from numpy.typing import NDArray
@@ -170,8 +171,6 @@ class ServerQuarantine:
             self.records[record.server_id] = record
 
 
-LogProbs = Callable[[Sequence[Group]], Awaitable[NDArray[np.float32]]]
-"""[T] log-probs of the groups' response tokens under the policy's weights, in order."""
 DRIFT_TOKENS = 1024
 """Trained tokens that are computed again in the next step, to see how far the policy has moved."""
 RELOADS_THAT_FAILED = 2
@@ -195,7 +194,8 @@ class ServerAgreement:
 
     check: LogProbCheck
     quarantine: ServerQuarantine
-    log_probs: LogProbs
+    log_probs: Callable[[Sequence[Group]], Awaitable[NDArray[np.float32]]]
+    """[T] log-probs of the groups' response tokens under the policy's weights, in order."""
     fleet: Fleet
     metrics: LearnerMetrics
     silence_s: float
@@ -370,17 +370,29 @@ class Comparison:
 def choose(groups: Sequence[Group], step: int, first: Collection[str] = ()) -> list[ComparedSample]:
     """A few trajectories of each version of every server, as far as the budget of tokens reaches. The servers in
     `first` always have their turn. The order of the others depends on the step."""
-    by_server: dict[str, list[tuple[int, ComparedSample]]] = {}
-    for group in groups:
-        for place, sample in enumerate(_comparable(group)):
-            by_server.setdefault(sample.server_id, []).append((place, sample))
-    total = sum(sample.num_tokens for placed in by_server.values() for _, sample in placed)
+    comparable = [
+        [
+            ComparedSample(group, trajectory)
+            for trajectory in group.trajectories
+            if not trajectory.is_baseline and trajectory.has_trained_token and len(trajectory.server_ids) <= 1
+        ]
+        for group in groups
+    ]
+    by_server: defaultdict[str, list[ComparedSample]] = defaultdict(list)
+    for sample in _in_turns(comparable):
+        by_server[sample.server_id].append(sample)
+    total = sum(sample.num_tokens for samples in comparable for sample in samples)
     budget = max(MIN_BUDGET_TOKENS, SHARE * total)
     chosen: list[ComparedSample] = []
     for name in sorted(by_server, key=lambda name: (name not in first, zlib.crc32(f"{step} {name}".encode()))):
         if name not in first and sum(sample.num_tokens for sample in chosen) >= budget:
             break
-        chosen += enough(_in_order(by_server[name])[:PER_SERVER], ENOUGH_TOKENS)
+        # One sample of each version in turn, the newest first, and from different groups first.
+        by_version: defaultdict[int, list[ComparedSample]] = defaultdict(list)
+        for sample in by_server[name]:
+            by_version[sample.trajectory.min_version].append(sample)
+        newest_first = [by_version[version] for version in sorted(by_version, reverse=True)]
+        chosen += enough(_in_turns(newest_first)[:PER_SERVER], ENOUGH_TOKENS)
     return chosen
 
 
@@ -395,39 +407,23 @@ def enough(samples: Sequence[ComparedSample], num_tokens: int) -> list[ComparedS
     return found
 
 
-def _comparable(group: Group) -> list[ComparedSample]:
-    return [
-        ComparedSample(group, trajectory)
-        for trajectory in group.trajectories
-        if not trajectory.is_baseline and trajectory.has_trained_token and len(trajectory.server_ids) <= 1
-    ]
-
-
-def _in_order(placed: Sequence[tuple[int, ComparedSample]]) -> list[ComparedSample]:
-    """The samples of one server: one of each version in turn, the newest first, and from different groups first."""
-    ranked = sorted(placed, key=lambda entry: entry[0])
-    turns: Counter[int] = Counter()
-    ordered = []
-    for _, sample in ranked:
-        version = sample.trajectory.min_version
-        ordered.append((turns[version], -version, sample))
-        turns[version] += 1
-    return [sample for *_, sample in sorted(ordered, key=lambda entry: entry[:2])]
+def _in_turns(lists: Sequence[Sequence[ComparedSample]]) -> list[ComparedSample]:
+    """The first sample of each list, then the second of each, and so on."""
+    return [sample for turn in zip_longest(*lists) for sample in turn if sample is not None]
 
 
 def compare(
     samples: Sequence[ComparedSample], staleness: Sequence[int], log_probs: NDArray[np.float32]
 ) -> list[Comparison]:
     """Compare the samples with the learner's log-probs [T] of all their tokens. `staleness` is per sample."""
-    comparisons, start = [], 0
-    for sample, steps in zip(samples, staleness, strict=True):
-        trajectory, group = sample.trajectory, sample.group
-        trained, end = trajectory.loss_mask.astype(bool), start + len(trajectory.token_ids)
-        difference = np.abs(log_probs[start:end] - trajectory.log_probs)[trained]
-        kept = trajectory.kept_probability(group.sampling)
+    comparisons = []
+    ends = np.cumsum([len(sample.trajectory.token_ids) for sample in samples])
+    for sample, steps, own in zip(samples, staleness, np.split(log_probs, ends[:-1]), strict=True):
+        trajectory = sample.trajectory
+        difference = np.abs(own - trajectory.log_probs)[trajectory.loss_mask.astype(bool)]
+        kept = trajectory.kept_probability(sample.group.sampling)
         nucleus_nats = -math.log(kept) if kept else UNBOUNDED_NATS
         comparisons.append(Comparison(sample.server_id, steps, len(difference), float(difference.mean()), nucleus_nats))
-        start = end
     return comparisons
 
 
@@ -528,9 +524,7 @@ class LogProbCheck:
 
     def _drift_of(self, found: Sequence[Comparison]) -> float:
         """Mean drift of the learner between the versions that sampled the tokens and now."""
-        drifts = [0.0]
-        for drift in reversed(self._drifts):
-            drifts.append(drifts[-1] + drift)
+        drifts = list(accumulate(reversed(self._drifts), initial=0.0))
         return _mean(found, lambda one: drifts[one.staleness])
 
     def _usual_nats(self) -> float | None:

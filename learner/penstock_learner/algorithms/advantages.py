@@ -130,12 +130,14 @@ class _Groups:
         return torch.where(self.sizes == 1, self.rewards, self.centered())
 
     def normalized(self, by_std: bool) -> Tensor:
-        """[S] `(R - mu) / (sigma + 1e-6)` with unbiased sigma, or `R - mu`. A group of one has mu = 0 and sigma = 1."""
+        """[S] `(R - mu) / (sigma + 1e-6)`, or `R - mu`. A group of one has mu = 0."""
         centered = self.centered_or_raw()
-        if not by_std:
-            return centered
-        variance = self.sum_samples(centered.square()) / (self.sizes - 1).clamp(min=1)
-        return centered / (torch.where(self.sizes == 1, 1.0, variance.sqrt()) + _STD_EPSILON)
+        return centered / self.scale() if by_std else centered
+
+    def scale(self) -> Tensor:
+        """[S] `sigma + 1e-6` with unbiased sigma. A group of one has sigma = 1."""
+        variance = self.sum_samples(self.centered().square()) / (self.sizes - 1).clamp(min=1)
+        return torch.where(self.sizes == 1, 1.0, variance.sqrt()) + _STD_EPSILON
 
 
 def _shares(episodes: Tensor | None, groups: Tensor, is_member: Tensor, dtype: torch.dtype) -> Tensor:
@@ -227,8 +229,7 @@ def grpo_passk(inputs: AdvantageInputs, config: AdvantageConfig) -> AdvantageOut
     is_alone = (groups.sum_samples(is_best.to(rewards.dtype)).round() == 1) & (groups.sizes > 1)
     gap = torch.where(is_best & is_alone, groups.rewards - second, 0.0)
     if config.normalize_by_std:
-        variance = groups.sum_samples(groups.centered().square()) / (groups.sizes - 1).clamp(min=1)
-        gap = gap / (variance.sqrt() + _STD_EPSILON)
+        gap = gap / groups.scale()
     return _outputs(inputs, _broadcast(gap, inputs))
 
 

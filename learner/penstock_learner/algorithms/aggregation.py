@@ -96,7 +96,7 @@ def reverse_scan_masked(values: Tensor, decay: float, mask: Tensor, segment_ids:
 
 @dataclass(frozen=True)
 class Denominators:
-    """The counts that the loss of a whole batch is divided by. `a + b` joins the counts of two parts of it."""
+    """The counts that the loss of a whole batch is divided by."""
 
     num_tokens: int
     """Trained tokens, before any rejection."""
@@ -110,61 +110,35 @@ class Denominators:
         trained = sequence_ids[mask.bool()]
         return cls(int(trained.shape[0]), int(torch.unique(trained).shape[0]), constant_length)
 
-    def __add__(self, other: Denominators) -> Denominators:
-        assert self.constant_length == other.constant_length
-        return Denominators(
-            self.num_tokens + other.num_tokens, self.num_sequences + other.num_sequences, self.constant_length
-        )
-
-
-AggregationFunction = Callable[[Tensor, Tensor, Tensor, Denominators], Tensor]
-
-
-def token_mean(per_token: Tensor, mask: Tensor, sequence_ids: Tensor, denominators: Denominators) -> Tensor:
-    """`sum_t l_t / num_tokens`: every token has the same weight, so a long sequence has more."""
-    return apply_mask(per_token, mask).sum() / max(denominators.num_tokens, 1)
-
-
-def token_sum(per_token: Tensor, mask: Tensor, sequence_ids: Tensor, denominators: Denominators) -> Tensor:
-    """`sum_t l_t`, divided by nothing: a larger batch has larger gradients."""
-    return apply_mask(per_token, mask).sum()
-
-
-def seq_mean_token_sum(per_token: Tensor, mask: Tensor, sequence_ids: Tensor, denominators: Denominators) -> Tensor:
-    """`sum_s sum_t l_t / num_sequences`."""
-    return apply_mask(per_token, mask).sum() / max(denominators.num_sequences, 1)
-
-
-def seq_mean_token_mean(per_token: Tensor, mask: Tensor, sequence_ids: Tensor, denominators: Denominators) -> Tensor:
-    """`sum_s mean_t l_t / num_sequences`: every sequence has the same weight."""
-    means = segment_mean(per_token, mask, sequence_ids, count_segments(sequence_ids))
-    return means.sum() / max(denominators.num_sequences, 1)
-
-
-def seq_mean_token_sum_norm(
-    per_token: Tensor, mask: Tensor, sequence_ids: Tensor, denominators: Denominators
-) -> Tensor:
-    """`sum_s sum_t l_t / (num_sequences * constant_length)`: no length bias (Dr.GRPO)."""
-    if denominators.constant_length is None:
-        raise ValueError("aggregation seq-mean-token-sum-norm needs constant_length, in tokens")
-    return seq_mean_token_sum(per_token, mask, sequence_ids, denominators) / denominators.constant_length
-
-
-AGGREGATIONS: dict[Aggregation, AggregationFunction] = {
-    "token-mean": token_mean,
-    "token-sum": token_sum,
-    "seq-mean-token-sum": seq_mean_token_sum,
-    "seq-mean-token-mean": seq_mean_token_mean,
-    "seq-mean-token-sum-norm": seq_mean_token_sum_norm,
-}
-
 
 def aggregate(
     per_token: Tensor, mask: Tensor, sequence_ids: Tensor, mode: Aggregation, denominators: Denominators
 ) -> Tensor:
     """This micro-batch's share of the batch's loss, a 0-d tensor. `mask` is the one that the denominators counted.
-    Rejected tokens stay in it with a loss of 0, so rejecting tokens never increases the weight of the others."""
-    return AGGREGATIONS[mode](per_token, mask, sequence_ids, denominators)
+    Rejected tokens stay in it with a loss of 0, so rejecting tokens never increases the weight of the others.
+
+        token-mean                `sum_t l_t / num_tokens`: a long sequence has more weight
+        token-sum                 `sum_t l_t`, divided by nothing: a larger batch has larger gradients
+        seq-mean-token-sum        `sum_s sum_t l_t / num_sequences`
+        seq-mean-token-mean       `sum_s mean_t l_t / num_sequences`: every sequence has the same weight
+        seq-mean-token-sum-norm   `sum_s sum_t l_t / (num_sequences * constant_length)`: no length bias (Dr.GRPO)
+    """
+    num_sequences, length = max(denominators.num_sequences, 1), denominators.constant_length
+    total = apply_mask(per_token, mask).sum()
+    match mode:
+        case "token-mean":
+            return total / max(denominators.num_tokens, 1)
+        case "token-sum":
+            return total
+        case "seq-mean-token-sum":
+            return total / num_sequences
+        case "seq-mean-token-mean":
+            means = segment_mean(per_token, mask, sequence_ids, count_segments(sequence_ids))
+            return means.sum() / num_sequences
+        case "seq-mean-token-sum-norm":
+            if length is None:
+                raise ValueError("aggregation seq-mean-token-sum-norm needs constant_length, in tokens")
+            return total / num_sequences / length
 
 
 # ── functions by name ──

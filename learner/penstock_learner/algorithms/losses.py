@@ -146,9 +146,8 @@ def ppo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
 def gspo(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     """PPO's clip, without the dual clip, of the ratio `exp(min(sg[mean_t(lp - old)] + lp - sg[lp], 10))`. The ratio has
     the value of the sequence and the gradient of the token. The mean is over trained tokens."""
-    advantages = apply_mask(inputs.advantages, inputs.mask)
+    advantages, log_ratio = _masked(inputs)
     log_probs = apply_mask(inputs.log_probs, inputs.mask)
-    log_ratio = _log_ratio(inputs.log_probs, inputs.old_log_probs, inputs.mask)
     num_sequences = count_segments(inputs.sequence_ids)
     per_sequence = segment_mean(log_ratio.detach(), inputs.mask, inputs.sequence_ids, num_sequences)
     log_sequence_ratio = per_sequence[inputs.sequence_ids] + log_probs - log_probs.detach()
@@ -322,39 +321,27 @@ def value_loss(
     return ValueLossOutputs(0.5 * torch.maximum(error, clipped_error), num_clipped)
 
 
-PenaltyFunction = Callable[[Tensor], Tensor]
-"""Computes the penalty of each token from `lp - ref`."""
-
-
-def k1(difference: Tensor) -> Tensor:
-    """`lp - ref`: unbiased, of either sign. As a loss its expected gradient is 0, so use it in the reward."""
-    return difference
-
-
-def absolute(difference: Tensor) -> Tensor:
-    """`|lp - ref|`."""
-    return difference.abs()
-
-
-def k2(difference: Tensor) -> Tensor:
-    """`(lp - ref)^2 / 2`."""
-    return 0.5 * difference.square()
-
-
-def k3(difference: Tensor) -> Tensor:
-    """`exp(d) - d - 1` with `d = clamp(ref - lp, -20, 20)`, clamped to [-10, 10]. Never negative."""
-    d = (-difference).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
-    return (d.exp() - d - 1).clamp(-_MAX_K3, _MAX_K3)
-
-
-PENALTIES: dict[PenaltyName, PenaltyFunction] = {"k1": k1, "abs": absolute, "k2": k2, "k3": k3}
-
-
 def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, name: PenaltyName) -> Tensor:
     """[T] the penalty of each token, 0 where masked out. The gradient flows through `log_probs`. `ref_log_probs` come
-    from a forward pass of the reference policy, never from the rollout engine."""
+    from a forward pass of the reference policy, never from the rollout engine.
+
+        k1    `lp - ref`: unbiased, of either sign. As a loss its expected gradient is 0, so use it in the reward
+        abs   `|lp - ref|`
+        k2    `(lp - ref)^2 / 2`
+        k3    `exp(d) - d - 1` with `d = clamp(ref - lp, -20, 20)`, clamped to [-10, 10]. Never negative
+    """
     difference = apply_mask(log_probs - ref_log_probs.detach(), mask)
-    return apply_mask(PENALTIES[name](difference), mask)
+    match name:
+        case "k1":
+            penalty = difference
+        case "abs":
+            penalty = difference.abs()
+        case "k2":
+            penalty = 0.5 * difference.square()
+        case "k3":
+            d = (-difference).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+            penalty = (d.exp() - d - 1).clamp(-_MAX_K3, _MAX_K3)
+    return apply_mask(penalty, mask)
 
 
 def penalize_rewards(token_rewards: Tensor, kl: Tensor, coefficient: float) -> Tensor:
@@ -410,61 +397,44 @@ class Correction:
         return apply_mask(per_token * self.weights, self.weights)
 
 
-WeightFunction = Callable[[Tensor, Tensor, CorrectionConfig], tuple[Tensor, Tensor]]
-"""(lr[T], sequence_ids[T], config) -> (weights[T], truncated[T]); lr is 0 at masked-out tokens."""
-RejectionFunction = Callable[[Tensor, Tensor, CorrectionConfig], Tensor]
-"""(lr[T], sequence_ids[T], config) -> kept[T]; lr is 0 at masked-out tokens."""
-
-
 def _sequence_ratio(log_ratio: Tensor, sequence_ids: Tensor) -> Tensor:
     return _clamped_exp(segment_sum(log_ratio, sequence_ids, count_segments(sequence_ids)))[sequence_ids]
 
 
-def no_weight(log_ratio: Tensor, sequence_ids: Tensor, config: CorrectionConfig) -> tuple[Tensor, Tensor]:
-    return torch.ones_like(log_ratio), torch.zeros_like(log_ratio, dtype=torch.bool)
+def _weights(log_ratio: Tensor, sequence_ids: Tensor, config: CorrectionConfig) -> tuple[Tensor, Tensor]:
+    """[T] the weight of each token before rejection, and [T] whether it was cut to the cap. `lr` is 0 at masked-out
+    tokens.
 
-
-def token_truncation(log_ratio: Tensor, sequence_ids: Tensor, config: CorrectionConfig) -> tuple[Tensor, Tensor]:
-    """`w = min(exp(clamp(lr, -20, 20)), cap)`."""
-    ratio = _clamped_exp(log_ratio)
+        none                  1
+        token_truncation      `min(exp(clamp(lr, -20, 20)), cap)`
+        sequence_truncation   `min(exp(clamp(sum_t lr, -20, 20)), cap)`, the same for all tokens of a sequence
+        band                  IcePop: `ratio` within [band_low, band_high] (inclusive), else 0
+    """
+    uncut = torch.zeros_like(log_ratio, dtype=torch.bool)
+    match config.weight_name:
+        case "none":
+            return torch.ones_like(log_ratio), uncut
+        case "band":
+            ratio = _clamped_exp(log_ratio)
+            return apply_mask(ratio, (ratio >= config.band_low) & (ratio <= config.band_high)), uncut
+        case "token_truncation":
+            ratio = _clamped_exp(log_ratio)
+        case "sequence_truncation":
+            ratio = _sequence_ratio(log_ratio, sequence_ids)
     return ratio.clamp(max=config.cap), ratio > config.cap
 
 
-def sequence_truncation(log_ratio: Tensor, sequence_ids: Tensor, config: CorrectionConfig) -> tuple[Tensor, Tensor]:
-    """`w = min(exp(clamp(sum_t lr, -20, 20)), cap)`, the same for all tokens of a sequence."""
-    ratio = _sequence_ratio(log_ratio, sequence_ids)
-    return ratio.clamp(max=config.cap), ratio > config.cap
-
-
-def band(log_ratio: Tensor, sequence_ids: Tensor, config: CorrectionConfig) -> tuple[Tensor, Tensor]:
-    """IcePop: `w = ratio` within [band_low, band_high] (inclusive), else 0. Nothing is truncated."""
-    ratio = _clamped_exp(log_ratio)
-    inside = (ratio >= config.band_low) & (ratio <= config.band_high)
-    return apply_mask(ratio, inside), torch.zeros_like(inside)
-
-
-def no_rejection(log_ratio: Tensor, sequence_ids: Tensor, config: CorrectionConfig) -> Tensor:
-    return torch.ones_like(log_ratio, dtype=torch.bool)
-
-
-def token_rejection(log_ratio: Tensor, sequence_ids: Tensor, config: CorrectionConfig) -> Tensor:
-    """Keep a token if its ratio is within [rejection_low, rejection_high]."""
-    ratio = _clamped_exp(log_ratio)
+def _kept(log_ratio: Tensor, sequence_ids: Tensor, config: CorrectionConfig) -> Tensor:
+    """[T] whether the ratio of a token, or the product of its sequence's ratios, is within [rejection_low,
+    rejection_high]."""
+    match config.rejection:
+        case "none":
+            return torch.ones_like(log_ratio, dtype=torch.bool)
+        case "token":
+            ratio = _clamped_exp(log_ratio)
+        case "sequence":
+            ratio = _sequence_ratio(log_ratio, sequence_ids)
     return (ratio >= config.rejection_low) & (ratio <= config.rejection_high)
-
-
-def sequence_rejection(log_ratio: Tensor, sequence_ids: Tensor, config: CorrectionConfig) -> Tensor:
-    """Keep a sequence if the product of its ratios is within [rejection_low, rejection_high]."""
-    ratio = _sequence_ratio(log_ratio, sequence_ids)
-    return (ratio >= config.rejection_low) & (ratio <= config.rejection_high)
-
-
-WEIGHTS: dict[str, WeightFunction] = {
-    "none": no_weight, "token_truncation": token_truncation, "sequence_truncation": sequence_truncation, "band": band
-}  # fmt: skip
-REJECTIONS: dict[str, RejectionFunction] = {
-    "none": no_rejection, "token": token_rejection, "sequence": sequence_rejection
-}  # fmt: skip
 
 
 def correct(
@@ -475,8 +445,8 @@ def correct(
     config: CorrectionConfig,
 ) -> Correction:
     log_ratio = apply_mask((numerator_log_probs - behaviour_log_probs).detach(), mask)
-    weights, truncated = WEIGHTS[config.weight_name](log_ratio, sequence_ids, config)
-    kept = mask.bool() & REJECTIONS[config.rejection](log_ratio, sequence_ids, config)
+    weights, truncated = _weights(log_ratio, sequence_ids, config)
+    kept = mask.bool() & _kept(log_ratio, sequence_ids, config)
     weights = apply_mask(weights, kept)
     zero = log_ratio.new_zeros(1)
     ratio = apply_mask(_clamped_exp(log_ratio), mask)

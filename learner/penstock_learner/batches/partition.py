@@ -323,11 +323,7 @@ def _longest_match(contents: _Contents, root: _Segment, start: int, length: int)
                 deepest, most = child, position + alike
             if alike == child.size and position + alike < length:
                 waiting.append((child, position + alike))
-    path = []
-    while deepest.parent is not None:
-        path.append(deepest)
-        deepest = deepest.parent
-    return path[::-1], most
+    return list(_upwards(deepest))[::-1], most
 
 
 def _below(root: _Segment) -> Iterator[_Segment]:
@@ -341,8 +337,7 @@ def _below(root: _Segment) -> Iterator[_Segment]:
 
 
 def _upwards(segment: _Segment) -> Iterator[_Segment]:
-    """The segment, the one that it continues, and so on."""
-    at: _Segment | None = segment
-    while at is not None and at.index >= 0:
-        yield at
-        at = at.parent
+    """The segment, the one that it continues, and so on, without the root."""
+    while segment.parent is not None:
+        yield segment
+        segment = segment.parent

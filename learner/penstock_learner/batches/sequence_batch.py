@@ -151,13 +151,19 @@ class SequenceBatch:
         unknown = [name for name in names if name not in self.arrays]
         if unknown:
             raise ValueError(f"the batch has no field {unknown[0]!r}; it has {', '.join(self.arrays)}")
-        kept: dict[str, Any] = {kind: _only(getattr(self, kind), names) for kind in OWN}
+        kept: dict[str, Any] = {
+            kind: {name: array for name, array in getattr(self, kind).items() if name in names} for kind in OWN
+        }
         kept |= {each.name: None for each in fields(self) if each.default is None and each.name not in names}
         return replace(self, **kept)
 
+    def has_sequences_of(self, other: SequenceBatch) -> bool:
+        """Whether both batches have the same sequences in the same order."""
+        return np.array_equal(self.lengths, other.lengths) and np.array_equal(self.token_ids, other.token_ids)
+
     def union(self, other: SequenceBatch) -> SequenceBatch:
         """The batch with the fields of another batch of the same sequences. A field that both have must be equal."""
-        if not np.array_equal(self.token_ids, other.token_ids) or not np.array_equal(self.lengths, other.lengths):
+        if not self.has_sequences_of(other):
             raise ValueError("union needs two batches of the same sequences in the same order; concat joins others")
         for name in self.arrays.keys() & other.arrays.keys():
             if not np.array_equal(self[name], other[name], equal_nan=self[name].dtype.kind == "f"):
@@ -219,10 +225,6 @@ def concat(batches: Sequence[SequenceBatch]) -> SequenceBatch:
 
     own: dict[str, Any] = {kind: joined(list(getattr(first, kind))) for kind in OWN}
     return SequenceBatch(**joined(list(first._standard())), **own)
-
-
-def _only(arrays: Mapping[str, Array], names: Sequence[str]) -> dict[str, Array]:
-    return {name: array for name, array in arrays.items() if name in names}
 
 
 def batch_of(groups: Sequence[Group], *, with_experts: bool = True, reward_keys: Sequence[str] = ()) -> SequenceBatch:

@@ -15,8 +15,10 @@ import math
 import queue
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -90,11 +92,9 @@ class SampleLog:
         """Wait until what was added is written, or until the deadline."""
         if not self.config.share:
             return
-        try:
+        with suppress(queue.Full):
             self.waiting.put(None, timeout=timeout_s)
             self.thread.join(timeout_s)
-        except queue.Full:
-            pass
         if self.thread.is_alive():
             logger.error("samples were not written in %.0f s; the last steps are missing", timeout_s)
 
@@ -143,15 +143,28 @@ def samples_of_step(trained: TrainedStep, texts: TokenText) -> list[list[Sample]
     for group in trained.groups:
         rewards = trained.rewards[start : start + len(group.trajectories)].tolist()
         start += len(group.trajectories)
-        if group.prompt_id in trained.prompts:
-            truth, owner = _truth_and_owner(trained.prompts[group.prompt_id])
-            prompt = texts.text(group.prompt_token_ids.tolist(), special=True)
-            groups.append(
-                [
-                    _sample(trained, group, number, prompt, truth, owner, rewards[number], texts)
-                    for number in range(len(rewards))
-                ]
-            )
+        if group.prompt_id not in trained.prompts:
+            continue
+        truth, owner = _truth_and_owner(trained.prompts[group.prompt_id])
+        prompt = texts.text(group.prompt_token_ids.tolist(), special=True)
+        common: dict[str, Any] = {name: getattr(group, name) for name in _OF_GROUP} | {
+            "step": trained.step, "policy_version": trained.policy_version, "validation": trained.validation,
+            "prompt": prompt, "ground_truth": truth, "owner": owner,
+        }  # fmt: skip
+        groups.append(
+            [
+                Sample(
+                    **common,
+                    **{name: getattr(trajectory, name) for name in _OF_SAMPLE},
+                    sample=number,
+                    response=texts.text(trajectory.token_ids.tolist()),
+                    reward=_finite(reward),
+                    reward_parts={name: _finite(value) for name, value in trajectory.reward_parts.items()},
+                    num_tokens=len(trajectory.token_ids),
+                )
+                for number, (trajectory, reward) in enumerate(zip(group.trajectories, rewards, strict=True))
+            ]
+        )
     return groups
 
 
@@ -161,28 +174,6 @@ def spread(samples: Sequence[Sample], count: int) -> list[Sample]:
     if len(ordered) <= count:
         return ordered
     return [ordered[round(i * (len(ordered) - 1) / max(count - 1, 1))] for i in range(count)]
-
-
-def _sample(
-    trained: TrainedStep, group: Group, number: int, prompt: str, truth: object, owner: str, reward: float,
-    texts: TokenText,
-) -> Sample:  # fmt: skip
-    trajectory = group.trajectories[number]
-    own = {name: getattr(group, name) for name in _OF_GROUP} | {name: getattr(trajectory, name) for name in _OF_SAMPLE}
-    return Sample(
-        step=trained.step,
-        policy_version=trained.policy_version,
-        validation=trained.validation,
-        sample=number,
-        prompt=prompt,
-        ground_truth=truth,
-        response=texts.text(trajectory.token_ids.tolist()),
-        reward=_finite(reward),
-        reward_parts={name: _finite(value) for name, value in trajectory.reward_parts.items()},
-        num_tokens=len(trajectory.token_ids),
-        owner=owner,
-        **own,
-    )
 
 
 def _finite(value: float) -> float | None:

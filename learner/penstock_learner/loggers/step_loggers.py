@@ -147,6 +147,11 @@ def _open(name: LoggerName, config: RunConfig, start_step: int) -> StepLogger:
     return ConsoleLogger(Console())
 
 
+_SPREADS = {
+    "reward": "critic/rewards", "advantage": "critic/advantages", "return": "critic/returns",
+    "response_length": "response_length",
+}  # fmt: skip
+"""Numbers with a mean, a minimum and a maximum, and verl's names for them."""
 VERL_NAMES = {
     "step": "training/global_step",
     "loss": "actor/pg_loss",
@@ -163,18 +168,7 @@ VERL_NAMES = {
     "critic_clip_ratio": "critic/vf_clipfrac",
     "value_mean": "critic/values/mean",
     "value_explained_variance": "critic/vf_explained_var",
-    "reward_mean": "critic/rewards/mean",
-    "reward_min": "critic/rewards/min",
-    "reward_max": "critic/rewards/max",
-    "advantage_mean": "critic/advantages/mean",
-    "advantage_min": "critic/advantages/min",
-    "advantage_max": "critic/advantages/max",
-    "return_mean": "critic/returns/mean",
-    "return_min": "critic/returns/min",
-    "return_max": "critic/returns/max",
-    "response_length_mean": "response_length/mean",
-    "response_length_min": "response_length/min",
-    "response_length_max": "response_length/max",
+    **{f"{own}_{kind}": f"{name}/{kind}" for own, name in _SPREADS.items() for kind in ("mean", "min", "max")},
     "truncated_ratio": "response_length/clip_ratio",
     "memory_peak_gib": "perf/max_memory_allocated_gb",
     "mfu": "perf/mfu/actor",

@@ -133,10 +133,6 @@ def rewards_of(group: Group) -> NDArray[np.float32]:
     return np.array([trajectory.reward for trajectory in group.trajectories], dtype=np.float32)
 
 
-Score = Callable[[Sequence[Group]], Awaitable[NDArray[np.float32]]]
-"""The reward model's scores of all samples of the groups, in order."""
-
-
 @dataclass(eq=False)
 class ValidationGroups:
     """Reads the groups of each finished validation once, at most `groups_at_once` in one call: writes some as text, and
@@ -145,8 +141,8 @@ class ValidationGroups:
     queue: GroupConsumer
     samples: SampleLog
     groups_at_once: int
-    score: Score | None = None
-    """Given with `reward_model`."""
+    score: Callable[[Sequence[Group]], Awaitable[NDArray[np.float32]]] | None = None
+    """The reward model's scores of all samples of the groups, in order. Given with `reward_model`."""
     reward_model: RewardModelConfig | None = None
     vocabulary_size: int | None = None
     _seen: set[str] = field(default_factory=set)

@@ -42,11 +42,8 @@ def add_adapter(model: CausalLM, config: LoraConfig) -> None:
 
 def _named_modules(lm: Any, targets: Sequence[str]) -> set[str]:
     """Names of the modules that the targets name, whole or by their last parts. Raises ConfigError if one has none."""
-    found: dict[str, set[str]] = {target: set() for target in targets}
-    for name, _ in lm.named_modules():
-        for target in targets:
-            if name == target or name.endswith(f".{target}"):
-                found[target].add(name)
+    names = [name for name, _ in lm.named_modules()]
+    found = {target: {name for name in names if name == target or name.endswith(f".{target}")} for target in targets}
     if unknown := [target for target, modules in found.items() if not modules]:
         raise ConfigError(f"learner.lora.target_modules does not fit the model: it has no module {unknown[0]}")
     return set().union(*found.values())

@@ -11,7 +11,9 @@ lists what was compared and what is refused.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +61,6 @@ class LogitForm:
 
 @dataclass(frozen=True)
 class ModelPath:
-    """The path of a model."""
-
     reason: str
     """Why the path is not packed, or empty."""
 
@@ -146,7 +146,7 @@ def embed_each_sequence(lm: nn.Module) -> None:
     """Make rotary embeddings that depend on the length treat each packed sequence by itself, from position 0."""
     for module in lm.modules():
         if _kinds(module) & _BY_LENGTH:
-            module.forward = _EachSequence(module)
+            module.forward = partial(_by_sequence, module, module.forward)
 
 
 def depends_on_length(config: Any) -> bool:
@@ -156,29 +156,27 @@ def depends_on_length(config: Any) -> bool:
     return any(each.get("rope_type") in _BY_LENGTH for each in (rope, *of_layers))
 
 
-class _EachSequence:
-    """Calls a rotary embedding once for each sequence of a packed row, as if it were the first."""
+def _by_sequence(
+    module: Any, forward: Callable[..., tuple[Tensor, Tensor]], x: Tensor, position_ids: Tensor, *args: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Call the `forward` of a rotary embedding once for each sequence of a packed row, as if it were the first."""
+    starts = (position_ids[0] == 0).nonzero().flatten().tolist()
+    ends = [*starts[1:], position_ids.shape[1]]
+    parts = []
+    for start, end in zip(starts, ends, strict=True):
+        _forget_longer_rows(module)
+        parts.append(forward(x, position_ids[:, start:end], *args, **kwargs))
+    cosines, sines = zip(*parts, strict=True)
+    return torch.cat(cosines, dim=1), torch.cat(sines, dim=1)
 
-    def __init__(self, module: Any) -> None:
-        self.module = module
-        self.whole_row = module.forward
 
-    def __call__(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        starts = (position_ids[0] == 0).nonzero().flatten().tolist()
-        ends = [*starts[1:], position_ids.shape[1]]
-        parts = []
-        for start, end in zip(starts, ends, strict=True):
-            self._forget()
-            parts.append(self.whole_row(x, position_ids[:, start:end], *args, **kwargs))
-        cosines, sines = zip(*parts, strict=True)
-        return torch.cat(cosines, dim=1), torch.cat(sines, dim=1)
-
-    def _forget(self) -> None:
-        """Undo what a `dynamic` embedding remembers of longer rows."""
-        kept = getattr(self.module, "original_inv_freq", None)
-        if kept is not None and "dynamic" in _kinds(self.module):
-            self.module.inv_freq = kept.to(self.module.inv_freq.device)
-            self.module.max_seq_len_cached = self.module.original_max_seq_len
+def _forget_longer_rows(module: Any) -> None:
+    """Undo what a `dynamic` embedding remembers of longer rows."""
+    kept = getattr(module, "original_inv_freq", None)
+    if kept is not None and "dynamic" in _kinds(module):
+        module.inv_freq = kept.to(module.inv_freq.device)
+        module.max_seq_len_cached = module.original_max_seq_len
 
 
 def _kinds(module: Any) -> set[str]:
@@ -207,8 +205,6 @@ def prefix_sharing_roles(config: RunConfig) -> frozenset[str]:
 
 def _can_share(folder: Path) -> bool:
     """Whether a model's tokens are the same computation in every sequence that begins with them."""
-    if not (folder / "config.json").is_file():
-        return False
     try:
         config = require_causal(folder, "path")
     except ConfigError:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,6 @@ logger = logging.getLogger(__name__)
 _PLAIN = LogitForm()
 _ALIGNED = 128
 """The size of a vocabulary block is a multiple of this: products of odd sizes are slow."""
-Statistics = Callable[[Tensor, Tensor, Tensor, float | None], tuple[Tensor, Tensor, Tensor]]
-Gradient = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float | None, "_OfEntropy | None"], Tensor]
 
 
 def log_probs_and_entropy(
@@ -67,21 +66,19 @@ def log_probs_and_entropy(
 
 
 def log_probs_of_logits(
-    logits: Tensor,
-    targets: Tensor,
-    temperatures: Tensor,
-    *,
-    chunk_tokens: int,
-    entropy_has_gradient: bool = False,
+    logits: Tensor, targets: Tensor, temperatures: Tensor, *, chunk_tokens: int, entropy_has_gradient: bool = False
 ) -> tuple[Tensor, Tensor]:
     """The same from a model's own logits [T, V], which it has already scaled and capped. The gradient goes to them. The
     backward pass computes the softmax of each chunk again, so that it is never whole in memory."""
-    parts = [
-        checkpoint(_statistics, *chunk, None, use_reentrant=False)
-        for chunk in zip(*(tensor.split(chunk_tokens) for tensor in (logits, targets, temperatures)), strict=True)
-    ]
-    log_probs, entropy, _ = (torch.cat(part) for part in zip(*parts, strict=True))
+    statistics = partial(checkpoint, _statistics, cap=None, use_reentrant=False)
+    log_probs, entropy, _ = _by_chunk(statistics, chunk_tokens, logits, targets, temperatures)
     return log_probs, entropy if entropy_has_gradient else entropy.detach()
+
+
+def _by_chunk(function: Callable[..., tuple[Tensor, ...]], size: int, *tensors: Tensor) -> list[Tensor]:
+    """The results of a function for `size` tokens at a time, each joined."""
+    parts = [function(*chunk) for chunk in zip(*(tensor.split(size) for tensor in tensors), strict=True)]
+    return [torch.cat(part) for part in zip(*parts, strict=True)]
 
 
 def _capped(logits: Tensor, cap: float | None) -> Tensor:
@@ -110,11 +107,11 @@ def _logit_gradient(
     log_denominator: Tensor,
     gradient: Tensor,
     cap: float | None,
-    of_entropy: _OfEntropy | None = None,
+    of_entropy: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """[T, B], in the logits' type: gradient · (1[target] - probability) / temperature · slope of the soft cap. With
-    `of_entropy`, the entropy's gradient · -probability · (log-prob + entropy) is added to the factor before the
-    division. `targets` are relative to the first entry of the block."""
+    `of_entropy`, entropies [T] and the gradient with respect to them [T], that gradient · -probability · (log-prob +
+    entropy) is added to the factor before the division. `targets` are relative to the first entry of the block."""
     capped = _capped(logits, cap)
     log_probs = capped / temperatures.unsqueeze(1) - log_denominator.unsqueeze(1)
     # In place where nothing else reads them: a block of float32 logits is the largest tensor of a step.
@@ -130,19 +127,11 @@ def _logit_gradient(
     return result.to(logits.dtype)
 
 
-_OfEntropy = tuple[Tensor, Tensor]
-"""Entropies [T] and the gradient with respect to them [T]."""
-_compiled: dict[str, Any] = {}
-"""The compiled functions, made on first use."""
-
-
-def _functions(compiled: bool) -> tuple[Statistics, Gradient]:
+@cache
+def _functions(compiled: bool) -> tuple[Callable[..., tuple[Tensor, ...]], Callable[..., Tensor]]:
     if not compiled:
         return _statistics, _logit_gradient
-    if not _compiled:
-        _compiled["statistics"] = torch.compile(_statistics)
-        _compiled["gradient"] = torch.compile(_logit_gradient)
-    return _compiled["statistics"], _compiled["gradient"]
+    return torch.compile(_statistics), torch.compile(_logit_gradient)
 
 
 class _LogProbs(torch.autograd.Function):
@@ -160,13 +149,9 @@ class _LogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         statistics = _functions(compiled)[0]
         columns = _columns(weight)
-        parts = [
-            statistics(h @ columns, target, temperature, cap)
-            for h, target, temperature in zip(
-                *(tensor.split(chunk_tokens) for tensor in (hidden, targets, temperatures)), strict=True
-            )
-        ]
-        log_probs, entropy, log_denominator = (torch.cat(part) for part in zip(*parts, strict=True))
+        log_probs, entropy, log_denominator = _by_chunk(
+            lambda h, *others: statistics(h @ columns, *others, cap), chunk_tokens, hidden, targets, temperatures
+        )
         ctx.save_for_backward(hidden, weight, targets, temperatures, log_denominator, entropy)
         ctx.cap, ctx.chunk_tokens, ctx.compiled = cap, chunk_tokens, compiled
         ctx.entropy_has_gradient = entropy_has_gradient
@@ -242,14 +227,11 @@ def padded_inputs(inputs: ModelInputs) -> dict[str, Any]:
 
 
 class CausalLM(FolderModel):
-    """Wraps the model so that the sharded root covers embedding, layers and head in one forward pass. The head works on
-    `chunk_tokens` tokens at a time. `compiled` fuses its element-wise operations."""
+    """The head works on `chunk_tokens` tokens at a time. `compiled` fuses its element-wise operations."""
 
     def __init__(self, lm: nn.Module, chunk_tokens: int, path: ModelPath, *, compiled: bool = False) -> None:
-        super().__init__()
-        self.lm = lm
+        super().__init__(lm, path)
         self.chunk_tokens = chunk_tokens
-        self.path = path
         self.compiled = compiled
         self.adapted: dict[str, str] | None = None
         """With an adapter: the weights that it changes, and their names in the model's folder."""
@@ -258,8 +240,6 @@ class CausalLM(FolderModel):
         """Watches the routers of a mixture of experts, if set."""
         self.entropy_has_gradient = False
         """Whether a loss uses the entropy. Its gradient costs a little time and memory."""
-        if path.is_packed:
-            packed_attention.mark_layers(lm)
 
     def forward(self, inputs: ModelInputs, *, padded: bool = False) -> tuple[Tensor, Tensor]:
         """Log-prob [T], with gradient, and entropy [T] of every response token. `padded` asks for Hugging Face's own

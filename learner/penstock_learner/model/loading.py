@@ -14,11 +14,13 @@ from __future__ import annotations
 import logging
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,6 +34,8 @@ from torch.utils.checkpoint import checkpoint
 from penstock.config.learner import LearnerConfig
 from penstock.errors import ConfigError
 from penstock.weights.folder_tensors import safetensors_of
+from penstock_learner.model.architectures import ModelPath
+from penstock_learner.model.attention.packed_attention import mark_layers
 from penstock_learner.model.torch_settings import compiler_keeping
 
 logger = logging.getLogger(__name__)
@@ -40,11 +44,16 @@ LORA_A, LORA_B = ".lora_A.", ".lora_B."
 
 
 class FolderModel(nn.Module):
-    """A model around a Hugging Face one."""
+    """A model around a Hugging Face one. The sharded root covers embedding, layers and head in one forward pass."""
 
-    lm: Any
-    unread: UnreadWeights | None = None
-    """Where the weights are, if the model is still on the meta device."""
+    def __init__(self, lm: Any, path: ModelPath) -> None:
+        super().__init__()
+        self.lm = lm
+        self.path = path
+        self.unread: UnreadWeights | None = None
+        """Where the weights are, if the model is still on the meta device."""
+        if path.is_packed:
+            mark_layers(lm)
 
 
 def decoder_layers(lm: Any) -> tuple[str, nn.ModuleList]:
@@ -109,7 +118,8 @@ class UnreadWeights:
         self._new_head = new_head
         self._config = lm.config
         self._recipes = recipes_of(lm, files.names)
-        self._shapes = ShapesOf(lm.state_dict())
+        self._shapes = SimpleNamespace(get_parameter=lm.state_dict().__getitem__)
+        """Answers what conversions ask a model for: the shape of a parameter."""
         self._untie_different(lm)
 
     def make_buffers(self, lm: Any) -> None:
@@ -165,17 +175,32 @@ class UnreadWeights:
         own = _OwnPart.of(parameter)
         if recipe.conversion is None:
             self._check_shape(recipe.target, self._files.shape(recipe.sources[0][1]), parameter.shape)
-            pieces = self._files.pieces(recipe.sources[0][1], own.start, own.stop)
-        else:
-            pieces = recipe.pieces(self._files, parameter.dtype, self._shapes, self._config, own.start, own.stop)
-        for first, rows in pieces:
+        for first, rows in self._pieces(recipe, parameter, own.start, own.stop):
             self._check_shape(recipe.target, rows.shape[1:], parameter.shape[1:])
             own.put(first, rows)
 
-    def _whole(self, recipe: Recipe, dtype: torch.dtype) -> dict[str, Tensor]:
+    def _pieces(self, recipe: Recipe, parameter: nn.Parameter, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+        """Rows `start` to `stop`, a few at a time, each with the index of the first. A conversion must keep rows."""
+        if recipe.conversion is None:
+            yield from self._files.pieces(recipe.sources[0][1], start, stop)
+            return
+        num_rows = max(1, PIECE_BYTES // (math.prod(parameter.shape[1:]) * parameter.dtype.itemsize))
+        for first in range(start, stop, num_rows):
+            rows = range(first, min(first + num_rows, stop))
+            yield first, self._whole(recipe, parameter.dtype, rows)[recipe.target]
+
+    def _whole(self, recipe: Recipe, dtype: torch.dtype, rows: range | None = None) -> dict[str, Tensor]:
+        """The parameters of a recipe by name. A conversion makes them in `dtype`, or only these `rows` if it keeps
+        rows."""
         if recipe.conversion is None:
             return {recipe.target: self._files.whole(recipe.sources[0][1])}
-        return recipe.convert(self._files, dtype, self._shapes, self._config)
+        conversion, counts = deepcopy(recipe.conversion), Counter[str]()
+        for pattern, name in recipe.sources:
+            if rows is None or counts[pattern] in rows:
+                conversion.add_tensor(recipe.target, name, pattern, partial(self._files.whole, name, dtype))
+            counts[pattern] += 1
+        made = conversion.convert(recipe.target, model=self._shapes, config=self._config)
+        return {name: made_of[0] if isinstance(made_of, list) else made_of for name, made_of in made.items()}
 
     def _check_shape(self, name: str, found: torch.Size, wanted: torch.Size) -> None:
         if found != wanted:
@@ -318,39 +343,6 @@ class Recipe:
             for step in self.conversion.operations[1:]
         )
 
-    def convert(
-        self, files: TensorFiles, dtype: torch.dtype, shapes: ShapesOf, config: Any, rows: range | None = None
-    ) -> dict[str, Tensor]:
-        """The parameters by name, in `dtype`. With `rows`, which needs `keeps_rows`, only these rows of it."""
-        conversion = deepcopy(self.conversion)
-        counts: dict[str, int] = {}
-        for pattern, name in self.sources:
-            index = counts[pattern] = counts.get(pattern, -1) + 1
-            if rows is None or index in rows:
-                conversion.add_tensor(self.target, name, pattern, partial(_read, files, name, dtype))
-        made = conversion.convert(self.target, model=shapes, config=config)
-        return {name: made_of[0] if isinstance(made_of, list) else made_of for name, made_of in made.items()}
-
-    def pieces(
-        self, files: TensorFiles, dtype: torch.dtype, shapes: ShapesOf, config: Any, start: int, stop: int
-    ) -> Iterator[tuple[int, Tensor]]:
-        """Rows `start` to `stop`, a few at a time, each with the index of its first row. Needs `keeps_rows`."""
-        row_bytes = math.prod(shapes.get_parameter(self.target).shape[1:]) * dtype.itemsize
-        num_rows = max(1, PIECE_BYTES // row_bytes)
-        for first in range(start, stop, num_rows):
-            rows = range(first, min(first + num_rows, stop))
-            yield first, self.convert(files, dtype, shapes, config, rows)[self.target]
-
-
-class ShapesOf:
-    """Answers what conversions ask a model for: the shape of a parameter."""
-
-    def __init__(self, state: dict[str, Tensor]) -> None:
-        self._state = state
-
-    def get_parameter(self, name: str) -> Tensor:
-        return self._state[name]
-
 
 def recipes_of(lm: Any, names: list[str]) -> list[Recipe]:
     """The recipes for a Hugging Face model, from files with tensors of these names. Tensors that fit nothing are
@@ -387,10 +379,6 @@ def split_conversions(conversions: list[Any]) -> tuple[list[Any], list[Any]]:
     return renamings, [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
 
 
-def _read(files: TensorFiles, name: str, dtype: torch.dtype) -> Tensor:
-    return files.whole(name).to(dtype)
-
-
 # ── the safetensors files of a model folder, read slice by slice ──
 
 PIECE_BYTES = 2**24
@@ -416,11 +404,11 @@ class TensorFiles:
     def shape(self, name: str) -> torch.Size:
         return torch.Size(self._slice(name).get_shape())
 
-    def whole(self, name: str) -> Tensor:
-        """A tensor. It is a view of a mapped file."""
+    def whole(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """A tensor. It is a view of a mapped file, unless it is converted to `dtype`."""
         tensor: Tensor = self._open(self._file_of[name]).get_tensor(name)
         self._count(tensor)
-        return tensor
+        return tensor if dtype is None else tensor.to(dtype)
 
     def pieces(self, name: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
         """Rows `start` to `stop` of a tensor, a few at a time, each with the index of its first row."""

@@ -282,6 +282,3 @@ def _difference(published: Shapes, wanted: Shapes) -> str:
         if published.get(name, shape) != shape:
             return f"{name} has shape {shape} in the folder and {published[name]} in the model"
     return ""
-
-
-# ── whether weights are finite ──

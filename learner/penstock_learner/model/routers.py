@@ -31,8 +31,6 @@ _NO_EXPERT = -1
 
 @dataclass(frozen=True)
 class Router:
-    """One router of a model."""
-
     name: str
     module: Any
     layer: int
@@ -220,20 +218,16 @@ def _laid_out(inputs: ModelInputs, padded: bool, experts: Tensor | None) -> tupl
     packing = inputs.packing
     if padded:
         is_token = packing.is_token.flatten()
-        if experts is None:
-            return is_token, None
-        return is_token, experts[packing.gather.flatten()].masked_fill(~is_token[:, None, None], _NO_EXPERT)
+        if experts is not None:
+            experts = experts[packing.gather.flatten()].masked_fill(~is_token[:, None, None], _NO_EXPERT)
+        return is_token, experts
     counts = None if packing.paths is None else packing.paths.counts
     if packing.parallel is None:
         return counts, experts
     num_tokens = len(inputs.token_ids)
     own = packing.parallel.own(num_tokens)
-    share = -(-num_tokens // packing.parallel.size)
     if counts is None:
         counts = torch.ones(num_tokens, device=inputs.token_ids.device)
-    counted = packing.parallel.pad(counts[own], num_tokens)
-    if experts is None:
-        return counted, None
-    mine = experts[own]
-    filling = mine.new_full((share - len(mine), *mine.shape[1:]), _NO_EXPERT)
-    return counted, torch.cat([mine, filling])
+    if experts is not None:
+        experts = packing.parallel.pad(experts[own], num_tokens, _NO_EXPERT)
+    return packing.parallel.pad(counts[own], num_tokens), experts

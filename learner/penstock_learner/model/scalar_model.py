@@ -12,24 +12,13 @@ from torch import Tensor, nn
 from penstock.config.learner import JudgeConfig
 from penstock.errors import ConfigError
 from penstock_learner.model.architectures import ModelPath, logit_form_of
-from penstock_learner.model.attention.packed_attention import mark_layers
 from penstock_learner.model.attention.packed_layout import ModelInputs
 from penstock_learner.model.causal_lm import hidden_states, open_model, open_on_path, padded_inputs
 from penstock_learner.model.loading import FolderModel, decoder_layers
 
-_HEAD = "score."
-"""Beginning of the names of a classifier's head."""
-
 
 class ScalarModel(FolderModel):
-    """Wraps a sequence classifier so that the sharded root covers embedding, layers and head in one forward pass."""
-
-    def __init__(self, lm: nn.Module, path: ModelPath) -> None:
-        super().__init__()
-        self.lm = lm
-        self.path = path
-        if path.is_packed:
-            mark_layers(lm)
+    """A sequence classifier."""
 
     def forward(
         self, inputs: ModelInputs, positions: Tensor, *, padded: bool = False, with_head: bool = True
@@ -82,7 +71,7 @@ def open_scalar_model(path: Path, dtype: torch.dtype, *, key: str, make_head: bo
         )
     from transformers import AutoModelForSequenceClassification
 
-    new_head = "" if has_head else _HEAD
+    new_head = "" if has_head else "score."
     lm, model_path, unread = open_on_path(
         AutoModelForSequenceClassification, path, key, dtype, new_head=new_head, num_labels=1
     )

@@ -119,11 +119,8 @@ def compare_with_plain(model: CausalLM | ScalarModel, key: str, device: torch.de
     return SelfCheck(model.path.is_packed, difference / spread, limit, int(batch.lengths.max()), leak / spread)
 
 
-Runner = Callable[[SequenceBatch, bool], Tensor]
-"""Runs a batch on the model's own path, or, if the second argument is true, through Hugging Face's forward."""
-
-
-def _runner(model: CausalLM | ScalarModel, device: torch.device) -> Runner:
+def _runner(model: CausalLM | ScalarModel, device: torch.device) -> Callable[[SequenceBatch, bool], Tensor]:
+    """Runs a batch on the model's own path, or, if the second argument is true, through Hugging Face's forward."""
     if isinstance(model, CausalLM):
         return lambda batch, padded: model(ModelInputs.of(batch, device), padded=padded)[0].float()
     with_head = isinstance(model, JudgeModel)

@@ -23,16 +23,15 @@ LARGE_BYTES = 4 * 2**20
 _M_MMAP_THRESHOLD = -3
 
 
-def set_up_torch(num_threads: int, *, compiles: bool, fail_at_recompile_limit: bool = False) -> None:
+def set_up_torch(num_threads: int, *, compiles: bool) -> None:
     """Call once when the process starts, before the GPU is first used. `compiles` says whether the process compiles
-    anything. `fail_at_recompile_limit` raises an error where torch would quietly run a layer uncompiled."""
+    anything."""
     torch.set_num_threads(num_threads)
     # Batches differ in length, and segments that can grow avoid gaps. A value that the environment has set is kept.
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     _return_large_memory()
     if compiles:  # importing torch._dynamo takes a second or two
         torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
-        torch._dynamo.config.fail_on_recompile_limit_hit = fail_at_recompile_limit
 
 
 def _return_large_memory() -> None:

@@ -23,7 +23,6 @@ from penstock.config.learner import LearnerConfig
 
 LARGE = 2**25
 """Smallest number of elements for which a separate kernel pays off. For fewer, starting it costs more than it saves."""
-Update = Callable[..., None]
 
 
 class ScaledAdamW(torch.optim.AdamW):
@@ -125,7 +124,7 @@ def _factors(scale: Tensor, step: Tensor, group: dict[str, Any]) -> Tensor:
 
 
 @cache
-def _update(betas: tuple[float, float], eps: float, compiled: bool) -> Update:
+def _update(betas: tuple[float, float], eps: float, compiled: bool) -> Callable[..., None]:
     """The kernel of a large weight. Its constants are compiled in: as arguments they cost a third of its speed."""
     beta1, beta2 = betas
 

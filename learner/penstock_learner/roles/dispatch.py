@@ -110,8 +110,6 @@ class RouterReport:
 
 @dataclass(frozen=True)
 class CriticReport(TrainedReport):
-    """An update of the critic."""
-
     num_clipped: int
     """Trained tokens for which the clipped value gave the larger error."""
 

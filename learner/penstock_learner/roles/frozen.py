@@ -116,16 +116,16 @@ class Retokenization:
             self._own: Any = AutoTokenizer.from_pretrained(own_path, local_files_only=True)
         except (OSError, ValueError) as error:
             raise ConfigError(f"{key} {own_path} or model.path has no usable tokenizer: {error}") from error
+        self._has_template = bool(getattr(self._own, "chat_template", None))
         self._before, self._after = self._around_question()
 
     def __call__(self, batch: SequenceBatch) -> SequenceBatch:
         """The same sequences in the other model's tokens, for forward passes only: the [T] arrays do not change."""
-        encoded, start = [], 0
-        for length, prompt_length in zip(batch.lengths.tolist(), batch.prompt_lengths.tolist(), strict=True):
-            prompt = batch.token_ids[start : start + prompt_length].tolist()
-            response = batch.token_ids[start + prompt_length : start + length].tolist()
-            encoded.append(self._encode(prompt, response))
-            start += length
+        sequences = np.split(batch.token_ids, np.cumsum(batch.lengths)[:-1])
+        encoded = [
+            self._encode(ids[:prompt_length].tolist(), ids[prompt_length:].tolist())
+            for ids, prompt_length in zip(sequences, batch.prompt_lengths, strict=True)
+        ]
         lengths = np.array([len(ids) for ids in encoded], dtype=np.int64)
         return replace(
             batch, token_ids=np.concatenate(encoded), lengths=lengths, prompt_lengths=lengths - 1, routed_experts=None
@@ -133,29 +133,24 @@ class Retokenization:
 
     def text(self, prompt: list[int], response: list[int]) -> str:
         answer = self._policy.decode(response, skip_special_tokens=True)
-        rendered = self._policy.decode(prompt, skip_special_tokens=False)
-        if not getattr(self._own, "chat_template", None):
+        if not self._has_template:
             return f"{self._policy.decode(prompt, skip_special_tokens=True)}{answer}"
-        chat = [{"role": "user", "content": self._question(rendered)}, {"role": "assistant", "content": answer}]
+        question = self._policy.decode(prompt, skip_special_tokens=False)
+        if self._before and question.startswith(self._before) and question.endswith(self._after):
+            question = question[len(self._before) : len(question) - len(self._after)]
+        chat = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         text: str = self._own.apply_chat_template(chat, tokenize=False)
         return text
 
     def _encode(self, prompt: list[int], response: list[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
-        has_template = bool(getattr(self._own, "chat_template", None))
-        ids = self._own(self.text(prompt, response), add_special_tokens=not has_template)["input_ids"]
+        ids = self._own(self.text(prompt, response), add_special_tokens=not self._has_template)["input_ids"]
         return np.asarray(ids, dtype=np.int64)
-
-    def _question(self, rendered: str) -> str:
-        """The user's message in a prompt that the policy's template has rendered."""
-        is_known = self._before and rendered.startswith(self._before) and rendered.endswith(self._after)
-        return rendered[len(self._before) : len(rendered) - len(self._after)] if is_known else rendered
 
     def _around_question(self) -> tuple[str, str]:
         """What the policy's template puts before and after the only message of a user."""
         if not getattr(self._policy, "chat_template", None):
             return "", ""
         chat = [{"role": "user", "content": _MARK}]
-        before, _, after = self._policy.apply_chat_template(chat, tokenize=False, add_generation_prompt=True).partition(
-            _MARK
-        )
+        rendered = self._policy.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        before, _, after = rendered.partition(_MARK)
         return before, after

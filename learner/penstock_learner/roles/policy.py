@@ -78,23 +78,16 @@ class _MicroReport:
     statistics: LossStatistics
     correction: CorrectionStatistics
     mismatch: Mismatch
-    routing: _Routing | None
     log_probs: Tensor
     """[T] log-probs of the response tokens."""
-
-
-@dataclass(frozen=True)
-class _Routing:
-    """How a micro-batch used the experts, and its weight among the micro-batches of an update."""
-
-    balance: Balance
-    weight: float
+    share: float
+    """Its part of the trained tokens."""
+    balance: Balance | None
+    """How it used the experts. None for a dense model."""
 
 
 @dataclass(frozen=True, eq=False)
 class PolicyUpdate:
-    """Updates the policy's model with its optimizer."""
-
     model: CausalLM
     optimizer: ScaledAdamW
     learner: LearnerConfig
@@ -129,7 +122,7 @@ class PolicyUpdate:
         proximal = None
         if self.learner.algorithm.correction.recomputes and part.micro_batches[0].old_log_probs is None:
             proximal = torch.cat([report.log_probs for report in reports]).cpu().numpy()  # the controller gave none
-        routers = _router_report([report.routing for report in reports if report.routing is not None])
+        routers = _router_report([(each.share, each.balance) for each in reports if each.balance is not None])
         return UpdateReport(loss, taken, nonfinite, kl, entropy, statistics, correction, mismatch, routers, proximal)
 
     def log_probs(self, part: RankShard) -> NDArray[np.float32]:
@@ -168,26 +161,19 @@ class PolicyUpdate:
         if config.loss.entropy_coefficient:
             bonus = aggregate(apply_mask(entropy, mask), mask, sequence_ids, mode, denominators)
             total = total - config.loss.entropy_coefficient * bonus
-        routing = self._routing(micro, denominators)
-        if routing is not None and self.learner.router.aux_loss_coefficient > 0:
+        share = int(micro.loss_mask.sum()) / max(denominators.num_tokens, 1)
+        balance = None if self.model.watch is None else self.model.watch.balance()
+        if balance is not None and self.learner.router.aux_loss_coefficient > 0:
             # Ranks that share sequences compute the loss of their own tokens. Its mean over them counts.
-            weight = routing.weight / (1 if self.parallel is None else self.parallel.size)
-            total = total + self.learner.router.aux_loss_coefficient * weight * routing.balance.loss
+            weight = share / (1 if self.parallel is None else self.parallel.size)
+            total = total + self.learner.router.aux_loss_coefficient * weight * balance.loss
         # FSDP averages gradients over ranks. The denominators are global, so the sum is needed.
         (total * dist.get_world_size()).backward()
         versions = to_device(micro.unmixed_versions, self.device)
         mismatch = measure_mismatch(log_probs, behaviour, mask, versions, version)
         sums = torch.stack([loss.detach(), kl_sum, apply_mask(entropy.detach(), mask).sum()])
-        return _MicroReport(
-            sums, outputs.statistics, correction.statistics, mismatch, routing, log_probs.detach().float()
-        )
-
-    def _routing(self, micro: SequenceBatch, denominators: Denominators) -> _Routing | None:
-        """How the forward pass that just ended used the experts. None for a dense model."""
-        balance = None if self.model.watch is None else self.model.watch.balance()
-        if balance is None:
-            return None
-        return _Routing(balance, int(micro.loss_mask.sum()) / max(denominators.num_tokens, 1))
+        own = log_probs.detach().float()
+        return _MicroReport(sums, outputs.statistics, correction.statistics, mismatch, own, share, balance)
 
     def _proximal(self, micro: SequenceBatch, log_probs: Tensor, behaviour: Tensor) -> Tensor:
         """Log-probs of the proximal policy. A step's first update may lack them: its weights are that policy."""
@@ -199,15 +185,15 @@ class PolicyUpdate:
         return log_probs.detach() if micro.old_log_probs is None else to_device(micro.old_log_probs, self.device)
 
 
-def _router_report(parts: Sequence[_Routing]) -> RouterReport | None:
-    """Counts omit micro-batches that only fill up a rank."""
-    counted = [part for part in parts if part.weight > 0]
+def _router_report(balances: Sequence[tuple[float, Balance]]) -> RouterReport | None:
+    """The sums over micro-batches, each with its share of the tokens. Those that only fill up a rank do not count."""
+    counted = [(share, balance) for share, balance in balances if share > 0]
     if not counted:
         return None
     return RouterReport(
-        aux_loss=sum(part.weight * float(part.balance.loss.detach()) for part in counted),
-        counts=torch.stack([part.balance.counts for part in counted]).sum(dim=0).cpu().numpy(),
-        replayed_share=sum(part.weight * float(part.balance.replayed_share) for part in counted),
+        aux_loss=sum(share * float(balance.loss.detach()) for share, balance in counted),
+        counts=torch.stack([balance.counts for _, balance in counted]).sum(dim=0).cpu().numpy(),
+        replayed_share=sum(share * float(balance.replayed_share) for share, balance in counted),
     )
 
 
@@ -231,8 +217,6 @@ def forward_log_probs(
 
 
 class PolicyWorker(TrainerRank):
-    """One rank of the policy."""
-
     role = "policy"
 
     def load(self) -> None:

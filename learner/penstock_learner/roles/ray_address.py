@@ -5,6 +5,7 @@ For a missing or wrong token, `ray.init` takes half a minute and then only says 
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ FOUND_BY_RAY = "auto"
 """The address that stands for a cluster which Ray finds on this machine."""
 ANSWER_S = 10.0
 """How long the head may take to answer once it is reached."""
+_PASSING = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+"""Errors that a head also gives while it starts, ends or is busy."""
 _NODES = "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"
 
 
@@ -55,7 +58,8 @@ def check_cluster(learner: LearnerConfig, roles: Mapping[str, RoleConfig], timeo
 
 def ask_cluster(address: str, timeout_s: float) -> RayNodes | None:
     """Wait `timeout_s` for the head to listen, and ask it for its nodes. None if it uses Ray's TLS, with which only Ray
-    itself can ask. Raises Unavailable if nothing listens, and ConfigError if what listens refuses this process."""
+    itself can ask. Raises Unavailable if nothing listens or answers, and ConfigError if what listens refuses this
+    process."""
     host, _, port = address.rpartition(":")
     if not wait_for_port(host.strip("[]"), int(port), timeout_s):
         raise Unavailable(
@@ -68,14 +72,21 @@ def ask_cluster(address: str, timeout_s: float) -> RayNodes | None:
     metadata = [("authorization", f"Bearer {token}")] if token else []
     try:
         reply = _call(address, metadata)
-        if token and _is_open(address):
-            raise ConfigError(
-                f"RAY_AUTH_MODE is token, but the Ray cluster at learner.ray_address {address} asks for none, so "
-                "whoever reaches it can run code there; start all its nodes with RAY_AUTH_MODE=token and this token, "
-                "or unset RAY_AUTH_MODE here"
-            )
+        if token:
+            with contextlib.suppress(grpc.RpcError):  # the head must refuse a call without a token
+                _call(address, [])
+                raise ConfigError(
+                    f"RAY_AUTH_MODE is token, but the Ray cluster at learner.ray_address {address} asks for none, so "
+                    "whoever reaches it can run code there; start all its nodes with RAY_AUTH_MODE=token and this "
+                    "token, or unset RAY_AUTH_MODE here"
+                )
     except grpc.RpcError as error:
         code: grpc.StatusCode = error.code()
+        if code in _PASSING:
+            raise Unavailable(
+                f"what listens at learner.ray_address {address} has not answered ({code.name}); if it is Ray's head, "
+                "look at its log; otherwise give the address that `ray start --head` prints"
+            ) from error
         if code is not grpc.StatusCode.UNAUTHENTICATED:
             raise ConfigError(
                 f"what listens at learner.ray_address {address} does not answer as Ray's head does ({code.name}); give "
@@ -106,15 +117,6 @@ def own_token() -> str:
         return file.read_text().strip()
     except OSError:
         return ""
-
-
-def _is_open(address: str) -> bool:
-    """Whether the head also answers without a token."""
-    try:
-        _call(address, [])
-    except grpc.RpcError:
-        return False
-    return True
 
 
 def _call(address: str, metadata: list[tuple[str, str]]) -> bytes:

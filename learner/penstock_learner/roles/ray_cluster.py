@@ -204,10 +204,11 @@ def _start_patiently(config: RunConfig, roles: Mapping[str, RoleConfig], folder:
             _start(config, roles, str(folder / f"r{attempt}"))
             return
         except Exception as error:  # for a start that takes too long Ray raises no narrower class
-            if config.learner.ray_address:
+            if address := config.learner.ray_address:
+                head = "HOST:PORT" if address == FOUND_BY_RAY else address
                 raise Unavailable(
-                    f"the Ray cluster at learner.ray_address cannot be joined: {one_line(error)}; the learner needs "
-                    f"a node of it on its own machine: run `ray start --address={config.learner.ray_address}` there"
+                    f"the Ray cluster at learner.ray_address {address} cannot be joined: {one_line(error)}; the "
+                    f"learner needs a node of it on its own machine: run `ray start --address={head}` there"
                 ) from error
             if attempt == START_ATTEMPTS or "timed out" not in str(error):
                 raise Unavailable(f"Ray did not start: {error}; check that the machine has free memory") from error

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,21 +53,20 @@ class _HashingFileSystem(FileSystem):
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
-        with Path(path).open(mode) as file:
-            stream = _HashedFile(file)
+        with _HashedFile(io.FileIO(path, mode)) as stream:
             yield stream
-            self.records[Path(path).name] = stream.checksums.record()
+        self.records[Path(path).name] = stream.checksums.record()
 
     def rename(self, path: Any, new_path: Any) -> None:
         super().rename(path, new_path)
         self.records[Path(new_path).name] = self.records.pop(Path(path).name)
 
 
-class _HashedFile(io.IOBase):
+class _HashedFile(io.BufferedWriter):
     """A file that is written from start to end, and hashed meanwhile."""
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self.file = file
+    def __init__(self, file: io.FileIO) -> None:
+        super().__init__(file)
         self.checksums = PieceChecksums()
 
     def write(self, content: Any) -> int:
@@ -75,25 +74,8 @@ class _HashedFile(io.IOBase):
         for start in range(0, len(view), READ_BYTES):
             part = view[start : start + READ_BYTES]
             self.checksums.add(part)
-            self.file.write(part)
+            super().write(part)
         return len(view)
-
-    def tell(self) -> int:
-        return self.checksums.num_bytes
-
-    def writable(self) -> bool:
-        return True
-
-    def flush(self) -> None:
-        if not self.file.closed:
-            self.file.flush()
-
-    def fileno(self) -> int:
-        return self.file.fileno()
-
-    def close(self) -> None:
-        super().close()
-        self.file.close()
 
 
 class TrainerRank(Rank):

@@ -54,8 +54,6 @@ from penstock_learner.steps.step_result import (
     listed,
     numbers_of_updates,
     ratio_counts,
-    reward_part_means,
-    token_numbers,
 )
 from penstock_learner.term import Term
 
@@ -66,9 +64,9 @@ def with_advantages(batch: SequenceBatch, config: AlgorithmConfig, kl_coefficien
     """The batch with `advantages`, the estimator's loss mask, and `returns` if the estimator computes them."""
     mask = torch.as_tensor(batch.loss_mask).bool()
     sequence_ids = torch.as_tensor(batch.sequence_ids)
-    if batch.is_baseline is not None and not config.advantage.has_baseline:
-        # Another config left greedy samples in the groups. Without a trained token they are not members of them.
-        mask = mask & ~torch.as_tensor(batch.is_baseline)[sequence_ids]
+    is_drawn = None if batch.is_baseline is None else ~torch.as_tensor(batch.is_baseline)[sequence_ids]
+    if is_drawn is not None and not config.advantage.has_baseline:
+        mask = mask & is_drawn  # another config left greedy samples in the groups, which are not members of them
     rewards = torch.as_tensor(batch.rewards)
     if config.overlong is not None:
         rewards = rewards + overlong_penalty(torch.as_tensor(batch.response_lengths), config.overlong)
@@ -77,10 +75,8 @@ def with_advantages(batch: SequenceBatch, config: AlgorithmConfig, kl_coefficien
         current = batch.behaviour_log_probs if batch.old_log_probs is None else batch.old_log_probs
         assert batch.reference_log_probs is not None
         reference = torch.as_tensor(batch.reference_log_probs)
-        penalized = mask
-        if batch.is_baseline is not None:
-            # A greedy sample is not drawn from the policy, so its log-probs do not estimate a KL: its reward stays.
-            penalized = mask & ~torch.as_tensor(batch.is_baseline)[sequence_ids]
+        # A greedy sample is not drawn from the policy, so its log-probs do not estimate a KL: its reward stays.
+        penalized = mask if is_drawn is None else mask & is_drawn
         penalty = kl_penalty(torch.as_tensor(current), reference, penalized, config.kl.penalty)
         token_rewards = penalize_rewards(token_rewards, penalty, kl_coefficient)
     inputs = AdvantageInputs(
@@ -221,7 +217,7 @@ def proximal_log_probs(batch: SequenceBatch, updates: Sequence[Update]) -> NDArr
     if batch.old_log_probs is not None:
         return batch.old_log_probs
     of_policy = [update for update in updates if update.role == "policy"]
-    if len(of_policy) != 1 or not of_policy[0].is_of(batch):
+    if len(of_policy) != 1 or not of_policy[0].batch.has_sequences_of(batch):
         return None
     (update,) = of_policy
     parts = [report.proximal for report in update.reports]
@@ -296,12 +292,8 @@ class StepProgram:
 
 def load_program(config: LearnerConfig) -> StepProgram:
     """The program that the config names. Raises ConfigError if a function cannot be loaded or called as a step."""
-    step: Step = own_step
-    ahead: Ahead = own_ahead
-    if config.step:
-        step = _load(config.step, "learner.step")
-    if config.ahead:
-        ahead = _load(config.ahead, "learner.ahead")
+    step: Step = _load(config.step, "learner.step") if config.step else own_step
+    ahead: Ahead = _load(config.ahead, "learner.ahead") if config.ahead else own_ahead
     return StepProgram(step, ahead, f"learner.step {config.step}".rstrip(), f"learner.ahead {config.ahead}".rstrip())
 
 
@@ -344,7 +336,7 @@ def _same_sequences(result: Any, batch: SequenceBatch, name: str) -> SequenceBat
             f"{name} returned {result.num_sequences} of {batch.num_sequences} sequences; return all of them, and train "
             "a part by calling update with a selection"
         )
-    if not np.array_equal(result.lengths, batch.lengths) or not np.array_equal(result.token_ids, batch.token_ids):
+    if not result.has_sequences_of(batch):
         raise ConfigError(f"{name} returned the sequences in another order, or others; return them as they were given")
     return result
 
@@ -382,10 +374,8 @@ class TrainingStep:
 
     async def reward_model_scores(self, groups: Sequence[Group]) -> NDArray[np.float32]:
         """[S] the reward model's scores of all samples. It may run while a step trains."""
-        batch = batch_of(groups, with_experts=False)
-        scores: NDArray[np.float32] = await Roles(self.roles, self.access, with_trained=False).reward_model.scores(
-            batch
-        )
+        frozen = Roles(self.roles, self.access, with_trained=False)
+        scores: NDArray[np.float32] = await frozen.reward_model.scores(batch_of(groups, with_experts=False))
         return scores
 
     async def run(
@@ -406,11 +396,12 @@ class TrainingStep:
         self._observe(roles.calls, step)
         update_started = roles.calls.update_started or ended
         update, others = numbers_of_updates(roles.calls.updates, batch, self.config.algorithm, kl_coefficient)
+        numbers, of_batch = batch_numbers(batch, groups, term)
         return StepResult(
             step=step,
-            batch=batch_numbers(batch, groups, term),
+            batch=numbers,
             update=update,
-            others=MappingProxyType({**own, **reward_part_means(groups), **token_numbers(batch), **others}),
+            others=MappingProxyType({**own, **of_batch, **others}),
             forward_s=update_started - started,
             update_s=ended - update_started,
             ended_s=time.time(),
@@ -446,7 +437,7 @@ class TrainingStep:
     def _observe(self, calls: Calls, step: int) -> None:
         """Count the step's updates. Raises TrainingDiverged if too many in a row were skipped."""
         for update in calls.updates:
-            self.skipped.check(update.role, step, update.batch, update.shards, update.reports)
+            self.skipped.check(update, step)
         for update in calls.updates:
             if update.role == "policy" and not update.reports[0].step.skipped:  # the counter would stay NaN forever
                 self.metrics.importance_ratio.add(*ratio_counts(update.reports))

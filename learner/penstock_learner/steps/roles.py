@@ -40,12 +40,6 @@ class Update:
     def num_tokens(self) -> int:
         return int(np.count_nonzero(self.batch.loss_mask))
 
-    def is_of(self, batch: SequenceBatch) -> bool:
-        """Whether it trained all sequences of the batch, in the same order."""
-        return np.array_equal(self.batch.lengths, batch.lengths) and np.array_equal(
-            self.batch.token_ids, batch.token_ids
-        )
-
 
 @dataclass
 class Calls:

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from penstock.config.algorithms import AlgorithmConfig, KLConfig
 from penstock.errors import TrainingDiverged
 from penstock.trajectory import Group
-from penstock_learner.batches.partition import RankShard
 from penstock_learner.batches.sequence_batch import SequenceBatch
 from penstock_learner.metrics import MAX_REWARD_PARTS, REWARD_PART
 from penstock_learner.roles.dispatch import CriticReport, TrainedReport, UpdateReport
@@ -31,29 +30,13 @@ from penstock_learner.term import Term
 
 @dataclass(frozen=True)
 class BatchNumbers:
-    """Numbers about the data of a step. Staleness is in steps: the mean over tokens, and that of the oldest token.
-    Reward spread within groups includes their baseline samples, and omits samples without a trained token, as
-    advantages do. All other numbers are about the samples that train."""
+    """Numbers about the samples of a step that train. Staleness is in steps, as the mean over tokens."""
 
     reward_mean: float
-    reward_min: float
-    reward_max: float
-    reward_std: float
     staleness_mean: float
-    staleness_max: float
     num_sequences: int
     prompt_tokens: int
     response_tokens: int
-    response_length_mean: float
-    response_length_min: int
-    response_length_max: int
-    mixed_version_ratio: float
-    zero_advantage_group_ratio: float
-    singleton_group_ratio: float
-    reward_failed_ratio: float
-    """Share of the samples whose reward failed."""
-    truncated_ratio: float
-    """Share of the samples whose response was cut at a limit."""
 
 
 @dataclass(frozen=True)
@@ -142,8 +125,11 @@ def flattened(result: StepResult, times: StepTimes, policy_version: int, in_flig
     }
 
 
-def batch_numbers(batch: SequenceBatch, groups: Sequence[Group], term: Term) -> BatchNumbers:
-    """The numbers of a batch of these groups, which the weights of the term train."""
+def batch_numbers(batch: SequenceBatch, groups: Sequence[Group], term: Term) -> tuple[BatchNumbers, dict[str, float]]:
+    """The numbers of a batch of these groups, which the weights of the term train, and others by name. The spread of
+    rewards within groups includes their baseline samples, and omits samples without a trained token, as advantages do.
+    All other numbers are about the samples that train. Those of advantages and returns are about their trained
+    tokens; there are none of returns if the estimator computes none."""
     trained = batch.without_baselines()
     ends = np.cumsum(trained.response_lengths)
     staleness = np.maximum(0, term.policy_version - term.in_steps(trained.token_versions))
@@ -154,37 +140,32 @@ def batch_numbers(batch: SequenceBatch, groups: Sequence[Group], term: Term) -> 
     highest = np.maximum.reduceat(np.where(has_loss, batch.rewards, -np.inf), starts)
     lowest = np.minimum.reduceat(np.where(has_loss, batch.rewards, np.inf), starts)
     samples = [sample for group in groups for sample in group.trajectories if not sample.is_baseline]
-    return BatchNumbers(
-        reward_mean=float(trained.rewards.mean()),
-        reward_min=float(trained.rewards.min()),
-        reward_max=float(trained.rewards.max()),
-        reward_std=_deviation(trained.rewards),
+    others = _spread("reward", trained.rewards) | _spread("response_length", trained.response_lengths)
+    others |= {
+        "reward_std": _deviation(trained.rewards),
+        "staleness_max": float(staleness.max()),
+        "mixed_version_ratio": float((trained.unmixed_versions[ends - 1] == -1).mean()),
+        "zero_advantage_group_ratio": float(((highest == lowest) & (sizes > 1)).mean()),
+        "singleton_group_ratio": float((sizes == 1).mean()),
+        "reward_failed_ratio": sum(sample.reward_failed for sample in samples) / len(samples),
+        "truncated_ratio": sum(sample.finish_reason == "length" for sample in samples) / len(samples),
+    }
+    is_trained = trained.loss_mask.astype(bool)
+    for name, of_tokens in (("advantage", trained.advantages), ("return", trained.returns)):
+        if of_tokens is not None and is_trained.any():
+            others |= _spread(name, of_tokens[is_trained].astype(np.float64))
+    numbers = BatchNumbers(
+        reward_mean=others["reward_mean"],
         staleness_mean=float(staleness.mean()),
-        staleness_max=float(staleness.max()),
         num_sequences=trained.num_sequences,
         prompt_tokens=int(trained.prompt_lengths.sum()),
         response_tokens=len(trained.loss_mask),
-        response_length_mean=float(trained.response_lengths.mean()),
-        response_length_min=int(trained.response_lengths.min()),
-        response_length_max=int(trained.response_lengths.max()),
-        mixed_version_ratio=float((trained.unmixed_versions[ends - 1] == -1).mean()),
-        zero_advantage_group_ratio=float(((highest == lowest) & (sizes > 1)).mean()),
-        singleton_group_ratio=float((sizes == 1).mean()),
-        reward_failed_ratio=sum(sample.reward_failed for sample in samples) / len(samples),
-        truncated_ratio=sum(sample.finish_reason == "length" for sample in samples) / len(samples),
     )
+    return numbers, others | reward_part_means(groups)
 
 
-def token_numbers(batch: SequenceBatch) -> dict[str, float]:
-    """The spread over the trained tokens of the advantages, and of the returns if the estimator has computed any."""
-    batch = batch.without_baselines()
-    trained, numbers = batch.loss_mask.astype(bool), dict[str, float]()
-    for name, given in (("advantage", batch.advantages), ("return", batch.returns)):
-        if given is not None and trained.any():
-            values = given[trained].astype(np.float64)
-            spread = {"mean": values.mean(), "min": values.min(), "max": values.max()}
-            numbers |= {f"{name}_{kind}": float(value) for kind, value in spread.items()}
-    return numbers
+def _spread(name: str, values: NDArray[Any]) -> dict[str, float]:
+    return {f"{name}_{kind}": float(getattr(values, kind)()) for kind in ("mean", "min", "max")}
 
 
 def _deviation(values: NDArray[np.float32]) -> float:
@@ -237,11 +218,9 @@ class SkippedSteps:
     folder: Path
     in_a_row: Counter[str] = field(default_factory=Counter)
 
-    def check(
-        self, role: str, step: int, batch: SequenceBatch, shards: Sequence[RankShard], reports: Sequence[TrainedReport]
-    ) -> None:
-        """Call after every update of a trained role. `shards` and `reports` are in the same order."""
-        taken = reports[0].step
+    def check(self, update: Update, step: int) -> None:
+        """Call after every update of a trained role."""
+        role, taken = update.role, update.reports[0].step
         if not taken.skipped:
             self.in_a_row[role] = 0
             return
@@ -250,12 +229,12 @@ class SkippedSteps:
             return
         nonfinite = [
             sequence
-            for shard, report in zip(shards, reports, strict=True)
+            for shard, report in zip(update.shards, update.reports, strict=True)
             for micro in report.nonfinite
             for sequence in shard.sequences[micro]
         ]
-        path = self._save(step, batch, nonfinite)
-        prompts = sorted({int(batch.group_ids[sequence]) for sequence in nonfinite})
+        path = self._save(step, update.batch, nonfinite)
+        prompts = sorted({int(update.batch.group_ids[sequence]) for sequence in nonfinite})
         where = f"loss of prompts {listed(prompts)}" if nonfinite else f"gradient norm ({taken.grad_norm})"
         rate = _RATES.get(role, f"learner.roles.{role}.lr")
         raise TrainingDiverged(

@@ -38,7 +38,7 @@ _TYPES_WITH_SINKS = frozenset({"gpt_oss", "granite_swa", "granitemoe_swa", "mimo
 
 
 def packed_attention(
-    module: torch.nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -62,12 +62,15 @@ def packed_attention(
             f"{type(module).__name__} needs {', '.join(unknown) or 'attention in both directions'}"
         )
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
-    window = _effective(_window(module, sliding_window), packing)
+    layer_type = module.packed_layer_type if _layer_types(module) else None
+    if sliding_window is None and layer_type == "sliding_attention":  # the model gives the window by its mask alone
+        sliding_window = module.config.sliding_window
+    window = _effective(sliding_window, packing)
     if packing.parallel is not None:
         q, k, v = packing.parallel.scatter_heads(q, k, v, len(packing.rows))
         s_aux = None if s_aux is None else s_aux.chunk(packing.parallel.size)[packing.parallel.rank]
-    chunk = _chunk_size(module)
-    seen = packing if chunk is None else packing.in_chunks(chunk)
+    # Attention does not cross chunks, as in Llama 4.
+    seen = packing.in_chunks(module.config.attention_chunk_size) if layer_type == "chunked_attention" else packing
     output = (attend if seen.paths is None else attend_paths)(q, k, v, seen, ScoreForm(scaling, window, softcap, s_aux))
     if packing.parallel is not None:
         output = packing.parallel.gather_heads(output)
@@ -95,25 +98,6 @@ def prepare_masks(lm: Any, packing: Packing) -> None:
 def _effective(window: int | None, packing: Packing) -> int | None:
     """The window, or None if every sequence fits into it."""
     return window if window is not None and window < packing.longest else None
-
-
-def _window(module: Any, sliding_window: int | None) -> int | None:
-    """Tokens that a token sees. Some models give a sliding layer its window by the mask alone."""
-    if sliding_window is None and _layer_type(module) == "sliding_attention":
-        sliding_window = module.config.sliding_window
-    return sliding_window
-
-
-def _chunk_size(module: Any) -> int | None:
-    """Tokens of a chunk, if the layer's attention does not cross chunks as in Llama 4."""
-    if _layer_type(module) != "chunked_attention":
-        return None
-    size: int = module.config.attention_chunk_size
-    return size
-
-
-def _layer_type(module: Any) -> str | None:
-    return module.packed_layer_type if _layer_types(module) else None
 
 
 def _layer_types(module: Any) -> list[str] | None:
@@ -165,9 +149,8 @@ def _in_blocks(q: Tensor, k: Tensor, v: Tensor, paths: Paths, form: ScoreForm) -
     """Segments of the same depth at a time, as padded rows."""
     parts = []
     for block in paths.blocks:
-        attended = (attend_block if form.is_plain else score_block)(
-            q[block.queries], k[block.keys], v[block.keys], block.visible(form.window), form
-        )
+        mask = block.visible(form.window)
+        attended = attend_block(q[block.queries], k[block.keys], v[block.keys], mask, form)
         parts.append(attended.flatten(0, 1))
     return torch.cat(parts)[paths.in_blocks]
 
@@ -208,11 +191,13 @@ class ScoreForm:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, packing: Packing, form: ScoreForm) -> Tensor:
     """Attention of each token to the earlier tokens of its own sequence. Inputs and output are [N, heads, dim]."""
-    if not form.is_plain:
-        return (flexible if q.is_cuda else _explicit)(q, k, v, packing, form)
+    if q.is_cuda and not form.is_plain:
+        return flexible(q, k, v, packing, form)
     if has_varlen(q, v, form) and (form.window is not None or not packing.is_full):
         return varlen(q, k, v, packing.offsets, packing.offsets, packing.longest, form)
-    return _padded(q, k, v, packing, form)
+    q, k, v = (to_block(states, packing) for states in (q, k, v))
+    mask = None if form.is_plain and form.window is None else _visible(q.shape[1], form.window, q.device)
+    return from_block(attend_block(q, k, v, mask, form), packing)
 
 
 def has_varlen(q: Tensor, v: Tensor, form: ScoreForm) -> bool:
@@ -263,14 +248,12 @@ def varlen(
     return attended[:, :, :value_dim]
 
 
-def _padded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, form: ScoreForm) -> Tensor:
-    q, k, v = (to_block(states, packing) for states in (q, k, v))
-    mask = None if form.window is None else _visible(q.shape[1], form.window, q.device)
-    return from_block(attend_block(q, k, v, mask, form), packing)
-
-
 def attend_block(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, form: ScoreForm) -> Tensor:
-    """Attention of padded rows [S, L, heads, dim] where the mask is true, or without a mask, to all earlier tokens."""
+    """Attention of padded rows [S, L, heads, dim] where the mask is true. A plain form without a mask sees all earlier
+    tokens."""
+    if not form.is_plain:
+        assert mask is not None
+        return _score_block(q, k, v, mask, form)
     q, k, v = (states.transpose(1, 2) for states in (q, k, v))
     with sdpa_kernel(_FASTEST_FIRST, set_priority=True):
         output: Tensor = functional.scaled_dot_product_attention(
@@ -279,12 +262,7 @@ def attend_block(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, form: Sco
     return output.transpose(1, 2)
 
 
-def _explicit(q: Tensor, k: Tensor, v: Tensor, packing: Packing, form: ScoreForm) -> Tensor:
-    q, k, v = (to_block(states, packing) for states in (q, k, v))
-    return from_block(score_block(q, k, v, _visible(q.shape[1], form.window, q.device), form), packing)
-
-
-def score_block(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, form: ScoreForm) -> Tensor:
+def _score_block(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, form: ScoreForm) -> Tensor:
     """`attend_block` for any form of the scores, which are held in memory."""
     q, k, v = (states.transpose(1, 2) for states in (q, k, v))
     k, v = (states.repeat_interleave(q.shape[1] // states.shape[1], dim=1) for states in (k, v))
@@ -351,10 +329,7 @@ def block_mask(packing: Packing, window: int | None) -> Any:
     return packing.derived[name]
 
 
-Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-
-
-def _sees_in_sequence(rows: Tensor, window: int | None) -> Mask:
+def _sees_in_sequence(rows: Tensor, window: int | None) -> Callable[..., Tensor]:
     def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         is_visible = (rows[query] == rows[key]) & (query >= key)
         return is_visible if window is None else is_visible & (query - key < window)
@@ -362,7 +337,7 @@ def _sees_in_sequence(rows: Tensor, window: int | None) -> Mask:
     return sees
 
 
-def _sees_on_path(packing: Packing, window: int | None) -> Mask:
+def _sees_on_path(packing: Packing, window: int | None) -> Callable[..., Tensor]:
     assert packing.paths is not None
     positions, ends = packing.columns, packing.paths.ends
 

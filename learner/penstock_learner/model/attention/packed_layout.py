@@ -129,12 +129,17 @@ class Paths:
         for piece in pieces:
             by_depth.setdefault(piece.depth, []).append(piece)
         blocks: list[PathBlock] = []
+        positions = tree.positions
         in_blocks, num_before = np.zeros(tree.num_stored, dtype=np.int64), 0
         for found in by_depth.values():
             queries, is_query = _rows([piece.queries for piece in found])
+            keys, is_key = _rows([piece.keys for piece in found])
             in_blocks[queries[is_query]] = num_before + np.flatnonzero(is_query)
             num_before += queries.size
-            blocks.append(_block(tree, queries, is_query, [piece.keys for piece in found], device))
+            query_positions = np.where(is_query, positions[queries], positions[queries[:, :1]])
+            key_positions = np.where(is_key, positions[keys], positions.max() + 1)
+            arrays = (queries, keys, query_positions, key_positions)
+            blocks.append(PathBlock(*(to_device(array, device) for array in arrays)))
         return cls(
             flash=FlashPaths.of(tree, pieces, device) if chunk is None and _has_fast_cudnn(device) else None,
             keys=to_device(np.concatenate([piece.keys for piece in pieces]), device),
@@ -173,21 +178,6 @@ def _pieces(tree: PrefixTree, chunk: int | None) -> Iterator[_PathPiece]:
         for first in range(begin // chunk * chunk, end, chunk):
             last = min(first + chunk, end)
             yield _PathPiece(path[max(first, begin) : last], path[first:last], depths[index])
-
-
-def _block(
-    tree: PrefixTree,
-    queries: NDArray[np.int64],
-    is_query: NDArray[np.bool_],
-    keys_of_rows: Sequence[NDArray[np.int64]],
-    device: torch.device,
-) -> PathBlock:
-    keys, is_key = _rows(keys_of_rows)
-    positions = tree.positions[queries]
-    query_positions = np.where(is_query, positions, positions[:, :1])
-    beyond = int(tree.positions.max()) + 1
-    key_positions = np.where(is_key, tree.positions[keys], beyond)
-    return PathBlock(*(to_device(array, device) for array in (queries, keys, query_positions, key_positions)))
 
 
 def _rows(arrays: Sequence[NDArray[np.int64]]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:

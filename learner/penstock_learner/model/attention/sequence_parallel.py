@@ -36,10 +36,10 @@ class SequenceParallel:
         share = -(-num_tokens // self.size)
         return slice(min(self.rank * share, num_tokens), min((self.rank + 1) * share, num_tokens))
 
-    def pad(self, tokens: Tensor, num_tokens: int) -> Tensor:
-        """Fill a slice of 1-d `tokens` with zeros to the length that all ranks have."""
-        share = -(-num_tokens // self.size)
-        return torch.nn.functional.pad(tokens, (0, share - len(tokens)))
+    def pad(self, tokens: Tensor, num_tokens: int, value: int = 0) -> Tensor:
+        """Fill a slice of tokens with `value` to the length that all ranks have."""
+        missing = -(-num_tokens // self.size) - len(tokens)
+        return torch.cat([tokens, tokens.new_full((missing, *tokens.shape[1:]), value)])
 
     def scatter_heads(self, q: Tensor, k: Tensor, v: Tensor, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
         """Each from [N / P, heads, dim] to [N, heads / P, dim]."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.config.algorithms import Aggregation, CorrectionConfig, LossConfig
-from penstock_learner.algorithms.aggregation import AGGREGATIONS, Denominators, aggregate
+from penstock_learner.algorithms.aggregation import Denominators, aggregate
 from penstock_learner.algorithms.losses import LOSSES, LossInputs, correct, kl_penalty, policy_loss
 
 MODES: tuple[Aggregation, ...] = get_args(Aggregation)
@@ -33,10 +33,6 @@ def test_modes_by_hand(mode: Aggregation, expected: float) -> None:
     denominators = Denominators.of(mask, ids, constant_length=10)
     assert denominators == Denominators(num_tokens=5, num_sequences=3, constant_length=10)
     assert aggregate(per_token, mask, ids, mode, denominators).item() == pytest.approx(expected)
-
-
-def test_every_mode_of_the_config_is_known() -> None:
-    assert tuple(AGGREGATIONS) == MODES
 
 
 def test_norm_needs_its_length() -> None:
@@ -152,7 +148,8 @@ def test_denominators_of_ranks_add_up_to_those_of_the_batch() -> None:
     mask, ids = torch.tensor([1, 0, 1, 1, 0, 1]), torch.tensor([0, 0, 1, 1, 2, 3])
     first = Denominators.of(mask[:4], ids[:4], 9)
     second = Denominators.of(mask[4:], ids[4:] - 2, 9)
-    assert first + second == Denominators.of(mask, ids, 9) == Denominators(4, 3, 9)
+    assert Denominators.of(mask, ids, 9) == Denominators(4, 3, 9)
+    assert (first.num_tokens + second.num_tokens, first.num_sequences + second.num_sequences) == (4, 3)
 
 
 def test_rejection_does_not_shrink_the_denominator() -> None:

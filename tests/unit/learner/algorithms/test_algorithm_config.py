@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
@@ -29,7 +30,7 @@ from penstock.config.run import RunConfig
 from penstock.errors import ConfigError
 from penstock_learner.algorithms.advantages import ADVANTAGES, AdvantageInputs, compute_advantages
 from penstock_learner.algorithms.aggregation import find_function
-from penstock_learner.algorithms.losses import LOSSES, REJECTIONS, WEIGHTS, LossInputs, policy_loss
+from penstock_learner.algorithms.losses import LOSSES, LossInputs, correct, policy_loss
 from penstock_learner.start_check import try_functions
 
 MODELS = [AdvantageConfig, LossConfig, CorrectionConfig, KLConfig, ValueLossConfig, OverlongConfig, AlgorithmConfig]
@@ -58,8 +59,11 @@ def test_configs_are_frozen() -> None:
 def test_names_of_config_and_registry_are_the_same() -> None:
     assert tuple(ADVANTAGES) == ADVANTAGE_NAMES
     assert tuple(LOSSES) == LOSS_NAMES
-    assert tuple(WEIGHTS) == get_args(WeightName)
-    assert tuple(REJECTIONS) == get_args(RejectionName)
+    one = torch.ones(1)
+    for weight, rejection in product(get_args(WeightName), get_args(RejectionName)):
+        config = CorrectionConfig(weight=weight, rejection=rejection)
+        correction = correct(one, one, one, torch.zeros(1, dtype=torch.int64), config)
+        assert correction.weights.tolist() == [1] and correction.kept.tolist() == [True]
 
 
 def test_settings_that_an_estimator_or_a_loss_needs_or_does_not_use_are_reported() -> None:

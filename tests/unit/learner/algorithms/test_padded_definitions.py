@@ -20,6 +20,7 @@ from penstock.config.algorithms import (
     Aggregation,
     CorrectionConfig,
     LossConfig,
+    PenaltyName,
     ValueLossConfig,
     WeightName,
 )
@@ -27,7 +28,6 @@ from penstock_learner.algorithms.advantages import ADVANTAGES, AdvantageInputs, 
 from penstock_learner.algorithms.aggregation import Denominators, aggregate
 from penstock_learner.algorithms.losses import (
     LOSSES,
-    PENALTIES,
     LossInputs,
     correct,
     kl_penalty,
@@ -224,7 +224,7 @@ def test_aggregations_penalties_and_values(seed: int) -> None:
     lp, ref = block.normal(), block.normal(2.0)
     d = lp - ref
     penalties: dict[Any, Tensor] = {"k1": d, "abs": d.abs(), "k2": d**2 / 2, "k3": ((-d).exp() + d - 1).clamp(max=10)}
-    assert set(penalties) == set(PENALTIES)
+    assert set(penalties) == set(get_args(PenaltyName))
     for name, penalty in penalties.items():
         close(kl_penalty(block.flat(lp), block.flat(ref), block.flat(mask), name), penalty * mask, block)
 

@@ -15,6 +15,7 @@ from penstock_learner.batches.partition import partition
 from penstock_learner.batches.sequence_batch import batch_of
 from penstock_learner.optim.optimizer import OptimizerStep
 from penstock_learner.roles.dispatch import UpdateReport
+from penstock_learner.steps.roles import Update
 from penstock_learner.steps.step_result import SkippedSteps
 from support.groups import make_group
 
@@ -36,9 +37,9 @@ def reports(*, skipped: bool, nonfinite: tuple[int, ...] = ()) -> list[UpdateRep
 
 def test_the_error_names_the_last_skipped_step_and_keeps_its_batch(tmp_path: Path) -> None:
     skipped = SkippedSteps(2, tmp_path / "nonfinite")
-    skipped.check("policy", 7, BATCH, SHARDS, reports(skipped=True))
+    skipped.check(Update("policy", BATCH, SHARDS, reports(skipped=True)), 7)
     with pytest.raises(TrainingDiverged, match=r"the policy's loss of prompts .*12.* was not finite at step 8"):
-        skipped.check("policy", 8, BATCH, SHARDS, reports(skipped=True, nonfinite=(0,)))
+        skipped.check(Update("policy", BATCH, SHARDS, reports(skipped=True, nonfinite=(0,))), 8)
     saved = np.load(tmp_path / "nonfinite" / "step-00000008.npz")
     assert saved["nonfinite_sequences"].tolist() == SHARDS[1].sequences[0]
     np.testing.assert_array_equal(saved["token_ids"], BATCH.token_ids)
@@ -46,26 +47,26 @@ def test_the_error_names_the_last_skipped_step_and_keeps_its_batch(tmp_path: Pat
 
 def test_a_bad_gradient_of_a_finite_loss_is_named_as_such(tmp_path: Path) -> None:
     with pytest.raises(TrainingDiverged, match=r"the policy's gradient norm \(inf\) was not finite at step 1"):
-        SkippedSteps(1, tmp_path).check("policy", 1, BATCH, SHARDS, reports(skipped=True))
+        SkippedSteps(1, tmp_path).check(Update("policy", BATCH, SHARDS, reports(skipped=True)), 1)
 
 
 def test_a_good_step_between_starts_the_count_again(tmp_path: Path) -> None:
     skipped = SkippedSteps(2, tmp_path)
     for step, is_bad in enumerate([True, False, True, False, True]):
-        skipped.check("policy", step, BATCH, SHARDS, reports(skipped=is_bad))
+        skipped.check(Update("policy", BATCH, SHARDS, reports(skipped=is_bad)), step)
     assert not list(tmp_path.iterdir())
 
 
 def test_roles_are_counted_apart(tmp_path: Path) -> None:
     skipped = SkippedSteps(2, tmp_path)
-    skipped.check("policy", 1, BATCH, SHARDS, reports(skipped=True))
-    skipped.check("critic", 1, BATCH, SHARDS, reports(skipped=True))
-    skipped.check("policy", 2, BATCH, SHARDS, reports(skipped=False))
+    skipped.check(Update("policy", BATCH, SHARDS, reports(skipped=True)), 1)
+    skipped.check(Update("critic", BATCH, SHARDS, reports(skipped=True)), 1)
+    skipped.check(Update("policy", BATCH, SHARDS, reports(skipped=False)), 2)
     with pytest.raises(TrainingDiverged, match=r"the critic's gradient norm .* lower learner.critic.lr"):
-        skipped.check("critic", 2, BATCH, SHARDS, reports(skipped=True))
+        skipped.check(Update("critic", BATCH, SHARDS, reports(skipped=True)), 2)
 
 
 def test_a_limit_of_zero_never_ends_the_run(tmp_path: Path) -> None:
     skipped = SkippedSteps(0, tmp_path)
     for step in range(10):
-        skipped.check("policy", step, BATCH, SHARDS, reports(skipped=True))
+        skipped.check(Update("policy", BATCH, SHARDS, reports(skipped=True)), step)

@@ -51,6 +51,7 @@ def test_a_private_ray_that_is_too_slow_is_started_again(tmp_path: Path, monkeyp
         ([TOO_SLOW] * 3, "", f"^Ray did not start: {TOO_SLOW}; check that the machine has free memory"),
         (["no such file"], "", "^Ray did not start: no such file"),
         ([TOO_SLOW], "10.0.0.1:6380", f"cannot be joined: {TOO_SLOW}; .*`ray start --address=10.0.0.1:6380` there$"),
+        (["none runs"], "auto", "learner.ray_address auto cannot be joined: .*`ray start --address=HOST:PORT` there$"),
     ],
 )
 def test_a_ray_that_does_not_start_is_one_line(
@@ -64,15 +65,17 @@ TOKEN = "7" * 64
 
 
 @contextmanager
-def ray_head(token: str, *resources: dict[str, float]) -> Iterator[str]:
+def ray_head(token: str, *resources: dict[str, float], fails: grpc.StatusCode | None = None) -> Iterator[str]:
     """What answers as the head of a cluster that wants a token, or none, and has a node with each of the resources. A
-    dead node is listed too. Yields its address."""
+    dead node is listed too. With `fails` every answer is this error. Yields its address."""
     reply = gcs_service_pb2.GetAllNodeInfoReply()
     reply.node_info_list.add(state=gcs_pb2.GcsNodeInfo.DEAD).resources_total.update({"CPU": 64.0})
     for each in resources:
         reply.node_info_list.add(state=gcs_pb2.GcsNodeInfo.ALIVE).resources_total.update(each)
 
     def answer(_: bytes, context: grpc.ServicerContext) -> bytes:
+        if fails is not None:
+            context.abort(fails, "it starts")
         if token and ("authorization", f"Bearer {token}") not in context.invocation_metadata():
             context.abort(grpc.StatusCode.UNAUTHENTICATED, "InvalidAuthToken: missing or incorrect")
         return bytes(reply.SerializeToString())
@@ -138,6 +141,13 @@ def test_an_address_where_no_head_answers_is_one_line() -> None:
     with pytest.raises(ConfigError, match=r"does not answer as Ray's head does \(UNIMPLEMENTED\)"):
         ask_cluster(address, 20)
     server.stop(None).wait()
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED])
+def test_a_head_that_does_not_answer_yet_is_not_called_a_mistake_of_the_config(code: grpc.StatusCode) -> None:
+    message = rf"has not answered \({code.name}\); if it is"
+    with ray_head("", fails=code) as address, pytest.raises(Unavailable, match=message):
+        ask_cluster(address, 20)
 
 
 def test_a_cluster_that_is_too_small_is_refused() -> None:

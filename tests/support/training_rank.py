@@ -150,11 +150,10 @@ def load_models(rank: int, folder: Path, name: str) -> None:
             read += rows.nbytes
             yield first, rows
 
-    def counted_whole(self: TensorFiles, name: str) -> torch.Tensor:
+    def counted_whole(self: TensorFiles, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         nonlocal read
-        tensor = whole(self, name)
-        read += tensor.nbytes
-        return tensor
+        read += whole(self, name).nbytes
+        return whole(self, name, dtype)
 
     pieces, TensorFiles.pieces = TensorFiles.pieces, counted  # type: ignore[method-assign]
     whole, TensorFiles.whole = TensorFiles.whole, counted_whole  # type: ignore[method-assign]

@@ -186,7 +186,7 @@ class Scheduler(threading.Thread):
             self.batch.join([req.row for req in joining], 0)
         for req in stepped + joining:
             self._send(req)
-        self.batch.drop_cancelled()
+        self.batch.drop_ended()
 
     def _send(self, req: Req) -> None:
         total = len(req.row.log_probs)

@@ -22,6 +22,7 @@ import os
 import secrets
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -240,6 +241,13 @@ def make_app(flags: dict[str, str]) -> FastAPI:
     return app
 
 
+def end_after(failure: threading.ExceptHookArgs) -> None:
+    """Print why a thread has died, and end. Without its scheduler the server would leave every request unanswered."""
+    sys.excepthook(failure.exc_type, failure.exc_value or failure.exc_type(), failure.exc_traceback)
+    os._exit(70)
+
+
 if __name__ == "__main__":
+    threading.excepthook = end_after
     parsed = parse_flags(sys.argv[1:])
     uvicorn.run(make_app(parsed), host=parsed["--host"], port=int(parsed["--port"]), log_level="warning")

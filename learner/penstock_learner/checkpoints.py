@@ -30,7 +30,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -165,8 +164,7 @@ def write_manifest(folder: Path, known: Mapping[str, FileRecord]) -> None:
                 f"{found.get(name, 'no file')}; is the disk full?"
             )
     files = {name: known.get(name) or FileRecord.of_file(folder / name) for name in sorted(found)}
-    fields = {name: {"num_bytes": file.num_bytes, "pieces": file.pieces} for name, file in files.items()}
-    line = json.dumps(fields).encode()
+    line = json.dumps({name: asdict(file) for name, file in files.items()}).encode()
     (folder / MANIFEST_FILE).write_bytes(line + b"\n" + xxhash.xxh3_128_hexdigest(line).encode() + b"\n")
 
 
@@ -362,9 +360,6 @@ def _remove_abandoned(folder: Path) -> None:
                 shutil.rmtree(left, ignore_errors=True)
 
 
-NO_FILES: Mapping[str, FileRecord] = MappingProxyType({})
-
-
 def shards_folder(checkpoint: Path, role: str) -> Path:
     """Where a role's ranks write their shards: the policy at the top, other roles in a folder of their name."""
     return checkpoint if role == "policy" else checkpoint / role
@@ -412,14 +407,14 @@ class CheckpointStore:
                 "checkpoint, and no group is lost"
             ) from error
 
-    def finish(self, partial: Path, state: TrainerState, shards: Mapping[str, FileRecord] = NO_FILES) -> Path:
+    def finish(self, partial: Path, state: TrainerState, shards: Mapping[str, FileRecord] | None = None) -> Path:
         """Make the checkpoint durable, then remove old ones. Its groups may be acknowledged afterwards. Blocks.
         `shards` describes the files that the ranks have written; other files are read."""
         final = partial.with_suffix("")
         with self.writing(partial):
             trainer = json.dumps(asdict(replace(state, tokenizer=self.tokenizer))).encode()
             (partial / TRAINER_FILE).write_bytes(trainer)
-            write_manifest(partial, {**shards, TRAINER_FILE: FileRecord.of(trainer)})
+            write_manifest(partial, {**(shards or {}), TRAINER_FILE: FileRecord.of(trainer)})
             for path in partial.rglob("*"):
                 flush(path)
             flush(partial)

@@ -101,7 +101,12 @@ class SampleLog:
     def record(self, trained: TrainedStep) -> None:
         """Write the samples, and hand a table of them to the loggers."""
         try:
-            self._record(trained)
+            groups = samples_of_step(trained, self.texts)
+            self._write(groups, self.validated if trained.validation else self.file)
+            every = self.config.table_every_steps
+            if groups and every and (trained.validation or trained.step % every == 0):
+                table = spread([sample for group in groups for sample in group], self.config.table_rows)
+                self.loggers.log_samples(trained.step, table)
         except Exception:  # a token or a ground truth may be anything, and the next step may be fine
             logger.exception("the samples of step %d are skipped", trained.step)
 
@@ -114,14 +119,6 @@ class SampleLog:
         self._write([], self.file)
         while (trained := self.waiting.get()) is not None:
             self.record(trained)
-
-    def _record(self, trained: TrainedStep) -> None:
-        groups = samples_of_step(trained, self.texts)
-        self._write(groups, self.validated if trained.validation else self.file)
-        every = self.config.table_every_steps
-        if groups and every and (trained.validation or trained.step % every == 0):
-            table = spread([sample for group in groups for sample in group], self.config.table_rows)
-            self.loggers.log_samples(trained.step, table)
 
     def _write(self, groups: Sequence[list[Sample]], file: SampleFile) -> None:
         """Write the groups, or skip them if the disk takes nothing. The next ones are tried again."""

@@ -53,15 +53,15 @@ class StepLogger:
 MAX_WAITING = 1000
 CLOSE_S = 10.0
 """How long all loggers together may take to write their last steps."""
-NEEDED_PACKAGES: dict[LoggerName, str] = {"tensorboard": "tensorboard", "wandb": "wandb"}
+NEEDED_PACKAGES = ("tensorboard", "wandb")
+"""Loggers that need a package of their name."""
 
 
 def check_loggers(names: Sequence[LoggerName]) -> None:
     """Raise ConfigError if a logger's package is not installed. Does not import the packages."""
     for name in names:
-        package = NEEDED_PACKAGES.get(name)
-        if package is not None and find_spec(package) is None:
-            raise ConfigError(f"learner.loggers has {name}, which needs a package: pip install {package}")
+        if name in NEEDED_PACKAGES and find_spec(name) is None:
+            raise ConfigError(f"learner.loggers has {name}, which needs a package: pip install {name}")
 
 
 def open_loggers(config: RunConfig, start_step: int) -> StepLoggers:
@@ -199,7 +199,6 @@ _DERIVED: dict[str, Callable[[Metrics], float]] = {
     "perf/total_num_tokens": lambda m: m["prompt_tokens"] + m["response_tokens"],
     "perf/throughput": lambda m: (m["prompt_tokens"] + m["response_tokens"]) / m["step_s"],
 }
-_NOT_LOGGED = ("time",)
 
 
 def under_verl_names(metrics: Metrics) -> dict[str, float]:
@@ -208,7 +207,7 @@ def under_verl_names(metrics: Metrics) -> dict[str, float]:
     named = {
         name if "/" in name else VERL_NAMES.get(name, OWN_PREFIX + name): value
         for name, value in metrics.items()
-        if name not in _NOT_LOGGED
+        if name != "time"
     }
     is_supervised = any("/" in name for name in metrics)
     return named | ({} if is_supervised else {name: derive(metrics) for name, derive in _DERIVED.items()})

@@ -89,9 +89,8 @@ class ValidationLog:
             try:
                 silence_s = (await heartbeats.ages_s()).get(VALIDATOR)
                 scores = [name_and_step(name) for name in await self.queue.evaluation_history()]
-                if any(
-                    of_step == step and "/reward/" in name for name, of_step in scores
-                ):  # the feed records them last
+                # The feed records these scores last.
+                if any(of_step == step and "/reward/" in name for name, of_step in scores):
                     return
             except PenstockError as error:
                 logger.warning("cannot see whether the last policy is validated: %s; trying again", error)

@@ -211,14 +211,11 @@ class LearnerController:
             self.config.learner.reward_model, vocabulary_size(self.config.model.path),
         )  # fmt: skip
         silent_servers = SilentServers(self.fleet, Notices(self.fleet.client, self.config.run), term.number)
-        tasks = [
-            asyncio.create_task(validations.watch()),
-            asyncio.create_task(publication.publish_loop()),
-            asyncio.create_task(publication.catch_up_loop()),
-            asyncio.create_task(orders.watch()),
-            asyncio.create_task(silent_servers.watch()),
-            asyncio.create_task(validated.watch()),
-        ]
+        loops = (
+            validations.watch(), publication.publish_loop(), publication.catch_up_loop(), orders.watch(),
+            silent_servers.watch(), validated.watch(),
+        )  # fmt: skip
+        tasks = [asyncio.create_task(each) for each in loops]
         training = asyncio.create_task(self._train(steps, validations, validated))
         try:
             done, _ = await asyncio.wait({*tasks, training}, return_when=asyncio.FIRST_COMPLETED)

@@ -23,7 +23,6 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 
 from penstock.config.algorithms import KLConfig
 from penstock.config.learner import CheckpointConfig
@@ -46,7 +45,6 @@ from penstock_learner.term import Ledger, RewindCause, Term, TrainerState, make_
 logger = logging.getLogger(__name__)
 Load = Callable[[Path], Awaitable[None]]
 """Loads the weights of a checkpoint. Raises CheckpointDamaged if a file is damaged."""
-NO_DAMAGE: Mapping[Path, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -124,12 +122,12 @@ async def take_over(
 
 async def choose_checkpoint(
     queue: GroupConsumer, checkpoints: CheckpointStore, config: CheckpointConfig,
-    damaged: Mapping[Path, str] = NO_DAMAGE,
+    damaged: Mapping[Path, str] | None = None,
 ) -> ChosenCheckpoint:  # fmt: skip
     """The checkpoint to continue from: the newest one that may be used and is not `damaged`, as far as its trainer
     state says, fetched if it was uploaded. Fences no one. Raises ConfigError if it does not cover all committed groups
     or belongs to another store or another tokenizer, and CheckpointDamaged if none is intact."""
-    store_id, damaged = await queue.store_id(), dict(damaged)
+    store_id, damaged = await queue.store_id(), dict(damaged or {})
     # Read first: a commit that comes between the two reads belongs to a checkpoint that the second one sees.
     committed = await queue.committed()
     for path in await asyncio.to_thread(checkpoints.candidates, config.resume, committed.rewind):

@@ -49,6 +49,7 @@ class Calls:
     update_started: float | None = None
     """When the first update began, by `time.monotonic`."""
     running: list[str] = field(default_factory=list)
+    has_awaited_ahead: bool = False
     error: Exception | None = None
 
     def raise_if_unfinished(self, name: str) -> None:
@@ -236,18 +237,6 @@ class BatchContext:
         return [group.data_source for group in self.groups for _ in group.trajectories]
 
 
-class AheadBatch:
-    """The batch with what was computed a step ahead, or is still being computed."""
-
-    def __init__(self, computing: asyncio.Future[SequenceBatch]) -> None:
-        self.computing = computing
-        self.was_read = False
-
-    async def read(self) -> SequenceBatch:
-        self.was_read = True
-        return await self.computing
-
-
 @dataclass(frozen=True)
 class StepContext(BatchContext):
     """What is known when the batch is trained."""
@@ -257,12 +246,15 @@ class StepContext(BatchContext):
     version: int
     """Version of the policy's weights before the step."""
     kl_coefficient: float
-    ahead_batch: AheadBatch
+    computing: asyncio.Future[SequenceBatch]
+    """The batch with what was computed a step ahead, or is still being computed."""
+    calls: Calls
 
     async def ahead(self) -> SequenceBatch:
         """The batch with the fields that the program's `ahead` computes. Every step must await it. It may not be ready
         yet: await it together with calls that do not need its fields."""
-        return await self.ahead_batch.read()
+        self.calls.has_awaited_ahead = True
+        return await self.computing
 
     @property
     def recomputes_log_probs(self) -> bool:

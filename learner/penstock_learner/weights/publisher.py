@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -274,7 +275,15 @@ def attempt(
     try:
         with report.timed("announce"):
             rendezvous = sender.open(shipment, members, Deadline(timeout_s, "opening the transfer"))
-            answers, failed = calls.announce(members, _announcements(shipment, members, rendezvous, timeout_s, report))
+            *ranks, _ = accumulate((len(member.devices) for member in members), initial=1)
+            requests = [
+                weights_pb2.AnnounceRequest(
+                    manifest=manifest, transport=report.transport, rendezvous=rendezvous, rank=rank,
+                    world_size=num_ranks(members), deadline_s=timeout_s,
+                )
+                for rank in ranks
+            ]  # fmt: skip
+            answers, failed = calls.announce(members, requests)
         needs_full = any(answer.needs_full for answer in answers.values())
         if failed or needs_full:
             # Members that failed get no abort, because the publisher would have to wait for them again. Such a member
@@ -327,21 +336,6 @@ def attempt(
         if isinstance(error, TrainingDiverged):
             raise
         return {member.server_id: str(error) for member in members}
-
-
-def _announcements(
-    shipment: Shipment, members: Sequence[PushTarget], rendezvous: str, timeout_s: float, report: PushReport
-) -> list[weights_pb2.AnnounceRequest]:
-    requests, rank = [], 1
-    for member in members:
-        requests.append(
-            weights_pb2.AnnounceRequest(
-                manifest=shipment.manifest, transport=report.transport, rendezvous=rendezvous, rank=rank,
-                world_size=num_ranks(members), deadline_s=timeout_s,
-            )
-        )  # fmt: skip
-        rank += len(member.devices)
-    return requests
 
 
 MAX_MESSAGE_BYTES = 64 * 2**20
@@ -495,9 +489,8 @@ class DeltaChoice:
         if seconds is None or seconds.members != tuple(members):
             self._seconds[transport] = _Seconds(tuple(members))
             return
-        mine, other = seconds.of_delta, seconds.of_whole
-        if not tried_delta:
-            mine, other = other, mine
+        delta, whole = seconds.of_delta, seconds.of_whole
+        mine, other = (delta, whole) if tried_delta else (whole, delta)
         mine.append(seconds_taken)
         is_slower = bool(other) and statistics.median(mine) > statistics.median(other)
         seconds.since_other_s = 0.0 if is_slower else seconds.since_other_s + seconds_taken

@@ -50,7 +50,6 @@ from penstock_learner.weights.staging import (
     MemoryKind,
     SharedBuckets,
     StagedVersion,
-    device_index,
     device_uuid,
 )
 
@@ -173,14 +172,10 @@ def choose_transport(place: PublisherPlace, members: Sequence[PushTarget]) -> tu
             return "nccl", "publisher and workers have one GPU each"
     if place.memory == "shared" and all_can("shm") and all(m.host_id == place.host_id for m in members):
         return "shm", "every member is on the publisher's host"
-    return "gloo", _why_gloo(place, members)
-
-
-def _why_gloo(place: PublisherPlace, members: Sequence[PushTarget]) -> str:
     others = {member.nccl_version for member in members if member.nccl_version} - {place.nccl_version}
     if place.nccl_version and others:
-        return version_mismatch(place.nccl_version, ", ".join(sorted(others)))
-    return "members are on several hosts, or lack what a faster transport needs"
+        return "gloo", version_mismatch(place.nccl_version, ", ".join(sorted(others)))
+    return "gloo", "members are on several hosts, or lack what a faster transport needs"
 
 
 def why_unable(transport: str, member: PushTarget) -> str:
@@ -237,7 +232,7 @@ class CudaIpcSender:
         if self._is_ready:
             return
         is_own = memory is self._own
-        with closing(DeviceStream(device_index(memory.device))) as stream:
+        with closing(DeviceStream(memory.device.index)) as stream:
             for index, wire in enumerate(shipment.wires(deadline)):
                 if is_own:
                     stream.copy(memory.buckets[index].data_ptr(), wire.data_ptr(), wire.numel())
@@ -263,7 +258,7 @@ class NcclSender:
     Deltas, and buckets in host memory, are sent through two buffers on the GPU."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device_index = device_index(device)
+        self._device_index = device.index or 0
         self._name = uuid.uuid4().hex
         self._group: NcclGroup | None = None
         self._relay: Relay | None = None

@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import cache
 from itertools import groupby
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -62,7 +63,8 @@ class StagedVersion:
         self._num_put = 0
         """Buckets whose last tensor was put. The GPU may still be copying."""
         self._num_filled = 0
-        self._is_sealed = False
+        self.is_sealed = False
+        """Whether every bucket is filled and hashed. Sealed buckets no longer change."""
         self.nonfinite = ""
         """Name of a tensor that holds a NaN or an infinity. Such a version is never sealed, so no member commits it."""
         self._pieces = PieceHashing()
@@ -80,11 +82,6 @@ class StagedVersion:
     @property
     def is_complete(self) -> bool:
         return self._num_filled == len(self.memory.buckets)
-
-    @property
-    def is_sealed(self) -> bool:
-        """Whether every bucket is filled and hashed. Sealed buckets no longer change."""
-        return self._is_sealed
 
     @property
     def is_idle(self) -> bool:
@@ -118,7 +115,7 @@ class StagedVersion:
 
     def wait_sealed(self, deadline: Deadline) -> None:
         """Wait until the version is sealed. Raises TrainingDiverged if it is refused, because it is not finite."""
-        deadline.wait_for(self._progress, lambda: self._is_sealed or bool(self.nonfinite))
+        deadline.wait_for(self._progress, lambda: self.is_sealed or bool(self.nonfinite))
         if self.nonfinite:
             raise TrainingDiverged(f"version {self.policy_version} is not finite: {self.nonfinite}")
 
@@ -144,8 +141,9 @@ class StagedVersion:
             self._pieces.close()
 
     def _check_and_hash(self, index: int, digests: list[Future[bytes]], copied: torch.cuda.Event | None) -> str:
-        """Return the checksum of a bucket, and refuse the version if a number in it is not finite. Runs in the checking
-        thread, while the training thread fills the next bucket. `copied` happens when the GPU has filled this one."""
+        """Return the checksum of a bucket, mix64 on a GPU, else xxh3_pieces of the `digests` of its pieces. Refuse the
+        version if a number in the bucket is not finite. Runs in the checking thread, while the training thread fills
+        the next bucket. `copied` happens when the GPU has filled this one."""
         bucket = self.memory.buckets[index]
         if not bucket.is_cpu:
             self._wait_filled(copied)
@@ -153,7 +151,9 @@ class StagedVersion:
             with self._progress:
                 self.nonfinite = self.nonfinite or name
                 self._progress.notify_all()
-        return staged_checksum(bucket, digests)
+        if bucket.is_cuda:
+            return cuda.device_mix64(bucket.data_ptr(), bucket.numel(), bucket.get_device())
+        return combined_digests([digest.result() for digest in digests])
 
     def _wait_filled(self, copied: torch.cuda.Event | None) -> None:
         """Wait until the next bucket is filled, and say so. Without `copied` it is."""
@@ -178,7 +178,7 @@ class StagedVersion:
             return
         self.memory.seal(self.manifest, checksums)
         with self._progress:
-            self._is_sealed = True
+            self.is_sealed = True
             self._progress.notify_all()
 
 
@@ -254,6 +254,9 @@ class PieceHashing:
         self._own = None
 
 
+_stream = cache(torch.cuda.Stream)
+
+
 @contextmanager
 def on_separate_stream(bucket: torch.Tensor) -> Iterator[None]:
     """Use a separate stream for a bucket on a GPU, so that results do not wait for the kernels of training."""
@@ -262,11 +265,6 @@ def on_separate_stream(bucket: torch.Tensor) -> Iterator[None]:
         return
     with torch.cuda.device(bucket.device), torch.cuda.stream(_stream(bucket.device)):
         yield
-
-
-@cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
 
 
 def copied_parts(weight: torch.Tensor, view: torch.Tensor) -> Iterator[int]:
@@ -287,13 +285,6 @@ def copied_parts(weight: torch.Tensor, view: torch.Tensor) -> Iterator[int]:
 
 def checksum_name(memory: BucketMemory) -> str:
     return MIX64 if memory.kind == "device" else XXH3_PIECES
-
-
-def staged_checksum(bucket: torch.Tensor, digests: list[Future[bytes]]) -> str:
-    """Return a bucket's checksum: mix64 on a GPU, else xxh3_pieces of the digests of its pieces."""
-    if bucket.is_cuda:
-        return cuda.device_mix64(bucket.data_ptr(), bucket.numel(), bucket.get_device())
-    return combined_digests([digest.result() for digest in digests])
 
 
 logger = logging.getLogger(__name__)
@@ -391,9 +382,9 @@ class DeviceBuckets(BucketMemory):
 
     def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
         super().__init__(sizes)
-        self.device = torch.device(device.type, device_index(device))
+        self.device = torch.device(device.type, device.index or 0)
         self.offsets = bucket_offsets(sizes, BUCKET_ALIGNMENT)
-        self.allocation = DeviceAllocation(self.offsets[-1] + IPC_HEADER.size, device_index(device))
+        self.allocation = DeviceAllocation(self.offsets[-1] + IPC_HEADER.size, self.device.index)
         self.buckets = [
             bytes_at(self.allocation.pointer + offset, size, self.device)
             for offset, size in zip(self.offsets, sizes, strict=False)
@@ -414,28 +405,18 @@ class DeviceBuckets(BucketMemory):
             stream.synchronize()
 
 
-def device_index(device: torch.device) -> int:
-    return device.index if device.index is not None else 0
-
-
 def device_uuid(device: torch.device) -> str:
     """Return `cpu`, or the UUID of the GPU. Rollout servers name their devices in the same way."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else device.type
 
 
 def bytes_at(pointer: int, num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Return a view of GPU memory. The tensor does not own the memory."""
-    return torch.as_tensor(_Bytes(pointer, num_bytes), device=device)
-
-
-class _Bytes:
-    """The CUDA array interface, by which torch wraps memory that it did not allocate."""
-
-    def __init__(self, pointer: int, num_bytes: int) -> None:
-        self.__cuda_array_interface__: dict[str, Any] = {
-            "shape": (num_bytes,), "typestr": "|u1", "data": (pointer, False), "version": 3, "strides": None,
-            "stream": None,
-        }  # fmt: skip
+    """Return a view of GPU memory, by the CUDA array interface. The tensor does not own the memory."""
+    interface = {
+        "shape": (num_bytes,), "typestr": "|u1", "data": (pointer, False), "version": 3, "strides": None,
+        "stream": None,
+    }  # fmt: skip
+    return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=interface), device=device)
 
 
 class MemoryPool:

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from safetensors import safe_open
@@ -282,10 +282,8 @@ def alongside_engine(device: torch.device) -> Iterator[None]:
         torch.cuda.current_stream().synchronize()
 
 
-@cache
-def _stage_stream(device: torch.device) -> torch.cuda.Stream:
-    """One stream per device. torch caches memory by stream, so each stage can use the memory of the one before."""
-    return torch.cuda.Stream(device)
+_stage_stream = cache(torch.cuda.Stream)
+"""One stream per device. torch caches memory by stream, so each stage can use the memory of the one before."""
 
 
 def bucket_checksum(name: str, bucket: torch.Tensor, known: str = "") -> str:
@@ -472,10 +470,8 @@ def find_receiver(transport: str) -> Receiver:
     """Return the receiver of a transport. The ones in receivers/ are imported here."""
     if transport not in TRANSPORTS:
         raise WeightPushFailed(f"unknown transport {transport!r}; this server knows {', '.join(TRANSPORTS)}")
-    if transport in _RECEIVERS:
-        return _RECEIVERS[transport]
-    receiver: Receiver = import_module(f"penstock_rollout.weights.receivers.{transport}").receive
-    return receiver
+    own = _RECEIVERS.get(transport)
+    return own or cast(Receiver, import_module(f"penstock_rollout.weights.receivers.{transport}").receive)
 
 
 @cache

@@ -16,6 +16,8 @@ READY_POLL_S = 0.0005
 
 mappings = Mappings()
 """The mappings of this process."""
+_copy_stream = cache(DeviceStream)
+"""The stream of a GPU, by its index."""
 
 
 def receive(reception: Reception) -> Iterator[Arrived]:
@@ -68,8 +70,3 @@ def _copies(
                 reception.deadline.sleep(READY_POLL_S)
     finally:
         stream.synchronize()  # both memories must outlive the copies
-
-
-@cache
-def _copy_stream(device_index: int) -> DeviceStream:
-    return DeviceStream(device_index)

@@ -18,7 +18,7 @@ from itertools import groupby
 import numpy as np
 
 from penstock.trajectory import Sampling, SamplingSegment, Trajectory, VersionSegment
-from penstock_services.gateway.sessions.tree import Call, Ids, SessionTree
+from penstock_services.gateway.sessions.tree import Call, Ids, SessionTree, num_shared_ids
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,7 @@ def _paths(session: RewardedTree, number: int) -> list[_Path]:
 
 
 def _shared(paths: Sequence[_Path]) -> SharedPrompt:
-    num_shared = min(len(path.prompt) for path in paths)
-    for path in paths[1:]:
-        different = np.flatnonzero(path.prompt[:num_shared] != paths[0].prompt[:num_shared])
-        num_shared = int(different[0]) if len(different) else num_shared
+    num_shared = min(num_shared_ids(path.prompt, paths[0].prompt) for path in paths)
     sampling = paths[0].first.sampling
     trajectories = tuple(_trajectory(path, num_shared, sampling) for path in paths)
     return SharedPrompt(paths[0].prompt[:num_shared], sampling, trajectories)
@@ -116,11 +113,8 @@ def _trajectory(path: _Path, num_shared: int, sampling: Sampling) -> Trajectory:
 
 def _merged(segments: Sequence[VersionSegment]) -> tuple[VersionSegment, ...]:
     """The segments with neighbours of the same version joined."""
-    merged: list[VersionSegment] = []
-    for version, alike in groupby(segments, key=lambda segment: segment.policy_version):
-        joined = list(alike)
-        merged.append(VersionSegment(joined[0].start, joined[-1].end, version))
-    return tuple(merged)
+    runs = [list(alike) for _, alike in groupby(segments, key=lambda segment: segment.policy_version)]
+    return tuple(VersionSegment(run[0].start, run[-1].end, run[0].policy_version) for run in runs)
 
 
 def _sampling_segments(calls: Sequence[tuple[Sampling, int]], group: Sampling) -> tuple[SamplingSegment, ...]:

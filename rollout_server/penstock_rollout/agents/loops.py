@@ -21,7 +21,7 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -34,7 +34,7 @@ from penstock_rollout.agents.builtin_tools import ProgramTool, RetrievalTool
 from penstock_rollout.agents.declarations import load_interactions, load_tools
 from penstock_rollout.agents.episode import Episode
 from penstock_rollout.agents.interactions import Interaction, InteractionSession
-from penstock_rollout.agents.mcp import McpConnection, open_tools
+from penstock_rollout.agents.mcp import McpConnection
 from penstock_rollout.agents.tool_calls import MalformedCall, ToolCall, ToolCallParser, find_parser
 from penstock_rollout.agents.tools import SET_TOOLS, Tool, ToolAnswer, Toolbox, ToolError, tools_kwargs
 from penstock_rollout.agents.transcript import AgentContext, AgentLoop, Transcript, Turn, uses_tools
@@ -87,7 +87,7 @@ class ToolFailure(Exception):
         self.result = result
 
 
-class ToolSession:
+class ToolSession(AbstractAsyncContextManager["ToolSession"]):
     """The tools of one sample. Failures of a tool are counted and shown to the model; they are never raised."""
 
     def __init__(self, context: AgentContext, agent_data: AgentData | None = None) -> None:
@@ -102,9 +102,6 @@ class ToolSession:
         """Tools whose `create` was called. Their `release` must be called too."""
         self._ready: set[str] = set()
         """Tools whose `create` succeeded."""
-
-    async def __aenter__(self) -> ToolSession:
-        return self
 
     async def __aexit__(self, *raised: object) -> None:
         """Release every instance, even after an error or a cancellation."""
@@ -415,7 +412,7 @@ class Agents:
         for tool in self.toolbox.tools.values():
             await tool.open()
         for server in self.mcp_servers:
-            for remote in await open_tools(server):
+            for remote in await server.open():
                 self.toolbox.add(remote, server.place)
         if self.mcp_servers:
             self._check_template()

@@ -57,17 +57,14 @@ class _Path:
 
 def shared_prompts(sessions: Sequence[RewardedTree]) -> list[SharedPrompt]:
     """The groups of these sessions. Usually it is one; none if nothing was sampled."""
-    paths = [path for number, session in enumerate(sessions, 1) for path in _paths(session, number)]
     by_first_token: dict[int, list[_Path]] = {}
-    for path in paths:
-        by_first_token.setdefault(int(path.prompt[0]), []).append(path)
+    for number, session in enumerate(sessions, 1):
+        lines = session.tree.trained_paths()
+        for line, trained in lines:
+            prompt, episode = session.tree.prompt_ids(line[0]), number if len(lines) > 1 else 0
+            path = _Path(session, episode, prompt, line, trained)
+            by_first_token.setdefault(int(prompt[0]), []).append(path)
     return [_shared(alike) for alike in by_first_token.values()]
-
-
-def _paths(session: RewardedTree, number: int) -> list[_Path]:
-    lines = session.tree.trained_paths()
-    episode = number if len(lines) > 1 else 0
-    return [_Path(session, episode, session.tree.prompt_ids(line[0]), line, trained) for line, trained in lines]
 
 
 def _shared(paths: Sequence[_Path]) -> SharedPrompt:

@@ -124,17 +124,13 @@ class RewardProcess:
 
     async def end(self) -> None:
         """End the process with SIGTERM, so that it can end its programs. Sends SIGKILL after TERMINATE_S."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGTERM)
-        try:
-            await asyncio.wait_for(self.process.wait(), TERMINATE_S)
-        except TimeoutError:
+        for number, limit_s in ((signal.SIGTERM, TERMINATE_S), (signal.SIGKILL, KILL_S)):
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            try:
-                await asyncio.wait_for(self.process.wait(), KILL_S)
-            except TimeoutError:
-                logger.error("reward process %d did not end within %g s of SIGKILL", self.process.pid, KILL_S)
+                os.killpg(self.process.pid, number)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.process.wait(), limit_s)
+                return
+        logger.error("reward process %d did not end within %g s of SIGKILL", self.process.pid, KILL_S)
 
     async def ask(self, request: Json, timeout_s: float) -> Json:
         """The answer of the process; the module's docstring says what the requests are. Raises RewardFailed. After a

@@ -182,16 +182,10 @@ class ControlGroup:
     @classmethod
     def create(cls, root: Path = _ROOT, memberships: str | None = None) -> ControlGroup | None:
         """Make a group, or return None where that is not possible. Removes the groups of processes that have died."""
-        try:
-            text = Path("/proc/self/cgroup").read_text() if memberships is None else memberships
-        except OSError:
-            return None
-        parents = _parents(root, text)
-        if not parents:
-            return None
         group = cls([])
         try:
-            for choices in parents:
+            text = Path("/proc/self/cgroup").read_text() if memberships is None else memberships
+            for choices in _parents(root, text):
                 group.folders.append(_make_folder(choices))
             group.limit(2**40, 2**15)
         except OSError:

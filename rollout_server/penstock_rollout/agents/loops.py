@@ -175,7 +175,8 @@ class ToolSession(AbstractAsyncContextManager["ToolSession"]):
     async def _call(self, name: str, method: str, *arguments: Any) -> Any:
         """Call a method of a tool. Exceptions and missed deadlines become ToolFailure."""
         tool = self._tools[name]
-        timeout_s = self._timeout_s(name)
+        timeout_s = self._config.tool_timeout_s if tool.timeout_s is None else tool.timeout_s
+        timeout_s = self._config.tool_timeouts_s.get(name, timeout_s)
         kwargs = self._kwargs.get(name, {}).get(f"{method}_kwargs", {})
         if method == "execute" and tool.takes_agent_data:
             kwargs = {**kwargs, "agent_data": self._agent_data}
@@ -193,10 +194,6 @@ class ToolSession(AbstractAsyncContextManager["ToolSession"]):
             if deadline.expired():
                 raise ToolFailure("timeout", f"{name} did not answer within {timeout_s:g} s") from error
             raise ToolFailure("error", f"{type(error).__name__}: {error}") from error
-
-    def _timeout_s(self, name: str) -> float:
-        own = self._tools[name].timeout_s
-        return self._config.tool_timeouts_s.get(name, self._config.tool_timeout_s if own is None else own)
 
     def _cut(self, text: str) -> str:
         limit, keep = self._config.max_tool_response_chars, self._config.tool_response_keep
@@ -257,13 +254,10 @@ class _Conversation:
             interaction_kwargs=interaction_kwargs or {},
         )
         self.tools = ToolSession(context, self.data)
-        self.interaction = (
-            None
-            if interaction_kwargs is None
-            else InteractionSession(
-                context.interactions, context.request_id, interaction_kwargs, context.config.tool_timeout_s
-            )
-        )
+        self.interaction: InteractionSession | None = None
+        if interaction_kwargs is not None:
+            limit_s = context.config.tool_timeout_s
+            self.interaction = InteractionSession(context.interactions, context.request_id, interaction_kwargs, limit_s)
         self.turn_rewards: list[float] = []
         self.numbers: dict[str, float] = {}
 

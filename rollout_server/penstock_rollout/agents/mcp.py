@@ -163,10 +163,11 @@ class McpConnection:
             )
             return Client(stdio_client(parameters, errlog=sys.__stderr__ or sys.stderr))
         url, new_http = str(settings.url), partial(httpx2.AsyncClient, trust_env=False)
+        headers = dict(settings.headers) | bearer_headers(settings.api_key_file)
         if settings.transport == "sse":
-            options = {"headers": self._headers(), "sse_read_timeout": HTTP_S, "httpx_client_factory": new_http}
+            options = {"headers": headers, "sse_read_timeout": HTTP_S, "httpx_client_factory": new_http}
             return Client(sse_client(url, **options))
-        http = await stack.enter_async_context(new_http(headers=self._headers(), timeout=HTTP_S))
+        http = await stack.enter_async_context(new_http(headers=headers, timeout=HTTP_S))
         return Client(streamable_http_client(url, http_client=http))
 
     async def _list_tools(self) -> list[Any]:
@@ -178,9 +179,6 @@ class McpConnection:
             cursor = page.next_cursor
             if cursor is None:
                 return tools
-
-    def _headers(self) -> dict[str, str]:
-        return dict(self.settings.headers) | bearer_headers(self.settings.api_key_file)
 
     @property
     def _address(self) -> str:

@@ -47,16 +47,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         from penstock_rollout.server import serve
 
         asyncio.run(serve(config, arguments.server_id))
+        return 0
     except* PenstockError as errors:
         print(f"penstock rollout: error: {first_error(errors)}", file=sys.stderr)
-        return_code = 1
     except* Exception as errors:
         traceback.print_exception(errors)
         print(f"penstock rollout: error: {described(first_error(errors))}", file=sys.stderr)
-        return_code = 1
-    else:
-        return_code = 0
-    return return_code
+    return 1
 
 
 if __name__ == "__main__":

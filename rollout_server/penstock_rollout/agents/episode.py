@@ -98,17 +98,13 @@ def token_rewards_of(episode: Episode, how: RewardUse, scored: Mapping[int, floa
     agent gives rewards itself, there are none with `last`, `replace` omits the function's, and `record` the agent's."""
     own: dict[int, float] = {}
     if how in ("sum", "replace"):
-        own = _own_token_rewards(episode)
+        num_tokens = len(episode.token_ids)
+        own = {index: reward for index, reward in episode.token_rewards.items() if 0 <= index < num_tokens}
+        turns = [PlacedScore("turn", number, reward) for number, reward in enumerate(episode.turn_rewards)]
+        if episode.loss_mask.any():  # turns that follow each other without a reply have one end
+            for index, reward in place_scores(turns, episode.loss_mask.tolist(), 0, int).items():
+                own[index] = own.get(index, 0.0) + reward
     if has_own_rewards(episode) and how in ("last", "replace"):
         scored = NONE
     rewards = {index: own.get(index, 0.0) + scored.get(index, 0.0) for index in own.keys() | scored.keys()}
     return tuple(TokenReward(index, reward) for index, reward in sorted(rewards.items()) if reward)
-
-
-def _own_token_rewards(episode: Episode) -> dict[int, float]:
-    rewards = {index: reward for index, reward in episode.token_rewards.items() if 0 <= index < len(episode.token_ids)}
-    turns = [PlacedScore("turn", number, reward) for number, reward in enumerate(episode.turn_rewards)]
-    if episode.loss_mask.any():  # turns that follow each other without a reply have one end
-        for index, reward in place_scores(turns, episode.loss_mask.tolist(), 0, int).items():
-            rewards[index] = rewards.get(index, 0.0) + reward
-    return rewards

@@ -21,7 +21,7 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -34,7 +34,7 @@ from penstock_rollout.agents.builtin_tools import ProgramTool, RetrievalTool
 from penstock_rollout.agents.declarations import load_interactions, load_tools
 from penstock_rollout.agents.episode import Episode
 from penstock_rollout.agents.interactions import Interaction, InteractionSession
-from penstock_rollout.agents.mcp import McpConnection, open_tools
+from penstock_rollout.agents.mcp import McpConnection
 from penstock_rollout.agents.tool_calls import MalformedCall, ToolCall, ToolCallParser, find_parser
 from penstock_rollout.agents.tools import SET_TOOLS, Tool, ToolAnswer, Toolbox, ToolError, tools_kwargs
 from penstock_rollout.agents.transcript import AgentContext, AgentLoop, Transcript, Turn, uses_tools
@@ -87,7 +87,7 @@ class ToolFailure(Exception):
         self.result = result
 
 
-class ToolSession:
+class ToolSession(AbstractAsyncContextManager["ToolSession"]):
     """The tools of one sample. Failures of a tool are counted and shown to the model; they are never raised."""
 
     def __init__(self, context: AgentContext, agent_data: AgentData | None = None) -> None:
@@ -102,9 +102,6 @@ class ToolSession:
         """Tools whose `create` was called. Their `release` must be called too."""
         self._ready: set[str] = set()
         """Tools whose `create` succeeded."""
-
-    async def __aenter__(self) -> ToolSession:
-        return self
 
     async def __aexit__(self, *raised: object) -> None:
         """Release every instance, even after an error or a cancellation."""
@@ -178,7 +175,8 @@ class ToolSession:
     async def _call(self, name: str, method: str, *arguments: Any) -> Any:
         """Call a method of a tool. Exceptions and missed deadlines become ToolFailure."""
         tool = self._tools[name]
-        timeout_s = self._timeout_s(name)
+        timeout_s = self._config.tool_timeout_s if tool.timeout_s is None else tool.timeout_s
+        timeout_s = self._config.tool_timeouts_s.get(name, timeout_s)
         kwargs = self._kwargs.get(name, {}).get(f"{method}_kwargs", {})
         if method == "execute" and tool.takes_agent_data:
             kwargs = {**kwargs, "agent_data": self._agent_data}
@@ -196,10 +194,6 @@ class ToolSession:
             if deadline.expired():
                 raise ToolFailure("timeout", f"{name} did not answer within {timeout_s:g} s") from error
             raise ToolFailure("error", f"{type(error).__name__}: {error}") from error
-
-    def _timeout_s(self, name: str) -> float:
-        own = self._tools[name].timeout_s
-        return self._config.tool_timeouts_s.get(name, self._config.tool_timeout_s if own is None else own)
 
     def _cut(self, text: str) -> str:
         limit, keep = self._config.max_tool_response_chars, self._config.tool_response_keep
@@ -260,13 +254,10 @@ class _Conversation:
             interaction_kwargs=interaction_kwargs or {},
         )
         self.tools = ToolSession(context, self.data)
-        self.interaction = (
-            None
-            if interaction_kwargs is None
-            else InteractionSession(
-                context.interactions, context.request_id, interaction_kwargs, context.config.tool_timeout_s
-            )
-        )
+        self.interaction: InteractionSession | None = None
+        if interaction_kwargs is not None:
+            limit_s = context.config.tool_timeout_s
+            self.interaction = InteractionSession(context.interactions, context.request_id, interaction_kwargs, limit_s)
         self.turn_rewards: list[float] = []
         self.numbers: dict[str, float] = {}
 
@@ -415,7 +406,7 @@ class Agents:
         for tool in self.toolbox.tools.values():
             await tool.open()
         for server in self.mcp_servers:
-            for remote in await open_tools(server):
+            for remote in await server.open():
                 self.toolbox.add(remote, server.place)
         if self.mcp_servers:
             self._check_template()

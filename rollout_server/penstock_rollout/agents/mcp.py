@@ -47,13 +47,13 @@ class McpConnection:
         """Tells the holder to close its client."""
         self._client: Any = None
 
-    async def open(self) -> list[Any]:
-        """Connect, and return the server's tools. Raises ConfigError if that fails."""
-        where = self.place
+    async def open(self) -> list[McpTool]:
+        """Connect, and return the tools that the settings select. Raises ConfigError."""
+        where, wanted = self.place, self.settings.tools
         try:
             async with asyncio.timeout(self.settings.connect_timeout_s):
                 await self._renew(self._client)
-                return await self._list_tools()
+                offered = {described.name: described for described in await self._list_tools()}
         except ModuleNotFoundError as error:
             raise ConfigError(f"{where}: MCP needs a package ({error}): pip install 'penstock[agents]'") from error
         except TimeoutError as error:
@@ -61,6 +61,12 @@ class McpConnection:
             raise ConfigError(f"{where}: no answer within {limit_s:g} s; check {self._address}") from error
         except Exception as error:
             raise ConfigError(f"{where}: cannot connect to {self._address}: {_reason(error)}") from error
+        if missing := sorted(set(wanted or ()) - set(offered)):
+            known = ", ".join(offered) or "none"
+            raise ConfigError(f"{where}.tools: the server has no tool {missing[0]!r}; it has: {known}")
+        if not offered:
+            raise ConfigError(f"{where}: the server offers no tools; remove it")
+        return [McpTool(self, offered[name]) for name in (offered if wanted is None else wanted)]
 
     async def close(self) -> None:
         holder, self._holder, self._client = self._holder, None, None
@@ -74,7 +80,9 @@ class McpConnection:
         async with self._free:
             try:
                 async with asyncio.timeout(self.settings.timeout_s):
-                    client = await self._connected()
+                    if self._holder is None or self._holder.done():
+                        await self._renew(self._client)
+                    client = self._client
                     try:
                         return await self._call(client, tool, arguments)
                     except ConnectionLost:
@@ -109,11 +117,6 @@ class McpConnection:
             raise ConnectionLost from error
         finally:
             await end_task(calling)
-
-    async def _connected(self) -> Any:
-        if self._holder is None or self._holder.done():
-            await self._renew(self._client)
-        return self._client
 
     async def _renew(self, broken: Any) -> None:
         """Connect again, unless another call has replaced the `broken` client meanwhile."""
@@ -160,10 +163,11 @@ class McpConnection:
             )
             return Client(stdio_client(parameters, errlog=sys.__stderr__ or sys.stderr))
         url, new_http = str(settings.url), partial(httpx2.AsyncClient, trust_env=False)
+        headers = dict(settings.headers) | bearer_headers(settings.api_key_file)
         if settings.transport == "sse":
-            options = {"headers": self._headers(), "sse_read_timeout": HTTP_S, "httpx_client_factory": new_http}
+            options = {"headers": headers, "sse_read_timeout": HTTP_S, "httpx_client_factory": new_http}
             return Client(sse_client(url, **options))
-        http = await stack.enter_async_context(new_http(headers=self._headers(), timeout=HTTP_S))
+        http = await stack.enter_async_context(new_http(headers=headers, timeout=HTTP_S))
         return Client(streamable_http_client(url, http_client=http))
 
     async def _list_tools(self) -> list[Any]:
@@ -175,9 +179,6 @@ class McpConnection:
             cursor = page.next_cursor
             if cursor is None:
                 return tools
-
-    def _headers(self) -> dict[str, str]:
-        return dict(self.settings.headers) | bearer_headers(self.settings.api_key_file)
 
     @property
     def _address(self) -> str:
@@ -211,19 +212,6 @@ class McpTool(Tool):
         if result.is_error:
             raise ToolError(text or f"{self.name} failed")
         return text, 0.0, {"calls": 1.0}
-
-
-async def open_tools(connection: McpConnection) -> list[McpTool]:
-    """Connect, and return the tools that the settings select. Raises ConfigError."""
-    offered = {described.name: described for described in await connection.open()}
-    wanted = connection.settings.tools
-    where = connection.place
-    if missing := sorted(set(wanted or ()) - set(offered)):
-        known = ", ".join(offered) or "none"
-        raise ConfigError(f"{where}.tools: the server has no tool {missing[0]!r}; it has: {known}")
-    if not offered:
-        raise ConfigError(f"{where}: the server offers no tools; remove it")
-    return [McpTool(connection, offered[name]) for name in (offered if wanted is None else wanted)]
 
 
 def result_text(result: Any) -> str:

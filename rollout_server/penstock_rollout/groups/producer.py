@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
 
 import numpy as np
 
@@ -53,6 +52,7 @@ from penstock_rollout.agents.transcript import AgentContext, AgentLoop
 from penstock_rollout.engines.engine import Engine, EngineStats
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.rewards.function import SampleScore, place_scores
+from penstock_rollout.rewards.scorer import Scorer
 from penstock_rollout.tokenization import Tokenization
 
 logger = logging.getLogger(__name__)
@@ -441,14 +441,6 @@ class GroupAppender:
 NoteRunning = Callable[[int, int], None]
 
 
-class Scoring(Protocol):
-    async def score(
-        self, prompt: str, data_source: str, responses: list[str], ground_truth: Any, extra_info: dict[str, Any],
-        sample_infos: Sequence[Mapping[str, Any]] = (),
-    ) -> list[SampleScore]:  # fmt: skip
-        """Return the score of each response of one prompt. `sample_infos` adds to the `extra_info` of each."""
-
-
 @dataclass(eq=False)
 class GroupMaker:
     """Generates all samples of a prompt at once, then scores them."""
@@ -457,7 +449,7 @@ class GroupMaker:
     server_id: str
     engine: Engine
     tokenization: Tokenization
-    scorer: Scoring
+    scorer: Scorer
     metrics: RolloutMetrics
     agents: Agents
     greedy_baseline: bool = False

@@ -37,7 +37,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from penstock_rollout.rewards.function import RewardFunction, SampleScore, WrongScore, build, read_score
+from penstock_rollout.rewards.function import RewardFunction, WrongScore, build, read_score
 
 logger = logging.getLogger(__name__)
 PREPARE_TIMEOUT_S = 120.0
@@ -124,17 +124,13 @@ class RewardProcess:
 
     async def end(self) -> None:
         """End the process with SIGTERM, so that it can end its programs. Sends SIGKILL after TERMINATE_S."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGTERM)
-        try:
-            await asyncio.wait_for(self.process.wait(), TERMINATE_S)
-        except TimeoutError:
+        for number, limit_s in ((signal.SIGTERM, TERMINATE_S), (signal.SIGKILL, KILL_S)):
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            try:
-                await asyncio.wait_for(self.process.wait(), KILL_S)
-            except TimeoutError:
-                logger.error("reward process %d did not end within %g s of SIGKILL", self.process.pid, KILL_S)
+                os.killpg(self.process.pid, number)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.process.wait(), limit_s)
+                return
+        logger.error("reward process %d did not end within %g s of SIGKILL", self.process.pid, KILL_S)
 
     async def ask(self, request: Json, timeout_s: float) -> Json:
         """The answer of the process; the module's docstring says what the requests are. Raises RewardFailed. After a
@@ -348,31 +344,24 @@ def _called(function: RewardFunction, arguments: dict[str, Any], read: Callable[
         return _failed(error)
 
 
-def _read_scores(results: Any) -> list[SampleScore]:
-    """The scores that a batch function returned: a list with one entry per sample, or an array."""
-    return [read_score(result) for result in (results.tolist() if hasattr(results, "tolist") else results)]
-
-
 _READERS: dict[str, Callable[[Any], Any]] = {
     "score": read_score,
-    "scores": _read_scores,
+    # A batch function returns a list with one entry per sample, or an array.
+    "scores": lambda results: list(map(read_score, results.tolist() if hasattr(results, "tolist") else results)),
     "result": lambda result: result,
 }
 
 
 def _failed(error: Exception) -> dict[str, Any]:
+    """What was raised and where, without the frames of this module. Equal failures have the same place."""
+    kind = type(error).__name__
     if isinstance(error, WrongScore):
-        return {"error": str(error), "traceback": "", "place": type(error).__name__}
-    return {"error": f"{type(error).__name__}: {error}"} | _origin(error)
-
-
-def _origin(error: Exception) -> dict[str, str]:
-    """Where the error was raised, without the frames of this module. Equal failures have the same place."""
+        return {"error": str(error), "traceback": "", "place": kind}
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     lines = ["Traceback (most recent call last):\n", *traceback.format_list(frames)]
     lines += traceback.format_exception_only(error)
-    place = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
-    return {"traceback": "".join(lines)[-MAX_TRACEBACK_CHARS:], "place": f"{type(error).__name__} {place}".strip()}
+    place = f"{kind} {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else kind
+    return {"error": f"{kind}: {error}", "traceback": "".join(lines)[-MAX_TRACEBACK_CHARS:], "place": place}
 
 
 def _exit(*_: object) -> NoReturn:

@@ -46,20 +46,15 @@ def gsm8k(
 ) -> float:  # fmt: skip
     """Return `correct_score` for the right answer, `format_score` for a wrong one, and 0 for no answer. The ground
     truth is a number, or a solution of the dataset, whose number comes after `####`."""
-    answer = gsm8k_answer(solution_str, method)
-    if answer is None:
-        return 0.0
-    return correct_score if answer == _plain_number(str(ground_truth).rpartition("####")[2]) else format_score
-
-
-def gsm8k_answer(solution_str: str, method: str) -> str | None:
-    """The last answer, without thousands separators, `$` or a final full stop. None if there is no answer."""
     found = (_STRICT if method == "strict" else _FLEXIBLE).findall(solution_str[-TAIL_CHARS:])
     numbers = [plain for plain in map(_plain_number, found) if plain not in ("", "-")]
-    return numbers[-1] if numbers else None
+    if not numbers:
+        return 0.0
+    return correct_score if numbers[-1] == _plain_number(str(ground_truth).rpartition("####")[2]) else format_score
 
 
 def _plain_number(text: str) -> str:
+    """Without thousands separators, `$` or a final full stop."""
     return text.strip().replace(",", "").replace("$", "").rstrip(".")
 
 

@@ -131,7 +131,12 @@ class RewardChoice:
 
     def reward_for(self, data_source: str) -> Reward:
         if data_source not in self._chosen:
-            self._chosen[data_source] = self._choose(data_source)
+            reward = self._find_own(data_source)
+            if reward is None:
+                reward, text = self.config.default, self.unknown_text(data_source)
+                logger.warning("%s", text)
+                self.post(Event("default_reward", data_source, text))
+            self._chosen[data_source] = reward
         return self._chosen[data_source]
 
     def configured(self) -> list[Reward]:
@@ -160,14 +165,6 @@ class RewardChoice:
             f"unknown data source {data_source!r}; scoring it with rollout.reward.default "
             f"({self.config.default.kind}). To choose another reward, add it to rollout.reward.by_data_source"
         )
-
-    def _choose(self, data_source: str) -> Reward:
-        if (reward := self._find_own(data_source)) is not None:
-            return reward
-        text = self.unknown_text(data_source)
-        logger.warning("%s", text)
-        self.post(Event("default_reward", data_source, text))
-        return self.config.default
 
     def _find_own(self, data_source: str) -> Reward | None:
         if (reward := _find(self.config.by_data_source, data_source)) is not None:

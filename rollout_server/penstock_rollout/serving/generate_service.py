@@ -19,7 +19,7 @@ from penstock.sampling import Sampling, check_sampling
 from penstock.trajectory import Prompt
 from penstock.v1 import generate_pb2, generate_pb2_grpc, groups_pb2
 from penstock_rollout.engines.engine import Engine, GenerateRequest, TokenChunk
-from penstock_rollout.serving.tool_calling import ToolCalling, ToolCallReader
+from penstock_rollout.serving.tool_calling import ToolCalling, ToolCallReader, num_begun
 from penstock_rollout.tokenization import Tokenization
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -189,8 +189,6 @@ class StreamedText:
         elif is_last:
             end = len(text)
         else:
-            # The end of the text may be the beginning of a stop text.
-            lengths = [n for one in self.stop for n in range(1, len(one)) if text.endswith(one[:n])]
-            end = len(text.rstrip(INCOMPLETE)) - max(lengths, default=0)
+            end = len(text.rstrip(INCOMPLETE)) - max((num_begun(text, one) for one in self.stop), default=0)
         sent, self._num_sent = text[self._num_sent : end], max(self._num_sent, end)
         return sent

@@ -50,10 +50,12 @@ class CallSyntax:
 def _possible_start(text: str) -> int:
     """The first place of a Hermes call, or of the beginning of its opener at the end of the text."""
     opener = "<tool_call>"
-    if opener in text:
-        return text.find(opener)
-    lengths = (n for n in range(min(len(opener), len(text)), 0, -1) if text.endswith(opener[:n]))
-    return len(text) - next(lengths, 0)
+    return text.find(opener) if opener in text else len(text) - num_begun(text, opener)
+
+
+def num_begun(text: str, word: str) -> int:
+    """How many of the last characters may be the beginning of a word, which is not in the text yet."""
+    return next((n for n in range(len(word) - 1, 0, -1) if text.endswith(word[:n])), 0)
 
 
 def _json_turn(text: str) -> int:
@@ -193,11 +195,7 @@ class FormatReader:
         for call in calls:
             assert not isinstance(call, MalformedCall)
             arguments = json.dumps(call.arguments, ensure_ascii=False)
-            read.tool_calls.append(
-                generate_pb2.ToolCallPart(
-                    index=self._num_calls, call_id=new_call_id(), name=call.name, arguments=arguments
-                )
-            )
+            read.tool_calls.append(_new_call(self._num_calls, call.name, arguments))
             self._num_calls += 1
         self._is_after_call = True
 
@@ -207,8 +205,9 @@ class FormatReader:
             read.content += text
 
 
-def new_call_id() -> str:
-    return f"call_{uuid.uuid4().hex[:24]}"
+def _new_call(index: int, name: str, arguments: str) -> generate_pb2.ToolCallPart:
+    call_id = f"call_{uuid.uuid4().hex[:24]}"
+    return generate_pb2.ToolCallPart(index=index, call_id=call_id, name=name, arguments=arguments)
 
 
 _CHOICES = {number: name for name, number in TOOL_CHOICES.items()}
@@ -261,12 +260,8 @@ class VllmToolReader:
         found = self._parser.extract_tool_calls(self._text, self._request)
         if not found.tools_called:
             return ReadText(self._text)
-        parts = [
-            generate_pb2.ToolCallPart(
-                index=index, call_id=new_call_id(), name=call.function.name, arguments=call.function.arguments
-            )
-            for index, call in enumerate(found.tool_calls)
-        ]
+        functions = [call.function for call in found.tool_calls]
+        parts = [_new_call(index, function.name, function.arguments) for index, function in enumerate(functions)]
         return ReadText(found.content or "", parts)
 
     def _part(self, call: Any) -> generate_pb2.ToolCallPart | None:
@@ -277,9 +272,7 @@ class VllmToolReader:
             return generate_pb2.ToolCallPart(index=call.index, arguments=arguments) if arguments else None
         self._known.append(arguments)
         name = (function.name if function is not None else None) or ""
-        return generate_pb2.ToolCallPart(
-            index=len(self._known) - 1, call_id=new_call_id(), name=name, arguments=arguments
-        )
+        return _new_call(len(self._known) - 1, name, arguments)
 
 
 ToolCallReader = FormatReader | VllmToolReader

@@ -107,8 +107,7 @@ def operation(
         names = [method.__name__.title().replace("_", ""), *filter(None, [further_rpc])]
         rpcs = tuple(descriptor_pool.Default().FindMethodByName(f"{service}.{name}") for name in names)
         where = path if not path or path.startswith("/") else f"{RUN}/{path}"
-        method.operation = Operation(method, verb, where, scope, answer, rpcs, **further)  # type: ignore[attr-defined]
-        return method
+        return http_operation(verb, where, scope, answer, rpcs=rpcs, **further)(method)
 
     return declare
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from google.protobuf.message import Message
 
@@ -188,20 +188,18 @@ class PolicyHandlers(Handlers):
             policy.server_ids[:] = [s.server_id for s in serving if s.policy_version == policy.policy_version]
 
 
+@dataclass(eq=False)
 class CurrentPolicy:
     """Follows the current policy. A single task polls it while anyone watches."""
 
-    def __init__(
-        self, read: Callable[[], Awaitable[policies_pb2.Policy]], deadline_s: float, stopping: asyncio.Event
-    ) -> None:
-        self.read = read
-        self.deadline_s = deadline_s
-        self.stopping = stopping
-        self._watchers: set[asyncio.Event] = set()
-        self._poller: asyncio.Task[None] | None = None
-        self._policy = b""
-        """Serialized; empty while no version is published."""
-        self._error: PenstockError | None = None
+    read: Callable[[], Awaitable[policies_pb2.Policy]]
+    deadline_s: float
+    stopping: asyncio.Event
+    _watchers: set[asyncio.Event] = field(default_factory=set)
+    _poller: asyncio.Task[None] | None = None
+    _policy: bytes = b""
+    """Serialized; empty while no version is published."""
+    _error: PenstockError | None = None
 
     async def changes(self) -> AsyncIterator[policies_pb2.Policy]:
         """Yield the current policy, and again whenever anything about it changes, until the gateway stops."""

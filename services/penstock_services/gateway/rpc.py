@@ -51,24 +51,17 @@ class RpcServer:
         self, operations: Sequence[ServedOperation], config: GatewayConfig, metrics: GatewayMetrics, access: Access
     ) -> None:
         self.server = grpc.aio.server(options=_options(config))
-        self.health = health.aio.HealthServicer()
-        self.methods = {
-            f"/{rpc.containing_service.full_name}/{rpc.name}": (rpc, served)
-            for served in operations
-            for rpc in served.operation.rpcs
-        }
-        self._services = sorted({rpc.containing_service.full_name for rpc, _ in self.methods.values()})
-        servicers = Servicers(self.methods, self._services, self.health, metrics, access)
-        self.server.add_generic_rpc_handlers((servicers,))
+        self._servicers = Servicers(operations, metrics, access)
+        self.server.add_generic_rpc_handlers((self._servicers,))
 
     async def start(self) -> None:
         await self.server.start()
-        for name in ("", *self._services):
-            await self.health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        for name in ("", *self._servicers.names):
+            await self._servicers.health.set(name, health_pb2.HealthCheckResponse.SERVING)
 
     async def stop(self, grace_s: float) -> None:
         """Report NOT_SERVING first, then accept no more calls and give calls in flight `grace_s`."""
-        await self.health.enter_graceful_shutdown()
+        await self._servicers.health.enter_graceful_shutdown()
         await self.server.stop(grace_s)
 
 
@@ -77,15 +70,17 @@ class Servicers(grpc.GenericRpcHandler):
 
     The key is checked before the request is received: a call without one is refused unread."""
 
-    def __init__(
-        self, methods: dict[str, tuple[MethodDescriptor, ServedOperation]], services: Sequence[str],
-        reported: health.aio.HealthServicer, metrics: GatewayMetrics, access: Access,
-    ) -> None:  # fmt: skip
-        self.methods = methods
-        self.health = reported
+    def __init__(self, operations: Sequence[ServedOperation], metrics: GatewayMetrics, access: Access) -> None:
+        self.methods = {
+            f"/{rpc.containing_service.full_name}/{rpc.name}": (rpc, served)
+            for served in operations
+            for rpc in served.operation.rpcs
+        }
+        self.names = sorted({rpc.containing_service.full_name for rpc, _ in self.methods.values()})
+        self.health = health.aio.HealthServicer()
         self.metrics = metrics
         self.access = access
-        self.reflection = reflection.aio.ReflectionServicer((*services, health.SERVICE_NAME, reflection.SERVICE_NAME))
+        self.reflection = reflection.aio.ReflectionServicer((*self.names, health.SERVICE_NAME, reflection.SERVICE_NAME))
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
         route = handler_call_details.method

@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 ABORT_GRACE_S = 1.0
 
 _FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "aborted"}
+_ABORTED = TokenChunk((), (), (), "aborted")
 
 
 @dataclass
@@ -113,7 +114,7 @@ class SglangEngine(Engine):
                 while True:
                     await self._open.wait()
                     if self._stopping or running.interrupted:
-                        yield _aborted()
+                        yield _ABORTED
                         return
                     await self.check_health()
                     running.version, running.is_submitted, running.superseded = self.policy_version, True, False
@@ -164,7 +165,7 @@ class SglangEngine(Engine):
         except Unavailable:
             if not self._stopping:
                 raise
-            yield _aborted() if running.spans_flip else response.take("aborted")
+            yield _ABORTED if running.spans_flip else response.take("aborted")
         finally:
             if not has_ended and not self._stopping:
                 self._spawn(self._abort(running.rid))
@@ -298,7 +299,3 @@ class SglangEngine(Engine):
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _aborted() -> TokenChunk:
-    return TokenChunk((), (), (), "aborted")

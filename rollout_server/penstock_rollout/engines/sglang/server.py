@@ -81,7 +81,10 @@ class SglangServer:
             if process.returncode is not None:
                 raise Unavailable(f"SGLang ended with code {process.returncode} while it started; its output says why")
             await asyncio.sleep(READY_POLL_S)
-        _check_version(await self.calls.version())
+        version = await self.calls.version()
+        if tuple(int(number) for number in re.findall(r"\d+", version)[:3]) < OLDEST_VERSION:
+            oldest = ".".join(map(str, OLDEST_VERSION))
+            raise ConfigError(f"SGLang {version} cannot take new weights while requests run; install {oldest} or newer")
         REGISTRY.register(self._metrics)
         self._watching = asyncio.create_task(self._watch(process), name="watch-sglang")
 
@@ -134,13 +137,6 @@ def _stopped_process(pid: int) -> int | None:
                 if process.status() == psutil.STATUS_STOPPED:
                     return int(process.pid)
     return None
-
-
-def _check_version(version: str) -> None:
-    found = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
-    if found < OLDEST_VERSION:
-        oldest = ".".join(str(number) for number in OLDEST_VERSION)
-        raise ConfigError(f"SGLang {version} cannot take new weights while requests run; install {oldest} or newer")
 
 
 SCRAPE_TIMEOUT_S = 2.0

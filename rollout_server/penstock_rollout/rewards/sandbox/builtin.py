@@ -64,7 +64,6 @@ class BaseFolder:
     path: Path
     _lock: int
     """A descriptor that holds the lock."""
-    _num_folders: int = 0
 
     @classmethod
     def create(cls) -> BaseFolder:
@@ -81,9 +80,7 @@ class BaseFolder:
     @contextlib.contextmanager
     def private_folder(self) -> Iterator[Path]:
         """A new folder that only its owner can enter. It is removed at the end of the block."""
-        self._num_folders += 1
-        folder = self.path / str(self._num_folders)
-        folder.mkdir(0o700)
+        folder = Path(tempfile.mkdtemp(dir=self.path))
         try:
             yield folder
         finally:

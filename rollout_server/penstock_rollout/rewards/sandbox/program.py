@@ -182,16 +182,10 @@ class ControlGroup:
     @classmethod
     def create(cls, root: Path = _ROOT, memberships: str | None = None) -> ControlGroup | None:
         """Make a group, or return None where that is not possible. Removes the groups of processes that have died."""
-        try:
-            text = Path("/proc/self/cgroup").read_text() if memberships is None else memberships
-        except OSError:
-            return None
-        parents = _parents(root, text)
-        if not parents:
-            return None
         group = cls([])
         try:
-            for choices in parents:
+            text = Path("/proc/self/cgroup").read_text() if memberships is None else memberships
+            for choices in _parents(root, text):
                 group.folders.append(_make_folder(choices))
             group.limit(2**40, 2**15)
         except OSError:
@@ -310,49 +304,6 @@ MEASURE_S = 0.2
 Ending = Literal["itself", "deadline", "output", "memory", "files", "processes"]
 
 
-class RunningProgram:
-    """A program that has been started. What its processes and files use together is measured, unless the kernel holds
-    the limit: it holds the memory if there is a control group, the files if there is no `folder`, and the number of
-    processes unless `counts_processes`."""
-
-    def __init__(
-        self, process: subprocess.Popen[bytes], limits: Limits, group: ControlGroup | None, folder: Path | None = None,
-        *, counts_processes: bool = False,
-    ) -> None:  # fmt: skip
-        self.process = process
-        """The process to wait for. Its standard streams are the program's."""
-        self._limits = limits
-        self._holds_memory = group is not None
-        self._folder = folder
-        self._counts_processes = counts_processes
-
-    def pids(self, processes: Mapping[int, ProcessEntry]) -> list[int]:
-        """The ids of the program's processes."""
-        raise NotImplementedError
-
-    def kill(self) -> None:
-        """Kill every process of the program and wait for their end. May be called again."""
-        raise NotImplementedError
-
-    def has_too_many_processes(self) -> bool:
-        if not self._counts_processes:
-            return False
-        processes = read_processes()
-        return sum(processes[pid].num_threads for pid in self.pids(processes)) > self._limits.max_processes
-
-    def exceeded(self) -> Literal["memory", "files"] | None:
-        """The limit that all processes or all files together exceed, if any."""
-        if self._holds_memory and self._folder is None:
-            return None
-        processes = read_processes() if sys.platform == "linux" else {}
-        pids = self.pids(processes)
-        if not self._holds_memory and memory_is_exceeded(pids, processes, self._limits.memory_bytes):
-            return "memory"
-        if self._folder is not None and files_are_exceeded(self._folder, self._limits.folder_bytes, pids):
-            return "files"
-        return None
-
-
 def start_process(command: Sequence[str], cwd: Path, home: Path, **settings: Any) -> subprocess.Popen[bytes]:
     """Start a command with pipes, as the leader of a session. It sees no environment variables of this process."""
     environment = {
@@ -389,45 +340,76 @@ class Outcome:
         return self.ended == "itself" and self.exit_code == 0
 
 
-class ProgramIO:
-    """The pipes of one program. It does not wait for descendants of the program that keep a pipe open."""
+class RunningProgram:
+    """A program that has been started. What its processes and files use together is measured, unless the kernel holds
+    the limit: it holds the memory if there is a control group, the files if there is no `folder`, and the number of
+    processes unless `counts_processes`."""
 
-    def __init__(self, program: RunningProgram, stdin: bytes, output_bytes: int) -> None:
-        process = program.process
+    def __init__(
+        self, process: subprocess.Popen[bytes], limits: Limits, group: ControlGroup | None, folder: Path | None = None,
+        *, counts_processes: bool = False,
+    ) -> None:  # fmt: skip
         assert process.stdin and process.stdout and process.stderr
-        self.program = program
-        self._to_write = memoryview(stdin)
-        self._output_bytes = output_bytes
         self._stdin, self._stdout, self._stderr = process.stdin, process.stdout, process.stderr
+        self.process = process
+        """The process to wait for. Its standard streams are the program's."""
+        self._limits = limits
+        self._holds_memory = group is not None
+        self._folder = folder
+        self._counts_processes = counts_processes
         self._written = bytearray()
         self._errors = b""
 
-    def run(self, deadline: float) -> Outcome:
-        """Feed and read the program until it ends or exceeds a limit, then kill all of it."""
+    def pids(self, processes: Mapping[int, ProcessEntry]) -> list[int]:
+        """The ids of the program's processes."""
+        raise NotImplementedError
+
+    def kill(self) -> None:
+        """Kill every process of the program and wait for their end. May be called again."""
+        raise NotImplementedError
+
+    def has_too_many_processes(self) -> bool:
+        if not self._counts_processes:
+            return False
+        processes = read_processes()
+        return sum(processes[pid].num_threads for pid in self.pids(processes)) > self._limits.max_processes
+
+    def exceeded(self) -> Literal["memory", "files"] | None:
+        """The limit that all processes or all files together exceed, if any."""
+        if self._holds_memory and self._folder is None:
+            return None
+        processes = read_processes() if sys.platform == "linux" else {}
+        pids = self.pids(processes)
+        if not self._holds_memory and memory_is_exceeded(pids, processes, self._limits.memory_bytes):
+            return "memory"
+        if self._folder is not None and files_are_exceeded(self._folder, self._limits.folder_bytes, pids):
+            return "files"
+        return None
+
+    def run(self, stdin: bytes, output_bytes: int, deadline: float) -> Outcome:
+        """Feed and read the program until it ends or exceeds a limit, then kill all of it. Descendants of the program
+        that keep a pipe open are not waited for."""
+        self._to_write, self._output_bytes = memoryview(stdin), output_bytes
         with selectors.DefaultSelector() as selector:
-            for stream, event in (
-                (self._stdin, selectors.EVENT_WRITE),
-                (self._stdout, selectors.EVENT_READ),
-                (self._stderr, selectors.EVENT_READ),
-            ):
+            for stream in (self._stdin, self._stdout, self._stderr):
                 os.set_blocking(stream.fileno(), False)
-                selector.register(stream, event)
+                selector.register(stream, selectors.EVENT_WRITE if stream is self._stdin else selectors.EVENT_READ)
             ended = self._follow(selector, deadline)
-        self.program.kill()
-        return Outcome(self.program.process.returncode, bytes(self._written), self._errors, ended)
+        self.kill()
+        return Outcome(self.process.returncode, bytes(self._written), self._errors, ended)
 
     def _follow(self, selector: selectors.BaseSelector, deadline: float) -> Ending:
         counts_at = time.monotonic()
         measures_at = counts_at + MEASURE_S
         while True:
-            has_ended = _has_ended(self.program.process)
+            has_ended = _has_ended(self.process)
             self._transfer(selector, 0 if has_ended else min(POLL_S, max(0.0, deadline - time.monotonic())))
             if len(self._written) > self._output_bytes:
                 return "output"
             now = time.monotonic()
             if has_ended or now >= counts_at:
                 counts_at = now + POLL_S
-                if self.program.has_too_many_processes():
+                if self.has_too_many_processes():
                     return "processes"
             if has_ended:
                 return "itself"
@@ -435,7 +417,7 @@ class ProgramIO:
                 return "deadline"
             if now >= measures_at:
                 measures_at = now + MEASURE_S
-                if (limit := self.program.exceeded()) is not None:
+                if (limit := self.exceeded()) is not None:
                     return limit
 
     def _transfer(self, selector: selectors.BaseSelector, wait_s: float) -> None:

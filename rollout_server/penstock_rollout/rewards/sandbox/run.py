@@ -23,7 +23,7 @@ from typing import Literal, cast
 from penstock.errors import ConfigError
 from penstock_rollout.rewards.sandbox.bubblewrap import Bubblewrap
 from penstock_rollout.rewards.sandbox.builtin import Builtin, remove_leftovers
-from penstock_rollout.rewards.sandbox.program import READ_BYTES, ControlGroup, Limits, Outcome, ProgramIO
+from penstock_rollout.rewards.sandbox.program import READ_BYTES, ControlGroup, Limits, Outcome
 from penstock_rollout.rewards.sandbox.seccomp import check, load_libc
 
 Choice = Literal["auto", "bubblewrap", "builtin"]
@@ -88,7 +88,7 @@ class Sandbox:
         """Run Python with `arguments` in a folder with `files`. No process or file outlives the call."""
         command = [sys.executable, "-I", "-B", *arguments]
         with self.confinement.start(command, files, limits, self.group) as running:
-            return ProgramIO(running, stdin, output_bytes).run(time.monotonic() + wall_s)
+            return running.run(stdin, output_bytes, time.monotonic() + wall_s)
 
     def close(self) -> None:
         self.confinement.close()

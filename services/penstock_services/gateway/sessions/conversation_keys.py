@@ -37,15 +37,15 @@ class MessageKeys:
 
     def then(self, answer: Message) -> tuple[bytes, bytes]:
         """Both keys of the conversation with one more message."""
-        return _joined(self.by_message[-1], _exact(answer)), _joined(self.by_text[-1], _text(answer))
+        return _digest(self.by_message[-1] + _exact(answer)), _digest(self.by_text[-1] + _text(answer))
 
 
 def message_keys(messages: Sequence[Message], context: str = "") -> MessageKeys:
     """`context` is whatever else shapes the prompt, such as the tools. Entry i of the keys is before message i."""
     by_message, by_text = [_digest(b"message " + context.encode())], [_digest(b"text " + context.encode())]
     for message in messages:
-        by_message.append(_joined(by_message[-1], _exact(message)))
-        by_text.append(_joined(by_text[-1], _text(message)))
+        by_message.append(_digest(by_message[-1] + _exact(message)))
+        by_text.append(_digest(by_text[-1] + _text(message)))
     return MessageKeys(tuple(by_message), tuple(by_text))
 
 
@@ -92,10 +92,6 @@ def _number(text: str) -> float | int:
     """A number as JavaScript has it, for which 1.0 and 1 are the same."""
     number = float(text)
     return int(number) if number.is_integer() else number
-
-
-def _joined(before: bytes, message: bytes) -> bytes:
-    return _digest(before + message)
 
 
 def _digest(data: bytes) -> bytes:

@@ -18,7 +18,7 @@ from itertools import groupby
 import numpy as np
 
 from penstock.trajectory import Sampling, SamplingSegment, Trajectory, VersionSegment
-from penstock_services.gateway.sessions.tree import Call, Ids, SessionTree
+from penstock_services.gateway.sessions.tree import Call, Ids, SessionTree, num_shared_ids
 
 
 @dataclass(frozen=True)
@@ -57,24 +57,18 @@ class _Path:
 
 def shared_prompts(sessions: Sequence[RewardedTree]) -> list[SharedPrompt]:
     """The groups of these sessions. Usually it is one; none if nothing was sampled."""
-    paths = [path for number, session in enumerate(sessions, 1) for path in _paths(session, number)]
     by_first_token: dict[int, list[_Path]] = {}
-    for path in paths:
-        by_first_token.setdefault(int(path.prompt[0]), []).append(path)
+    for number, session in enumerate(sessions, 1):
+        lines = session.tree.trained_paths()
+        for line, trained in lines:
+            prompt, episode = session.tree.prompt_ids(line[0]), number if len(lines) > 1 else 0
+            path = _Path(session, episode, prompt, line, trained)
+            by_first_token.setdefault(int(prompt[0]), []).append(path)
     return [_shared(alike) for alike in by_first_token.values()]
 
 
-def _paths(session: RewardedTree, number: int) -> list[_Path]:
-    lines = session.tree.trained_paths()
-    episode = number if len(lines) > 1 else 0
-    return [_Path(session, episode, session.tree.prompt_ids(line[0]), line, trained) for line, trained in lines]
-
-
 def _shared(paths: Sequence[_Path]) -> SharedPrompt:
-    num_shared = min(len(path.prompt) for path in paths)
-    for path in paths[1:]:
-        different = np.flatnonzero(path.prompt[:num_shared] != paths[0].prompt[:num_shared])
-        num_shared = int(different[0]) if len(different) else num_shared
+    num_shared = min(num_shared_ids(path.prompt, paths[0].prompt) for path in paths)
     sampling = paths[0].first.sampling
     trajectories = tuple(_trajectory(path, num_shared, sampling) for path in paths)
     return SharedPrompt(paths[0].prompt[:num_shared], sampling, trajectories)
@@ -116,11 +110,8 @@ def _trajectory(path: _Path, num_shared: int, sampling: Sampling) -> Trajectory:
 
 def _merged(segments: Sequence[VersionSegment]) -> tuple[VersionSegment, ...]:
     """The segments with neighbours of the same version joined."""
-    merged: list[VersionSegment] = []
-    for version, alike in groupby(segments, key=lambda segment: segment.policy_version):
-        joined = list(alike)
-        merged.append(VersionSegment(joined[0].start, joined[-1].end, version))
-    return tuple(merged)
+    runs = [list(alike) for _, alike in groupby(segments, key=lambda segment: segment.policy_version)]
+    return tuple(VersionSegment(run[0].start, run[-1].end, run[0].policy_version) for run in runs)
 
 
 def _sampling_segments(calls: Sequence[tuple[Sampling, int]], group: Sampling) -> tuple[SamplingSegment, ...]:

@@ -122,13 +122,13 @@ class SessionTree:
 
     def split(self, prompt: Ids, guess: int | None) -> tuple[int, int]:
         """The call that a prompt shares most ids with, and how many. `guess` is tried first; (-1, 0) for none."""
-        if guess is not None and self._num_shared(guess, prompt) == self.calls[guess].num_tokens:
+        if guess is not None and num_shared_ids(self.ids(guess), prompt) == self.calls[guess].num_tokens:
             return guess, self.calls[guess].num_tokens
         best = (-1, 0)
         for number in range(len(self.calls) - 1, max(-1, len(self.calls) - 1 - MAX_COMPARED), -1):
             if min(self.calls[number].num_tokens, len(prompt)) <= best[1]:
                 continue
-            if (shared := self._num_shared(number, prompt)) > best[1]:
+            if (shared := num_shared_ids(self.ids(number), prompt)) > best[1]:
                 best = (number, shared)
         return best
 
@@ -163,11 +163,6 @@ class SessionTree:
             line.append(parent)
         return tuple(reversed(line))
 
-    def _num_shared(self, number: int, prompt: Ids) -> int:
-        ids = self.ids(number)[: len(prompt)]
-        different = np.flatnonzero(ids != prompt[: len(ids)])
-        return int(different[0]) if len(different) else len(ids)
-
     def _pieces(self, number: int, num_tokens: int) -> Sequence[Ids]:
         """The first `num_tokens` ids of a call's prompt and answer."""
         pieces: list[Ids] = [np.empty(0, dtype=np.int32)]
@@ -181,3 +176,10 @@ class SessionTree:
                 num_tokens = call.num_shared
             number = call.base
         return pieces[::-1]
+
+
+def num_shared_ids(one: Ids, other: Ids) -> int:
+    """How many ids both begin with."""
+    length = min(len(one), len(other))
+    different = np.flatnonzero(one[:length] != other[:length])
+    return int(different[0]) if len(different) else length

@@ -10,10 +10,9 @@ import secrets
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.cli.parser import Parser, parse_with_overrides
+from penstock.cli.parser import parse_with_overrides, process_parser
 from penstock.errors import PenstockError, RayDied
 from penstock.logs import setup_logging
 
@@ -24,13 +23,8 @@ logger = logging.getLogger("penstock_learner")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(
-        prog="penstock learner",
-        description="Run the learner, which trains on the sampled groups. `penstock up` starts it with the others.",
-        epilog="Any config field can be overridden: --learner.lr 1e-6",
-    )
-    parser.add_argument("--config", type=Path, required=True, help="YAML file of the run")
-    parser.add_argument("--check", action="store_true", help="check the configuration and exit")
+    about = "Run the learner, which trains on the sampled groups. `penstock up` starts it with the others."
+    parser = process_parser("learner", about, "--learner.lr 1e-6")
     arguments, overrides = parse_with_overrides(parser, argv)
     from penstock.config.loading import load_config
     from penstock.hub import with_local_models

@@ -15,6 +15,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
@@ -168,6 +169,15 @@ def listed(words: Sequence[str], last: str = "or") -> str:
     """`a, b or c`."""
     *others, end = words
     return f"{', '.join(others)} {last} {end}" if others else end
+
+
+def process_parser(name: str, description: str, example: str) -> Parser:
+    """The parser of one process of a run, such as `gateway`. `example` overrides a field of its config."""
+    epilog = f"Any config field can be overridden: {example}"
+    parser = Parser(prog=f"penstock {name}", description=description, epilog=epilog)
+    parser.add_argument("--config", type=Path, required=True, help="YAML file of the run")
+    parser.add_argument("--check", action="store_true", help="check the configuration and exit")
+    return parser
 
 
 def parse_with_overrides(parser: Parser, argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:

@@ -6,23 +6,16 @@ import asyncio
 import sys
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
 
-from penstock.cli.parser import Parser, parse_with_overrides
+from penstock.cli.parser import parse_with_overrides, process_parser
 from penstock.errors import PenstockError, described, first_error
 from penstock.logs import setup_logging
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(
-        prog="penstock rollout",
-        description="Run one rollout server, which samples responses and scores them. `penstock up` starts it with the "
-        "others.",
-        epilog="Any config field can be overridden: --rollout.max_concurrent_groups 64",
-    )
-    parser.add_argument("--config", type=Path, required=True, help="YAML file of the run")
+    about = "Run one rollout server, which samples responses and scores them. `penstock up` starts it with the others."
+    parser = process_parser("rollout", about, "--rollout.max_concurrent_groups 64")
     parser.add_argument("--server-id", default="rollout-0", help="name of the server in the fleet")
-    parser.add_argument("--check", action="store_true", help="check the configuration and exit")
     arguments, overrides = parse_with_overrides(parser, argv)
     from penstock.config.loading import load_config
     from penstock.hub import with_local_model

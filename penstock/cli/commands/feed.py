@@ -9,23 +9,17 @@ import asyncio
 import signal
 import sys
 from collections.abc import Coroutine, Sequence
-from pathlib import Path
 from typing import Any
 
-from penstock.cli.parser import Parser, parse_with_overrides, run_interruptible
+from penstock.cli.parser import parse_with_overrides, process_parser, run_interruptible
 
 TERMINATED = 128 + signal.SIGTERM
 """Exit code after SIGTERM. It is not 0, because not everything was submitted."""
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = Parser(
-        prog="penstock feed",
-        description="Submit the dataset of a config file to its run, epoch by epoch. Safe to stop and start again.",
-        epilog="Any config field can be overridden: --dataset.epochs 3",
-    )
-    parser.add_argument("--config", type=Path, required=True, help="YAML file of the run")
-    parser.add_argument("--check", action="store_true", help="check the configuration and exit")
+    about = "Submit the dataset of a config file to its run, epoch by epoch. Safe to stop and start again."
+    parser = process_parser("feed", about, "--dataset.epochs 3")
     parser.add_argument(
         "--watch",
         action="store_true",

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from penstock.cli.parser import Parser, parse_with_overrides
+from penstock.cli.parser import parse_with_overrides, process_parser
 from penstock.errors import PenstockError, first_error
 from penstock.machine import freeze_loaded_objects, raise_file_limit
 
@@ -18,13 +18,8 @@ COLLECTED_OBJECTS = 50_000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(
-        prog="penstock gateway",
-        description="Run one gateway: REST, gRPC and the console of a run. `penstock up` starts it with the others.",
-        epilog="Any config field can be overridden: --gateway.port 8080",
-    )
-    parser.add_argument("--config", type=Path, required=True, help="YAML file of the run")
-    parser.add_argument("--check", action="store_true", help="check the configuration and exit")
+    about = "Run one gateway: REST, gRPC and the console of a run. `penstock up` starts it with the others."
+    parser = process_parser("gateway", about, "--gateway.port 8080")
     args, overrides = parse_with_overrides(parser, argv)
     try:
         return _run(args.config, overrides, check_only=args.check)

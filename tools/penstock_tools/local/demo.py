@@ -48,7 +48,7 @@ async def run_demo(config: RunConfig) -> dict[str, Any]:
         async with LocalRun(config) as run:
             display.print(f"starting the rollout server and the learner; console: {run.console}")
             news = await News.open(run, display)
-            run.start_workers()
+            run.start_feed()
             try:
                 async with asyncio.timeout(config.demo.deadline_s) as deadline:
                     score_start = await _evaluate(run, "start", heldout, news)

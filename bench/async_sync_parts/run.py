@@ -202,7 +202,6 @@ async def run(variant: Variant, folder: Path, serving: Serving = Serving()) -> d
     local = PinnedRun(config)
     local.cores = two_cores()
     async with local:
-        local.start_workers()
         return await train(variant, local)
 
 

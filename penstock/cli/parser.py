@@ -216,11 +216,14 @@ def _check_name(parser: Parser, name: str) -> None:
 
 @contextmanager
 def interruptible(text: str) -> Iterator[None]:
-    """Within the block, Ctrl-C reports what it interrupted: `while it waited for Redis`. The innermost reports."""
+    """Within the block, Ctrl-C reports what it interrupted: `while it waited for Redis`. The innermost reports. Work
+    whose own handler of Ctrl-C cancels it is interrupted too."""
+    from asyncio import CancelledError
+
     try:
         yield
-    except KeyboardInterrupt as interrupt:
-        raise interrupt if str(interrupt) else KeyboardInterrupt(text) from None
+    except (KeyboardInterrupt, CancelledError) as interrupt:
+        raise KeyboardInterrupt(str(interrupt) or text) from None
 
 
 def run_interruptible(work: Coroutine[Any, Any, T], text: str) -> T:

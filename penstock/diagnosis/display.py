@@ -6,6 +6,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Self
 
 from rich.console import Console, Group
@@ -69,12 +70,6 @@ class LineDisplay:
         self._first_step = self._last_step = 0
         self._last_s = time.monotonic()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
     def print(self, message: str) -> None:
         self._last_s = time.monotonic()
         print(message, flush=True)
@@ -106,8 +101,8 @@ class LineDisplay:
 Display = TerminalDisplay | LineDisplay
 
 
-def make_display(config: RunConfig) -> Display:
-    return TerminalDisplay(config) if sys.stdout.isatty() else LineDisplay(config)
+def make_display(config: RunConfig) -> AbstractContextManager[Display]:
+    return TerminalDisplay(config) if sys.stdout.isatty() else nullcontext(LineDisplay(config))
 
 
 def _waiting(status: Run) -> str:

@@ -271,7 +271,7 @@ async def test_only_a_learner_that_can_save_has_long_for_it(
     child = run.processes.start("redis", redis.split(), ends_last=True)
     if redis == "true":
         child.process.wait(10)
-    run._start_slow_workers()
+    run._start_workers()
     run.has_trained = has_trained
     await run.__aexit__(None, error)
     assert run._learner is not None and run._learner.stop_timeout_s == expected_s

@@ -41,7 +41,7 @@ async def test_the_process_whose_death_ends_the_run_is_named_at_once() -> None:
 
 
 class StoppedRun:
-    """A run that gets Ctrl-C when its workers are started, and again while it stops."""
+    """A run that gets Ctrl-C when its feed is started, and again while it stops."""
 
     has_trained, is_up = True, True
     learner_finished, console = False, ""
@@ -78,7 +78,7 @@ class StoppedRun:
 
     def end_hung(self, _: object) -> None: ...
 
-    def start_workers(self) -> None:
+    def start_feed(self) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
 

@@ -39,7 +39,7 @@ async def answers(run: LocalRun) -> bool:
 async def check_killed_gateway(folder: Path, said_by_command: Callable[[], str]) -> None:
     config = validate({"run": "test", "run_dir": str(folder), "model": {"path": str(MODEL)}}, "test")
     said: list[str] = []
-    async with LocalRun(config) as run:
+    async with Recorded(config) as run:
         run.on_restart = said.append
         (gateway,) = (child for child in run.processes.children if child.name == GATEWAY)
         os.kill(gateway.process.pid, signal.SIGKILL)
@@ -65,8 +65,8 @@ async def check_killed_gateway(folder: Path, said_by_command: Callable[[], str])
 class Recorded(LocalRun):
     """A run whose workers are idle processes. It records who was started before the gateway was up."""
 
-    def __init__(self, config: RunConfig, *, workers_at_once: bool) -> None:
-        super().__init__(config, workers_at_once=workers_at_once)
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
         self.early: list[str] = []
 
     def _start_process(self, name: str, module: str, *arguments: str, stop_timeout_s: float = 20) -> Child:
@@ -78,20 +78,17 @@ class Recorded(LocalRun):
         return self.processes.start(name, [sys.executable, "-c", f"import os, time; {code}"])
 
 
-@pytest.mark.parametrize("at_once", [True, False])
-def test_workers_can_start_alongside_the_gateway_and_one_that_is_killed_is_started_again(
-    tmp_path: Path, at_once: bool
-) -> None:
-    asyncio.run(check_workers(tmp_path, at_once))
+def test_workers_start_alongside_the_gateway_and_one_that_is_killed_is_started_again(tmp_path: Path) -> None:
+    asyncio.run(check_workers(tmp_path))
 
 
-async def check_workers(folder: Path, at_once: bool) -> None:
+async def check_workers(folder: Path) -> None:
     settings = {"run": "test", "run_dir": str(folder), "model": {"path": str(MODEL)}, "rollout": {"num_servers": 2}}
     said: list[str] = []
-    async with Recorded(validate(settings, "test"), workers_at_once=at_once) as run:
+    async with Recorded(validate(settings, "test")) as run:
         run.on_restart = said.append
-        assert run.early == [GATEWAY, *(["learner", "rollout-0", "rollout-1"] if at_once else [])]
-        run.start_workers()
+        assert run.early == [GATEWAY, "learner", "rollout-0", "rollout-1"]
+        run.start_feed()
         names = [child.name for child in run.processes.children]
         assert names == ["redis", GATEWAY, "learner", "rollout-0", "rollout-1"], "each once; the first ends last"
         async with asyncio.timeout(60):

@@ -252,11 +252,9 @@ async def _setting(client: RedisClient, name: str) -> str:
     """Value of a setting; empty if this user or a managed Redis does not allow CONFIG GET."""
     asked: Any = client.config_get(name)
     try:
-        found = await asked
+        return str((await asked).get(name, ""))
     except RedisError:
         return ""
-    value = found.get(name, found.get(name.encode(), ""))
-    return value.decode() if isinstance(value, bytes) else str(value)
 
 
 async def check_clock(client: RedisClient) -> Finding:

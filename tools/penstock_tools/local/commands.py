@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from operator import attrgetter
 from pathlib import Path
 
-from penstock.cli.parser import Parser, parse_with_overrides, whole_number
+from penstock.cli.parser import Parser, interruptible, parse_with_overrides, whole_number
 
 DEMO_CONFIG = Path("examples/arithmetic/demo.yaml")
 DEMO_PATHS = ("model.path", "rollout.reward.function_file", "demo.train_file", "demo.heldout_file")
 """Fields of the demo's config that name files of the repository."""
+ALL_STOPPED = "every process of it was stopped"
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code after Ctrl-C. It is not 0, because the run has not finished."""
 
@@ -51,7 +51,7 @@ def up(argv: Sequence[str] | None = None) -> int:
     from penstock_tools.local.supervisor import supervise
 
     keep_files_private()
-    with _cancelled_by_ctrl_c("before the run was up"):
+    with interruptible(f"before the run was up; {ALL_STOPPED}"):
         return INTERRUPTED if asyncio.run(supervise(config, arguments.host)) else 0
 
 
@@ -103,20 +103,9 @@ def demo(argv: Sequence[str] | None = None) -> int:
     if "run" not in given:
         config = config.changed({"run": f"{config.run}-{time.strftime('%Y%m%d-%H%M%S')}"})
     keep_files_private()
-    with _cancelled_by_ctrl_c("before the demo was done"):
+    with interruptible(f"before the demo was done; {ALL_STOPPED}"):
         asyncio.run(run_demo(config))
     return 0
-
-
-@contextmanager
-def _cancelled_by_ctrl_c(when: str) -> Iterator[None]:
-    """Report that Ctrl-C, which cancels the work of the block, has interrupted it."""
-    from asyncio import CancelledError
-
-    try:
-        yield
-    except CancelledError:
-        raise KeyboardInterrupt(f"{when}; every process of it was stopped") from None
 
 
 def _clone() -> Path:

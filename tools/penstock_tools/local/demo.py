@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
-import random
 import signal
 import time
-from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from penstock.api.records import Run
+from penstock.config.dataset import DatasetConfig
 from penstock.config.run import RunConfig
 from penstock.diagnosis.display import Display, History, make_display
 from penstock.diagnosis.facts import NO_LEARNER
 from penstock.diagnosis.log_lines import PAUSED_STATES
 from penstock.diagnosis.terminal import sparkline
 from penstock.errors import ConfigError, Conflict, DeadlineExceeded
-from penstock.feed.dataset_feed import seeded
+from penstock.feed.dataset_feed import PromptStream, seeded
 from penstock.feed.datasets import read_prompts
 from penstock.step_history import read_steps
 from penstock.trajectory import Prompt, Sampling
@@ -48,11 +46,13 @@ async def run_demo(config: RunConfig) -> dict[str, Any]:
         async with LocalRun(config) as run:
             display.print(f"starting the rollout server and the learner; console: {run.console}")
             news = await News.open(run, display)
-            run.start_workers()
+            run.start_feed()
             try:
                 async with asyncio.timeout(config.demo.deadline_s) as deadline:
                     score_start = await _evaluate(run, "start", heldout, news)
-                    await _show_fallback(run, display)
+                    engines = {server.engine for server in await run.client.servers()}
+                    if config.rollout.engine.name == "auto" and engines == {"torch"}:
+                        display.print("vLLM is not installed here: the torch engine generates instead")
                     display.print(f"held-out score before training: {score_start:.3f}")
                     await _train(run, train, display, news)
                     display.print("scoring the trained policy")
@@ -81,17 +81,15 @@ async def run_demo(config: RunConfig) -> dict[str, Any]:
     return summary
 
 
-def _prompts(config: RunConfig) -> tuple[Iterator[Prompt], list[Prompt]]:
-    """Return an endless iterator of training prompts, shuffled for each epoch by the seed, and the held-out prompts."""
+def _prompts(config: RunConfig) -> tuple[PromptStream, list[Prompt]]:
+    """The training prompts without end, shuffled for each epoch by the seed, and the held-out prompts."""
     demo = config.demo
     if demo.train_file is None or demo.heldout_file is None:
         raise ConfigError("demo.train_file and demo.heldout_file must be set")
     sampling = Sampling(temperature=demo.temperature, max_tokens=demo.max_tokens)
     problems = list(read_prompts(demo.train_file, num_samples=demo.num_samples, sampling=sampling))
     heldout = list(read_prompts(demo.heldout_file, num_samples=demo.heldout_samples, sampling=sampling))
-    order = random.Random(config.seed)
-    epochs = (order.sample(problems, len(problems)) for _ in itertools.count())
-    train = (seeded(prompt, config.seed, number) for number, prompt in enumerate(itertools.chain.from_iterable(epochs)))
+    train = PromptStream(problems, DatasetConfig(epochs=0), config.seed)
     return train, [seeded(prompt, config.seed, number) for number, prompt in enumerate(heldout)]
 
 
@@ -113,20 +111,14 @@ def check_not_paused(status: Run) -> None:
         raise Conflict(f"the demo ends, because its run {why}")
 
 
-async def _show_fallback(run: LocalRun, display: Display) -> None:
-    engines = {server.engine for server in await run.client.servers()}
-    if run.config.rollout.engine.name == "auto" and engines == {"torch"}:
-        display.print("vLLM is not installed here: the torch engine generates instead")
-
-
-async def _train(run: LocalRun, prompts: Iterator[Prompt], display: Display, news: News) -> None:
+async def _train(run: LocalRun, prompts: PromptStream, display: Display, news: News) -> None:
     num_submitted = 0
     while not run.learner_finished:
         await run.check()
         status = await news.print_new()
         check_not_paused(status)
         if status.queue.pending_prompts < SUBMIT_BATCH:
-            batch = list(itertools.islice(prompts, SUBMIT_BATCH))
+            batch = prompts.chunk(num_submitted, SUBMIT_BATCH)
             await run.client.submit(batch, idempotency_key=f"{run.config.run}/{num_submitted}")
             num_submitted += len(batch)
         display.update(status, read_steps(run.folder))

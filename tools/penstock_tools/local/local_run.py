@@ -53,16 +53,15 @@ CUT_SHORT_S = 60.0
 
 
 class LocalRun:
-    """`async with LocalRun(config) as run:` starts Redis and the gateway; `run.start_workers()` starts the rest, unless
-    `workers_at_once` has started the slow ones concurrently with the gateway.
+    """`async with LocalRun(config) as run:` starts the run's processes, and returns once the gateway is up.
+    `run.start_feed()` starts the feed, which the others do not need.
 
     Leaving the block ends every process. Starting the run again continues it."""
 
-    def __init__(self, config: RunConfig, *, workers_at_once: bool = False, host: str = "") -> None:
+    def __init__(self, config: RunConfig, host: str = "") -> None:
         """`host` is the address at which other machines reach this one, and join the run. Empty means that none can."""
         self.config = config
         self.host = host
-        self._workers_at_once = workers_at_once
         self.folder = config.folder
         self.config_file = config.folder / "config.yaml"
         """The resolved config, which every child reads."""
@@ -100,8 +99,7 @@ class LocalRun:
                 (self.folder / f"{name}.json").unlink(missing_ok=True)
             gateway = self._start_process(GATEWAY, "penstock_services.gateway")
             await self._record_start()
-            if self._workers_at_once:
-                self._start_slow_workers()
+            self._start_workers()
             self._client = await self._wait_for_gateway(gateway, timeout_s=60)
             gateway.command = [*gateway.command, *self._gateway_ports()]
         except BaseException:
@@ -123,14 +121,12 @@ class LocalRun:
             write_restarting(self.folder, {})
             self._lock.close()
 
-    def start_workers(self) -> None:
-        """Start the learner, the rollout servers, and the feed if there is a dataset. Returns at once."""
-        if self._learner is None:
-            self._start_slow_workers()
+    def start_feed(self) -> None:
+        """Start the feed if there is a dataset."""
         if self.config.dataset.file is not None or self.config.dataset.validation.file is not None:
             self._start_process(FEED, "penstock.cli.commands.feed", "--watch")
 
-    def _start_slow_workers(self) -> None:
+    def _start_workers(self) -> None:
         self._environments = divide_gpus(self.config, visible_gpus())
         if (token_file := self._ray_token_file) is not None:
             self._environments[LEARNER] = join.ray_environment(token_file)

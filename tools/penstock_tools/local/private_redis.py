@@ -74,6 +74,6 @@ def write_private(file: Path, text: str) -> Path:
 def kept_port(folder: Path) -> int:
     """The port that redis.conf has. Machines that have joined a run know it. 0 if there is none."""
     with contextlib.suppress(OSError):
-        found = re.search(r"^port (\d+)$", (folder / "redis.conf").read_text(), re.MULTILINE)
-        return int(found[1]) if found else 0
+        if found := re.search(r"^port (\d+)$", (folder / "redis.conf").read_text(), re.MULTILINE):
+            return int(found[1])
     return 0

@@ -311,25 +311,23 @@ class Restart:
     number: int
 
 
+@dataclass
 class Restarts:
     """Starts children again that were killed, or that ended after they were ready, as Kubernetes does in a cluster.
 
     The end of any other child ends the run: one that ends during its start or with WRONG_INPUT, is not in `names`, or
     has used up its restarts."""
 
-    def __init__(
-        self, processes: ProcessGroup, names: Sequence[str], max_restarts: int, was_ready: Callable[[Child], bool]
-    ) -> None:
-        self.processes = processes
-        self.names = names
-        self.max_restarts = max_restarts
-        self.was_ready = was_ready
-        self._num_restarts: Counter[str] = Counter()
-        """Restarts of each child since it last ran for HEALTHY_S."""
-        self._due_at: dict[str, float] = {}
-        """When the children that wait for their restart are started."""
-        self.ended: dict[str, str] = {}
-        """The children that are not ready again, each with one line that says how it ended."""
+    processes: ProcessGroup
+    names: Sequence[str]
+    max_restarts: int
+    was_ready: Callable[[Child], bool]
+    ended: dict[str, str] = field(default_factory=dict)
+    """The children that are not ready again, each with one line that says how it ended."""
+    _num_restarts: Counter[str] = field(default_factory=Counter)
+    """Restarts of each child since it last ran for HEALTHY_S."""
+    _due_at: dict[str, float] = field(default_factory=dict)
+    """When the children that wait for their restart are started."""
 
     def check(self, may_finish: Sequence[str] = ()) -> list[Restart]:
         """Restart the children whose wait is over, and return the newly ended ones. Raises ProcessDied for one

@@ -34,7 +34,7 @@ async def supervise(config: RunConfig, host: str = "") -> bool:
     whether Ctrl-C ended it before the last step. A second Ctrl-C before the gateway is up cancels the caller."""
     stopping, received, task = asyncio.Event(), set[signal.Signals](), asyncio.current_task()
     display, started = LineDisplay(config), time.monotonic()
-    run = LocalRun(config, workers_at_once=True, host=host)
+    run = LocalRun(config, host=host)
 
     def stop(name: signal.Signals) -> None:
         if stopping.is_set() and name is signal.SIGINT:
@@ -55,7 +55,7 @@ async def supervise(config: RunConfig, host: str = "") -> bool:
             display.print(f"other machines join with a copy of {file}, which holds keys: penstock join {JOIN_FILE}")
         news = await News.open(run, display)
         display.begin_at(news.status.step)
-        run.start_workers()
+        run.start_feed()
         # A run that only validates prints what was found before too: a policy is not validated twice.
         were_printed = not config.dataset.validation.only
         validated = validated_steps(run.folder / VALIDATIONS) if were_printed else set[int]()
@@ -159,7 +159,7 @@ async def _num_validated(run: LocalRun, step: int) -> int:
 
 
 class News:
-    """Reads the run's status and prints what is new in it. Open it before the workers are started."""
+    """Reads the run's status and prints what is new in it. Open it before the feed is started."""
 
     def __init__(self, run: LocalRun, display: Display, status: Run) -> None:
         self.run = run

@@ -168,12 +168,9 @@ def visible_gpus() -> list[str]:
 
 def is_loopback(host: str) -> bool:
     """Whether an address is reachable from this machine only. False for every name but localhost."""
-    if host == "localhost":
-        return True
-    try:
+    with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    return host == "localhost"
 
 
 def warn_of_plain_links(setting: str, host: str, links: str) -> None:

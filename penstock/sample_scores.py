@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from statistics import fmean
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,7 +75,7 @@ def summarise(prompts: Iterable[PromptSamples], pass_score: float = PASS_SCORE, 
         num_prompts=len(answered),
         num_samples=len(flat),
         mean=math.fsum(flat) / len(flat) if flat else 0.0,
-        pass_at={k: _mean([pass_at_k(*counts, k) for counts in passed]) for k in ks},
+        pass_at={k: fmean([pass_at_k(*counts, k) for counts in passed]) for k in ks},
         parts=parts,
     )
 
@@ -83,7 +84,7 @@ def part_means(prompts: Sequence[PromptSamples]) -> dict[str, float]:
     """Mean of each part over the samples whose reward has it."""
     names = sorted({name for prompt in prompts for name in prompt.parts})
     known = {name: [v for prompt in prompts for v in prompt.scores(name) if v is not None] for name in names}
-    return {name: _mean(values) for name, values in known.items() if values}
+    return {name: fmean(values) for name, values in known.items() if values}
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
@@ -124,12 +125,12 @@ def _source_scores(prompts: Sequence[PromptSamples]) -> dict[str, float]:
 def _scores(values: Sequence[Sequence[float]], answers: Sequence[Sequence[str]]) -> dict[str, float]:
     """The scores of prompts with these values of their samples."""
     k = min(map(len, values))
-    scores = {f"mean@{k}": _mean(list(map(_mean, values)))}
+    scores = {f"mean@{k}": fmean(list(map(fmean, values)))}
     if k > 1:
-        scores[f"best@{k}/mean"] = _mean([best_at_k(of_prompt, k) for of_prompt in values])
+        scores[f"best@{k}/mean"] = fmean([best_at_k(of_prompt, k) for of_prompt in values])
         pairs = list(zip(values, answers, strict=True))
         if all(len(of_prompt) == len(given) for of_prompt, given in pairs):
-            scores[f"maj@{k}/mean"] = _mean([maj_at_k(of_prompt, given, k) for of_prompt, given in pairs])
+            scores[f"maj@{k}/mean"] = fmean([maj_at_k(of_prompt, given, k) for of_prompt, given in pairs])
     return scores
 
 
@@ -158,7 +159,3 @@ def _draws(num_samples: int, k: int, num_draws: int, seed: int) -> NDArray[np.in
     """[draws, k] numbers of samples. All prompts share them, because a validation may have thousands of prompts."""
     chance = random.Random(seed)
     return np.array([chance.choices(range(num_samples), k=k) for _ in range(num_draws)])
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)

@@ -33,7 +33,7 @@ import json
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 from penstock.errors import NotFound
 from penstock.store.redis_client import RunRecords, guarded, read_known_fields, read_record, read_rows
@@ -181,9 +181,15 @@ class Fleet(RunRecords):
         return {row["server_id"].decode(): row["silence_ms"] / 1000 for row in rows}
 
     async def servers(self) -> list[ServerRecord]:
+        """Each server's record, with its state and the age of its heartbeat."""
         records = await self.hash_of(self.keys.servers)
-        states, now_ms = await self.hash_of(self.keys.server_states), await self.now_ms()
-        return [_read(json.loads(text), states.get(server_id), now_ms) for server_id, text in records.items()]
+        states, now_ms, found = await self.hash_of(self.keys.server_states), await self.now_ms(), []
+        for server_id, text in records.items():
+            fields = json.loads(text)
+            fields["heartbeat_age_ms"] = max(0, now_ms - fields["heartbeat_ms"])
+            fields["state"] = states.get(server_id, b"JOINING").decode()
+            found.append(read_known_fields(ServerRecord, fields))
+        return found
 
     async def num_servers(self) -> int:
         return int(await guarded(self.client.hlen(self.keys.servers)))
@@ -199,13 +205,6 @@ class Fleet(RunRecords):
     async def term(self) -> int:
         """Term of the learner that may publish; 0 before the first learner."""
         return await self.number_of(self.keys.counters, "term") or 0
-
-
-def _read(fields: dict[str, Any], state: bytes | None, now_ms: int) -> ServerRecord:
-    """A stored record, with its state and the age of its heartbeat."""
-    fields["heartbeat_age_ms"] = max(0, now_ms - fields["heartbeat_ms"])
-    fields["state"] = (state or b"JOINING").decode()
-    return read_known_fields(ServerRecord, fields)
 
 
 @dataclass(frozen=True, eq=False)
@@ -390,15 +389,6 @@ class OpenBreaker:
     probe_in_s: float
     """Seconds until the next probe."""
 
-    @classmethod
-    def read(cls, server_id: str, record: Mapping[str, float | str], now_ms: int) -> OpenBreaker | None:
-        """Read what replay/lua/prelude_breaker.lua stored; None for a closed breaker."""
-        opened_ms = int(record["opened_ms"])
-        if not opened_ms:
-            return None
-        open_s, probe_in_s = (now_ms - opened_ms) / 1000, (int(record["probe_ms"]) - now_ms) / 1000
-        return cls(server_id, str(record["reason"]), int(record["failures"]), max(0.0, open_s), max(0.0, probe_in_s))
-
 
 @dataclass(frozen=True)
 class Orders:
@@ -446,9 +436,14 @@ class RunControl(RunRecords):
         records = await self.hash_of(self.keys.breakers)
         if not records:
             return []
-        now_ms = await self.now_ms()
-        found = [OpenBreaker.read(server, json.loads(text), now_ms) for server, text in records.items()]
-        return [breaker for breaker in found if breaker is not None]
+        now_ms, found = await self.now_ms(), []
+        for server_id, text in records.items():
+            record = json.loads(text)
+            if opened_ms := int(record["opened_ms"]):
+                open_s, probe_in_s = (now_ms - opened_ms) / 1000, (int(record["probe_ms"]) - now_ms) / 1000
+                times = max(0.0, open_s), max(0.0, probe_in_s)
+                found.append(OpenBreaker(server_id, str(record["reason"]), int(record["failures"]), *times))
+        return found
 
     async def quarantines(self) -> dict[str, Quarantine]:
         """Servers whose groups are not trained because their log-probs disagree with the learner's."""

@@ -476,8 +476,15 @@ class ScriptFolder:
 
     package: str
 
+    @cache  # noqa: B019  (there are three folders, which live as long as the process)
     def load(self, name: str) -> Script:
-        return _load(self.package, name)
+        folders = [resources.files(package) / "lua" for package in dict.fromkeys((STORE.package, self.package))]
+        entries = [entry for lua in folders for entry in sorted(lua.iterdir(), key=lambda entry: entry.name)]
+        prelude = "".join(entry.read_text() for entry in entries if entry.name.startswith("prelude"))
+        own = (folders[-1] / f"{name}.lua").read_text()
+        body = _without_unused(_without_comments(prelude), _without_comments(own))
+        text = lua_names(body) + re.sub(r"^ +", "", body, flags=re.MULTILINE)
+        return Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
 
     async def call(self, client: Any, prefix: str, name: str, *arguments: Any) -> Any:
         """Run a script on the keys of `prefix`. Errors of Redis are translated to those of `penstock.errors`."""
@@ -520,17 +527,6 @@ class RunRecords:
         """A number in a hash; None if it is not there."""
         value = await guarded(self.client.hget(key, field))
         return int(value) if value else None
-
-
-@cache
-def _load(package: str, name: str) -> Script:
-    folders = [resources.files(folder) / "lua" for folder in dict.fromkeys((STORE.package, package))]
-    entries = [entry for lua in folders for entry in sorted(lua.iterdir(), key=lambda entry: entry.name)]
-    prelude = "".join(entry.read_text() for entry in entries if entry.name.startswith("prelude"))
-    own = (resources.files(package) / "lua" / f"{name}.lua").read_text()
-    body = _without_unused(_without_comments(prelude), _without_comments(own))
-    text = lua_names(body) + re.sub(r"^ +", "", body, flags=re.MULTILINE)
-    return Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
 
 
 _FUNCTION = re.compile(r"^local function (\w+)\(.*?^end\n", re.MULTILINE | re.DOTALL)

@@ -483,12 +483,6 @@ def identity(manifest: weights_pb2.WeightManifest) -> bytes:
     return xxhash.xxh3_128_digest(json.dumps(hashed).encode())
 
 
-def export_handle(pointer: int) -> bytes:
-    """Return the IPC handle of the allocation that starts at `pointer`."""
-    handle: bytes = runtime().ipcGetMemHandle(pointer)
-    return handle
-
-
 class Mappings:
     """Maps publishers' allocations into this process and keeps the mappings, because mapping costs ten times a copy.
 

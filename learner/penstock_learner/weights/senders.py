@@ -30,7 +30,6 @@ from penstock.weights.cuda import (
     NcclGroup,
     NcclMeeting,
     Relay,
-    export_handle,
     version_mismatch,
 )
 from penstock.weights.snapshot import write_snapshot
@@ -220,7 +219,8 @@ class CudaIpcSender:
                 self._memory = self._own_memory(wire_sizes(shipment.manifest))
             self._is_ready = self._memory is staged and shipment.staged.is_sealed
             num_ready = len(staged.buckets) if self._is_ready else 0
-            handle, uuid = export_handle(self._memory.allocation.pointer), device_uuid(self._memory.device)
+            pointer, uuid = self._memory.allocation.pointer, device_uuid(self._memory.device)
+            handle = cuda.runtime().ipcGetMemHandle(pointer)
             return IpcOffer(handle.hex(), uuid, self._memory.offsets[-1], num_ready).to_json()
         except RuntimeError as error:
             raise WeightPushFailed(f"GPU memory cannot be offered by cuda_ipc: {first_line_of(error)}") from error

@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import dataset, parquet
 
-from penstock.errors import InvalidInput
+from penstock.errors import InvalidInput, one_line
 from penstock.trajectory import Prompt
 
 # ── rows without their prompts ──
@@ -246,6 +246,15 @@ class AnswerStore:
 
     def _parts(self) -> list[Path]:
         return sorted(self.folder.glob("part-*.parquet"))
+
+
+@contextlib.contextmanager
+def reading_parquet(path: Path, advice: str = "") -> Iterator[None]:
+    """Raise InvalidInput, with the advice, if the block cannot read the file."""
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        raise InvalidInput(str(path), f"cannot be read as Parquet ({one_line(error)}){advice}") from error
 
 
 @contextlib.contextmanager

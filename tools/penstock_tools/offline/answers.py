@@ -4,7 +4,6 @@ scores the responses in a file. Scores come from the scorer of a rollout server 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import itertools
 import logging
@@ -24,7 +23,7 @@ from penstock.cli.output import progress_bar
 from penstock.codec import encode_prompt
 from penstock.config.rollout import RewardConfig
 from penstock.config.run import RunConfig
-from penstock.errors import InvalidInput, PenstockError, Unavailable, first_error, one_line
+from penstock.errors import InvalidInput, PenstockError, Unavailable, first_error
 from penstock.feed.datasets import row_field
 from penstock.replay.queue_types import Lease
 from penstock.sample_scores import PromptSamples, ScoreSummary, by_source, parts_by_name, summarise
@@ -37,7 +36,7 @@ from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.rewards.function import SampleScore
 from penstock_rollout.rewards.scorer import Scorer
 from penstock_rollout.tokenization import PromptLength, Tokenization
-from penstock_tools.offline.answer_store import AnswerRow, AnswerStore, written_whole
+from penstock_tools.offline.answer_store import AnswerRow, AnswerStore, reading_parquet, written_whole
 
 logger = logging.getLogger(__name__)
 
@@ -217,7 +216,7 @@ class ScoredFile:
     def _opened(self) -> pq.ParquetFile:
         if not self.path.is_file():
             raise InvalidInput(str(self.path), "is not a file; check the path")
-        with self._reading():
+        with reading_parquet(self.path):
             file = pq.ParquetFile(self.path)
         names = file.schema_arrow.names
         if self.response_column not in names:
@@ -226,16 +225,9 @@ class ScoredFile:
         return file
 
     def _batches(self, file: pq.ParquetFile) -> Iterator[tuple[Any, list[Row]]]:
-        with self._reading():
+        with reading_parquet(self.path):
             for batch in file.iter_batches(batch_size=BATCH_ROWS):
                 yield batch, batch.to_pylist()
-
-    @contextlib.contextmanager
-    def _reading(self) -> Iterator[None]:
-        try:
-            yield
-        except (pa.ArrowException, OSError) as error:
-            raise InvalidInput(str(self.path), f"cannot be read as Parquet ({one_line(error)})") from error
 
     async def _score_file(self, file: pq.ParquetFile, partial: Path) -> None:
         kept = [field for field in file.schema_arrow if field.name not in (SCORES.name, PARTS.name)]

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Self, cast, get_args, get_type_hints
+from typing import Any, cast, get_args, get_type_hints
 
 import pyarrow as pa
 from google.protobuf.message import DecodeError
@@ -27,14 +27,14 @@ from pyarrow import parquet
 
 from penstock.cli.output import progress_bar
 from penstock.codec import check_group
-from penstock.errors import InvalidInput, PenstockError, PoisonGroup, QueueFull, one_line
+from penstock.errors import InvalidInput, PenstockError, PoisonGroup, QueueFull
 from penstock.replay.inspection import QueueInspector
 from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import OfferedGroup, Origin
 from penstock.sampling import SAMPLING_FIELDS, Distribution, Sampling
 from penstock.trajectory import FinishReason, Group, SamplingSegment, TokenReward, Trajectory, VersionSegment
 from penstock.v1 import prompts_pb2
-from penstock_tools.offline.answer_store import written_whole
+from penstock_tools.offline.answer_store import reading_parquet, written_whole
 
 # ── groups as Arrow columns, which have the names of their fields ──
 
@@ -186,6 +186,7 @@ def _is_readable(found: Any, wanted: Any) -> bool:
 ROW_GROUP_ROWS = 512
 ROW_GROUP_BYTES = 32 * 2**20
 """Upper bound on the bytes of arrays in a row group. An export or import needs a small multiple of it in memory."""
+EXPORT_AGAIN = "; export it again"
 
 
 @contextmanager
@@ -222,78 +223,53 @@ def writing(path: Path) -> Iterator[Callable[[RecordedGroup], None]]:
         raise InvalidInput(str(path), f"cannot be written ({why}); free space or choose another path") from error
 
 
-class Recording:
-    """A file of recorded groups. Rows are read in the file's order and checked as they are read."""
+def _batches(path: Path, file: Any, batch_rows: int) -> Iterator[list[RecordedGroup]]:
+    """Every row in the file's order, in batches of at most `batch_rows`, checked as they are read."""
+    _check_columns(path, file.schema_arrow)
+    row = 0
+    with reading_parquet(path, EXPORT_AGAIN):
+        for batch in file.iter_batches(batch_size=batch_rows, columns=SCHEMA.names):
+            yield _checked(path, batch, row)
+            row += batch.num_rows
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
 
-    def __enter__(self) -> Self:
-        if not self.path.is_file():
-            raise InvalidInput(str(self.path), "is not a file; `penstock queue export` writes one")
+def _checked(path: Path, batch: Any, first_row: int) -> list[RecordedGroup]:
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        if name == "sampling":
+            _check_sampling(path, column, first_row)
+        elif has_nulls(column):
+            raise InvalidInput(f"{path} column {name}", f"has nulls in rows from {first_row}; fill them in")
+    rows = from_record_batch(batch)
+    for number, row in enumerate(rows, start=first_row):
         try:
-            # Pre-buffering would keep every row group in memory after it was read.
-            self._file = parquet.ParquetFile(self.path, pre_buffer=False)
-        except (pa.ArrowException, OSError) as error:
-            raise self._unreadable(error) from error
-        self.num_rows: int = self._file.metadata.num_rows
-        return self
+            check_group(row.group)
+        except PoisonGroup as error:
+            raise InvalidInput(f"{path} row {number}", f"{error}; remove the row") from error
+        for trajectory in row.group.trajectories:
+            if trajectory.finish_reason not in (known := get_args(FinishReason)):
+                raise InvalidInput(f"{path} row {number}", f"finish_reason is not one of {known}")
+    return rows
 
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
 
-    def batches(self, batch_rows: int) -> Iterator[list[RecordedGroup]]:
-        """Every row, in batches of at most `batch_rows`."""
-        self._check_columns()
-        row = 0
-        try:
-            for batch in self._file.iter_batches(batch_size=batch_rows, columns=SCHEMA.names):
-                yield self._checked(batch, row)
-                row += batch.num_rows
-        except (pa.ArrowException, OSError) as error:
-            raise self._unreadable(error) from error
+def _check_sampling(path: Path, column: Any, first_row: int) -> None:
+    """Refuse a row without the parameters that its tokens were sampled with. Only the seed may be missing."""
+    for index, field in enumerate(column.type):
+        if field.name != "seed" and (column.null_count or has_nulls(column.field(index))):
+            raise InvalidInput(
+                f"{path} column sampling.{field.name}",
+                f"has nulls in rows from {first_row}; fill in what the tokens were sampled with: the learner computes "
+                "their log-probs with it",
+            )
 
-    def _checked(self, batch: Any, first_row: int) -> list[RecordedGroup]:
-        for name, column in zip(batch.schema.names, batch.columns, strict=True):
-            if name == "sampling":
-                self._check_sampling(column, first_row)
-            elif has_nulls(column):
-                raise InvalidInput(f"{self.path} column {name}", f"has nulls in rows from {first_row}; fill them in")
-        rows = from_record_batch(batch)
-        for number, row in enumerate(rows, start=first_row):
-            try:
-                check_group(row.group)
-            except PoisonGroup as error:
-                raise InvalidInput(f"{self.path} row {number}", f"{error}; remove the row") from error
-            for trajectory in row.group.trajectories:
-                if trajectory.finish_reason not in (known := get_args(FinishReason)):
-                    raise InvalidInput(f"{self.path} row {number}", f"finish_reason is not one of {known}")
-        return rows
 
-    def _check_sampling(self, column: Any, first_row: int) -> None:
-        """Refuse a row without the parameters that its tokens were sampled with. Only the seed may be missing."""
-        for index, field in enumerate(column.type):
-            if field.name != "seed" and (column.null_count or has_nulls(column.field(index))):
-                raise InvalidInput(
-                    f"{self.path} column sampling.{field.name}",
-                    f"has nulls in rows from {first_row}; fill in what the tokens were sampled with: the learner "
-                    "computes their log-probs with it",
-                )
-
-    def _check_columns(self) -> None:
-        found = self._file.schema_arrow
-        for field in SCHEMA:
-            if field.name not in found.names:
-                raise InvalidInput(
-                    str(self.path), f"has no column `{field.name}`; `penstock queue export` writes what this reads"
-                )
-            if not _is_readable(found.field(field.name).type, field.type):
-                raise InvalidInput(
-                    f"{self.path} column {field.name}", f"is {found.field(field.name).type}, not {field.type}; cast it"
-                )
-
-    def _unreadable(self, error: Exception) -> InvalidInput:
-        return InvalidInput(str(self.path), f"cannot be read as Parquet ({one_line(error)}); export it again")
+def _check_columns(path: Path, found: Any) -> None:
+    for field in SCHEMA:
+        if field.name not in found.names:
+            why = f"has no column `{field.name}`; `penstock queue export` writes what this reads"
+            raise InvalidInput(str(path), why)
+        kind = found.field(field.name).type
+        if not _is_readable(kind, field.type):
+            raise InvalidInput(f"{path} column {field.name}", f"is {kind}, not {field.type}; cast it")
 
 
 # ── from a queue and back ──
@@ -336,9 +312,12 @@ async def import_groups(inspector: QueueInspector, path: Path, *, epoch: int, wa
     Raises QueueFull when the queue has had no room for `wait_s`. Another `epoch` imports the same file again."""
     origin = Origin(ORIGIN, await asyncio.to_thread(_import_key, path, epoch))
     num_groups, row = 0, 0
-    with Recording(path) as recording, progress_bar("importing") as progress:
-        task = progress.add_task("", total=recording.num_rows)
-        batches = recording.batches(IMPORT_GROUPS)
+    with reading_parquet(path, EXPORT_AGAIN):
+        # Pre-buffering would keep every row group in memory after it was read.
+        file = parquet.ParquetFile(path, pre_buffer=False)
+    with file, progress_bar("importing") as progress:
+        task = progress.add_task("", total=file.metadata.num_rows)
+        batches = _batches(path, file, IMPORT_GROUPS)
         while batch := await asyncio.to_thread(next, batches, None):
             groups = [
                 OfferedGroup(number, recorded.prompt, _priority(path, number, recorded.prompt), recorded.group)

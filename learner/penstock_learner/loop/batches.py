@@ -117,6 +117,10 @@ class DataEnd:
     queue: GroupConsumer
     config: DatasetConfig
 
+    @property
+    def drops_remainder(self) -> bool:
+        return self.config.last_batch == "drop"
+
     async def is_reached(self) -> bool:
         """Whether no more groups will come. Groups that the learner has taken do not count."""
         return await data_has_ended(self.queue, self.config)
@@ -185,7 +189,7 @@ class BatchReader:
     async def read(self, step: int, policy_version: int, wanted: asyncio.Event | None = None) -> Batch:
         """The batch of `step`: first the groups that an earlier learner took for it, then groups from the queue. The
         deadline starts when `wanted` is set, or at once without it, so reading may take as long as the step before."""
-        self._in_batches = {prompt_id for prompt_id in self._in_batches if prompt_id not in self.term.ledger}
+        self._in_batches = {prompt_id for prompt_id in self._in_batches if not self.term.has_trained(prompt_id)}
         groups = await self._accept(self.term.take_manifest(step), policy_version)
         return await self._complete(step, groups, policy_version, wanted)
 
@@ -236,7 +240,7 @@ class BatchReader:
             if not taken:
                 if self.data_end is not None and await self.data_end.is_reached():
                     num_groups = len(groups)
-                    if self.data_end.config.last_batch != "drop":
+                    if not self.data_end.drops_remainder:
                         await self.failed_rewards.judge_last(groups)
                         groups = await self._without_failed(groups)
                     if len(groups) == num_groups:
@@ -257,7 +261,7 @@ class BatchReader:
 
     async def _remainder(self, step: int, groups: list[Group], data_end: DataEnd) -> Batch:
         """The batch of the last step, from what is left of the dataset. Empty if nothing is left or it is dropped."""
-        if data_end.config.last_batch == "drop":
+        if data_end.drops_remainder:
             for group in groups:
                 self._in_batches.discard(group.prompt_id)
                 await self.queue.discard(group.prompt_id, "remainder")
@@ -308,9 +312,9 @@ class BatchReader:
     async def _check(self, delivery: Delivery, decoded: Group | PoisonGroup, policy_version: int) -> Group | None:
         """The group, or None if it must not be trained: its prompt was trained already, it is malformed, its server is
         in quarantine, or as the config says, it is too old, its rewards fail, or it is filtered."""
-        if delivery.prompt_id in self._in_batches or delivery.prompt_id in self.term.ledger:
+        if delivery.prompt_id in self._in_batches or self.term.has_trained(delivery.prompt_id):
             # A group that no checkpoint covers yet must stay: the next checkpoint commits it.
-            if self.term.ledger.is_durable(delivery.prompt_id):
+            if self.term.is_durable(delivery.prompt_id):
                 await self.queue.commit(0, [delivery.prompt_id])
             return None
         if isinstance(decoded, PoisonGroup):

@@ -226,11 +226,10 @@ class StepLoop:
         started_s = time.time()
         async with profiled(self.config, self.training.roles, batch.step):
             result = await self.training.run(batch.groups, batch.step, self.term, forwards)
-        self.agreement.check.remember(result.logprob_mismatch)
+        self.agreement.check.remember(result.update.logprob_mismatch)
         if result.recomputed is not None:
             await self.recomputed.keep(batch.groups, result.recomputed)
-        num_sequences = int(result.numbers["num_sequences"])
-        self.term.add_trained(batch.step, batch.prompt_ids, result.numbers["kl_reference"], num_sequences)
+        self.term.add_trained(batch.step, batch.prompt_ids, result.update.kl_reference, result.batch.num_sequences)
         self.records.trace(batch, started_s, self.term)
         return result
 
@@ -360,7 +359,7 @@ class StepRecords:
         self.metrics.staleness.observe_all([max(0.0, trained_version - version) for version in oldest])
         logger.info(
             "step %d version %d reward %.3f staleness %.2f loss %.4f %.2fs", result.step, term.policy_version,
-            *(metrics[name] for name in ("reward_mean", "staleness_mean", "loss", "step_s")),
+            result.batch.reward_mean, result.batch.staleness_mean, result.update.loss, metrics["step_s"],
         )  # fmt: skip
 
     async def usage_numbers(self, result: StepResult) -> dict[str, float]:
@@ -371,10 +370,9 @@ class StepRecords:
         for rank, usage in enumerate(self.usage):
             self.metrics.memory_peak.labels(rank).set(usage.memory_peak_bytes)
         peak = sum(peak_flops(usage.device_name, self.config.peak_flops_per_rank) for usage in self.usage)
-        numbers = result.numbers
-        num_tokens = (numbers["prompt_tokens"] + numbers["response_tokens"]) * self.config.epochs_per_step
-        num_tokens -= numbers["shared_tokens"]
-        share = mfu(self.usage[0].num_parameters, num_tokens, numbers["update_s"], peak)
+        num_tokens: float = (result.batch.prompt_tokens + result.batch.response_tokens) * self.config.epochs_per_step
+        num_tokens -= result.update.shared_tokens
+        share = mfu(self.usage[0].num_parameters, num_tokens, result.update_s, peak)
         self.metrics.mfu.set(share)
         memory_gib = max(usage.memory_peak_bytes for usage in self.usage) / 2**30
         return {"memory_peak_gib": memory_gib} | ({"mfu": share} if peak else {})
@@ -433,7 +431,7 @@ class CheckpointWriter:
         crash_point("before_flush")
         checkpoint = await asyncio.to_thread(self.store.finish, partial, state, _shards(partial, written))
         await asyncio.to_thread(self.store.upload, checkpoint)
-        self.term.ledger.mark_durable(prompt_ids)
+        self.term.mark_durable(prompt_ids)
         self.on_durable()
         crash_point("after_flush")
         await self.queue.commit(state.step, prompt_ids, await asyncio.to_thread(self.store.oldest_step))

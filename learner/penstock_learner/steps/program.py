@@ -36,6 +36,7 @@ from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.roles.role_group import RoleGroup, RoleRecovery, gather_all
 from penstock_learner.steps.roles import (
     Ahead,
+    AheadBatch,
     BatchContext,
     Calls,
     Role,
@@ -279,7 +280,7 @@ class StepProgram:
         result = await _explained(self.step(batch, roles, context), roles.calls, self.step_name)
         if not isinstance(result, tuple) or len(result) != 2:
             raise ConfigError(f"{self.step_name} must return (batch, metrics), not a {type(result).__name__}")
-        if not roles.calls.has_awaited_ahead:
+        if not context.ahead_batch.was_read:
             raise ConfigError(f"{self.step_name} must await context.ahead(), or what runs a step ahead has no effect")
         trained, metrics = result
         try:
@@ -385,9 +386,8 @@ class TrainingStep:
         started = time.monotonic()
         computing = asyncio.ensure_future(ahead or self.ahead(groups))
         kl_coefficient = term.kl.coefficient
+        context = StepContext(self.config, groups, step, term.policy_version, kl_coefficient, AheadBatch(computing))
         roles = Roles(self.roles, self.access)
-        version = term.policy_version
-        context = StepContext(self.config, groups, step, version, kl_coefficient, computing, roles.calls)
         batch = self._batch_of(groups)
         batch, own = await self.program.run_step(batch, roles, context)
         roles.calls.raise_if_unfinished(self.program.step_name)
@@ -395,20 +395,16 @@ class TrainingStep:
         ended = time.monotonic()
         self._observe(roles.calls, step)
         update_started = roles.calls.update_started or ended
-        of_updates = numbers_of_updates(roles.calls.updates, batch, self.config.algorithm, kl_coefficient)
-        numbers = {
-            **own,
-            **batch_numbers(batch, groups, term),
-            **of_updates,
-            "step": float(step),
-            "forward_s": update_started - started,
-            "update_s": ended - update_started,
-            "time": time.time(),
-        }
+        update, others = numbers_of_updates(roles.calls.updates, batch, self.config.algorithm, kl_coefficient)
+        numbers, of_batch = batch_numbers(batch, groups, term)
         return StepResult(
             step=step,
-            numbers=MappingProxyType(numbers),
-            logprob_mismatch=of_updates.get("logprob_mismatch"),
+            batch=numbers,
+            update=update,
+            others=MappingProxyType({**own, **of_batch, **others}),
+            forward_s=update_started - started,
+            update_s=ended - update_started,
+            ended_s=time.time(),
             rewards=batch.rewards,
             recomputed=proximal_log_probs(batch, roles.calls.updates),
         )

@@ -49,7 +49,6 @@ class Calls:
     update_started: float | None = None
     """When the first update began, by `time.monotonic`."""
     running: list[str] = field(default_factory=list)
-    has_awaited_ahead: bool = False
     error: Exception | None = None
 
     def raise_if_unfinished(self, name: str) -> None:
@@ -237,6 +236,18 @@ class BatchContext:
         return [group.data_source for group in self.groups for _ in group.trajectories]
 
 
+class AheadBatch:
+    """The batch with what was computed a step ahead, or is still being computed."""
+
+    def __init__(self, computing: asyncio.Future[SequenceBatch]) -> None:
+        self.computing = computing
+        self.was_read = False
+
+    async def read(self) -> SequenceBatch:
+        self.was_read = True
+        return await self.computing
+
+
 @dataclass(frozen=True)
 class StepContext(BatchContext):
     """What is known when the batch is trained."""
@@ -246,15 +257,12 @@ class StepContext(BatchContext):
     version: int
     """Version of the policy's weights before the step."""
     kl_coefficient: float
-    computing: asyncio.Future[SequenceBatch]
-    """The batch with what was computed a step ahead, or is still being computed."""
-    calls: Calls
+    ahead_batch: AheadBatch
 
     async def ahead(self) -> SequenceBatch:
         """The batch with the fields that the program's `ahead` computes. Every step must await it. It may not be ready
         yet: await it together with calls that do not need its fields."""
-        self.calls.has_awaited_ahead = True
-        return await self.computing
+        return await self.ahead_batch.read()
 
     @property
     def recomputes_log_probs(self) -> bool:

@@ -27,11 +27,35 @@ from penstock_learner.roles.dispatch import CriticReport, TrainedReport, UpdateR
 from penstock_learner.steps.roles import Update
 from penstock_learner.term import Term
 
-NUMBERS_OF_UPDATES = (
-    "loss", "grad_norm", "lr", "skipped", "kl_reference", "kl_behaviour", "clip_ratio_low", "clip_ratio_high",
-    "shared_tokens", "kl_coefficient", "kl_loss",
-)  # fmt: skip
-"""Numbers about the policy's updates that every step has. They are 0 if it did not update the policy."""
+
+@dataclass(frozen=True)
+class BatchNumbers:
+    """Numbers about the samples of a step that train. Staleness is in steps, as the mean over tokens."""
+
+    reward_mean: float
+    staleness_mean: float
+    num_sequences: int
+    prompt_tokens: int
+    response_tokens: int
+
+
+@dataclass(frozen=True)
+class UpdateNumbers:
+    """Numbers about the policy's updates that every step has. They are 0 if it did not update the policy."""
+
+    loss: float = 0.0
+    grad_norm: float = 0.0
+    lr: float = 0.0
+    skipped: float = 0.0
+    kl_reference: float = 0.0
+    kl_behaviour: float = 0.0
+    clip_ratio_low: float = 0.0
+    clip_ratio_high: float = 0.0
+    shared_tokens: float = 0.0
+    kl_coefficient: float = 0.0
+    kl_loss: float = 0.0
+    logprob_mismatch: float | None = None
+    """None if no token was sampled by the learner's own version."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +63,24 @@ class StepResult:
     """What training on a batch has computed. The policy's ranks hold the new weights, which have no version yet."""
 
     step: int
-    numbers: Mapping[str, float]
-    """All numbers under the names of docs/metrics.md, read-only. Those of the user's own step hide no other."""
-    logprob_mismatch: float | None
-    """None if no token was sampled by the learner's own version."""
+    batch: BatchNumbers
+    update: UpdateNumbers
+    others: Mapping[str, float]
+    """Numbers by name, read-only, that depend on the model, the roles, the rewards or the user's own step."""
+    forward_s: float
+    update_s: float
+    ended_s: float
+    """When the step ended, in seconds since the epoch."""
     rewards: NDArray[np.float32]
     """[S] rewards that the batch was trained with, including the reward model's."""
     recomputed: NDArray[np.float32] | None
     """[T] the policy's log-probs of the batch before its update, if they were computed."""
+
+    def by_name(self) -> dict[str, float]:
+        """All numbers under the names of docs/metrics.md. None of `others` hides a number that every step has."""
+        times = {"forward_s": self.forward_s, "update_s": self.update_s, "time": self.ended_s}
+        of_step = {"step": self.step, **asdict(self.batch), **asdict(self.update), **times}
+        return {**self.others, **{name: float(number) for name, number in of_step.items() if number is not None}}
 
 
 @dataclass(frozen=True)
@@ -81,21 +115,21 @@ class StepTimes:
 def flattened(result: StepResult, times: StepTimes, policy_version: int, in_flight_updates: int) -> dict[str, float]:
     """All numbers of a step under the names that loggers, the policy record and Prometheus know."""
     return {
-        **result.numbers,
+        **result.by_name(),
         **asdict(times),
         "overhead_ratio": times.overhead_ratio,
         "idle_ratio": times.idle_ratio,
         "policy_version": float(policy_version),
-        "tokens_per_second": result.numbers["response_tokens"] / times.step_s,
+        "tokens_per_second": result.batch.response_tokens / times.step_s,
         "in_flight_updates": float(in_flight_updates),
     }
 
 
-def batch_numbers(batch: SequenceBatch, groups: Sequence[Group], term: Term) -> dict[str, float]:
-    """The numbers of a batch of these groups, which the weights of the term train. The spread of rewards within groups
-    includes their baseline samples, and omits samples without a trained token, as advantages do. All other numbers are
-    about the samples that train. Staleness is in steps, over tokens. The numbers of advantages and returns are about
-    trained tokens; there are none of returns if the estimator computes none."""
+def batch_numbers(batch: SequenceBatch, groups: Sequence[Group], term: Term) -> tuple[BatchNumbers, dict[str, float]]:
+    """The numbers of a batch of these groups, which the weights of the term train, and others by name. The spread of
+    rewards within groups includes their baseline samples, and omits samples without a trained token, as advantages do.
+    All other numbers are about the samples that train. Those of advantages and returns are about their trained
+    tokens; there are none of returns if the estimator computes none."""
     trained = batch.without_baselines()
     ends = np.cumsum(trained.response_lengths)
     staleness = np.maximum(0, term.policy_version - term.in_steps(trained.token_versions))
@@ -106,13 +140,9 @@ def batch_numbers(batch: SequenceBatch, groups: Sequence[Group], term: Term) -> 
     highest = np.maximum.reduceat(np.where(has_loss, batch.rewards, -np.inf), starts)
     lowest = np.minimum.reduceat(np.where(has_loss, batch.rewards, np.inf), starts)
     samples = [sample for group in groups for sample in group.trajectories if not sample.is_baseline]
-    numbers = _spread("reward", trained.rewards) | _spread("response_length", trained.response_lengths)
-    numbers |= {
-        "num_sequences": float(trained.num_sequences),
-        "prompt_tokens": float(trained.prompt_lengths.sum()),
-        "response_tokens": float(len(trained.loss_mask)),
+    others = _spread("reward", trained.rewards) | _spread("response_length", trained.response_lengths)
+    others |= {
         "reward_std": _deviation(trained.rewards),
-        "staleness_mean": float(staleness.mean()),
         "staleness_max": float(staleness.max()),
         "mixed_version_ratio": float((trained.unmixed_versions[ends - 1] == -1).mean()),
         "zero_advantage_group_ratio": float(((highest == lowest) & (sizes > 1)).mean()),
@@ -123,8 +153,15 @@ def batch_numbers(batch: SequenceBatch, groups: Sequence[Group], term: Term) -> 
     is_trained = trained.loss_mask.astype(bool)
     for name, of_tokens in (("advantage", trained.advantages), ("return", trained.returns)):
         if of_tokens is not None and is_trained.any():
-            numbers |= _spread(name, of_tokens[is_trained].astype(np.float64))
-    return numbers | reward_part_means(groups)
+            others |= _spread(name, of_tokens[is_trained].astype(np.float64))
+    numbers = BatchNumbers(
+        reward_mean=others["reward_mean"],
+        staleness_mean=float(staleness.mean()),
+        num_sequences=trained.num_sequences,
+        prompt_tokens=int(trained.prompt_lengths.sum()),
+        response_tokens=len(trained.loss_mask),
+    )
+    return numbers, others | reward_part_means(groups)
 
 
 def _spread(name: str, values: NDArray[Any]) -> dict[str, float]:
@@ -221,17 +258,21 @@ def listed(prompts: list[int], at_most: int = 8) -> str:
 
 def numbers_of_updates(
     updates: Sequence[Update], batch: SequenceBatch, algorithm: AlgorithmConfig, kl_coefficient: float
-) -> dict[str, float]:
+) -> tuple[UpdateNumbers, dict[str, float]]:
     """The numbers about updates that every step has, and those that depend on the model and the roles."""
     policy = [update for update in updates if update.role == "policy"]
-    numbers: dict[str, float] = {}
+    numbers = UpdateNumbers(kl_coefficient=kl_coefficient)
+    others: dict[str, float] = {}
+    if policy:
+        numbers, others = policy_numbers(policy, algorithm.kl, kl_coefficient)
     for role in dict.fromkeys(update.role for update in updates if update.role != "policy"):
-        numbers |= critic_metrics(role, [update for update in updates if update.role == role], batch)
-    numbers |= dict.fromkeys(NUMBERS_OF_UPDATES, 0.0) | {"kl_coefficient": kl_coefficient}
-    return numbers | (policy_numbers(policy, algorithm.kl, kl_coefficient) if policy else {})
+        others |= critic_metrics(role, [update for update in updates if update.role == role], batch)
+    return numbers, others
 
 
-def policy_numbers(policy: Sequence[Update], kl: KLConfig, kl_coefficient: float) -> dict[str, float]:
+def policy_numbers(
+    policy: Sequence[Update], kl: KLConfig, kl_coefficient: float
+) -> tuple[UpdateNumbers, dict[str, float]]:
     """The numbers of a step's updates of the policy, over all their tokens and ranks."""
     updates: list[Sequence[UpdateReport]] = [update.reports for update in policy]
     reports = [report for ranks in updates for report in ranks]
@@ -239,16 +280,20 @@ def policy_numbers(policy: Sequence[Update], kl: KLConfig, kl_coefficient: float
     statistics = reduce(add, [report.statistics for report in reports])
     correction = reduce(add, [report.correction for report in reports])
     # Only the first update counts: later ones start from weights that are not a version.
-    mismatch = reduce(add, [report.mismatch for report in updates[0]]).mean
+    mismatch = reduce(add, [report.mismatch for report in updates[0]])
     kl_reference = sum(report.kl for report in reports) / num_tokens
-    return ({} if mismatch is None else {"logprob_mismatch": mismatch}) | {
+    numbers = UpdateNumbers(
         **_optimizer_metrics(updates),
-        "kl_reference": kl_reference,
-        "kl_behaviour": correction.mean_of(correction.sum_kl),
-        "clip_ratio_low": statistics.mean_of(statistics.num_clipped_low),
-        "clip_ratio_high": statistics.mean_of(statistics.num_clipped_high),
-        "shared_tokens": float(sum(shard.num_shared for update in policy for shard in update.shards)),
-        "kl_loss": kl.loss_factor(kl_coefficient) * kl_reference if kl.in_loss else 0.0,
+        kl_reference=kl_reference,
+        kl_behaviour=correction.mean_of(correction.sum_kl),
+        clip_ratio_low=statistics.mean_of(statistics.num_clipped_low),
+        clip_ratio_high=statistics.mean_of(statistics.num_clipped_high),
+        shared_tokens=sum(shard.num_shared for update in policy for shard in update.shards),
+        kl_coefficient=kl_coefficient,
+        kl_loss=kl.loss_factor(kl_coefficient) * kl_reference if kl.in_loss else 0.0,
+        logprob_mismatch=mismatch.mean,
+    )
+    return numbers, {
         "entropy": sum(report.entropy for report in reports) / num_tokens,
         "importance_weight_mean": correction.mean_of(correction.sum_weights),
         "importance_weight_max": float(correction.max_weight),

@@ -61,7 +61,7 @@ async def test_distillation_moves_the_policy_to_its_teacher(tiny_models: dict[st
         roles={"teacher": {"worker": "reference", "path": str(make_tiny_qwen2(tmp_path / "teacher", seed=11))}},
     )  # fmt: skip
     results = [await step.run(GROUPS, number, Term()) for number in (1, 2, 3, 4)]
-    gaps = [result.numbers["teacher_kl"] for result in results]
+    gaps = [result.by_name()["teacher_kl"] for result in results]
     assert gaps[-1] < gaps[0] - 0.01
     teacher = await step.ahead(GROUPS)
     assert teacher["teacher_log_probs"].shape == teacher.behaviour_log_probs.shape
@@ -73,7 +73,7 @@ async def test_a_second_critic_is_trained_alongside_the_first(tiny_models: dict[
         tiny_models, step=f"{EXAMPLES}/two_critics.py:step", critic={"lr": 1e-2},
         roles={"second_critic": {"worker": "critic", "lr": 1e-2}}, algorithm={"advantage": {"name": "gae"}},
     )  # fmt: skip
-    metrics = [(await step.run(GROUPS, number, Term())).numbers for number in (1, 2)]
+    metrics = [(await step.run(GROUPS, number, Term())).by_name() for number in (1, 2)]
     assert metrics[0]["critic_gap"] == 0, "both heads start with zeros"
     assert metrics[1]["critic_gap"] > 0, "they learn from other samples"
     assert metrics[1]["second_critic_loss"] > 0 and metrics[1]["critic_loss"] != metrics[1]["second_critic_loss"]
@@ -90,7 +90,7 @@ async def test_a_judge_of_its_own_adds_to_the_rewards(tmp_path: Path) -> None:
     plain = np.array([trajectory.reward for group in GROUPS for trajectory in group.trajectories])
     np.testing.assert_allclose(batch.rewards, plain + 0.5 * batch["judge_scores"], atol=1e-6)
     assert ((batch["judge_scores"] > 0) & (batch["judge_scores"] < 1)).all()
-    metrics = (await step.run(GROUPS, 1, Term())).numbers
+    metrics = (await step.run(GROUPS, 1, Term())).by_name()
     assert metrics["reward_mean"] == pytest.approx(batch.rewards.mean(), abs=1e-5)
 
 
@@ -131,7 +131,7 @@ async def step(batch, roles, context):
         algorithm={"correction": {"mode": "bypass"}},
     )  # fmt: skip
     assert trained_roles(step.config) == ["policy"]
-    metrics = (await step.run(GROUPS, 1, Term())).numbers
+    metrics = (await step.run(GROUPS, 1, Term())).by_name()
     assert (metrics["right"], metrics["factor"]) == (1.0, 21.0)
 
 

@@ -55,7 +55,7 @@ async def test_a_step_after_a_rehearsal_is_the_same_step(tiny_models: dict[str, 
     groups = [make_group(number) for number in (1, 2)]
     plain, rehearsed = make_step(tiny_models), make_step(tiny_models)
     await rehearsed.rehearse(2, 4096, 16, lambda: True)
-    first, second = [(await step.run(groups, 1, Term())).numbers for step in (plain, rehearsed)]
+    first, second = [(await step.run(groups, 1, Term())).by_name() for step in (plain, rehearsed)]
     for name in ("loss", "grad_norm", "entropy"):
         assert first[name] == second[name], name
     assert all(torch.equal(value, state_of(rehearsed)[name]) for name, value in state_of(plain).items())

@@ -125,7 +125,7 @@ async def test_the_scores_are_those_of_training_and_reach_the_loggers(tiny_model
         "val-core/math/reward/mean", "val-core/chat/reward_model/mean@4", "val-core/chat/combined_reward/mean@4",
         "val-core/chat/combined_reward/best@4/mean",
     }  # fmt: skip
-    trained = (await step.run(groups, 1, Term())).numbers["reward_mean"]
+    trained = (await step.run(groups, 1, Term())).by_name()["reward_mean"]
     assert scores["val-core/chat/combined_reward/mean@4"] == pytest.approx(trained, abs=1e-5)
     rules = scores["val-core/math/reward/mean"]
     assert scores["val-core/chat/reward_model/mean@4"] == pytest.approx((trained - rules) / 0.1, abs=1e-4)

@@ -15,7 +15,7 @@ from penstock.config.learner import LearnerConfig
 from penstock_learner.batches.partition import partition
 from penstock_learner.batches.sequence_batch import SequenceBatch, batch_of
 from penstock_learner.steps.program import denominators_of, with_advantages
-from penstock_learner.steps.roles import Calls, StepContext
+from penstock_learner.steps.roles import AheadBatch, StepContext
 from penstock_learner.term import Term
 from support.groups import groups_of
 from support.learner_ranks import make_step
@@ -41,7 +41,7 @@ async def test_a_batch_is_trained_in_parts_against_the_policy_of_its_start(tiny_
     groups = groups_of("a", "b", "c")
     step = make_step(tiny_models, **learner, minibatches_per_step=3, epochs_per_step=2)
     result = await step.run(groups, 1, Term())
-    metrics = result.numbers
+    metrics = result.by_name()
     assert result.recomputed is not None
     batch = with_advantages(replace(batch_of(groups), old_log_probs=result.recomputed), step.config.algorithm, 0.0)
     expected = train_by_parts(tiny_models, batch, [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]] * 2, **learner)
@@ -50,7 +50,7 @@ async def test_a_batch_is_trained_in_parts_against_the_policy_of_its_start(tiny_
         assert torch.equal(weight, trained.rank.model.get_parameter(name)), name
     assert metrics["clip_ratio_low"] + metrics["clip_ratio_high"] > 0.1 and metrics["approx_kl"] != 0
     assert metrics["num_sequences"] == 12
-    whole = (await make_step(tiny_models, **learner).run(groups, 1, Term())).numbers
+    whole = (await make_step(tiny_models, **learner).run(groups, 1, Term())).by_name()
     assert whole["clip_ratio_low"] == whole["clip_ratio_high"] == 0
     assert metrics["logprob_mismatch"] != whole["logprob_mismatch"], "of the first part, under the weights of the start"
 
@@ -62,9 +62,9 @@ async def test_the_critic_learns_in_parts_alongside_the_policy(tiny_models: dict
         "minibatches_per_step": 4,
     }  # fmt: skip
     groups = groups_of("a", "b")
-    metrics = (await make_step(tiny_models, {"update": asyncio.Barrier(2)}, **learner).run(groups, 1, Term())).numbers
+    metrics = (await make_step(tiny_models, {"update": asyncio.Barrier(2)}, **learner).run(groups, 1, Term())).by_name()
     assert metrics["critic_clip_ratio"] > 0
-    whole = (await make_step(tiny_models, **learner | {"minibatches_per_step": 1}).run(groups, 1, Term())).numbers
+    whole = (await make_step(tiny_models, **learner | {"minibatches_per_step": 1}).run(groups, 1, Term())).by_name()
     assert whole["critic_clip_ratio"] == 0
 
 
@@ -94,7 +94,7 @@ def test_shuffled_minibatches_have_each_sample_once_per_epoch_and_follow_from_th
 
     def parts(step: int = 1, seed: int = 42) -> list[list[int]]:
         config = LearnerConfig(minibatches_per_step=3, epochs_per_step=2, shuffle_minibatches=True, shuffle_seed=seed)
-        context: Any = StepContext(config, [], step, 0, 0.0, asyncio.Future(), Calls())
+        context: Any = StepContext(config, [], step, 0, 0.0, AheadBatch(asyncio.Future()))
         return [part["number"].tolist() for part in context.minibatches(samples)]
 
     async def all_parts() -> None:
@@ -118,7 +118,7 @@ async def test_a_single_update_computes_the_proximal_policy_itself(tiny_models: 
     before = policy.rank.log_probs(whole)
     policy.rank.log_probs = None  # a call would fail
     result = await step.run(groups, 1, Term())
-    metrics = result.numbers
+    metrics = result.by_name()
     assert result.recomputed is not None
     np.testing.assert_allclose(result.recomputed, before, atol=1e-6)
     given = with_advantages(replace(batch_of(groups), old_log_probs=before), step.config.algorithm, 0.0)
@@ -150,7 +150,7 @@ async def test_the_first_of_several_updates_computes_the_proximal_policy_itself(
     assert result.recomputed is not None
     np.testing.assert_allclose(result.recomputed, before, atol=1e-6)
     given = with_advantages(replace(batch_of(groups), old_log_probs=before), step.config.algorithm, 0.0)
-    context: Any = StepContext(step.config, [], 1, 0, 0.0, cast(Any, None), Calls())
+    context: Any = StepContext(step.config, [], 1, 0, 0.0, cast(Any, None))
     parts = context.minibatches(given.with_sequence_fields(number=np.arange(12)))
     expected = train_by_parts(tiny_models, given, [part["number"].tolist() for part in parts], **learner)
     for name, weight in expected.model.named_parameters():
@@ -171,5 +171,5 @@ async def test_the_first_of_several_updates_computes_the_proximal_policy_itself(
 def test_the_proximal_policy_has_a_pass_of_its_own_where_the_weights_change_in_between(
     changed: dict[str, Any], recomputes: bool
 ) -> None:
-    context: Any = StepContext(LearnerConfig.model_validate(changed), [], 1, 0, 0.0, cast(Any, None), Calls())
+    context: Any = StepContext(LearnerConfig.model_validate(changed), [], 1, 0, 0.0, cast(Any, None))
     assert context.recomputes_log_probs == recomputes

@@ -24,7 +24,7 @@ from penstock_learner.batches.sequence_batch import batch_of
 from penstock_learner.loop.step_loop import StepRecords
 from penstock_learner.metrics import MAX_REWARD_PARTS, LearnerMetrics
 from penstock_learner.roles.dispatch import RankUsage
-from penstock_learner.steps.program import own_step, with_advantages
+from penstock_learner.steps.program import with_advantages
 from penstock_learner.steps.step_result import SkippedSteps, StepTimes, mean_rewards, reward_part_means
 from penstock_learner.term import KLController, Rewind, Term
 from support.groups import groups_of, made_by, make_group
@@ -42,7 +42,7 @@ async def test_all_forwards_run_at_the_same_time_and_so_do_the_updates(tiny_mode
         algorithm={"advantage": {"name": "gae"}, "kl": {"placement": "reward"}},
         critic={}, reward_model={"path": str(tiny_models["scalar"])},
     )  # fmt: skip
-    metrics = (await step.run(groups_of("a", "b"), 1, Term(kl=KLController(KLConfig(), 0.1)))).numbers
+    metrics = (await step.run(groups_of("a", "b"), 1, Term(kl=KLController(KLConfig(), 0.1)))).by_name()
     assert metrics["critic_loss"] > 0 and metrics["grad_norm"] > 0
     assert metrics["return_min"] < metrics["return_mean"] < metrics["return_max"]
 
@@ -54,7 +54,7 @@ async def test_the_reward_model_adds_or_replaces_for_its_data_sources(tiny_model
     async def mean_reward(**settings: Any) -> float:
         step = make_step(tiny_models, reward_model={"path": str(tiny_models["scalar"]), **settings})
         result = await step.run(groups, 1, Term())
-        overall = result.numbers["reward_mean"]
+        overall = result.by_name()["reward_mean"]
         by_source = mean_rewards(groups, result.rewards)
         assert by_source.keys() == {"chat/a", "rules"}
         assert sum(by_source.values()) / 2 == pytest.approx(overall, abs=1e-5)
@@ -87,7 +87,7 @@ async def test_a_judge_is_asked_after_the_trajectory(tmp_path: Path) -> None:
         ids = torch.tensor([[*group.prompt_token_ids.tolist(), *trajectory.token_ids.tolist(), *spelled("good")]])
         expected.append(2 * plain(ids).logits[0, -1, spelled("yn")].softmax(0)[0].item())
     assert max(expected) - min(expected) > 0.01
-    assert (await step.run(groups, 1, Term())).numbers["reward_mean"] == pytest.approx(sum(expected) / 4, abs=1e-5)
+    assert (await step.run(groups, 1, Term())).by_name()["reward_mean"] == pytest.approx(sum(expected) / 4, abs=1e-5)
     with pytest.raises(ConfigError, match="must be two different tokens"):
         make_step(models, reward_model={"path": str(folder), "judge": judge | {"no": "no"}})
 
@@ -100,7 +100,7 @@ async def test_scores_of_the_reward_model_that_are_not_finite_name_their_prompts
     with torch.no_grad():
         for parameter in model.rank.model.parameters():
             parameter.fill_(torch.nan)
-    metrics = (await step.run(groups_of("good", "bad"), 1, Term())).numbers
+    metrics = (await step.run(groups_of("good", "bad"), 1, Term())).by_name()
     assert metrics["skipped"] == 1
     assert "the reward model's scores of prompts 2 are not finite" in caplog.text
 
@@ -114,7 +114,7 @@ async def test_a_critic_that_cannot_step_ends_the_run_although_the_policy_can(
     groups[1] = replace(groups[1], trajectories=hit)
     step = make_step(tiny_models, algorithm={"advantage": {"name": "gae"}}, critic={})
     step.skipped = SkippedSteps(2, tmp_path)
-    metrics = (await step.run(groups, 1, Term())).numbers
+    metrics = (await step.run(groups, 1, Term())).by_name()
     assert (metrics["skipped"], metrics["critic_skipped"]) == (0, 1)
     with pytest.raises(TrainingDiverged, match=r"the critic's loss of prompts .*2.* at step 2 \(2 such steps"):
         await step.run(groups, 2, Term())
@@ -130,7 +130,7 @@ async def test_the_spread_and_the_parts_of_rewards_are_metrics(tiny_models: dict
     )
     greedy = replace(scored[0], is_baseline=True, reward=99.0)
     group = replace(group, trajectories=(*scored, greedy))
-    metrics = (await make_step(tiny_models).run([group], 1, Term())).numbers
+    metrics = (await make_step(tiny_models).run([group], 1, Term())).by_name()
     assert (metrics["reward_min"], metrics["reward_max"]) == (-1, 4)
     assert metrics["reward_std"] == pytest.approx(np.std([-1, 0, 4]))
     assert metrics["advantage_min"] < 0 < metrics["advantage_max"] < 2, (
@@ -158,9 +158,8 @@ async def test_memory_and_the_share_of_flops_are_numbers_of_a_step() -> None:
             return ranks if method == "usage" else []
 
     policy: Any = Policy()
-    result: Any = SimpleNamespace(
-        numbers={"prompt_tokens": 600, "response_tokens": 400, "shared_tokens": 0, "update_s": 2.0}
-    )
+    batch, update = SimpleNamespace(prompt_tokens=600, response_tokens=400), SimpleNamespace(shared_tokens=0)
+    result: Any = SimpleNamespace(batch=batch, update=update, update_s=2.0)
 
     async def numbers() -> dict[str, float]:
         metrics = LearnerMetrics(CollectorRegistry(), "standalone")
@@ -178,7 +177,7 @@ async def test_the_greedy_sample_is_scored_and_not_trained(tiny_models: dict[str
     algorithm = {"advantage": {"name": "remax"}, "loss": {"name": "reinforce"}, "correction": {"mode": "bypass"}}
     step = make_step(tiny_models, algorithm=algorithm)
     result = await step.run([marked], 1, Term())
-    metrics = result.numbers
+    metrics = result.by_name()
     trained = group.trajectories[1:]
     assert metrics["num_sequences"] == 2
     assert metrics["reward_mean"] == pytest.approx(sum(t.reward for t in trained) / 2)
@@ -189,7 +188,7 @@ async def test_the_greedy_sample_is_scored_and_not_trained(tiny_models: dict[str
         await make_step(tiny_models, algorithm={"correction": {"mode": "bypass"}}).run([one], 1, Term())
         for one in (replace(group, trajectories=trained), marked)
     ]
-    assert left_over.numbers["loss"] == plain.numbers["loss"]
+    assert left_over.update.loss == plain.update.loss
 
 
 def test_the_kl_penalty_does_not_change_the_greedy_reward() -> None:
@@ -215,13 +214,13 @@ async def test_a_skipped_step_leaves_the_counters_as_they_were(tiny_models: dict
     with torch.no_grad():
         kept = policy.rank.model.lm.model.norm.weight.clone()
         policy.rank.model.lm.model.norm.weight.fill_(torch.nan)
-    metrics = (await step.run(groups_of("a", "b"), 1, Term(kl=KLController(KLConfig(), 0.1)))).numbers
+    metrics = (await step.run(groups_of("a", "b"), 1, Term(kl=KLController(KLConfig(), 0.1)))).by_name()
     assert metrics["skipped"] == 1 and math.isnan(metrics["kl_reference"])
     (metric,) = step.metrics.importance_ratio.collect()
     assert metric.samples == before
     with torch.no_grad():
         policy.rank.model.lm.model.norm.weight.copy_(kept)
-    metrics = (await step.run(groups_of("a", "b"), 2, Term(kl=KLController(KLConfig(), 0.1)))).numbers
+    metrics = (await step.run(groups_of("a", "b"), 2, Term(kl=KLController(KLConfig(), 0.1)))).by_name()
     assert metrics["skipped"] == 0
     (metric,) = step.metrics.importance_ratio.collect()
     assert math.isfinite(metric.samples[-1].value) and metric.samples != before
@@ -232,39 +231,33 @@ async def test_the_numbers_of_a_step_include_the_correction(tiny_models: dict[st
     correction = {"cap": 0.3, "rejection": "token", "rejection_low": 0.1, "rejection_high": 0.4}
     metrics = (
         await make_step(tiny_models, algorithm={"correction": correction}).run(groups_of("a", "b"), 1, Term())
-    ).numbers
+    ).by_name()
     assert metrics["importance_weight_max"] == pytest.approx(0.3)
     assert metrics["importance_ratio_max"] > 0.4
     assert 0 < metrics["is_rejected_ratio"] < 1 and 0 < metrics["is_truncated_ratio"] < 1
-    kept = (await make_step(tiny_models).run(groups_of("a", "b"), 1, Term())).numbers
+    kept = (await make_step(tiny_models).run(groups_of("a", "b"), 1, Term())).by_name()
     assert kept["is_rejected_ratio"] == 0
 
 
 async def test_the_result_of_a_step_does_not_change_and_a_users_number_hides_none_of_it(
     tiny_models: dict[str, Path],
 ) -> None:
-    step = make_step(tiny_models)
-
-    async def with_own_numbers(*arguments: Any) -> Any:
-        return (await own_step(*arguments))[0], {"loss": 9.0, "step": 9.0, "reward_mean": 9.0, "own": 8.0}
-
-    step.program = replace(step.program, step=with_own_numbers)
-    result: Any = await step.run(groups_of("a", "b"), 1, Term())
+    result: Any = await make_step(tiny_models).run(groups_of("a", "b"), 1, Term())
     with pytest.raises(TypeError, match="does not support item assignment"):
-        result.numbers["more"] = 1.0
-    with pytest.raises(FrozenInstanceError):
-        result.step = 9
-    plain = (await make_step(tiny_models).run(groups_of("a", "b"), 1, Term())).numbers
-    assert all(result.numbers[name] == plain[name] for name in ("loss", "step", "reward_mean"))
-    assert result.numbers["own"] == 8.0 and result.numbers["logprob_mismatch"] == result.logprob_mismatch
-    incomparable = await make_step(tiny_models).run(groups_of("a", "b"), 1, Term(policy_version=99))
-    assert incomparable.logprob_mismatch is None and "logprob_mismatch" not in incomparable.numbers
+        result.others["more"] = 1.0
+    for part, name in ((result, "step"), (result.batch, "reward_mean"), (result.update, "loss")):
+        with pytest.raises(FrozenInstanceError):
+            setattr(part, name, 9.0)
+    named = replace(result, others={"loss": 9.0, "own": 8.0}).by_name()
+    assert (named["loss"], named["own"]) == (result.update.loss, 8.0)
+    incomparable = replace(result, update=replace(result.update, logprob_mismatch=None))
+    assert "logprob_mismatch" in named and "logprob_mismatch" not in incomparable.by_name()
 
 
 async def test_staleness_is_in_steps_through_a_rewind(tiny_models: dict[str, Path]) -> None:
     step = make_step(tiny_models)
     term = Term(policy_version=10, lineage=(Rewind(from_version=3, to_version=9),))
-    metrics = (await step.run([made_by(1, 3), made_by(2, 2)], 1, term)).numbers
+    metrics = (await step.run([made_by(1, 3), made_by(2, 2)], 1, term)).by_name()
     assert metrics["staleness_max"] == 2 and 1 < metrics["staleness_mean"] < 2
 
 
@@ -283,7 +276,7 @@ async def test_an_entropy_bonus_raises_the_entropy(tiny_models: dict[str, Path])
     changes = []
     for coefficient in (0.5, 0.0):
         step = make_step(tiny_models, lr=1e-2, algorithm={"loss": {"entropy_coefficient": coefficient}})
-        before, *_, after = [(await step.run(groups, number, Term())).numbers["entropy"] for number in (1, 2, 3)]
+        before, *_, after = [(await step.run(groups, number, Term())).by_name()["entropy"] for number in (1, 2, 3)]
         changes.append(after - before)
     assert changes[0] > 1e-3 and changes[1] == 0
 
@@ -296,7 +289,7 @@ async def test_a_kl_penalty_can_be_in_the_reward_and_in_the_loss(tiny_models: di
         policy: Any = step.roles["policy"]
         with torch.no_grad():
             policy.rank.model.lm.model.norm.weight.mul_(1.3)
-        return (await step.run(groups_of("a", "b"), 1, Term(kl=KLController(KLConfig(), 0.1)))).numbers
+        return (await step.run(groups_of("a", "b"), 1, Term(kl=KLController(KLConfig(), 0.1)))).by_name()
 
     reward = await trained(placement="reward", penalty="k1")
     same = await trained(placement="both", penalty="k1", loss_penalty="k3", loss_coefficient=0.0)
@@ -319,14 +312,14 @@ async def test_the_policy_begins_in_the_step_that_verl_begins_in(tiny_models: di
     policy: Any = step.roles["policy"]
     weights, rates, critic_rates = [], [], []
     for number in (1, 2, 3, 4):
-        metrics = (await step.run(groups_of("a", "b"), number, Term())).numbers
+        metrics = (await step.run(groups_of("a", "b"), number, Term())).by_name()
         weights.append(policy.rank.model.lm.model.norm.weight.detach().clone())
         rates.append(metrics["lr"])
         critic_rates.append(metrics["critic_lr"])
     assert rates == [0, 0, 0, 5e-4] and critic_rates == [0, 5e-4, 1e-3, 1e-3]
     assert torch.equal(weights[0], weights[2]) and not torch.equal(weights[2], weights[3])
     begun = make_step(tiny_models, critic={}, critic_warmup_steps=1, algorithm={"advantage": {"name": "gae"}})
-    assert (await begun.run(groups_of("a"), 1, Term())).numbers["lr"] == begun.config.lr
+    assert (await begun.run(groups_of("a"), 1, Term())).by_name()["lr"] == begun.config.lr
     optimizer: Any = begun.roles["policy"]
     assert optimizer.rank.optimizer.state, "the policy was updated in step 1"
 

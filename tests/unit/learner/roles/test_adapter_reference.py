@@ -64,7 +64,7 @@ async def test_a_step_is_the_same_with_and_without_a_reference_of_its_own(tiny_m
         assert ("reference" in step.roles) == bool(learner)
         change_adapter(step.roles["policy"].rank)  # type: ignore[attr-defined]
         term = Term(kl=KLController(KLConfig(), 0.1))
-        return (await step.run([make_group(1), make_group(2)], 1, term)).numbers
+        return (await step.run([make_group(1), make_group(2)], 1, term)).by_name()
 
     alone, beside = await metrics(), await metrics(reference={"path": str(tiny_models["policy"])})
     assert alone["kl_reference"] == pytest.approx(beside["kl_reference"], abs=1e-6) and alone["kl_reference"] > 0.01

@@ -86,6 +86,7 @@ def test_a_server_that_hangs_is_evicted_and_returns_with_the_current_version(run
     run.until(lambda: "EVICTED" in run.watch.states("b", stopped_s), "b to be evicted")
     frozen, current = run.servers()["b"].policy_version, run.current
     run.until_serving("a", above=current + 2)
+    run.until(lambda: run.current > current + 2, "what `a` serves to be published")
     assert run.watch.states("b", stopped_s)[-1] == "EVICTED"
     assert "EVICTED" not in run.watch.states("a", stopped_s)
 

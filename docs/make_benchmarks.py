@@ -118,12 +118,15 @@ def build() -> str:
 def _section(name: str) -> str:
     title, command, what = BENCHES[name]
     results = json.loads((RESULTS / f"{name}.json").read_text())
-    rows = [_row(bar) for bar in _merged(results["bars"])]
+    bars = _merged(results["bars"])
+    common = {bar["name"].rpartition(": ")[2] for bar in bars}
+    compared = f"{common.pop()} " if len(common) == 1 < len(bars) else ""
+    rows = [_row(bar, compared) for bar in bars]
     return "\n".join(
         [
             f"## {title}",
             f"`{command}`: {what} ({_provenance(results)}).\n",
-            "| | measured | goal |",
+            f"| {compared}| measured | goal |",
             "|---|---|---|",
             *rows,
             "",
@@ -153,14 +156,15 @@ def _merged(bars: list[dict[str, Any]]) -> list[dict[str, Any]]:
         cases.setdefault((wording, bar.get("at_most"), bar["goal"], bar["ok"]), []).append(bar)
     rows = []
     for (_, at_most, *_), same in cases.items():
-        worst = (max if at_most else min)(same, key=lambda bar: float(bar["value"]))
-        rows.append({**worst, "name": f"{worst['name']}{f' (worst of {len(same)})' if len(same) > 1 else ''}"})
+        rows.append((max if at_most else min)(same, key=lambda bar: float(bar["value"])))
     return rows
 
 
-def _row(bar: dict[str, Any]) -> str:
+def _row(bar: dict[str, Any], compared: str) -> str:
+    """A line of the table. `compared` ends the names of all its lines, and is in its head instead."""
     sign, judged = "≤" if bar.get("at_most") else "≥", "" if bar["ok"] else ", **not met**"
-    return f"| {bar['name']} | {_number(bar['value'])}{judged} | {sign} {_number(bar['goal'])} |"
+    name = bar["name"].removesuffix(f": {compared.strip()}")
+    return f"| {name} | {_number(bar['value'])}{judged} | {sign} {_number(bar['goal'])} |"
 
 
 def _number(value: float) -> str:

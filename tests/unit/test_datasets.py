@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -327,18 +328,15 @@ def repeated(text: str, num_times: int) -> pa.Array:
     return pa.ListArray.from_arrays(pa.array([0, num_times], pa.int32()), messages)
 
 
-def test_values_of_a_parquet_file_are_counted_before_they_are_decoded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_value_of_a_parquet_file_is_counted(tmp_path: Path) -> None:
     path = tmp_path / "train.parquet"
     pq.write_table(pa.table({"prompt": repeated("u", 1_000_000)}), path, write_statistics=False, store_schema=False)
     assert path.stat().st_size < 2**14
-    monkeypatch.setattr(pq.ParquetFile, "iter_batches", None)
     with pytest.raises(InvalidInput, match="decodes to more than 33554432 bytes"):
         read_limited(path)
 
 
-def test_a_parquet_file_cannot_lie_about_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_parquet_file_cannot_lie_about_its_size(tmp_path: Path) -> None:
     path = tmp_path / "train.parquet"
     pq.write_table(pa.table({"prompt": [2**26 * "u"]}), path, compression="zstd", use_dictionary=False)
     group = pq.ParquetFile(path).metadata.row_group(0)
@@ -347,7 +345,6 @@ def test_a_parquet_file_cannot_lie_about_its_size(tmp_path: Path, monkeypatch: p
         true = varint(2 * number)
         content = content.replace(true, b"\x82" + (len(true) - 2) * b"\x80" + b"\x00")
     path.write_bytes(content)
-    monkeypatch.setattr(pq.ParquetFile, "iter_batches", None)
     assert pq.ParquetFile(path).metadata.row_group(0).total_byte_size == 1
     with pytest.raises(InvalidInput, match="decodes to more than 33554432 bytes"):
         read_limited(path)
@@ -369,10 +366,14 @@ def arrow_memory() -> Iterator[pa.MemoryPool]:
     pa.set_memory_pool(usual)
 
 
-def test_a_row_that_repeats_a_text_is_refused_before_it_is_decoded(tmp_path: Path, arrow_memory: pa.MemoryPool) -> None:
-    """The row would take 600 MB."""
+@pytest.mark.parametrize(("num_times", "store_schema"), [(300, False), (300, True), (6000, False)])
+def test_a_row_that_repeats_a_text_takes_no_memory_here(
+    tmp_path: Path, arrow_memory: pa.MemoryPool, num_times: int, store_schema: bool
+) -> None:
+    """The row would take 600 MB, or more than the process that decodes it may take."""
     path = tmp_path / "train.parquet"
-    pq.write_table(pa.table({"prompt": repeated(2**20 * "u", 300)}), path, compression="zstd", store_schema=False)
+    texts = pa.table({"prompt": repeated(2**20 * "u", num_times)})
+    pq.write_table(texts, path, compression="zstd", store_schema=store_schema)
     assert path.stat().st_size < 2**14
     before = arrow_memory.max_memory()
     with pytest.raises(InvalidInput, match="decodes to more than 33554432 bytes"):
@@ -380,31 +381,38 @@ def test_a_row_that_repeats_a_text_is_refused_before_it_is_decoded(tmp_path: Pat
     assert arrow_memory.max_memory() < max(before, 2**25)
 
 
-def test_texts_that_repeat_the_text_before_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{"column_encoding": "DELTA_BYTE_ARRAY", "data_page_size": 2**27}, {"column_encoding": "PLAIN"}],
+)
+def test_texts_of_every_encoding_are_counted(tmp_path: Path, options: dict[str, Any]) -> None:
     path = tmp_path / "train.parquet"
-    table = pa.table({"prompt": [2**20 * "u"] * 60})
-    pq.write_table(table, path, use_dictionary=False, column_encoding="DELTA_BYTE_ARRAY", data_page_size=2**27)
-    with pytest.raises(InvalidInput, match="encoding DELTA_BYTE_ARRAY; choose PLAIN or a dictionary"):
-        read_limited(path)
-
-
-def test_values_of_a_fixed_length_count_as_often_as_they_are_repeated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "train.parquet"
-    images = pa.array([2**20 * b"u"] * 60, pa.binary(2**20))
-    pq.write_table(pa.table({"prompt": ["a"] * 60, "agent_name": images}), path)
-    assert path.stat().st_size < 2**21
-    monkeypatch.setattr(pq.ParquetFile, "iter_batches", None)
+    pq.write_table(pa.table({"prompt": [2**20 * "u"] * 60}), path, use_dictionary=False, **options)
     with pytest.raises(InvalidInput, match="decodes to more than 33554432 bytes"):
         read_limited(path)
 
 
-def test_a_row_that_is_too_large_is_named(tmp_path: Path) -> None:
+def test_values_of_a_fixed_length_count_as_often_as_they_are_repeated(tmp_path: Path) -> None:
     path = tmp_path / "train.parquet"
-    pq.write_table(pa.table({"prompt": ["a", (2**24 + 1) * "u"]}), path, use_dictionary=False)
-    with pytest.raises(InvalidInput, match="row 1: has texts of more than 16777216 bytes; shorten them"):
+    images = pa.array([2**20 * b"u"] * 60, pa.binary(2**20))
+    pq.write_table(pa.table({"prompt": ["a"] * 60, "agent_name": images}), path)
+    assert path.stat().st_size < 2**21
+    with pytest.raises(InvalidInput, match="decodes to more than 33554432 bytes"):
         read_limited(path)
+
+
+def test_a_file_whose_decoder_dies_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "train.parquet"
+    pq.write_table(pa.Table.from_pylist(ROWS), path)
+    monkeypatch.setattr(sys, "executable", write_script(tmp_path / "dies", "#!/bin/sh\nkill -ABRT $$\n"))
+    with pytest.raises(InvalidInput, match=r"is damaged, or takes too much memory or time to decode \(-6\); split it"):
+        read_limited(path)
+
+
+def write_script(path: Path, text: str) -> str:
+    path.write_text(text)
+    path.chmod(0o755)
+    return str(path)
 
 
 @pytest.mark.parametrize(
@@ -429,7 +437,7 @@ def test_damaged_pages_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "train.parquet"
     pq.write_table(pa.Table.from_pylist(ROWS), path)
     whole = path.read_bytes()
-    for at in range(4, 400, 3):
+    for at in range(4, 400, 50):
         path.write_bytes(whole[:at] + b"\xff\xff\xff" + whole[at + 3 :])
         with contextlib.suppress(InvalidInput):
             read_limited(path)

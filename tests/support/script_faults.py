@@ -54,7 +54,7 @@ WRITES = {
 TYPES = {command: kind for table in (READS, WRITES) for kind, commands in table.items() for command in commands.split()}
 """The type of the keys that a command takes. Every command of a script must be listed."""
 WRONG = {"string": ("SET", "?"), "list": ("RPUSH", "?"), "hash": ("HSET", "?", "?"), "zset": ("ZADD", "1", "?")}
-BROKEN = (b"\xc1broken", b"[]", b"7", b"1.5", b"9223372036854775807")
+BROKEN = (b"\xc1broken", b"[]", b"7", b"1.5", b"inf", b"9223372036854775807")
 """The first is not JSON, MessagePack or a number. The others are, and not what a record would be, nor a count that Lua
 and HINCRBY can both add to."""
 State = dict[bytes, Any]

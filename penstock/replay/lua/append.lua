@@ -21,6 +21,9 @@ local function look_up()
   for i, id in ipairs(others) do metas[id], has_attempts[id] = found[i], leased[i] end
 end
 look_up()
+local num_bytes = in_queue
+for _, size in ipairs(sizes) do num_bytes = num_bytes + size end
+if order == 'admission' and num_bytes > capacity then check_prompts({}, '') end -- is_waited_for looks up again
 local has_breakers, has_saved = redis.call('HLEN', BREAKERS) > 0, saved_bytes ~= 0 and check_saved(ids)
 if has_breakers then breakers_of(ask_many('HMGET', OWNERS, ids)) end
 if order == 'freshest' then check('ZCARD', READY_BY_VERSION) end

@@ -26,10 +26,11 @@ local function numbers(key, ...)
   return unpack(values)
 end
 
--- Fails if a field of a hash cannot be added to by HINCRBYFLOAT.
+-- Fails if a field of a hash cannot be added to by HINCRBYFLOAT, as infinity cannot.
 local function check_float(key, field)
   local value = redis.call('HGET', key, field)
-  if value and not tonumber(value) then error(key .. ' ' .. field .. ' is not a number: ' .. value) end
+  local number = tonumber(value or '0')
+  if not number or number - number ~= 0 then error(key .. ' ' .. field .. ' is not a number: ' .. value) end
 end
 
 local function now_ms()

@@ -152,6 +152,17 @@ async def lose_the_tail(client: RedisClient) -> None:
         assert (await queue.stat()).conservation_error == 0
 
 
+async def wait_for_the_oldest(client: RedisClient) -> None:
+    """A full queue accepts a group for which all that are ready wait, and asks again about the next one."""
+    queue = make_queue(client, stale_policy="wait", capacity_bytes=1)
+    await queue.take_term(0)
+    await queue.submit([PROMPT] * 4, [0] * 4, "")
+    *oldest, last = await queue.lease("s", 3)
+    await queue.append(last, b"group", 0)
+    await queue.append_many([FinishedGroup(lease, b"group", 0) for lease in oldest])
+    assert (await queue.stat()).queued == 2
+
+
 async def append_returned(client: RedisClient) -> None:
     """A group of a prompt whose lease was given back, with one whose lease is held."""
     queue = make_queue(client)
@@ -330,8 +341,8 @@ async def keep_the_fleet(client: RedisClient) -> None:
 
 
 STORIES = (
-    train, drop, lose_the_tail, append_returned, change_the_order, undo, fail_prompts, evaluate, serve_sessions,
-    keep_the_fleet,
+    train, drop, lose_the_tail, wait_for_the_oldest, append_returned, change_the_order, undo, fail_prompts, evaluate,
+    serve_sessions, keep_the_fleet,
 )  # fmt: skip
 
 

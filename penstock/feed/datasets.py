@@ -14,7 +14,7 @@ wrong row raises InvalidInput with the file, the row or line, and what to do.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 from penstock.api.conversion import check_label, json_text
 from penstock.config.dataset import ColumnsConfig, DatasetConfig, Files, listed_files
 from penstock.errors import ConfigError, InvalidInput, named, one_line
-from penstock.feed.parquet_rows import ReadLimits, all_rows, column_names, limited_rows
+from penstock.feed.parquet_rows import Check, ReadLimits, all_rows, limited_rows
 from penstock.trajectory import MESSAGE_FIELDS, Prompt, Sampling
 from penstock.user_code import load_callable
 
@@ -39,15 +39,12 @@ def matching_files(path: Path) -> list[Path]:
     return found
 
 
-Check = Callable[[Sequence[str]], None]
-"""Raises InvalidInput if a file with these columns cannot be used. JSONL has no columns, so it is not called for it."""
-
-
 def read_rows(
     path: Path, columns: Sequence[str], *, check: Check, limits: ReadLimits | None = None
 ) -> Iterator[tuple[str, Any]]:
     """The place, such as `data.parquet row 7`, and the content of each row of a Parquet or JSONL file or a folder that
-    Hugging Face's `save_to_disk` wrote, in its order. Only these columns of a Parquet file are read."""
+    Hugging Face's `save_to_disk` wrote, in its order. Only these columns of a Parquet file are read. JSONL has none to
+    check."""
     if path.is_dir():
         return _folder_rows(path, check)
     if not path.is_file():
@@ -65,10 +62,7 @@ def _parquet_rows(
     import pyarrow
 
     try:
-        names = column_names(path)
-        check(names)
-        wanted = [name for name in columns if name in names]
-        rows = all_rows(path, wanted) if limits is None else limited_rows(path, wanted, limits)
+        rows = all_rows(path, columns, check) if limits is None else limited_rows(path, columns, check, limits)
         for number, row in enumerate(rows):
             yield f"{path} row {number}", row
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:

@@ -1,36 +1,45 @@
-"""Reads the rows of a Parquet file. A file of unknown origin is decoded by a process of its own.
+"""Reads the rows of a Parquet file. A separate process reads and decodes one of unknown origin.
 
 A small file can decode to many gigabytes, because a text is stored once however often it is repeated, and its footer
-can lie about it. So `python -m penstock.feed.parquet_rows` decodes it with a bounded memory and processor time, adds up
-what its rows hold, and sends them in the form of Arrow streams. What kills it, such as a damaged page in Arrow's C++
-code, harms nothing else.
+can lie about it. So `python -m penstock.feed.parquet_rows` reads it with bounded memory and time, adds up what its rows
+hold, and writes them as an Arrow stream, whose schema also names the file's columns. What kills it, such as a damaged
+page in Arrow's C++ code, harms nothing else.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import InvalidInput, one_line
+from penstock.errors import InvalidInput, Unavailable, one_line
+
+Check = Callable[[Sequence[str]], None]
+"""Raises InvalidInput if a file with these columns cannot be used."""
 
 _BATCH_ROWS = 1024
 _VALUE_BYTES = 64
 """What a text, a number or a null costs besides its content, as a Python object."""
-_COPIES = 4
-"""Arrow holds values as a page, in a dictionary, in the batch, and in the message that is sent."""
-_START_BYTES = 2**30
-"""Address space of Python and Arrow before they read anything."""
-_PROCESSOR_S = 60
-_END_S = 10.0
+_COPIES = 2
+"""Arrow holds the values of a batch as pages and as texts."""
+_START_BYTES = 2**26
+"""Memory of the process for what is not a value."""
+_PROCESSOR_S, _DEADLINE_S = 30, 50.0
+_NAMED_COLUMNS, _SAID_BYTES = 50, 500
+"""Largest numbers of other columns, and of bytes of a reason, in messages."""
 _REFUSED, _UNREADABLE = 3, 4
 """Exit statuses of the process. Its standard error says why."""
+_decoder = threading.Lock()
+"""One file at a time, so that files which come together take no more memory than one."""
 
 
 @dataclass(frozen=True)
@@ -42,52 +51,55 @@ class ReadLimits:
     """Bytes of the decoded columns of a Parquet file, with 64 for each value."""
 
 
-def column_names(path: Path) -> list[str]:
-    from pyarrow import parquet
-
-    return list(parquet.read_schema(path).names)
-
-
-def all_rows(path: Path, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The rows of a trusted file, with these columns."""
+def all_rows(path: Path, columns: Sequence[str], check: Check) -> Iterator[dict[str, Any]]:
+    """The rows of a trusted file, with those of these columns that it has."""
     from pyarrow import parquet
 
     with parquet.ParquetFile(path) as file:
-        for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=columns):
+        names = file.schema_arrow.names
+        check(names)
+        wanted = [name for name in columns if name in names]
+        for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=wanted):
             yield from batch.to_pylist()
 
 
-def limited_rows(path: Path, columns: Sequence[str], limits: ReadLimits) -> Iterator[dict[str, Any]]:
-    """The rows with these columns. Raises InvalidInput beyond the limits. This process holds one batch at a time."""
-    arguments = [str(limits.max_rows), str(limits.max_bytes), str(path), *columns]
-    with subprocess.Popen(
-        [sys.executable, "-m", __name__, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=os.environ | {"ARROW_DEFAULT_MEMORY_POOL": "system"},  # the other pools reserve addresses ahead
-    ) as process:
-        try:
-            for batch in _received(process.stdout):
-                yield from batch.to_pylist()
-            status = process.wait(_END_S)
-            assert process.stderr is not None
-            why = process.stderr.read().decode(errors="replace")
-        finally:
-            process.kill()
-    if status == _UNREADABLE:
-        raise ValueError(why)
-    if status == _REFUSED:
-        raise InvalidInput(str(path), why)
-    if status:
-        raise InvalidInput(str(path), f"is damaged, or takes too much memory or time to decode ({status}); split it")
-
-
-def _received(stream: Any) -> Iterator[Any]:
-    """The record batches of a stream, up to its end or to where the sender died."""
+def limited_rows(path: Path, columns: Sequence[str], check: Check, limits: ReadLimits) -> Iterator[dict[str, Any]]:
+    """The same for a stranger's file. Raises InvalidInput beyond the limits, before the first row."""
     import pyarrow
 
-    with contextlib.suppress(pyarrow.ArrowException), pyarrow.ipc.open_stream(stream) as batches:
-        yield from batches
+    with tempfile.TemporaryFile(dir=path.parent) as rows:
+        _decode([str(limits.max_rows), str(limits.max_bytes), str(path), *columns], rows)
+        rows.seek(0)
+        with pyarrow.ipc.open_stream(rows) as batches:
+            check(json.loads(batches.schema.metadata[b"columns"]))
+            for batch in batches:
+                yield from batch.to_pylist()
+
+
+def _decode(arguments: list[str], rows: Any) -> None:
+    """Have a process write the rows to a file. Raises InvalidInput or ValueError if it writes fewer than all."""
+    path = arguments[2]
+    # Other pools and OpenBLAS reserve addresses ahead.
+    environment = os.environ | {"ARROW_DEFAULT_MEMORY_POOL": "system", "OPENBLAS_NUM_THREADS": "1"}
+    if not _decoder.acquire(timeout=_DEADLINE_S):
+        raise Unavailable("other datasets are being decoded; try again")
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-m", __name__, *arguments], check=False, timeout=_DEADLINE_S, env=environment,
+            stdin=subprocess.DEVNULL, stdout=rows, stderr=subprocess.PIPE,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        raise InvalidInput(path, f"takes more than {_DEADLINE_S:.0f} s to decode; split it") from error
+    except OSError as error:
+        raise Unavailable(f"no process can be started to decode a dataset ({error.strerror}); try again") from error
+    finally:
+        _decoder.release()
+    why = ended.stderr[:_SAID_BYTES].decode(errors="replace")
+    if ended.returncode == _UNREADABLE:
+        raise ValueError(why)
+    if ended.returncode:
+        died = f"is damaged, or takes too much memory or time to decode ({ended.returncode}); split it"
+        raise InvalidInput(path, why if ended.returncode == _REFUSED else died)
 
 
 # ── the process that decodes ──
@@ -96,34 +108,44 @@ def _received(stream: Any) -> Iterator[Any]:
 def main(max_rows: int, max_bytes: int, path: str, *columns: str) -> int:
     """Write the rows to standard output, as an Arrow stream. Returns the exit status."""
     import pyarrow
+
+    with contextlib.suppress(ValueError, OSError):  # macOS has no such limit, and another system may have a lower one
+        started = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        memory = started + _START_BYTES + _COPIES * max_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_CPU, (_PROCESSOR_S, _PROCESSOR_S))
+    status = _REFUSED
+    try:
+        why = _send(max_rows, max_bytes, path, columns)
+    except MemoryError:
+        why = "takes too much memory to decode; split it, or write smaller row groups"
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError, KeyError) as error:
+        status, why = _UNREADABLE, one_line(error)
+    sys.stderr.write(why)
+    return status if why else 0
+
+
+def _send(max_rows: int, max_bytes: int, path: str, columns: Sequence[str]) -> str:
+    """Write the rows with those of these columns that the file has. Returns why it is refused, or nothing."""
+    import pyarrow
     from pyarrow import parquet
 
-    memory = _START_BYTES + _COPIES * max_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    resource.setrlimit(resource.RLIMIT_CPU, (_PROCESSOR_S, _PROCESSOR_S))
-    too_large, num_bytes = f"decodes to more than {max_bytes} bytes; split it", 0
-    try:
-        with parquet.ParquetFile(path) as file:
-            if file.metadata.num_rows > max_rows:
-                return _say(_REFUSED, f"has more than {max_rows} prompts; split it")
-            batches = file.iter_batches(batch_size=_BATCH_ROWS, columns=columns, use_threads=False)
-            schema = pyarrow.schema([file.schema_arrow.field(name) for name in columns])
-            with pyarrow.ipc.new_stream(sys.stdout.buffer, schema) as stream:
-                for batch in batches:
-                    num_bytes += _num_bytes(batch.to_struct_array())
-                    if num_bytes > max_bytes:
-                        return _say(_REFUSED, too_large)
-                    stream.write_batch(batch.select(columns))
-    except MemoryError:
-        return _say(_REFUSED, too_large)
-    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
-        return _say(_UNREADABLE, one_line(error))
-    return 0
-
-
-def _say(status: int, why: str) -> int:
-    sys.stderr.write(why)
-    return status
+    num_bytes = 0
+    with parquet.ParquetFile(path) as file:
+        if file.metadata.num_rows > max_rows:
+            return f"has more than {max_rows} prompts; split it"
+        names = file.schema_arrow.names
+        wanted = [name for name in columns if name in names]
+        others = [name for name in names if name not in wanted]
+        metadata = {"columns": json.dumps(wanted + others[:_NAMED_COLUMNS])}
+        schema = pyarrow.schema([file.schema_arrow.field(name) for name in wanted], metadata=metadata)
+        with pyarrow.ipc.new_stream(sys.stdout.buffer, schema) as stream:
+            for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=wanted, use_threads=False):
+                num_bytes += _num_bytes(batch.to_struct_array())
+                if num_bytes > max_bytes:
+                    return f"decodes to more than {max_bytes} bytes; split it"
+                stream.write_batch(batch.select(wanted))
+    return ""
 
 
 def _num_bytes(array: Any) -> int:

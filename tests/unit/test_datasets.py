@@ -6,6 +6,8 @@ import contextlib
 import json
 import sys
 from collections.abc import Iterator
+from datetime import datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +158,21 @@ def test_parquet_values_that_python_cannot_hold_are_refused(tmp_path: Path) -> N
         pq.write_table(table, path)
         with pytest.raises(InvalidInput, match="cannot be read as Parquet"):
             read(path)
+
+
+@pytest.mark.parametrize(
+    ("value", "is_kept"),
+    [
+        (1e300, True), (2**63 - 1, True), (True, True), ("\x00", True), ([[1], [2]], True),
+        ({"a": {"b": [None, 0.5]}}, True), (float("nan"), False), (float("inf"), False), (Decimal("1.5"), False),
+        (datetime(2026, 1, 2), False), (b"\x00\xff", False),
+    ],
+)  # fmt: skip
+def test_a_parquet_value_is_kept_as_it_is_or_refused(tmp_path: Path, value: Any, is_kept: bool) -> None:
+    path = write(tmp_path / "train.parquet", [{"prompt": "x", "reward_model": {"ground_truth": value}}])
+    with contextlib.nullcontext() if is_kept else pytest.raises(InvalidInput, match="row 0"):
+        [prompt] = read(path)
+        assert decode_prompt(encode_prompt(prompt)).ground_truth == value
 
 
 def test_a_wrong_parquet_row_is_named(tmp_path: Path) -> None:
@@ -315,6 +332,8 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 LIMITS = ReadLimits(max_rows=100, max_bytes=2**25)
+TOO_LARGE = "decodes to more than 33554432 bytes; split it|takes too much memory to decode; split it"
+"""Which of the two comes first depends on the versions of Arrow and the system."""
 
 
 def read_limited(path: Path) -> list[Prompt]:
@@ -332,7 +351,7 @@ def test_every_value_of_a_parquet_file_is_counted(tmp_path: Path) -> None:
     path = tmp_path / "train.parquet"
     pq.write_table(pa.table({"prompt": repeated("u", 1_000_000)}), path, write_statistics=False, store_schema=False)
     assert path.stat().st_size < 2**14
-    with pytest.raises(InvalidInput, match="decodes to more than 33554432 bytes"):
+    with pytest.raises(InvalidInput, match=TOO_LARGE):
         read_limited(path)
 
 
@@ -346,7 +365,7 @@ def test_a_parquet_file_cannot_lie_about_its_size(tmp_path: Path) -> None:
         content = content.replace(true, b"\x82" + (len(true) - 2) * b"\x80" + b"\x00")
     path.write_bytes(content)
     assert pq.ParquetFile(path).metadata.row_group(0).total_byte_size == 1
-    with pytest.raises(InvalidInput, match="decodes to more than 33554432 bytes"):
+    with pytest.raises(InvalidInput, match=TOO_LARGE):
         read_limited(path)
 
 
@@ -376,7 +395,7 @@ def test_a_row_that_repeats_a_text_takes_no_memory_here(
     pq.write_table(texts, path, compression="zstd", store_schema=store_schema)
     assert path.stat().st_size < 2**14
     before = arrow_memory.max_memory()
-    with pytest.raises(InvalidInput, match="decodes to more than 33554432 bytes"):
+    with pytest.raises(InvalidInput, match=TOO_LARGE):
         read_limited(path)
     assert arrow_memory.max_memory() < max(before, 2**25)
 
@@ -388,7 +407,7 @@ def test_a_row_that_repeats_a_text_takes_no_memory_here(
 def test_texts_of_every_encoding_are_counted(tmp_path: Path, options: dict[str, Any]) -> None:
     path = tmp_path / "train.parquet"
     pq.write_table(pa.table({"prompt": [2**20 * "u"] * 60}), path, use_dictionary=False, **options)
-    with pytest.raises(InvalidInput, match="decodes to more than 33554432 bytes"):
+    with pytest.raises(InvalidInput, match=TOO_LARGE):
         read_limited(path)
 
 
@@ -397,7 +416,7 @@ def test_values_of_a_fixed_length_count_as_often_as_they_are_repeated(tmp_path: 
     images = pa.array([2**20 * b"u"] * 60, pa.binary(2**20))
     pq.write_table(pa.table({"prompt": ["a"] * 60, "agent_name": images}), path)
     assert path.stat().st_size < 2**21
-    with pytest.raises(InvalidInput, match="decodes to more than 33554432 bytes"):
+    with pytest.raises(InvalidInput, match=TOO_LARGE):
         read_limited(path)
 
 
@@ -407,6 +426,33 @@ def test_a_file_whose_decoder_dies_is_refused(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(sys, "executable", write_script(tmp_path / "dies", "#!/bin/sh\nkill -ABRT $$\n"))
     with pytest.raises(InvalidInput, match=r"is damaged, or takes too much memory or time to decode \(-6\); split it"):
         read_limited(path)
+
+
+def test_a_decoder_that_does_not_end_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "train.parquet"
+    pq.write_table(pa.Table.from_pylist(ROWS), path)
+    loud = "#!/bin/sh\nhead -c 1000000 /dev/zero >&2\nexec sleep 600\n"
+    monkeypatch.setattr(sys, "executable", write_script(tmp_path / "hangs", loud))
+    monkeypatch.setattr("penstock.feed.parquet_rows._DEADLINE_S", 0.5)
+    with pytest.raises(InvalidInput, match="takes more than 0 s to decode; split it"):
+        read_limited(path)
+
+
+def test_only_the_other_process_opens_a_strangers_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "train.parquet", ROWS)
+    for name in ("ParquetFile", "read_metadata", "read_schema", "read_table"):
+        monkeypatch.setattr(pq, name, None)
+    assert len(read_limited(path)) == len(ROWS)
+
+
+def test_columns_are_refused_by_name(tmp_path: Path) -> None:
+    table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["prompt", "prompt"])
+    pq.write_table(table, tmp_path / "twice.parquet")
+    pq.write_table(pa.table({f"column{n}": ["a"] for n in range(90)}), tmp_path / "none.parquet")
+    with pytest.raises(InvalidInput, match="cannot be read as Parquet"):
+        read_limited(tmp_path / "twice.parquet")
+    with pytest.raises(InvalidInput, match=r"has no column `prompt`, only column0, .*column49; name the one"):
+        read_limited(tmp_path / "none.parquet")
 
 
 def write_script(path: Path, text: str) -> str:

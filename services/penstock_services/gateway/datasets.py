@@ -13,6 +13,7 @@ import os
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from penstock.api import records
@@ -65,17 +66,19 @@ class DatasetHandlers(Handlers):
         if request.format not in FORMATS:
             raise InvalidInput("format", f"must be one of {', '.join(FORMATS)}")
         path = self.folder / f"{request.name}.{request.format}"
-        partial = await asyncio.to_thread(self._stage, path, request.content)
+        staged = path.with_name(f".{secrets.token_hex(8)}{path.suffix}")
+        staging = asyncio.ensure_future(asyncio.to_thread(self._stage, staged, path.name, request.content))
         try:
+            await asyncio.shield(staging)  # a request that ends early leaves the thread running, which writes the file
             # The owner is known before the file has its name, so no one else ever finds it without one. A name that was
             # given by hand, in either format, has no owner and gets none.
             claimed = "" if self._stored(request.name) else caller.owner.name
             feed = await self.queue.feed(f"upload-{path.stem}", "", 0, [], [], owner=claimed)
             if not caller.owner.may_use(feed.owner):
                 raise Conflict(f"dataset {request.name!r} is another key's; choose another name")
-            await asyncio.to_thread(self._name, partial, path)
+            await asyncio.to_thread(self._name, staged, path)
         finally:
-            partial.unlink(missing_ok=True)
+            staging.add_done_callback(partial(_remove, staged))
         return await self._describe(path, caller.owner)
 
     @operation("GET", "datasets/{name}", "read", Dataset, timeout_s=READ_TIMEOUT_S)
@@ -120,30 +123,27 @@ class DatasetHandlers(Handlers):
             raise NotFound(f"there is no dataset {path.stem!r}; upload it")
         return digest, feed
 
-    def _stage(self, path: Path, content: bytes) -> Path:
-        """Write and check the content under another name, and return it."""
-        partial = path.with_name(f".{secrets.token_hex(8)}{path.suffix}")
+    def _stage(self, staged: Path, name: str, content: bytes) -> None:
+        """Write the content to `staged`, and check it."""
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            partial.touch(mode=0o600)
-            partial.write_bytes(content)
-            self._count(partial)
-            return partial
-        except (OSError, InvalidInput) as error:
-            partial.unlink(missing_ok=True)
-            if isinstance(error, OSError):
-                raise Unavailable(f"{self.folder} cannot be written: {error.strerror}") from error
-            raise InvalidInput("content", str(error).replace(str(partial), path.name)) from error
+            staged.touch(mode=0o600)
+            staged.write_bytes(content)
+            self._count(staged)
+        except OSError as error:
+            raise Unavailable(f"{self.folder} cannot be written: {error.strerror}") from error
+        except InvalidInput as error:
+            raise InvalidInput("content", str(error).replace(str(staged), name)) from error
 
-    def _name(self, partial: Path, path: Path) -> None:
+    def _name(self, staged: Path, path: Path) -> None:
         """Give the checked file its name in one step. If two uploads race, the first one wins."""
         is_taken = any(other != path for other in self._stored(path.stem))
         try:
             with contextlib.suppress(FileExistsError):
                 if not is_taken:
-                    os.link(partial, path)
+                    os.link(staged, path)
                     return
-            if is_taken or path.read_bytes() != partial.read_bytes():
+            if is_taken or path.read_bytes() != staged.read_bytes():
                 raise Conflict(f"other data is stored as dataset {path.stem!r}; choose another name")
         except OSError as error:
             raise Unavailable(f"{self.folder} cannot be written: {error.strerror}") from error
@@ -168,6 +168,13 @@ class DatasetHandlers(Handlers):
         if not num_prompts:
             raise InvalidInput(str(path), "holds no prompts")
         return num_prompts
+
+
+def _remove(staged: Path, staging: asyncio.Future[None]) -> None:
+    """Remove the file once nothing writes it. The request has told the error, unless it has ended."""
+    if not staging.cancelled():
+        staging.exception()
+    staged.unlink(missing_ok=True)
 
 
 def _digest(path: Path) -> str:

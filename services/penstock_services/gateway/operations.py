@@ -246,7 +246,7 @@ async def bounded(call: Awaitable[T], deadline_s: float) -> T:
         async with asyncio.timeout(deadline_s):
             return await call
     except TimeoutError as error:
-        raise DeadlineExceeded(f"Redis took longer than {deadline_s:g} s; try again") from error
+        raise DeadlineExceeded(f"there was no answer within {deadline_s:g} s; try again") from error
     except RedisError as error:
         raise Unavailable(f"Redis does not answer ({error}); check redis.url and that the server runs") from error
 

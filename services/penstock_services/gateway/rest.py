@@ -314,7 +314,7 @@ def read_request(operation: Operation, request: HttpRequest) -> ProtoMessage:
 
 
 def _number(name: str, text: str) -> int:
-    if text.isascii() and text.isdecimal() and 0 < int(text[:20]) < 2**63:
+    if text.isascii() and text.isdecimal() and len(text) < 20 and 0 < int(text) < 2**63:
         return int(text)
     raise InvalidInput(name, "must be a positive integer")
 

@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import resource
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -22,6 +23,7 @@ from penstock.v1 import (
     datasets_pb2_grpc,
     prompts_pb2,
 )
+from penstock_services.gateway.datasets import DatasetHandlers
 from support.gateways import PROMPT, RUN, Gateway, as_json, assert_problem, both, post_prompts, rest, stubs
 
 
@@ -39,6 +41,30 @@ async def test_a_stream_of_submissions_is_answered_one_by_one(gateway: Gateway) 
             answers.append((list(answer.prompt_ids), answer.replayed))
     assert answers == [([1], False), ([2, 3], False), ([1], True)]
     assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_cancelled_upload_leaves_no_file(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that checks the file goes on when its caller has left."""
+    begun, left = threading.Event(), threading.Event()
+
+    def count(*_: object) -> int:
+        begun.set()
+        return left.wait(60)
+
+    monkeypatch.setattr(DatasetHandlers, "_count", count)
+    datasets: Any = datasets_pb2_grpc.DatasetServiceStub(gateway.channel)
+    upload = datasets_pb2.UploadDatasetRequest(name="cancelled", format="jsonl", content=b'{"prompt": "x"}')
+    call = datasets.UploadDataset(upload)
+    assert await asyncio.to_thread(begun.wait, 60)
+    folder = gateway.config.folder / "datasets"
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert len(list(folder.iterdir())) == 1
+    left.set()
+    async with asyncio.timeout(60):
+        while list(folder.iterdir()):
+            await asyncio.sleep(0.05)
 
 
 async def test_a_dataset_is_uploaded_and_submitted_once(gateway: Gateway, queue: RedisReplayQueue) -> None:

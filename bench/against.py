@@ -219,8 +219,8 @@ def run_demo(tree: Tree, num_steps: int) -> tuple[float, float]:
             try:
                 process.wait(DEMO_S)
             except subprocess.TimeoutExpired as error:
-                told = log.read_text()[-2000:]
-                raise SystemExit(f"the demo of {tree.name} took longer than {DEMO_S:.0f} s: {told}") from error
+                log_end = log.read_text()[-2000:]
+                raise SystemExit(f"the demo of {tree.name} took longer than {DEMO_S:.0f} s: {log_end}") from error
             finally:
                 process.terminate()  # it ends its processes, which have their own sessions
                 process.wait(60)

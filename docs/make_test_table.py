@@ -22,7 +22,7 @@ folder of tests or a marker.
 
 | command | runs | takes, on two cores |
 |---|---|---|
-| `make test` | lint, and every test without a marker: at least one case of every feature | up to 15 minutes |
+| `make test` | lint, and every test without a marker: at least one case of every feature | 15 to 20 minutes |
 | `make test-long` | the tests and cases that are marked `long`, and property tests with new examples | about an hour |
 | `make chaos` | the fault matrix, [faults.md](faults.md): tests marked `chaos` or `fault_row` | up to 40 minutes |
 | `make soak` | no tests: a run under kills, judged by what it lost and by its share of productive time | 70 minutes |

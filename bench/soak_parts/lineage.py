@@ -1,6 +1,6 @@
 """The steps of a soak run, as its learner's log shows them, and where the time between them went.
 
-A learner that goes back to a checkpoint trains some steps again. The last time that a step was trained is the one that
+A learner that rewinds to a checkpoint trains some steps again. The last time that a step was trained is the one that
 the final weights contain: it is *effective*, and every earlier time was wasted.
 """
 

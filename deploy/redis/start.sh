@@ -17,7 +17,7 @@ shift 3
 
 hash_of() {
   if [ ! -s "$passwords/redis-$1-password" ]; then
-    echo "start.sh: error: $passwords/redis-$1-password is missing or empty; give every role a password" >&2
+    echo "start.sh: error: $passwords/redis-$1-password is missing or empty; give every user a password" >&2
     exit 2
   fi
   # Clients strip line ends from the file, too. printf is built into the shell: it starts no process.

@@ -152,7 +152,7 @@ def forwards_run_ahead(timeline: Path) -> bool:
 def test_both_placements_train_the_same_ppo_also_through_the_deaths_of_ranks(
     tmp_path: Path, model: Path, classifier: Path, redis_process: RedisProcess, undisturbed_ppo: PpoRun
 ) -> None:
-    """A rank of the critic dies after step 2, and policy and critic go back to that step's checkpoint. Then the reward
+    """A rank of the critic dies after step 2, and policy and critic rewind to that step's checkpoint. Then the reward
     model's rank dies and is replaced within the step."""
     num_ranks = undisturbed_ppo.num_ranks
     config = make_config(

@@ -75,7 +75,7 @@ def test_ranks_that_die_in_an_own_step_change_nothing(
     tmp_path: Path, tiny_models: dict[str, Path], redis_process: RedisProcess, settings: dict[str, Any]
 ) -> None:
     """The teacher dies in its fourth batch and is restarted within the call. The second critic dies in its fourth
-    update, when the policy's may have been made: all trained roles go back to the newest checkpoint."""
+    update, when the policy's may have been made: all trained roles rewind to the newest checkpoint."""
     runs = []
     for placement, crash_at in (("standalone", ""), ("split-collocate", "teacher.0:4,second_critic.0:4")):
         config = make_config(

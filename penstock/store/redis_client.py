@@ -275,26 +275,27 @@ T = TypeVar("T")
 
 async def call_patiently(call: Callable[[], Awaitable[T]], retry_s: float) -> T:
     """Await `call`. Repeat it for up to `retry_s` while Redis does not answer, answers LOADING, or accepts no writes:
-    see REFUSALS, of which one says that it has become a replica. 0 repeats nothing.
+    see REFUSALS, of which one says that it has become a replica. 0 repeats nothing. The time begins with the first
+    failure, so a process that was suspended in a call asks again.
 
     Redis may have executed the call and only the answer was lost, so use this only for clients whose calls may all be
     executed twice. The learner's may: its term fences them, and the second execution changes nothing except numbers
     that may have gaps (terms, versions). A repeated take returns the groups that the first one took."""
-    started, has_warned = time.monotonic(), False
+    failed_at = 0.0
     while True:
         try:
             answer = await call()
             break
         except (RedisConnectionError, RedisTimeoutError, ResponseError) as error:
             what = cannot_write(str(error)) if isinstance(error, ResponseError) else f"Redis does not answer ({error})"
-            if not what or isinstance(error, AuthenticationError) or time.monotonic() - started >= retry_s:
+            is_first, failed_at = not failed_at, failed_at or time.monotonic()
+            if not what or isinstance(error, AuthenticationError) or time.monotonic() - failed_at >= retry_s:
                 raise
-            if not has_warned:
+            if is_first:
                 logger.warning("%s; retrying for %.0f s", what, retry_s)
-            has_warned = True
             await asyncio.sleep(RETRY_PAUSE_S)
-    if has_warned:
-        logger.warning("Redis answers again after %.1f s", time.monotonic() - started)
+    if failed_at:
+        logger.warning("Redis answers again after %.1f s", time.monotonic() - failed_at)
     return answer
 
 

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from penstock.cancellation import end_task
 from penstock.codec import encode_group
@@ -18,7 +19,7 @@ from penstock.config.service import RedisConfig, ReplayConfig
 from penstock.errors import PenstockError, Unavailable
 from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.results import PromptBook
-from penstock.store.redis_client import RedisClient, connect
+from penstock.store.redis_client import RedisClient, call_patiently, connect
 from penstock_learner.loop.batches import BatchReader
 from penstock_learner.term import Term
 from support.groups import make_group
@@ -81,6 +82,19 @@ async def test_patience_ends_and_is_not_for_everyone(server: RedisProcess) -> No
             with pytest.raises(Unavailable, match="does not answer"):
                 await queue.get_group(1)
         await client.aclose()
+
+
+async def test_a_call_that_fails_after_its_patience_is_repeated() -> None:
+    """As in a process that was suspended while it waited for the answer."""
+    failures = iter([RedisTimeoutError("Timeout reading")])
+
+    async def call() -> str:
+        for failure in failures:
+            await asyncio.sleep(0.3)
+            raise failure
+        return "answer"
+
+    assert await call_patiently(call, retry_s=0.2) == "answer"
 
 
 KILLED_BEFORE_THE_SCRIPT_IS_SENT = """

@@ -22,9 +22,9 @@ Figures compare Penstock with a limit of the hardware or with another implementa
 run, unless a section says otherwise, and are medians over the rounds. `make bench-NAME` runs one benchmark on a CPU,
 `make bench` these: {names}.
 `bench/gpu/NAME.py` runs one on a GPU. The CPU is two shared cores; the GPU is one H200. In brackets: the commit that
-was measured, date and machine; of older results, the commit that recorded them. Goals that were met and differ in their
-case alone share one row, that of the narrowest; the files have all cases and the spread. That a part ended well is
-shown only if it did not.
+was measured, date and machine; with †, of older results, the commit that recorded them. Goals that were met and differ
+in their case alone share one row, that of the narrowest; the files have all cases and the spread. That a part ended
+well is shown only if it did not.
 """
 
 BENCHES = {
@@ -60,9 +60,9 @@ BENCHES = {
         "Whole runs",
         "bench/gpu/whole_run.py",
         "GRPO on one GPU, compared with TRL's GRPOTrainer and with verl, both with vLLM and their defaults "
-        "except for sizes; `bench/gpu/whole_run_parts/` has the settings. TRL and verl generate and train in "
-        "turns; Penstock does both at once. Parts of a round (`@3`) ran one after another on one machine, "
-        "except trl-1.5b of the first round. verl ran in earlier sessions, and made 12 steps in its time, because it "
+        "except for sizes; `bench/gpu/whole_run_parts/` has the settings. Parts of a round (`@3`) ran one after "
+        "another on one machine, except trl-1.5b of the first round. verl ran in earlier sessions, and made 12 steps "
+        "in its time, because it "
         "takes five minutes to start. The learner's share counts all of an update as training, "
         "also while the server uses the GPU. A server counts as generating while it has at least one request",
     ),
@@ -138,7 +138,7 @@ def _provenance(results: dict[str, Any]) -> str:
     """What the figures were measured on. If that differs, it follows the names of the parts."""
     named: dict[str, list[str]] = {}
     for part, facts in results.get("parts", {"": results}).items():
-        commit = f"`{facts['commit']}`" if "commit" in facts else f"recorded in `{facts['recorded_in']}`"
+        commit = f"`{facts['commit']}`" if "commit" in facts else f"`{facts['recorded_in']}`†"
         against = f" against `{facts['base']}`" if "base" in facts else ""
         load = f"load {facts['load']} before" if "parts" in results and "load" in facts else ""
         words = filter(None, (commit + against, facts["date"], facts["machine"], load))

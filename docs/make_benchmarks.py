@@ -62,9 +62,8 @@ BENCHES = {
         "GRPO on one GPU, compared with TRL's GRPOTrainer and with verl, both with vLLM and their defaults "
         "except for sizes; `bench/gpu/whole_run_parts/` has the settings. Parts of a round (`@3`) ran one after "
         "another on one machine, except trl-1.5b of the first round. verl ran in earlier sessions, and made 12 steps "
-        "in its time, because it "
-        "takes five minutes to start. The learner's share counts all of an update as training, "
-        "also while the server uses the GPU. A server counts as generating while it has at least one request",
+        "in its time, because it takes five minutes to start. The learner's share counts all of an update as "
+        "training, also while the server uses the GPU. A server counts as generating while it has at least one request",
     ),
     "cold_start": (
         "Starting a run", "bench/gpu/cold_start.py", "`penstock up` to the first step, with kept and with empty caches",
@@ -120,13 +119,13 @@ def _section(name: str) -> str:
     results = json.loads((RESULTS / f"{name}.json").read_text())
     bars = _merged(results["bars"])
     common = {bar["name"].rpartition(": ")[2] for bar in bars}
-    compared = f"{common.pop()} " if len(common) == 1 < len(bars) else ""
+    compared = common.pop() if len(common) == 1 < len(bars) else ""
     rows = [_row(bar, compared) for bar in bars]
     return "\n".join(
         [
             f"## {title}",
             f"`{command}`: {what} ({_provenance(results)}).\n",
-            f"| {compared}| measured | goal |",
+            f"| {compared}".rstrip() + " | measured | goal |",
             "|---|---|---|",
             *rows,
             "",
@@ -163,7 +162,7 @@ def _merged(bars: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _row(bar: dict[str, Any], compared: str) -> str:
     """A line of the table. `compared` ends the names of all its lines, and is in its head instead."""
     sign, judged = "≤" if bar.get("at_most") else "≥", "" if bar["ok"] else ", **not met**"
-    name = bar["name"].removesuffix(f": {compared.strip()}")
+    name = bar["name"].removesuffix(f": {compared}")
     return f"| {name} | {_number(bar['value'])}{judged} | {sign} {_number(bar['goal'])} |"
 
 

@@ -68,7 +68,7 @@ def limited_rows(path: Path, columns: Sequence[str], check: Check, limits: ReadL
     import pyarrow
 
     with tempfile.TemporaryFile(dir=path.parent) as rows:
-        _decode([str(limits.max_rows), str(limits.max_bytes), str(path), *columns], rows)
+        _decode(path, columns, limits, rows)
         rows.seek(0)
         with pyarrow.ipc.open_stream(rows) as batches:
             check(json.loads(batches.schema.metadata[b"columns"]))
@@ -76,9 +76,9 @@ def limited_rows(path: Path, columns: Sequence[str], check: Check, limits: ReadL
                 yield from batch.to_pylist()
 
 
-def _decode(arguments: list[str], rows: Any) -> None:
+def _decode(path: Path, columns: Sequence[str], limits: ReadLimits, rows: Any) -> None:
     """Have a process write the rows to a file. Raises InvalidInput or ValueError if it writes fewer than all."""
-    path = arguments[2]
+    arguments = [str(limits.max_rows), str(limits.max_bytes), str(path), *columns]
     # Other pools and OpenBLAS reserve addresses ahead.
     environment = os.environ | {"ARROW_DEFAULT_MEMORY_POOL": "system", "OPENBLAS_NUM_THREADS": "1"}
     if not _decoder.acquire(timeout=_DEADLINE_S):
@@ -89,7 +89,7 @@ def _decode(arguments: list[str], rows: Any) -> None:
             stdin=subprocess.DEVNULL, stdout=rows, stderr=subprocess.PIPE,
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
-        raise InvalidInput(path, f"takes more than {_DEADLINE_S:.0f} s to decode; split it") from error
+        raise InvalidInput(str(path), f"takes more than {_DEADLINE_S:.0f} s to decode; split it") from error
     except OSError as error:
         raise Unavailable(f"no process can be started to decode a dataset ({error.strerror}); try again") from error
     finally:
@@ -99,7 +99,7 @@ def _decode(arguments: list[str], rows: Any) -> None:
         raise ValueError(why)
     if ended.returncode:
         died = f"is damaged, or takes too much memory or time to decode ({ended.returncode}); split it"
-        raise InvalidInput(path, why if ended.returncode == _REFUSED else died)
+        raise InvalidInput(str(path), why if ended.returncode == _REFUSED else died)
 
 
 # ── the process that decodes ──
@@ -159,8 +159,11 @@ def _num_bytes(array: Any) -> int:
         array = array.dictionary_decode()
     if not types.is_nested(kind):
         return int(array.nbytes) + _VALUE_BYTES * len(array)
-    inner = array.flatten() if types.is_struct(kind) else [array.keys, array.items] if types.is_map(kind) else None
-    return _VALUE_BYTES * len(array) + sum(map(_num_bytes, [array.flatten()] if inner is None else inner))
+    if types.is_map(kind):
+        inner = [array.keys, array.items]
+    else:
+        inner = array.flatten() if types.is_struct(kind) else [array.flatten()]
+    return _VALUE_BYTES * len(array) + sum(map(_num_bytes, inner))
 
 
 if __name__ == "__main__":

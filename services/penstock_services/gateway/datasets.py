@@ -69,7 +69,8 @@ class DatasetHandlers(Handlers):
         staged = path.with_name(f".{secrets.token_hex(8)}{path.suffix}")
         staging = asyncio.ensure_future(asyncio.to_thread(self._stage, staged, path.name, request.content))
         try:
-            await asyncio.shield(staging)  # a request that ends early leaves the thread running, which writes the file
+            # A request that ends early leaves the thread running, which writes the file.
+            num_prompts = await asyncio.shield(staging)
             # The owner is known before the file has its name, so no one else ever finds it without one. A name that was
             # given by hand, in either format, has no owner and gets none.
             claimed = "" if self._stored(request.name) else caller.owner.name
@@ -79,7 +80,7 @@ class DatasetHandlers(Handlers):
             await asyncio.to_thread(self._name, staged, path)
         finally:
             staging.add_done_callback(partial(_remove, staged))
-        return await self._describe(path, caller.owner)
+        return await self._describe(path, caller.owner, num_prompts)
 
     @operation("GET", "datasets/{name}", "read", Dataset, timeout_s=READ_TIMEOUT_S)
     async def get_dataset(self, caller: Caller, request: datasets_pb2.GetDatasetRequest) -> datasets_pb2.Dataset:
@@ -103,7 +104,7 @@ class DatasetHandlers(Handlers):
             feed = await self.queue.feed(f"upload-{path.stem}", digest, feed.position, payloads, priorities)
         if feed.fingerprint != digest:
             raise Conflict(f"other data was submitted as dataset {request.name!r} before; choose another name")
-        return await self._describe(path, caller.owner)
+        return await self._describe(path, caller.owner, len(prompts))
 
     def _find(self, name: str) -> Path:
         check_name("name", name)
@@ -123,13 +124,13 @@ class DatasetHandlers(Handlers):
             raise NotFound(f"there is no dataset {path.stem!r}; upload it")
         return digest, feed
 
-    def _stage(self, staged: Path, name: str, content: bytes) -> None:
-        """Write the content to `staged`, and check it."""
+    def _stage(self, staged: Path, name: str, content: bytes) -> int:
+        """Write the content to `staged`, check it, and count its prompts."""
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             staged.touch(mode=0o600)
             staged.write_bytes(content)
-            self._count(staged)
+            return self._count(staged)
         except OSError as error:
             raise Unavailable(f"{self.folder} cannot be written: {error.strerror}") from error
         except InvalidInput as error:
@@ -148,9 +149,10 @@ class DatasetHandlers(Handlers):
         except OSError as error:
             raise Unavailable(f"{self.folder} cannot be written: {error.strerror}") from error
 
-    async def _describe(self, path: Path, owner: Owner) -> datasets_pb2.Dataset:
+    async def _describe(self, path: Path, owner: Owner, num_prompts: int = 0) -> datasets_pb2.Dataset:
+        """`num_prompts` saves reading the file again, which may take a process."""
         digest, feed = await self._feed(path, owner)
-        num_prompts = await asyncio.to_thread(self._count, path)
+        num_prompts = num_prompts or await asyncio.to_thread(self._count, path)
         return datasets_pb2.Dataset(
             name=path.stem, format=path.suffix.removeprefix("."), num_prompts=num_prompts,
             num_submitted=feed.position if feed.fingerprint == digest else 0,
@@ -170,7 +172,7 @@ class DatasetHandlers(Handlers):
         return num_prompts
 
 
-def _remove(staged: Path, staging: asyncio.Future[None]) -> None:
+def _remove(staged: Path, staging: asyncio.Future[int]) -> None:
     """Remove the file once nothing writes it. The request has told the error, unless it has ended."""
     if not staging.cancelled():
         staging.exception()

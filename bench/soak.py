@@ -14,7 +14,7 @@ What is judged:
   count as lost.
 - Doubled: groups that the steps of the final lineage trained, beyond the prompts of the final ledger.
 - Conservation: `admitted = trained + expired + dead-lettered + queued + in flight`, every minute. Redis must answer
-  nine of ten of these checks, and the prompts and groups that are not finished yet must not become more.
+  nine of ten of these checks. The prompts and groups that are not finished, counted every 10 s, must not become more.
 - Memory: the resident memory of all parts in the last quarter against the first, and that of Redis against the second,
   because Redis keeps recomputed log-probs for a quarter of an hour. Its lists of results and of the newest 1,000
   versions are skipped: they are bounded, and fill for most of the hour.
@@ -48,6 +48,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -72,8 +73,8 @@ from soak_parts.stand_ins import use_stand_ins
 CONFIG = Path(__file__).parent / "soak_parts" / "soak.yaml"
 START_S = 180.0
 DRAIN_S = 180.0
-LINE_S, CHECK_S = sized((30.0, 60.0), (1.0, 1.0))
-"""Time between two lines of progress, and between two checks of conservation and memory."""
+LINE_S, CHECK_S, COUNT_S = sized((30.0, 60.0, 10.0), (1.0, 1.0, 1.0))
+"""Time between two lines of progress, two checks of conservation and memory, and two counts of unfinished work."""
 FOLLOWED_S = 350.0
 POLL_S = 0.2
 STALL_S = 240.0
@@ -91,7 +92,8 @@ class Observations:
     """Bytes of each part in every minute; 0 while the part was down."""
     redis_bytes: list[int] = field(default_factory=list)
     unfinished: list[int] = field(default_factory=list)
-    """Prompts and groups that wait, are in flight or queued: what the queue holds beyond its counters."""
+    """Prompts and groups that wait, are in flight or queued: what the queue holds beyond its counters. They follow the
+    kills up and down, so they are counted often."""
     unanswered: int = 0
     """Minutes in which Redis did not answer the check in time."""
 
@@ -114,6 +116,8 @@ class Soak:
         self.config, self.parts = make_parts(folder)
         if SMOKE:
             use_stand_ins(self.parts, port_of(self.parts["ray"]), folder)
+        self.kept_up = dict(self.parts)
+        """The parts that are started again whenever they end."""
         self.lineage = Lineage(folder / "logs" / "learner.log")
         dice = random.Random(seed)
         possible = {name: partial(root_process, part) for name, part in self.parts.items()}
@@ -125,6 +129,7 @@ class Soak:
         self.begun_at = self.ended_at = 0.0
         self.calm_step_s = 0.0
         self.checking: asyncio.Task[None] | None = None
+        self.counting: asyncio.Task[None] | None = None
         self.lost = self.doubled = -1
         self.final: QueueStat | None = None
 
@@ -140,8 +145,9 @@ class Soak:
             await self._watch(self.minutes * 60, is_measured=True)
             self.ended_at = time.monotonic()
             self.killer.end()
-            if self.checking is not None:
-                await self.checking
+            for task in (self.checking, self.counting):
+                if task is not None:
+                    await task
             await self._take_stock()
         finally:
             self.ended_at = self.ended_at or time.monotonic()
@@ -168,7 +174,7 @@ class Soak:
         """Restart, kill and look for `seconds`. Raises SystemExit if the run does not move any more."""
         end = time.monotonic() + seconds
         next_line = time.monotonic() + LINE_S
-        next_check = time.monotonic() + CHECK_S
+        next_check, next_count = time.monotonic() + CHECK_S, time.monotonic() + COUNT_S
         while (now := time.monotonic()) < end:
             self._poll()
             if now - self.lineage.trained[-1].at > STALL_S:
@@ -179,11 +185,14 @@ class Soak:
             if is_measured and now > next_check:
                 next_check = now + CHECK_S
                 self.checking = asyncio.create_task(self._check())
+            if is_measured and now > next_count:
+                next_count = now + COUNT_S
+                self.counting = asyncio.create_task(self._count())
             await asyncio.sleep(POLL_S)
 
     def _poll(self) -> None:
         now = time.monotonic()
-        for name, part in self.parts.items():
+        for name, part in self.kept_up.items():
             if part.keep_up(self.processes) and name == "learner":
                 self.lineage.begin_start(now)
         self.lineage.poll(now)
@@ -198,11 +207,17 @@ class Soak:
             async with asyncio.timeout(50):
                 stat = await self.queue.stat()
                 self.observed.conservation_errors.append(stat.conservation_error)
-                self.observed.unfinished.append(stat.pending_prompts + stat.in_flight + stat.queued)
                 self.observed.redis_bytes.append(await self._redis_bytes())
         except (TimeoutError, PenstockError, OSError):
             self.observed.unanswered += 1
         self.save()
+
+    async def _count(self) -> None:
+        """Count the unfinished prompts and groups, if Redis answers before the next count."""
+        with suppress(TimeoutError, PenstockError, OSError):
+            async with asyncio.timeout(0.9 * COUNT_S):
+                stat = await self.queue.stat()
+                self.observed.unfinished.append(stat.pending_prompts + stat.in_flight + stat.queued)
 
     async def _redis_bytes(self) -> int:
         keys = RunKeys(self.config.run)
@@ -215,8 +230,8 @@ class Soak:
     async def _take_stock(self) -> None:
         """Stop the feed, let the learner train what is left, stop all but Redis, and count."""
         print("no more kills; training what is left", flush=True)
-        await self._watch_until(lambda: all(part.is_up for part in self.parts.values()), START_S)
-        feed = self.parts.pop("feed")
+        await self._watch_until(lambda: all(part.is_up for part in self.kept_up.values()), START_S)
+        feed = self.kept_up.pop("feed")
         if feed.child is not None and feed.is_up:
             feed.child.process.terminate()
         deadline = time.monotonic() + DRAIN_S
@@ -228,7 +243,7 @@ class Soak:
                 break
             await asyncio.sleep(POLL_S)
         for name in ("learner", "rollout-0", "rollout-1"):
-            part = self.parts.pop(name)
+            part = self.kept_up.pop(name)
             if part.child is not None and part.is_up:
                 part.child.process.terminate()
                 await asyncio.to_thread(part.child.process.wait, 60)
@@ -362,7 +377,7 @@ def make_parts(folder: Path) -> tuple[RunConfig, dict[str, Part]]:
     config_file.write_text(dump_config(config))
     environment = {
         "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0",
-        "OMP_NUM_THREADS": "1", "RAY_DISABLE_IMPORT_WARNING": "1",
+        "OMP_NUM_THREADS": "1", "RAY_DISABLE_IMPORT_WARNING": "1", "RAY_worker_niceness": "0",
     }  # fmt: skip
 
     def penstock(name: str, module: str, *arguments: str, stop_timeout_s: float = 20) -> Part:

@@ -65,7 +65,6 @@ path of the password file are in the run's configuration. */}}
 - name: RAY_AUTH_TOKEN
   valueFrom: {secretKeyRef: {name: {{ include "penstock.secretName" . }}, key: ray-token}}
 - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
-- {name: RAY_worker_niceness, value: "0"}
 - name: POD_IP
   valueFrom: {fieldRef: {fieldPath: status.podIP}}
 {{- end -}}

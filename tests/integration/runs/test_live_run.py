@@ -137,19 +137,6 @@ def test_ray_starts_no_process_that_a_private_run_does_not_need(live: DemoProces
         assert not [command for command in commands if program in command and "raylet" not in command.split()[0]]
 
 
-def test_ranks_have_the_priority_of_rollout_servers(live: DemoProcess) -> None:
-    """Ray would start its workers at nice 15."""
-    found: dict[str, set[int]] = {"PolicyWorker": set(), "-m penstock_rollout ": set()}
-    for process in live.descendants():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            command = " ".join(process.cmdline())
-            for program, priorities in found.items():
-                if program in command:
-                    priorities.add(process.nice())
-    assert all(found.values()), found
-    assert len(set().union(*found.values())) == 1, found
-
-
 def test_no_command_line_shows_a_secret(live: DemoProcess) -> None:
     secrets = [
         (live.folder / "redis" / "password").read_text().strip(),

@@ -87,10 +87,8 @@ def ray_head_command(config: RunConfig, host: str, folder: str) -> list[str]:
     return ray_command(host, "--head", f"--port={port}", "--include-dashboard=false", f"--temp-dir={folder}/r")
 
 
-def ray_environment(token_file: Path | None) -> dict[str, str]:
-    """The environment of a Ray node. Its workers have the priority of rollout servers, not Ray's default, nice 15."""
-    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token_file)} if token_file else {}
-    return {"RAY_worker_niceness": "0"} | token
+def ray_environment(token_file: Path) -> dict[str, str]:
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token_file)}
 
 
 def write_join_file(config: RunConfig, ray_token_file: Path | None) -> Path:
@@ -194,7 +192,7 @@ class Joined:
     def _start(self, processes: ProcessGroup, config_file: Path) -> None:
         if self.is_ray_node:
             token, address = self.key_files.get(RAY_TOKEN), self.config.learner.ray_address
-            os.environ.update(ray_environment(token))
+            os.environ.update(ray_environment(token) if token else {})
             ask_cluster(address, REACH_S)
             processes.start("ray", ray_command(self.host, f"--address={address}"), stop_timeout_s=60)
             return

@@ -377,7 +377,7 @@ def make_parts(folder: Path) -> tuple[RunConfig, dict[str, Part]]:
     config_file.write_text(dump_config(config))
     environment = {
         "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0",
-        "OMP_NUM_THREADS": "1", "RAY_DISABLE_IMPORT_WARNING": "1", "RAY_worker_niceness": "0",
+        "OMP_NUM_THREADS": "1", "RAY_DISABLE_IMPORT_WARNING": "1",
     }  # fmt: skip
 
     def penstock(name: str, module: str, *arguments: str, stop_timeout_s: float = 20) -> Part:

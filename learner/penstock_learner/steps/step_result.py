@@ -193,16 +193,13 @@ def reward_part_means(groups: Sequence[Group]) -> dict[str, float]:
         if not trajectory.is_baseline:
             for name, value in trajectory.reward_parts.items():
                 if math.isfinite(value):
-                    values.setdefault(_label(name), []).append(value)
+                    # Any logger can show these signs, and this length.
+                    label = re.sub(r"[^A-Za-z0-9_.@-]", "_", name)[:40] or "_"
+                    values.setdefault(label, []).append(value)
     return {
         f"{REWARD_PART}{name}": math.fsum(values[name]) / len(values[name])
         for name in sorted(values)[:MAX_REWARD_PARTS]
     }
-
-
-def _label(name: str) -> str:
-    """A name that any logger can show: letters, digits and a few signs, at most 40 of them."""
-    return re.sub(r"[^A-Za-z0-9_.@-]", "_", name)[:40] or "_"
 
 
 _RATES = {"policy": "learner.lr", "critic": "learner.critic.lr"}

@@ -227,7 +227,10 @@ def tiny_model(name: str, seed: int = 0, **larger: Any) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_config(tiny_config(name, **larger), attn_implementation="eager").float().eval()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # parameters of one dimension keep a part of the values that they begin with
+        model = AutoModelForCausalLM.from_config(tiny_config(name, **larger), attn_implementation="eager")
+    model = model.float().eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -66,6 +66,13 @@ def test_a_right_model_passes_its_self_check(name: str, tmp_path: Path) -> None:
     assert check.ok and check.error < 1e-4 and check.longest > 8
 
 
+def test_a_tiny_model_is_the_same_whatever_was_drawn_before() -> None:
+    first = tiny_model("qwen3_next").state_dict()
+    torch.rand(1)
+    again = tiny_model("qwen3_next").state_dict()
+    assert all(torch.equal(weight, again[name]) for name, weight in first.items())
+
+
 def _drop(monkeypatch: pytest.MonkeyPatch, **dropped: object) -> None:
     """Make attention ignore a part of the scores' form."""
     from dataclasses import replace

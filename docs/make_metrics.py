@@ -25,7 +25,7 @@ DIFFERENCES = {
     "kl_loss": "multiplied by its coefficient",
     "kl_coefficient": "in the reward too: verl's `actor/reward_kl_penalty_coeff`",
     "reward_mean": "before a KL penalty in the reward",
-    "advantage_mean": "verl also logs returns for GRPO, which equal the advantages",
+    "return_mean": "without own returns: the advantages, as in verl",
     "truncated_ratio": "cut at any limit on tokens or turns, not only as long as the longest response may be",
     "memory_peak_gib": "of the policy's fullest rank; on a CPU, of its process",
     "mfu": "6 FLOPs per parameter and token, without attention",

@@ -1,18 +1,35 @@
-"""Imports objects that a config names by path: agents, tools, rewards, steps and role workers of users."""
+"""Imports objects that a config names by path: agents, tools, rewards, steps and role workers of users.
+
+Code that was written for verl and cannot run here is refused with the way to port it."""
 
 from __future__ import annotations
 
+import ast
 import difflib
 import hashlib
 import importlib
 import importlib.util
+import linecache
 import sys
+import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from penstock.errors import ConfigError, named
+
+_PORTED = {
+    ("verl.experimental.agent_loop.", "recipe.langgraph_agent."): "write the agent loop as an `async def`",
+    ("verl.tools.function_tool.",): "write the function as a tool class",
+    ("verl.workers.reward_manager.", "verl.experimental.reward_loop."): "write the reward manager as `compute_score`",
+    ("verl.utils.dataset.",): "write the dataset as a function that returns rows",
+    ("verl.DataProto.", "verl.protocol."): "write the reward manager as `compute_score`",
+    ("verl.utils.reward_score.",): "install verl for its scores, or choose them in rollout.reward by `kind: verl`",
+}
+"""What to do with code that uses these modules of verl, the most telling ones first."""
+_ANY_OF_VERL = "without verl only its BaseTool and BaseInteraction work; install verl, or port the code"
+_PAGE = "docs/coming-from-verl.md#porting-classes"
 
 
 def load_object(path: str, where: str) -> Any:
@@ -25,9 +42,13 @@ def load_object(path: str, where: str) -> Any:
         raise ConfigError(f"{where}: {path!r} is not an import path; write package.module:Name or folder/file.py:Name")
     module = _file_module(Path(module_path), where) if module_path.endswith(".py") else _module(module_path, where)
     try:
-        return getattr(module, name)
+        loaded = getattr(module, name)
     except AttributeError as error:
         raise ConfigError(f"{where}: {module_path} has no {name!r}; check its spelling") from error
+    kind = loaded if isinstance(loaded, type) else type(loaded)
+    if way := _way_to_port([base.__module__ for base in kind.__mro__]):
+        raise ConfigError(f"{where}: {path} was written for verl and cannot run here; {way}")
+    return loaded
 
 
 def load_callable(path: str, where: str) -> Any:
@@ -43,8 +64,9 @@ def _module(name: str, where: str) -> ModuleType:
     except Exception as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing is not None and (name == missing or name.startswith(f"{missing}.")):
-            raise ConfigError(f"{where}: there is no module {missing}; install it or set PYTHONPATH") from error
-        raise ConfigError(f"{where}: importing {name} fails: {named(error)}") from error
+            way = _way_after(error, name) or "install it or set PYTHONPATH"
+            raise ConfigError(f"{where}: there is no module {missing}; {way}") from error
+        raise ConfigError(f"{where}: importing {name} fails: {_with_way(error)}") from error
 
 
 def _file_module(path: Path, where: str) -> ModuleType:
@@ -61,8 +83,50 @@ def _file_module(path: Path, where: str) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        raise ConfigError(f"{where}: {path} fails on import: {named(error)}") from error
+        raise ConfigError(f"{where}: {path} fails on import: {_with_way(error)}") from error
     return module
+
+
+def _with_way(error: Exception) -> str:
+    way = _way_after(error)
+    return f"{named(error)}; {way}" if way else named(error)
+
+
+def _way_after(error: Exception, wanted: str = "") -> str:
+    """How to port code that could not import a module of verl, perhaps `wanted`. Empty for other errors."""
+    missing = error.name or "" if isinstance(error, ImportError) else ""
+    if not _is_of_verl(missing):
+        return ""
+    way = _way_to_port([wanted, missing, *_missing_in_failed_file(error)])
+    return way or (f"{_ANY_OF_VERL}: {_PAGE}" if missing.startswith("verl") else "")
+
+
+def _way_to_port(modules: Iterable[str]) -> str:
+    """How to port code that uses these modules. Empty if none of them is in the table."""
+    used = [f"{module}." for module in modules]
+    for of_verl, way in _PORTED.items():
+        if any(module.startswith(of_verl) for module in used):
+            return f"{way}: {_PAGE}"
+    return ""
+
+
+def _missing_in_failed_file(error: Exception) -> list[str]:
+    """What the file that raised the error imports of verl and is not there. The error may name only verl's root."""
+    source = "".join(linecache.getlines(traceback.extract_tb(error.__traceback__)[-1].filename))
+    names = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            package = f"{node.module}." if isinstance(node, ast.ImportFrom) and not node.level else ""
+            names += [f"{package}{alias.name}" for alias in node.names]
+    return [name for name in names if _is_of_verl(name) and not _is_there(*name.rpartition("."))]
+
+
+def _is_of_verl(module: str) -> bool:
+    return module.partition(".")[0] in ("verl", "recipe")
+
+
+def _is_there(package: str, _: str, name: str) -> bool:
+    return hasattr(sys.modules.get(package), name)
 
 
 def hint_for_name(name: str, known: Iterable[str], *, others: str = "") -> str:

@@ -100,6 +100,8 @@ def hint_for_key(path: Sequence[str], model: type[BaseModel]) -> str:
     """What may be meant by an unknown key: a similar key of the same section, or one of another section."""
     *section, key = path
     key, models = key.lower(), _models_at(section, model) or [model]
+    if key.startswith("sandbox_fusion"):
+        return "no such service is called: programs run in the rollout server's own sandbox; remove the key"
     known = list(dict.fromkeys(name for found in models for name in found.model_fields))
     elsewhere: dict[str, str] = {}
     for found in sorted(paths_of(model), key=lambda found: found.count(".")):

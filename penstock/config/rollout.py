@@ -129,6 +129,9 @@ class AgentsConfig(Config):
     tool_format: str = "hermes"
     """Format of the model's tool calls: `hermes`, `llama3_json`, `openai`, or your own parser as
     `package.module:function` or `path/file.py:function`."""
+    show_tools: Literal["template", "prompt", "own"] = "template"
+    """What shows tools to the model: the chat `template`, refused if it does not; the system message of the `prompt`,
+    for the gateway's clients too; or your `own` prompts, which nothing checks."""
     max_turns: int = Field(default=8, ge=1)
     """Maximum number of assistant turns in one sample. A sample that reaches it ends with finish reason `length`."""
     max_user_turns: int | None = Field(default=None, ge=1)

@@ -205,7 +205,7 @@ def assemble(config: RunConfig, server_id: str) -> RolloutServer:
     tracing = open_tracing(config.tracing, "rollout", run)
     scorer = Scorer(rollout.reward, metrics, notices.post)
     prompt_length = PromptLength(rollout.prompt, max_model_len, metrics)
-    tokenization = Tokenization(config.model.path, prompt_length.fit, rollout.prompt.template_arguments)
+    tokenization = Tokenization.of(config, prompt_length.fit)
     agents = Agents.load(rollout.agents, max_model_len, tokenization)
     weight_member = WeightMember(run, engine, metrics, fleet.term)
     membership = FleetMembership(

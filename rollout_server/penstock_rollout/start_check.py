@@ -7,7 +7,7 @@ import shutil
 
 from prometheus_client import CollectorRegistry
 
-from penstock.config.rollout import SearchTool
+from penstock.config.rollout import AgentsConfig, SearchTool
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError
 from penstock.machine import is_loopback
@@ -21,7 +21,7 @@ from penstock.start_checks import (
     check_run_folder,
 )
 from penstock.weights.transports import ClusterKey
-from penstock_rollout.agents.declarations import check_tools_file
+from penstock_rollout.agents.loops import Agents
 from penstock_rollout.engines.factory import (
     check_devices,
     check_reports_experts,
@@ -30,29 +30,28 @@ from penstock_rollout.engines.factory import (
 )
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.rewards.scorer import Scorer
+from penstock_rollout.tokenization import Tokenization
 
 
 def check(config: RunConfig) -> str:
     """Raise ConfigError if the config cannot work. Returns the name of the engine, without importing it. Reward
-    functions are loaded in a separate process, as the server does. Nothing is written."""
+    functions are loaded in a separate process, as the server does, and agents and tools in this one. Nothing is
+    written."""
     check_address(config)
     check_redis(config.redis)
     check_model(config)
     check_chat_template(config)
     check_rewards(config.rollout.reward)
     agents = config.rollout.agents
-    for name, file in (("tools_file", agents.tools_file), ("interactions_file", agents.interactions_file)):
-        if file is not None and not file.is_file():
-            raise ConfigError(f"rollout.agents.{name} {file} does not exist; check the path")
     for name, tool in agents.tools.items():
         if isinstance(tool, SearchTool) and tool.index is not None and not tool.index.exists():
             raise ConfigError(f"rollout.agents.tools.{name}.index {tool.index} does not exist; check the path")
-    if agents.tools_file is not None:
-        check_tools_file(agents.tools_file)
     check_agent_packages(agents)
     for name, server in agents.mcp_servers.items():
         if server.command and shutil.which(server.command[0]) is None:
             raise ConfigError(f"rollout.agents.mcp_servers.{name}.command: there is no program {server.command[0]}")
+    if agents != AgentsConfig():
+        Agents.load(agents, config.rollout.engine.max_model_len, Tokenization.of(config))
     check_lengths(config)
     check_run_folder(config)
     ClusterKey.of(config).check()

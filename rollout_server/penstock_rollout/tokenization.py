@@ -21,9 +21,11 @@ from typing import Any
 
 from penstock.api.conversion import parse_json
 from penstock.config.rollout import PromptConfig
+from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, InvalidInput, PromptTooLong, one_line
 from penstock.trajectory import Prompt
 from penstock.weights.folder_tensors import stop_token_ids
+from penstock_rollout.agents.tool_calls import ExplainTools, find_explanation
 from penstock_rollout.metrics import RolloutMetrics
 
 Message = Mapping[str, Any]
@@ -85,12 +87,13 @@ class PromptLength:
 class Tokenization:
     """The tokenizer of a model folder, and the turn boundaries of its chat template.
 
-    `fit` shortens or refuses long prompts. `template_arguments` of a call win over those given here. Decoded responses
-    are for reading and scoring. They are never encoded again."""
+    `fit` shortens or refuses long prompts. `template_arguments` of a call win over those given here. With `explain`,
+    its text in the first prompt shows the tools, and not the template. Decoded responses are for reading and scoring.
+    They are never encoded again."""
 
     def __init__(
         self, model_path: Path, fit: Callable[[tuple[int, ...]], tuple[int, ...]] = tuple,
-        template_arguments: TemplateArguments | None = None,
+        template_arguments: TemplateArguments | None = None, explain: ExplainTools | None = None,
     ) -> None:  # fmt: skip
         from transformers import AutoTokenizer
 
@@ -100,11 +103,20 @@ class Tokenization:
             raise ConfigError(f"model.path {model_path} has no usable tokenizer: {error}") from error
         self._fit = fit
         self._template_arguments = dict(template_arguments or {})
+        self._explain = explain
         self._vocab_size = int(json.loads((model_path / "config.json").read_text())["vocab_size"])
         self.stop_ids = frozenset(stop_token_ids(model_path))
         """Ids that end a turn. Engines keep the sampled stop token as the last token of a turn."""
         self._closing: dict[str, bool] = {}
         """By the role of the next message, whether the template ends an assistant turn with a stop token before it."""
+
+    @classmethod
+    def of(cls, config: RunConfig, fit: Callable[[tuple[int, ...]], tuple[int, ...]] = tuple) -> Tokenization:
+        """The tokenization of a run's rollout servers."""
+        rollout, agents = config.rollout, config.rollout.agents
+        is_explained = agents.show_tools == "prompt"
+        explain = find_explanation(agents.tool_format, rollout.tool_parser) if is_explained else None
+        return cls(config.model.path, fit, rollout.prompt.template_arguments, explain)
 
     def without_limit(self) -> Tokenization:
         """The same for generate calls. `rollout.prompt` is for the prompts of the queue. A call that is too long for
@@ -116,15 +128,26 @@ class Tokenization:
     def prompt_ids(
         self, prompt: Prompt, tools: ToolSchemas = (), template_arguments: TemplateArguments | None = None
     ) -> tuple[int, ...]:
-        """Encode the prompt of the first turn. If it consists of messages, the template shows `tools` to the model."""
+        """Encode the prompt of the first turn. If it consists of messages, it shows `tools` to the model."""
         if prompt.token_ids:
             if not all(0 <= token < self._vocab_size for token in prompt.token_ids):
                 raise InvalidInput("token_ids", f"the model has ids from 0 to {self._vocab_size - 1}")
             return self._fit(prompt.token_ids)
-        ids = self._encode(self._render(prompt.chat, tools, template_arguments))
+        ids = self._encode(self.first_text(prompt.chat, tools, template_arguments))
         if not ids:
             raise InvalidInput("messages", "the model's chat template renders them as nothing")
         return self._fit(ids)
+
+    def first_text(
+        self, messages: Sequence[Message], tools: ToolSchemas = (), template_arguments: TemplateArguments | None = None
+    ) -> str:
+        """The text of the first prompt of these messages, which shows the tools."""
+        if self._explain and tools:
+            has_system = bool(messages) and messages[0]["role"] == "system"
+            system = messages[0] if has_system else {"role": "system", "content": ""}
+            text = "\n\n".join(filter(None, (system["content"], self._explain(tools))))
+            messages, tools = [{**system, "content": text}, *messages[has_system:]], ()
+        return self._render(messages, tools, template_arguments)
 
     def text_ids(self, text: str) -> tuple[int, ...]:
         """Encode plain text without a chat template, with the special tokens that the tokenizer adds itself."""
@@ -179,7 +202,9 @@ class Tokenization:
     def _split(
         self, messages: Sequence[Message], tools: ToolSchemas, template_arguments: TemplateArguments | None
     ) -> tuple[str, str]:
-        """The rendered fixed conversation, split after the marker."""
+        """The rendered fixed conversation, split after the marker. Templates that have the tools before the last
+        message of the user would repeat those that the first prompt has explained."""
+        tools = () if self._explain else tools
         before, marker, after = self._render([*_BASE, *messages], tools, template_arguments).partition(_SPOKEN)
         if not marker:
             raise ConfigError("the model's chat template omits the assistant's messages, which multi-turn agents need")

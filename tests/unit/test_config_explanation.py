@@ -60,6 +60,8 @@ def test_every_field_is_explained_in_plain_words() -> None:
         ({"rollout": {"reward": {"default": {"kind": "mth"}}}}, "not {'kind': 'mth'}; did you mean 'math'?"),
         ({"rollout": {"reward": {"by_data_source": {"a/b": {"kind": "math", "wrong": 1}}}}},
          "unknown key 'rollout.reward.by_data_source.a/b.wrong'; did you mean 'wrong_score'?"),
+        ({"rollout": {"reward": {"default": {"kind": "code", "sandbox_fusion_url": "http://s"}}}},
+         "programs run in the rollout server's own sandbox; remove the key"),
         ({"dataset": {"file": 3}}, "dataset.file: must be a path or a list, not 3"),
     ],
 )  # fmt: skip

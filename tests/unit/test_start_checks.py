@@ -321,6 +321,19 @@ def test_a_tool_of_verl_with_an_unknown_key(config: Any, tmp_path: Path) -> None
         check_rollout(config("--rollout.agents.tools_file", str(file)))
 
 
+def test_agents_are_loaded_by_the_check_as_by_the_start(config: Any, tmp_path: Path) -> None:
+    tools = ("--rollout.agents.tools", "{code: {kind: python}}")
+    with pytest.raises(ConfigError, match="template does not show the model tools; set rollout.agents.show_tools to"):
+        check_rollout(config(*tools))
+    check_rollout(config(*tools, "--rollout.agents.show_tools", "own"))
+    with pytest.raises(ConfigError, match="show_tools: prompt cannot explain calls in the format a:b; set tool_format"):
+        check_rollout(config(*tools, "--rollout.agents.show_tools", "prompt", "--rollout.agents.tool_format", "a:b"))
+    file = tmp_path / "mine.py"
+    file.write_text("from verl.experimental.agent_loop.agent_loop import AgentLoopBase")
+    with pytest.raises(ConfigError, match=r"custom\.mine: .*mine\.py fails on import: .*docs/coming-from-verl\.md"):
+        check_rollout(config("--rollout.agents.custom", f"{{mine: '{file}:Mine'}}"))
+
+
 def test_processes_that_start_together_do_not_disturb_each_other(tmp_path: Path) -> None:
     config = load_config(DEMO, ["--run_dir", str(tmp_path / "runs")])
     with ThreadPoolExecutor(8) as pool:

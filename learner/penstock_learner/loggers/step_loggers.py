@@ -203,7 +203,10 @@ _DERIVED: dict[str, Callable[[Metrics], float]] = {
 
 def under_verl_names(metrics: Metrics) -> dict[str, float]:
     """Every number under verl's name or `penstock/…`, and what verl has under a second name or derives from several.
-    Names with a slash, as those of supervised fine-tuning (`train/loss`), are verl's already."""
+    Names with a slash, as those of supervised fine-tuning (`train/loss`), are verl's already. Estimators without
+    returns have the advantages as returns in verl."""
+    shared = {f"return_{kind}": f"advantage_{kind}" for kind in ("mean", "min", "max")}
+    metrics = {returned: metrics[name] for returned, name in shared.items() if name in metrics} | dict(metrics)
     named = {
         name if "/" in name else VERL_NAMES.get(name, OWN_PREFIX + name): value
         for name, value in metrics.items()

@@ -1,14 +1,13 @@
 """Tools and interactions that YAML files declare, in verl's format. Error messages have one line.
 
-A class may be Penstock's or one written for verl. For the tools that verl ships, built-in tools take their place:
-verl's own classes need Ray, and the one for programs needs a service. A key of their `config` is used, named in the log
-if it has no effect here, or refused.
+A class may be Penstock's or one written for verl. For the tools and the interaction that verl ships, others take their
+place: verl's own classes need Ray, and the one for programs needs a service. A key of their `config` is used or
+refused.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -25,6 +24,7 @@ from penstock_rollout.agents.interactions import Interaction
 from penstock_rollout.agents.tools import Tool, Toolbox
 from penstock_rollout.agents.verl import (
     INTERACTION_METHODS,
+    SHIPPED,
     TOOL_METHODS,
     OpenAIFunctionToolSchema,
     VerlInteraction,
@@ -33,7 +33,6 @@ from penstock_rollout.agents.verl import (
     verl_names,
 )
 
-logger = logging.getLogger(__name__)
 _TOOLS_FILE = "rollout.agents.tools_file"
 _M = TypeVar("_M", bound=BaseModel)
 
@@ -94,7 +93,7 @@ class _SearchConfig(_Limits):
     num_workers: int = Field(default=120, ge=1)
     rate_limit: int = Field(default=120, ge=1)
 
-    def tool(self, name: str, place: str) -> Tool:
+    def tool(self, name: str) -> Tool:
         settings = SearchTool(
             kind="search", url=self.retrieval_service_url, top_k=self.topk, timeout_s=self.timeout,
             max_concurrent=self.num_concurrent,
@@ -103,20 +102,15 @@ class _SearchConfig(_Limits):
 
 
 class _SandboxConfig(_Limits):
-    """`config` of verl's SandboxFusionTool, with verl's defaults."""
+    """`config` of verl's SandboxFusionTool, with verl's defaults. Its service is not called: a URL is refused."""
 
-    sandbox_fusion_url: str = ""
     default_timeout: float = Field(default=30.0, gt=0)
     default_language: Literal["python"] = "python"
     memory_limit_mb: int = Field(default=1024, ge=64)
     num_workers: int = Field(default=10, ge=1)
     rate_limit: int = Field(default=10, ge=1)
 
-    def tool(self, name: str, place: str) -> Tool:
-        if self.sandbox_fusion_url:
-            logger.warning(
-                "%s.config.sandbox_fusion_url is not called: programs run in the rollout server's own sandbox", place
-            )
+    def tool(self, name: str) -> Tool:
         settings = PythonTool(
             kind="python", timeout_s=self.default_timeout, memory_bytes=self.memory_limit_mb * 2**20,
             num_processes=self.num_concurrent,
@@ -143,19 +137,6 @@ def _validated(kind: type[_M], data: Any, where: str) -> _M:
 
 def load_tools(path: Path) -> Toolbox:
     toolbox = Toolbox()
-    for place, declared in _declared_tools(path):
-        toolbox.add(_tool(declared, place), place)
-    return toolbox
-
-
-def check_tools_file(path: Path) -> None:
-    """Raise ConfigError if an entry is wrong. Imports no class: those of verl that are built in are checked too."""
-    for place, declared in _declared_tools(path):
-        if _dotted(declared.class_name) in _CONFIGS:
-            _tool(declared, place)
-
-
-def _declared_tools(path: Path) -> Iterator[tuple[str, ToolDeclaration]]:
     for index, declared in enumerate(read_declarations(path, ToolsFile, _TOOLS_FILE).tools):
         place = f"{_TOOLS_FILE} {path}: tools.{index}"
         if declared.mcp is not None or declared.config.get("type") == "mcp":
@@ -163,7 +144,8 @@ def _declared_tools(path: Path) -> Iterator[tuple[str, ToolDeclaration]]:
                 f"{place}: MCP servers are not declared in this file; write them into the config, as "
                 "`rollout.agents.mcp_servers: {NAME: {command: [PROGRAM, ARGUMENT]}}` or `{NAME: {url: ADDRESS}}`"
             )
-        yield place, declared
+        toolbox.add(_tool(declared, place), place)
+    return toolbox
 
 
 def load_interactions(path: Path) -> dict[str, Interaction]:
@@ -190,7 +172,7 @@ def _tool(declared: ToolDeclaration, place: str) -> Tool:
         raise ConfigError(f"{place}.tool_schema is missing; describe the function that the model calls")
     if built_in is not None and schema is not None:
         given: _SearchConfig | _SandboxConfig = _validated(built_in, declared.config, f"{place}.config")
-        tool = given.tool(schema["function"]["name"], place)
+        tool = given.tool(schema["function"]["name"])
         tool.tool_schema = schema
         return tool
     assert loaded is not None
@@ -211,7 +193,7 @@ def _interaction(class_name: str, name: str, config: dict[str, Any], place: str)
 def _class(class_name: str, own: type, methods: Sequence[str], of_verl: str, place: str) -> Any:
     """The class, which is a subclass of `own` or has verl's `methods`."""
     with verl_names():
-        loaded: Any = load_object(class_name, f"{place}.class_name")
+        loaded: Any = SHIPPED.get(_dotted(class_name)) or load_object(class_name, f"{place}.class_name")
     if not (isinstance(loaded, type) and issubclass(loaded, own)) and not has_methods(loaded, *methods):
         raise ConfigError(
             f"{place}.class_name: {class_name} is not a subclass of {own.__module__}.{own.__name__}, nor has it the "

@@ -63,6 +63,13 @@ class AgentData:
 
 
 logger = logging.getLogger(__name__)
+_PROBE: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "penstock_probe", "description": "Probes.", "parameters": {"type": "object", "properties": {}},
+    },
+}  # fmt: skip
+"""Rendered to see whether the model is shown its tools."""
 
 Result = Literal["ok", "error", "timeout", "unknown", "malformed", "refused"]
 NO_TOOL = "none"
@@ -440,18 +447,28 @@ class Agents:
         return self.toolbox.offered(prompt.extra_info)
 
     def _check_template(self) -> None:
-        """Raise ConfigError if the chat template cannot render the messages that agents insert."""
-        tokenization = self.tokenization
-        roles = [*(["tool"] if self.toolbox.tools else []), *(["user"] if self.interactions else [])]
+        """Raise ConfigError if the chat template cannot render the messages that agents insert, or the tools."""
+        has_tools = bool(self.toolbox.tools or self.mcp_servers)
+        schemas = [*self.toolbox.schemas, _PROBE] if has_tools else []
+        roles = [*(["tool"] if has_tools else []), *(["user"] if self.interactions else [])]
         try:
             for role in roles:
-                tokenization.next_ids(0, [{"role": role, "content": "0", "name": "0"}], self.toolbox.schemas)
+                self.tokenization.next_ids(0, [{"role": role, "content": "0", "name": "0"}], schemas)
         except InvalidInput as error:
             raise ConfigError(f"model.path: the chat template cannot render a {role} message: {error}") from error
-        if self.toolbox.tools:
-            question = Prompt(messages=(("user", "0"),))
-            if tokenization.prompt_ids(question) == tokenization.prompt_ids(question, self.toolbox.schemas):
-                logger.warning("the model's chat template does not show tools; describe them in the prompts")
+        if not has_tools or self.config.show_tools == "own":
+            return
+        text = why = ""
+        try:
+            text = self.tokenization.first_text([{"role": "user", "content": "0"}], schemas)
+        except InvalidInput as error:
+            why = f" ({error})"
+        if _PROBE["function"]["name"] not in text:
+            hidden, ways = "tools", "prompt, or to own if your prompts describe them"
+            if self.config.show_tools == "prompt":
+                hidden, ways = "a system message", "own, and describe the tools in your prompts"
+            hidden = f"the chat template does not show the model {hidden}{why}"
+            raise ConfigError(f"model.path: {hidden}; set rollout.agents.show_tools to {ways}")
 
 
 def _custom_loops(paths: Mapping[str, str]) -> dict[str, AgentLoop]:

@@ -1,10 +1,10 @@
-"""Parsers of tool calls, one per format. A parser gets only the text of a turn."""
+"""Formats of tool calls: how each is parsed, from the text of a turn, and explained to a model."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,6 +84,35 @@ TOOL_FORMATS: dict[str, ToolCallParser] = {
     "llama3_json": parse_llama3_json,
     "openai": parse_openai,
 }
+
+
+_EXPLAINED = {
+    "hermes": 'write for each call\n<tool_call>\n{"name": "NAME", "arguments": {"PARAMETER": "VALUE"}}\n</tool_call>',
+    "llama3_json": 'write nothing but\n{"name": "NAME", "parameters": {"PARAMETER": "VALUE"}}\nwith ; between calls',
+    "openai": "end with\n"
+    '{"tool_calls": [{"type": "function", "function": {"name": "NAME", "arguments": {"PARAMETER": "VALUE"}}}]}',
+}
+
+ExplainTools = Callable[[Sequence[Mapping[str, Any]]], str]
+"""Returns the text that shows tools to the model and says how to call them."""
+
+
+def find_explanation(tool_format: str, tool_parser: str) -> ExplainTools:
+    """The text for `rollout.agents.show_tools: prompt`. Raises ConfigError if there is none for both formats."""
+    if tool_format not in _EXPLAINED or tool_parser not in ("", tool_format):
+        raise ConfigError(
+            f"rollout.agents.show_tools: prompt cannot explain calls in the format {tool_parser or tool_format}; set "
+            f"tool_format to one of {', '.join(_EXPLAINED)} and tool_parser to the same, or set own and describe the "
+            "tools in your prompts"
+        )
+
+    def explain(schemas: Sequence[Mapping[str, Any]]) -> str:
+        listed = "\n".join(json.dumps(schema, ensure_ascii=False) for schema in schemas)
+        return (
+            f"You can call these functions:\n<tools>\n{listed}\n</tools>\nTo call functions, {_EXPLAINED[tool_format]}"
+        )
+
+    return explain
 
 
 def find_parser(name: str, where: str = "rollout.agents.tool_format") -> ToolCallParser:

@@ -130,6 +130,51 @@ class BaseInteraction:
         return None
 
 
+class Gsm8kTool(BaseTool):
+    """Tells the model the score of its answer to a problem of GSM8K. An answer that is not better than the one before
+    costs 0.05."""
+
+    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
+        super().__init__(config, tool_schema)
+        self._truths: dict[str, Any] = {}
+        self._scores: dict[str, float] = {}
+
+    async def create(self, instance_id: str | None = None, ground_truth: Any = None, **kwargs: Any) -> Any:
+        assert instance_id is not None
+        self._truths[instance_id], self._scores[instance_id] = ground_truth, 0.0
+        return instance_id, ToolResponse()
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+        answer, before = str(parameters.get("answer", "")), self._scores[instance_id]
+        score = self._scores[instance_id] = _gsm8k_score(f"#### {answer}", self._truths[instance_id], "flexible")
+        shown = ToolResponse(text=f"Your answer {answer} has the score {score:g}.")
+        return shown, -0.05 if score <= before else 0.0, {}
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+        return self._scores[instance_id]
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        del self._truths[instance_id], self._scores[instance_id]
+
+
+class Gsm8kInteraction(BaseInteraction):
+    """Tells the model whether the number after `####` is the answer, until it is."""
+
+    async def generate_response(
+        self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
+    ) -> tuple[bool, str, float, dict[str, Any]]:
+        last = next((message["content"] for message in reversed(messages) if message["role"] == "assistant"), "")
+        score = _gsm8k_score(last, kwargs.get("ground_truth", ""))
+        reply = "That is right." if score else "That is not right. Check your steps and answer again."
+        return bool(score), reply, score, {}
+
+
+SHIPPED: dict[str, type] = {
+    "verl.tools.gsm8k_tool.Gsm8kTool": Gsm8kTool,
+    "verl.interactions.gsm8k_interaction.Gsm8kInteraction": Gsm8kInteraction,
+}
+"""Classes that verl ships, by the names that its files give them."""
+
 _SCHEMAS: dict[str, type[BaseModel]] = {
     **{schema.__name__: schema for schema in _Schema.__subclasses__()},
     "ToolResponse": ToolResponse,
@@ -159,8 +204,10 @@ def _modules() -> dict[str, ModuleType]:
         "verl.tools": {},
         "verl.tools.schemas": {**_SCHEMAS},
         "verl.tools.base_tool": {"BaseTool": BaseTool, "rollout_trace_op": rollout_trace_op, **_SCHEMAS},
+        "verl.tools.gsm8k_tool": {"Gsm8kTool": Gsm8kTool},
         "verl.interactions": {},
         "verl.interactions.base": {"BaseInteraction": BaseInteraction},
+        "verl.interactions.gsm8k_interaction": {"Gsm8kInteraction": Gsm8kInteraction},
         "verl.utils": {},
         "verl.utils.rollout_trace": {"rollout_trace_op": rollout_trace_op},
         "verl.utils.reward_score": {},

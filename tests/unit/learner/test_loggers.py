@@ -69,6 +69,14 @@ def test_numbers_go_under_verls_names() -> None:
     }  # fmt: skip
 
 
+def test_returns_are_the_advantages_of_an_estimator_without_returns() -> None:
+    advantages = {"advantage_mean": 0.5, "advantage_min": -1.0, "advantage_max": 2.0}
+    named = under_verl_names(metrics_of(3, **advantages))
+    assert [named[f"critic/returns/{kind}"] for kind in ("mean", "min", "max")] == [0.5, -1, 2]
+    named = under_verl_names(metrics_of(3, **advantages, return_mean=7.0))
+    assert (named["critic/returns/mean"], named["critic/advantages/mean"]) == (7, 0.5)
+
+
 def test_jsonl_drops_what_comes_again_after_a_resume(tmp_path: Path) -> None:
     config = make_config(tmp_path, "jsonl")
     written(config, 1, 2, 3)

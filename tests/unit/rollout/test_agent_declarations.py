@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from penstock.config.rollout import AgentsConfig
 from penstock.errors import ConfigError, InvalidInput
 from penstock.trajectory import Prompt
 from penstock_rollout.agents.loops import Agents
+from penstock_rollout.agents.tool_calls import find_explanation
 from penstock_rollout.tokenization import Tokenization
 from support.scripted_engines import CHATML, make_tokenizer_folder
 
@@ -199,12 +201,42 @@ def test_a_template_that_refuses_tools_is_found_at_the_start(tmp_path: Path, cod
         load(tokenization, tools_file=written(tmp_path, TOOL.format(file=code, name="Echo")))
 
 
-def test_a_template_that_hides_tools_is_warned_about(
-    tmp_path: Path, code: Path, caplog: pytest.LogCaptureFixture
+HIDES_TOOLS = CHATML.replace("{% if tools %}", "{% if false %}")
+HIDES_SYSTEM = HIDES_TOOLS.replace("{% else %}", "{% elif message.role != 'system' %}")
+REFUSES_SYSTEM = HIDES_TOOLS.replace(
+    "{% else %}", "{% elif message.role == 'system' %}{{ raise_exception('no') }}{% else %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "show_tools", "why"),
+    [
+        (CHATML, "template", ""),
+        (HIDES_TOOLS, "template", "does not show the model tools; set rollout.agents.show_tools to prompt, or to own"),
+        (HIDES_TOOLS, "own", ""),
+        (HIDES_TOOLS, "prompt", ""),
+        (HIDES_SYSTEM, "prompt", "does not show the model a system message; set rollout.agents.show_tools to own"),
+        (
+            REFUSES_SYSTEM,
+            "prompt",
+            "does not show the model a system message (messages: the model's chat template cannot",
+        ),
+        (HIDES_SYSTEM, "own", ""),
+    ],
+)
+def test_a_template_that_hides_tools_is_refused(
+    tmp_path: Path, code: Path, template: str, show_tools: str, why: str
 ) -> None:
-    blind = Tokenization(make_tokenizer_folder(tmp_path / "model", CHATML.replace("{% if tools %}", "{% if false %}")))
-    load(blind, tools_file=written(tmp_path, TOOL.format(file=code, name="Echo")))
-    assert "does not show tools" in caplog.text
+    explain = find_explanation("hermes", "") if show_tools == "prompt" else None
+    tokenization = Tokenization(make_tokenizer_folder(tmp_path / "model", template), explain=explain)
+    with pytest.raises(ConfigError) if why else nullcontext() as raised:
+        load(tokenization, tools_file=written(tmp_path, TOOL.format(file=code, name="Echo")), show_tools=show_tools)
+    if raised is not None:
+        assert why in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_without_tools_the_template_need_not_show_them(tmp_path: Path) -> None:
+    load(Tokenization(make_tokenizer_folder(tmp_path / "model", HIDES_TOOLS)))
 
 
 @pytest.mark.parametrize(

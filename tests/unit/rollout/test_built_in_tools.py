@@ -200,13 +200,10 @@ def test_verls_search_tool_asks_the_same_service(tokenization: Tokenization, tmp
     assert taken == ["search", "http://r/retrieve", 5, 7, 9]
 
 
-async def test_verls_sandbox_tool_runs_programs_here(
-    tokenization: Tokenization, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = {"sandbox_fusion_url": "http://s/run_code", "num_workers": 8, "rate_limit": 1, "default_timeout": 5}
+async def test_verls_sandbox_tool_runs_programs_here(tokenization: Tokenization, tmp_path: Path) -> None:
+    config = {"num_workers": 8, "rate_limit": 1, "default_timeout": 5}
     file = tools_file(tmp_path, SANDBOX, "code_interpreter", **config, memory_limit_mb=512)
     agents = Agents.load(AgentsConfig(tools_file=file), 4096, tokenization)
-    assert "tools.0.config.sandbox_fusion_url is not called: programs run in the" in caplog.text
     tool = agents.toolbox.tools["code_interpreter"]
     assert (tool.config["num_processes"], tool.config["memory_bytes"], tool.config["timeout_s"]) == (1, 2**29, 5)
     await agents.open()
@@ -222,6 +219,13 @@ async def test_verls_sandbox_tool_runs_programs_here(
         (SEARCH, "search", {"retrieval_service_url": "http://r", "top_k": 3}, "unknown key 'top_k'"),
         (SANDBOX, "run", {"default_language": "cpp"}, "tools.0.config: default_language: must be"),
         (SANDBOX, None, {}, "tools.0.tool_schema is missing"),
+        (
+            SANDBOX,
+            "run",
+            {"sandbox_fusion_url": "http://s"},
+            "tools.0.config: unknown key 'sandbox_fusion_url'; no such service is called: programs run in the rollout "
+            "server's own sandbox; remove the key",
+        ),
     ],
 )
 def test_what_verls_tools_do_not_have_here_is_refused(

@@ -13,11 +13,14 @@ from penstock.cancellation import end_task
 from penstock.errors import InvalidInput
 from penstock_rollout.agents.episode import Episode
 from penstock_rollout.agents.loops import tool_agent
+from penstock_rollout.agents.tool_calls import find_explanation
 from penstock_rollout.agents.tools import Tool
 from penstock_rollout.agents.transcript import AgentContext
 from penstock_rollout.tokenization import Tokenization
 from support.scripted_engines import (
+    CHATML,
     END,
+    PLAIN,
     ScriptedEngine,
     called,
     function_schema,
@@ -108,6 +111,38 @@ async def test_the_first_prompt_shows_the_tools(tokenization: Tokenization) -> N
     context = make_context(ScriptedEngine([ANSWER]), tokenization, tools=[Recorder("divide")])
     await tool_agent(context)
     assert '"name": "divide"' in tokenization.raw_text(context.prompt_token_ids)
+
+
+SYSTEM_LAST = (
+    "{% for message in messages %}{% if message.role != 'system' %}"
+    "{% if loop.last and messages[0].role == 'system' %}{{ messages[0].content }}\n{% endif %}"
+    "{{ message.role }}: {{ message.content }}\n{% endif %}{% endfor %}"
+)
+"""As templates that put the system message into the last turn."""
+
+
+@pytest.mark.parametrize("template", [PLAIN, CHATML, SYSTEM_LAST])
+async def test_tools_in_the_prompt_are_shown_once_and_never_change(tmp_path: Path, template: str) -> None:
+    explained = Tokenization(make_tokenizer_folder(tmp_path, template), explain=find_explanation("hermes", ""))
+    engine = ScriptedEngine([called(call("add", a=2, b=3)), ANSWER])
+    await tool_agent(make_context(engine, explained, tools=[Recorder()]))
+    first, second = (request.prompt_token_ids for request in engine.requests)
+    shown = '{"type": "function", "function": {"name": "add"'
+    assert second[: len(first)] == first and explained.raw_text(first).count(shown) == 1
+    assert shown not in explained.raw_text(second[len(first) :])
+
+
+def test_tools_in_the_prompt_keep_its_system_message(tokenization: Tokenization, tmp_path: Path) -> None:
+    explained = Tokenization(make_tokenizer_folder(tmp_path, CHATML), explain=find_explanation("hermes", ""))
+    chat = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
+    text = explained.first_text(chat, [{"function": {"name": "add"}}])
+    assert text.startswith(
+        '<|start|>system\nbe kind\n\nYou can call these functions:\n<tools>\n{"function": {"name": "add"'
+    )
+    assert text.count("<|start|>system") == 1 and text.endswith("hi<|end|>\n<|start|>assistant\n")
+    later = [*chat, {"role": "assistant", "content": "ok"}, {"role": "tool", "content": "5"}]
+    assert explained.first_text(later, [{"function": {"name": "add"}}]).startswith(text)
+    assert explained.first_text(chat) == tokenization.first_text(chat), "without tools nothing is added"
 
 
 async def test_calls_of_one_turn_run_at_the_same_time_and_answer_in_order(tokenization: Tokenization) -> None:

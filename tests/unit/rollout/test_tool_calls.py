@@ -6,8 +6,10 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock_rollout.agents.tool_calls import (
+    TOOL_FORMATS,
     MalformedCall,
     ToolCall,
+    find_explanation,
     find_parser,
     parse_hermes,
     parse_llama3_json,
@@ -106,3 +108,18 @@ def test_a_parser_by_import_path() -> None:
 def test_an_unknown_format_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean 'hermes'"):
         find_parser("hermess")
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_what_explains_a_format_has_a_call_that_its_parser_finds(name: str) -> None:
+    text = find_explanation(name, "")([{"type": "function", "function": {"name": "add"}}])
+    assert '{"type": "function", "function": {"name": "add"}}' in text
+    example = text.partition("</tools>")[2].partition("\n")[2].partition("\n")[2].partition("\nwith")[0]
+    assert TOOL_FORMATS[name](example) == [ToolCall("NAME", {"PARAMETER": "VALUE"})]
+
+
+@pytest.mark.parametrize(("tool_format", "tool_parser"), [("mine:parse", ""), ("hermes", "qwen3_coder")])
+def test_a_format_that_cannot_be_explained_is_refused(tool_format: str, tool_parser: str) -> None:
+    with pytest.raises(ConfigError, match=f"in the format {tool_parser or tool_format}; set tool_format to one of"):
+        find_explanation(tool_format, tool_parser)
+    find_explanation("hermes", "hermes")

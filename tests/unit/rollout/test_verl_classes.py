@@ -6,12 +6,14 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from penstock.config.rollout import AgentsConfig
 from penstock.errors import ConfigError
+from penstock.user_code import load_object
 from penstock_rollout.agents.episode import Episode
 from penstock_rollout.agents.loops import Agents, interaction_agent, tool_agent
 from penstock_rollout.tokenization import Tokenization
@@ -182,7 +184,100 @@ def test_the_stand_ins_are_gone_after_the_import(tokenization: Tokenization, tmp
 
 @pytest.mark.parametrize("line", ["from verl.tools.search_tool import SearchTool", "from verl.tools.schemas import X"])
 def test_what_only_verl_has_is_named(tokenization: Tokenization, tmp_path: Path, line: str) -> None:
-    with pytest.raises(ConfigError, match=r"checks\.py fails on import: .*verl") as raised:
+    why = r"checks\.py fails on import: .*verl.*; without verl only its BaseTool and BaseInteraction work; install verl"
+    with pytest.raises(ConfigError, match=why) as raised:
         load(tokenization, tmp_path, code=f"{line}\n{TOOL}")
     assert "\n" not in str(raised.value)
     assert "verl" not in sys.modules
+
+
+AGENT, SCORE = "write the agent loop as an `async def`", "write the reward manager as `compute_score`"
+PAGE = "docs/coming-from-verl.md#porting-classes"
+
+
+@pytest.mark.parametrize(
+    ("code", "way"),
+    [
+        ("import verl.utils.profiler\nfrom verl.experimental.agent_loop.agent_loop import AgentLoopBase", AGENT),
+        ("from verl.experimental import agent_loop", AGENT),
+        ("from recipe.langgraph_agent.react_agent_loop import ReactAgentLoop", AGENT),
+        ("from verl.tools.function_tool import function_tool", "write the function as a tool class"),
+        ("from verl import DataProto\nfrom verl.workers.reward_manager import register", SCORE),
+        ("from verl import DataProto", SCORE),
+        ("from verl.utils.dataset.rl_dataset import RLHFDataset", "write the dataset as a function that returns rows"),
+        (
+            "from verl.utils.reward_score.math_dapo import compute_score",
+            "choose them in rollout.reward by `kind: verl`",
+        ),
+        ("import verl", "install verl, or port the code"),
+    ],
+)
+def test_code_for_verl_is_refused_with_the_way_to_port_it(tmp_path: Path, code: str, way: str) -> None:
+    (tmp_path / "mine.py").write_text(code)
+    with pytest.raises(ConfigError, match=r"field: .*mine\.py fails on import: ModuleNotFoundError: .*") as raised:
+        load_object(f"{tmp_path}/mine.py:Mine", "field")
+    assert str(raised.value).endswith(f"{way}: {PAGE}") and "\n" not in str(raised.value)
+
+
+def test_a_class_of_verl_by_name_is_refused_with_the_way_to_port_it(tokenization: Tokenization, tmp_path: Path) -> None:
+    file = tmp_path / "tools.yaml"
+    file.write_text(f"tools:\n  - class_name: verl.tools.geo3k_tool.Geo3kTool\n    tool_schema: {SCHEMA}\n")
+    with pytest.raises(ConfigError, match=r"no module verl\.tools\.geo3k_tool; .*or port the code") as raised:
+        Agents.load(AgentsConfig(tools_file=file), 4096, tokenization)
+    assert str(raised.value).endswith(PAGE)
+
+
+def test_an_agent_loop_is_refused_with_verl_installed(
+    tokenization: Tokenization, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("verl", "verl.experimental", "verl.experimental.agent_loop"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    base = type("AgentLoopBase", (), {"__module__": "verl.experimental.agent_loop.agent_loop"})
+    sys.modules["verl.experimental.agent_loop"].AgentLoopBase = base  # type: ignore[attr-defined]
+    (tmp_path / "mine.py").write_text(
+        "from verl.experimental.agent_loop import AgentLoopBase\nclass Mine(AgentLoopBase): ..."
+    )
+    with pytest.raises(ConfigError, match=f"was written for verl and cannot run here; {AGENT}: {PAGE}"):
+        Agents.load(AgentsConfig(custom={"mine": f"{tmp_path}/mine.py:Mine"}), 4096, tokenization)
+
+
+GSM8K_TOOL = f"""
+tools:
+  - {{class_name: verl.tools.gsm8k_tool.Gsm8kTool, config: {{type: native}}, tool_schema: {SCHEMA}}}
+"""
+GSM8K_INTERACTION = "interaction:\n  - class_name: verl.interactions.gsm8k_interaction.Gsm8kInteraction\n"
+
+
+async def test_verls_classes_for_gsm8k_run_by_name(tokenization: Tokenization, tmp_path: Path) -> None:
+    tools, interactions = tmp_path / "tools.yaml", tmp_path / "interactions.yaml"
+    tools.write_text(GSM8K_TOOL)
+    interactions.write_text(GSM8K_INTERACTION)
+    agents = Agents.load(AgentsConfig(tools_file=tools, interactions_file=interactions), 4096, tokenization)
+    turns = [check("11"), check("12"), check("12"), (*spelled("12"), END)]
+    episode = await sample(agents, tokenization, *turns, tools_kwargs=CHECK)
+    assert (episode.tool_rewards, episode.final_reward) == ((-0.05, 0.0, -0.05), 1.0), "only a better answer is free"
+    assert "Your answer 12 has the score 1." in tokenization.text(episode.token_ids.tolist())
+    assert not agents.toolbox.tools["check"]._tool._scores, "nothing is kept"  # type: ignore[attr-defined]
+    [interaction] = agents.interactions.values()
+    await interaction.start_interaction("0", ground_truth="12")
+    for content, is_right in (("so 12", False), ("so #### 11", False), ("so #### 12", True)):
+        said = [{"role": "user", "content": "#### 12"}, {"role": "assistant", "content": content}]
+        done, _, score, _ = await interaction.generate_response("0", said, ground_truth="12")
+        assert (done, score) == (is_right, float(is_right)), "the number after #### counts"
+    await interaction.finalize_interaction("0", ground_truth="12")
+
+
+async def test_the_ported_classes_of_the_page_run(tokenization: Tokenization, tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "coming-from-verl.md").read_text()
+    code = page.partition("## Porting classes")[2].partition("```python\n")[2].partition("```")[0]
+    (tmp_path / "ported.py").write_text(code)
+    twice, double, score, rows = (
+        load_object(f"{tmp_path}/ported.py:{name}", "field") for name in ("twice", "Double", "compute_score", "sums")
+    )
+    turns = [(*spelled("12"), END), (*spelled("13"), END)]
+    episode = await twice(make_context(ScriptedEngine(turns), tokenization))
+    assert "Sure?" in tokenization.text(episode.token_ids.tolist()) and episode.num_turns == 2
+    assert await double({}, {}).execute("0", {"number": 21}) == "42"
+    assert score(data_source="", solution_str="1", ground_truth="1", extra_info={}) == 1
+    (tmp_path / "lines.txt").write_text("1+1")
+    assert rows(files=[str(tmp_path / "lines.txt")]) == [{"prompt": [{"role": "user", "content": "1+1"}]}]

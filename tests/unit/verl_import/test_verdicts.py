@@ -65,7 +65,7 @@ VERDICTS: tuple[tuple[str, Any, str], ...] = (
     (ROLLOUT + "free_cache_engine", True, "unneeded"),
     ("reward_model.reward_manager", "mine", "danger"),
     ("reward.reward_manager.name", "gdpo", "changed"),
-    ("reward_model.sandbox_fusion.url", "http://sandbox:8080", "missing"),
+    ("reward_model.sandbox_fusion.url", "http://sandbox:8080", "danger"),
     ("algorithm.adv_estimator", "grpo", "same"),
     ("algorithm.adv_estimator", "optimal_token_baseline", "danger"),
     ("algorithm.use_pf_ppo", True, "danger"),

@@ -187,7 +187,7 @@ def _long_prompts(config: RunConfig, files: dict[Path, list[Prompt]]) -> Iterato
 
     logging.set_verbosity_error()  # it would warn of the same prompts, without what to do
     rollout = config.rollout
-    tokenization = Tokenization(config.model.path, template_arguments=rollout.prompt.template_arguments)
+    tokenization = Tokenization.of(config)
     limit = PromptLength(rollout.prompt, rollout.engine.max_model_len, RolloutMetrics(CollectorRegistry())).max_tokens
     treatment = "would be dead-lettered" if rollout.prompt.overlong == "filter" else "would be truncated"
     for path, prompts in files.items():

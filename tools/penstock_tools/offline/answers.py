@@ -78,7 +78,7 @@ async def _answer_all(
     metrics = RolloutMetrics(CollectorRegistry())
     scorer = Scorer(config.rollout.reward if scored else UNSCORED, metrics)
     length = PromptLength(config.rollout.prompt, config.rollout.engine.max_model_len, metrics)
-    tokenization = Tokenization(config.model.path, length.fit, config.rollout.prompt.template_arguments)
+    tokenization = Tokenization.of(config, length.fit)
     agents = Agents.load(config.rollout.agents, config.rollout.engine.max_model_len, tokenization)
     engine = create_engine(config.rollout.engine, config.model.path, config.model.dtype, config.seed)
     maker = GroupMaker("generate", "generate", engine, tokenization, scorer, metrics, agents)

@@ -202,7 +202,7 @@ def _set_agents(values: Values, longest: int) -> None:
     name = str(values.get(key))
     if name not in ("single_turn_agent", "tool_agent"):
         values.lose(
-            key, "port the class to a function of rollout.agents.custom and name it in default_agent (docs/agents.md)"
+            key, "port the class (docs/coming-from-verl.md#porting-classes) and name it in rollout.agents.default_agent"
         )
         name = "single_turn_agent"
     if values.get(_TURNS + "enable") and not values.is_given(key):
@@ -226,7 +226,7 @@ def _set_rewards(values: Values, max_response: int) -> None:
     key = "reward_model.reward_manager"
     manager = "dapo" if values.program == "dapo" and not values.is_given(key) else str(values.get(key))
     if manager not in ("naive", "dapo", "batch", "prime", "gdpo", "remote"):
-        values.lose(key, "a class can be the reward function: rollout.reward.function_name (docs/rewards.md)")
+        values.lose(key, "write the manager as `compute_score`: docs/coming-from-verl.md#porting-classes")
     values.set("rollout.reward.compat", "verl")
     if manager == "batch" and values.is_given("custom_reward_function.path"):
         values.set("rollout.reward.function_batch", True)

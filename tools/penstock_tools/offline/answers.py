@@ -81,7 +81,8 @@ async def _answer_all(
     tokenization = Tokenization(config.model.path, length.fit, config.rollout.prompt.template_arguments)
     agents = Agents.load(config.rollout.agents, config.rollout.engine.max_model_len, tokenization)
     seed = config.seed + store.shard.index  # samples without a seed differ between shards, also of one prompt
-    engine = create_engine(config.rollout.engine, config.model.path, config.model.dtype, seed)
+    profiles = config.folder / "profiles" / f"generate-{store.shard.index}"
+    engine = create_engine(config.rollout.engine, config.model.path, config.model.dtype, seed, profiles=profiles)
     maker = GroupMaker("generate", "generate", engine, tokenization, scorer, metrics, agents)
     # By default as many prompts as fill the engine with samples, and an eighth more, so that none of it stays free.
     at_once = concurrency or -(-config.rollout.engine.max_num_seqs * 9 // 8 // missing[0][1].num_samples)
